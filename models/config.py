@@ -1,0 +1,106 @@
+"""The shape of a dense decoder, and the numbers that follow from it. Imports no torch."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt
+
+AttentionFlops = Literal["causal", "full"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape and constants of the decoder. `name` picks the values from models/sizes.py; any field overrides one."""
+
+    name: str
+    """A size from models/sizes.py, such as "smollm3_3b"."""
+    layers: Annotated[int, Ge(1)]
+    """Number of blocks."""
+    width: Annotated[int, Ge(1)]
+    """Width of the residual stream (hidden size)."""
+    feed_forward_width: Annotated[int, Ge(1)]
+    """Inner width of the SwiGLU feed-forward."""
+    heads: Annotated[int, Ge(1)]
+    """Query heads per layer."""
+    key_value_heads: Annotated[int, Ge(1)]
+    """Key and value heads per layer; must divide `heads` (grouped-query attention)."""
+    head_width: Annotated[int, Ge(2)]
+    """Width of one head; even, because rotary embeddings turn pairs."""
+    vocabulary: Annotated[int, Ge(2)]
+    """Rows of the embedding; at least the tokenizer's vocabulary."""
+    tied_embeddings: bool
+    """Use the embedding matrix as the output projection too."""
+    norm_eps: Annotated[float, Gt(0)]
+    """Epsilon of every RMSNorm."""
+    rope_theta: Annotated[float, Gt(0)]
+    """Base of the rotary frequencies."""
+    rope_scaling: Literal["none", "llama3"] = "none"
+    """Rescaling of the rotary frequencies; "llama3" is what Llama 3.1 and 3.2 checkpoints need."""
+    rope_factor: Annotated[float, Ge(1)] = 8.0
+    """llama3 scaling: by how much the low frequencies are slowed down."""
+    rope_low_frequency_factor: Annotated[float, Gt(0)] = 1.0
+    """llama3 scaling: wavelengths above original length / this are scaled in full."""
+    rope_high_frequency_factor: Annotated[float, Gt(0)] = 4.0
+    """llama3 scaling: wavelengths below original length / this are left alone."""
+    rope_original_length: Annotated[int, Ge(1)] = 8192
+    """llama3 scaling: sequence length (tokens) before the context was extended."""
+    no_rope_every: Annotated[int, Ge(0)] = 0
+    """Every n-th layer has no rotary embedding (SmolLM3: 4, so layers 3, 7, 11, ...); 0 = all layers have one."""
+    no_rope_layers: tuple[Annotated[int, Ge(0)], ...] = ()
+    """Further layers without rotary embedding, by index from 0, for irregular patterns."""
+    init_std: Annotated[float, Gt(0)] = 0.02
+    """Standard deviation of the initial weights; projections into the residual stream get it / sqrt(2 x layers)."""
+
+    def problems(self) -> list[tuple[str, str]]:
+        """(field, what is wrong and what to write instead) for every rule that spans several fields."""
+        found = []
+        if self.heads % self.key_value_heads:
+            found.append(
+                (
+                    "key_value_heads",
+                    f"must divide heads = {self.heads}; write one of its divisors, such as {self.heads}",
+                )
+            )
+        if self.head_width % 2:
+            found.append(("head_width", f"must be even for rotary embeddings; write {self.head_width + 1}"))
+        beyond = [layer for layer in self.no_rope_layers if layer >= self.layers]
+        if beyond:
+            found.append(("no_rope_layers", f"names layers {beyond}, but the last layer is {self.layers - 1}"))
+        if self.rope_scaling == "llama3" and self.rope_high_frequency_factor <= self.rope_low_frequency_factor:
+            found.append(
+                (
+                    "rope_high_frequency_factor",
+                    f"must exceed rope_low_frequency_factor = {self.rope_low_frequency_factor}",
+                )
+            )
+        return found
+
+    def uses_rope(self, layer: int) -> bool:
+        """Whether this layer (index from 0) turns its queries and keys."""
+        by_interval = self.no_rope_every > 0 and (layer + 1) % self.no_rope_every == 0
+        return not by_interval and layer not in self.no_rope_layers
+
+    def matmul_params(self) -> int:
+        """Parameters that multiply every token: the blocks' linears and the output projection, not the look-up."""
+        query_and_output = 2 * self.width * self.heads * self.head_width
+        key_and_value = 2 * self.width * self.key_value_heads * self.head_width
+        feed_forward = 3 * self.width * self.feed_forward_width
+        return self.layers * (query_and_output + key_and_value + feed_forward) + self.vocabulary * self.width
+
+    def num_params(self) -> int:
+        """All parameters; a tied embedding counts once."""
+        norms = (2 * self.layers + 1) * self.width
+        embedding = 0 if self.tied_embeddings else self.vocabulary * self.width
+        return self.matmul_params() + norms + embedding
+
+    def flops_per_token(self, sequence_length: int, attention: AttentionFlops) -> int:
+        """Floating-point operations of one training step per token, forward and backward, nothing recomputed.
+
+        A matmul parameter costs 2 FLOPs per token forward (multiply, add) and 4 backward (gradients of input and of
+        weight): 6 each. Attention multiplies every query with S keys and every probability row with S values: 2 x 2 x
+        heads x head_width x S forward, twice that backward, 12 x heads x head_width x S a layer for "full"
+        attention (the convention of PaLM, appendix B, and of most published MFU). A causal mask needs half of it
+        ("causal"). Grouped queries shrink the key and value projections, not these products.
+        """
+        full_attention = 12 * self.layers * self.heads * self.head_width * sequence_length
+        return 6 * self.matmul_params() + (full_attention if attention == "full" else full_attention // 2)

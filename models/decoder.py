@@ -1,0 +1,111 @@
+"""A dense decoder-only transformer: Llama 2, Llama 3, SmolLM2 and SmolLM3 by configuration.
+
+Plain single-device code. It is built on the meta device, knows nothing of meshes or ranks, and its fully qualified
+names are the contract with everything that parallelizes, saves or converts it.
+
+B batch, T tokens, D model width, F feed-forward width, N query heads, K key/value heads, H head width, V vocabulary.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu
+
+from models.attention import causal_attention
+from models.config import ModelConfig
+from models.loss import cross_entropy_sum
+from models.rope import rope_tables, rotate
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with or without rotary embeddings."""
+
+    def __init__(self, config: ModelConfig, *, rope: bool) -> None:
+        super().__init__()
+        self.head_width = config.head_width
+        self.rope = rope
+        self.q_proj = nn.Linear(config.width, config.heads * config.head_width, bias=False)
+        self.k_proj = nn.Linear(config.width, config.key_value_heads * config.head_width, bias=False)
+        self.v_proj = nn.Linear(config.width, config.key_value_heads * config.head_width, bias=False)
+        self.o_proj = nn.Linear(config.heads * config.head_width, config.width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x: (B, T, D) -> (B, T, D)."""
+        # -1 infers the number of heads, so that a tensor-parallel rank needs no change here.
+        query, key, value = (
+            projection(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)  # (B, N or K, T, H)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.rope:
+            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        out = causal_attention(query, key, value)  # (B, N, T, H)
+        return self.o_proj(out.transpose(1, 2).flatten(-2))  # (B, T, D)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.width, config.feed_forward_width, bias=False)
+        self.up_proj = nn.Linear(config.width, config.feed_forward_width, bias=False)
+        self.down_proj = nn.Linear(config.feed_forward_width, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (B, T, D) -> (B, T, D)."""
+        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))  # (B, T, F) inside
+
+
+class Block(nn.Module):
+    """One pre-norm layer: attention, then feed-forward, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.attention = Attention(config, rope=config.uses_rope(layer))
+        self.feed_forward_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x: (B, T, D); cos, sin from rope_tables -> (B, T, D)."""
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, final norm and output projection. A tied model has no `lm_head`: it uses the embedding."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocabulary, config.width)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.lm_head = None if config.tied_embeddings else nn.Linear(config.width, config.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """tokens: (B, T) integers. Returns logits (B, T, V), or, with targets (B, T), their summed loss, a scalar.
+
+        The loss is taken inside so that the logits, the largest tensor of a step, never leave this function.
+        """
+        cos, sin = rope_tables(self.config, torch.arange(tokens.shape[1], device=tokens.device))  # (T, H/2)
+        x = self.embedding(tokens)  # (B, T, D)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        x = self.norm(x)
+        logits = linear(x, self.embedding.weight) if self.lm_head is None else self.lm_head(x)  # (B, T, V)
+        return logits if targets is None else cross_entropy_sum(logits, targets)
+
+    def init_parameter(self, name: str, values: Tensor, generator: torch.Generator) -> None:
+        """Fill `values`, the whole parameter of this fully qualified name, with its initial values.
+
+        Normal with `init_std`; the projections that add to the residual stream are scaled by 1 / sqrt(2 x layers), so
+        that its variance does not grow with depth (GPT-2, section 2.3). Norm weights start at 1.
+        """
+        if values.dim() == 1:
+            values.fill_(1.0)
+            return
+        into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+        scale = 1 / math.sqrt(2 * self.config.layers) if into_residual else 1.0
+        values.normal_(0.0, self.config.init_std * scale, generator=generator)

@@ -1,0 +1,140 @@
+"""Published model sizes by name. Imports no torch.
+
+Shapes are from the config.json of the published checkpoints; tests/models/test_sizes.py holds their exact
+parameter counts. RoPE is that of pretraining at the original context length, except for the Llama releases that
+exist only with "llama3" scaling (3.1 405B, 3.2 1B and 3B).
+"""
+
+from dataclasses import replace
+
+from models.config import ModelConfig
+
+SMOLLM3_3B = ModelConfig(
+    name="smollm3_3b",
+    layers=36,
+    width=2048,
+    feed_forward_width=11008,
+    heads=16,
+    key_value_heads=4,
+    head_width=128,
+    vocabulary=128256,
+    tied_embeddings=True,
+    norm_eps=1e-6,
+    rope_theta=2_000_000.0,
+    no_rope_every=4,
+)
+LLAMA2_7B = ModelConfig(
+    name="llama2_7b",
+    layers=32,
+    width=4096,
+    feed_forward_width=11008,
+    heads=32,
+    key_value_heads=32,
+    head_width=128,
+    vocabulary=32000,
+    tied_embeddings=False,
+    norm_eps=1e-5,
+    rope_theta=10_000.0,
+)
+LLAMA3_8B = replace(
+    LLAMA2_7B,
+    name="llama3_8b",
+    feed_forward_width=14336,
+    key_value_heads=8,
+    vocabulary=128256,
+    rope_theta=500_000.0,
+)
+LLAMA3_3B = replace(
+    LLAMA3_8B,
+    name="llama3_3b",
+    layers=28,
+    width=3072,
+    feed_forward_width=8192,
+    heads=24,
+    tied_embeddings=True,
+    rope_scaling="llama3",
+    rope_factor=32.0,
+)
+SMOLLM2_135M = ModelConfig(
+    name="smollm2_135m",
+    layers=30,
+    width=576,
+    feed_forward_width=1536,
+    heads=9,
+    key_value_heads=3,
+    head_width=64,
+    vocabulary=49152,
+    tied_embeddings=True,
+    norm_eps=1e-5,
+    rope_theta=100_000.0,
+)
+
+SIZES: dict[str, ModelConfig] = {
+    size.name: size
+    for size in (
+        # Small enough for a laptop CPU; every linear's widths are multiples of 16, as float8 needs.
+        replace(
+            SMOLLM3_3B,
+            name="smollm3_debug",
+            layers=4,
+            width=128,
+            feed_forward_width=384,
+            heads=4,
+            key_value_heads=2,
+            head_width=32,
+            vocabulary=4096,
+        ),
+        replace(
+            LLAMA3_8B,
+            name="llama3_debug",
+            layers=4,
+            width=128,
+            feed_forward_width=384,
+            heads=4,
+            key_value_heads=2,
+            head_width=32,
+            vocabulary=4096,
+        ),
+        SMOLLM2_135M,
+        replace(
+            SMOLLM2_135M,
+            name="smollm2_360m",
+            layers=32,
+            width=960,
+            feed_forward_width=2560,
+            heads=15,
+            key_value_heads=5,
+        ),
+        replace(
+            SMOLLM2_135M,
+            name="smollm2_1.7b",
+            layers=24,
+            width=2048,
+            feed_forward_width=8192,
+            heads=32,
+            key_value_heads=32,
+            rope_theta=130_000.0,
+        ),
+        SMOLLM3_3B,
+        LLAMA2_7B,
+        replace(
+            LLAMA2_7B, name="llama2_13b", layers=40, width=5120, feed_forward_width=13824, heads=40, key_value_heads=40
+        ),
+        replace(
+            LLAMA2_7B, name="llama2_70b", layers=80, width=8192, feed_forward_width=28672, heads=64, key_value_heads=8
+        ),
+        replace(LLAMA3_3B, name="llama3_1b", layers=16, width=2048, heads=32, head_width=64),
+        LLAMA3_3B,
+        LLAMA3_8B,
+        replace(LLAMA3_8B, name="llama3_70b", layers=80, width=8192, feed_forward_width=28672, heads=64),
+        replace(
+            LLAMA3_8B,
+            name="llama3_405b",
+            layers=126,
+            width=16384,
+            feed_forward_width=53248,
+            heads=128,
+            rope_scaling="llama3",
+        ),
+    )
+}

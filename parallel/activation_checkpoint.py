@@ -1,0 +1,55 @@
+"""Activation checkpointing: what the forward pass keeps, and what the backward pass computes again."""
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from parallel.config import ActivationCheckpointingConfig
+
+# What "selective" keeps. Everything else in a block (norms, rotations, SwiGLU product, residual sums, casts) moves
+# few bytes and almost no FLOPs, and compile fuses its recomputation into the kernels that need it.
+SAVED = {
+    # Matrix products: nearly all FLOPs of a block.
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_mm.default,
+    # Attention, by each of the backends that scaled_dot_product_attention may choose.
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    # Largest magnitudes, the float8 scales: tiny, but each needs a pass over a whole tensor.
+    torch.ops.aten.amax.default,
+    torch.ops.aten.max.default,
+    # Communication, once axes that communicate inside a block join.
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+}
+
+
+def checkpoint_blocks(model: nn.Module, config: ActivationCheckpointingConfig) -> str:
+    """Wrap every block, in place; state-dict keys stay those of the plain model. Returns a line for the log."""
+    if config.mode == "none":
+        return "activation checkpointing: off"
+    blocks = model.get_submodule("blocks")
+    for name, block in blocks.named_children():
+        # Nothing in a block draws random numbers, so their state need not be kept.
+        options: dict[str, Any] = {"preserve_rng_state": False}
+        if config.mode == "selective":
+            options["context_fn"] = _selective_contexts
+            # Under compile it warns each process of in-place operations; a block has none.
+            logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+        blocks.register_module(name, checkpoint_wrapper(block, **options))
+    kept = "keeps matmul and attention outputs" if config.mode == "selective" else "keeps block inputs only"
+    return f"activation checkpointing: {config.mode}, {kept}"
+
+
+def _selective_contexts() -> Any:
+    return create_selective_checkpoint_contexts(_keep_expensive)
+
+
+def _keep_expensive(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in SAVED else CheckpointPolicy.PREFER_RECOMPUTE

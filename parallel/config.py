@@ -1,0 +1,102 @@
+"""What a recipe may ask of the parallel room. Imports no torch."""
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+from annotated_types import Ge
+
+from parallel.errors import UserError
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """How the processes are laid out. The product of the degrees is the number of processes."""
+
+    replicate: Annotated[int, Ge(-1)] = 1
+    """Copies of the sharded model (hybrid sharding); gradients are all-reduced across them. -1 = the rest."""
+    shard: Annotated[int, Ge(-1)] = -1
+    """Sharding degree of FSDP; 1 = no sharding, every process holds the whole model. -1 = the rest."""
+    tensor: Annotated[int, Ge(1)] = 1
+    """Tensor-parallel degree. Not built yet: must be 1."""
+    context: Annotated[int, Ge(1)] = 1
+    """Context-parallel degree. Not built yet: must be 1."""
+
+    @property
+    def data_parallel(self) -> int:
+        """Number of processes that see different sequences; only meaningful once -1 is resolved."""
+        return self.replicate * self.shard
+
+    def fit(self, world_size: int) -> "MeshConfig":
+        """The same layout with -1 replaced, so that the degrees multiply to `world_size`.
+
+        Raises UserError, with the arithmetic, when no layout of that many processes fits.
+        """
+        asked = f"replicate {self.replicate} x shard {self.shard} x tensor {self.tensor} x context {self.context}"
+        for axis in ("tensor", "context"):
+            if (degree := getattr(self, axis)) > 1:
+                raise UserError(f"mesh.{axis} = {degree}: {axis} parallelism is not built yet; write {axis} = 1")
+        for axis in ("replicate", "shard"):
+            if getattr(self, axis) == 0:
+                raise UserError(f"mesh.{axis} = 0: a degree is at least 1; write 1, or -1 for the rest")
+        if self.replicate == self.shard == -1:
+            raise UserError(
+                "mesh: replicate and shard are both -1; only one can be the rest, write a degree for the other"
+            )
+        if -1 in (self.replicate, self.shard):
+            open_axis, fixed = ("replicate", self.shard) if self.replicate == -1 else ("shard", self.replicate)
+            if world_size % fixed:
+                raise UserError(
+                    f"mesh: {asked} does not fit {world_size} processes: {world_size} / {fixed} is not a whole number"
+                    f"; start a multiple of {fixed} processes (NPROC) or change the degrees"
+                )
+            return replace(self, **{open_axis: world_size // fixed})
+        if self.data_parallel != world_size:
+            raise UserError(
+                f"mesh: {asked} = {self.data_parallel} processes, but {world_size} were started"
+                f"; start {self.data_parallel} (NPROC) or write shard = -1 to take the rest"
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class Float8Config:
+    """Matrix multiplications of the blocks' linears in 8-bit floating point, through torchao."""
+
+    recipe: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
+    """Scaling: one scale per tensor, per row, or per row with the weight gradient in high precision. "none" = off."""
+    all_gather: bool = False
+    """FSDP all-gathers weights in float8, halving the traffic; tensorwise only, scales computed after each step."""
+    exclude: tuple[str, ...] = ("lm_head",)
+    """Linears to leave alone: every one whose dotted name contains one of these as a whole component."""
+    emulate: bool = False
+    """Compute in bf16/fp32 with float8 rounding, for devices without float8 matrix units. Slow; for tests."""
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointingConfig:
+    """Trade recomputation in the backward pass for activation memory."""
+
+    mode: Literal["none", "selective", "full"] = "none"
+    """"full" recomputes whole blocks; "selective" keeps matmul and attention outputs and recomputes the cheap rest."""
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    """torch.compile, block by block."""
+
+    enabled: bool = False
+    """Compile every block in place with fullgraph=True."""
+
+
+@dataclass(frozen=True)
+class FSDPConfig:
+    """Fully sharded data parallelism (FSDP2) and its mixed precision."""
+
+    reshard_after_forward: bool = True
+    """Free gathered weights after the forward pass (ZeRO-3); false keeps them for the backward pass (ZeRO-2)."""
+    param_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision of gathered weights and of the computation; the sharded master weights are float32."""
+    reduce_dtype: Literal["bfloat16", "float32"] = "float32"
+    """Precision of the gradient reduction."""
+    cpu_offload: bool = False
+    """Keep sharded parameters, gradients and optimizer states in host memory, and step there."""

@@ -1,0 +1,113 @@
+"""Processes: who am I, how many are we, which device is mine. The only reader of the launcher's environment."""
+
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel.errors import UserError
+
+Result = TypeVar("Result")
+
+
+class SilentUserError(UserError):
+    """A UserError that another rank is already telling."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the others."""
+
+    rank: int
+    local_rank: int
+    size: int
+    device: torch.device
+    host: str
+
+    @property
+    def is_main(self) -> bool:
+        """Rank 0 speaks for all."""
+        return self.rank == 0
+
+
+def start(device: str, *, seed: int) -> World:
+    """Join the process group that torchrun announced, or be a group of one, and set every process-wide torch switch.
+
+    device: "cpu", "cuda" or "auto" (the GPUs where there are any). On CUDA the group carries gloo too, for host-side
+    messages that must not wait for the device. Raises UserError where the device is not there.
+    """
+    launched = "RANK" in os.environ
+    rank, local_rank, size = (
+        (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")) if launched else (0, 0, 1)
+    )
+    gpus = torch.cuda.device_count()
+    if device == "auto":
+        device = "cuda" if gpus else "cpu"
+    if device == "cuda":
+        if local_rank >= gpus:
+            raise UserError(
+                f"process {local_rank} of this node has no GPU: {gpus} visible"
+                '; start fewer processes (NPROC) or write run.device = "cpu"'
+            )
+        torch.cuda.set_device(local_rank)
+    own = torch.device(device, local_rank) if device == "cuda" else torch.device("cpu")
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    # Rank 0 may tokenize a corpus while the others wait, hence the patience.
+    patience = timedelta(hours=2)
+    if launched:
+        dist.init_process_group(backend, timeout=patience, device_id=own if device == "cuda" else None)
+    else:
+        dist.init_process_group(backend, timeout=patience, store=dist.HashStore(), rank=0, world_size=1)
+    torch.manual_seed(seed)
+    return World(rank, local_rank, size, own, socket.gethostname())
+
+
+def stop() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def on_main_first(world: World, work: Callable[[], Result]) -> Result:
+    """Let rank 0 do the work, for instance fill a cache, then the others; a UserError of rank 0 stops all of them."""
+    result: Result | None = None
+    error: UserError | None = None
+    if world.is_main:
+        try:
+            result = work()
+        except UserError as raised:
+            error = raised
+    failed = [error is not None]
+    dist.broadcast_object_list(failed)
+    if error is not None:
+        raise error
+    if failed[0]:
+        raise SilentUserError("rank 0 could not go on")
+    return result if world.is_main and result is not None else work()
+
+
+class Agreement:
+    """Lets all ranks act on one rank's signal at the same step, one step late, without waiting for the device.
+
+    Each step posts a tiny all-reduce between the hosts and reads the one posted a step earlier.
+    """
+
+    def __init__(self) -> None:
+        self._votes: Tensor | None = None
+        self._pending: dist.Work | None = None
+
+    def any(self, mine: bool) -> bool:
+        """Whether any rank said True at the previous call. Every rank must call it equally often."""
+        agreed = False
+        if self._pending is not None and self._votes is not None:
+            self._pending.wait()
+            agreed = bool(self._votes.item())
+        self._votes = torch.tensor([int(mine)])
+        self._pending = dist.all_reduce(self._votes, op=dist.ReduceOp.MAX, async_op=True)
+        return agreed

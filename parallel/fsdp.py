@@ -1,0 +1,62 @@
+"""FSDP2: shard parameters, gradients and optimizer states, with the mixed-precision policy."""
+
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from parallel.config import FSDPConfig
+
+
+def shard_blocks_and_root(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig) -> str:
+    """fully_shard every block, then the root, in place. Returns a line for the log.
+
+    Gradients come out as the sum over all processes, not the mean: the trainer divides the loss by the number of
+    target tokens of the whole global batch.
+    """
+    replicate, shard = mesh["replicate"].size(), mesh["shard"].size()
+    options: dict[str, Any] = {
+        # A replicate axis of one would cost an all-reduce among one process for every block.
+        "mesh": mesh if replicate > 1 else mesh["shard"],
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=getattr(torch, config.param_dtype),
+            reduce_dtype=getattr(torch, config.reduce_dtype),
+            # Activations follow the parameters by themselves; casting would round the float32 rotary tables.
+            cast_forward_inputs=False,
+        ),
+        "offload_policy": (
+            CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.cpu_offload else OffloadPolicy()
+        ),
+    }
+    blocks = list(model.get_submodule("blocks").children())
+    for block in blocks:
+        fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
+    if isinstance(lm_head := getattr(model, "lm_head", None), nn.Module):
+        # Untied: two large matrices that are never needed at the same time. The backward pass starts with lm_head.
+        fully_shard(model.get_submodule("embedding"), reshard_after_forward=config.reshard_after_forward, **options)
+        fully_shard(lm_head, reshard_after_forward=False, **options)
+    fully_shard(model, reshard_after_forward=False, **options)
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # Else a factor of one still takes NCCL's slower pre-multiplied sum, which gloo does not have.
+            module.set_force_sum_reduction_for_comms(True)
+    for block, following in pairwise(blocks):
+        # Ask for the next block's weights before this one computes, so that a slow host does not expose the gather.
+        cast(FSDPModule, block).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
+
+    stage = "ZeRO-3" if config.reshard_after_forward else "ZeRO-2"
+    layout = f"{stage} over {shard}" if shard > 1 else "no sharding"
+    copies = f" x {replicate} replicas" if replicate > 1 else ""
+    offload = ", offloaded to the host" if config.cpu_offload else ""
+    return f"fsdp: {layout}{copies}, {config.param_dtype} compute, {config.reduce_dtype} reduction{offload}"

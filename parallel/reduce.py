@@ -1,0 +1,50 @@
+"""Sums over the mesh: gradient norm, clipping, loss."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+
+def sum_over_processes(value: Tensor) -> Tensor:
+    """`value` summed over all processes, in place; the host does not wait for the device."""
+    dist.all_reduce(value)
+    return value
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The global L2 norm of all gradients, a float32 scalar, equal on all processes.
+
+    One all-reduce for each set of mesh axes over which gradients are sharded: for FSDP one scalar within the shard
+    group, and none across replicas, which hold the same gradients already.
+    """
+    groups: dict[tuple[DeviceMesh, tuple[int, ...]], list[Tensor]] = defaultdict(list)
+    for gradient in _gradients(parameters):
+        sharded_axes = tuple(axis for axis, placement in enumerate(gradient.placements) if placement.is_shard())
+        groups[gradient.device_mesh, sharded_axes].append(gradient.to_local())
+    squares = []
+    for (mesh, axes), gradients in groups.items():
+        square = get_total_norm(gradients).float().square()
+        for axis in axes:
+            if mesh.size(axis) > 1:
+                dist.all_reduce(square, group=mesh.get_group(axis))
+        squares.append(square)
+    return torch.stack(squares).sum().sqrt()
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], *, norm: Tensor, max_norm: float) -> None:
+    """Scale all gradients, in place, so that their global norm is at most `max_norm`. The host does not wait."""
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_([gradient.to_local() for gradient in _gradients(parameters)], scale)
+
+
+def _gradients(parameters: Iterable[nn.Parameter]) -> list[DTensor]:
+    """Every parameter's gradient; after fully_shard all of them are DTensors."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    assert all(isinstance(gradient, DTensor) for gradient in gradients), "gradients of a model that is not sharded"
+    return gradients  # type: ignore[return-value]

@@ -1,0 +1,91 @@
+"""Overrides from the command line, `--section.field value`, and --help, both through tyro. Imports no torch."""
+
+from collections.abc import Sequence
+from contextlib import redirect_stderr, suppress
+from difflib import get_close_matches
+from io import StringIO
+from typing import Any
+
+import tyro
+
+from recipes.fields import accept, complaint, field_types, toml, unknown_key, value_of
+from recipes.problems import Problem
+from recipes.schema import Recipe
+
+ORIGIN = "command line"
+OPTIONS = ("check", "processes", "help")
+"""What train.py itself understands."""
+
+
+def parse(arguments: Sequence[str], defaults: Recipe) -> tuple[dict[str, Any], list[Problem]]:
+    """The values that were really given, by dotted key, and what is wrong with the others.
+
+    Also a value that equals the default counts as given: it outranks a model size chosen by name.
+    """
+    groups, problems = _split(arguments)
+    parsed = _quietly([word for words in groups.values() for word in words], defaults)
+    values: dict[str, Any] = {}
+    for key, words in groups.items():
+        own = parsed or _quietly(words, defaults)  # tyro stops at the first error: ask again for each flag
+        value = value_of(own, key) if own else " ".join(words).removeprefix(f"--{key}").removeprefix("=")
+        message = complaint(key, value, flag=True)
+        if own is None:
+            message = message or "takes one value; put quotes around one with spaces"
+            problems.append(Problem(key, message, value, ORIGIN))
+        elif message:
+            problems.append(Problem(key, message, toml(value), ORIGIN))
+        else:
+            values[key] = accept(field_types()[key], value)
+    return values, problems
+
+
+def print_help(recipe: Recipe | None, *, description: str) -> None:
+    """Every field, grouped by section, with its documentation and the recipe's value (None: the schema's)."""
+    with suppress(SystemExit):
+        _tyro(["--help"], recipe or Recipe(), description=description)
+
+
+def _split(arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[Problem]]:
+    """Dotted key -> its words as tyro wants them (a repeated flag: the last one counts), and what is no flag at all."""
+    found: list[tuple[str, list[str]]] = []
+    problems = []
+    for argument in arguments:
+        if argument.startswith("--"):
+            flag, equals, value = argument[2:].partition("=")
+            found.append((flag.replace("-", "_"), [value] if equals else []))
+        elif found:
+            found[-1][1].append(argument)
+        else:
+            message = f"unexpected; after the recipe come --section.field value, --{', --'.join(OPTIONS)}"
+            problems.append(Problem(argument, message, "", ORIGIN))
+    groups = {}
+    for key, values in found:
+        if (annotation := field_types().get(key)) is None:
+            close = get_close_matches(key, OPTIONS, n=1)
+            message = f"unknown; did you mean --{close[0]}?" if close else unknown_key(key)
+            problems.append(Problem(key, message, " ".join(values), ORIGIN))
+            continue
+        if annotation is bool:
+            values = [{"true": "True", "false": "False"}.get(value, value) for value in values]  # as TOML has them
+        # The first value is attached, so that one with a leading hyphen is no flag to tyro.
+        groups[key] = [f"--{key}={values[0]}", *values[1:]] if values else [f"--{key}"]
+    return groups, problems
+
+
+def _quietly(words: list[str], defaults: Recipe) -> Recipe | None:
+    """None where tyro cannot read the words; its own message, about the first of them, gives way to ours."""
+    with suppress(SystemExit), redirect_stderr(StringIO()):
+        return _tyro(words, defaults)
+    return None
+
+
+def _tyro(words: list[str], defaults: Recipe, **options: Any) -> Recipe:
+    return tyro.cli(
+        Recipe,
+        prog="train.py RECIPE",
+        args=words,
+        default=defaults,
+        use_underscores=True,  # as the keys of the file
+        config=(tyro.conf.FlagConversionOff,),  # --compile.enabled True, which scripts can fill in
+        **options,
+    )

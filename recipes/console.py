@@ -1,0 +1,61 @@
+"""What a person sees: a live line on a terminal, plain lines in a file. Rank 0 speaks for all."""
+
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class Console:
+    """Prints to standard output and, as plain text, to a log file. A silent one (other ranks) does nothing."""
+
+    def __init__(self, *, silent: bool) -> None:
+        self._silent = silent
+        # Numbers are read more easily without colours on half of them, and text may hold square brackets.
+        self._screen = RichConsole(highlight=False, markup=False, soft_wrap=True, quiet=silent)
+        self._log: TextIO | None = None
+        self._progress: Progress | None = None
+
+    def open_log(self, path: Path) -> None:
+        """From here on lines go to this file too, after what it holds already."""
+        if not self._silent:
+            self._log = path.open("a", encoding="utf-8", buffering=1)
+
+    def say(self, text: str = "", *, style: str | None = None) -> None:
+        self._screen.print(text, style=style)
+        if self._log is not None:
+            self._log.write(text + "\n")
+
+    def progress(self, step: int, steps: int, text: str) -> None:
+        """Move the live line, which only a terminal has."""
+        if self._silent or not self._screen.is_terminal:
+            return
+        if self._progress is None:
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                console=self._screen,
+                transient=True,
+            )
+            self._progress.add_task("", total=steps)
+            self._progress.start()
+        self._progress.update(self._progress.task_ids[0], completed=step, description=text)
+
+    def end_progress(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def __enter__(self) -> "Console":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end_progress()
+        if self._log is not None:
+            self._log.close()

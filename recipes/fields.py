@@ -1,0 +1,191 @@
+"""What the fields of a recipe accept: their types and ranges in words, the check of one value, their documentation.
+
+Imports no torch.
+"""
+
+import ast
+import inspect
+from contextlib import suppress
+from dataclasses import fields
+from difflib import get_close_matches
+from functools import cache
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import annotated_types as ranges
+import tomli
+import tomli_w
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from recipes.schema import Recipe
+
+TYPE_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+VALUE_WORDS = {bool: "a boolean", int: "an integer", float: "a float", str: "a string", list: "a list", dict: "a table"}
+BOUNDS = ((ranges.Gt, ">", "gt"), (ranges.Ge, ">=", "ge"), (ranges.Lt, "<", "lt"), (ranges.Le, "<=", "le"))
+
+
+@cache
+def sections() -> dict[str, type]:
+    """Section name -> its dataclass, in the recipe's order."""
+    hints = get_type_hints(Recipe)
+    return {section.name: hints[section.name] for section in fields(Recipe)}
+
+
+@cache
+def field_types() -> dict[str, Any]:
+    """Dotted key, such as "batch.micro_batch_size" -> the annotation of its field."""
+    return {
+        f"{section}.{name}": annotation
+        for section, cls in sections().items()
+        for name, annotation in get_type_hints(cls, include_extras=True).items()
+    }
+
+
+def value_of(recipe: Recipe, key: str) -> Any:
+    """The value behind a dotted key."""
+    section, _, name = key.partition(".")
+    return getattr(getattr(recipe, section), name)
+
+
+def toml(value: Any) -> str:
+    """The value as TOML writes it, on one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(toml, value)) + "]"
+    return tomli_w.dumps({"v": value}).removeprefix("v = ").strip()
+
+
+def describe(annotation: Any) -> str:
+    """Type and range in words: "an integer >= 1", "one of "a", "b"", "a list of 2, each a number > 0"."""
+    if get_origin(annotation) is Annotated:
+        base, *limits = get_args(annotation)
+        parts = [
+            part for limit in limits for part in (limit if isinstance(limit, ranges.GroupedMetadata) else (limit,))
+        ]
+        if any(isinstance(part, ranges.MinLen) for part in parts):
+            return "a non-empty string"
+        bounds = [
+            f"{sign} {getattr(part, at):g}" for part in parts for kind, sign, at in BOUNDS if isinstance(part, kind)
+        ]
+        return f"{describe(base)} {' and '.join(bounds)}"
+    if get_origin(annotation) is Literal:
+        return "one of " + ", ".join(map(toml, get_args(annotation)))
+    if get_origin(annotation) is tuple:
+        items = get_args(annotation)
+        length = "a list" if items[-1] is Ellipsis else f"a list of {len(items)}"
+        return f"{length}, each {describe(items[0])}"
+    return TYPE_WORDS[annotation]
+
+
+def accept(annotation: Any, value: Any) -> Any:
+    """The value as the field holds it. Raises ValidationError when type or range is wrong.
+
+    Strict: 1 is a fine float, but true is no integer, 1e3 no integer, "3e-4" no float, and nan and inf are no numbers.
+    """
+    if get_origin(annotation) is tuple and isinstance(value, list):
+        value = tuple(value)
+    return TypeAdapter(annotation, config=ConfigDict(allow_inf_nan=False)).validate_python(value, strict=True)
+
+
+def accepts(annotation: Any, value: Any) -> bool:
+    """Whether the field takes this value."""
+    with suppress(ValidationError):
+        accept(annotation, value)
+        return True
+    return False
+
+
+def complaint(key: str, value: Any, *, flag: bool = False) -> str | None:
+    """What is wrong with this value of a field and what to write instead; None when nothing is.
+
+    flag: the value comes from the command line; a list then is written as words.
+    """
+    annotation = field_types()[key]
+    try:
+        accept(annotation, value)
+        return None
+    except ValidationError as error:
+        kind = error.errors()[0]["type"]
+    rule = f"must be {describe(annotation)}"
+    if kind == "finite_number":
+        rule = rule.replace("a number", "a finite number")
+    if kind.endswith("_type") and not flag and not (get_origin(annotation) is tuple and isinstance(value, list)):
+        rule += f", and {toml(value)} is {VALUE_WORDS.get(type(value), 'a ' + type(value).__name__)}"
+    close = [candidate for candidate in _readings(annotation, value) if accepts(annotation, candidate)]
+    instead = close[0] if close else value_of(Recipe(), key)
+    example = "" if close else "for example "
+    if flag:
+        words = instead if isinstance(instead, list | tuple) else [instead]
+        return f"{rule}; write {example}--{key} {' '.join(map(str, words))}".rstrip()
+    return f"{rule}; write {example}{key.partition('.')[2]} = {toml(instead)}"
+
+
+def _readings(annotation: Any, value: Any) -> list[Any]:
+    """What the user may have meant by a value of the wrong type, likeliest first."""
+    readings: list[Any] = []
+    if isinstance(value, str):
+        with suppress(tomli.TOMLDecodeError):  # "3e-4", "True"
+            readings.append(tomli.loads(f"v = {value.lower()}")["v"])
+        if get_origin(annotation) is Literal:
+            readings += get_close_matches(value.lower(), get_args(annotation), n=1, cutoff=0.5)
+    readings += [int(x) for x in (value, *readings) if isinstance(x, float) and x.is_integer()]  # 1e3
+    if get_origin(annotation) is tuple and not isinstance(value, list | dict):
+        readings += [[x] for x in (value, *readings)]
+    elif isinstance(value, list) and len(value) == 1:
+        readings += value
+    if isinstance(value, int | float):
+        readings.append(str(value))
+    return readings
+
+
+def unknown_section(name: str) -> str:
+    """What to say of a [section] that does not exist."""
+    close = get_close_matches(_normal(name), sections(), n=1)
+    return (
+        f"unknown section; did you mean [{close[0]}]?" if close else f"unknown section; there are {_listed(sections())}"
+    )
+
+
+def unknown_key(key: str) -> str:
+    """What to say of a dotted or bare key that does not exist."""
+    section, _, name = _normal(key).rpartition(".")
+    if name == "base":
+        return 'unknown key; base = "other.toml" stands in a file, above its first [section]'
+    if name in sections() and not section:
+        return f"is a section; its keys are {_listed(key for key in field_types() if key.startswith(name + '.'))}"
+    names = {known: known.partition(".")[2] for known in field_types()}
+    of_section = {bare: known for known, bare in names.items() if known.startswith(section + ".")}
+    if name in of_section:
+        return f"unknown key; did you mean {of_section[name]}?"
+    elsewhere = [known for known, bare in names.items() if bare == name]
+    if not elsewhere and (close := get_close_matches(name, of_section, n=1)):
+        elsewhere = [of_section[close[0]]]
+    if not elsewhere:
+        close = get_close_matches(name, set(names.values()), n=2, cutoff=0.7)
+        elsewhere = [known for known, bare in names.items() if bare in close]
+    if elsewhere:
+        return f"unknown key; did you mean {_listed(elsewhere, last='or')}?"
+    if of_section:
+        return f"unknown key; [{section}] has {_listed(of_section)}"
+    return f"unknown key; keys live in sections: {_listed(sections())}"
+
+
+def _normal(name: str) -> str:
+    return name.replace("-", "_").lower()
+
+
+def _listed(names: Any, *, last: str = "and") -> str:
+    *most, final = names
+    return f"{', '.join(most)} {last} {final}" if most else final
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """Field name -> the string written below it in the class body."""
+    (body,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(body, ast.ClassDef)
+    return {
+        field.target.id: below.value.value
+        for field, below in zip(body.body, body.body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
+    }

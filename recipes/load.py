@@ -1,0 +1,184 @@
+"""From a TOML file, its bases and the command line to one checked Recipe. Imports no torch."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from models.sizes import SIZES
+from parallel.errors import UserError
+from recipes.fields import accept, complaint, field_types, sections, toml, unknown_key, unknown_section, value_of
+from recipes.problems import Problem, refusal
+from recipes.rules import violations
+from recipes.schema import Recipe
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+
+Given = dict[str, tuple[Any, str]]
+"""Dotted key -> (value, where it was written)."""
+
+
+def load(
+    path: str | Path, arguments: Sequence[str] = (), *, processes: int | None = None, rules: bool = True
+) -> Recipe:
+    """The recipe of a file, with the overrides among the command line's `arguments` (`--section.field value`).
+
+    The nearer layer wins: command line, file, its base, that one's base, the model size, the schema's defaults.
+    Raises one UserError that lists everything wrong. processes: check that the layout fits so many. rules=False leaves
+    the rules across fields and the look at the data out, for a recipe that is only read.
+    """
+    given: Given = {}
+    problems: list[Problem] = []
+    for origin, tables in _read_chain(Path(path)):
+        problems += _take(tables, origin, given)
+    if arguments:
+        from recipes import command_line  # tyro takes a third of the time that --check needs
+
+        overrides, wrong = command_line.parse(arguments, _assemble(given))
+        given |= {key: (value, command_line.ORIGIN) for key, value in overrides.items()}
+        problems += wrong
+    if not any(problem.key == "model.name" for problem in problems):
+        problems += _check_size(given)
+    recipe = _assemble(given)
+    if rules:
+        broken = {problem.key.partition(".")[0] for problem in problems}
+        for key, message in violations(recipe, processes=processes, broken=broken):
+            problems.append(_located(key, message, recipe, given))
+    if problems:
+        raise refusal(problems, where=_shown(Path(path)))
+    return recipe
+
+
+def to_toml(recipe: Recipe) -> str:
+    """The whole recipe, every field, as TOML that loads back to an equal one."""
+    return "\n".join(
+        "\n".join([f"[{section}]", *(f"{name} = {toml(value)}" for name, value in values.items()), ""])
+        for section, values in asdict(recipe).items()
+    )
+
+
+def _take(tables: dict[str, Any], origin: str, given: Given) -> list[Problem]:
+    """Put one file's values over those of its bases; returns what is wrong with them."""
+    problems = []
+    for section, table in tables.items():
+        if section in sections() and not isinstance(table, dict):
+            message = f"is a section; write [{section}] on a line of its own and its keys below"
+            problems.append(Problem(section, message, toml(table), origin))
+        elif section not in sections() and isinstance(table, dict):
+            problems.append(Problem(f"[{section}]", unknown_section(section), "", origin))
+        elif section not in sections():
+            problems.append(Problem(section, unknown_key(section), toml(table), origin))
+        else:
+            for name, value in table.items():
+                key = f"{section}.{name}"
+                wrong = complaint(key, value) if key in field_types() else unknown_key(key)
+                if wrong:
+                    problems.append(Problem(key, wrong, toml(value), origin))
+                else:
+                    given[key] = (accept(field_types()[key], value), origin)
+    return problems
+
+
+def _assemble(given: Given) -> Recipe:
+    """The recipe these values make, where the model's size and the schema fill in the rest."""
+    values: dict[str, dict[str, Any]] = {section: {} for section in sections()}
+    for key, (value, _) in given.items():
+        section, _, name = key.partition(".")
+        values[section][name] = value
+    size = SIZES.get(values["model"].pop("name", ""), Recipe().model)
+    model = replace(size, **values.pop("model"))
+    return Recipe(model=model, **{section: sections()[section](**fields) for section, fields in values.items()})
+
+
+def _check_size(given: Given) -> list[Problem]:
+    """model.name picks the values of all other [model] fields, so it must be there and known."""
+    known = f"the sizes in models/sizes.py are {', '.join(SIZES)}"
+    if "model.name" not in given:
+        return [Problem("model.name", f'is missing; write name = "smollm3_debug" below [model]; {known}')]
+    name, origin = given["model.name"]
+    if name in SIZES:
+        return []
+    close = get_close_matches(name, SIZES, n=1)
+    return [
+        Problem(
+            "model.name",
+            f"unknown size; {f'did you mean {toml(close[0])}? ' if close else ''}{known}",
+            toml(name),
+            origin,
+        )
+    ]
+
+
+def _located(key: str, message: str, recipe: Recipe, given: Given) -> Problem:
+    """A broken rule with the value it is about and where that was written."""
+    if key not in field_types():  # a section
+        origins = dict.fromkeys(origin for known, (_, origin) in given.items() if known.startswith(f"{key}."))
+        return Problem(key, message, "", ", ".join(origins) or "default")
+    unwritten = f"size {recipe.model.name}" if key.startswith("model.") else "default"
+    return Problem(key, message, toml(value_of(recipe, key)), given[key][1] if key in given else unwritten)
+
+
+def _read_chain(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """(file, its sections) from the farthest base to the file itself."""
+    chain: list[Path] = []
+    layers: list[tuple[str, dict[str, Any]]] = []
+    while True:
+        named_by = f" (base of {_shown(chain[-1])})" if chain else ""
+        if path.resolve() in [earlier.resolve() for earlier in chain]:
+            names = " -> ".join(_shown(file) for file in [*chain, path])
+            raise UserError(f"the bases of {_shown(chain[0])} go in a circle: {names}; remove one of these base lines")
+        tables = _read(path, named_by)
+        base = tables.pop("base", None)
+        chain.append(path)
+        layers.insert(0, (_shown(path), tables))
+        if base is None:
+            return layers
+        if not isinstance(base, str):
+            raise UserError(f'base = {toml(base)} in {_shown(path)}: must be one file name; write base = "other.toml"')
+        path = path.parent / base
+
+
+def _read(path: Path, named_by: str) -> dict[str, Any]:
+    """One TOML file as it is. Raises UserError with the place of a syntax error."""
+    file = _shown(path) + named_by
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+        return tomli.loads(text)
+    except IsADirectoryError:
+        inside = ", ".join(sorted(recipe.name for recipe in path.glob("*.toml"))) or "no .toml file"
+        raise UserError(f"{file} is a folder, not a recipe; it has {inside}") from None
+    except FileNotFoundError:
+        raise UserError(f"{file} does not exist; {_similar(path)}") from None
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise UserError(f"{file} is not UTF-8 text (line {line}, byte {error.start}); save it as UTF-8") from None
+    except tomli.TOMLDecodeError as error:
+        line_text = (text.splitlines() or [""])[min(error.lineno, len(text.splitlines())) - 1]
+        hint = '; strings stand in "quotes", booleans are true and false' if error.msg == "Invalid value" else ""
+        raise UserError(
+            f"{file} is not TOML: line {error.lineno}, column {error.colno}: {error.msg}{hint}\n"
+            f"  {line_text}\n  {' ' * (error.colno - 1)}^"
+        ) from None
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, lists in lists in lists ...
+        raise UserError(f"{file} cannot be read: {error}") from None
+
+
+def _similar(path: Path) -> str:
+    """What to say of a recipe that is not there."""
+    here = {file.stem: file for folder in (CONFIGS, path.parent) for file in sorted(folder.glob("*.toml"))}
+    close = [path.stem] if path.stem in here else get_close_matches(path.stem, here, n=3)
+    if close:
+        return f"did you mean {' or '.join(_shown(here[stem]) for stem in close)}?"
+    return f"recipes are in {_shown(CONFIGS)}: {', '.join(sorted(file.stem for file in CONFIGS.glob('*.toml')))}"
+
+
+def _shown(path: Path) -> str:
+    """The path as people would type it from here."""
+    relative = os.path.relpath(path)
+    return os.path.normpath(path) if relative.startswith("..") else relative

@@ -1,0 +1,176 @@
+"""Measuring the loop and recording what it measured."""
+
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from models.config import ModelConfig
+from recipes.hardware import bf16_peak
+
+PACKAGES = ("torch", "torchao", "datasets", "tokenizers", "safetensors", "numpy", "wandb")
+
+
+class StepClock:
+    """Mean seconds per step since the last logged step, validation and checkpoints left out."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.restart()
+
+    def restart(self) -> None:
+        self._start = time.perf_counter()
+        self._paused = self._data = 0.0
+        self._steps = 0
+
+    def count_step(self) -> None:
+        self._steps += 1
+
+    def seconds_per_step(self) -> tuple[float, float]:
+        """(whole step, its wait for data). On CUDA ask only after waiting for the device."""
+        return (time.perf_counter() - self._start - self._paused) / self._steps, self._data / self._steps
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave what happens inside out of the step time."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()  # else the queued steps' time would fall into the pause
+        start = time.perf_counter()
+        yield
+        self._paused += time.perf_counter() - start
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Count what happens inside as time spent on data."""
+        start = time.perf_counter()
+        yield
+        self._data += time.perf_counter() - start
+
+
+class Throughput:
+    """Tokens and FLOPs per second from a step's duration.
+
+    MFU: achieved over peak FLOP/s, counting each token's forward and backward once, recomputation not. `mfu` counts
+    causal attention, `mfu_full` full attention (see ModelConfig.flops_per_token). The peak is always the dense bf16
+    one, also where linears run in float8: then the figure compares with bf16 runs and may exceed 1.
+    """
+
+    def __init__(
+        self, model: ModelConfig, *, tokens_per_step: int, sequence_length: int, devices: int, device: torch.device
+    ) -> None:
+        self.tokens_per_step = tokens_per_step
+        self.devices = devices
+        self.device_name = device_name(device)
+        self.peak = bf16_peak(self.device_name)
+        self.flops = model.flops_per_token(sequence_length, "causal")
+        self.flops_full = model.flops_per_token(sequence_length, "full")
+
+    def row(self, step_seconds: float) -> dict[str, float | None]:
+        """The rate columns of metrics.jsonl; tflops and mfu are null where the device's peak is unknown."""
+        per_second = self.tokens_per_step / step_seconds
+        per_device = per_second / self.devices
+        known = self.peak is not None
+        return {
+            "tokens_per_second": per_second,
+            "tokens_per_second_per_device": per_device,
+            "tflops_per_device": per_device * self.flops / 1e12 if known else None,
+            "mfu": per_device * self.flops / self.peak if self.peak else None,
+            "mfu_full": per_device * self.flops_full / self.peak if self.peak else None,
+        }
+
+
+class MetricsWriter:
+    """metrics.jsonl, and Weights & Biases when asked. On ranks other than 0 it does nothing."""
+
+    def __init__(self, folder: Path, *, enabled: bool, wandb_project: str | None, run_name: str) -> None:
+        self._path = folder / "metrics.jsonl"
+        self._enabled = enabled
+        self._wandb: Any = None
+        if enabled and wandb_project is not None:
+            self._wandb = _start_wandb(wandb_project, run_name, folder)
+
+    def cut_back(self, step: int) -> None:
+        """Forget rows after `step`: a resumed run goes through those steps again."""
+        if not self._enabled or not self._path.exists():
+            return
+        rows = self._path.read_text(encoding="utf-8").splitlines()
+        kept = [row for row in rows if _step_of(row) is not None and _step_of(row) <= step]  # type: ignore[operator]
+        partial = self._path.with_suffix(".partial")
+        partial.write_text("".join(row + "\n" for row in kept), encoding="utf-8")
+        os.replace(partial, self._path)
+
+    def write(self, row: dict[str, Any]) -> None:
+        if not self._enabled:
+            return
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        if self._wandb is not None:
+            self._wandb.log({key: value for key, value in row.items() if key != "step"}, step=row["step"])
+
+    def close(self) -> None:
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory this process held, in GiB: allocated on the GPU, or resident in the host for a CPU run."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def environment(*, world_size: int, device: torch.device) -> dict[str, Any]:
+    """What environment.json records, so that a number can be traced to what produced it."""
+    root = Path(__file__).resolve().parent.parent
+    commit = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    changes = subprocess.run(
+        ["git", "-C", str(root), "status", "--porcelain"], capture_output=True, text=True, check=False
+    )
+    return {
+        "git_commit": commit.stdout.strip() or None,
+        "git_uncommitted_changes": bool(changes.stdout.strip()),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "cuda": torch.version.cuda,
+        "device": device_name(device),
+        "host": platform.node(),
+        "world_size": world_size,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _step_of(row: str) -> int | None:
+    """The step of a metrics row; None for a line that a kill left half written."""
+    try:
+        return int(json.loads(row)["step"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _start_wandb(project: str, name: str, folder: Path) -> Any:
+    import wandb
+
+    # Without a key wandb would ask for one on the terminal and stop the run.
+    offline = wandb.api.api_key is None and "WANDB_MODE" not in os.environ
+    return wandb.init(project=project, name=name, dir=folder, mode="offline" if offline else None)

@@ -1,0 +1,157 @@
+"""The rules that span several fields of a recipe, or look at what it names. Imports no torch."""
+
+from collections.abc import Collection, Iterable, Iterator
+
+from models.config import ModelConfig
+from parallel.config import Float8Config, MeshConfig
+from parallel.errors import UserError
+from recipes.problems import Problem, refusal
+from recipes.schema import BatchConfig, DataConfig, Recipe, RunConfig, ScheduleConfig
+
+Violation = tuple[str, str]
+"""(dotted key, the rule it breaks and what to write instead)."""
+
+
+def require_valid(recipe: Recipe, *, processes: int) -> None:
+    """Raises one UserError with every rule that the recipe breaks on this number of processes."""
+    found = [Problem(key, message) for key, message in violations(recipe, processes=processes)]
+    if found:
+        raise refusal(found, where=f"the recipe of run {recipe.run.name} on {processes} processes")
+
+
+def violations(
+    recipe: Recipe, *, processes: int | None = None, broken: Collection[str] = frozenset()
+) -> Iterator[Violation]:
+    """Every rule the recipe breaks. processes: their number, where it is known.
+
+    broken: sections with wrong values, which the rules about them must not look at.
+    """
+
+    def sound(*sections: str) -> bool:
+        return not set(sections) & set(broken)
+
+    if sound("run"):
+        yield from name_is_a_folder(recipe.run)
+    if sound("model"):
+        yield from model_is_consistent(recipe.model)
+    if sound("data", "model"):
+        yield from data_is_there(recipe.data, vocabulary=recipe.model.vocabulary)
+    if sound("mesh"):
+        yield from mesh_fits(recipe.mesh, processes=processes)
+    if sound("batch", "mesh"):
+        yield from batch_divides(recipe.batch, mesh=recipe.mesh, processes=processes)
+    if sound("float8"):
+        yield from float8_gathers(recipe.float8)
+    if sound("float8", "model"):
+        yield from float8_fits(recipe.float8, model=recipe.model)
+    if sound("schedule", "run"):
+        yield from schedule_fits(recipe.schedule, steps=recipe.run.steps)
+
+
+def name_is_a_folder(run: RunConfig) -> Iterator[Violation]:
+    """A run has one folder below `output`."""
+    if "/" in run.name or run.name in (".", ".."):
+        yield "run.name", 'names the folder of the run inside run.output; write a name without "/"'
+
+
+def model_is_consistent(model: ModelConfig) -> Iterator[Violation]:
+    """What the shape of the model asks of its own fields."""
+    for field, message in model.problems():
+        yield f"model.{field}", message
+
+
+def data_is_there(data: DataConfig, *, vocabulary: int) -> Iterator[Violation]:
+    """The source can be read, and the model has a row for every token."""
+    from recipes.corpus import source_problem
+    from recipes.tokenizer import tokenizer_problem
+
+    if message := source_problem(data.source):
+        yield "data.source", message
+    if message := tokenizer_problem(data.tokenizer, vocabulary):
+        yield "data.tokenizer", message
+
+
+def mesh_fits(mesh: MeshConfig, *, processes: int | None) -> Iterator[Violation]:
+    """The degrees multiply to the number of processes."""
+    try:
+        _fitted(mesh, processes)
+    except UserError as error:
+        # "mesh.tensor = 2: what is wrong" or "mesh: what is wrong"
+        place, _, message = str(error).partition(": ")
+        yield place.partition(" ")[0], message
+
+
+def batch_divides(batch: BatchConfig, *, mesh: MeshConfig, processes: int | None) -> Iterator[Violation]:
+    """Every process does the same number of full micro-batches in every step."""
+    try:
+        data_parallel = _fitted(mesh, processes).data_parallel
+    except UserError:  # mesh_fits says so
+        data_parallel = 1
+    batch_size, micro = batch.global_batch_size, batch.micro_batch_size
+    unit = micro * data_parallel
+    if batch_size % unit == 0:
+        return
+    arithmetic = f"micro_batch_size = {micro}"
+    if data_parallel > 1:
+        arithmetic = f"micro_batch_size {micro} x {data_parallel} data-parallel processes = {unit}"
+    below = batch_size // unit * unit
+    message = f"must be a multiple of {arithmetic}; write {_either(size for size in (below, below + unit) if size)}"
+    if batch_size % data_parallel == 0:
+        share = batch_size // data_parallel
+        divisors = (size for size in range(1, share + 1) if share % size == 0)
+        nearest = sorted(sorted(divisors, key=lambda size: abs(size - micro))[:4])
+        message += f", or a micro_batch_size of {_either(nearest)}"
+    yield "batch.global_batch_size", message
+
+
+def schedule_fits(schedule: ScheduleConfig, *, steps: int) -> Iterator[Violation]:
+    """The phases of the learning rate fit into the run."""
+    warmup, decay = schedule.warmup_steps, schedule.decay_steps
+    if decay and schedule.kind != "wsd":
+        yield "schedule.decay_steps", f'is for kind = "wsd" only, not "{schedule.kind}"; write decay_steps = 0'
+    elif warmup + decay > steps:
+        yield (
+            "schedule.decay_steps" if decay else "schedule.warmup_steps",
+            f"warmup_steps {warmup} + decay_steps {decay} = {warmup + decay} must not exceed run.steps = {steps}"
+            f"; write steps = {warmup + decay} or more, or shorter phases",
+        )
+
+
+def float8_gathers(float8: Float8Config) -> Iterator[Violation]:
+    """Row scales are not known before the gather."""
+    if float8.all_gather and float8.recipe != "tensorwise":
+        yield (
+            "float8.all_gather",
+            f'needs recipe = "tensorwise", not "{float8.recipe}"; write all_gather = false or recipe = "tensorwise"',
+        )
+
+
+def float8_fits(float8: Float8Config, *, model: ModelConfig) -> Iterator[Violation]:
+    """Float8 matrix units take widths that are multiples of 16, and torchao skips other linears without a word."""
+    if float8.recipe == "none":
+        return
+    widths = {
+        "width": ("width", model.width),
+        "feed_forward_width": ("feed_forward_width", model.feed_forward_width),
+        "heads": ("heads x head_width", model.heads * model.head_width),
+        "key_value_heads": ("key_value_heads x head_width", model.key_value_heads * model.head_width),
+    }
+    if not model.tied_embeddings and "lm_head" not in float8.exclude:
+        widths["vocabulary"] = ("vocabulary, the width of lm_head,", model.vocabulary)
+    for field, (words, width) in widths.items():
+        if width % 16:
+            yield (
+                f"model.{field}",
+                f"float8 needs {words} = {width} to be a multiple of 16; change it to {width + -width % 16}"
+                ', or write float8.recipe = "none"',
+            )
+
+
+def _fitted(mesh: MeshConfig, processes: int | None) -> MeshConfig:
+    """The mesh with -1 replaced; with an unknown number of processes, as small as its degrees allow."""
+    return mesh.fit(processes or max(1, abs(mesh.replicate * mesh.shard)))
+
+
+def _either(numbers: Iterable[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} or {last}" if most else last

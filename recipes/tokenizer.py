@@ -1,0 +1,262 @@
+"""From data.tokenizer to a tokenizer: a tokenizer.json, or one trained on the corpus itself. Imports no torch."""
+
+import heapq
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import xxhash
+
+from parallel.errors import UserError
+from recipes import corpus
+
+if TYPE_CHECKING:
+    import tokenizers
+
+END_OF_DOCUMENT = "<|endoftext|>"
+# In the order in which they are looked for: GPT-2 and SmolLM2, SmolLM3 and Llama 3, Llama 2, chat models.
+END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<|im_end|>")
+SMALLEST_VOCABULARY = 256 + 1  # every byte, and the end of a document
+
+# Llama 3's split: words with the space before them, numbers by up to three digits, runs of signs, line ends, spaces.
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+# Training takes about a second per 10 MB, and more text than this no longer changes the entries much.
+TRAINING_CHARACTERS = 64_000_000
+# Part of the cache key: raise it when the same text begins to give another tokenizer.
+TRAINER_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Text to token ids and back; special tokens written out in a text are ordinary text."""
+
+    vocabulary: int
+    """Largest id + 1."""
+    end_of_document: int
+    """Id of the token that ends every document."""
+    fingerprint: str
+    """Depends on the tokenizer's contents alone."""
+    library: "tokenizers.Tokenizer"
+
+    def encode(self, text: str) -> list[int]:
+        return self.library.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Several texts at once; inside parallel_tokenizers() on all cores."""
+        encodings = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self.library.decode(list(ids), skip_special_tokens=False)
+
+
+def tokenizer_problem(spec: str, vocabulary: int) -> str | None:
+    """What is wrong with data.tokenizer for a model of that vocabulary and what to write instead, or None.
+
+    Trains nothing and does not import tokenizers: a tokenizer.json is read as JSON.
+    """
+    try:
+        if _is_training(spec):
+            size = _training_size(spec)
+            if size > vocabulary:
+                return (
+                    f"{spec!r} makes ids up to {size - 1}, but model.vocabulary is {vocabulary}; write "
+                    f"'train:{vocabulary}' or less, or raise model.vocabulary to {size} or more"
+                )
+            return None
+        path = _tokenizer_file(spec)
+        largest = _facts(_read(path), where=path).largest_id
+        if largest >= vocabulary:
+            return (
+                f"'{path}' has ids up to {largest}, but model.vocabulary is {vocabulary}; raise model.vocabulary to "
+                f"{largest + 1} or more, or give a smaller tokenizer"
+            )
+    except UserError as error:
+        return str(error).removeprefix("data.tokenizer: ")
+    return None
+
+
+def load_tokenizer(spec: str, *, source: str, text_field: str, cache: Path, report: Callable[[str], None]) -> Tokenizer:
+    """The tokenizer of a recipe. "train:N" trains on the source once; equal text and N are then read from the cache."""
+    if not _is_training(spec):
+        path = _tokenizer_file(spec)
+        return _build(_read(path), where=path)
+    size = _training_size(spec)
+    identity = repr((TRAINER_VERSION, size, corpus.fingerprint(source, text_field=text_field)))
+    cached = cache.expanduser() / "tokenizers" / f"{xxhash.xxh3_128_hexdigest(identity.encode())}.json"
+    try:
+        return _build(_read(cached), where=cached)
+    except UserError:  # not there yet, or damaged
+        pass
+    started = time.perf_counter()
+    texts = training_sample(corpus.documents(source, text_field=text_field))
+    trained = _train(texts, size=size)
+    try:
+        _write_at_once(cached, trained)
+    except OSError as error:
+        raise UserError(f"data.cache: cannot write '{cached}': {error}; give another folder") from error
+    megabytes = sum(map(len, texts)) / 1e6
+    report(f"trained a tokenizer of {size} entries on {megabytes:.1f} MB in {time.perf_counter() - started:.1f} s")
+    return _build(trained, where=cached)
+
+
+def training_sample(documents: Iterable[str], characters: int = TRAINING_CHARACTERS) -> list[str]:
+    """The documents with the largest hashes whose lengths add up to that many characters: all of a small corpus.
+
+    One pass and bounded memory, and the same sample in whatever order the documents come. The largest, because
+    recipes/data.py holds the smallest out for validation.
+    """
+    kept: list[tuple[int, str]] = []  # a heap with the smallest hash on top
+    size = 0
+    for text in documents:
+        heapq.heappush(kept, (corpus.document_hash(text), text))
+        size += len(text)
+        while size > characters and len(kept) > 1:
+            size -= len(heapq.heappop(kept)[1])
+    return [text for _, text in sorted(kept)]
+
+
+@contextmanager
+def parallel_tokenizers() -> Iterator[None]:
+    """Let the tokenizers library use all cores in here (RAYON_NUM_THREADS limits them), and no threads afterwards.
+
+    It reads the variable at each call. Left unset, the library prints a warning at every later fork (data workers,
+    compile workers); left "true", a forked child that tokenizes would wait forever for threads it does not have.
+    """
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    try:
+        yield
+    finally:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _is_training(spec: str) -> bool:
+    return spec.startswith("train:")
+
+
+def _training_size(spec: str) -> int:
+    number = spec.removeprefix("train:")
+    if not re.fullmatch(r"[0-9]+", number):
+        raise UserError(f"data.tokenizer: {spec!r}: after 'train:' goes a whole number of entries, as in 'train:4096'")
+    if int(number) < SMALLEST_VOCABULARY:
+        raise UserError(
+            f"data.tokenizer: {spec!r} is too small: 256 bytes and {END_OF_DOCUMENT} make {SMALLEST_VOCABULARY}; "
+            f"write 'train:{SMALLEST_VOCABULARY}' or more"
+        )
+    return int(number)
+
+
+def _tokenizer_file(spec: str) -> Path:
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        file = path / "tokenizer.json"
+        if not file.is_file():
+            raise UserError(
+                f"data.tokenizer: the folder {spec!r} has no tokenizer.json; give one that has, or 'train:N'"
+            )
+        return file
+    if not path.exists():
+        raise UserError(
+            f"data.tokenizer: {spec!r} does not exist; write the path of a tokenizer.json, of a folder that holds one, "
+            f"or 'train:4096' to train one on the source"
+        )
+    return path
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"data.tokenizer: cannot read '{path}': {error}") from error
+
+
+class _Facts(NamedTuple):
+    largest_id: int
+    end_of_document: int
+
+
+def _facts(text: str, *, where: Path) -> _Facts:
+    """What the JSON alone says about a tokenizer."""
+    wrong = f"data.tokenizer: '{where}' is not a tokenizer.json as Hugging Face tokenizers writes it"
+    try:
+        content: Any = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{wrong}: {error}") from error
+    try:
+        entries = content["model"]["vocab"]  # Unigram models list (token, score) pairs, all others map token to id
+        ids = {token: number for number, (token, _) in enumerate(entries)} if isinstance(entries, list) else entries
+        ids = ids | {added["content"]: added["id"] for added in content.get("added_tokens") or ()}
+        largest = max(ids.values())
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{wrong}: no entries under 'model.vocab'") from error
+    for name in END_OF_DOCUMENT_NAMES:
+        if name in ids:
+            return _Facts(largest_id=largest, end_of_document=ids[name])
+    raise UserError(
+        f"data.tokenizer: '{where}' has no token that ends a document; looked for {', '.join(END_OF_DOCUMENT_NAMES)}; "
+        f"add one of them, or give another tokenizer"
+    )
+
+
+def _build(text: str, *, where: Path) -> Tokenizer:
+    import tokenizers
+
+    facts = _facts(text, where=where)
+    try:
+        library = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises nothing more specific
+        raise UserError(f"data.tokenizer: the tokenizers library refuses '{where}': {error}") from error
+    # A file may say how its model was last called; text here is neither cut nor filled up, and never ends a document
+    # from the inside by spelling the token out.
+    library.no_truncation()
+    library.no_padding()
+    library.encode_special_tokens = True
+    return Tokenizer(
+        vocabulary=facts.largest_id + 1,
+        end_of_document=facts.end_of_document,
+        fingerprint=xxhash.xxh3_128_hexdigest(text.encode()),
+        library=library,
+    )
+
+
+def _train(texts: Sequence[str], *, size: int) -> str:
+    """The JSON of a byte-level BPE tokenizer: every text can be encoded and comes back unchanged."""
+    from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer as LibraryTokenizer
+
+    tokenizer = LibraryTokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    with parallel_tokenizers():
+        tokenizer.train_from_iterator(texts, trainer=trainer, length=len(texts))
+    return tokenizer.to_str()
+
+
+def _write_at_once(path: Path, text: str) -> None:
+    """A reader finds the whole file or none; of two writers the last wins, and both wrote the same."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="part-") as folder:
+        part = Path(folder, path.name)
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)

@@ -1,0 +1,362 @@
+"""From a recipe to a trained model, top to bottom."""
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from models.decoder import Decoder
+from models.loss import IGNORED
+from parallel.config import MeshConfig
+from parallel.dist import Agreement, World, on_main_first, start, stop
+from parallel.errors import UserError
+from parallel.float8 import precompute_scales
+from parallel.materialize import materialize
+from parallel.mesh import build_mesh
+from parallel.order import parallelize
+from parallel.reduce import clip_gradients, gradient_norm, sum_over_processes
+from recipes.checkpoint import Checkpoints
+from recipes.console import Console
+from recipes.data import TokenSequences, prepare
+from recipes.evaluate import continuation, mean_loss
+from recipes.load import to_toml
+from recipes.metrics import MetricsWriter, StepClock, Throughput, environment, peak_memory_gib
+from recipes.optimizer import build_optimizer
+from recipes.rules import require_valid
+from recipes.run_folder import check_output_folder, run_folder
+from recipes.schedule import learning_rate
+from recipes.schema import Recipe
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it: 128 + SIGINT."""
+
+
+def train(recipe: Recipe) -> int:
+    """Run a recipe in this process, one of those the launcher started. Returns the exit code.
+
+    Raises UserError on rank 0 alone, so that the message is printed once.
+    """
+    world = start(recipe.run.device, seed=recipe.run.seed)
+    try:
+        with Console(silent=not world.is_main) as console:
+            return Trainer(recipe, world, console).run()
+    except UserError:
+        if world.is_main:
+            raise
+        return 2
+    except KeyboardInterrupt:
+        if world.is_main:
+            print("\ninterrupted before the end of a step; nothing more was saved")
+        return INTERRUPTED
+    finally:
+        stop()
+
+
+class Trainer:
+    """One run: builds everything in the order of ARCHITECTURE.md, then steps."""
+
+    def __init__(self, recipe: Recipe, world: World, console: Console) -> None:
+        self.recipe, self.world, self.console = recipe, world, console
+        require_valid(recipe, processes=world.size)
+        on_main_first(world, lambda: check_output_folder(recipe))
+        self.folder = run_folder(recipe)
+        self.mesh_degrees: MeshConfig = recipe.mesh.fit(world.size)
+        self._open_folder()
+
+        self.mesh = build_mesh(recipe.mesh, world_size=world.size, device_type=world.device.type)
+        with torch.device("meta"):
+            self.model = Decoder(recipe.model)
+        report = parallelize(
+            self.model,
+            self.mesh,
+            float8=recipe.float8,
+            activation_checkpointing=recipe.activation_checkpointing,
+            compile=recipe.compile,
+            fsdp=recipe.fsdp,
+        )
+        materialize(
+            self.model,
+            device=torch.device("cpu") if recipe.fsdp.cpu_offload else world.device,
+            seed=recipe.run.seed,
+            init_parameter=self.model.init_parameter,
+        )
+        self.sharded = cast(FSDPModule, self.model)  # what fully_shard made of its class
+        self.parameters = list(self.model.parameters())
+        self.optimizer = build_optimizer(self.model, recipe.optimizer)
+        self.throughput = Throughput(
+            recipe.model,
+            tokens_per_step=recipe.batch.global_batch_size * recipe.batch.sequence_length,
+            sequence_length=recipe.batch.sequence_length,
+            devices=world.size,
+            device=world.device,
+        )
+        self._introduce(report)
+        self._open_data()
+
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", keep=recipe.checkpoint.keep)
+        self.step = self._resume()
+        self.agreement = Agreement()
+        self.interrupted, self.interrupted_at = False, 0.0
+        self.metrics = MetricsWriter(
+            self.folder,
+            enabled=world.is_main,
+            wandb_project=recipe.metrics.wandb_project if recipe.metrics.wandb else None,
+            run_name=recipe.run.name,
+        )
+        self.metrics.cut_back(self.step)
+
+    # The loop
+
+    def run(self) -> int:
+        """Train to the last step; returns the exit code."""
+        recipe = self.recipe
+        signal.signal(signal.SIGINT, self._interrupt)
+        self.began, self.first_step = time.perf_counter(), self.step
+        self.clock = StepClock(self.world.device)
+        while self.step < recipe.run.steps:
+            loss, norm = self._train_step()
+            self.step += 1
+            self.clock.count_step()
+            if self._due(recipe.metrics.every) or self.step == self.first_step + 1:
+                self._log(loss, norm)
+            if self._due(recipe.validation.every):
+                self._validate()
+            if self._due(recipe.checkpoint.every):
+                self._save()
+            if self.agreement.any(self.interrupted):
+                return self._stop_early()
+        return self._finish()
+
+    def _train_step(self) -> tuple[Tensor, Tensor]:
+        """One optimizer step. Returns this process's part of the mean loss, and the gradient norm before clipping."""
+        recipe = self.recipe
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._learning_rate(self.step)
+        with self.clock.loading():
+            inputs, targets = self._sequences(self.training, self.step)  # (b, T) each
+        target_tokens = sum_over_processes((targets != IGNORED).sum())
+        micro_batches = list(self._micro_batches(inputs, targets))
+        loss = torch.zeros((), device=self.world.device)
+        for index, (micro_inputs, micro_targets) in enumerate(micro_batches):
+            last = index == len(micro_batches) - 1
+            self.sharded.set_requires_gradient_sync(last)  # inner micro-batches reduce no gradients
+            if not recipe.fsdp.reshard_after_forward:
+                self.sharded.set_reshard_after_backward(last)  # ZeRO-2 gathers the weights once per step
+            micro_loss = self.model(micro_inputs, micro_targets) / target_tokens
+            micro_loss.backward()
+            loss += micro_loss.detach()
+        norm = gradient_norm(self.parameters)
+        if recipe.optimizer.grad_clip > 0:
+            clip_gradients(self.parameters, norm=norm, max_norm=recipe.optimizer.grad_clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if recipe.float8.all_gather:
+            precompute_scales(self.model)
+        return loss, norm
+
+    def _due(self, every: int) -> bool:
+        """Whether something done every so many steps (0 = never) is due after the step just taken."""
+        return every > 0 and (self.step % every == 0 or self.step == self.recipe.run.steps)
+
+    def _learning_rate(self, step: int) -> float:
+        return learning_rate(
+            step, peak=self.recipe.optimizer.lr, steps=self.recipe.run.steps, schedule=self.recipe.schedule
+        )
+
+    # Data
+
+    def _open_data(self) -> None:
+        data = self.recipe.data
+        prepared = on_main_first(
+            self.world,
+            lambda: prepare(
+                source=data.source,
+                text_field=data.text_field,
+                tokenizer=data.tokenizer,
+                validation_fraction=data.validation_fraction,
+                cache=Path(data.cache).expanduser(),
+                report=self.console.say,
+            ),
+        )
+        self.tokenizer = prepared.tokenizer
+        if (entries := self.tokenizer.vocabulary) > self.recipe.model.vocabulary:
+            raise UserError(
+                f"data.tokenizer has {entries} entries, more than model.vocabulary = {self.recipe.model.vocabulary}"
+                f"; write model.vocabulary = {entries} or another tokenizer"
+            )
+        length, seed = self.recipe.batch.sequence_length, self.recipe.run.seed
+        self.training = TokenSequences(prepared.train, sequence_length=length, seed=seed)
+        self.validation = TokenSequences(prepared.validation, sequence_length=length, seed=seed, shuffle=False)
+
+    def _sequences(self, source: TokenSequences, batch: int) -> tuple[Tensor, Tensor]:
+        """This process's share of global batch number `batch`: inputs and targets, (b, T) each, on the device."""
+        share = self.recipe.batch.global_batch_size // self.mesh_degrees.data_parallel
+        first = batch * self.recipe.batch.global_batch_size + self.world.rank * share
+        rows = torch.from_numpy(source.rows(first, share))  # (b, T + 1)
+        if self.world.device.type == "cuda":
+            rows = rows.pin_memory()
+        rows = rows.to(self.world.device, non_blocking=True)
+        return rows[:, :-1], rows[:, 1:]
+
+    def _micro_batches(self, inputs: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        size = self.recipe.batch.micro_batch_size
+        return zip(inputs.split(size), targets.split(size), strict=True)
+
+    # At logged steps, validations, checkpoints
+
+    def _log(self, loss: Tensor, norm: Tensor) -> None:
+        mean_loss = sum_over_processes(loss).item()  # here the host waits for the device
+        step_seconds, data_seconds = self.clock.seconds_per_step()
+        row = {
+            "step": self.step,
+            "tokens": self._tokens(),
+            "loss": mean_loss,
+            "grad_norm": norm.item(),
+            "lr": self._learning_rate(self.step - 1),
+            "step_seconds": step_seconds,
+            "data_seconds": data_seconds,
+            **self.throughput.row(step_seconds),
+            "peak_memory_gib": peak_memory_gib(self.world.device),
+        }
+        self.metrics.write(row)
+        self.console.say(_step_line(row, self.recipe.run.steps))
+        self.console.progress(self.step, self.recipe.run.steps, f"loss {mean_loss:.3f}")
+        self.clock.restart()
+
+    def _validate(self) -> None:
+        with self.clock.paused():
+            available = -(-len(self.validation) // self.recipe.batch.global_batch_size)
+            self.validation_loss = mean_loss(
+                self.model,
+                (
+                    micro_batch
+                    for batch in range(min(self.recipe.validation.batches, available))
+                    for micro_batch in self._micro_batches(*self._sequences(self.validation, batch))
+                ),
+                device=self.world.device,
+            )
+            row = {"step": self.step, "tokens": self._tokens(), "validation_loss": self.validation_loss}
+            self.metrics.write(row)
+            self.console.say(f"step {self.step:>6}  validation loss {self.validation_loss:.4f}", style="bold")
+
+    def _save(self) -> None:
+        with self.clock.paused():
+            self.checkpoints.save(self.model, self.optimizer, step=self.step, tokens=self._tokens())
+            self.console.say(f"step {self.step:>6}  saved {self.checkpoints.path(self.step)}")
+
+    def _resume(self) -> int:
+        """Load the newest checkpoint of this run, if there is one. Returns the steps done."""
+        steps = self.checkpoints.steps()
+        if not steps:
+            return 0
+        self.checkpoints.load(self.model, self.optimizer, step=steps[-1])
+        if self.recipe.float8.all_gather:
+            precompute_scales(self.model)
+        self.console.say(f"resumed from {self.checkpoints.path(steps[-1])}")
+        return steps[-1]
+
+    # The first and the last word
+
+    def _open_folder(self) -> None:
+        """Make the run's folder and write recipe.toml and environment.json."""
+        if self.world.is_main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "recipe.toml").write_text(to_toml(self.recipe), encoding="utf-8")
+            facts = environment(world_size=self.world.size, device=self.world.device)
+            (self.folder / "environment.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        self.console.open_log(self.folder / "log.txt")
+
+    def _introduce(self, report: list[str]) -> None:
+        recipe, throughput = self.recipe, self.throughput
+        batch = recipe.batch
+        share = batch.global_batch_size // self.mesh_degrees.data_parallel
+        peak = f"{throughput.peak / 1e12:.1f} TFLOP/s dense bf16" if throughput.peak else "unknown, so no MFU"
+        self.console.say(
+            f"{recipe.run.name}: {recipe.model.name}, {recipe.model.num_params():,} parameters", style="bold"
+        )
+        lines = [
+            f"mesh: {self.world.size} x {throughput.device_name}, replicate {self.mesh_degrees.replicate}"
+            f" x shard {self.mesh_degrees.shard}",
+            *report,
+            f"batch: {batch.global_batch_size} sequences of {batch.sequence_length} tokens, {share} a process"
+            f" in micro-batches of {batch.micro_batch_size}",
+            f"flops: {throughput.flops / 1e9:.3g} G per token (causal), peak of the device {peak}",
+        ]
+        for line in lines:
+            self.console.say("  " + line)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """First Ctrl-C: stop after the step. A later one (not the same key press delivered twice): stop at once."""
+        if self.interrupted and time.perf_counter() - self.interrupted_at > 1:
+            raise KeyboardInterrupt
+        self.interrupted, self.interrupted_at = True, time.perf_counter()
+
+    def _stop_early(self) -> int:
+        self.console.end_progress()
+        if self.recipe.checkpoint.every:
+            if self.step not in self.checkpoints.steps():
+                self._save()
+            self.console.say(f"interrupted after step {self.step}; the same command goes on from there")
+        else:
+            self.console.say(f"interrupted after step {self.step}; nothing saved, as checkpoint.every = 0")
+        self.metrics.close()
+        return INTERRUPTED
+
+    def _finish(self) -> int:
+        self.console.end_progress()
+        recipe = self.recipe
+        done = self.step - self.first_step
+        seconds = time.perf_counter() - self.began
+        if done == 0:
+            self.console.say(
+                f"this run already has its {recipe.run.steps} steps: extend it with --run.steps, or start another with"
+                " --run.name"
+            )
+            if recipe.validation.every:
+                self._validate()
+        if recipe.validation.sample_tokens:
+            self._sample()
+        if done:
+            tokens = done * self.throughput.tokens_per_step
+            self.console.say(
+                f"done: {done} steps, {tokens:,} tokens in {seconds:.1f} s"
+                f" ({tokens / seconds:,.0f} tokens/s, validation and checkpoints included)",
+                style="bold",
+            )
+        self.console.say(f"written to {self.folder}: recipe.toml environment.json metrics.jsonl log.txt checkpoints/")
+        self.metrics.close()
+        return 0
+
+    def _sample(self) -> None:
+        """Let the model continue the beginning of a held-out document."""
+        prompt = self.validation.rows(0, 1)[0, : min(32, self.recipe.batch.sequence_length // 2)].tolist()
+        answer = continuation(
+            self.model,
+            prompt,
+            tokens=self.recipe.validation.sample_tokens,
+            shape=(self.recipe.batch.micro_batch_size, self.recipe.batch.sequence_length),
+            device=self.world.device,
+            seed=self.recipe.run.seed,
+        )
+        self.console.say("a held-out text, and how the model goes on:", style="bold")
+        self.console.say(self.tokenizer.decode(prompt), style="dim")
+        self.console.say(self.tokenizer.decode(answer))
+
+    def _tokens(self) -> int:
+        return self.step * self.throughput.tokens_per_step
+
+
+def _step_line(row: dict[str, float | None], steps: int) -> str:
+    mfu = "" if row["mfu"] is None else f"  mfu {row['mfu']:.1%}"
+    return (
+        f"step {row['step']:>6}/{steps}  loss {row['loss']:.4f}  norm {row['grad_norm']:.2f}  lr {row['lr']:.2e}"
+        f"  {row['step_seconds']:.3f} s  {row['tokens_per_second']:,.0f} tokens/s{mfu}"
+        f"  {row['peak_memory_gib']:.2f} GiB"
+    )

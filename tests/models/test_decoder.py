@@ -1,0 +1,130 @@
+"""The decoder's mathematics, against plain formulas written another way."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from models.attention import causal_attention
+from models.decoder import Decoder
+from models.loss import IGNORED, cross_entropy_sum
+from models.rope import rope_tables, rotate
+from models.sizes import SIZES
+
+SMALL = replace(SIZES["smollm3_debug"], vocabulary=97)
+
+
+def build(config=SMALL, seed: int = 0) -> Decoder:
+    model = Decoder(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            model.init_parameter(name, parameter, generator)
+    return model
+
+
+def tokens(batch: int = 2, length: int = 12) -> torch.Tensor:
+    return torch.randint(0, 97, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def test_rotation_is_that_of_complex_numbers() -> None:
+    x = torch.randn(1, 2, 5, SMALL.head_width)
+    cos, sin = rope_tables(SMALL, torch.arange(5))
+    half = SMALL.head_width // 2
+    pairs = torch.complex(x[..., :half], x[..., half:])
+    angles = torch.arange(5)[:, None] * SMALL.rope_theta ** -(torch.arange(half) / half)
+    turned = pairs * torch.polar(torch.ones_like(angles), angles)
+    torch.testing.assert_close(rotate(x, cos, sin), torch.cat((turned.real, turned.imag), -1))
+
+
+def test_positions_may_differ_between_rows() -> None:
+    x = torch.randn(2, 2, 3, SMALL.head_width)
+    positions = torch.tensor([[0, 1, 2], [5, 6, 7]])
+    together = rotate(x, *rope_tables(SMALL, positions))
+    for row in range(2):
+        torch.testing.assert_close(
+            together[row : row + 1], rotate(x[row : row + 1], *rope_tables(SMALL, positions[row]))
+        )
+
+
+def test_llama3_scaling_keeps_short_and_stretches_long_wavelengths() -> None:
+    scaled = replace(SMALL, head_width=128, rope_theta=500_000.0, rope_scaling="llama3", rope_factor=8.0)
+    plain = replace(scaled, rope_scaling="none")
+    angle = torch.tensor([1e-3])  # small enough for sin(x) = x in float32
+    ratio = rope_tables(plain, angle)[1] / rope_tables(scaled, angle)[1]
+    wavelengths = 2 * math.pi * plain.rope_theta ** (torch.arange(64) / 64)
+    short, long = wavelengths < 8192 / 4, wavelengths > 8192
+    torch.testing.assert_close(ratio[0, short], torch.ones(int(short.sum())))
+    torch.testing.assert_close(ratio[0, long], torch.full((int(long.sum()),), 8.0))
+    between = ratio[0, ~short & ~long]
+    assert len(between) > 0
+    assert ((between > 1) & (between < 8)).all()
+
+
+def test_grouped_query_attention_equals_the_formula() -> None:
+    query, key, value = torch.randn(2, 4, 7, 16), torch.randn(2, 2, 7, 16), torch.randn(2, 2, 7, 16)
+    scores = query @ key.repeat_interleave(2, 1).transpose(-1, -2) / 4
+    scores.masked_fill_(torch.ones(7, 7).triu(1).bool(), -math.inf)
+    expected = scores.softmax(-1) @ value.repeat_interleave(2, 1)
+    torch.testing.assert_close(causal_attention(query, key, value), expected)
+
+
+def test_loss_is_the_sum_over_targets_that_count() -> None:
+    logits, targets = torch.randn(2, 5, 11), torch.randint(0, 11, (2, 5))
+    targets[0, 1] = targets[1, 4] = IGNORED
+    log_probabilities = logits.log_softmax(-1)
+    expected = -sum(
+        log_probabilities[b, t, targets[b, t]] for b in range(2) for t in range(5) if targets[b, t] != IGNORED
+    )
+    torch.testing.assert_close(cross_entropy_sum(logits, targets), expected)
+
+
+def test_initial_loss_is_that_of_a_uniform_guess() -> None:
+    model, x = build(), tokens(8, 64)
+    loss = model(x, x.roll(-1, 1)) / x.numel()
+    assert abs(loss.item() - math.log(97)) < 0.15  # the logits are not quite equal
+
+
+def test_no_token_sees_the_future() -> None:
+    model, x = build(), tokens()
+    changed = x.clone()
+    changed[:, 7:] = 0
+    with torch.no_grad():
+        torch.testing.assert_close(model(x)[:, :7], model(changed)[:, :7])
+        assert not torch.allclose(model(x)[:, 7:], model(changed)[:, 7:])
+
+
+@pytest.mark.parametrize("layers_without", [(), (0, 1, 2, 3)])
+def test_only_rope_tells_the_order_of_what_came_before(layers_without: tuple[int, ...]) -> None:
+    """Without rotary embeddings one attention layer cannot tell the order of earlier tokens; with them it can."""
+    model = build(replace(SMALL, layers=1, no_rope_every=0, no_rope_layers=layers_without[:1]))
+    x = tokens(1, 6)
+    swapped = x.clone()
+    swapped[0, [1, 3]] = x[0, [3, 1]]
+    with torch.no_grad():
+        same = torch.allclose(model(x)[0, -1], model(swapped)[0, -1], atol=1e-6)
+    assert same == bool(layers_without)
+
+
+def test_tied_model_has_one_matrix_and_untied_two() -> None:
+    assert "lm_head.weight" not in build().state_dict()
+    assert "lm_head.weight" in build(replace(SMALL, tied_embeddings=False)).state_dict()
+    model, x = build(), tokens()
+    model(x, x).backward()
+    unused = [row for row in range(97) if row not in set(x.flatten().tolist())]
+    # A row that no input looked up still gets a gradient, from the output projection.
+    assert model.embedding.weight.grad[unused].abs().sum() > 0
+
+
+def test_head_width_need_not_be_width_over_heads() -> None:
+    model = build(replace(SMALL, head_width=48, key_value_heads=1))
+    assert model(tokens()).shape == (2, 12, 97)
+
+
+def test_projections_into_the_residual_stream_start_smaller() -> None:
+    model = build(replace(SMALL, layers=2))
+    block = model.blocks[0]
+    assert block.attention.q_proj.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert block.feed_forward.down_proj.weight.std().item() == pytest.approx(0.02 / 2, rel=0.05)
+    assert (block.attention_norm.weight == 1).all()

@@ -1,0 +1,87 @@
+"""Published sizes: exact parameter counts, and FLOPs per token against torch's own counter."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from models.config import ModelConfig
+from models.decoder import Decoder
+from models.sizes import SIZES
+
+# From the published checkpoints (safetensors index totals; the papers round them).
+PUBLISHED = {
+    "smollm2_135m": 134_515_008,
+    "smollm2_360m": 361_821_120,
+    "smollm2_1.7b": 1_711_376_384,
+    "smollm3_3b": 3_075_098_624,
+    "llama2_7b": 6_738_415_616,
+    "llama2_13b": 13_015_864_320,
+    "llama2_70b": 68_976_648_192,
+    "llama3_1b": 1_235_814_400,
+    "llama3_3b": 3_212_749_824,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_405b": 405_853_388_800,
+}
+
+
+def on_meta(config: ModelConfig) -> Decoder:
+    with torch.device("meta"):
+        return Decoder(config)
+
+
+def test_every_published_size_is_here() -> None:
+    assert set(SIZES) == {*PUBLISHED, "smollm3_debug", "llama3_debug"}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_parameter_count(name: str) -> None:
+    config = SIZES[name]
+    assert config.name == name
+    assert config.problems() == []
+    assert config.num_params() == sum(parameter.numel() for parameter in on_meta(config).parameters())
+    assert config.num_params() == PUBLISHED.get(name, config.num_params())
+
+
+@pytest.mark.parametrize(("name", "length"), [("smollm3_debug", 64), ("llama3_debug", 96), ("smollm2_135m", 32)])
+def test_flops_per_token_equal_an_independent_count(name: str, length: int) -> None:
+    """torch counts the products it sees; the plain attention kernel multiplies every pair: the full convention."""
+    config = replace(SIZES[name], layers=2)
+    model, batch = on_meta(config), 3
+    tokens = torch.zeros(batch, length, dtype=torch.int64, device="meta")
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens, tokens).backward()
+    assert counter.get_total_flops() == batch * length * config.flops_per_token(length, "full")
+
+
+def test_causal_attention_is_half_of_full() -> None:
+    config, length = SIZES["smollm3_3b"], 8192
+    attention = 12 * 36 * 16 * 128 * length
+    assert config.flops_per_token(length, "full") - config.flops_per_token(length, "causal") == attention // 2
+    # PERFORMANCE figures for SmolLM3 at 8192: 22.07 and 25.70 GFLOP.
+    assert round(config.flops_per_token(length, "causal") / 1e9, 2) == 22.07
+    assert round(config.flops_per_token(length, "full") / 1e9, 2) == 25.70
+
+
+def test_layers_without_rope() -> None:
+    config = SIZES["smollm3_3b"]
+    assert [layer for layer in range(config.layers) if not config.uses_rope(layer)] == list(range(3, 36, 4))
+    irregular = replace(SIZES["llama3_debug"], no_rope_layers=(0, 2))
+    assert [irregular.uses_rope(layer) for layer in range(4)] == [False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("key_value_heads", {"key_value_heads": 3}),
+        ("head_width", {"head_width": 31}),
+        ("no_rope_layers", {"no_rope_layers": (1, 9)}),
+        ("rope_high_frequency_factor", {"rope_scaling": "llama3", "rope_low_frequency_factor": 4.0}),
+    ],
+)
+def test_impossible_shapes_are_named(field: str, change: dict) -> None:
+    problems = replace(SIZES["smollm3_debug"], **change).problems()
+    assert [name for name, _ in problems] == [field]

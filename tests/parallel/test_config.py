@@ -1,0 +1,39 @@
+"""The arithmetic of mesh degrees."""
+
+import pytest
+
+from parallel.config import MeshConfig
+from parallel.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("asked", "processes", "degrees"),
+    [
+        (MeshConfig(), 1, (1, 1)),
+        (MeshConfig(), 8, (1, 8)),
+        (MeshConfig(2, -1), 8, (2, 4)),
+        (MeshConfig(-1, 8), 384, (48, 8)),
+        (MeshConfig(4, 1), 4, (4, 1)),
+        (MeshConfig(-1, 1), 3, (3, 1)),
+    ],
+)
+def test_fit(asked: MeshConfig, processes: int, degrees: tuple[int, int]) -> None:
+    fitted = asked.fit(processes)
+    assert (fitted.replicate, fitted.shard) == degrees
+    assert fitted.data_parallel == processes
+
+
+@pytest.mark.parametrize(
+    ("asked", "processes", "message"),
+    [
+        (MeshConfig(2, 2), 8, r"replicate 2 x shard 2 .* = 4 processes, but 8 were started; start 4 \(NPROC\)"),
+        (MeshConfig(3, -1), 8, r"8 / 3 is not a whole number; start a multiple of 3"),
+        (MeshConfig(-1, -1), 8, "replicate and shard are both -1"),
+        (MeshConfig(0, 8), 8, "mesh.replicate = 0"),
+        (MeshConfig(tensor=2), 8, "mesh.tensor = 2: tensor parallelism is not built yet"),
+        (MeshConfig(context=4), 8, "mesh.context = 4: context parallelism is not built yet"),
+    ],
+)
+def test_what_does_not_fit_shows_the_arithmetic(asked: MeshConfig, processes: int, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        asked.fit(processes)

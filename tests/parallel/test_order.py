@@ -1,0 +1,249 @@
+"""What parallelize() leaves on the modules, and what it computes, in real processes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from models.decoder import Decoder
+from models.sizes import SIZES
+from parallel.config import (
+    ActivationCheckpointingConfig,
+    CompileConfig,
+    Float8Config,
+    FSDPConfig,
+    MeshConfig,
+)
+from parallel.dist import start, stop
+from parallel.errors import UserError
+from parallel.materialize import materialize
+from parallel.mesh import build_mesh
+from parallel.order import parallelize
+from tests.processes import run_processes
+
+DEBUG = SIZES["smollm3_debug"]
+SHARD_ALL = MeshConfig()
+NO_FLOAT8 = Float8Config()
+FLOAT8 = Float8Config(recipe="tensorwise", emulate=True)
+FLOAT32 = FSDPConfig(param_dtype="float32")
+
+
+def build(
+    config=DEBUG,
+    *,
+    mesh=SHARD_ALL,
+    float8=NO_FLOAT8,
+    mode="none",
+    compiled=False,
+    fsdp=FLOAT32,
+    seed=0,
+):
+    import torch.distributed as dist
+
+    with torch.device("meta"):
+        model = Decoder(config)
+    device_mesh = build_mesh(mesh, world_size=dist.get_world_size(), device_type="cpu")
+    report = parallelize(
+        model,
+        device_mesh,
+        float8=float8,
+        activation_checkpointing=ActivationCheckpointingConfig(mode),
+        compile=CompileConfig(compiled),
+        fsdp=fsdp,
+    )
+    materialize(model, device=torch.device("cpu"), seed=seed, init_parameter=model.init_parameter)
+    return model, report
+
+
+@pytest.fixture
+def alone():
+    """A process group of one in this process."""
+    yield start("cpu", seed=0)
+    stop()
+
+
+def everything_on() -> dict:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+    from torchao.float8.float8_linear import Float8Linear
+
+    start("cpu", seed=0)
+    # An untied model, whose lm_head float8 must leave alone.
+    model, report = build(
+        SIZES["llama3_debug"], mesh=MeshConfig(2, 2), float8=FLOAT8, mode="selective", compiled=True, fsdp=FSDPConfig()
+    )
+    with torch.device("meta"):
+        plain = Decoder(SIZES["llama3_debug"])
+    parameters = list(model.parameters())
+    facts = {
+        "report": report,
+        "root": isinstance(model, FSDPModule),
+        "blocks": [isinstance(block, FSDPModule) for block in model.blocks],
+        "wrapped": [isinstance(block, CheckpointWrapper) for block in model.blocks],
+        "compiled": [block._compiled_call_impl is not None for block in model.blocks],
+        "float8": sorted(
+            name.replace("_checkpoint_wrapped_module.", "")
+            for name, module in model.named_modules()
+            if isinstance(module, Float8Linear)
+        ),
+        "lm_head_is_float8": isinstance(model.lm_head, Float8Linear),
+        "same_keys": list(model.state_dict()) == list(plain.state_dict()),
+        "sharded": all(isinstance(parameter, DTensor) for parameter in parameters),
+        "mesh_axes": {parameter.device_mesh.mesh_dim_names for parameter in parameters},
+        "local_share": sum(p.to_local().numel() for p in parameters) / sum(p.numel() for p in parameters),
+        "master_dtypes": {str(parameter.dtype) for parameter in parameters},
+    }
+    seen = {}
+    model.blocks[1].register_forward_hook(lambda module, inputs, output: seen.update(dtype=str(output.dtype)))
+    x = torch.zeros(1, 32, dtype=torch.int64)
+    model(x, x).backward()
+    facts["compute_dtype"] = seen["dtype"]
+    facts["gradient_dtypes"] = {str(parameter.grad.dtype) for parameter in parameters}
+    stop()
+    return facts
+
+
+def test_every_part_leaves_its_mark_on_the_modules() -> None:
+    for facts in run_processes(4, everything_on):
+        assert facts["root"] and all(facts["blocks"]) and len(facts["blocks"]) == 4
+        assert all(facts["wrapped"]) and all(facts["compiled"])
+        assert len(facts["float8"]) == 4 * 7
+        assert facts["float8"][:2] == ["blocks.0.attention.k_proj", "blocks.0.attention.o_proj"]
+        assert not facts["lm_head_is_float8"]
+        assert facts["same_keys"] and facts["sharded"]
+        assert facts["mesh_axes"] == {("replicate", "shard")}
+        assert facts["local_share"] == pytest.approx(0.5, abs=0.01)
+        assert facts["master_dtypes"] == {"torch.float32"} == facts["gradient_dtypes"]
+        assert facts["compute_dtype"] == "torch.bfloat16"
+        assert facts["report"] == [
+            "float8: tensorwise, 28 of 29 linears converted, emulated",
+            "activation checkpointing: selective, keeps matmul and attention outputs",
+            "compile: 4 blocks in place",
+            "fsdp: ZeRO-3 over 2 x 2 replicas, bfloat16 compute, float32 reduction",
+        ]
+
+
+def test_nothing_asked_for_leaves_only_fsdp(alone) -> None:
+    model, report = build()
+    assert report[:3] == ["float8: off", "activation checkpointing: off", "compile: off"]
+    assert type(model.blocks[0]).__name__ == "FSDPBlock"
+    assert all(type(module) is nn.Linear for module in model.modules() if isinstance(module, nn.Linear))
+
+
+def attention_flops(query, key, value, *args, out_shape=None, **kwargs) -> int:
+    return sdpa_flop_count(query, key, value)
+
+
+# torch counts the matrix products by itself, but not the CPU's attention kernel.
+CPU_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops}
+
+
+def flops(mode: str) -> tuple[int, int]:
+    """(forward, backward) FLOPs of a step; attention counts where it is computed forward, recomputation included."""
+    model, _ = build(mode=mode)
+    x = torch.zeros(1, 64, dtype=torch.int64)
+    with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as forward:
+        loss = model(x, x)
+    with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as backward:
+        loss.backward()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+def test_backward_flops_of_each_checkpointing_mode(alone) -> None:
+    """Full repeats the blocks' forward pass; selective repeats no matrix product and no attention."""
+    none, selective, full = (flops(mode) for mode in ("none", "selective", "full"))
+    tokens = 64
+    attention = 2 * 2 * DEBUG.layers * DEBUG.heads * DEBUG.head_width * tokens * tokens
+    assert none[0] == selective[0] == full[0] == 2 * tokens * DEBUG.matmul_params() + attention
+    assert none[1] == selective[1] == 2 * 2 * tokens * DEBUG.matmul_params()
+    # Recomputation stops at a block's last product, whose output nobody needs.
+    lm_head = 2 * tokens * DEBUG.vocabulary * DEBUG.width
+    last_products = 2 * tokens * DEBUG.layers * DEBUG.feed_forward_width * DEBUG.width
+    assert full[1] == none[1] + none[0] - lm_head - last_products
+
+
+def saved_bytes(mode: str) -> int:
+    """Bytes that the backward pass of one step keeps alive, each storage counted once."""
+    model, _ = build(mode=mode)
+    x = torch.zeros(4, 64, dtype=torch.int64)
+    storages: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(x, x)
+    return sum(storages.values())
+
+
+def test_full_checkpointing_keeps_less(alone) -> None:
+    assert saved_bytes("full") < 0.7 * saved_bytes("none")
+
+
+def losses(mode: str) -> list[bytes]:
+    model, _ = build(mode=mode)
+    x = torch.randint(0, DEBUG.vocabulary, (2, 65), generator=torch.Generator().manual_seed(3))
+    loss = model(x[:, :-1], x[:, 1:])
+    loss.backward()
+    gradients = [parameter.grad.to_local().numpy().tobytes() for parameter in model.parameters()]
+    return [loss.detach().numpy().tobytes(), *gradients]
+
+
+def test_checkpointing_changes_no_bit(alone) -> None:
+    assert losses("none") == losses("selective") == losses("full")
+
+
+def initial_states(cases: list[tuple[MeshConfig, str]]) -> list[dict]:
+    start("cpu", seed=0)
+    models = [build(mesh=mesh, fsdp=FSDPConfig(), mode=mode, seed=5)[0] for mesh, mode in cases]
+    states = [{name: value.full_tensor().numpy() for name, value in model.state_dict().items()} for model in models]
+    stop()
+    return states
+
+
+def test_initial_weights_depend_on_seed_and_name_alone() -> None:
+    [[reference]] = run_processes(1, initial_states, [(MeshConfig(), "none")])
+    for states in run_processes(3, initial_states, [(MeshConfig(), "full"), (MeshConfig(3, 1), "none")]):
+        for state in states:
+            assert state.keys() == reference.keys()
+            assert all((state[name] == reference[name]).all() for name in reference)
+    first, second = (reference[f"blocks.{layer}.attention.q_proj.weight"] for layer in range(2))
+    assert (first != second).any()
+
+
+def test_another_seed_gives_other_weights(alone) -> None:
+    one, two = (build(seed=seed)[0].embedding.weight.to_local() for seed in (1, 2))
+    assert not torch.equal(one, two)
+
+
+# Refusals: what was asked for happens, or it raises.
+
+
+def test_float8_without_float8_units_is_refused(alone) -> None:
+    with pytest.raises(UserError, match=r"no float8 matrix units.*emulate = true"):
+        build(float8=Float8Config(recipe="tensorwise"))
+
+
+def test_float8_that_converts_nothing_is_refused(alone) -> None:
+    with pytest.raises(UserError, match="would convert none of the 28 linears"):
+        build(float8=replace(FLOAT8, exclude=("blocks",)))
+
+
+def test_float8_excludes_by_whole_name_components(alone) -> None:
+    _, report = build(float8=replace(FLOAT8, exclude=("k_proj", "v_proj", "proj")))
+    assert report[0].startswith("float8: tensorwise, 20 of 28 linears")
+
+
+def test_float8_names_linears_of_uneven_width(alone) -> None:
+    with pytest.raises(UserError, match=r"gate_proj \(128 -> 392\)"):
+        build(replace(DEBUG, feed_forward_width=392), float8=FLOAT8)
+
+
+def test_compile_without_a_compiler_is_refused(alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UserError, match=r"C\+\+ compiler.*no-such-compiler"):
+        build(compiled=True)

@@ -1,0 +1,74 @@
+"""Run a function in real processes joined by gloo, as torchrun would start them."""
+
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch.multiprocessing as multiprocessing
+
+
+def run_processes(count: int, function: Callable[..., Any], *arguments: Any, timeout: float = 240) -> list[Any]:
+    """Call `function(*arguments)` in `count` fresh processes with the launcher's environment; results by rank.
+
+    A process that raises or hangs fails the caller with its traceback; none is left behind.
+    """
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = [
+        context.Process(target=_work, args=(rank, count, port, results, function, arguments)) for rank in range(count)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        answers: dict[int, Any] = {}
+        while len(answers) < count:
+            assert _wait(results, processes, timeout), f"{count - len(answers)} of {count} processes did not answer"
+            rank, answer, error = results.get()
+            if error is not None:
+                raise AssertionError(f"rank {rank} of {count} failed:\n{error}")
+            answers[rank] = answer
+        return [answers[rank] for rank in range(count)]
+    finally:
+        for process in processes:
+            process.join(timeout=10)
+            process.kill()
+
+
+def _wait(results: Any, processes: list[Any], timeout: float) -> bool:
+    """Whether an answer came before the time-out and before a process died without one."""
+    import time
+
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        if not results.empty():
+            return True
+        if any(process.exitcode not in (None, 0) for process in processes):
+            time.sleep(0.5)
+            return not results.empty()
+        time.sleep(0.02)
+    return False
+
+
+def _work(rank: int, count: int, port: int, results: Any, function: Callable[..., Any], arguments: Any) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(count),
+        LOCAL_WORLD_SIZE=str(count),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+    )
+    try:
+        import torch
+
+        torch.set_num_threads(1)
+        results.put((rank, function(*arguments), None))
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+        raise SystemExit(1) from None

@@ -1,0 +1,122 @@
+"""Every recipe in configs/, and the page that documents what a recipe can say."""
+
+import re
+import runpy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from recipes.load import load, to_toml
+from recipes.rules import violations
+from recipes.run_folder import identity_differences
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
+SHIPPED = {
+    "smollm3_debug",
+    "smollm3_debug_everything",
+    "llama3_debug",
+    "smollm3_3b_h100",
+    "smollm3_3b_4xh100",
+    "smollm3_3b_8xh100",
+    "smollm3_3b_48x8h100",
+    "smollm3_3b_h100_float8",
+    "smollm3_3b_8xh100_float8",
+    "smollm3_3b_8xh100_float8_rowwise",
+    "llama2_7b_8xh100",
+    "llama3_8b_8xh100",
+    "llama3_8b_8xh100_float8",
+    "llama3_70b_64x8h100",
+}
+
+every_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+
+
+def processes(name: str) -> int:
+    """The number of processes that the name of a recipe promises."""
+    hardware = re.search(r"_(?:(\d+)x)?(?:(\d+)x?)?h100", name)
+    if hardware is None:
+        return 4 if name.endswith("everything") else 2
+    return int(hardware[1] or 1) * int(hardware[2] or 1)
+
+
+def test_names_and_processes() -> None:
+    assert processes("a_h100") == 1
+    assert processes("a_4xh100_trick") == 4
+    assert processes("a_48x8h100") == 384
+
+
+def test_the_promised_recipes_are_there() -> None:
+    assert {path.stem for path in CONFIGS} >= SHIPPED
+
+
+@every_config
+def test_loads_on_the_hardware_of_its_name(path: Path) -> None:
+    recipe = load(path, processes=processes(path.stem))
+    assert recipe.run.name == path.stem
+    assert recipe.model.name == max(
+        (name for name in ("smollm3_debug", "llama3_debug", "smollm3_3b", "llama2_7b", "llama3_8b", "llama3_70b")
+         if path.stem.startswith(name)),
+        key=len,
+    )  # fmt: skip
+
+
+@every_config
+def test_resolved_recipe_is_a_fixed_point(path: Path, tmp_path: Path) -> None:
+    recipe = load(path)
+    resolved = tmp_path / "recipe.toml"
+    resolved.write_text(to_toml(recipe))
+    assert load(resolved) == recipe
+    assert to_toml(load(resolved)) == to_toml(recipe)
+
+
+@every_config
+def test_fits_a_screen_and_repeats_nothing(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= 50
+    if base := re.search(r'^base = "(.*)"', text, re.MULTILINE):
+        own, inherited = load(path, rules=False), load(path.parent / base[1], rules=False)
+        written = {
+            f"{section}.{key}"
+            for section, body in re.findall(r"^\[(\w+)\].*\n((?:(?!\[).*\n)*)", text, re.MULTILINE)
+            for key in re.findall(r"^(\w+) =", body, re.MULTILINE)
+        }
+        same = {key for key in written if _value(own, key) == _value(inherited, key)}
+        # Said again because the reader of that file looks for it.
+        assert same <= {"schedule.kind", "float8.all_gather"}
+
+
+def _value(recipe: object, key: str) -> object:
+    section, name = key.split(".")
+    return getattr(getattr(recipe, section), name)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_the_first_command_runs_on_any_machine(count: int) -> None:
+    assert not list(violations(load(ROOT / "configs" / "smollm3_debug.toml"), processes=count))
+
+
+def test_smollm3_48x8_has_the_published_hyper_parameters() -> None:
+    recipe = load(ROOT / "configs" / "smollm3_3b_48x8h100.toml", processes=384)
+    tokens_per_step = recipe.batch.global_batch_size * recipe.batch.sequence_length
+    assert recipe.run.steps * tokens_per_step == 4_720_000 * 576 * 4096
+    assert recipe.schedule.decay_steps * tokens_per_step == 522_000 * 576 * 4096
+    assert recipe.schedule.warmup_steps == 2000
+    optimizer = recipe.optimizer
+    assert (optimizer.lr, optimizer.betas, optimizer.eps) == (2e-4, (0.9, 0.95), 1e-8)
+    assert (optimizer.weight_decay, optimizer.grad_clip) == (0.1, 1.0)
+
+
+def test_float8_recipes_differ_from_their_bases_in_float8_alone() -> None:
+    for path in CONFIGS:
+        if "_float8" in path.stem:
+            recipe, plain = load(path), load(path.parent / f"{path.stem.partition('_float8')[0]}.toml")
+            assert recipe.float8.recipe != "none"
+            assert replace(recipe, float8=plain.float8, run=plain.run) == plain
+            assert not identity_differences(plain, recipe)
+
+
+def test_the_page_about_recipes_is_fresh() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "write_docs.py"))
+    assert script["PAGE"].read_text() == script["page"](), "run python scripts/write_docs.py"

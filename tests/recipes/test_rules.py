@@ -1,0 +1,327 @@
+"""Every rule across fields: what triggers it, what it says, and that its remedy works."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.sizes import SIZES
+from parallel.config import Float8Config, MeshConfig
+from parallel.errors import UserError
+from recipes.load import to_toml
+from recipes.rules import require_valid, violations
+from recipes.run_folder import check_output_folder, identity_differences, run_folder
+from recipes.schema import (
+    BatchConfig,
+    CheckpointConfig,
+    DataConfig,
+    MetricsConfig,
+    OptimizerConfig,
+    Recipe,
+    RunConfig,
+    ScheduleConfig,
+)
+
+
+def broken_by(recipe: Recipe, *, processes: int | None = None) -> dict[str, str]:
+    """Dotted key -> message of every broken rule."""
+    found = list(violations(recipe, processes=processes))
+    assert len(dict(found)) == len(found)
+    return dict(found)
+
+
+def the_rule(recipe: Recipe, key: str, *, processes: int | None = None) -> str:
+    """The message of the only broken rule."""
+    found = broken_by(recipe, processes=processes)
+    assert list(found) == [key]
+    return found[key]
+
+
+def test_the_default_recipe_breaks_nothing() -> None:
+    assert not broken_by(Recipe())
+    assert not broken_by(Recipe(), processes=16)
+
+
+@pytest.mark.parametrize("name", ["a/b", "/a", ".", ".."])
+def test_run_name_is_one_folder(name: str) -> None:
+    assert 'write a name without "/"' in the_rule(Recipe(run=RunConfig(name=name)), "run.name")
+
+
+def test_model_rules_get_their_section() -> None:
+    model = replace(SIZES["smollm3_debug"], head_width=33, no_rope_layers=(9,), heads=3)
+    found = broken_by(Recipe(model=model))
+    assert list(found) == ["model.key_value_heads", "model.head_width", "model.no_rope_layers"]
+    assert found["model.key_value_heads"] == model.problems()[0][1]
+
+
+def test_data_is_looked_at() -> None:
+    assert "does not exist" in the_rule(Recipe(data=DataConfig(source="nowhere.txt")), "data.source")
+    assert "vocabulary" in the_rule(Recipe(data=DataConfig(tokenizer="train:5000")), "data.tokenizer")
+
+
+# Mesh
+
+
+@pytest.mark.parametrize(
+    ("mesh", "key", "message"),
+    [
+        (MeshConfig(tensor=2), "mesh.tensor", "tensor parallelism is not built yet; write tensor = 1"),
+        (MeshConfig(context=2), "mesh.context", "context parallelism is not built yet; write context = 1"),
+        (MeshConfig(shard=0), "mesh.shard", "a degree is at least 1; write 1, or -1 for the rest"),
+        (MeshConfig(replicate=0), "mesh.replicate", "a degree is at least 1"),
+        (MeshConfig(replicate=-1, shard=-1), "mesh", "only one can be the rest"),
+    ],
+)
+def test_mesh_rules_that_need_no_number_of_processes(mesh: MeshConfig, key: str, message: str) -> None:
+    assert message in the_rule(Recipe(mesh=mesh), key)
+    assert message in broken_by(Recipe(mesh=mesh), processes=3)[key]
+
+
+def test_mesh_must_fit_the_processes() -> None:
+    message = the_rule(Recipe(mesh=MeshConfig(replicate=2, shard=2)), "mesh", processes=8)
+    assert "replicate 2 x shard 2 x tensor 1 x context 1 = 4 processes, but 8 were started; start 4" in message
+    message = the_rule(Recipe(mesh=MeshConfig(replicate=3, shard=-1)), "mesh", processes=8)
+    assert "8 / 3 is not a whole number" in message
+    assert not broken_by(
+        Recipe(mesh=MeshConfig(replicate=3, shard=-1), batch=BatchConfig(global_batch_size=9)), processes=9
+    )
+
+
+# Batch
+
+
+def test_batch_must_divide() -> None:
+    batch = BatchConfig(global_batch_size=16, micro_batch_size=3)
+    assert the_rule(Recipe(batch=batch), "batch.global_batch_size") == (
+        "must be a multiple of micro_batch_size = 3; write 15 or 18, or a micro_batch_size of 1, 2, 4 or 8"
+    )
+    message = the_rule(Recipe(batch=replace(batch, micro_batch_size=8)), "batch.global_batch_size", processes=4)
+    assert message == (
+        "must be a multiple of micro_batch_size 8 x 4 data-parallel processes = 32; write 32"
+        ", or a micro_batch_size of 1, 2 or 4"
+    )
+    message = the_rule(Recipe(batch=replace(batch, micro_batch_size=1)), "batch.global_batch_size", processes=3)
+    assert message == "must be a multiple of micro_batch_size 1 x 3 data-parallel processes = 3; write 15 or 18"
+
+
+def test_written_degrees_say_how_many_processes_there_are() -> None:
+    batch = BatchConfig(global_batch_size=16, micro_batch_size=1)
+    for mesh in (
+        MeshConfig(replicate=3, shard=2),
+        MeshConfig(replicate=6, shard=-1),
+        MeshConfig(replicate=-1, shard=6),
+    ):
+        message = the_rule(Recipe(batch=batch, mesh=mesh), "batch.global_batch_size")
+        assert "1 x 6 data-parallel processes = 6; write 12 or 18" in message
+
+
+def test_the_remedies_for_the_batch_work() -> None:
+    for micro in (1, 2, 4):
+        assert not broken_by(Recipe(batch=BatchConfig(global_batch_size=16, micro_batch_size=micro)), processes=4)
+    assert not broken_by(Recipe(batch=BatchConfig(global_batch_size=32, micro_batch_size=8)), processes=4)
+
+
+# Schedule
+
+
+@pytest.mark.parametrize(
+    ("schedule", "key", "message"),
+    [
+        (
+            ScheduleConfig(kind="wsd", warmup_steps=60, decay_steps=50),
+            "schedule.decay_steps",
+            "warmup_steps 60 + decay_steps 50 = 110 must not exceed run.steps = 100; write steps = 110 or more",
+        ),
+        (
+            ScheduleConfig(kind="constant", warmup_steps=101),
+            "schedule.warmup_steps",
+            "101 must not exceed run.steps = 100",
+        ),
+        (
+            ScheduleConfig(kind="cosine", decay_steps=5),
+            "schedule.decay_steps",
+            'is for kind = "wsd" only, not "cosine"',
+        ),
+    ],
+)
+def test_schedule_must_fit(schedule: ScheduleConfig, key: str, message: str) -> None:
+    assert message in the_rule(Recipe(schedule=schedule), key)
+
+
+def test_phases_may_fill_the_run() -> None:
+    assert not broken_by(Recipe(schedule=ScheduleConfig(kind="wsd", warmup_steps=60, decay_steps=40)))
+
+
+# Float8
+
+
+def test_float8_gathers_are_tensorwise() -> None:
+    assert 'needs recipe = "tensorwise", not "none"' in the_rule(
+        Recipe(float8=Float8Config(all_gather=True)), "float8.all_gather"
+    )
+    rowwise = Recipe(float8=Float8Config(recipe="rowwise", all_gather=True))
+    assert "write all_gather = false" in the_rule(rowwise, "float8.all_gather")
+    assert not broken_by(Recipe(float8=Float8Config(recipe="tensorwise", all_gather=True)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "message"),
+    [
+        ({"width": 136}, "model.width", "width = 136 to be a multiple of 16; change it to 144"),
+        ({"feed_forward_width": 1}, "model.feed_forward_width", "feed_forward_width = 1 to be a multiple of 16"),
+        ({"heads": 6, "head_width": 24}, None, ""),
+        ({"heads": 5, "key_value_heads": 1, "head_width": 32}, None, ""),
+        ({"heads": 3, "key_value_heads": 1, "head_width": 24}, "model.heads", "heads x head_width = 72"),
+        (
+            {"heads": 4, "key_value_heads": 1, "head_width": 24},
+            "model.key_value_heads",
+            "key_value_heads x head_width = 24",
+        ),
+    ],
+)
+def test_float8_widths(changes: dict[str, Any], key: str | None, message: str) -> None:
+    recipe = Recipe(model=replace(SIZES["smollm3_debug"], **changes), float8=Float8Config(recipe="rowwise"))
+    found = broken_by(recipe)
+    if key is None:
+        assert not found
+    else:
+        assert message in found[key]
+    assert not broken_by(replace(recipe, float8=Float8Config()))
+
+
+def test_float8_looks_at_the_vocabulary_only_when_lm_head_is_converted() -> None:
+    model = replace(SIZES["llama3_debug"], vocabulary=4100)
+    recipe = Recipe(model=model, float8=Float8Config(recipe="tensorwise", exclude=()))
+    assert "vocabulary, the width of lm_head, = 4100" in the_rule(recipe, "model.vocabulary")
+    assert not broken_by(replace(recipe, float8=Float8Config(recipe="tensorwise")))
+    assert not broken_by(replace(recipe, model=replace(model, tied_embeddings=True)))
+
+
+def test_every_published_size_can_use_float8() -> None:
+    for model in SIZES.values():
+        assert not broken_by(Recipe(model=model, float8=Float8Config(recipe="tensorwise")))
+
+
+# For the trainer, which knows the number of processes
+
+
+def test_require_valid_lists_everything() -> None:
+    require_valid(Recipe(), processes=4)
+    bad = Recipe(run=RunConfig(name="r", steps=1), schedule=ScheduleConfig(warmup_steps=2), mesh=MeshConfig(shard=2))
+    with pytest.raises(UserError) as refusal:
+        require_valid(bad, processes=4)
+    assert str(refusal.value).startswith("2 problems in the recipe of run r on 4 processes\n  mesh\n    replicate 1 x")
+    assert "schedule.warmup_steps" in str(refusal.value)
+
+
+# The folder of a run
+
+
+def named(output: Path, **sections: Any) -> Recipe:
+    return replace(Recipe(), run=RunConfig(name="r", output=str(output)), **sections)
+
+
+def occupy(recipe: Recipe) -> None:
+    run_folder(recipe).mkdir(parents=True)
+    (run_folder(recipe) / "recipe.toml").write_text(to_toml(recipe))
+
+
+def refusal_of(recipe: Recipe) -> str:
+    with pytest.raises(UserError) as refusal:
+        check_output_folder(recipe)
+    return str(refusal.value)
+
+
+def test_a_free_folder_is_fine(tmp_path: Path) -> None:
+    recipe = named(tmp_path)
+    check_output_folder(recipe)
+    run_folder(recipe).mkdir()
+    check_output_folder(recipe)
+
+
+def test_a_home_folder_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/somewhere")
+    assert run_folder(Recipe(run=RunConfig(name="r", output="~/runs"))) == Path("/somewhere/runs/r")
+
+
+def test_the_same_run_may_continue_under_other_circumstances(tmp_path: Path) -> None:
+    occupy(named(tmp_path))
+    other = named(
+        tmp_path,
+        mesh=MeshConfig(shard=4),
+        batch=BatchConfig(micro_batch_size=2),
+        metrics=MetricsConfig(every=3),
+        data=DataConfig(cache="elsewhere"),
+    )
+    check_output_folder(replace(other, run=replace(other.run, steps=500)))
+
+
+def test_another_recipe_is_refused_with_its_differences(tmp_path: Path) -> None:
+    occupy(named(tmp_path))
+    message = refusal_of(
+        named(
+            tmp_path,
+            optimizer=OptimizerConfig(lr=1e-3),
+            model=SIZES["llama3_debug"],
+            schedule=ScheduleConfig(kind="linear"),
+        )
+    )
+    assert f"{tmp_path}/r belongs to a different recipe:\n" in message
+    assert "\n  optimizer.lr: 0.0003 in the folder's recipe.toml, 0.001 now\n" in message
+    assert '\n  model.name: "smollm3_debug" in the folder\'s recipe.toml, "llama3_debug" now\n' in message
+    assert '\n  schedule.kind: "wsd" in' in message
+    assert message.endswith("give this run another name (--run.name OTHER), or put these keys back")
+
+
+def test_what_identifies_a_run() -> None:
+    old = Recipe()
+    new = Recipe(
+        run=RunConfig(seed=1),
+        data=DataConfig(source="a", text_field="b", tokenizer="train:300", validation_fraction=0.5),
+        batch=BatchConfig(sequence_length=1, global_batch_size=1),
+    )
+    assert [line.split(":")[0] for line in identity_differences(old, new)] == [
+        "run.seed",
+        "data.source",
+        "data.text_field",
+        "data.tokenizer",
+        "data.validation_fraction",
+        "batch.sequence_length",
+        "batch.global_batch_size",
+    ]
+    assert identity_differences(old, old) == []
+
+
+def test_never_refuses_a_folder_with_a_run(tmp_path: Path) -> None:
+    recipe = named(tmp_path, checkpoint=CheckpointConfig(resume="never"))
+    check_output_folder(recipe)
+    occupy(recipe)
+    message = refusal_of(recipe)
+    assert "already holds this run" in message and "--run.name" in message and 'checkpoint.resume = "auto"' in message
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    recipe = named(tmp_path)
+    run_folder(recipe).mkdir()
+    (run_folder(recipe) / "thesis.tex").touch()
+    assert "is not empty and holds no recipe.toml, so it is not a run's folder; give this run" in refusal_of(recipe)
+
+
+def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
+    recipe = named(tmp_path)
+    run_folder(recipe).touch()
+    assert "is a file" in refusal_of(recipe)
+
+
+def test_a_recipe_that_no_longer_loads_is_refused(tmp_path: Path) -> None:
+    recipe = named(tmp_path)
+    occupy(recipe)
+    (run_folder(recipe) / "recipe.toml").write_text('[model]\nname = "smollm3_debug"\n[run]\nold_key = 1\n')
+    message = refusal_of(recipe)
+    assert "belongs to another version of the recipe schema" in message and "run.old_key" in message
+
+
+def test_the_old_data_need_not_be_there_to_compare(tmp_path: Path) -> None:
+    occupy(named(tmp_path, data=DataConfig(source="gone.txt")))
+    assert 'data.source: "gone.txt" in' in refusal_of(named(tmp_path))

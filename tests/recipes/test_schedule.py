@@ -1,0 +1,43 @@
+"""Learning rates at the steps where something changes."""
+
+import math
+
+import pytest
+
+from recipes.schedule import learning_rate
+from recipes.schema import ScheduleConfig
+
+
+def rates(schedule: ScheduleConfig, steps: int = 100, peak: float = 2.0) -> list[float]:
+    return [learning_rate(step, peak=peak, steps=steps, schedule=schedule) for step in range(steps)]
+
+
+@pytest.mark.parametrize("kind", ["wsd", "cosine", "linear", "constant"])
+def test_warm_up_is_linear_and_never_zero(kind: str) -> None:
+    decay = 20 if kind == "wsd" else 0
+    found = rates(ScheduleConfig(kind=kind, warmup_steps=10, decay_steps=decay))
+    assert found[:10] == pytest.approx([0.2 * step for step in range(1, 11)])
+    assert min(found) > 0
+    assert max(found) == 2.0
+
+
+def test_wsd_holds_then_falls_linearly_to_the_last_step() -> None:
+    found = rates(ScheduleConfig(kind="wsd", warmup_steps=10, decay_steps=20))
+    assert set(found[9:81]) == {2.0}
+    assert found[80:] == pytest.approx([2.0 * (20 - step) / 20 for step in range(20)])
+
+
+def test_wsd_ends_at_the_asked_share() -> None:
+    found = rates(ScheduleConfig(kind="wsd", decay_steps=1000, min_lr_ratio=0.1), steps=1000)
+    assert found[-1] == pytest.approx(2.0 * (0.1 + 0.9 / 1000))
+
+
+def test_cosine_is_halfway_in_the_middle() -> None:
+    found = rates(ScheduleConfig(kind="cosine", warmup_steps=20, min_lr_ratio=0.5))
+    assert found[60] == pytest.approx(2.0 * 0.75)
+    assert found[40] == pytest.approx(2.0 * (0.5 + 0.5 * (1 + math.cos(math.pi / 4)) / 2))
+
+
+def test_linear_and_constant() -> None:
+    assert rates(ScheduleConfig(kind="linear"))[25] == pytest.approx(1.5)
+    assert set(rates(ScheduleConfig(kind="constant", warmup_steps=1))) == {2.0}

@@ -1,0 +1,261 @@
+"""Tokenizers: trained once and cached, or from a file; never a token that the model or the data cannot take."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+from parallel.errors import UserError
+from recipes import corpus
+from recipes.tokenizer import (
+    SMALLEST_VOCABULARY,
+    Tokenizer,
+    load_tokenizer,
+    parallel_tokenizers,
+    tokenizer_problem,
+    training_sample,
+)
+
+WORDS = "the quick brown fox jumps over the lazy dog and runs through the long dark forest of words\n"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "source.txt"
+    path.write_text(WORDS * 50, encoding="utf-8")
+    return path
+
+
+def load(spec: str | Path, source: Path, reports: list[str] | None = None) -> Tokenizer:
+    return load_tokenizer(
+        str(spec),
+        source=str(source),
+        text_field="text",
+        cache=source.parent / "cache",
+        report=(reports if reports is not None else []).append,
+    )
+
+
+def write_tokenizer(path: Path, tokens: list[str], special: list[str]) -> Path:
+    """A word-level tokenizer.json with these tokens, the special ones after them."""
+    library = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({token: number for number, token in enumerate(tokens)}, unk_token=tokens[0])
+    )
+    library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    library.add_special_tokens(special)
+    library.save(str(path))
+    return path
+
+
+# ----------------------------------------------------------------------------------------------------------- training
+
+
+def test_every_text_comes_back_unchanged(source: Path) -> None:
+    tokenizer = load("train:300", source)
+    assert tokenizer.vocabulary == 300
+    for text in ("the quick fox", "ümlaut 😀 \x00 \t\r\n  x", "<|endoftext|>", "123456 don't  ", ""):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode(WORDS)) < len(WORDS) / 1.5
+    assert tokenizer.encode_batch([WORDS, "x"]) == [tokenizer.encode(WORDS), tokenizer.encode("x")]
+
+
+def test_a_text_cannot_end_its_document_by_spelling_the_token_out(source: Path) -> None:
+    tokenizer = load("train:300", source)
+    assert tokenizer.end_of_document not in tokenizer.encode("a <|endoftext|> b")
+    assert tokenizer.decode([tokenizer.end_of_document]) == "<|endoftext|>"
+
+
+def test_the_smallest_vocabulary_is_bytes_alone(source: Path) -> None:
+    tokenizer = load(f"train:{SMALLEST_VOCABULARY}", source)
+    assert tokenizer.vocabulary == SMALLEST_VOCABULARY
+    assert len(tokenizer.encode("the fox")) == len("the fox")
+
+
+def test_a_trained_tokenizer_is_cached_by_contents(source: Path) -> None:
+    reports: list[str] = []
+    first = load("train:300", source, reports)
+    assert len(reports) == 1
+    assert reports[0].startswith("trained a tokenizer of 300 entries on 0.0 MB in ")
+    assert load("train:300", source, reports).fingerprint == first.fingerprint
+    assert len(reports) == 1  # from the cache
+    assert load("train:301", source, reports).fingerprint != first.fingerprint
+    source.write_text(WORDS[::-1] * 50, encoding="utf-8")
+    assert load("train:300", source, reports).fingerprint != first.fingerprint
+    assert len(reports) == 3
+    assert all(path.suffix == ".json" for path in (source.parent / "cache" / "tokenizers").iterdir())
+
+
+def test_a_damaged_cache_is_trained_again(source: Path) -> None:
+    first = load("train:300", source)
+    (cached,) = (source.parent / "cache" / "tokenizers").iterdir()
+    cached.write_text(cached.read_text()[:1000])
+    reports: list[str] = []
+    assert load("train:300", source, reports).fingerprint == first.fingerprint
+    assert len(reports) == 1
+
+
+def test_training_gives_the_same_in_every_process(source: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from recipes.tokenizer import load_tokenizer\n"
+        "print(load_tokenizer('train:400', source=sys.argv[1], text_field='text', cache=Path(sys.argv[2]), "
+        "report=lambda line: None).fingerprint)"
+    )
+    source.write_text("".join(file.read_text() for file in sorted(Path(os.__file__).parent.glob("a*.py"))))
+    results = {
+        subprocess.run(
+            [sys.executable, "-c", code, str(source), str(source.parent / f"cache{threads}")],
+            cwd=Path(corpus.__file__).parents[1],
+            env=os.environ | {"RAYON_NUM_THREADS": threads},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for threads in ("1", "2")
+    }
+    assert len(results) == 1
+
+
+def test_a_cache_that_cannot_be_written(source: Path) -> None:
+    (source.parent / "cache").write_text("a file, not a folder")
+    with pytest.raises(UserError, match=r"data\.cache: cannot write .*; give another folder"):
+        load("train:300", source)
+
+
+def test_the_sample_for_training_is_bounded_and_does_not_depend_on_the_order() -> None:
+    texts = [f"document {number} " * 10 for number in range(200)]
+    assert sorted(training_sample(texts)) == sorted(texts)
+    sample = training_sample(texts, characters=2000)
+    assert 1500 < sum(map(len, sample)) <= 2000
+    assert sample == training_sample(reversed(texts), characters=2000)
+    others = set(texts) - set(sample)
+    assert min(map(corpus.document_hash, sample)) > max(map(corpus.document_hash, others))  # none is held out
+    assert training_sample(["longer than asked for"], characters=3) == ["longer than asked for"]
+
+
+def test_a_forked_child_can_tokenize_and_hears_no_warning(source: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from recipes.tokenizer import load_tokenizer\n"
+        "tokenizer = load_tokenizer('train:300', source=sys.argv[1], text_field='text', cache=Path(sys.argv[2]), "
+        "report=lambda line: None)\n"
+        "if os.fork() == 0:\n"
+        "    os._exit(len(tokenizer.encode_batch(['x'] * 100)))\n"
+        "assert os.waitstatus_to_exitcode(os.wait()[1]) == 100"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(source), str(source.parent / "cache")],
+        cwd=Path(corpus.__file__).parents[1],
+        env={name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_parallelism_is_on_inside_and_off_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    with parallel_tokenizers():
+        assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
+
+
+# -------------------------------------------------------------------------------------------------------------- files
+
+
+def test_a_file_and_its_folder(tmp_path: Path, source: Path) -> None:
+    path = write_tokenizer(tmp_path / "tokenizer.json", ["<unk>", "a", "b"], ["</s>"])
+    for spec in (path, tmp_path):
+        tokenizer = load(spec, source)
+        assert (tokenizer.vocabulary, tokenizer.end_of_document) == (4, 3)
+        assert tokenizer.encode("a b a zzz") == [1, 2, 1, 0]
+        assert tokenizer_problem(str(spec), 4) is None
+
+
+def test_what_a_file_says_about_its_last_use_is_ignored(tmp_path: Path, source: Path) -> None:
+    path = write_tokenizer(tmp_path / "tokenizer.json", ["<unk>", "a", "b"], ["</s>", "<s>"])
+    library = tokenizers.Tokenizer.from_file(str(path))
+    library.enable_truncation(2)
+    library.enable_padding(length=8)
+    library.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 4)])
+    library.save(str(path))
+    tokenizer = load(path, source)
+    assert tokenizer.encode("a b a b") == [1, 2, 1, 2]
+    assert tokenizer.encode_batch(["a", "a b a b"]) == [[1], [1, 2, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("special", "expected"),
+    [
+        (["</s>", "<|end_of_text|>", "<|im_end|>"], "<|end_of_text|>"),
+        (["</s>", "<|endoftext|>"], "<|endoftext|>"),
+        (["<|im_end|>", "</s>"], "</s>"),
+        (["<|im_end|>"], "<|im_end|>"),
+    ],
+)
+def test_the_end_of_document_is_looked_for_in_order(
+    tmp_path: Path, source: Path, special: list[str], expected: str
+) -> None:
+    tokenizer = load(write_tokenizer(tmp_path / "tokenizer.json", ["<unk>"], special), source)
+    assert tokenizer.end_of_document == 1 + special.index(expected)
+
+
+def test_unigram_vocabularies_are_lists(tmp_path: Path, source: Path) -> None:
+    library = tokenizers.Tokenizer(tokenizers.models.Unigram([("<unk>", 0.0), ("a", -1.0), ("</s>", -2.0)], unk_id=0))
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load(tmp_path, source)
+    assert (tokenizer.vocabulary, tokenizer.end_of_document) == (3, 2)
+
+
+# ----------------------------------------------------------------------------------------------------------- problems
+
+
+def test_training_specs() -> None:
+    assert tokenizer_problem("train:4096", 4096) is None
+    assert tokenizer_problem("train:4096", 4095) == (
+        "'train:4096' makes ids up to 4095, but model.vocabulary is 4095; write 'train:4095' or less, "
+        "or raise model.vocabulary to 4096 or more"
+    )
+    assert tokenizer_problem("train:257", 257) is None
+    assert "is too small: 256 bytes and <|endoftext|> make 257; write 'train:257'" in str(
+        tokenizer_problem("train:256", 4096)
+    )
+    for spec in ("train:", "train:4k", "train:-1", "train: 512", "train:1e3"):
+        problem = tokenizer_problem(spec, 4096)
+        assert problem == f"{spec!r}: after 'train:' goes a whole number of entries, as in 'train:4096'"
+
+
+def test_files_that_do_not_fit(tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path / "tokenizer.json", ["<unk>", "a", "b"], ["</s>"])
+    assert tokenizer_problem(str(tmp_path), 3) == (
+        f"'{path}' has ids up to 3, but model.vocabulary is 3; raise model.vocabulary to 4 or more, "
+        "or give a smaller tokenizer"
+    )
+
+
+def test_files_that_are_none(tmp_path: Path, source: Path) -> None:
+    assert "does not exist; write the path of a tokenizer.json" in str(tokenizer_problem("gpt2", 4096))
+    assert "has no tokenizer.json; give one that has, or 'train:N'" in str(tokenizer_problem(str(tmp_path), 4096))
+    path = tmp_path / "tokenizer.json"
+    for content in ('{"model": ', "[]", "{}", '{"model": {"vocab": {}}}', '{"model": {"vocab": [1]}}', '{"model": 1}'):
+        path.write_text(content)
+        assert "is not a tokenizer.json as Hugging Face tokenizers writes it" in str(tokenizer_problem(str(path), 4096))
+    path.write_bytes(b"\xff\xff")
+    assert f"cannot read '{path}'" in str(tokenizer_problem(str(path), 4096))
+    path.write_text(json.dumps({"model": {"type": "BPE", "vocab": {"</s>": 0}}}))  # no merges: only the library sees it
+    with pytest.raises(UserError, match="the tokenizers library refuses"):
+        load(path, source)
+    with pytest.raises(UserError, match=r"data\.tokenizer: 'gpt2' does not exist"):
+        load("gpt2", source)
+
+
+def test_a_file_without_an_end_of_document(tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path / "tokenizer.json", ["<unk>", "a"], ["<s>"])
+    problem = tokenizer_problem(str(path), 4096)
+    assert problem == (
+        f"'{path}' has no token that ends a document; looked for <|endoftext|>, <|end_of_text|>, </s>, <|im_end|>; "
+        "add one of them, or give another tokenizer"
+    )

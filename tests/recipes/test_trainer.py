@@ -1,0 +1,230 @@
+"""Whole runs in real processes: the same losses whatever the mesh, and what a run leaves behind."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel.config import MeshConfig
+from recipes.load import load
+from recipes.schema import Recipe
+from tests.processes import run_processes
+
+DEBUG = Path(__file__).parents[2] / "configs" / "smollm3_debug.toml"
+STEPS = 20
+# Largest relative gap between two loss curves: compiled and bfloat16 against eager float32, float8 against bfloat16.
+COMPILE_TOLERANCE = 1e-5
+BFLOAT16_TOLERANCE = 2e-3
+FLOAT8_TOLERANCE = 1e-2
+
+
+def change(recipe: Recipe, **sections: dict[str, Any]) -> Recipe:
+    """The recipe with fields replaced, section by section."""
+    return replace(recipe, **{name: replace(getattr(recipe, name), **fields) for name, fields in sections.items()})
+
+
+@pytest.fixture(scope="module")
+def small(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    """The debug recipe on short sequences of a small corpus, 20 steps, every step logged."""
+    folder = tmp_path_factory.mktemp("trainer")
+    return change(
+        load(DEBUG),
+        run={"steps": STEPS, "output": str(folder / "runs")},
+        data={"source": str(corpus), "cache": str(folder / "cache"), "validation_fraction": 0.05},
+        batch={"sequence_length": 64, "global_batch_size": 8, "micro_batch_size": 2},
+        schedule={"warmup_steps": 5, "decay_steps": 5},
+        checkpoint={"every": 0},
+        metrics={"every": 1},
+        validation={"every": 10, "batches": 2, "sample_tokens": 0},
+    )
+
+
+def run_all(recipes: list[Recipe]) -> list[int]:
+    """Run recipes one after the other in this process and those beside it; exit codes."""
+    from parallel.dist import start, stop
+    from recipes.console import Console
+    from recipes.trainer import Trainer
+
+    world = start("cpu", seed=0)
+    codes = []
+    for recipe in recipes:
+        with Console(silent=True) as console:
+            codes.append(Trainer(recipe, world, console).run())
+    stop()
+    return codes
+
+
+def curves(processes: int, recipes: dict[str, Recipe]) -> dict[str, list[float]]:
+    """Losses and validation losses, in order, of named variants run on so many processes."""
+    named = [change(recipe, run={"name": f"{name}-{processes}"}) for name, recipe in recipes.items()]
+    for codes in run_processes(processes, run_all, named, timeout=400):
+        assert codes == [0] * len(named)
+    return {name: curve(recipe) for name, recipe in zip(recipes, named, strict=True)}
+
+
+def rows(recipe: Recipe) -> list[dict[str, Any]]:
+    path = Path(recipe.run.output) / recipe.run.name / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def curve(recipe: Recipe) -> list[float]:
+    return [row["loss"] if "loss" in row else row["validation_loss"] for row in rows(recipe)]
+
+
+def largest_gap(one: list[float], other: list[float]) -> float:
+    """Largest relative difference between two curves of the same length."""
+    return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.fixture(scope="module")
+def reference(small: Recipe) -> dict[str, list[float]]:
+    """Curves of one process."""
+    return curves(
+        1,
+        {
+            "plain": small,
+            "micro-batch 1": change(small, batch={"micro_batch_size": 1}),
+            "micro-batch 4": change(small, batch={"micro_batch_size": 4}),
+            "full checkpointing": change(small, activation_checkpointing={"mode": "full"}),
+            "selective checkpointing": change(small, activation_checkpointing={"mode": "selective"}),
+            "bfloat16": change(small, fsdp={"param_dtype": "bfloat16"}),
+            "tensorwise": change(
+                small, fsdp={"param_dtype": "bfloat16"}, float8={"recipe": "tensorwise", "emulate": True}
+            ),
+            "rowwise": change(small, fsdp={"param_dtype": "bfloat16"}, float8={"recipe": "rowwise", "emulate": True}),
+            "rowwise_with_gw_hp": change(
+                small, fsdp={"param_dtype": "bfloat16"}, float8={"recipe": "rowwise_with_gw_hp", "emulate": True}
+            ),
+        },
+    )
+
+
+def test_the_model_learns(reference: dict[str, list[float]], small: Recipe) -> None:
+    found = reference["plain"]
+    assert len(found) == STEPS + 2  # two validations among the steps
+    assert found[0] == pytest.approx(math.log(4096), rel=0.02)
+    assert found[-1] < 0.85 * found[0]
+
+
+def test_checkpointing_changes_no_bit_of_the_curve(reference: dict[str, list[float]]) -> None:
+    assert reference["full checkpointing"] == reference["plain"] == reference["selective checkpointing"]
+
+
+def test_accumulation_changes_nothing(reference: dict[str, list[float]]) -> None:
+    assert largest_gap(reference["micro-batch 1"], reference["micro-batch 4"]) < 1e-5
+
+
+def test_bfloat16_and_float8_stay_close(reference: dict[str, list[float]]) -> None:
+    assert 0 < largest_gap(reference["bfloat16"], reference["plain"]) < BFLOAT16_TOLERANCE
+    for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
+        assert 0 < largest_gap(reference[recipe], reference["bfloat16"]) < FLOAT8_TOLERANCE
+
+
+def test_two_processes_repeat_the_curve(reference: dict[str, list[float]], small: Recipe) -> None:
+    found = curves(
+        2,
+        {
+            "FSDP": small,
+            "replication": change(small, mesh={"replicate": 2, "shard": 1}),
+            "ZeRO-2": change(small, fsdp={"reshard_after_forward": False}, batch={"micro_batch_size": 1}),
+            "CPU offload": change(small, fsdp={"cpu_offload": True}),
+        },
+    )
+    for name, losses in found.items():
+        assert largest_gap(losses, reference["plain"]) < 1e-5, name
+
+
+def test_four_processes_repeat_the_curve(reference: dict[str, list[float]], small: Recipe) -> None:
+    found = curves(
+        4,
+        {
+            "FSDP": small,
+            "HSDP": change(small, mesh={"replicate": 2, "shard": 2}, batch={"micro_batch_size": 1}),
+            "ZeRO-2": change(small, fsdp={"reshard_after_forward": False}),
+        },
+    )
+    for name, losses in found.items():
+        assert largest_gap(losses, reference["plain"]) < 1e-5, name
+
+
+def test_compiled_with_everything_on(reference: dict[str, list[float]], small: Recipe) -> None:
+    """Float8 with float8 all-gather, selective checkpointing, compile, 2 x 2 hybrid sharding and bf16 at once."""
+    everything = load(DEBUG.with_name("smollm3_debug_everything.toml"))
+    assert everything.float8.all_gather and everything.compile.enabled
+    assert everything.activation_checkpointing.mode == "selective"
+    assert everything.mesh == MeshConfig(replicate=2, shard=2)
+    keep = {"run": small.run, "data": small.data, "batch": small.batch, "schedule": small.schedule}
+    keep |= {"checkpoint": small.checkpoint, "metrics": small.metrics, "validation": small.validation}
+    found = curves(4, {"everything": replace(everything, **keep)})
+    assert largest_gap(found["everything"], reference["tensorwise"]) < FLOAT8_TOLERANCE
+
+
+def test_compile_stays_close(reference: dict[str, list[float]], small: Recipe) -> None:
+    compiled = curves(1, {"compiled": change(small, compile={"enabled": True})})["compiled"]
+    assert 0 < largest_gap(compiled, reference["plain"]) < COMPILE_TOLERANCE
+
+
+# Saving and resuming
+
+
+def test_a_resumed_run_is_the_same_run(small: Recipe) -> None:
+    saving = change(small, checkpoint={"every": 4, "keep": 2}, run={"steps": 12, "name": "whole"})
+    # A schedule that does not depend on the number of steps, so that stopping early changes nothing but the end.
+    saving = change(saving, schedule={"kind": "constant", "decay_steps": 0}, validation={"every": 0})
+    halves = [change(saving, run={"name": "halves", "steps": steps}) for steps in (7, 12)]
+    for codes in run_processes(2, run_all, [saving, *halves]):
+        assert codes == [0, 0, 0]
+    assert rows(saving)[0]["tokens"] == 8 * 64
+    assert curve(halves[1]) == curve(saving)
+    assert [row["step"] for row in rows(halves[1])] == list(range(1, 13))
+    folder = Path(saving.run.output) / "halves"
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000008", "step-00000012"]
+    # Another mesh, another sharding stage and checkpointing: the same parameters go on.
+    longer = change(
+        halves[1],
+        run={"steps": 14},
+        fsdp={"reshard_after_forward": False},
+        mesh={"replicate": 1, "shard": 1},
+        activation_checkpointing={"mode": "full"},
+    )
+    for codes in run_processes(1, run_all, [longer, change(saving, run={"name": "whole-14", "steps": 14})]):
+        assert codes == [0, 0]
+    whole = curve(change(saving, run={"name": "whole-14"}))
+    assert largest_gap(curve(longer), whole) < 1e-5
+
+
+def test_what_a_run_leaves_behind(reference: dict[str, list[float]], small: Recipe) -> None:
+    recipe = change(small, run={"name": "plain-1"})
+    folder = Path(small.run.output) / "plain-1"
+    assert load(folder / "recipe.toml") == recipe
+    facts = json.loads((folder / "environment.json").read_text())
+    assert facts["world_size"] == 1
+    assert facts["device"] == "cpu"
+    assert facts["packages"]["torch"]
+    logged = [row for row in rows(recipe) if "loss" in row]
+    assert list(logged[0]) == [
+        "step",
+        "tokens",
+        "loss",
+        "grad_norm",
+        "lr",
+        "step_seconds",
+        "data_seconds",
+        "tokens_per_second",
+        "tokens_per_second_per_device",
+        "tflops_per_device",
+        "mfu",
+        "mfu_full",
+        "peak_memory_gib",
+    ]
+    last = logged[-1]
+    assert (last["step"], last["tokens"]) == (STEPS, STEPS * 8 * 64)
+    assert last["mfu"] is last["mfu_full"] is last["tflops_per_device"] is None  # a CPU's peak is not known
+    assert last["tokens_per_second"] == pytest.approx(8 * 64 / last["step_seconds"])
+    assert 0 < last["data_seconds"] < last["step_seconds"]
+    assert 0 < last["peak_memory_gib"] < 24
+    assert last["lr"] == pytest.approx(3e-3 / 5)
+    assert [row["step"] for row in rows(recipe) if "validation_loss" in row] == [10, 20]

@@ -1,0 +1,299 @@
+"""What a person meets before any training code runs: the lock file, the environment, the launcher."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import venv
+from pathlib import Path
+
+import pytest
+import tomli
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCK = (ROOT / "requirements.lock").read_text()
+PINS = {
+    canonicalize_name(name): version
+    for name, version in re.findall(r"^([\w.-]+)==([\w.+!-]+)", LOCK, flags=re.MULTILINE)
+}
+
+
+@pytest.mark.parametrize("script", [*sorted(ROOT.glob("scripts/*.sh")), ROOT / ".ci/run"], ids=lambda path: path.name)
+def test_bash_can_parse(script: Path) -> None:
+    subprocess.run(["bash", "-n", script], check=True)
+
+
+# --- the lock file
+
+
+def test_lock_pins_every_direct_dependency_within_its_range() -> None:
+    project = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for line in project["dependencies"] + project["optional-dependencies"]["dev"]:
+        requirement = Requirement(line)
+        assert requirement.specifier.contains(PINS[canonicalize_name(requirement.name)]), line
+
+
+def test_lock_pins_the_measured_torch_and_torchao() -> None:
+    assert (PINS["torch"], PINS["torchao"]) == ("2.13.0", "0.18.0")
+
+
+def test_lock_leaves_cuda_packages_to_torch() -> None:
+    assert not [name for name in PINS if name.startswith(("nvidia-", "cuda-")) or name == "triton"]
+
+
+def test_lock_names_no_index_and_no_path() -> None:
+    requirements = [line.split("#")[0] for line in LOCK.splitlines()]
+    assert not [line for line in requirements if re.search(r"[/@]|^-", line)]
+    assert "://" not in LOCK
+
+
+# --- scripts/setup.sh, in a copy of the checkout so that the real .venv is left alone
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout whose .venv is up to date, as far as setup.sh can tell without starting Python."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    for name in ("requirements.lock", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    executable(tmp_path / ".venv/bin/python", "exit 1")
+    (tmp_path / ".venv/setup.log").touch()
+    checksum = subprocess.check_output(["cksum"], input=LOCK.encode()).decode()
+    (tmp_path / ".venv/shardwright-stamp").write_text(f"gpu {checksum}")
+    return tmp_path
+
+
+def executable(path: Path, body: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
+def source_setup(checkout: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "SETUP_EXTRAS")}
+    return subprocess.run(
+        ["bash", "-euc", '. scripts/setup.sh || exit; echo "$PYTHON"'],
+        cwd=checkout,
+        env=inherited | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_current_environment_is_used_as_it_is(checkout: Path) -> None:
+    result = source_setup(checkout)
+    assert (result.stdout, result.stderr) == (f"{checkout}/.venv/bin/python\n", "")
+
+
+def no_python(folder: Path) -> str:
+    """A PATH on which every Python that setup.sh may try is too old."""
+    folder.mkdir()
+    for name in ("python", "python3", *(f"python3.{minor}" for minor in range(11, 15))):
+        executable(folder / name, "exit 1")
+    return f"{folder}:{os.environ['PATH']}"
+
+
+@pytest.mark.parametrize("spoiled", ["requirements.lock", ".venv/shardwright-stamp"])
+def test_another_lock_file_or_an_unfinished_environment_is_set_up_again(checkout: Path, spoiled: str) -> None:
+    if spoiled == "requirements.lock":
+        (checkout / spoiled).write_text("torch==2.12.0\n")
+    else:
+        (checkout / spoiled).unlink()
+    result = source_setup(checkout, PATH=no_python(checkout / "bin"))
+    assert result.returncode != 0
+    assert "no Python 3.11 to 3.14 found" in result.stderr
+
+
+def test_an_environment_of_somebody_else_is_not_deleted(checkout: Path) -> None:
+    for name in ("setup.log", "shardwright-stamp"):
+        (checkout / ".venv" / name).unlink()
+    result = source_setup(checkout)
+    assert result.returncode != 0
+    assert "was not made by scripts/setup.sh" in result.stderr
+    assert (checkout / ".venv/bin/python").exists()
+
+
+def test_python_that_does_not_exist(checkout: Path) -> None:
+    result = source_setup(checkout, PYTHON="/nonexistent")
+    assert result.returncode != 0
+    assert result.stderr == "set-up failed: PYTHON=/nonexistent does not exist or cannot be executed\n"
+
+
+def test_python_that_lacks_packages(checkout: Path) -> None:
+    venv.create(checkout / "empty", with_pip=False)
+    result = source_setup(checkout, PYTHON="empty/bin/python", SETUP_EXTRAS="dev")
+    assert result.returncode != 0
+    assert "torch>=2.11,<2.14, torchao" in result.stderr
+    assert "pytest>=" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_python_that_serves(checkout: Path) -> None:
+    assert source_setup(checkout, PYTHON=sys.executable).stdout == f"{sys.executable}\n"
+
+
+# --- scripts/run.sh, with a stand-in for Python that writes down how it was called
+
+
+def run_sh(checkout: Path, *arguments: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Runs it from another folder; returns the result and the calls, OMP_NUM_THREADS first."""
+    calls = checkout / "calls"
+    python = executable(
+        checkout / "python",
+        f'[ "$1" = - ] || echo "$OMP_NUM_THREADS" "$@" >>{calls}\n'
+        'case "$*" in *bad.toml*--check*) echo "1 problem" >&2; exit 2;; esac',
+    )
+    elsewhere = checkout / "elsewhere"
+    elsewhere.mkdir(exist_ok=True)
+    inherited = {name: value for name, value in os.environ.items() if name not in ("NNODES", "OMP_NUM_THREADS")}
+    result = subprocess.run(
+        ["bash", checkout / "scripts/run.sh", *arguments],
+        cwd=elsewhere,
+        env=inherited | {"PYTHON": str(python)} | environment,
+        capture_output=True,
+        text=True,
+    )
+    return result, calls.read_text().splitlines() if calls.exists() else []
+
+
+def test_run_checks_the_recipe_then_launches(checkout: Path) -> None:
+    recipe = checkout / "pyproject.toml"
+    result, calls = run_sh(checkout, "pyproject.toml", "--run.steps", "3", NPROC="1024")
+    assert result.returncode == 0, result.stderr
+    assert calls == [
+        f"1 {checkout}/train.py {recipe} --run.steps 3 --check --processes 1024",
+        f"1 {checkout}/scripts/launch.py --standalone --nproc-per-node=1024 {checkout}/train.py {recipe} --run.steps 3",
+    ]
+
+
+def test_run_on_several_nodes(checkout: Path) -> None:
+    nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
+    _, calls = run_sh(checkout, "pyproject.toml", NPROC="4", **nodes)
+    assert "--processes 8" in calls[0]
+    assert "--nnodes=2 --node-rank=1 --master-addr=127.0.0.1 --master-port=29500 --nproc-per-node=4" in calls[1]
+    result, _ = run_sh(checkout, "pyproject.toml", NPROC="4", NNODES="2")
+    assert "several nodes need NODE_RANK" in result.stderr
+
+
+def test_a_bad_recipe_starts_no_process(checkout: Path) -> None:
+    result, calls = run_sh(checkout, "bad.toml", NPROC="2")
+    assert (result.returncode, result.stderr, len(calls)) == (2, "1 problem\n", 1)
+
+
+@pytest.mark.parametrize("arguments", [[], ["pyproject.toml", "--check"], ["--help"]], ids=str)
+def test_questions_go_straight_to_train_py(checkout: Path, arguments: list[str]) -> None:
+    _, calls = run_sh(checkout, *arguments)
+    assert len(calls) == 1
+    assert calls[0].split()[0] == f"{checkout}/train.py"
+
+
+# --- scripts/launch.py, with real workers
+
+WORKER = """
+import os, signal, sys, time
+rank, mode = os.environ["RANK"], sys.argv[1]
+stops = []
+signal.signal(signal.SIGINT, lambda number, frame: stops.append(number))
+os.write(1, b"ready\\n")
+while mode == "save" and not stops:
+    time.sleep(0.02)
+if mode == "save":
+    time.sleep(1)  # the rest of a step, and a checkpoint
+    os.write(1, b"saved after %d signals\\n" % len(stops))
+    sys.exit(130)
+if mode == "refuse":
+    print("the recipe is bad", file=sys.stderr)
+    sys.exit(2)
+if rank == "1" and mode == "raise":
+    raise ValueError("what happened")
+if rank == "1" and mode == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60 if mode != "finish" else 0)
+"""
+
+
+@pytest.fixture
+def launch(tmp_path: Path):
+    worker = tmp_path / "worker.py"
+    worker.write_text(WORKER)
+    started = []
+
+    def start(mode: str) -> subprocess.Popen[str]:
+        command = [sys.executable, ROOT / "scripts/launch.py", "--standalone", "--nproc-per-node=2", worker, mode]
+        environment = {name: value for name, value in os.environ.items() if name != "LOGLEVEL"}
+        environment["OMP_NUM_THREADS"] = "1"
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.terminate()
+        process.communicate()
+
+
+def wait_until_ready(process: subprocess.Popen[str]) -> None:
+    assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Output and errors. It ends when nobody holds the pipes any more, so it also proves that no worker is left."""
+    return process.communicate(timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("mode", "code", "last_line"),
+    [
+        ("finish", 0, ""),
+        ("refuse", 2, "the recipe is bad"),
+        ("raise", 1, "launch: rank 1 ended with exit code 1"),
+        ("kill", 128 + signal.SIGKILL, "launch: rank 1 was killed by SIGKILL (often: out of memory)"),
+    ],
+)
+def test_a_workers_end_is_the_launchers_end(launch, mode: str, code: int, last_line: str) -> None:
+    process = launch(mode)
+    _, errors = finish(process)
+    assert process.returncode == code, errors
+    assert (errors.splitlines() or [""])[-1] == last_line
+    assert "torch/distributed" not in errors
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_interrupt_lets_workers_save_once(launch, times: int) -> None:
+    process = launch("save")
+    wait_until_ready(process)
+    for _ in range(times):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    output, errors = finish(process)
+    assert process.returncode == 130
+    assert output.count("saved after 1 signals") == 2
+    assert "Traceback" not in errors
+    assert len(errors.splitlines()) == 1
+
+
+def test_interrupt_while_torch_is_imported(launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    process = launch("save")
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    assert (*finish(process), process.returncode) == ("", "", 130)
+
+
+@pytest.mark.skipif(
+    subprocess.call("setpriv --pdeathsig TERM true", shell=True, stderr=subprocess.DEVNULL) != 0,
+    reason="needs a setpriv that can set a parent-death signal",
+)
+def test_a_killed_launcher_leaves_no_orphan(launch) -> None:
+    process = launch("sleep")
+    wait_until_ready(process)
+    process.kill()
+    finish(process)

@@ -1,0 +1,109 @@
+"""The command line as people meet it: exit codes, what is on the screen, what is imported."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomli
+
+from recipes.fields import sections
+from recipes.load import load, to_toml
+
+ROOT = Path(__file__).resolve().parents[1]
+DEBUG = str(ROOT / "configs" / "smollm3_debug.toml")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The folder to run in. Importing torch raises there, and another distribution's `recipes` is installed."""
+    (tmp_path / "site" / "torch").mkdir(parents=True)
+    (tmp_path / "site" / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")
+    (tmp_path / "site" / "recipes").mkdir()
+    (tmp_path / "site" / "recipes" / "__init__.py").write_text("raise SystemExit('a foreign recipes was imported')")
+    return tmp_path
+
+
+def train(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of train.py."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "train.py", *arguments],
+        cwd=folder,
+        env={"PYTHONPATH": str(folder / "site"), "COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+    )
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_check_prints_the_resolved_recipe_without_torch(folder: Path) -> None:
+    code, out, err = train(folder, DEBUG, "--run.steps", "300", "--check", "--processes", "2")
+    assert (code, err) == (0, "")
+    assert out == to_toml(load(DEBUG, ["--run.steps", "300"]))
+    assert list(tomli.loads(out)) == list(sections())
+    assert sorted(path.name for path in folder.iterdir()) == ["site"]  # wrote nothing
+
+
+def test_no_arguments_say_how(folder: Path) -> None:
+    code, out, err = train(folder)
+    assert (code, out) == (2, "")
+    assert err.startswith("usage: train.py RECIPE")
+    assert all(len(line) <= 80 for line in err.splitlines())
+
+
+def test_help_comes_without_torch(folder: Path) -> None:
+    code, out, err = train(folder, "--help")
+    assert (code, err) == (0, "")
+    assert "--optimizer.lr FLOAT" in out and "train.py RECIPE --check" in out
+    assert all(len(line) <= 80 for line in out.splitlines())
+    code, out, err = train(folder, DEBUG, "-h")
+    assert (code, err) == (0, "")
+    assert "Peak learning rate. (default: 0.003)" in out
+
+
+def test_a_closed_pipe_is_no_error(folder: Path) -> None:
+    command = f"{sys.executable} {ROOT / 'train.py'} --help | head -1"
+    done = subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True)
+    assert done.stdout.startswith("usage") and done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            [DEBUG, "--check", "--run.stepz", "1"],
+            "run.stepz = 1   (command line)\n    unknown key; did you mean run.steps?\n",
+        ),
+        ([DEBUG, "--run.steps", "x"], "must be an integer >= 1"),
+        ([DEBUG, "--check", "--processes", "3"], "micro_batch_size 2 x 3 data-parallel processes = 6; write 12 or 18"),
+        ([DEBUG, "--check", "--processes", "0"], "N at least 1"),
+        ([DEBUG, "--check", "--processes", "two"], "invalid int value: 'two'"),
+        ([DEBUG, "--processes", "2"], "belongs to --check"),
+        ([DEBUG, "--check", "--data.source", "nowhere"], "data.source"),
+        (["--run.steps", "3", DEBUG], "the recipe comes first"),
+        (["--check"], "which recipe?"),
+        (["nowhere.toml", "--check"], "nowhere.toml does not exist; "),
+        (["nowhere.toml", "--help"], "nowhere.toml does not exist; "),
+    ],
+)
+def test_mistakes_end_with_a_message_and_exit_code_2(folder: Path, arguments: list[str], expected: str) -> None:
+    code, out, err = train(folder, *arguments)
+    assert (code, out) == (2, "")
+    assert expected in err
+
+
+def test_a_folder_of_another_recipe_is_refused(folder: Path) -> None:
+    run = folder / "runs" / "smollm3_debug"
+    run.mkdir(parents=True)
+    (run / "recipe.toml").write_text(to_toml(load(DEBUG)))
+    assert train(folder, DEBUG, "--check", "--run.steps", "300")[0] == 0
+    code, out, err = train(folder, DEBUG, "--check", "--optimizer.lr", "1")
+    assert (code, out) == (2, "")
+    assert "optimizer.lr: 0.003 in the folder's recipe.toml, 1.0 now" in err
+
+
+def test_training_uses_our_recipes_and_torch(folder: Path) -> None:
+    """The way to the trainer: past the foreign `recipes`, into the `torch` that this folder forbids."""
+    code, _, err = train(folder, DEBUG)
+    assert code == 1 and "torch was imported" in err

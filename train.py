@@ -1,0 +1,74 @@
+"""Train what a recipe says: `train.py RECIPE [--section.field value ...]`, alone or as one of several processes."""
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
+
+from parallel.errors import UserError  # noqa: E402
+
+USAGE = """\
+usage: train.py RECIPE [--section.field value ...]
+
+  train.py RECIPE                          train; scripts/run.sh: on all devices
+  train.py RECIPE --optimizer.lr 1e-3      ... with another value of any field
+  train.py RECIPE --check [--processes N]  print the resolved recipe and stop
+  train.py RECIPE --help                   list all fields with their values
+  train.py --help                          list all fields with their defaults
+
+Recipes are in configs/, such as configs/smollm3_debug.toml; docs/recipes.md
+says what they can hold."""
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit code: 0, 2 for what the user can mend, or the trainer's."""
+    if not arguments:
+        print(USAGE, file=sys.stderr)
+        return 2
+    parser = argparse.ArgumentParser(usage=USAGE.removeprefix("usage: "), add_help=False, allow_abbrev=False)
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--processes", type=int)
+    try:
+        return run(*parser.parse_known_args(arguments))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def run(options: argparse.Namespace, arguments: list[str]) -> int:
+    """What main says; arguments: the recipe and its overrides. Raises UserError."""
+    from recipes.load import load, to_toml
+
+    if arguments and arguments[0].startswith("-"):
+        raise UserError(f"the recipe comes first: train.py RECIPE {' '.join(arguments)}")
+    if options.processes is not None and (options.processes < 1 or not options.check):
+        raise UserError("--processes N, N at least 1, belongs to --check; NPROC=N scripts/run.sh trains on N processes")
+    if options.help or options.check:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
+    if options.help:
+        from recipes.command_line import print_help
+
+        recipe = load(arguments[0], arguments[1:], rules=False) if arguments else None
+        print_help(recipe, description="Train what a recipe says. The forms of this command are listed at the end.")
+        print(USAGE)
+        return 0
+    if not arguments:
+        raise UserError("which recipe? The recipes are in configs/: train.py configs/smollm3_debug.toml --check")
+    recipe = load(arguments[0], arguments[1:], processes=options.processes)
+    if options.check:
+        from recipes.run_folder import check_output_folder
+
+        check_output_folder(recipe)
+        print(to_toml(recipe), end="")
+        return 0
+    from recipes.trainer import train  # torch, from here on
+
+    return train(recipe)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
