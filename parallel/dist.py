@@ -5,7 +5,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -89,7 +89,7 @@ def on_main_first(world: World, work: Callable[[], Result]) -> Result:
         raise error
     if failed[0]:
         raise SilentUserError("rank 0 could not go on")
-    return result if world.is_main and result is not None else work()
+    return cast(Result, result) if world.is_main else work()
 
 
 class Agreement:

@@ -16,17 +16,21 @@ class Console:
         # Numbers are read more easily without colours on half of them, and text may hold square brackets.
         self._screen = RichConsole(highlight=False, markup=False, soft_wrap=True, quiet=silent)
         self._log: TextIO | None = None
+        self._early: list[str] = []  # what was said before there was a log
         self._progress: Progress | None = None
 
     def open_log(self, path: Path) -> None:
-        """From here on lines go to this file too, after what it holds already."""
+        """Lines go to this file too, after what it holds already; those said before follow now."""
         if not self._silent:
             self._log = path.open("a", encoding="utf-8", buffering=1)
+            self._log.writelines(self._early)
 
     def say(self, text: str = "", *, style: str | None = None) -> None:
         self._screen.print(text, style=style)
         if self._log is not None:
             self._log.write(text + "\n")
+        elif not self._silent:
+            self._early.append(text + "\n")
 
     def progress(self, step: int, steps: int, text: str) -> None:
         """Move the live line, which only a terminal has."""

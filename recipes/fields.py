@@ -65,7 +65,7 @@ def describe(annotation: Any) -> str:
         if any(isinstance(part, ranges.MinLen) for part in parts):
             return "a non-empty string"
         bounds = [
-            f"{sign} {getattr(part, at):g}" for part in parts for kind, sign, at in BOUNDS if isinstance(part, kind)
+            f"{sign} {getattr(part, at)}" for part in parts for kind, sign, at in BOUNDS if isinstance(part, kind)
         ]
         return f"{describe(base)} {' and '.join(bounds)}"
     if get_origin(annotation) is Literal:

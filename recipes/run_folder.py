@@ -38,6 +38,12 @@ def identity_differences(old: Recipe, new: Recipe) -> list[str]:
     ]
 
 
+def holds_results(folder: Path) -> bool:
+    """Whether the folder of a run holds anything that took time to make."""
+    metrics = folder / "metrics.jsonl"
+    return (metrics.is_file() and metrics.stat().st_size > 0) or any((folder / "checkpoints").glob("step-*"))
+
+
 def check_output_folder(recipe: Recipe) -> None:
     """Raises UserError when the folder holds something that this run must not touch."""
     folder = run_folder(recipe)
@@ -48,6 +54,8 @@ def check_output_folder(recipe: Recipe) -> None:
         return
     if not (folder / "recipe.toml").is_file():
         raise UserError(f"{folder} is not empty and holds no recipe.toml, so it is not a run's folder; {remedy}")
+    if not holds_results(folder):  # a run that broke off before its first logged step
+        return
     if recipe.checkpoint.resume == "never":
         raise UserError(
             f'{folder} already holds this run, and checkpoint.resume = "never"; {remedy}'

@@ -24,7 +24,7 @@ class RunConfig:
     """Folder of all runs; a relative path starts at the current folder."""
     steps: Annotated[int, Ge(1)] = 100
     """Optimizer steps in all. Raise it to extend a finished run."""
-    seed: Annotated[int, Interval(ge=0, lt=2**63)] = 0
+    seed: Annotated[int, Interval(ge=0, lt=2**32)] = 0
     """Seed of the initial weights and of the data order."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto" = the GPUs where there are any, else the CPU."""

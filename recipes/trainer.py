@@ -34,13 +34,11 @@ from recipes.run_folder import check_output_folder, run_folder
 from recipes.schedule import learning_rate
 from recipes.schema import Recipe
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it: 128 + SIGINT."""
-
 
 def train(recipe: Recipe) -> int:
-    """Run a recipe in this process, one of those the launcher started. Returns the exit code.
+    """Run a recipe in this process, one of those the launcher started.
 
+    Returns the exit code: 0, or 128 + the signal that ended it (130 for Ctrl-C), as shells have it.
     Raises UserError on rank 0 alone, so that the message is printed once.
     """
     world = start(recipe.run.device, seed=recipe.run.seed)
@@ -53,8 +51,8 @@ def train(recipe: Recipe) -> int:
         return 2
     except KeyboardInterrupt:
         if world.is_main:
-            print("\ninterrupted before the end of a step; nothing more was saved")
-        return INTERRUPTED
+            print("\ninterrupted in the middle of a step; nothing more was saved")
+        return 128 + signal.SIGINT
     finally:
         stop()
 
@@ -68,14 +66,13 @@ class Trainer:
         on_main_first(world, lambda: check_output_folder(recipe))
         self.folder = run_folder(recipe)
         self.mesh_degrees: MeshConfig = recipe.mesh.fit(world.size)
-        self._open_folder()
 
-        self.mesh = build_mesh(recipe.mesh, world_size=world.size, device_type=world.device.type)
+        mesh = build_mesh(recipe.mesh, world_size=world.size, device_type=world.device.type)
         with torch.device("meta"):
             self.model = Decoder(recipe.model)
         report = parallelize(
             self.model,
-            self.mesh,
+            mesh,
             float8=recipe.float8,
             activation_checkpointing=recipe.activation_checkpointing,
             compile=recipe.compile,
@@ -100,10 +97,13 @@ class Trainer:
         self._introduce(report)
         self._open_data()
 
+        self._open_folder()  # only now: a run that could not start leaves nothing behind
         self.checkpoints = Checkpoints(self.folder / "checkpoints", keep=recipe.checkpoint.keep)
         self.step = self._resume()
         self.agreement = Agreement()
-        self.interrupted, self.interrupted_at = False, 0.0
+        self.interrupted_by: signal.Signals | None = None
+        self.interrupted_at = 0.0
+        self.validation_loss: float | None = None
         self.metrics = MetricsWriter(
             self.folder,
             enabled=world.is_main,
@@ -117,7 +117,8 @@ class Trainer:
     def run(self) -> int:
         """Train to the last step; returns the exit code."""
         recipe = self.recipe
-        signal.signal(signal.SIGINT, self._interrupt)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._interrupt)
         self.began, self.first_step = time.perf_counter(), self.step
         self.clock = StepClock(self.world.device)
         while self.step < recipe.run.steps:
@@ -130,7 +131,7 @@ class Trainer:
                 self._validate()
             if self._due(recipe.checkpoint.every):
                 self._save()
-            if self.agreement.any(self.interrupted):
+            if self.agreement.any(self.interrupted_by is not None):
                 return self._stop_early()
         return self._finish()
 
@@ -274,29 +275,30 @@ class Trainer:
         self.console.open_log(self.folder / "log.txt")
 
     def _introduce(self, report: list[str]) -> None:
-        recipe, throughput = self.recipe, self.throughput
-        batch = recipe.batch
-        share = batch.global_batch_size // self.mesh_degrees.data_parallel
-        peak = f"{throughput.peak / 1e12:.1f} TFLOP/s dense bf16" if throughput.peak else "unknown, so no MFU"
+        """What is about to run: the model, the mesh, what every part of parallel/ did, the batch, the yardstick."""
+        recipe, batch, throughput = self.recipe, self.recipe.batch, self.throughput
+        degrees = self.mesh_degrees
+        share = batch.global_batch_size // degrees.data_parallel
+        peak = "unknown, so no MFU" if throughput.peak is None else f"{throughput.peak / 1e12:.1f} TFLOP/s (dense bf16)"
         self.console.say(
-            f"{recipe.run.name}: {recipe.model.name}, {recipe.model.num_params():,} parameters", style="bold"
+            f"{recipe.run.name}: {recipe.model.name} with {recipe.model.num_params():,} parameters", style="bold"
         )
-        lines = [
-            f"mesh: {self.world.size} x {throughput.device_name}, replicate {self.mesh_degrees.replicate}"
-            f" x shard {self.mesh_degrees.shard}",
+        for line in (
+            f"mesh: replicate {degrees.replicate} x shard {degrees.shard}"
+            f" = {self.world.size} processes on {throughput.device_name}",
             *report,
-            f"batch: {batch.global_batch_size} sequences of {batch.sequence_length} tokens, {share} a process"
-            f" in micro-batches of {batch.micro_batch_size}",
-            f"flops: {throughput.flops / 1e9:.3g} G per token (causal), peak of the device {peak}",
-        ]
-        for line in lines:
+            f"batch: {batch.global_batch_size} sequences of {batch.sequence_length} tokens"
+            f" = {degrees.data_parallel} processes x {share // batch.micro_batch_size} micro-batches"
+            f" x {batch.micro_batch_size}",
+            f"flops: {throughput.flops / 1e9:.3g} billion per token, peak of the device {peak}",
+        ):
             self.console.say("  " + line)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        """First Ctrl-C: stop after the step. A later one (not the same key press delivered twice): stop at once."""
-        if self.interrupted and time.perf_counter() - self.interrupted_at > 1:
+        """First Ctrl-C or SIGTERM: stop after the step. A later one (not the same one twice): stop at once."""
+        if self.interrupted_by is not None and time.perf_counter() - self.interrupted_at > 1:
             raise KeyboardInterrupt
-        self.interrupted, self.interrupted_at = True, time.perf_counter()
+        self.interrupted_by, self.interrupted_at = signal.Signals(number), time.perf_counter()
 
     def _stop_early(self) -> int:
         self.console.end_progress()
@@ -307,30 +309,29 @@ class Trainer:
         else:
             self.console.say(f"interrupted after step {self.step}; nothing saved, as checkpoint.every = 0")
         self.metrics.close()
-        return INTERRUPTED
+        return 128 + (self.interrupted_by or signal.SIGINT)
 
     def _finish(self) -> int:
+        """Say what came out, and where it is."""
         self.console.end_progress()
-        recipe = self.recipe
-        done = self.step - self.first_step
+        recipe, done = self.recipe, self.step - self.first_step
         seconds = time.perf_counter() - self.began
         if done == 0:
-            self.console.say(
-                f"this run already has its {recipe.run.steps} steps: extend it with --run.steps, or start another with"
-                " --run.name"
-            )
+            self.console.say(f"this run has its {recipe.run.steps} steps already; --run.steps N makes it longer")
             if recipe.validation.every:
                 self._validate()
         if recipe.validation.sample_tokens:
             self._sample()
         if done:
             tokens = done * self.throughput.tokens_per_step
+            validation = "" if self.validation_loss is None else f", validation loss {self.validation_loss:.4f}"
             self.console.say(
-                f"done: {done} steps, {tokens:,} tokens in {seconds:.1f} s"
-                f" ({tokens / seconds:,.0f} tokens/s, validation and checkpoints included)",
+                f"done: {done} steps, {tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s"
+                f" in all{validation}",
                 style="bold",
             )
-        self.console.say(f"written to {self.folder}: recipe.toml environment.json metrics.jsonl log.txt checkpoints/")
+        contents = " ".join(sorted(path.name for path in self.folder.iterdir() if not path.name.startswith(".")))
+        self.console.say(f"written to {self.folder}: {contents}")
         self.metrics.close()
         return 0
 

@@ -6,7 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from models.decoder import Decoder
+from parallel.mesh import build_mesh
+from parallel.order import parallelize
 from recipes.load import load, to_toml
 from recipes.rules import violations
 from recipes.run_folder import identity_differences
@@ -60,6 +68,36 @@ def test_loads_on_the_hardware_of_its_name(path: Path) -> None:
          if path.stem.startswith(name)),
         key=len,
     )  # fmt: skip
+
+
+@every_config
+def test_builds_on_meta_and_shards_over_the_hardware_of_its_name(path: Path) -> None:
+    """As rank 0 of all its processes, which the fake backend pretends are there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes(path.stem))
+    try:
+        recipe = load(path, processes=dist.get_world_size())
+        with torch.device("meta"):
+            model = Decoder(recipe.model)
+        names = list(model.state_dict())
+        assert sum(parameter.numel() for parameter in model.parameters()) == recipe.model.num_params()
+        report = parallelize(
+            model,
+            build_mesh(recipe.mesh, world_size=dist.get_world_size(), device_type="cpu"),
+            float8=replace(recipe.float8, emulate=True),  # no GPU is needed to build it
+            activation_checkpointing=recipe.activation_checkpointing,
+            compile=recipe.compile,
+            fsdp=recipe.fsdp,
+        )
+        assert list(model.state_dict()) == names
+        assert all(isinstance(block, FSDPModule) for block in model.get_submodule("blocks").children())
+        if recipe.float8.recipe != "none":
+            converted, all_linears = 7 * recipe.model.layers, 7 * recipe.model.layers + (model.lm_head is not None)
+            assert f"{converted} of {all_linears} linears converted" in report[0]
+        local = sum(parameter.to_local().numel() for parameter in model.parameters() if isinstance(parameter, DTensor))
+        share = recipe.model.num_params() / recipe.mesh.fit(dist.get_world_size()).shard
+        assert local == pytest.approx(share, rel=0.01)  # rank 0 has a row more of what does not divide
+    finally:
+        dist.destroy_process_group()
 
 
 @every_config

@@ -1,0 +1,95 @@
+"""What only a GPU can tell: the same parts, on the device they are for. One process, since one GPU is enough."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipes.load import load
+from recipes.schema import Recipe
+from tests.processes import run_processes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+DEBUG = Path(__file__).parents[2] / "configs" / "smollm3_debug.toml"
+
+
+def has_float8() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
+def change(recipe: Recipe, **sections: dict[str, Any]) -> Recipe:
+    return replace(recipe, **{name: replace(getattr(recipe, name), **fields) for name, fields in sections.items()})
+
+
+@pytest.fixture(scope="module")
+def small(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    folder = tmp_path_factory.mktemp("gpu")
+    return change(
+        load(DEBUG),
+        run={"steps": 20, "output": str(folder / "runs"), "device": "cuda"},
+        data={"source": str(corpus), "cache": str(folder / "cache"), "validation_fraction": 0.05},
+        batch={"sequence_length": 128, "global_batch_size": 8, "micro_batch_size": 4},
+        schedule={"warmup_steps": 5, "decay_steps": 5},
+        checkpoint={"every": 0},
+        metrics={"every": 1},
+        validation={"every": 0, "sample_tokens": 0},
+    )
+
+
+def train_all(recipes: list[Recipe]) -> list[int]:
+    from recipes.trainer import train
+
+    return [train(recipe) for recipe in recipes]
+
+
+def rows(recipe: Recipe) -> list[dict[str, Any]]:
+    path = Path(recipe.run.output) / recipe.run.name / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def largest_gap(one: Recipe, other: Recipe) -> float:
+    pairs = zip(rows(one), rows(other), strict=True)
+    return max(abs(a["loss"] - b["loss"]) / b["loss"] for a, b in pairs)
+
+
+def test_every_part_on_the_gpu(small: Recipe) -> None:
+    """float32, bf16, checkpointing and compile train alike; MFU, memory and peaks are reported."""
+    bfloat16 = change(small, run={"name": "bfloat16"}, fsdp={"param_dtype": "bfloat16"})
+    variants = {
+        "full": change(bfloat16, activation_checkpointing={"mode": "full"}),
+        "selective": change(bfloat16, activation_checkpointing={"mode": "selective"}),
+        "compiled": change(bfloat16, compile={"enabled": True}, activation_checkpointing={"mode": "selective"}),
+        "zero2": change(bfloat16, fsdp={"reshard_after_forward": False}, batch={"micro_batch_size": 2}),
+    }
+    named = [change(recipe, run={"name": name}) for name, recipe in variants.items()]
+    assert run_processes(1, train_all, [small, bfloat16, *named], timeout=500) == [[0] * (2 + len(named))]
+    assert largest_gap(bfloat16, small) < 1e-2
+    for recipe in named:
+        assert largest_gap(recipe, bfloat16) < 1e-2, recipe.run.name
+    last = rows(bfloat16)[-1]
+    assert last["peak_memory_gib"] > 0
+    assert last["mfu"] is None or 0 < last["mfu"] < last["mfu_full"] < 1
+    assert math.isfinite(last["grad_norm"])
+
+
+@pytest.mark.skipif(not has_float8(), reason="needs float8 matrix units (compute capability 9.0)")
+def test_real_float8_stays_close_to_bfloat16(small: Recipe) -> None:
+    bfloat16 = change(small, run={"name": "float8-none"}, fsdp={"param_dtype": "bfloat16"}, compile={"enabled": True})
+    variants = [
+        {"recipe": "tensorwise"},
+        {"recipe": "tensorwise", "all_gather": True},
+        {"recipe": "rowwise"},
+        {"recipe": "rowwise_with_gw_hp"},
+    ]
+    named = [change(bfloat16, run={"name": f"float8-{i}"}, float8=fields) for i, fields in enumerate(variants)]
+    assert run_processes(1, train_all, [bfloat16, *named], timeout=500) == [[0] * (1 + len(named))]
+    for recipe, fields in zip(named, variants, strict=True):
+        assert 0 < largest_gap(recipe, bfloat16) < 3e-2, fields
