@@ -5,6 +5,9 @@ import signal
 import sys
 from pathlib import Path
 
+# Ctrl-C while modules are imported: go at once, without the traceback of whatever line was being imported.
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
 
@@ -67,6 +70,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         return 0
     from recipes.trainer import train  # torch, from here on
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     return train(recipe)
 
 

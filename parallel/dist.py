@@ -1,7 +1,6 @@
 """Processes: who am I, how many are we, which device is mine. The only reader of the launcher's environment."""
 
 import os
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,10 +24,8 @@ class World:
     """This process among the others."""
 
     rank: int
-    local_rank: int
     size: int
     device: torch.device
-    host: str
 
     @property
     def is_main(self) -> bool:
@@ -65,7 +62,7 @@ def start(device: str, *, seed: int) -> World:
     else:
         dist.init_process_group(backend, timeout=patience, store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(seed)
-    return World(rank, local_rank, size, own, socket.gethostname())
+    return World(rank, size, own)
 
 
 def stop() -> None:

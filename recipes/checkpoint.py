@@ -1,6 +1,5 @@
 """Periodic checkpoints through torch.distributed.checkpoint, which reshards them to any mesh on loading."""
 
-import json
 import os
 import re
 import shutil
@@ -17,8 +16,8 @@ from torch.optim import Optimizer
 class Checkpoints:
     """The checkpoints of one run, OUTPUT/NAME/checkpoints/step-00000100 and so on.
 
-    A checkpoint is written under another name and renamed when it is complete, so that a name always stands for a
-    whole one; a finished one is never written to again.
+    A checkpoint is written under another name and renamed when it is complete, and renamed back before it is deleted,
+    so that a name always stands for a whole one; a finished one is never written to again.
     """
 
     def __init__(self, folder: Path, *, keep: int) -> None:
@@ -27,26 +26,30 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first."""
-        found = (re.fullmatch(r"step-(\d+)", path.name) for path in self.folder.glob("step-*"))
+        found = (re.fullmatch(r"step-(\d{8,})", path.name) for path in self.folder.glob("step-*") if path.is_dir())
         return sorted(int(match[1]) for match in found if match)
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
 
-    def save(self, model: nn.Module, optimizer: Optimizer, *, step: int, tokens: int) -> None:
+    def _partial(self, step: int) -> Path:
+        return self.folder / f".partial-{step:08d}"
+
+    def save(self, model: nn.Module, optimizer: Optimizer, *, step: int) -> None:
         """Save the state after `step` steps, then delete what `keep` no longer covers. All processes call it."""
-        partial = self.folder / f".partial-{step:08d}"
+        partial = self._partial(step)
         main = dist.get_rank() == 0
         if main:
-            shutil.rmtree(partial, ignore_errors=True)
+            for left_over in self.folder.glob(".partial-*"):  # a kill left it, at this step or another
+                shutil.rmtree(left_over)
             partial.mkdir(parents=True)
         dist.barrier()
         dcp.save(_state(model, optimizer), checkpoint_id=partial)
         if main:
-            (partial / "progress.json").write_text(json.dumps({"step": step, "tokens": tokens}) + "\n")
             os.rename(partial, self.path(step))
             for old in self.steps()[: -self.keep]:
-                shutil.rmtree(self.path(old))
+                os.rename(self.path(old), self._partial(old))
+                shutil.rmtree(self._partial(old))
         dist.barrier()
 
     def load(self, model: nn.Module, optimizer: Optimizer, *, step: int) -> None:

@@ -7,14 +7,17 @@ from typing import TextIO
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+# A young model emits any byte; an escape among them would be an order to the terminal.
+CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), 127) if chr(code) not in "\n\t"}
+
 
 class Console:
     """Prints to standard output and, as plain text, to a log file. A silent one (other ranks) does nothing."""
 
     def __init__(self, *, silent: bool) -> None:
         self._silent = silent
-        # Numbers are read more easily without colours on half of them, and text may hold square brackets.
-        self._screen = RichConsole(highlight=False, markup=False, soft_wrap=True, quiet=silent)
+        # Numbers are read more easily without colours on half of them, and text may hold [brackets] and :colons:.
+        self._screen = RichConsole(highlight=False, markup=False, emoji=False, soft_wrap=True, quiet=silent)
         self._log: TextIO | None = None
         self._early: list[str] = []  # what was said before there was a log
         self._progress: Progress | None = None
@@ -26,6 +29,7 @@ class Console:
             self._log.writelines(self._early)
 
     def say(self, text: str = "", *, style: str | None = None) -> None:
+        text = text.translate(CONTROLS)
         self._screen.print(text, style=style)
         if self._log is not None:
             self._log.write(text + "\n")

@@ -37,7 +37,8 @@ def continuation(
     """Sample `tokens` tokens after `prompt`. Every process calls it with the same arguments and gets the same answer.
 
     shape: the (B, T) of a training micro-batch. The window has that shape at every step, so that compiled blocks see
-    no new one; causality makes what lies right of the last token harmless. Meant for a short look at a model.
+    no new one; causality makes what lies right of the last token harmless. Ends early at a logit that is no number, as
+    those of a diverged model are. Meant for a short look at a model.
     """
     generator = torch.Generator().manual_seed(seed)
     text = list(prompt)
@@ -45,7 +46,9 @@ def continuation(
         window = text[-shape[1] :]
         batch = torch.zeros(shape, dtype=torch.int64)
         batch[:, : len(window)] = torch.tensor(window)
-        logits = model(batch.to(device))[0, len(window) - 1]  # (V,)
-        probabilities = torch.softmax(logits.float().cpu() / temperature, dim=-1)
+        logits = model(batch.to(device))[0, len(window) - 1].float().cpu()  # (V,)
+        if not logits.isfinite().all():
+            break
+        probabilities = torch.softmax(logits / temperature, dim=-1)
         text.append(int(torch.multinomial(probabilities, 1, generator=generator)))
     return text[len(prompt) :]

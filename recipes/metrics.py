@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +93,14 @@ class Throughput:
 class MetricsWriter:
     """metrics.jsonl, and Weights & Biases when asked. On ranks other than 0 it does nothing."""
 
-    def __init__(self, folder: Path, *, enabled: bool, wandb_project: str | None, run_name: str) -> None:
+    def __init__(
+        self, folder: Path, *, enabled: bool, wandb_project: str | None, run_name: str, recipe: dict[str, Any]
+    ) -> None:
         self._path = folder / "metrics.jsonl"
         self._enabled = enabled
         self._wandb: Any = None
         if enabled and wandb_project is not None:
-            self._wandb = _start_wandb(wandb_project, run_name, folder)
+            self._wandb = _start_wandb(wandb_project, run_name, folder, recipe)
 
     def cut_back(self, step: int) -> None:
         """Forget rows after `step`: a resumed run goes through those steps again."""
@@ -110,10 +113,14 @@ class MetricsWriter:
         os.replace(partial, self._path)
 
     def write(self, row: dict[str, Any]) -> None:
+        """Append one row. In the file, nan and inf, which JSON does not have, are null."""
         if not self._enabled:
             return
+        finite = {
+            key: None if isinstance(value, float) and not isfinite(value) else value for key, value in row.items()
+        }
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(finite, allow_nan=False) + "\n")
         if self._wandb is not None:
             self._wandb.log({key: value for key, value in row.items() if key != "step"}, step=row["step"])
 
@@ -136,14 +143,10 @@ def peak_memory_gib(device: torch.device) -> float:
 
 def environment(*, world_size: int, device: torch.device) -> dict[str, Any]:
     """What environment.json records, so that a number can be traced to what produced it."""
-    root = Path(__file__).resolve().parent.parent
-    commit = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    changes = subprocess.run(
-        ["git", "-C", str(root), "status", "--porcelain"], capture_output=True, text=True, check=False
-    )
+    changes = _git("status", "--porcelain")
     return {
-        "git_commit": commit.stdout.strip() or None,
-        "git_uncommitted_changes": bool(changes.stdout.strip()),
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_uncommitted_changes": None if changes is None else bool(changes),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
         "cuda": torch.version.cuda,
@@ -151,6 +154,16 @@ def environment(*, world_size: int, device: torch.device) -> dict[str, Any]:
         "host": platform.node(),
         "world_size": world_size,
     }
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says about this checkout; None without git, and for a copy that is no checkout."""
+    root = Path(__file__).resolve().parent.parent
+    try:
+        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _version(package: str) -> str | None:
@@ -168,9 +181,11 @@ def _step_of(row: str) -> int | None:
         return None
 
 
-def _start_wandb(project: str, name: str, folder: Path) -> Any:
+def _start_wandb(project: str, name: str, folder: Path, recipe: dict[str, Any]) -> Any:
+    # It reports on itself over the network, also offline; where packets are dropped, the end of a run waits for that.
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
     # Without a key wandb would ask for one on the terminal and stop the run.
-    offline = wandb.api.api_key is None and "WANDB_MODE" not in os.environ
-    return wandb.init(project=project, name=name, dir=folder, mode="offline" if offline else None)
+    offline = "WANDB_MODE" not in os.environ and not wandb.login(prompt=False, verify=False)
+    return wandb.init(project=project, name=name, dir=folder, config=recipe, mode="offline" if offline else None)

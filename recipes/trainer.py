@@ -4,6 +4,7 @@ import json
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import cast
@@ -39,19 +40,21 @@ def train(recipe: Recipe) -> int:
     """Run a recipe in this process, one of those the launcher started.
 
     Returns the exit code: 0, or 128 + the signal that ended it (130 for Ctrl-C), as shells have it.
-    Raises UserError on rank 0 alone, so that the message is printed once.
+    A UserError that concerns all ranks is printed once, by rank 0.
     """
     world = start(recipe.run.device, seed=recipe.run.seed)
     try:
         with Console(silent=not world.is_main) as console:
             return Trainer(recipe, world, console).run()
-    except UserError:
+    except UserError as error:
         if world.is_main:
             raise
-        return 2
+        # Rank 0 most likely says the same, and then the launcher ends the others: leave it the time to speak.
+        time.sleep(10)
+        raise UserError(f"rank {world.rank}: {error}") from None
     except KeyboardInterrupt:
         if world.is_main:
-            print("\ninterrupted in the middle of a step; nothing more was saved")
+            print("\ninterrupted; nothing was saved since the last checkpoint")
         return 128 + signal.SIGINT
     finally:
         stop()
@@ -109,6 +112,7 @@ class Trainer:
             enabled=world.is_main,
             wandb_project=recipe.metrics.wandb_project if recipe.metrics.wandb else None,
             run_name=recipe.run.name,
+            recipe=asdict(recipe),
         )
         self.metrics.cut_back(self.step)
 
@@ -196,15 +200,22 @@ class Trainer:
         self.training = TokenSequences(prepared.train, sequence_length=length, seed=seed)
         self.validation = TokenSequences(prepared.validation, sequence_length=length, seed=seed, shuffle=False)
 
-    def _sequences(self, source: TokenSequences, batch: int) -> tuple[Tensor, Tensor]:
-        """This process's share of global batch number `batch`: inputs and targets, (b, T) each, on the device."""
+    def _sequences(self, source: TokenSequences, batch: int, *, once: bool = False) -> tuple[Tensor, Tensor]:
+        """This process's share of global batch number `batch`: inputs and targets, (b, T) each, on the device.
+
+        once: what the source would repeat to fill the batch has no targets that count.
+        """
         share = self.recipe.batch.global_batch_size // self.mesh_degrees.data_parallel
         first = batch * self.recipe.batch.global_batch_size + self.world.rank * share
         rows = torch.from_numpy(source.rows(first, share))  # (b, T + 1)
         if self.world.device.type == "cuda":
             rows = rows.pin_memory()
         rows = rows.to(self.world.device, non_blocking=True)
-        return rows[:, :-1], rows[:, 1:]
+        inputs, targets = rows[:, :-1], rows[:, 1:]
+        if once and first + share > len(source):
+            targets = targets.clone()
+            targets[max(0, len(source) - first) :] = IGNORED
+        return inputs, targets
 
     def _micro_batches(self, inputs: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         size = self.recipe.batch.micro_batch_size
@@ -239,17 +250,18 @@ class Trainer:
                 (
                     micro_batch
                     for batch in range(min(self.recipe.validation.batches, available))
-                    for micro_batch in self._micro_batches(*self._sequences(self.validation, batch))
+                    for micro_batch in self._micro_batches(*self._sequences(self.validation, batch, once=True))
                 ),
                 device=self.world.device,
             )
-            row = {"step": self.step, "tokens": self._tokens(), "validation_loss": self.validation_loss}
-            self.metrics.write(row)
+            if self.step > self.first_step:  # else a finished run was started again, and has this row
+                row = {"step": self.step, "tokens": self._tokens(), "validation_loss": self.validation_loss}
+                self.metrics.write(row)
             self.console.say(f"step {self.step:>6}  validation loss {self.validation_loss:.4f}", style="bold")
 
     def _save(self) -> None:
         with self.clock.paused():
-            self.checkpoints.save(self.model, self.optimizer, step=self.step, tokens=self._tokens())
+            self.checkpoints.save(self.model, self.optimizer, step=self.step)
             self.console.say(f"step {self.step:>6}  saved {self.checkpoints.path(self.step)}")
 
     def _resume(self) -> int:

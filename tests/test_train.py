@@ -97,6 +97,7 @@ def test_a_folder_of_another_recipe_is_refused(folder: Path) -> None:
     run = folder / "runs" / "smollm3_debug"
     run.mkdir(parents=True)
     (run / "recipe.toml").write_text(to_toml(load(DEBUG)))
+    (run / "metrics.jsonl").write_text("{}\n")
     assert train(folder, DEBUG, "--check", "--run.steps", "300")[0] == 0
     code, out, err = train(folder, DEBUG, "--check", "--optimizer.lr", "1")
     assert (code, out) == (2, "")

@@ -1,60 +1,27 @@
 """What parallelize() leaves on the modules, and what it computes, in real processes."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 
 from models.decoder import Decoder
 from models.sizes import SIZES
-from parallel.config import (
-    ActivationCheckpointingConfig,
-    CompileConfig,
-    Float8Config,
-    FSDPConfig,
-    MeshConfig,
-)
+from parallel.config import Float8Config, FSDPConfig, MeshConfig
 from parallel.dist import start, stop
 from parallel.errors import UserError
-from parallel.materialize import materialize
-from parallel.mesh import build_mesh
-from parallel.order import parallelize
+from tests.build import build_model
 from tests.processes import run_processes
 
 DEBUG = SIZES["smollm3_debug"]
-SHARD_ALL = MeshConfig()
-NO_FLOAT8 = Float8Config()
 FLOAT8 = Float8Config(recipe="tensorwise", emulate=True)
-FLOAT32 = FSDPConfig(param_dtype="float32")
 
 
-def build(
-    config=DEBUG,
-    *,
-    mesh=SHARD_ALL,
-    float8=NO_FLOAT8,
-    mode="none",
-    compiled=False,
-    fsdp=FLOAT32,
-    seed=0,
-):
-    import torch.distributed as dist
-
-    with torch.device("meta"):
-        model = Decoder(config)
-    device_mesh = build_mesh(mesh, world_size=dist.get_world_size(), device_type="cpu")
-    report = parallelize(
-        model,
-        device_mesh,
-        float8=float8,
-        activation_checkpointing=ActivationCheckpointingConfig(mode),
-        compile=CompileConfig(compiled),
-        fsdp=fsdp,
-    )
-    materialize(model, device=torch.device("cpu"), seed=seed, init_parameter=model.init_parameter)
-    return model, report
+def build(config=DEBUG, **parts):
+    return build_model(config, **parts)
 
 
 @pytest.fixture
@@ -134,7 +101,7 @@ def test_nothing_asked_for_leaves_only_fsdp(alone) -> None:
 
 
 def attention_flops(query, key, value, *args, out_shape=None, **kwargs) -> int:
-    return sdpa_flop_count(query, key, value)
+    return 2 * 2 * math.prod(query) * key[-2]
 
 
 # torch counts the matrix products by itself, but not the CPU's attention kernel.

@@ -6,21 +6,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
-from models.decoder import Decoder
 from models.sizes import SIZES
-from parallel.config import (
-    ActivationCheckpointingConfig,
-    CompileConfig,
-    Float8Config,
-    FSDPConfig,
-    MeshConfig,
-)
+from parallel.config import MeshConfig
 from parallel.dist import Agreement, SilentUserError, World, on_main_first, start, stop
 from parallel.errors import UserError
-from parallel.materialize import materialize
-from parallel.mesh import build_mesh
-from parallel.order import parallelize
 from parallel.reduce import clip_gradients, gradient_norm, sum_over_processes
+from tests.build import build_model
 from tests.processes import run_processes
 
 
@@ -32,17 +23,7 @@ def all_norms(meshes: list[MeshConfig]) -> list[dict]:
 
 
 def norms(world: World, mesh: MeshConfig) -> dict:
-    with torch.device("meta"):
-        model = Decoder(SIZES["llama3_debug"])
-    parallelize(
-        model,
-        build_mesh(mesh, world_size=world.size, device_type="cpu"),
-        float8=Float8Config(),
-        activation_checkpointing=ActivationCheckpointingConfig(),
-        compile=CompileConfig(),
-        fsdp=FSDPConfig(param_dtype="float32"),
-    )
-    materialize(model, device=world.device, seed=0, init_parameter=model.init_parameter)
+    model, _ = build_model(SIZES["llama3_debug"], mesh=mesh)
     # Different tokens on every rank; the sum over ranks is the gradient.
     x = torch.randint(0, 4096, (4, 17), generator=torch.Generator().manual_seed(0))
     x = x.chunk(world.size)[world.rank]

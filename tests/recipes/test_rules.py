@@ -222,9 +222,20 @@ def named(output: Path, **sections: Any) -> Recipe:
     return replace(Recipe(), run=RunConfig(name="r", output=str(output)), **sections)
 
 
+def begin(recipe: Recipe) -> None:
+    """What a run leaves that broke off before its first logged step."""
+    folder = run_folder(recipe)
+    (folder / "checkpoints" / ".partial-00000001").mkdir(parents=True)
+    (folder / "recipe.toml").write_text(to_toml(recipe))
+    for name in ("environment.json", "log.txt"):
+        (folder / name).write_text("{}\n")
+    (folder / "metrics.jsonl").touch()
+
+
 def occupy(recipe: Recipe) -> None:
-    run_folder(recipe).mkdir(parents=True)
-    (run_folder(recipe) / "recipe.toml").write_text(to_toml(recipe))
+    """The same after one logged step."""
+    begin(recipe)
+    (run_folder(recipe) / "metrics.jsonl").write_text('{"step": 1}\n')
 
 
 def refusal_of(recipe: Recipe) -> str:
@@ -238,6 +249,33 @@ def test_a_free_folder_is_fine(tmp_path: Path) -> None:
     check_output_folder(recipe)
     run_folder(recipe).mkdir()
     check_output_folder(recipe)
+
+
+def test_a_folder_without_results_may_go_to_another_recipe(tmp_path: Path) -> None:
+    old = named(tmp_path)
+    begin(old)
+    check_output_folder(old)
+    for sections in (
+        {"optimizer": OptimizerConfig(lr=1e-3)},
+        {"model": SIZES["llama3_debug"]},
+        {"checkpoint": CheckpointConfig(resume="never")},
+    ):
+        check_output_folder(named(tmp_path, **sections))
+    (run_folder(old) / "recipe.toml").write_text("[run]\nold_key = 1\n")
+    check_output_folder(old)
+
+
+@pytest.mark.parametrize("result", ["metrics.jsonl", "checkpoints/step-00000100"])
+def test_each_kind_of_result_keeps_another_recipe_out(result: str, tmp_path: Path) -> None:
+    old = named(tmp_path)
+    begin(old)
+    if result == "metrics.jsonl":
+        (run_folder(old) / result).write_text('{"step": 1, "lo')
+    else:
+        (run_folder(old) / result).mkdir()
+    check_output_folder(old)
+    assert "belongs to a different recipe" in refusal_of(named(tmp_path, optimizer=OptimizerConfig(lr=1e-3)))
+    assert "already holds this run" in refusal_of(named(tmp_path, checkpoint=CheckpointConfig(resume="never")))
 
 
 def test_a_home_folder_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:

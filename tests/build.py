@@ -1,0 +1,40 @@
+"""A model as the trainer builds it, on the CPU mesh of the process group that is there."""
+
+import torch
+import torch.distributed as dist
+
+from models.config import ModelConfig
+from models.decoder import Decoder
+from parallel.config import ActivationCheckpointingConfig, CompileConfig, Float8Config, FSDPConfig, MeshConfig
+from parallel.materialize import materialize
+from parallel.mesh import build_mesh
+from parallel.order import parallelize
+
+SHARD_ALL = MeshConfig()
+NO_FLOAT8 = Float8Config()
+FLOAT32 = FSDPConfig(param_dtype="float32")
+
+
+def build_model(
+    config: ModelConfig,
+    *,
+    mesh: MeshConfig = SHARD_ALL,
+    float8: Float8Config = NO_FLOAT8,
+    mode: str = "none",
+    compiled: bool = False,
+    fsdp: FSDPConfig = FLOAT32,
+    seed: int = 0,
+) -> tuple[Decoder, list[str]]:
+    """The model, with that mode of activation checkpointing, and what parallelize() reported."""
+    with torch.device("meta"):
+        model = Decoder(config)
+    report = parallelize(
+        model,
+        build_mesh(mesh, world_size=dist.get_world_size(), device_type="cpu"),
+        float8=float8,
+        activation_checkpointing=ActivationCheckpointingConfig(mode),
+        compile=CompileConfig(compiled),
+        fsdp=fsdp,
+    )
+    materialize(model, device=torch.device("cpu"), seed=seed, init_parameter=model.init_parameter)
+    return model, report

@@ -1,0 +1,116 @@
+"""What reaches the screen and the log file, with and without a terminal."""
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.console import Console
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest's captured output is none, unless one of these says so (a CI system may)."""
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_silent_console_says_and_writes_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with Console(silent=True) as console:
+        console.say("early")
+        console.open_log(tmp_path / "log.txt")
+        console.say("late", style="bold")
+        console.progress(1, 2, "loss 1.000")
+        console.end_progress()
+    assert capfd.readouterr() == ("", "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_early_lines_reach_the_log_and_old_ones_stay(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "log.txt"
+    log.write_text("yesterday\n")
+    with Console(silent=False) as console:
+        console.say("a model", style="bold")
+        console.say("  its mesh")
+        assert log.read_text() == "yesterday\n"
+        console.open_log(log)
+        console.say("step 1")
+        assert log.read_text() == "yesterday\na model\n  its mesh\nstep 1\n"  # at once, not at the end
+        console.say()
+    assert log.read_text() == "yesterday\na model\n  its mesh\nstep 1\n\n"
+    assert capfd.readouterr() == ("a model\n  its mesh\nstep 1\n\n", "")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tensor[0] = x[1:2]",
+        "[bold]not markup[/bold] [/]",
+        "slices[:x:], :smile: :100:",
+        "tab\tand two\nlines",
+        "a line much longer than the eighty columns of a terminal " * 4,
+    ],
+)
+def test_text_survives(text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with Console(silent=False) as console:
+        console.open_log(tmp_path / "log.txt")
+        console.say(text, style="dim")
+    assert (tmp_path / "log.txt").read_text() == text + "\n"
+    assert capfd.readouterr().out.expandtabs() == text.expandtabs() + "\n"
+
+
+def test_text_gives_no_orders_to_the_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with Console(silent=False) as console:
+        console.open_log(tmp_path / "log.txt")
+        console.say("a\x1b[2Jb\x00c\rd\x7f")
+    expected = "a\ufffd[2Jb\ufffdc\ufffdd\ufffd\n"
+    assert capfd.readouterr().out == expected
+    assert (tmp_path / "log.txt").read_text() == expected
+
+
+# Two lines and a live line, which must not be left behind.
+TWO_STEPS = """
+import sys
+from pathlib import Path
+from recipes.console import Console
+with Console(silent=False) as console:
+    console.open_log(Path(sys.argv[1]))
+    for step in (1, 2):
+        console.say(f"step {step}")
+        console.progress(step, 7, f"loss {step}.500")
+"""
+
+
+def test_no_live_line_without_a_terminal(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_STEPS, tmp_path / "log.txt"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert (done.stdout, done.stderr) == ("step 1\nstep 2\n", "")
+    assert (tmp_path / "log.txt").read_text() == "step 1\nstep 2\n"
+
+
+def test_a_live_line_on_a_terminal(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    environment = {"TERM": "xterm", "COLUMNS": "80", "PATH": os.environ["PATH"]}
+    with subprocess.Popen(
+        [sys.executable, "-c", TWO_STEPS, tmp_path / "log.txt"], cwd=ROOT, env=environment, stdout=theirs, stderr=theirs
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        try:
+            while part := os.read(ours, 4096):
+                shown += part
+        except OSError:  # the end, on Linux
+            pass
+    os.close(ours)
+    assert process.returncode == 0
+    screen = shown.decode()
+    assert "step 1\r\n" in screen and "step 2\r\n" in screen
+    assert "loss 2.500" in screen and "2/7" in screen
+    assert screen.rindex("\x1b[2K") > screen.rindex("2/7")  # wiped at the end
+    assert (tmp_path / "log.txt").read_text() == "step 1\nstep 2\n"

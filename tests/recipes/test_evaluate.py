@@ -1,0 +1,143 @@
+"""Validation loss against a plain sum, and sampling against the model asked directly."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from models.decoder import Decoder
+from models.loss import IGNORED
+from models.sizes import SIZES
+from parallel.dist import start, stop
+from parallel.materialize import materialize
+from recipes.evaluate import continuation, mean_loss
+from tests.processes import run_processes
+
+CPU = torch.device("cpu")
+SMALL = replace(SIZES["smollm3_debug"], layers=4, width=32, feed_forward_width=48, vocabulary=64, init_std=0.3)
+ROWS, LENGTH = 12, 16
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of one."""
+    start("cpu", seed=0)
+    yield
+    stop()
+
+
+def build() -> Decoder:
+    """A small model whose predictions are far from uniform."""
+    with torch.device("meta"):
+        model = Decoder(SMALL)
+    materialize(model, device=CPU, seed=0, init_parameter=model.init_parameter)
+    return model
+
+
+# Validation loss
+
+
+def held_out() -> tuple[Tensor, Tensor]:
+    """Inputs and targets, (ROWS, LENGTH) each; row r has r + 1 targets, so that equal weights for rows would show."""
+    tokens = torch.randint(SMALL.vocabulary, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+    for row in range(ROWS):
+        targets[row, row + 1 :] = IGNORED
+    return inputs, targets
+
+
+def loss_of_rows(first: int, last: int, *, micro_batch: int) -> float:
+    inputs, targets = held_out()
+    inputs, targets = inputs[first:last], targets[first:last]
+    return mean_loss(build(), zip(inputs.split(micro_batch), targets.split(micro_batch), strict=True), device=CPU)
+
+
+def test_every_target_token_counts_once(alone: None) -> None:
+    inputs, targets = held_out()
+    with torch.no_grad():
+        logits = build()(inputs).double()
+    losses = [
+        cross_entropy(logits[row, position], targets[row, position]).item()
+        for row in range(ROWS)
+        for position in range(row + 1)
+    ]
+    expected = sum(losses) / len(losses)
+    means_of_rows = [cross_entropy(logits[row, : row + 1], targets[row, : row + 1]).item() for row in range(ROWS)]
+    assert abs(sum(means_of_rows) / ROWS - expected) > 0.01  # the mistake to find
+    for micro_batch in (1, 2, 5, 12):
+        assert loss_of_rows(0, ROWS, micro_batch=micro_batch) == pytest.approx(expected, rel=1e-6)
+
+
+def share_of_the_loss() -> float:
+    """One of several processes brings its rows."""
+    world = start("cpu", seed=0)
+    share = ROWS // world.size
+    loss = loss_of_rows(world.rank * share, (world.rank + 1) * share, micro_batch=3)
+    stop()
+    return loss
+
+
+def test_processes_share_the_mean(alone: None) -> None:
+    whole = loss_of_rows(0, ROWS, micro_batch=3)
+    halves = [loss_of_rows(0, ROWS // 2, micro_batch=3), loss_of_rows(ROWS // 2, ROWS, micro_batch=3)]
+    assert abs(sum(halves) / 2 - whole) > 0.01  # the mean of the processes' means would be wrong
+    found = run_processes(2, share_of_the_loss)
+    assert found[0] == found[1] == pytest.approx(whole, rel=1e-9)
+
+
+def test_no_gradient_is_kept(alone: None) -> None:
+    model = build()
+    inputs, targets = held_out()
+    mean_loss(model, [(inputs, targets)], device=CPU)
+    continuation(model, [1], tokens=1, shape=(1, LENGTH), device=CPU, seed=0)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+# Sampling
+
+
+def sample(prompt: list[int], *, tokens: int = 20, rows: int = 2, **options: float) -> list[int]:
+    arguments = {"seed": 0} | options
+    return continuation(build(), prompt, tokens=tokens, shape=(rows, LENGTH), device=CPU, **arguments)
+
+
+def test_a_continuation_depends_on_the_seed_alone() -> None:
+    prompt = [3, 1, 4]
+    found = sample(prompt)
+    assert prompt == [3, 1, 4]
+    assert len(found) == 20 and all(0 <= token < SMALL.vocabulary for token in found)
+    torch.manual_seed(99)
+    assert sample(prompt) == found
+    assert sample(prompt, rows=1) == found
+    assert sample(prompt, tokens=7) == found[:7]
+    assert sample(prompt, seed=1) != found
+    assert sample([3, 1, 5]) != found
+    assert sample(prompt, tokens=0) == []
+
+
+def test_a_cold_continuation_takes_the_likeliest_token() -> None:
+    """Beyond the window too: what fills it up to the right, and what fell out on the left, changes nothing."""
+    model, text = build(), [5, 6]
+    for _ in range(LENGTH + 6):
+        with torch.no_grad():
+            text.append(int(model(torch.tensor([text[-LENGTH:]]))[0, -1].argmax()))
+    assert len(set(text)) > 3  # not one token for ever
+    assert sample([5, 6], tokens=LENGTH + 6, temperature=1e-4) == text[2:]
+
+
+def test_only_the_end_of_a_long_prompt_is_seen() -> None:
+    prompt = torch.randint(SMALL.vocabulary, (3 * LENGTH,), generator=torch.Generator().manual_seed(1)).tolist()
+    found = sample(prompt)
+    assert len(found) == 20
+    assert found == sample(prompt[-LENGTH:])
+    assert found != sample(prompt[:LENGTH])
+
+
+def test_a_diverged_model_says_nothing() -> None:
+    model = build()
+    with torch.no_grad():
+        model.norm.weight.fill_(float("nan"))
+    assert continuation(model, [1], tokens=5, shape=(1, LENGTH), device=CPU, seed=0) == []

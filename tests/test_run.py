@@ -1,0 +1,202 @@
+"""Runs as a person starts, watches, interrupts and repeats them: scripts/run.sh with two real processes."""
+
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS = 30
+
+
+def command(corpus: Path, *overrides: str) -> list[str]:
+    """The debug recipe made small, every step logged, in the folder runs/whole of the current one."""
+    values = {
+        "run.name": "whole",
+        "run.steps": str(STEPS),
+        "run.device": "cpu",
+        "model.vocabulary": "512",
+        "data.source": str(corpus),
+        "data.tokenizer": "train:512",
+        "data.validation_fraction": "0.05",
+        "batch.sequence_length": "32",
+        "batch.global_batch_size": "4",
+        "schedule.warmup_steps": "3",
+        "schedule.decay_steps": "5",
+        "checkpoint.every": "20",
+        "metrics.every": "1",
+        "validation.every": "15",
+        "validation.batches": "2",
+        "validation.sample_tokens": "8",
+    }
+    options = [part for key, value in values.items() for part in (f"--{key}", value)]
+    return [str(ROOT / "scripts/run.sh"), "configs/smollm3_debug.toml", *options, *overrides]
+
+
+def environment(home: Path) -> dict[str, str]:
+    """Nothing of this machine but its programs: the default cache is in the home folder."""
+    return {"PATH": os.environ["PATH"], "HOME": str(home), "PYTHON": sys.executable, "NPROC": "2"}
+
+
+def run(folder: Path, arguments: list[str]) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr. Their ends are reached when no process holds them any more."""
+    done = subprocess.run(
+        ["bash", *arguments], cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=120
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """By step; a step that is there twice fails."""
+    logged = [(row["step"], row["loss"]) for row in rows(folder) if "loss" in row]
+    assert [step for step, _ in logged] == list(range(1, STEPS + 1))
+    return dict(logged)
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Path -> checksum of every file below."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder to run in, home as well."""
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, corpus: Path) -> str:
+    """What was on the screen of a run from beginning to end."""
+    code, out, err = run(folder, command(corpus))
+    assert (code, err) == (0, "")  # nobody needs to wonder about a warning
+    return out
+
+
+def test_a_run_says_what_came_out(whole: str, folder: Path) -> None:
+    assert whole.startswith("whole: smollm3_debug with ")
+    assert len(re.findall(r"^step +\d+/30  loss \d+\.\d{4}  .* [\d,]+ tokens/s  ", whole, flags=re.MULTILINE)) == STEPS
+    assert len(re.findall(r"^step +\d+  validation loss \d\.\d{4}$", whole, flags=re.MULTILINE)) == 2
+    end = whole[whole.index("a held-out text, and how the model goes on:") :]
+    assert re.search(r"^done: 30 steps, 3,840 tokens in [\d.]+ s, [\d,]+ tokens/s.* validation loss \d", end, re.M)
+    assert end.endswith("written to runs/whole: checkpoints environment.json log.txt metrics.jsonl recipe.toml\n")
+    assert (folder / "runs/whole/log.txt").read_text().expandtabs() == whole.expandtabs()
+    found = losses(folder / "runs/whole")
+    assert found[STEPS] < 0.95 * found[1]
+    names = sorted(path.name for path in (folder / "runs/whole/checkpoints").iterdir())
+    assert names == ["step-00000020", "step-00000030"]
+
+
+def test_a_finished_run_is_left_as_it_is(whole: str, folder: Path, corpus: Path) -> None:
+    before = contents(folder / "runs/whole")
+    code, out, err = run(folder, command(corpus))
+    assert (code, err) == (0, "")
+    assert "this run has its 30 steps already" in out
+    assert "written to runs/whole: " in out
+    assert not re.search(r"^step +\d+/|^done:", out, flags=re.MULTILINE)
+    losses(folder / "runs/whole")
+    after = contents(folder / "runs/whole")
+    assert after.keys() == before.keys()
+    changed = {name for name in after if after[name] != before[name]}
+    assert changed <= {"log.txt", "environment.json"}
+
+
+def test_an_interrupted_run_goes_on_as_if_nothing_had_been(whole: str, folder: Path, corpus: Path) -> None:
+    arguments = command(corpus, "--run.name", "interrupted")
+    process = subprocess.Popen(
+        ["bash", *arguments],
+        cwd=folder,
+        env=environment(folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # with a process group of its own, as a terminal gives to each command
+    )
+    try:
+        assert process.stdout is not None
+        seen = next(line for line in process.stdout if line.startswith("step      2/"))
+        assert "loss" in seen
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=60)  # which also waits for every process to be gone
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err and len(err.splitlines()) == 1 and err.startswith("launch: SIGINT: ")
+    match = re.search(r"^interrupted after step (\d+); the same command goes on from there$", out, re.MULTILINE)
+    assert match, out
+    stopped = int(match[1])
+    assert 2 <= stopped < STEPS
+    saved = folder / "runs/interrupted/checkpoints"
+    assert [path.name for path in saved.iterdir()] == [f"step-{stopped:08d}"]
+    assert rows(folder / "runs/interrupted")[-1]["step"] == stopped
+
+    code, out, err = run(folder, arguments)
+    assert (code, err) == (0, "")
+    assert f"resumed from runs/interrupted/checkpoints/step-{stopped:08d}\n" in out
+    assert f"done: {STEPS - stopped} steps" in out
+    assert losses(folder / "runs/interrupted") == losses(folder / "runs/whole")
+
+
+@pytest.mark.parametrize("module", ["torch", "pydantic"], ids=["of the trainer", "of the recipe"])
+def test_an_interrupted_import_says_nothing(module: str, tmp_path: Path) -> None:
+    (tmp_path / f"{module}.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "train.py", ROOT / "configs/smollm3_debug.toml"],
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30) == ("", "")
+    assert process.returncode == -signal.SIGINT  # to a shell: 130
+
+
+def refused(folder: Path, arguments: list[str]) -> str:
+    """The message of a command that must not do anything."""
+    before = contents(folder / "runs") if (folder / "runs").exists() else None
+    code, out, err = run(folder, arguments)
+    assert (code, out) == (2, "")
+    assert "Traceback" not in err and len(err.splitlines()) < 20
+    assert (contents(folder / "runs") if (folder / "runs").exists() else None) == before
+    return err
+
+
+def test_float8_where_there_is_none(tmp_path: Path, corpus: Path) -> None:
+    message = refused(tmp_path, command(corpus, "--float8.recipe", "tensorwise"))
+    assert message.count("\n") == 1
+    assert "a cpu device has no float8 matrix units; write float8.emulate = true" in message
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_empty_corpus(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    message = refused(tmp_path, command(empty))
+    assert "data.source" in message and "is empty (0 bytes)" in message
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.txt"]
+
+
+def test_a_folder_of_another_recipe(whole: str, folder: Path, corpus: Path) -> None:
+    message = refused(folder, command(corpus, "--optimizer.lr", "1e-4"))
+    assert "runs/whole belongs to a different recipe:\n" in message
+    assert "  optimizer.lr: 0.003 in the folder's recipe.toml, 0.0001 now\n" in message
+    assert "--run.name OTHER" in message
