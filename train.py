@@ -1,12 +1,12 @@
 """Train what a recipe says: `train.py RECIPE [--section.field value ...]`, alone or as one of several processes."""
 
 import argparse
+import os
 import signal
 import sys
 from pathlib import Path
 
-# Ctrl-C while modules are imported: go at once, without the traceback of whatever line was being imported.
-signal.signal(signal.SIGINT, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during imports: go at once, without a traceback
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
@@ -22,8 +22,7 @@ usage: train.py RECIPE [--section.field value ...]
   train.py RECIPE --help                   list all fields with their values
   train.py --help                          list all fields with their defaults
 
-Recipes are in configs/, such as configs/smollm3_debug.toml; docs/recipes.md
-says what they can hold."""
+Recipes are in configs/; docs/recipes.md says what they can hold."""
 
 
 def main(arguments: list[str]) -> int:
@@ -75,4 +74,6 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    print(end="", flush=True)
+    os._exit(code)  # gloo's threads outlive the process group, and may abort an interpreter taken down around them

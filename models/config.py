@@ -13,7 +13,7 @@ class ModelConfig:
     """Shape and constants of the decoder. `name` picks the values from models/sizes.py; any field overrides one."""
 
     name: str
-    """A size from models/sizes.py, such as "smollm3_3b"."""
+    """A size from models/sizes.py, such as "smollm3_3b", or "from_weights": the shape that `weights` has."""
     layers: Annotated[int, Ge(1)]
     """Number of blocks."""
     width: Annotated[int, Ge(1)]
@@ -50,6 +50,8 @@ class ModelConfig:
     """Further layers without rotary embedding, by index from 0, for irregular patterns."""
     init_std: Annotated[float, Gt(0)] = 0.02
     """Standard deviation of the initial weights; projections into the residual stream get it / sqrt(2 x layers)."""
+    weights: str = ""
+    """Start from these instead of random ones: a Hugging Face folder, a checkpoint, or the folder of a run."""
 
     def problems(self) -> list[tuple[str, str]]:
         """(field, what is wrong and what to write instead) for every rule that spans several fields."""

@@ -29,15 +29,20 @@ class MeshConfig:
     def fit(self, world_size: int) -> "MeshConfig":
         """The same layout with -1 replaced, so that the degrees multiply to `world_size`.
 
-        Raises UserError, with the arithmetic, when no layout of that many processes fits.
+        Raises UserError, with the arithmetic, when no layout of that many processes fits; one line for each problem.
         """
         asked = f"replicate {self.replicate} x shard {self.shard} x tensor {self.tensor} x context {self.context}"
-        for axis in ("tensor", "context"):
-            if (degree := getattr(self, axis)) > 1:
-                raise UserError(f"mesh.{axis} = {degree}: {axis} parallelism is not built yet; write {axis} = 1")
-        for axis in ("replicate", "shard"):
-            if getattr(self, axis) == 0:
-                raise UserError(f"mesh.{axis} = 0: a degree is at least 1; write 1, or -1 for the rest")
+        problems = [
+            f"mesh.{axis} = {degree}: {axis} parallelism is not built yet; write {axis} = 1"
+            for axis in ("tensor", "context")
+            if (degree := getattr(self, axis)) > 1
+        ] + [
+            f"mesh.{axis} = 0: a degree is at least 1; write 1, or -1 for the rest"
+            for axis in ("replicate", "shard")
+            if getattr(self, axis) == 0
+        ]
+        if problems:
+            raise UserError("\n".join(problems))
         if self.replicate == self.shard == -1:
             raise UserError(
                 "mesh: replicate and shard are both -1; only one can be the rest, write a degree for the other"

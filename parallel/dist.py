@@ -26,6 +26,8 @@ class World:
     rank: int
     size: int
     device: torch.device
+    patient: dist.ProcessGroup
+    """All processes, over gloo, with hours before a wait counts as a hang: rank 0 may be tokenizing a corpus."""
 
     @property
     def is_main(self) -> bool:
@@ -34,7 +36,7 @@ class World:
 
 
 def start(device: str, *, seed: int) -> World:
-    """Join the process group that torchrun announced, or be a group of one, and set every process-wide torch switch.
+    """Join the process group that torchrun announced, or be a group of one, and seed torch's global generator.
 
     device: "cpu", "cuda" or "auto" (the GPUs where there are any). On CUDA the group carries gloo too, for host-side
     messages that must not wait for the device. Raises UserError where the device is not there.
@@ -55,14 +57,12 @@ def start(device: str, *, seed: int) -> World:
         torch.cuda.set_device(local_rank)
     own = torch.device(device, local_rank) if device == "cuda" else torch.device("cpu")
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    # Rank 0 may tokenize a corpus while the others wait, hence the patience.
-    patience = timedelta(hours=2)
     if launched:
-        dist.init_process_group(backend, timeout=patience, device_id=own if device == "cuda" else None)
+        dist.init_process_group(backend, device_id=own if device == "cuda" else None)
     else:
-        dist.init_process_group(backend, timeout=patience, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(seed)
-    return World(rank, size, own)
+    return World(rank, size, own, patient=dist.new_group(backend="gloo", timeout=timedelta(hours=6)))
 
 
 def stop() -> None:
@@ -80,13 +80,19 @@ def on_main_first(world: World, work: Callable[[], Result]) -> Result:
             result = work()
         except UserError as raised:
             error = raised
-    failed = [error is not None]
-    dist.broadcast_object_list(failed)
+    failed = from_main(world, error is not None)
     if error is not None:
         raise error
-    if failed[0]:
+    if failed:
         raise SilentUserError("rank 0 could not go on")
     return cast(Result, result) if world.is_main else work()
+
+
+def from_main(world: World, value: Result) -> Result:
+    """Rank 0's value, on all ranks: for decisions that each might take otherwise, such as what a file system shows."""
+    values = [value]
+    dist.broadcast_object_list(values, group=world.patient)
+    return values[0]
 
 
 class Agreement:
@@ -108,3 +114,9 @@ class Agreement:
         self._votes = torch.tensor([int(mine)])
         self._pending = dist.all_reduce(self._votes, op=dist.ReduceOp.MAX, async_op=True)
         return agreed
+
+    def end(self) -> None:
+        """Wait for the vote still under way: what it holds must not outlive the process group."""
+        if self._pending is not None:
+            self._pending.wait()
+        self._votes = self._pending = None

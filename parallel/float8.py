@@ -2,12 +2,14 @@
 
 import logging
 import warnings
+from collections.abc import Iterable
 from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from parallel.config import Float8Config
 from parallel.errors import UserError
@@ -28,6 +30,11 @@ def convert_linears(model: nn.Module, config: Float8Config, *, device_type: str)
         _require_float8_units(config, device_type)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     chosen = {name: module for name, module in linears.items() if not set(name.split(".")) & set(config.exclude)}
+    if unknown := set(config.exclude) - {part for name in linears for part in name.split(".")} - {"lm_head"}:
+        raise UserError(f"float8.exclude names {sorted(unknown)}, but no linear is called so: {_parts(linears)}")
+    # The norms beside a block's linears make FSDP gather bytes; a group of float8 alone is gathered as such.
+    if config.all_gather and device_type == "cpu" and (alone := [name for name in chosen if "blocks" not in name]):
+        raise UserError(f"float8.all_gather: gloo cannot gather {alone[0]} in float8; add it to float8.exclude")
     uneven = [
         f"{name} ({module.in_features} -> {module.out_features})"
         for name, module in chosen.items()
@@ -52,9 +59,35 @@ def convert_linears(model: nn.Module, config: Float8Config, *, device_type: str)
     return f"float8: {config.recipe}, {len(chosen)} of {len(linears)} linears converted{gathered}{emulated}"
 
 
+def _parts(linears: Iterable[str]) -> str:
+    """The components of the linears' names, to choose from."""
+    return ", ".join(sorted({part for name in linears for part in name.split(".") if not part.isdigit()}))
+
+
 def precompute_scales(model: nn.Module) -> None:
     """For float8 all-gather: all weights' scales with one all-reduce. Call it after every optimizer step."""
     _torchao_float8().precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+def without_wrapper(tensor: Tensor) -> Tensor:
+    """The numbers that float8 all-gather wraps in a class of torchao's, in the same memory; other tensors as they are.
+
+    For what writes them down: whoever reads a checkpoint need not have torchao.
+    """
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    plain = getattr(local, "_tensor", local)
+    if plain is local:
+        return tensor
+    if not isinstance(tensor, DTensor):
+        return plain
+    return DTensor.from_local(
+        plain,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 def _torchao_float8() -> ModuleType:

@@ -16,14 +16,23 @@ def plain_name(name: str) -> str:
 
 
 @torch.no_grad()
-def materialize(model: nn.Module, *, device: torch.device, seed: int, init_parameter: InitParameter) -> None:
-    """Allocate every parameter's local shard on `device` and fill it.
+def materialize(
+    model: nn.Module,
+    *,
+    device: torch.device,
+    seed: int,
+    init_parameter: InitParameter,
+    keep_on: torch.device | None = None,
+) -> None:
+    """Allocate every parameter's local shard and fill it with values drawn on `device`.
+
+    keep_on: where the shards live, when that is not `device` (offloading to the host).
 
     Each parameter has a generator of its own, seeded by `seed` and its name alone, and is drawn whole before the
     local part is kept: the values do not depend on the mesh. No process holds more than one whole parameter.
     (Generators of CPU and CUDA differ, so values do depend on the kind of device.)
     """
-    model.to_empty(device=device)
+    model.to_empty(device=keep_on or device)
     for name, parameter in model.named_parameters():
         name = plain_name(name)
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()

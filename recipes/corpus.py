@@ -34,7 +34,8 @@ READER_VERSION = 1
 
 # Tests are left out because they are repetitive and partly not UTF-8 on purpose; installed packages and the build
 # configuration (_sysconfigdata*) because they differ from machine to machine.
-STDLIB_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+# encodings: half of it are tables of numbers, in which a model sees nothing but themselves.
+STDLIB_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
 
 
 def source_problem(source: str) -> str | None:

@@ -129,7 +129,7 @@ def _tokenize(
     started = reported = time.perf_counter()
     with (folder / TRAIN).open("wb") as train_file, (folder / VALIDATION).open("wb") as validation_file:
         train, validation = _TokenWriter(train_file, dtype), _TokenWriter(validation_file, dtype)
-        for texts in _batches(documents):
+        for texts in text_batches(documents):
             for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
                 # By its contents a document is held out or not whatever stands beside it, and so are its copies.
                 number = corpus.document_hash(text)
@@ -153,7 +153,8 @@ def _tokenize(
     return {TRAIN: train.facts(), VALIDATION: validation.facts()}
 
 
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+def text_batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    """The documents in lists that are worth a call of the tokenizer each."""
     batch: list[str] = []
     size = 0
     for text in documents:

@@ -4,6 +4,8 @@ Dense rates, without structured sparsity: NVIDIA's data sheets print the sparse 
 has no peak, and then metrics say null instead of guessing.
 """
 
+import re
+
 # (part of the name torch.cuda.get_device_name() reports, dense bf16 FLOP/s, source). The first match counts.
 BF16_PEAKS: tuple[tuple[str, float, str], ...] = (
     ("GB200", 2500e12, "NVIDIA GB200 NVL72 data sheet: 5,000 TFLOP/s bf16 sparse per GPU"),
@@ -24,4 +26,8 @@ BF16_PEAKS: tuple[tuple[str, float, str], ...] = (
 
 def bf16_peak(device_name: str) -> float | None:
     """Dense bf16 peak in FLOP/s of a device by its name, or None where it is not in the table."""
-    return next((peak for part, peak, _ in BF16_PEAKS if part.lower() in device_name.lower()), None)
+    for part, peak, _ in BF16_PEAKS:
+        # Whole words, and not the siblings of another speed that share them.
+        if re.search(rf"\b{part}\b(?!.*\b(Ti|SUPER|Laptop|Max-Q)\b)", device_name, re.IGNORECASE):
+            return peak
+    return None

@@ -2,21 +2,25 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import tomli
 
+from models.config import ModelConfig
 from models.sizes import SIZES
 from parallel.errors import UserError
 from recipes.fields import accept, complaint, field_types, sections, toml, unknown_key, unknown_section, value_of
-from recipes.problems import Problem, refusal
+from recipes.problems import Problem, one_line, refusal
 from recipes.rules import violations
 from recipes.schema import Recipe
+from recipes.weights import find_weights
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+FROM_WEIGHTS = "from_weights"
+"""The model.name of a model that takes its shape from model.weights."""
 
 Given = dict[str, tuple[Any, str]]
 """Dotted key -> (value, where it was written)."""
@@ -89,20 +93,43 @@ def _assemble(given: Given) -> Recipe:
     for key, (value, _) in given.items():
         section, _, name = key.partition(".")
         values[section][name] = value
-    size = SIZES.get(values["model"].pop("name", ""), Recipe().model)
-    model = replace(size, **values.pop("model"))
-    return Recipe(model=model, **{section: sections()[section](**fields) for section, fields in values.items()})
+    model = replace(_size(values["model"]), **values.pop("model"))
+    return Recipe(model=model, **{section: sections()[section](**given) for section, given in values.items()})
+
+
+def _size(model: dict[str, Any]) -> ModelConfig:
+    """What fills the fields of the model that these values leave out; the schema's own where there is nothing."""
+    name = model.pop("name", "")
+    if name != FROM_WEIGHTS:
+        return SIZES.get(name, Recipe().model)
+    if {field.name for field in fields(ModelConfig)} <= {"name", *model}:
+        return replace(Recipe().model, name=name)  # a resolved recipe needs no more
+    try:
+        return replace(find_weights(model.get("weights", "")).model, name=name)
+    except UserError:  # _check_size says so
+        return Recipe().model
 
 
 def _check_size(given: Given) -> list[Problem]:
     """model.name picks the values of all other [model] fields, so it must be there and known."""
-    known = f"the sizes in models/sizes.py are {', '.join(SIZES)}"
+    known = f"the sizes in models/sizes.py are {', '.join(SIZES)}, and {FROM_WEIGHTS} takes that of model.weights"
     if "model.name" not in given:
         return [Problem("model.name", f'is missing; write name = "smollm3_debug" below [model]; {known}')]
     name, origin = given["model.name"]
     if name in SIZES:
         return []
-    close = get_close_matches(name, SIZES, n=1)
+    if name == FROM_WEIGHTS:
+        weights, origin = given.get("model.weights", ("", origin))
+        if not weights:
+            return [Problem("model.weights", f'is missing; name = "{FROM_WEIGHTS}" takes its shape', "", origin)]
+        if all(f"model.{field.name}" in given for field in fields(ModelConfig)):
+            return []
+        try:
+            find_weights(weights)
+            return []
+        except UserError as error:
+            return [Problem("model.weights", one_line(error), toml(weights), origin)]
+    close = get_close_matches(name, [*SIZES, FROM_WEIGHTS], n=1)
     return [
         Problem(
             "model.name",

@@ -32,6 +32,12 @@ class Problem:
         return textwrap.indent(head, "  ") + "\n" + textwrap.indent(body, "    ")
 
 
+def one_line(error: UserError) -> str:
+    """The text of an error that lists things line by line, as part of a sentence."""
+    head, *lines = str(error).split("\n")
+    return " ".join([head, "; ".join(line.strip() for line in lines)]).strip()
+
+
 def refusal(problems: Sequence[Problem], *, where: str) -> UserError:
     """The error to raise for all of them at once."""
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"

@@ -5,8 +5,11 @@ from collections.abc import Collection, Iterable, Iterator
 from models.config import ModelConfig
 from parallel.config import Float8Config, MeshConfig
 from parallel.errors import UserError
-from recipes.problems import Problem, refusal
+from recipes.fields import toml
+from recipes.hf_folder import stored_tensors
+from recipes.problems import Problem, one_line, refusal
 from recipes.schema import BatchConfig, DataConfig, Recipe, RunConfig, ScheduleConfig
+from recipes.weights import differences, find_weights
 
 Violation = tuple[str, str]
 """(dotted key, the rule it breaks and what to write instead)."""
@@ -34,6 +37,7 @@ def violations(
         yield from name_is_a_folder(recipe.run)
     if sound("model"):
         yield from model_is_consistent(recipe.model)
+        yield from weights_fit(recipe.model)
     if sound("data", "model"):
         yield from data_is_there(recipe.data, vocabulary=recipe.model.vocabulary)
     if sound("mesh"):
@@ -42,6 +46,8 @@ def violations(
         yield from batch_divides(recipe.batch, mesh=recipe.mesh, processes=processes)
     if sound("float8"):
         yield from float8_gathers(recipe.float8)
+    if sound("float8", "run"):
+        yield from float8_has_a_device(recipe.float8, device=recipe.run.device)
     if sound("float8", "model"):
         yield from float8_fits(recipe.float8, model=recipe.model)
     if sound("schedule", "run"):
@@ -60,6 +66,22 @@ def model_is_consistent(model: ModelConfig) -> Iterator[Violation]:
         yield f"model.{field}", message
 
 
+def weights_fit(model: ModelConfig) -> Iterator[Violation]:
+    """The weights to start from are whole, and made for this model."""
+    if not model.weights:
+        return
+    try:
+        weights = find_weights(model.weights)
+        if not weights.is_checkpoint:
+            stored_tensors(weights.path, weights.model)
+    except UserError as error:
+        yield "model.weights", one_line(error)
+        return
+    for field, theirs in differences(model, weights.model):
+        remedy = 'write that, or leave it out and write name = "from_weights"'
+        yield f"model.{field}", f"is {toml(theirs)} in the weights of {weights.path}; {remedy}"
+
+
 def data_is_there(data: DataConfig, *, vocabulary: int) -> Iterator[Violation]:
     """The source can be read, and the model has a row for every token."""
     from recipes.corpus import source_problem
@@ -76,9 +98,9 @@ def mesh_fits(mesh: MeshConfig, *, processes: int | None) -> Iterator[Violation]
     try:
         _fitted(mesh, processes)
     except UserError as error:
-        # "mesh.tensor = 2: what is wrong" or "mesh: what is wrong"
-        place, _, message = str(error).partition(": ")
-        yield place.partition(" ")[0], message
+        for line in str(error).splitlines():  # "mesh.tensor = 2: what is wrong" or "mesh: what is wrong"
+            place, _, message = line.partition(": ")
+            yield place.partition(" ")[0], message
 
 
 def batch_divides(batch: BatchConfig, *, mesh: MeshConfig, processes: int | None) -> Iterator[Violation]:
@@ -123,6 +145,15 @@ def float8_gathers(float8: Float8Config) -> Iterator[Violation]:
         yield (
             "float8.all_gather",
             f'needs recipe = "tensorwise", not "{float8.recipe}"; write all_gather = false or recipe = "tensorwise"',
+        )
+
+
+def float8_has_a_device(float8: Float8Config, *, device: str) -> Iterator[Violation]:
+    """CPUs have no float8 matrix units. (Which GPU there is shows only when the run starts.)"""
+    if float8.recipe != "none" and not float8.emulate and device == "cpu":
+        yield (
+            "float8.emulate",
+            'must be true where run.device = "cpu", which has no float8 matrix units; write emulate = true',
         )
 
 

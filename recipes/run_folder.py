@@ -1,11 +1,21 @@
 """The folder of a run, OUTPUT/NAME, belongs to one recipe. Imports no torch."""
 
+import json
+import os
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 from parallel.errors import UserError
 from recipes.fields import field_types, toml, value_of
-from recipes.load import load
+from recipes.load import load, to_toml
+from recipes.schedule import learning_rate
 from recipes.schema import Recipe
+
+RECIPE, CHECKPOINTS = "recipe.toml", "checkpoints"
+DATA = "data.json"
+"""In a checkpoint: fingerprints of the tokens it was trained on."""
 
 # What makes two runs the same run. Everything else (length, mesh, micro-batches, precision, compile, checkpoints,
 # metrics ...) may change between a run and its continuation.
@@ -41,19 +51,25 @@ def identity_differences(old: Recipe, new: Recipe) -> list[str]:
 def holds_results(folder: Path) -> bool:
     """Whether the folder of a run holds anything that took time to make."""
     metrics = folder / "metrics.jsonl"
-    return (metrics.is_file() and metrics.stat().st_size > 0) or any((folder / "checkpoints").glob("step-*"))
+    return (metrics.is_file() and metrics.stat().st_size > 0) or any((folder / CHECKPOINTS).glob("step-*"))
 
 
 def check_output_folder(recipe: Recipe) -> None:
-    """Raises UserError when the folder holds something that this run must not touch."""
+    """Raises UserError where the run's files cannot go, or where something is that it must not touch."""
     folder = run_folder(recipe)
     remedy = "give this run another name (--run.name OTHER)"
     if folder.is_file():
         raise UserError(f"{folder} is a file, but the run's files go there; {remedy}")
-    if not folder.is_dir() or not any(folder.iterdir()):
+    if not folder.is_dir():
+        place = next(parent for parent in folder.absolute().parents if parent.exists())
+        if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+            what = "may not be written to" if place.is_dir() else "is no folder"
+            raise UserError(f"run.output = {toml(recipe.run.output)}: {place} {what}; write another run.output")
         return
-    if not (folder / "recipe.toml").is_file():
-        raise UserError(f"{folder} is not empty and holds no recipe.toml, so it is not a run's folder; {remedy}")
+    if not any(folder.iterdir()):
+        return
+    if not (folder / RECIPE).is_file():
+        raise UserError(f"{folder} is not empty and holds no {RECIPE}, so it is not a run's folder; {remedy}")
     if not holds_results(folder):  # a run that broke off before its first logged step
         return
     if recipe.checkpoint.resume == "never":
@@ -62,9 +78,65 @@ def check_output_folder(recipe: Recipe) -> None:
             ', or continue the run with checkpoint.resume = "auto"'
         )
     try:
-        old = load(folder / "recipe.toml", rules=False)
+        old = load(folder / RECIPE, rules=False)
     except UserError as error:
         raise UserError(f"{folder} belongs to another version of the recipe schema; {remedy}\n{error}") from None
     if differences := identity_differences(old, recipe):
         lines = "".join(f"\n  {line}" for line in differences)
         raise UserError(f"{folder} belongs to a different recipe:{lines}\n{remedy}, or put these keys back")
+
+
+def claim_run_folder(recipe: Recipe, *, done: int, environment: dict[str, Any]) -> list[str]:
+    """Make the folder this run's own: recipe.toml and environment.json. Returns what the user should know.
+
+    done: steps of the checkpoint that the run goes on from, or 0. What is there already is kept: results that no
+    checkpoint continues move aside with their folder, and a recipe that changes on the way stays under another name.
+    Raises UserError where the folder cannot be written.
+    """
+    folder, notes = run_folder(recipe), []
+    try:
+        if done == 0 and holds_results(folder):
+            aside = next(path for n in count(1) if not (path := folder.with_name(f"{folder.name}.{n}")).exists())
+            folder.rename(aside)
+            notes.append(f"{folder} held results and no checkpoint to go on from: they are in {aside} now")
+        folder.mkdir(parents=True, exist_ok=True)
+        if done < recipe.run.steps:
+            text, file = to_toml(recipe), folder / RECIPE
+            if done > 0 and file.is_file() and file.read_text(encoding="utf-8") != text:
+                notes += _note_schedule(load(file, rules=False), recipe, done)
+                file.rename(folder / f"recipe-until-{done:08d}.toml")
+            file.write_text(text, encoding="utf-8")
+            facts = json.dumps(environment, indent=2) + "\n"
+            (folder / "environment.json").write_text(facts, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror}; write another run.output") from None
+    return notes
+
+
+def require_same_data(checkpoint: Path, facts: dict[str, str]) -> None:
+    """Raises UserError when the tokens behind the data order are not those that the checkpoint was trained on."""
+    file = checkpoint / DATA
+    try:
+        then = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read ({error}); remove {checkpoint} to go on from an older one") from None
+    if then != facts:
+        what = "tokenizer" if then.get("tokenizer") != facts["tokenizer"] else "text behind data.source"
+        raise UserError(
+            f"the {what} is no longer the one that {checkpoint} was trained on, so its data order means nothing"
+            "; put the old files back, or start another run (--run.name OTHER)"
+        )
+
+
+def _note_schedule(old: Recipe, new: Recipe, done: int) -> list[str]:
+    """What a longer or shorter run does to the learning rate at the next step."""
+    then, now = (
+        learning_rate(done, peak=recipe.optimizer.lr, steps=recipe.run.steps, schedule=recipe.schedule)
+        for recipe in (replace(old, run=replace(old.run, steps=max(old.run.steps, done + 1))), new)
+    )
+    if then == now:
+        return []
+    return [
+        f"run.steps is {new.run.steps} instead of {old.run.steps}: the learning rate of step {done + 1} is {now:.2e}"
+        f" instead of {then:.2e}"
+    ]

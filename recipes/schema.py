@@ -98,6 +98,8 @@ class CheckpointConfig:
     """Newest checkpoints to keep."""
     resume: Literal["auto", "never"] = "auto"
     """"auto" continues from the newest checkpoint of this run; "never" refuses a folder that has one."""
+    export_hf: bool = False
+    """At the end, write the weights to `hf` in the folder of the run, as Hugging Face transformers reads them."""
 
 
 @dataclass(frozen=True)

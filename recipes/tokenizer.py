@@ -90,12 +90,12 @@ def load_tokenizer(spec: str, *, source: str, text_field: str, cache: Path, repo
     """The tokenizer of a recipe. "train:N" trains on the source once; equal text and N are then read from the cache."""
     if not _is_training(spec):
         path = _tokenizer_file(spec)
-        return _build(_read(path), where=path)
+        return build_tokenizer(_read(path), where=path)
     size = _training_size(spec)
     identity = repr((TRAINER_VERSION, size, corpus.fingerprint(source, text_field=text_field)))
     cached = cache.expanduser() / "tokenizers" / f"{xxhash.xxh3_128_hexdigest(identity.encode())}.json"
     try:
-        return _build(_read(cached), where=cached)
+        return build_tokenizer(_read(cached), where=cached)
     except UserError:  # not there yet, or damaged
         pass
     started = time.perf_counter()
@@ -107,7 +107,7 @@ def load_tokenizer(spec: str, *, source: str, text_field: str, cache: Path, repo
         raise UserError(f"data.cache: cannot write '{cached}': {error}; give another folder") from error
     megabytes = sum(map(len, texts)) / 1e6
     report(f"trained a tokenizer of {size} entries on {megabytes:.1f} MB in {time.perf_counter() - started:.1f} s")
-    return _build(trained, where=cached)
+    return build_tokenizer(trained, where=cached)
 
 
 def training_sample(documents: Iterable[str], characters: int = TRAINING_CHARACTERS) -> list[str]:
@@ -208,7 +208,8 @@ def _facts(text: str, *, where: Path) -> _Facts:
     )
 
 
-def _build(text: str, *, where: Path) -> Tokenizer:
+def build_tokenizer(text: str, *, where: Path) -> Tokenizer:
+    """The tokenizer of a tokenizer.json with this text; `where` it is from stands in the UserError it may raise."""
     import tokenizers
 
     facts = _facts(text, where=where)

@@ -1,6 +1,7 @@
 """From a recipe to a trained model, top to bottom."""
 
 import json
+import platform
 import signal
 import time
 from collections.abc import Iterator
@@ -14,9 +15,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from models.decoder import Decoder
+from models.hf import TextFacts
 from models.loss import IGNORED
 from parallel.config import MeshConfig
-from parallel.dist import Agreement, World, on_main_first, start, stop
+from parallel.dist import Agreement, World, from_main, on_main_first, start, stop
 from parallel.errors import UserError
 from parallel.float8 import precompute_scales
 from parallel.materialize import materialize
@@ -25,15 +27,24 @@ from parallel.order import parallelize
 from parallel.reduce import clip_gradients, gradient_norm, sum_over_processes
 from recipes.checkpoint import Checkpoints
 from recipes.console import Console
+from recipes.convert import export_model, load_weights
 from recipes.data import TokenSequences, prepare
 from recipes.evaluate import continuation, mean_loss
-from recipes.load import to_toml
+from recipes.hf_folder import Description
 from recipes.metrics import MetricsWriter, StepClock, Throughput, environment, peak_memory_gib
 from recipes.optimizer import build_optimizer
 from recipes.rules import require_valid
-from recipes.run_folder import check_output_folder, run_folder
+from recipes.run_folder import (
+    CHECKPOINTS,
+    DATA,
+    check_output_folder,
+    claim_run_folder,
+    require_same_data,
+    run_folder,
+)
 from recipes.schedule import learning_rate
 from recipes.schema import Recipe
+from recipes.weights import checkpoint_files, checkpoint_steps, find_weights
 
 
 def train(recipe: Recipe) -> int:
@@ -68,6 +79,8 @@ class Trainer:
         require_valid(recipe, processes=world.size)
         on_main_first(world, lambda: check_output_folder(recipe))
         self.folder = run_folder(recipe)
+        # Rank 0 decides: another node may not see the newest checkpoint yet.
+        self.resume_step: int | None = from_main(world, max(checkpoint_steps(self.folder / CHECKPOINTS), default=None))
         self.mesh_degrees: MeshConfig = recipe.mesh.fit(world.size)
 
         mesh = build_mesh(recipe.mesh, world_size=world.size, device_type=world.device.type)
@@ -83,10 +96,12 @@ class Trainer:
         )
         materialize(
             self.model,
-            device=torch.device("cpu") if recipe.fsdp.cpu_offload else world.device,
+            device=world.device,
+            keep_on=torch.device("cpu") if recipe.fsdp.cpu_offload else None,
             seed=recipe.run.seed,
             init_parameter=self.model.init_parameter,
         )
+        self._load_weights()
         self.sharded = cast(FSDPModule, self.model)  # what fully_shard made of its class
         self.parameters = list(self.model.parameters())
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
@@ -100,9 +115,13 @@ class Trainer:
         self._introduce(report)
         self._open_data()
 
+        self.checkpoints = Checkpoints(
+            self.folder / CHECKPOINTS,
+            keep=recipe.checkpoint.keep,
+            files=checkpoint_files(self._description()) | {DATA: json.dumps(self.data_facts, indent=2) + "\n"},
+        )
+        self.step = self.saved_step = self._resume()
         self._open_folder()  # only now: a run that could not start leaves nothing behind
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", keep=recipe.checkpoint.keep)
-        self.step = self._resume()
         self.agreement = Agreement()
         self.interrupted_by: signal.Signals | None = None
         self.interrupted_at = 0.0
@@ -191,6 +210,12 @@ class Trainer:
             ),
         )
         self.tokenizer = prepared.tokenizer
+        self.data_facts = {"tokenizer": prepared.tokenizer.fingerprint, "tokens": prepared.fingerprint}
+        if (facts := from_main(self.world, self.data_facts)) != self.data_facts:
+            raise UserError(
+                f"data: {platform.node()} sees another text or tokenizer than rank 0 ({self.data_facts} and {facts})"
+                "; all nodes need the same files and the same Python"
+            )
         if (entries := self.tokenizer.vocabulary) > self.recipe.model.vocabulary:
             raise UserError(
                 f"data.tokenizer has {entries} entries, more than model.vocabulary = {self.recipe.model.vocabulary}"
@@ -198,7 +223,8 @@ class Trainer:
             )
         length, seed = self.recipe.batch.sequence_length, self.recipe.run.seed
         self.training = TokenSequences(prepared.train, sequence_length=length, seed=seed)
-        self.validation = TokenSequences(prepared.validation, sequence_length=length, seed=seed, shuffle=False)
+        # Shuffled too, so that a few batches are a fair sample; whatever the seed of the run, always the same one.
+        self.validation = TokenSequences(prepared.validation, sequence_length=length, seed=0)
 
     def _sequences(self, source: TokenSequences, batch: int, *, once: bool = False) -> tuple[Tensor, Tensor]:
         """This process's share of global batch number `batch`: inputs and targets, (b, T) each, on the device.
@@ -262,28 +288,45 @@ class Trainer:
     def _save(self) -> None:
         with self.clock.paused():
             self.checkpoints.save(self.model, self.optimizer, step=self.step)
+            self.saved_step = self.step
             self.console.say(f"step {self.step:>6}  saved {self.checkpoints.path(self.step)}")
+
+    def _load_weights(self) -> None:
+        """Start from model.weights, unless this run has a checkpoint to go on from."""
+        self.context_length = self.recipe.batch.sequence_length
+        if not self.recipe.model.weights:
+            return
+        weights = find_weights(self.recipe.model.weights)
+        self.context_length = max(self.context_length, weights.facts.context_length)
+        if self.resume_step is None:
+            load_weights(self.model, weights)
+            self.console.say(f"weights from {weights.path}")
+
+    def _description(self) -> Description:
+        """What goes with the weights wherever they go."""
+        facts = TextFacts(self.context_length, eos_token_id=self.tokenizer.end_of_document)
+        return Description(self.recipe.model, facts, self.tokenizer.library.to_str())
 
     def _resume(self) -> int:
         """Load the newest checkpoint of this run, if there is one. Returns the steps done."""
-        steps = self.checkpoints.steps()
-        if not steps:
+        if self.resume_step is None:
             return 0
-        self.checkpoints.load(self.model, self.optimizer, step=steps[-1])
+        path = self.checkpoints.path(self.resume_step)
+        on_main_first(self.world, lambda: require_same_data(path, self.data_facts))
+        self.checkpoints.load(self.model, self.optimizer, step=self.resume_step)
         if self.recipe.float8.all_gather:
             precompute_scales(self.model)
-        self.console.say(f"resumed from {self.checkpoints.path(steps[-1])}")
-        return steps[-1]
+        self.console.say(f"resumed from {path}")
+        return self.resume_step
 
     # The first and the last word
 
     def _open_folder(self) -> None:
-        """Make the run's folder and write recipe.toml and environment.json."""
+        """Make the run's folder, if need be, and say in it what runs here and where."""
         if self.world.is_main:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "recipe.toml").write_text(to_toml(self.recipe), encoding="utf-8")
             facts = environment(world_size=self.world.size, device=self.world.device)
-            (self.folder / "environment.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+            for note in claim_run_folder(self.recipe, done=self.step, environment=facts):
+                self.console.say(note)
         self.console.open_log(self.folder / "log.txt")
 
     def _introduce(self, report: list[str]) -> None:
@@ -315,12 +358,12 @@ class Trainer:
     def _stop_early(self) -> int:
         self.console.end_progress()
         if self.recipe.checkpoint.every:
-            if self.step not in self.checkpoints.steps():
+            if self.step != self.saved_step:
                 self._save()
             self.console.say(f"interrupted after step {self.step}; the same command goes on from there")
         else:
             self.console.say(f"interrupted after step {self.step}; nothing saved, as checkpoint.every = 0")
-        self.metrics.close()
+        self._close()
         return 128 + (self.interrupted_by or signal.SIGINT)
 
     def _finish(self) -> int:
@@ -334,6 +377,8 @@ class Trainer:
                 self._validate()
         if recipe.validation.sample_tokens:
             self._sample()
+        if recipe.checkpoint.export_hf:
+            export_model(self.model, self.folder / "hf", self._description(), main=self.world.is_main)
         if done:
             tokens = done * self.throughput.tokens_per_step
             validation = "" if self.validation_loss is None else f", validation loss {self.validation_loss:.4f}"
@@ -344,8 +389,12 @@ class Trainer:
             )
         contents = " ".join(sorted(path.name for path in self.folder.iterdir() if not path.name.startswith(".")))
         self.console.say(f"written to {self.folder}: {contents}")
-        self.metrics.close()
+        self._close()
         return 0
+
+    def _close(self) -> None:
+        self.metrics.close()
+        self.agreement.end()
 
     def _sample(self) -> None:
         """Let the model continue the beginning of a held-out document."""

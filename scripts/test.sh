@@ -17,7 +17,8 @@ phase "lint (ruff check)" ruff check .
 phase "format (ruff format --check)" ruff format --check .
 phase "types (mypy)" mypy
 # Last, because it is the longest and its closing line is the one to read.
-phase "tests (pytest)" pytest -n auto "$@"
+# By file: tests of one file share runs that take a while.
+phase "tests (pytest)" pytest -n auto --dist loadfile "$@"
 
 if [ "${#failed[@]}" -gt 0 ]; then
     printf '\nFAILED: %s\n' "${failed[@]}" >&2

@@ -60,7 +60,7 @@ def _section(section: str, cls: type) -> str:
 
 def _default(section: str, field: Field) -> str:
     if section == "model":
-        return "required" if field.name == "name" else "from the size"
+        return {"name": "required", "weights": '`""`'}.get(field.name, "from the size")
     assert field.default is not MISSING
     return f"`{toml(field.default)}`"
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 30
@@ -181,10 +182,52 @@ def refused(folder: Path, arguments: list[str]) -> str:
 
 
 def test_float8_where_there_is_none(tmp_path: Path, corpus: Path) -> None:
+    """Before a process starts where the recipe says cpu; else by rank 0, at whose word the others end too."""
     message = refused(tmp_path, command(corpus, "--float8.recipe", "tensorwise"))
-    assert message.count("\n") == 1
-    assert "a cpu device has no float8 matrix units; write float8.emulate = true" in message
+    assert "no float8 matrix units; write emulate = true" in message
+    if not torch.cuda.is_available():
+        message = refused(tmp_path, command(corpus, "--float8.recipe", "tensorwise", "--run.device", "auto"))
+        assert message.count("\n") == 1
+        assert "a cpu device has no float8 matrix units; write float8.emulate = true" in message
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_refusal_by_the_processes_always_ends_with_its_code(tmp_path: Path) -> None:
+    """Blank text is found out only by reading it. An interpreter taken down around gloo's threads may abort instead."""
+    blank = tmp_path / "blank.txt"
+    blank.write_text(" \n" * 10_000)
+    for _ in range(4):
+        code, _, err = run(tmp_path, command(blank))
+        assert code == 2
+        assert err.startswith("data.source") and len(err.splitlines()) == 1
+        assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_whose_text_has_changed_is_not_continued(whole: str, folder: Path, corpus: Path) -> None:
+    grown = folder / "grown.txt"
+    grown.write_text(corpus.read_text())
+    arguments = command(grown, "--run.name", "grown", "--run.steps", "20", "--validation.sample_tokens", "0")
+    assert run(folder, arguments)[0] == 0
+    with grown.open("a") as file:
+        file.write("\n\nOne more line, and both the tokenizer and the tokens are others." * 50)
+    code, _, err = run(folder, [*arguments, "--run.steps", "25"])
+    assert code == 2
+    assert "is no longer the one that runs/grown/checkpoints/step-00000020 was trained on" in err
+    assert [row["step"] for row in rows(folder / "runs/grown") if "loss" in row] == list(range(1, 21))
+
+
+def test_results_that_nothing_continues_are_set_aside(whole: str, folder: Path, corpus: Path) -> None:
+    arguments = command(
+        corpus, "--run.name", "again", "--run.steps", "8", "--checkpoint.every", "0", "--validation.sample_tokens", "0"
+    )
+    assert run(folder, arguments)[0] == 0
+    first = contents(folder / "runs/again")
+    code, out, _ = run(folder, arguments)
+    assert code == 0
+    assert "runs/again held results and no checkpoint to go on from: they are in runs/again.1 now" in out
+    assert contents(folder / "runs/again.1") == first
+    curves = [[row["loss"] for row in rows(folder / "runs" / name) if "loss" in row] for name in ("again", "again.1")]
+    assert len(curves[0]) == 8 and curves[0] == curves[1]
 
 
 def test_an_empty_corpus(tmp_path: Path) -> None:

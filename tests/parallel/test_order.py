@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +14,13 @@ from models.sizes import SIZES
 from parallel.config import Float8Config, FSDPConfig, MeshConfig
 from parallel.dist import start, stop
 from parallel.errors import UserError
+from parallel.float8 import precompute_scales
+from parallel.materialize import plain_name
+from recipes.load import load
 from tests.build import build_model
 from tests.processes import run_processes
 
+EVERYTHING = Path(__file__).parents[2] / "configs" / "smollm3_debug_everything.toml"
 DEBUG = SIZES["smollm3_debug"]
 FLOAT8 = Float8Config(recipe="tensorwise", emulate=True)
 
@@ -36,61 +41,81 @@ def everything_on() -> dict:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
     from torchao.float8.float8_linear import Float8Linear
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
     start("cpu", seed=0)
-    # An untied model, whose lm_head float8 must leave alone.
-    model, report = build(
-        SIZES["llama3_debug"], mesh=MeshConfig(2, 2), float8=FLOAT8, mode="selective", compiled=True, fsdp=FSDPConfig()
-    )
-    with torch.device("meta"):
-        plain = Decoder(SIZES["llama3_debug"])
-    parameters = list(model.parameters())
-    facts = {
-        "report": report,
-        "root": isinstance(model, FSDPModule),
-        "blocks": [isinstance(block, FSDPModule) for block in model.blocks],
-        "wrapped": [isinstance(block, CheckpointWrapper) for block in model.blocks],
-        "compiled": [block._compiled_call_impl is not None for block in model.blocks],
-        "float8": sorted(
-            name.replace("_checkpoint_wrapped_module.", "")
-            for name, module in model.named_modules()
-            if isinstance(module, Float8Linear)
-        ),
-        "lm_head_is_float8": isinstance(model.lm_head, Float8Linear),
-        "same_keys": list(model.state_dict()) == list(plain.state_dict()),
-        "sharded": all(isinstance(parameter, DTensor) for parameter in parameters),
-        "mesh_axes": {parameter.device_mesh.mesh_dim_names for parameter in parameters},
-        "local_share": sum(p.to_local().numel() for p in parameters) / sum(p.numel() for p in parameters),
-        "master_dtypes": {str(parameter.dtype) for parameter in parameters},
-    }
-    seen = {}
-    model.blocks[1].register_forward_hook(lambda module, inputs, output: seen.update(dtype=str(output.dtype)))
-    x = torch.zeros(1, 32, dtype=torch.int64)
-    model(x, x).backward()
-    facts["compute_dtype"] = seen["dtype"]
-    facts["gradient_dtypes"] = {str(parameter.grad.dtype) for parameter in parameters}
+    recipe = load(EVERYTHING)
+    # The recipe's own parts, on an untied model too, whose lm_head float8 must leave alone.
+    facts = {}
+    for name in ("smollm3_debug", "llama3_debug"):
+        model, report = build(
+            SIZES[name],
+            mesh=recipe.mesh,
+            float8=recipe.float8,
+            mode=recipe.activation_checkpointing.mode,
+            compiled=recipe.compile.enabled,
+            fsdp=recipe.fsdp,
+        )
+        with torch.device("meta"):
+            plain = Decoder(SIZES[name])
+        parameters = list(model.parameters())
+        linears = [module for module in model.modules() if isinstance(module, Float8Linear)]
+        gathered = [linear.weight._local_tensor for linear in linears]  # what FSDP asks for its float8 form
+        facts[name] = {
+            "report": report,
+            "root": isinstance(model, FSDPModule),
+            "blocks": [isinstance(block, FSDPModule) for block in model.blocks],
+            "wrapped": [isinstance(block, CheckpointWrapper) for block in model.blocks],
+            "compiled": [block._compiled_call_impl is not None for block in model.blocks],
+            "float8": sorted(
+                plain_name(name) for name, module in model.named_modules() if isinstance(module, Float8Linear)
+            ),
+            "emulated": all(linear.config.emulate for linear in linears),
+            "gathered": all(isinstance(weight, WeightWithDynamicFloat8CastTensor) for weight in gathered),
+            "same_keys": list(model.state_dict()) == list(plain.state_dict()),
+            "sharded": all(isinstance(parameter, DTensor) for parameter in parameters),
+            "mesh_axes": {parameter.device_mesh.mesh_dim_names for parameter in parameters},
+            "local_share": sum(p.to_local().numel() for p in parameters) / sum(p.numel() for p in parameters),
+            "master_dtypes": {str(parameter.dtype) for parameter in parameters},
+        }
+        seen = {}
+        model.blocks[1].register_forward_hook(lambda module, inputs, output, seen=seen: seen.update(it=output.dtype))
+        x = torch.zeros(1, 32, dtype=torch.int64)
+        model(x, x).backward()
+        facts[name]["compute_dtype"] = str(seen["it"])
+        facts[name]["gradient_dtypes"] = {str(parameter.grad.dtype) for parameter in parameters}
+        before = [weight._precomputed_scale for weight in gathered]
+        precompute_scales(model)
+        facts[name]["scales"] = (before, [float(weight._precomputed_scale) for weight in gathered])
+        largest = [linear.weight.full_tensor().abs().max().item() for linear in linears]
+        facts[name]["expected_scales"] = [torch.finfo(torch.float8_e4m3fn).max / value for value in largest]
     stop()
     return facts
 
 
-def test_every_part_leaves_its_mark_on_the_modules() -> None:
-    for facts in run_processes(4, everything_on):
-        assert facts["root"] and all(facts["blocks"]) and len(facts["blocks"]) == 4
-        assert all(facts["wrapped"]) and all(facts["compiled"])
-        assert len(facts["float8"]) == 4 * 7
-        assert facts["float8"][:2] == ["blocks.0.attention.k_proj", "blocks.0.attention.o_proj"]
-        assert not facts["lm_head_is_float8"]
-        assert facts["same_keys"] and facts["sharded"]
-        assert facts["mesh_axes"] == {("replicate", "shard")}
-        assert facts["local_share"] == pytest.approx(0.5, abs=0.01)
-        assert facts["master_dtypes"] == {"torch.float32"} == facts["gradient_dtypes"]
-        assert facts["compute_dtype"] == "torch.bfloat16"
-        assert facts["report"] == [
-            "float8: tensorwise, 28 of 29 linears converted, emulated",
-            "activation checkpointing: selective, keeps matmul and attention outputs",
-            "compile: 4 blocks in place",
-            "fsdp: ZeRO-3 over 2 x 2 replicas, bfloat16 compute, float32 reduction",
-        ]
+def test_every_part_of_the_everything_recipe_leaves_its_mark_on_the_modules() -> None:
+    for by_model in run_processes(4, everything_on):
+        for name, facts in by_model.items():
+            assert facts["root"] and all(facts["blocks"]) and len(facts["blocks"]) == 4
+            assert all(facts["wrapped"]) and all(facts["compiled"])
+            assert len(facts["float8"]) == 4 * 7 and "lm_head" not in facts["float8"]
+            assert facts["float8"][:2] == ["blocks.0.attention.k_proj", "blocks.0.attention.o_proj"]
+            assert facts["emulated"] and facts["gathered"]
+            assert facts["same_keys"] and facts["sharded"]
+            assert facts["mesh_axes"] == {("replicate", "shard")}
+            assert facts["local_share"] == pytest.approx(0.5, abs=0.01)
+            assert facts["master_dtypes"] == {"torch.float32"} == facts["gradient_dtypes"]
+            assert facts["compute_dtype"] == "torch.bfloat16"
+            before, after = facts["scales"]
+            assert set(before) == {None}
+            assert after == pytest.approx(facts["expected_scales"], rel=1e-5)
+            linears = 29 if name == "llama3_debug" else 28
+            assert facts["report"] == [
+                f"float8: tensorwise, 28 of {linears} linears converted, float8 all-gather, emulated",
+                "activation checkpointing: selective, keeps matmul and attention outputs",
+                "compile: 4 blocks in place",
+                "fsdp: ZeRO-3 over 2 x 2 replicas, bfloat16 compute, float32 reduction",
+            ]
 
 
 def test_nothing_asked_for_leaves_only_fsdp(alone) -> None:
@@ -201,8 +226,20 @@ def test_float8_that_converts_nothing_is_refused(alone) -> None:
 
 
 def test_float8_excludes_by_whole_name_components(alone) -> None:
-    _, report = build(float8=replace(FLOAT8, exclude=("k_proj", "v_proj", "proj")))
+    _, report = build(float8=replace(FLOAT8, exclude=("k_proj", "v_proj")))
     assert report[0].startswith("float8: tensorwise, 20 of 28 linears")
+
+
+def test_a_float8_exclusion_that_names_nothing_is_refused(alone) -> None:
+    with pytest.raises(
+        UserError, match=r"\['o_projj', 'proj'\], but no linear is called so: attention, blocks, down_proj"
+    ):
+        build(float8=replace(FLOAT8, exclude=("lm_head", "o_projj", "proj")))
+
+
+def test_float8_gather_of_a_group_that_gloo_cannot_gather_is_refused(alone) -> None:
+    with pytest.raises(UserError, match=r"gloo cannot gather lm_head in float8"):
+        build(SIZES["llama3_debug"], float8=replace(FLOAT8, all_gather=True, exclude=()))
 
 
 def test_float8_names_linears_of_uneven_width(alone) -> None:

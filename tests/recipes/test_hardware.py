@@ -16,6 +16,11 @@ from recipes.hardware import BF16_PEAKS, bf16_peak
         ("NVIDIA GB200", 2500e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("cpu", None),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA RTX A1000 Laptop GPU", None),
+        ("NVIDIA RTX A1000", None),
         ("NVIDIA Quantum 9000", None),
     ],
 )

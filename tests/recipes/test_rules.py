@@ -1,5 +1,7 @@
 """Every rule across fields: what triggers it, what it says, and that its remedy works."""
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,9 +11,15 @@ import pytest
 from models.sizes import SIZES
 from parallel.config import Float8Config, MeshConfig
 from parallel.errors import UserError
-from recipes.load import to_toml
+from recipes.load import load, to_toml
 from recipes.rules import require_valid, violations
-from recipes.run_folder import check_output_folder, identity_differences, run_folder
+from recipes.run_folder import (
+    check_output_folder,
+    claim_run_folder,
+    identity_differences,
+    require_same_data,
+    run_folder,
+)
 from recipes.schema import (
     BatchConfig,
     CheckpointConfig,
@@ -276,6 +284,74 @@ def test_each_kind_of_result_keeps_another_recipe_out(result: str, tmp_path: Pat
     check_output_folder(old)
     assert "belongs to a different recipe" in refusal_of(named(tmp_path, optimizer=OptimizerConfig(lr=1e-3)))
     assert "already holds this run" in refusal_of(named(tmp_path, checkpoint=CheckpointConfig(resume="never")))
+
+
+def test_a_place_that_cannot_hold_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert "is a file, but the run's files go there" in refusal_of(
+        replace(named(tmp_path), run=RunConfig(name="file", output=str(tmp_path)))
+    )
+    for below in ("file", "file/deeper"):
+        message = refusal_of(named(tmp_path / below))
+        assert message == (
+            f'run.output = "{tmp_path / below}": {tmp_path / "file"} is no folder; write another run.output'
+        )
+
+
+def claim(recipe: Recipe, done: int) -> list[str]:
+    return claim_run_folder(recipe, done=done, environment={"done": done})
+
+
+def test_a_new_run_makes_its_folder(tmp_path: Path) -> None:
+    recipe = named(tmp_path / "new")
+    assert claim(recipe, 0) == []
+    assert load(run_folder(recipe) / "recipe.toml", rules=False) == recipe
+    assert (run_folder(recipe) / "environment.json").read_text() == '{\n  "done": 0\n}\n'
+
+
+def test_results_without_a_checkpoint_move_aside(tmp_path: Path) -> None:
+    recipe = named(tmp_path)
+    for number in (1, 2):
+        occupy(recipe)
+        [note] = claim(recipe, 0)
+        assert note.endswith(f"they are in {tmp_path}/r.{number} now")
+        assert (tmp_path / f"r.{number}" / "metrics.jsonl").read_text() == '{"step": 1}\n'
+        assert not (tmp_path / "r" / "metrics.jsonl").exists()
+        shutil.rmtree(tmp_path / "r")
+
+
+def test_a_recipe_that_changes_on_the_way_is_kept(tmp_path: Path) -> None:
+    old = named(tmp_path, schedule=ScheduleConfig(kind="wsd", decay_steps=50))
+    occupy(old)
+    assert claim(old, 100) == []  # finished: nothing to say, nothing to write
+    other = replace(old, mesh=MeshConfig(shard=4))
+    assert claim(other, 60) == []
+    assert load(tmp_path / "r" / "recipe-until-00000060.toml", rules=False) == old
+    assert load(tmp_path / "r" / "recipe.toml", rules=False) == other
+    longer = replace(other, run=replace(other.run, steps=200))
+    assert claim(longer, 80) == [
+        "run.steps is 200 instead of 100: the learning rate of step 81 is 3.00e-04 instead of 1.20e-04"
+    ]
+    assert (tmp_path / "r" / "metrics.jsonl").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_a_plain_message(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot be written: Not a directory; write another run\.output"):
+        claim(named(tmp_path / "file"), 0)
+
+
+def test_another_text_or_tokenizer_is_noticed(tmp_path: Path) -> None:
+    facts = {"tokenizer": "a", "tokens": "b"}
+    (tmp_path / "data.json").write_text(json.dumps(facts))
+    require_same_data(tmp_path, facts)
+    with pytest.raises(UserError, match="the tokenizer is no longer"):
+        require_same_data(tmp_path, {"tokenizer": "x", "tokens": "y"})
+    with pytest.raises(UserError, match=r"the text behind data\.source is no longer"):
+        require_same_data(tmp_path, {"tokenizer": "a", "tokens": "y"})
+    (tmp_path / "data.json").write_text("{")
+    with pytest.raises(UserError, match="cannot be read"):
+        require_same_data(tmp_path, facts)
 
 
 def test_a_home_folder_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,10 @@
 
 import json
 import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -88,6 +89,7 @@ def reference(small: Recipe) -> dict[str, list[float]]:
             "plain": small,
             "micro-batch 1": change(small, batch={"micro_batch_size": 1}),
             "micro-batch 4": change(small, batch={"micro_batch_size": 4}),
+            "no accumulation": change(small, batch={"micro_batch_size": 8}),
             "full checkpointing": change(small, activation_checkpointing={"mode": "full"}),
             "selective checkpointing": change(small, activation_checkpointing={"mode": "selective"}),
             "bfloat16": change(small, fsdp={"param_dtype": "bfloat16"}),
@@ -114,7 +116,8 @@ def test_checkpointing_changes_no_bit_of_the_curve(reference: dict[str, list[flo
 
 
 def test_accumulation_changes_nothing(reference: dict[str, list[float]]) -> None:
-    assert largest_gap(reference["micro-batch 1"], reference["micro-batch 4"]) < 1e-5
+    assert largest_gap(reference["micro-batch 1"], reference["no accumulation"]) < 1e-5
+    assert largest_gap(reference["micro-batch 4"], reference["no accumulation"]) < 1e-5
 
 
 def test_bfloat16_and_float8_stay_close(reference: dict[str, list[float]]) -> None:
@@ -148,6 +151,45 @@ def test_four_processes_repeat_the_curve(reference: dict[str, list[float]], smal
     )
     for name, losses in found.items():
         assert largest_gap(losses, reference["plain"]) < 1e-5, name
+
+
+def count_collectives(recipe: Recipe) -> dict[str, int]:
+    """Collectives of one training step of two micro-batches, by name."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from parallel.dist import start, stop
+    from recipes.console import Console
+    from recipes.metrics import StepClock
+    from recipes.trainer import Trainer
+
+    class Collectives(TorchDispatchMode):
+        counts: ClassVar[Counter[str]] = Counter()
+
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            if operator.namespace == "c10d":
+                self.counts[operator.overloadpacket.__name__] += 1
+            return operator(*args, **(kwargs or {}))
+
+    world = start("cpu", seed=0)
+    with Console(silent=True) as console:
+        trainer = Trainer(recipe, world, console)
+        trainer.clock = StepClock(world.device)
+        trainer._train_step()  # FSDP sets itself up in the first
+        with Collectives() as collectives:
+            trainer._train_step()
+    stop()
+    return dict(collectives.counts)
+
+
+def test_inner_micro_batches_reduce_no_gradients(small: Recipe) -> None:
+    """Five groups (four blocks and the root): five reduce-scatters a step, however many micro-batches it has."""
+    zero3 = change(small, run={"name": "zero3-collectives"})
+    zero2 = change(small, run={"name": "zero2-collectives"}, fsdp={"reshard_after_forward": False})
+    for recipe, gathers in ((zero3, 2 * (4 + 4 + 1)), (zero2, 5)):
+        for counts in run_processes(2, count_collectives, recipe):
+            assert counts["_reduce_scatter_base_"] == 5, counts
+            assert counts["_allgather_base_"] == gathers, counts
+            assert counts["allreduce_"] == 2, counts  # target tokens, gradient norm
 
 
 def test_compiled_with_everything_on(reference: dict[str, list[float]], small: Recipe) -> None:

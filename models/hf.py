@@ -1,0 +1,343 @@
+"""The Hugging Face side of a model: weight names and config.json, both ways. Imports no torch.
+
+Two families: "llama" (Llama 2 to 3.2, SmolLM2) and "smollm3". What transformers' own classes would compute for a
+config.json is the reference, including their defaults for missing keys.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from models.config import ModelConfig
+
+# Weight names
+
+OUTSIDE = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "lm_head.weight": "lm_head.weight",
+}
+IN_BLOCK = {
+    "attention_norm.weight": "input_layernorm.weight",
+    **{f"attention.{part}_proj.weight": f"self_attn.{part}_proj.weight" for part in "qkvo"},
+    "feed_forward_norm.weight": "post_attention_layernorm.weight",
+    **{f"feed_forward.{part}_proj.weight": f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")},
+}
+BACK_OUTSIDE = {theirs: ours for ours, theirs in OUTSIDE.items()}
+BACK_IN_BLOCK = {theirs: ours for ours, theirs in IN_BLOCK.items()}
+
+
+def hf_name(name: str) -> str:
+    """Such as blocks.3.attention.q_proj.weight -> model.layers.3.self_attn.q_proj.weight. Raises KeyError."""
+    if match := re.fullmatch(r"blocks\.(\d+)\.(.+)", name):
+        return f"model.layers.{match[1]}.{IN_BLOCK[match[2]]}"
+    return OUTSIDE[name]
+
+
+def our_name(name: str) -> str:
+    """The way back. Raises KeyError."""
+    if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name):
+        return f"blocks.{match[1]}.{BACK_IN_BLOCK[match[2]]}"
+    return BACK_OUTSIDE[name]
+
+
+def parameter_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(our name, shape) of every parameter of models.decoder.Decoder, in its order."""
+    width, inner = config.width, config.feed_forward_width
+    query, key_value = config.heads * config.head_width, config.key_value_heads * config.head_width
+    shapes: dict[str, tuple[int, ...]] = {
+        "attention_norm": (width,),
+        "attention.q_proj": (query, width),
+        "attention.k_proj": (key_value, width),
+        "attention.v_proj": (key_value, width),
+        "attention.o_proj": (width, query),
+        "feed_forward_norm": (width,),
+        "feed_forward.gate_proj": (inner, width),
+        "feed_forward.up_proj": (inner, width),
+        "feed_forward.down_proj": (width, inner),
+    }
+    yield "embedding.weight", (config.vocabulary, width)
+    for layer in range(config.layers):
+        for part, shape in shapes.items():
+            yield f"blocks.{layer}.{part}.weight", shape
+    yield "norm.weight", (width,)
+    if not config.tied_embeddings:
+        yield "lm_head.weight", (config.vocabulary, width)
+
+
+# config.json
+
+
+@dataclass(frozen=True)
+class TextFacts:
+    """What config.json says that is no part of our model's shape, but that programs which generate text need."""
+
+    context_length: int
+    """Longest sequence (tokens) the weights were made for."""
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+    pad_token_id: int | None = None
+
+
+CLASSES = {"llama": "LlamaForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
+# transformers.LlamaConfig and SmolLM3Config: what a key that is not there means.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": None,
+        "max_position_embeddings": 2048,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": None,
+    },
+    "smollm3": {
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "rope_theta": 2_000_000.0,
+        "tie_word_embeddings": True,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+        "pad_token_id": 128004,
+    },
+}
+SHARED_DEFAULTS: dict[str, Any] = {
+    "head_dim": None,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "hidden_act": "silu",
+    "no_rope_layers": None,
+    "no_rope_layer_interval": 4,
+}
+# Key -> (the values that change nothing, what another value asks for). Keys that are neither here nor read below
+# (use_cache, pretraining_tp, transformers_version, ...) change nothing that the model computes.
+ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+    "hidden_act": (("silu", "swish"), "another activation than SwiGLU's silu"),
+    "attention_bias": ((False, None), "biases in the attention projections"),
+    "mlp_bias": ((False, None), "biases in the feed-forward"),
+    "attention_dropout": ((0, None), "dropout on the attention weights"),
+    "is_causal": ((True, None), "attention to later tokens"),
+    "partial_rotary_factor": ((1, None), "rotary embeddings on a part of each head"),
+    "quantization_config": ((None,), "quantized weights"),
+    "compression_config": ((None,), "compressed weights"),
+    "per_layer_config": ((None,), "layers of different shapes"),
+    "auto_map": ((None,), "code of its own"),
+}
+
+
+def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
+    """The model of a config.json, named "from_weights". Raises ValueError with one line for each unsupported key."""
+    family = config.get("model_type")
+    if family not in DEFAULTS:
+        known = " or ".join(f'"{name}"' for name in DEFAULTS)
+        raise ValueError(f"model_type = {family!r}: only {known} is supported")
+    given = _Reader({**SHARED_DEFAULTS, **DEFAULTS[family], **config})
+    given.problems += _unsupported(config, family)
+    width, heads = given.integer("hidden_size"), given.integer("num_attention_heads")
+    layers = given.integer("num_hidden_layers")
+    values: dict[str, Any] = {
+        "layers": layers,
+        "width": width,
+        "feed_forward_width": given.integer("intermediate_size"),
+        "heads": heads,
+        "key_value_heads": given.integer("num_key_value_heads", null=heads),
+        "head_width": given.integer("head_dim", null=width // heads),
+        "vocabulary": given.integer("vocab_size"),
+        "tied_embeddings": given.boolean("tie_word_embeddings"),
+        "norm_eps": given.number("rms_norm_eps"),
+        "init_std": given.number("initializer_range"),
+        **_rope(given),
+        **(_no_rope(given, layers) if family == "smollm3" else {}),
+    }
+    model = ModelConfig(name="from_weights", **values)
+    if not given.problems:
+        # Rules across fields make no sense of values that are wrong by themselves.
+        theirs = {"key_value_heads": "num_key_value_heads", "head_width": "head_dim"}
+        given.problems += [f"{theirs.get(field, field)}: {message}" for field, message in model.problems()]
+    if given.problems:
+        raise ValueError("\n".join(given.problems))
+    return model
+
+
+def text_facts(config: Mapping[str, Any]) -> TextFacts:
+    """The rest of a config.json that config_from_hf accepts."""
+    given = {**DEFAULTS[config["model_type"]], **config}
+
+    def token(key: str) -> int | None:
+        value = given[key]
+        return value if isinstance(value, int) and 0 <= value < given["vocab_size"] else None
+
+    ends = given["eos_token_id"]
+    length = given["max_position_embeddings"]
+    return TextFacts(
+        context_length=length if isinstance(length, int) and length > 0 else 2048,
+        bos_token_id=token("bos_token_id"),
+        eos_token_id=tuple(ends) if isinstance(ends, list) else token("eos_token_id"),
+        pad_token_id=token("pad_token_id"),
+    )
+
+
+def config_to_hf(model: ModelConfig, facts: TextFacts, *, dtype: str = "float32") -> dict[str, Any]:
+    """A config.json for transformers from 4.53 on, and for what reads the same keys.
+
+    RoPE stands under the keys of transformers 4, which version 5 and vLLM read too. "llama" where it can express the
+    model, because more programs know it. It cannot when a layer has no rotary embedding, and transformers refuses a
+    Llama whose width is not a multiple of its heads; "smollm3" computes the same and takes both.
+    """
+    rope = [int(model.uses_rope(layer)) for layer in range(model.layers)]
+    family = "llama" if all(rope) and model.width % model.heads == 0 else "smollm3"
+    scaling = None
+    if model.rope_scaling == "llama3":
+        scaling = {
+            "rope_type": "llama3",
+            "factor": model.rope_factor,
+            "low_freq_factor": model.rope_low_frequency_factor,
+            "high_freq_factor": model.rope_high_frequency_factor,
+            "original_max_position_embeddings": model.rope_original_length,
+        }
+    ends = facts.eos_token_id
+    return {
+        "architectures": [CLASSES[family]],
+        "model_type": family,
+        "torch_dtype": dtype,
+        "vocab_size": model.vocabulary,
+        "hidden_size": model.width,
+        "intermediate_size": model.feed_forward_width,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.key_value_heads,
+        "head_dim": model.head_width,
+        "hidden_act": "silu",
+        "rms_norm_eps": model.norm_eps,
+        "max_position_embeddings": facts.context_length,
+        "rope_theta": model.rope_theta,
+        "rope_scaling": scaling,
+        **({"no_rope_layers": rope, "use_sliding_window": False} if family == "smollm3" else {}),
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "tie_word_embeddings": model.tied_embeddings,
+        "initializer_range": model.init_std,
+        "use_cache": True,
+        # Written out also when there is none: a missing key means the family's own token.
+        "bos_token_id": facts.bos_token_id,
+        "eos_token_id": list(ends) if isinstance(ends, tuple) else ends,
+        "pad_token_id": facts.pad_token_id,
+    }
+
+
+class _Reader:
+    """Values of the right type, or a harmless stand-in and a line in `problems`."""
+
+    def __init__(self, values: dict[str, Any], problems: list[str] | None = None, place: str = "") -> None:
+        self.values = values
+        self.problems = [] if problems is None else problems
+        self.place = place
+
+    def refuse(self, key: str, rule: str) -> None:
+        said = f"{self.values[key]!r}" if key in self.values else "missing"
+        self.problems.append(f"{self.place}{key} = {said}: {rule}")
+
+    def integer(self, key: str, *, null: int | None = None) -> int:
+        """An integer of at least 1; null: what JSON's null stands for."""
+        value = self.values.get(key)
+        if value is None and null is not None:
+            return max(1, null)
+        if type(value) is int and value >= 1:
+            return value
+        self.refuse(key, "must be an integer >= 1")
+        return 1
+
+    def number(self, key: str) -> float:
+        value = self.values.get(key)
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf"):
+            return float(value)
+        self.refuse(key, "must be a number > 0")
+        return 1.0
+
+    def boolean(self, key: str) -> bool:
+        value = self.values.get(key)
+        if not isinstance(value, bool):
+            self.refuse(key, "must be true or false")
+        return bool(value)
+
+
+def _unsupported(config: Mapping[str, Any], family: str) -> list[str]:
+    """One line for each key that asks for something our model does not compute."""
+    found = []
+    classes = config.get("architectures") or [CLASSES[family]]
+    if CLASSES[family] not in classes:
+        found.append(f"architectures = {classes!r}: only {CLASSES[family]} is supported for this model_type")
+    for key, (harmless, meaning) in ONLY.items():
+        if key in config and config[key] not in harmless:
+            found.append(f"{key} = {config[key]!r}: {meaning} is not supported")
+    sliding = [kind for kind in config.get("layer_types") or () if kind != "full_attention"]
+    if sliding:
+        kinds = ", ".join(map(repr, dict.fromkeys(sliding)))
+        found.append(f"layer_types has {kinds}: only 'full_attention' is supported")
+    elif config.get("use_sliding_window") and config.get("sliding_window") and "layer_types" not in config:
+        found.append(f"use_sliding_window = True (sliding_window = {config['sliding_window']!r}): not supported")
+    return found
+
+
+def _rope(given: _Reader) -> dict[str, Any]:
+    """The rotary fields, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
+    # Both at once: transformers 5 lets rope_scaling win, and a rope_theta inside over the one outside.
+    key = "rope_scaling" if given.values.get("rope_scaling") else "rope_parameters"
+    parameters = given.values.get(key) or {}
+    if not isinstance(parameters, dict) or any(isinstance(value, dict) for value in parameters.values()):
+        given.refuse(key, "must be one table for all layers")
+        parameters = {}
+    inside = _Reader(dict(parameters), given.problems, place=f"{key}.")
+    values: dict[str, Any] = {"rope_theta": (inside if "rope_theta" in parameters else given).number("rope_theta")}
+    if parameters.get("partial_rotary_factor") not in (None, 1):
+        inside.refuse("partial_rotary_factor", f"{ONLY['partial_rotary_factor'][1]} is not supported")
+    spelled = "rope_type" if "rope_type" in parameters else "type"
+    kind = parameters.get(spelled, "default")
+    if kind == "llama3":
+        # transformers fills a missing original length in from outside of the table, and one outside wins.
+        lengths = (given.values.get(place) for place in ("original_max_position_embeddings", "max_position_embeddings"))
+        outside, longest = lengths
+        inside.values.setdefault("original_max_position_embeddings", longest)
+        if outside is not None:
+            inside.values["original_max_position_embeddings"] = outside
+        values |= {
+            "rope_scaling": "llama3",
+            "rope_factor": inside.number("factor"),
+            "rope_low_frequency_factor": inside.number("low_freq_factor"),
+            "rope_high_frequency_factor": inside.number("high_freq_factor"),
+            "rope_original_length": inside.integer("original_max_position_embeddings"),
+        }
+        if values["rope_factor"] < 1:
+            inside.refuse("factor", "must be a number >= 1")
+    elif kind != "default":
+        inside.refuse(spelled, "only 'default' and 'llama3' rotary embeddings are supported")
+    return values
+
+
+def _no_rope(given: _Reader, layers: int) -> dict[str, Any]:
+    """The layers without rotary embedding, as an interval where they follow one."""
+    pattern = given.values["no_rope_layers"]
+    if pattern is None:
+        return {"no_rope_every": given.integer("no_rope_layer_interval")}
+    if not isinstance(pattern, list) or len(pattern) < layers or any(flag not in (0, 1) for flag in pattern):
+        given.refuse("no_rope_layers", f"must be a list of 1 (rotary) or 0 (none) for each of the {layers} layers")
+        return {}
+    without = tuple(layer for layer in range(layers) if not pattern[layer])
+    if not without:
+        return {}
+    interval = without[0] + 1
+    if without == tuple(range(interval - 1, layers, interval)):
+        return {"no_rope_every": interval}
+    return {"no_rope_layers": without}

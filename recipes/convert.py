@@ -1,0 +1,201 @@
+"""Weights from one place to another: into a model, into a checkpoint, into a Hugging Face folder.
+
+All of it one tensor at a time, so that a host needs room for its shard of the model and little more.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from models.config import ModelConfig
+from models.hf import hf_name, our_name, parameter_shapes
+from parallel.errors import UserError
+from parallel.float8 import without_wrapper
+from parallel.materialize import plain_name
+from recipes import hf_folder
+from recipes.checkpoint import StoredParameters, write_parameters
+from recipes.hf_folder import DTYPE_BYTES, Description, Entry
+from recipes.weights import Weights, checkpoint_files, find_weights
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""safetensors' names."""
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+PIECE = 16_000_000
+"""Elements that are converted and written at a time."""
+
+
+# Into a model
+
+
+def load_weights(model: nn.Module, weights: Weights) -> None:
+    """Fill a model, plain or sharded, with weights of its shape; each process reads what belongs to its shard.
+
+    The model is on its device, and its parameters have their types. Raises UserError, before anything is read, with
+    everything that is missing or damaged.
+    """
+    if weights.is_checkpoint:
+        StoredParameters(weights.path, weights.model).read_into(model)
+        return
+    stored = hf_folder.stored_tensors(weights.path, weights.model)
+    for name, parameter in model.named_parameters():
+        name = plain_name(name)
+        _fill(parameter, *stored[name])
+        if name == "embedding.weight" and weights.model.tied_embeddings and "lm_head.weight" in stored:
+            _require_equal(stored[name], stored["lm_head.weight"], rows=_own_rows(parameter) or slice(None))
+
+
+@torch.no_grad()
+def _fill(parameter: Tensor, file: Path, entry: Entry) -> None:
+    """Read this process's part of one tensor into the parameter."""
+    rows = _own_rows(parameter)
+    values = _read(file, entry, rows or slice(None))
+    if isinstance(parameter, DTensor):
+        if rows is None:  # sharded in another way: by columns, or twice
+            whole = values.to(parameter.device_mesh.device_type)
+            # src_data_rank=None: every process cuts its own part, nothing is sent.
+            values = distribute_tensor(
+                whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+            ).to_local()
+        parameter = parameter.to_local()
+    assert values.shape == parameter.shape, f"{entry.name}: {values.shape} for {parameter.shape}"
+    parameter.copy_(values)
+
+
+def _own_rows(parameter: Tensor) -> slice | None:
+    """The rows of this process, where a parameter is whole or cut into rows once, as fully_shard does; else None."""
+    if not isinstance(parameter, DTensor):
+        return slice(None)
+    cuts = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    if not cuts:
+        return slice(None)
+    if len(cuts) > 1 or parameter.placements[cuts[0]] != Shard(0):
+        return None
+    (axis,), rows = cuts, parameter.shape[0]
+    size = -(-rows // parameter.device_mesh.size(axis))  # as torch.chunk: the last shards may be smaller, or empty
+    first = min(size * parameter.device_mesh.get_local_rank(axis), rows)
+    return slice(first, min(first + size, rows))
+
+
+def _require_equal(one: tuple[Path, Entry], other: tuple[Path, Entry], *, rows: slice) -> None:
+    if not torch.equal(_read(*one, rows), _read(*other, rows)):
+        raise UserError(
+            f"{one[0].parent} says tie_word_embeddings, but its {other[1].name} is not its {one[1].name}: write"
+            " tie_word_embeddings = false into its config.json, or delete the one that is not meant"
+        )
+
+
+def _read(file: Path, entry: Entry, rows: slice = slice(None)) -> Tensor:
+    """Rows of a tensor. The file is opened anew each time: else what was read of it would stay mapped."""
+    with safe_open(file, framework="pt") as tensors:
+        return tensors.get_slice(entry.name)[rows]
+
+
+# Into a checkpoint
+
+
+def import_folder(folder: Path, checkpoint: Path) -> None:
+    """A checkpoint with the numbers of a Hugging Face folder, of the same types.
+
+    Raises UserError and leaves nothing.
+    """
+    weights = find_weights(folder)
+    if weights.is_checkpoint:
+        raise UserError(f"{folder} holds a checkpoint of ours; import reads Hugging Face folders")
+    stored = hf_folder.stored_tensors(folder, weights.model)
+    if weights.model.tied_embeddings and "lm_head.weight" in stored:
+        _require_equal(stored["embedding.weight"], stored.pop("lm_head.weight"), rows=slice(None))
+    description = weights.description()
+    with hf_folder.new_folder(checkpoint) as partial:
+        shapes = {name: (entry.shape, DTYPES[entry.dtype]) for name, (_, entry) in stored.items()}
+        write_parameters(partial, shapes, lambda name: _read(*stored[name]))
+        for name, text in checkpoint_files(description).items():
+            (partial / name).write_text(text, encoding="utf-8")
+
+
+# Into a Hugging Face folder
+
+
+def export_checkpoint(
+    checkpoint: Path, folder: Path, *, dtype: torch.dtype | None = None, max_bytes: int = hf_folder.MAX_FILE_BYTES
+) -> None:
+    """A Hugging Face folder with the parameters of a checkpoint. dtype: their type there; None = as they are.
+
+    Raises UserError and leaves nothing.
+    """
+    weights = find_weights(checkpoint)
+    if not weights.is_checkpoint:
+        raise UserError(f"{checkpoint} is a Hugging Face folder already")
+    parameters = StoredParameters(weights.path, weights.model)
+    names = [name for name, _ in parameter_shapes(weights.model)]
+    files = _files(weights.model, {name: dtype or parameters.dtype(name) for name in names}, max_bytes)
+    _write(folder, files, parameters.read, weights.description())
+
+
+def export_model(
+    model: nn.Module,
+    folder: Path,
+    description: Description,
+    *,
+    main: bool,
+    max_bytes: int = hf_folder.MAX_FILE_BYTES,
+) -> None:
+    """A Hugging Face folder with the parameters of a model, plain or sharded, in place of what is there.
+
+    All processes call it: they gather one parameter at a time, and the main one writes. Raises UserError.
+    """
+    parameters = {plain_name(name): parameter.detach() for name, parameter in model.named_parameters()}
+    files = _files(description.model, {name: parameter.dtype for name, parameter in parameters.items()}, max_bytes)
+
+    def read(name: str) -> Tensor:
+        values = without_wrapper(parameters[name])
+        if isinstance(values, DTensor):
+            # What is offloaded to the host is gathered through the devices.
+            gathering = cast(DTensor, values.to(values.device_mesh.device_type))
+            values = gathering.full_tensor()
+        return values
+
+    if main:
+        _write(folder, files, read, description, replace=True)
+    else:
+        for _ in map(read, _names(files)):
+            pass
+
+
+def _files(model: ModelConfig, dtypes: Mapping[str, torch.dtype], max_bytes: int) -> dict[str, list[Entry]]:
+    entries = [Entry(hf_name(name), CODES[dtypes[name]], shape) for name, shape in parameter_shapes(model)]
+    return hf_folder.plan_files(entries, max_bytes=max_bytes)
+
+
+def _names(files: Mapping[str, list[Entry]]) -> Iterator[str]:
+    """Our names, in the order in which they are written."""
+    return (our_name(entry.name) for entries in files.values() for entry in entries)
+
+
+def _write(
+    folder: Path,
+    files: Mapping[str, list[Entry]],
+    read: Callable[[str], Tensor],
+    description: Description,
+    *,
+    replace: bool = False,
+) -> None:
+    widest = max((entry.dtype for entries in files.values() for entry in entries), key=lambda code: DTYPE_BYTES[code])
+    with hf_folder.new_folder(folder, replace=replace) as partial:
+        for file, entries in files.items():
+            with (partial / file).open("wb") as stream:
+                hf_folder.write_header(stream, entries)
+                for entry in entries:
+                    _write_values(stream, read(our_name(entry.name)), DTYPES[entry.dtype])
+        hf_folder.write_index(partial, files)
+        dtype = str(DTYPES[widest]).removeprefix("torch.")
+        hf_folder.write_description(partial, description, dtype=dtype)
+
+
+def _write_values(stream: BinaryIO, values: Tensor, dtype: torch.dtype) -> None:
+    for piece in values.contiguous().flatten().split(PIECE):
+        stream.write(piece.cpu().to(dtype).view(torch.uint8).numpy())

@@ -1,0 +1,301 @@
+"""A Hugging Face folder as files: config.json, the tokenizer, and safetensors as far as their headers say.
+
+Imports no torch; recipes/convert.py moves the numbers.
+"""
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from models.config import ModelConfig
+from models.hf import TextFacts, config_from_hf, config_to_hf, hf_name, parameter_shapes, text_facts
+from parallel.errors import UserError
+
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""The element types, by safetensors' names, that weights may have."""
+MAX_FILE_BYTES = 5_000_000_000
+"""Where one file of weights ends and the next begins, as at the Hugging Face hub."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a safetensors file."""
+
+    name: str
+    """Its name there."""
+    dtype: str
+    """Key of DTYPE_BYTES."""
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        size = DTYPE_BYTES[self.dtype]
+        for length in self.shape:
+            size *= length
+        return size
+
+
+@dataclass(frozen=True)
+class Description:
+    """What weights are, for every program that uses them."""
+
+    model: ModelConfig
+    facts: TextFacts
+    tokenizer: str
+    """The text of tokenizer.json."""
+
+
+# Reading
+
+
+def read_shape(folder: Path) -> ModelConfig:
+    """The model that config.json describes. Raises UserError with everything in it that is not supported."""
+    return _described(folder)[0]
+
+
+def read_facts(folder: Path) -> TextFacts:
+    """Token ids and context length from config.json. Raises UserError as read_shape does."""
+    return _described(folder)[1]
+
+
+def read_tokenizer(folder: Path) -> str:
+    """tokenizer.json as text. Raises UserError where there is none."""
+    file = folder / TOKENIZER
+    try:
+        text = file.read_text(encoding="utf-8")
+        token_names(text)
+        return text
+    except FileNotFoundError:
+        raise UserError(
+            f"{folder} has no {TOKENIZER}; put the tokenizer that the model was trained with there"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file} is not a tokenizer.json as Hugging Face tokenizers writes it: {error!r}") from None
+
+
+def stored_tensors(folder: Path, model: ModelConfig) -> dict[str, tuple[Path, Entry]]:
+    """Our name -> file and entry, for every parameter of the model; of a tied one also an lm_head.weight that is there.
+
+    Reads headers alone. Raises one UserError that lists every file and tensor that is missing, damaged or too many.
+    """
+    problems: list[str] = []
+    found: dict[str, tuple[Path, Entry]] = {}
+    for file in _weight_files(folder, problems):
+        try:
+            found |= {entry.name: (file, entry) for entry in read_header(file)}
+        except UserError as error:
+            problems.append(str(error))
+    damaged = bool(problems)
+    stored: dict[str, tuple[Path, Entry]] = {}
+    missing = []
+    for name, shape in parameter_shapes(model):
+        theirs = hf_name(name)
+        if theirs not in found:
+            missing.append(theirs)
+            continue
+        stored[name] = file, entry = found.pop(theirs)
+        if entry.shape != shape:
+            problems.append(f"{theirs} in {file.name} has shape {list(entry.shape)}, but the model needs {list(shape)}")
+        if entry.dtype not in DTYPE_BYTES:
+            problems.append(f"{theirs} in {file.name} has type {entry.dtype}; weights must be {_or(DTYPE_BYTES)}")
+    if missing and not damaged:  # else they are in what is damaged
+        problems.append(f"missing: {_some(missing)}")
+    if "lm_head.weight" in found:  # of a tied model: some programs write the embedding twice
+        stored["lm_head.weight"] = file, entry = found.pop("lm_head.weight")
+        if entry.shape != (shape := (model.vocabulary, model.width)):
+            problems.append(f"lm_head.weight in {file.name} has shape {list(entry.shape)}, not {list(shape)}")
+    # Old checkpoints carry the rotary frequencies, which follow from config.json.
+    unknown = [name for name in found if not name.endswith("rotary_emb.inv_freq")]
+    if unknown:
+        problems.append(f"the model has no place for {_some(unknown)}")
+    if problems:
+        raise UserError("\n  ".join([f"the weights in {folder} cannot be used:", *problems]))
+    return stored
+
+
+def read_header(file: Path) -> list[Entry]:
+    """What is in a safetensors file. Raises UserError where it is not there, not one, or not whole."""
+    try:
+        with file.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            start = stream.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+            if start == b"version ":
+                raise UserError(f"{file.name} is a Git LFS pointer, not the weights; fetch them with `git lfs pull`")
+            if 8 + length > size:
+                raise UserError(f"{file.name} is not a whole safetensors file ({size} bytes); fetch it again")
+            header = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        entries = [Entry(name, about["dtype"], tuple(about["shape"])) for name, about in header.items()]
+        end = 8 + length + max((about["data_offsets"][1] for about in header.values()), default=0)
+    except FileNotFoundError:
+        raise UserError(f"{file.name} is missing; fetch it again") from None
+    except OSError as error:
+        raise UserError(f"{file.name} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        raise UserError(f"{file.name} is not a safetensors file") from None
+    if size != end:
+        raise UserError(f"{file.name} has {size} bytes, but its header promises {end}; fetch it again")
+    return entries
+
+
+def token_names(tokenizer: str) -> dict[int, str]:
+    """Token id -> token, from the text of a tokenizer.json."""
+    content = json.loads(tokenizer)
+    entries = content["model"]["vocab"]  # Unigram models list (token, score) pairs, all others map token to id
+    pairs = ((token, i) for i, (token, _) in enumerate(entries)) if isinstance(entries, list) else entries.items()
+    return {i: token for token, i in pairs} | {
+        added["id"]: added["content"] for added in content.get("added_tokens") or ()
+    }
+
+
+def _described(folder: Path) -> tuple[ModelConfig, TextFacts]:
+    file = folder / CONFIG
+    config = _read_json(file)
+    try:
+        return config_from_hf(config), text_facts(config)
+    except ValueError as error:
+        raise UserError(
+            "\n  ".join([f"{file} describes a model that is not supported:", *str(error).split("\n")])
+        ) from None
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{file} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{file} must hold one JSON object")
+    return content
+
+
+def _weight_files(folder: Path, problems: list[str]) -> list[Path]:
+    """The safetensors files that belong to the model, in a fixed order."""
+    if (folder / SINGLE).is_file():  # transformers, too, prefers it to an index
+        return [folder / SINGLE]
+    if (folder / INDEX).is_file():
+        names = _read_json(folder / INDEX).get("weight_map")
+        if isinstance(names, dict) and names and all(isinstance(name, str) for name in names.values()):
+            return [folder / name for name in sorted(set(names.values()))]
+        problems.append(f"{INDEX} has no weight_map")
+        return []
+    others = sorted(file.name for kind in ("*.safetensors", "*.bin", "*.pth") for file in folder.glob(kind))
+    there = f"; there is {_some(others)}" if others else ""
+    problems.append(f"neither {SINGLE} nor {INDEX} is there{there}")
+    return []
+
+
+def _some(names: Sequence[str], limit: int = 5) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def _or(names: Any) -> str:
+    *most, last = names
+    return f"{', '.join(most)} or {last}"
+
+
+# Writing
+
+
+@contextmanager
+def new_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
+    """A folder to fill, which gets its name when the block ends well, and is deleted when it does not.
+
+    Raises UserError where `folder` already holds something, unless replace, and where it cannot be written.
+    """
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not replace):
+        raise UserError(f"{folder} is already there; give another name, or delete it")
+    partial, old = (folder.parent / f".{word}-{folder.name}" for word in ("partial", "old"))
+    try:
+        for left_over in (partial, old):  # of a killed process
+            if left_over.exists():
+                shutil.rmtree(left_over)
+        partial.mkdir(parents=True)
+        try:
+            yield partial
+            if folder.exists():
+                os.rename(folder, old)
+            os.rename(partial, folder)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error}") from error
+
+
+def write_description(folder: Path, description: Description, *, dtype: str) -> None:
+    """Everything but the weights. dtype: torch's name of their type, such as "float32"."""
+    facts = description.facts
+    ids = {name: getattr(facts, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    firsts = {name: value[0] if isinstance(value, tuple) else value for name, value in ids.items()}
+    names = token_names(description.tokenizer)
+    contents = {
+        CONFIG: config_to_hf(description.model, facts, dtype=dtype),
+        "generation_config.json": {f"{name}_token_id": value for name, value in ids.items() if value is not None},
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": facts.context_length,
+            "clean_up_tokenization_spaces": False,
+            **{f"{name}_token": names[first] for name, first in firsts.items() if first in names},
+        },
+    }
+    for name, content in contents.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    (folder / TOKENIZER).write_text(description.tokenizer, encoding="utf-8")
+
+
+def plan_files(entries: Sequence[Entry], *, max_bytes: int = MAX_FILE_BYTES) -> dict[str, list[Entry]]:
+    """File name -> its tensors. A file is closed before it would pass max_bytes; a larger tensor has one of its own."""
+    groups: list[list[Entry]] = []
+    size = 0
+    for entry in entries:
+        if not groups or size + entry.bytes > max_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(entry)
+        size += entry.bytes
+    for group in groups:
+        group.sort(key=lambda entry: -DTYPE_BYTES[entry.dtype])  # so that every tensor is aligned to its elements
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{number:05d}-of-{len(groups):05d}.safetensors": group for number, group in enumerate(groups, 1)}
+
+
+def write_index(folder: Path, files: Mapping[str, Sequence[Entry]]) -> None:
+    """The index of several files; one file needs none."""
+    if list(files) == [SINGLE]:
+        return
+    index = {
+        "metadata": {"total_size": sum(entry.bytes for entries in files.values() for entry in entries)},
+        "weight_map": {entry.name: file for file, entries in files.items() for entry in entries},
+    }
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def write_header(stream: BinaryIO, entries: Sequence[Entry]) -> None:
+    """Begin a safetensors file; the tensors' bytes follow in the same order.
+
+    The format is that simple (https://huggingface.co/docs/safetensors): a length, a JSON header, raw little-endian
+    bytes. The library's writers take all tensors of a file at once, where a stream needs one in memory at a time.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for entry in entries:
+        begin, end = end, end + entry.bytes
+        header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    stream.write(struct.pack("<Q", len(text)) + text)

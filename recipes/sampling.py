@@ -1,0 +1,59 @@
+"""Choosing the next token.
+
+V vocabulary.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from parallel.errors import UserError
+
+
+def next_token(
+    logits: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0, generator: torch.Generator
+) -> int:
+    """Choose one token by its logits (V,), with the odds below; the likeliest at a temperature of 0.
+
+    The generator is the host's: one seed draws the same on every kind of device.
+    """
+    logits = logits.float().cpu()
+    if temperature == 0:
+        return int(logits.argmax())
+    chances = odds(logits, temperature=temperature, top_k=top_k, top_p=top_p)
+    return int(torch.multinomial(chances, 1, generator=generator))
+
+
+def odds(logits: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+    """softmax(logits / temperature) of what is left of the tokens, (V,) -> (V,).
+
+    top_k leaves so many likeliest ones (0 = all; more where the last ones tie). top_p then leaves the fewest likeliest
+    ones that have this much of the rest (nucleus sampling: Holtzman et al. 2020). The same order as in transformers.
+    """
+    logits = logits / temperature
+    if 0 < top_k < len(logits):
+        logits[logits < logits.topk(top_k).values[-1]] = -math.inf
+    if top_p < 1:
+        likeliest, order = logits.sort(descending=True)
+        chances = likeliest.softmax(dim=-1)
+        before = chances.cumsum(dim=-1) - chances  # of everything likelier
+        before[0] = 0.0  # exactly: one token is always left
+        logits[order[before >= top_p]] = -math.inf
+    return logits.softmax(dim=-1)
+
+
+def check_sampling(*, max_tokens: int, temperature: float, top_k: int, top_p: float) -> None:
+    """Raises one UserError that lists every value out of its range."""
+    problems = [
+        f"{name} = {value}: must be {rule}"
+        for name, value, rule, holds in (
+            ("max_tokens", max_tokens, "1 or more", max_tokens >= 1),
+            ("temperature", temperature, "0 (greedy) or more", 0 <= temperature < math.inf),
+            ("top_k", top_k, "1 or more, or 0 for all tokens", top_k >= 0),
+            ("top_p", top_p, "above 0 and at most 1", 0 < top_p <= 1),
+        )
+        if not holds
+    ]
+    if problems:
+        raise UserError("\n".join(problems))

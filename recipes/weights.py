@@ -1,0 +1,122 @@
+"""Where trained weights lie: a Hugging Face folder, or one of our checkpoints. Imports no torch."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from models.config import ModelConfig
+from models.hf import TextFacts
+from parallel.errors import UserError
+from recipes import hf_folder
+from recipes.hf_folder import Description
+from recipes.tokenizer import Tokenizer, build_tokenizer
+
+MODEL, TOKENIZER = "model.json", "tokenizer.json"
+"""The files that make a checkpoint complete in itself."""
+UNCHECKED = ("name", "init_std", "weights")
+"""Fields of a model that its trained weights do not depend on."""
+LLAMA3_ROPE = ("rope_factor", "rope_low_frequency_factor", "rope_high_frequency_factor", "rope_original_length")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A folder of weights and what it says about them."""
+
+    path: Path
+    model: ModelConfig
+    facts: TextFacts
+    is_checkpoint: bool
+    """One of ours, and not a Hugging Face folder."""
+
+    def description(self) -> Description:
+        """With the text of tokenizer.json. Raises UserError where there is none."""
+        return Description(self.model, self.facts, hf_folder.read_tokenizer(self.path))
+
+    def tokenizer(self) -> Tokenizer:
+        """Its tokenizer. Raises UserError where there is none, or one that does not fit the model."""
+        try:
+            tokenizer = build_tokenizer(self.description().tokenizer, where=self.path / TOKENIZER)
+        except UserError as error:
+            raise UserError(str(error).removeprefix("data.tokenizer: ")) from None
+        if tokenizer.vocabulary > self.model.vocabulary:
+            raise UserError(
+                f"{self.path}: {TOKENIZER} has ids up to {tokenizer.vocabulary - 1}, but the model's vocabulary is"
+                f" {self.model.vocabulary}; they do not belong together"
+            )
+        return tokenizer
+
+
+def find_weights(path: str | Path) -> Weights:
+    """The weights of a Hugging Face folder, a checkpoint, or a run's folder (its newest checkpoint).
+
+    Reads a few small files. Raises UserError where there is nothing of that kind, or nothing we can use.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"{folder} is {'not a folder' if folder.exists() else 'not there'}")
+    if (folder / hf_folder.CONFIG).is_file():
+        return Weights(folder, hf_folder.read_shape(folder), hf_folder.read_facts(folder), is_checkpoint=False)
+    for place in (folder / "checkpoints", folder):
+        if steps := checkpoint_steps(place):
+            folder = step_folder(place, steps[-1])
+            break
+    if (folder / MODEL).is_file():
+        model, facts = read_description(folder)
+        return Weights(folder, model, facts, is_checkpoint=True)
+    if any(folder.glob("*.distcp")):
+        raise UserError(f"{folder} is a checkpoint without {MODEL}: an older version of this program wrote it")
+    raise UserError(
+        f"{folder} holds no weights: neither a Hugging Face folder ({hf_folder.CONFIG} and safetensors), nor a"
+        f" checkpoint ({MODEL}), nor the folder of a run with a checkpoint"
+    )
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    """Steps of the complete checkpoints in the folder of a run's checkpoints, oldest first."""
+    found = (re.fullmatch(r"step-(\d{8,})", path.name) for path in folder.glob("step-*") if path.is_dir())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """The checkpoint of a step."""
+    return folder / f"step-{step:08d}"
+
+
+def checkpoint_files(description: Description) -> dict[str, str]:
+    """Name -> text of the files that describe a checkpoint."""
+    model = replace(description.model, weights="")  # where they once came from is no part of what they are
+    content = {"model": asdict(model), "text": asdict(description.facts)}
+    return {MODEL: json.dumps(content, indent=2) + "\n", TOKENIZER: description.tokenizer}
+
+
+def read_description(folder: Path) -> tuple[ModelConfig, TextFacts]:
+    """What model.json says. Raises UserError."""
+    file = folder / MODEL
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        model = TypeAdapter(ModelConfig).validate_python(content["model"])
+        return model, TypeAdapter(TextFacts).validate_python(content["text"])
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValidationError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} does not describe a model of this version: {error}") from None
+
+
+def differences(model: ModelConfig, stored: ModelConfig) -> Iterator[tuple[str, Any]]:
+    """(field, its value in the weights) for every field in which a model is not the one that weights were made for."""
+    skipped = {*UNCHECKED, "no_rope_every", "no_rope_layers"}
+    if model.rope_scaling == "none" or stored.rope_scaling == "none":
+        skipped |= set(LLAMA3_ROPE)
+    for field in fields(ModelConfig):
+        if field.name not in skipped and getattr(model, field.name) != (theirs := getattr(stored, field.name)):
+            yield field.name, theirs
+    layers = range(min(model.layers, stored.layers))
+    if [model.uses_rope(layer) for layer in layers] != [stored.uses_rope(layer) for layer in layers]:
+        for name in ("no_rope_every", "no_rope_layers"):
+            if getattr(model, name) != (theirs := getattr(stored, name)):
+                yield name, theirs

@@ -1,0 +1,50 @@
+"""Between Hugging Face folders and checkpoints: `python scripts/convert_hf.py import|export FROM TO`."""
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
+
+from parallel.errors import UserError  # noqa: E402
+
+USAGE = """\
+convert_hf.py import FOLDER CHECKPOINT                    a Hugging Face folder to a new checkpoint
+       convert_hf.py export CHECKPOINT FOLDER [--dtype TYPE]    ... and back
+
+CHECKPOINT to export: a folder such as runs/NAME/checkpoints/step-00000100, or
+runs/NAME for its newest one. TYPE: bfloat16 or float32; without it the numbers
+stay as the checkpoint has them (float32 in one of a run)."""
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit code: 0, or 2 for what the user can mend."""
+    parser = argparse.ArgumentParser(usage=USAGE, allow_abbrev=False)
+    parser.add_argument("direction", choices=("import", "export"), help=argparse.SUPPRESS)
+    parser.add_argument("source", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("target", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.direction == "import" and options.dtype:
+        parser.error("--dtype belongs to export; an imported checkpoint keeps the types of its folder")
+
+    import torch
+
+    from recipes.convert import export_checkpoint, import_folder
+
+    try:
+        if options.direction == "import":
+            import_folder(options.source, options.target)
+        else:
+            dtype = getattr(torch, options.dtype) if options.dtype else None
+            export_checkpoint(options.source, options.target, dtype=dtype)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"wrote {options.target}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,101 @@
+"""Loss, perplexity and bits per byte of a model on any text. --help lists the options.
+
+python scripts/evaluate.py FOLDER_OR_CHECKPOINT SOURCE
+python scripts/launch.py --standalone --nproc-per-node=8 scripts/evaluate.py FOLDER_OR_CHECKPOINT SOURCE
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
+
+from parallel.errors import UserError  # noqa: E402
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit code: 0, 2 for what the user can mend, 130 after Ctrl-C."""
+    parser = argparse.ArgumentParser(
+        description="Loss, perplexity and bits per byte of a model on a text, as one line of JSON.",
+        epilog="On several devices: python scripts/launch.py --standalone --nproc-per-node=8 scripts/evaluate.py ...",
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", help="a Hugging Face folder, a checkpoint, or runs/NAME for its newest checkpoint")
+    parser.add_argument("source", help='as data.source in a recipe: "python-stdlib", or a file, folder or glob')
+    parser.add_argument("--text-field", default="text", help="field that holds the text, in .jsonl and .parquet")
+    parser.add_argument("--sequence-length", type=int, default=2048, help="tokens per sequence (%(default)s)")
+    parser.add_argument("--micro-batch-size", type=int, default=1, help="sequences per process at once (%(default)s)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="computed in (%(default)s)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(%(default)s)")
+    options = parser.parse_args(arguments)
+    try:
+        return evaluate(options)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print()
+        return 128 + signal.SIGINT
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    """What main says. Raises UserError."""
+    from recipes.corpus import documents, source_problem
+    from recipes.weights import find_weights
+
+    for name in ("sequence_length", "micro_batch_size"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be 1 or more")
+    if problem := source_problem(options.source):
+        raise UserError(f"{options.source}: {problem}")
+    weights = find_weights(options.model)
+    tokenizer = weights.tokenizer()
+
+    import torch  # from here on
+
+    from models.decoder import Decoder
+    from parallel.config import ActivationCheckpointingConfig, CompileConfig, Float8Config, FSDPConfig, MeshConfig
+    from parallel.dist import start, stop
+    from parallel.mesh import build_mesh
+    from parallel.order import parallelize
+    from recipes.convert import load_weights
+    from recipes.evaluate import evaluate_text
+
+    world = start(options.device, seed=0)
+    try:
+        with torch.device("meta"):
+            model = Decoder(weights.model)
+        parallelize(
+            model,
+            build_mesh(MeshConfig(), world_size=world.size, device_type=world.device.type),
+            float8=Float8Config(),
+            activation_checkpointing=ActivationCheckpointingConfig(),
+            compile=CompileConfig(),
+            fsdp=FSDPConfig(param_dtype=options.dtype),
+        )
+        model.to_empty(device=world.device)
+        load_weights(model, weights)
+        found = evaluate_text(
+            model,
+            documents(options.source, text_field=options.text_field),
+            tokenizer=tokenizer,
+            sequence_length=options.sequence_length,
+            micro_batch_size=options.micro_batch_size,
+            world=world,
+        )
+    finally:
+        stop()
+    if world.is_main:
+        names = ("loss", "perplexity", "bits_per_byte", "tokens", "text_bytes", "documents")
+        print(json.dumps({name: getattr(found, name) for name in names}))
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    print(end="", flush=True)
+    os._exit(code)  # as in train.py

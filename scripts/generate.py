@@ -1,0 +1,80 @@
+"""Let a model continue a text: `python scripts/generate.py FOLDER_OR_CHECKPOINT "prompt"`. --help lists the options."""
+
+import argparse
+import io
+import signal
+import sys
+from pathlib import Path
+
+# Ctrl-C while modules are imported: go at once, without the traceback of whatever line was being imported.
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
+
+from parallel.errors import UserError  # noqa: E402
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit code: 0, 2 for what the user can mend, 130 after Ctrl-C."""
+    options = _parser().parse_args(arguments)
+    if options.greedy:
+        options.temperature = 0.0
+    try:
+        return _generate(options)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print()
+        return 128 + signal.SIGINT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Continue a text with a model on one device, and say how fast that was.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", help="a Hugging Face folder, a checkpoint, or runs/NAME for its newest checkpoint")
+    parser.add_argument("prompt", help="the text to continue")
+    parser.add_argument("--max-tokens", type=int, default=128, help="stop after so many (%(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="higher is wilder, 0 = --greedy (%(default)s)")
+    parser.add_argument("--top-k", type=int, default=0, help="only among so many likeliest; 0 = all (%(default)s)")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="only among the likeliest with this share (%(default)s)"
+    )
+    parser.add_argument("--greedy", action="store_true", help="always the likeliest token")
+    parser.add_argument("--seed", type=int, default=0, help="another seed gives another text (%(default)s)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="else float32 on a CPU, bfloat16 on a GPU")
+    parser.add_argument("--device", help='such as "cpu" or "cuda:1"; else a GPU where there is one')
+    return parser
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from recipes.sampling import check_sampling  # torch, from here on
+
+    sampling = {name: getattr(options, name) for name in ("max_tokens", "temperature", "top_k", "top_p")}
+    check_sampling(**sampling)  # before a large model is read
+
+    from recipes.console import CONTROLS
+    from recipes.generate import choose_device, continue_text, open_model
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    device, dtype = choose_device(options.device, options.dtype)
+    opened = open_model(options.model, dtype=dtype, device=device)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that has not every character
+    tokens, seconds = continue_text(
+        opened,
+        options.prompt,
+        say=lambda piece: print(piece.translate(CONTROLS), end="", flush=True),
+        seed=options.seed,
+        **sampling,
+    )
+    print()
+    print(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,534 @@
+"""Hugging Face folders in and out: to the bit, onto any mesh, in little memory, or one clear error."""
+
+import hashlib
+import json
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from models.config import ModelConfig
+from models.decoder import Decoder
+from models.hf import TextFacts, hf_name, parameter_shapes
+from models.sizes import SIZES
+from parallel.config import Float8Config, MeshConfig
+from parallel.dist import start, stop
+from parallel.errors import UserError
+from parallel.materialize import plain_name
+from recipes.checkpoint import Checkpoints
+from recipes.convert import export_checkpoint, export_model, import_folder, load_weights
+from recipes.hf_folder import Description, read_header, stored_tensors
+from recipes.optimizer import build_optimizer
+from recipes.schema import OptimizerConfig
+from recipes.weights import checkpoint_files, differences, find_weights
+from tests.build import build_model
+from tests.processes import run_processes
+
+TOKENIZER = json.dumps(
+    {
+        "version": "1.0",
+        "pre_tokenizer": {"type": "Whitespace"},
+        "added_tokens": [
+            {"id": 3, "content": "</s>", "special": True}
+            | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        ],
+        "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "<unk>": 2, "</s>": 3}, "unk_token": "<unk>"},
+    }
+)
+SHARED: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": 3,
+    "pad_token_id": None,
+}
+ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPE |= {"original_max_position_embeddings": 32}
+# Name -> (family, what differs from SHARED, bytes in a file, element type)
+CASES: dict[str, tuple[str, dict[str, Any], str, torch.dtype]] = {
+    "interval": ("smollm3", {"num_hidden_layers": 5}, "50KB", torch.float32),
+    "irregular": ("smollm3", {"no_rope_layers": [0, 1, 1, 0]}, "1GB", torch.bfloat16),
+    "untied": ("smollm3", {"tie_word_embeddings": False, "vocab_size": 101, "head_dim": 20}, "40KB", torch.float32),
+    "no-rope": ("smollm3", {"no_rope_layers": [0, 0, 0], "num_key_value_heads": 1}, "1GB", torch.float16),
+    "5-heads": ("smollm3", {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 10}, "1GB", torch.float32),
+    "llama2": ("llama", {"num_key_value_heads": 4}, "60KB", torch.bfloat16),
+    "one-head": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}, "1GB", torch.float32),
+    "llama3": ("llama", {"rope_parameters": ROPE, "head_dim": 16}, "30KB", torch.float32),
+    "llama32": ("llama", {"rope_parameters": ROPE, "tie_word_embeddings": True}, "1GB", torch.bfloat16),
+    "two-ends": ("llama", {"rms_norm_eps": 1e-5, "eos_token_id": [3, 1]}, "1GB", torch.float32),
+}  # fmt: skip
+SMALL = replace(SIZES["llama3_debug"], layers=2, width=36, feed_forward_width=50, vocabulary=67, heads=3, head_width=6)
+SMALL = replace(SMALL, key_value_heads=1)
+FACTS = TextFacts(64, eos_token_id=3)
+
+
+def save_reference(folder: Path, case: str) -> Any:
+    """A random model of transformers, and its folder."""
+    import transformers  # not at the top: the processes that run_processes starts need none of it
+
+    family, changes, file_size, dtype = CASES[case]
+    config_class = {"smollm3": transformers.SmolLM3Config, "llama": transformers.LlamaConfig}[family]
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config_class(**{**SHARED, **changes})).to(dtype)
+    model.save_pretrained(folder, max_shard_size=file_size)
+    (folder / "tokenizer.json").write_text(TOKENIZER)
+    # Anew from the folder: .to() rounded the rotary frequencies, which loading does not.
+    return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def random_tensor(name: str, shape: tuple[int, ...]) -> Tensor:
+    generator = torch.Generator().manual_seed(len(name) + sum(map(ord, name)))
+    return torch.randn(shape, generator=generator)
+
+
+def write_random(folder: Path, config: ModelConfig = SMALL, *, max_bytes: int = 10_000) -> Path:
+    """A folder of random weights, written by us."""
+    with torch.device("meta"):
+        model = Decoder(config)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(random_tensor(name, tuple(parameter.shape)))
+    export_model(model, folder, Description(config, FACTS, TOKENIZER), main=True, max_bytes=max_bytes)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_random(tmp_path / "hf")
+
+
+def tensors(folder: Path) -> dict[str, bytes]:
+    """Name -> type, shape and bytes of every tensor in the folder, wherever it lies."""
+    from safetensors import safe_open
+
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as content:
+            for name in content.keys():  # noqa: SIM118 it is no mapping
+                value = content.get_tensor(name)
+                found[name] = f"{value.dtype} {list(value.shape)} ".encode() + value.view(torch.uint8).numpy().tobytes()
+    return found
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+# There and back
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore")
+def test_there_and_back(case: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    reference = save_reference(tmp_path / "theirs", case)
+    import_folder(tmp_path / "theirs", tmp_path / "first")
+    export_checkpoint(tmp_path / "first", tmp_path / "ours", max_bytes=45_000)
+    assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 1
+
+    assert tensors(tmp_path / "ours") == tensors(tmp_path / "theirs")
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    tokens = torch.arange(40)[None] * 7 % 101
+    assert back.dtype == reference.dtype == CASES[case][3]
+    with torch.no_grad():
+        assert torch.equal(back(tokens).logits, reference(tokens).logits)
+    assert back.config.eos_token_id == reference.config.eos_token_id == GenerationConfig.from_pretrained(
+        tmp_path / "ours"
+    ).eos_token_id  # fmt: skip
+    assert back.config.max_position_embeddings == 256
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "ours")
+    assert tokenizer("a b")["input_ids"] == [0, 1] and tokenizer.eos_token_id == 3
+
+    import_folder(tmp_path / "ours", tmp_path / "second")
+    first, second = contents(tmp_path / "first"), contents(tmp_path / "second")
+    assert first.keys() == second.keys() >= {"model.json", "tokenizer.json"}
+    assert [name for name in first if first[name] != second[name]] in ([], [".metadata"])  # it has its own path in it
+    export_checkpoint(tmp_path / "second", tmp_path / "again", max_bytes=45_000)
+    assert contents(tmp_path / "again") == contents(tmp_path / "ours")
+
+
+def test_one_file_needs_no_index_and_another_type_is_rounded(folder: Path, tmp_path: Path) -> None:
+    import_folder(folder, tmp_path / "checkpoint")
+    export_checkpoint(tmp_path / "checkpoint", tmp_path / "half", dtype=torch.bfloat16)
+    assert sorted(contents(tmp_path / "half")) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    from safetensors.torch import load_file
+
+    for name, value in load_file(tmp_path / "half" / "model.safetensors").items():
+        exact = {hf_name(ours): random_tensor(ours, shape) for ours, shape in parameter_shapes(SMALL)}[name]
+        assert torch.equal(value, exact.to(torch.bfloat16))
+
+
+# Into a model
+
+
+def digests(model: torch.nn.Module) -> dict[str, str]:
+    """Name -> hash of each whole parameter."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        found[plain_name(name)] = hashlib.sha256(whole.detach().contiguous().view(torch.uint8).numpy()).hexdigest()
+    return found
+
+
+Job = tuple[Path, ModelConfig, MeshConfig, str]
+
+
+def load_sharded(jobs: list[Job], out: Path) -> list[dict[str, str]]:
+    """For each folder or checkpoint, the model of that shape on that mesh; the last one is exported to `out`."""
+    world = start("cpu", seed=0)
+    found = []
+    for path, config, mesh, mode in jobs:
+        model, _ = build_model(config, mesh=mesh, mode=mode, seed=1)
+        load_weights(model, find_weights(path))
+        found.append(digests(model))
+    export_model(model, out, Description(config, FACTS, TOKENIZER), main=world.is_main, max_bytes=10_000)
+    stop()
+    return found
+
+
+def expected(config: ModelConfig) -> dict[str, str]:
+    shapes = parameter_shapes(config)
+    return {
+        name: hashlib.sha256(random_tensor(name, shape).view(torch.uint8).numpy()).hexdigest() for name, shape in shapes
+    }
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_into_a_plain_model(tied: bool, tmp_path: Path) -> None:
+    config = replace(SMALL, tied_embeddings=tied)
+    import_folder(write_random(tmp_path / "hf", config), tmp_path / "checkpoint")
+    for source in ("hf", "checkpoint"):
+        model = Decoder(config)
+        load_weights(model, find_weights(tmp_path / source))
+        assert digests(model) == expected(config)
+        half = Decoder(config).to(torch.bfloat16)
+        load_weights(half, find_weights(tmp_path / source))
+        for (name, value), whole in zip(half.named_parameters(), model.parameters(), strict=True):
+            assert torch.equal(value, whole.to(torch.bfloat16)), name
+
+
+def test_unevenly_onto_three_processes_and_out_again(folder: Path, tmp_path: Path) -> None:
+    few_rows = replace(SMALL, key_value_heads=1, heads=1, head_width=2, layers=1, width=3)  # k_proj: 2 x 3
+    jobs: list[Job] = [
+        (write_random(tmp_path / "few", few_rows), few_rows, MeshConfig(), "none"),
+        (folder, SMALL, MeshConfig(), "full"),
+    ]
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "of_an_earlier_end").touch()
+    for found in run_processes(3, load_sharded, jobs, tmp_path / "out"):
+        assert found == [expected(few_rows), expected(SMALL)]
+    assert contents(tmp_path / "out") == contents(folder)
+
+
+def test_onto_any_mesh_of_four(folder: Path, tmp_path: Path) -> None:
+    import_folder(folder, tmp_path / "checkpoint")
+    jobs = [
+        (source, SMALL, mesh, "none")
+        for source in (folder, tmp_path / "checkpoint")
+        for mesh in (MeshConfig(), MeshConfig(replicate=2), MeshConfig(replicate=4))
+    ]
+    for found in run_processes(4, load_sharded, jobs, tmp_path / "out"):
+        assert found == [expected(SMALL)] * len(jobs)
+    assert contents(tmp_path / "out") == contents(folder)
+
+
+def test_what_torchao_wraps_is_written_plain(tmp_path: Path) -> None:
+    """Float8 all-gather keeps the weights in a class of torchao's, which readers need not know."""
+    wide = replace(SIZES["llama3_debug"], layers=1, width=32, feed_forward_width=48, vocabulary=64)
+    folder = write_random(tmp_path / "hf", wide)
+    import_folder(folder, tmp_path / "checkpoint")
+    world = start("cpu", seed=0)
+    try:
+        float8 = Float8Config("tensorwise", all_gather=True, emulate=True)
+        for source in ("hf", "checkpoint"):
+            model, _ = build_model(wide, float8=float8, seed=1)
+            load_weights(model, find_weights(tmp_path / source))
+            description = Description(wide, FACTS, TOKENIZER)
+            export_model(model, tmp_path / "out", description, main=world.is_main, max_bytes=10_000)
+            assert contents(tmp_path / "out") == contents(folder)
+        optimizer = build_optimizer(model, OptimizerConfig())
+        checkpoints = Checkpoints(tmp_path, keep=1, files=checkpoint_files(description))
+        checkpoints.save(model, optimizer, step=1)
+        assert not any(b"DynamicFloat8Cast" in content for content in contents(checkpoints.path(1)).values())
+        plain, _ = build_model(wide, seed=2)
+        checkpoints.load(plain, build_optimizer(plain, OptimizerConfig()), step=1)
+        assert digests(plain) == expected(wide)
+    finally:
+        stop()
+
+
+# What is wrong with a folder
+
+
+def edit_config(folder: Path, **values: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def rename_tensor(folder: Path, old: str, new: str) -> None:
+    """In a file's header, by a name of the same length."""
+    assert len(old) == len(new)
+    for file in files(folder):
+        file.write_bytes(file.read_bytes().replace(f'"{old}"'.encode(), f'"{new}"'.encode()))
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-3])
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no config": (lambda folder: (folder / "config.json").unlink(), "holds no weights"),
+    "config is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "is not JSON"),
+    "config is a list": (lambda folder: (folder / "config.json").write_text("[]"), "must hold one JSON object"),
+    "unsupported": (lambda folder: edit_config(folder, attention_bias=True), "attention_bias = True"),
+    "file missing": (lambda folder: files(folder)[1].unlink(), "model-00002-of-00010.safetensors is missing"),
+    "truncated": (lambda folder: truncate(files(folder)[0]), "but its header promises"),
+    "header truncated": (lambda folder: files(folder)[0].write_bytes(files(folder)[0].read_bytes()[:60]), "whole"),
+    "empty file": (lambda folder: files(folder)[0].write_bytes(b""), "is not a whole safetensors file (0 bytes)"),
+    "no header": (lambda folder: files(folder)[0].write_bytes(struct.pack("<Q", 4) + b"nope"), "is not a safetensors"),
+    "LFS pointer": (lambda folder: files(folder)[0].write_text("version https://git-lfs..."), "git lfs pull"),
+    "index missing": (lambda folder: (folder / "model.safetensors.index.json").unlink(), "neither model.safetensors"),
+    "index empty": (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "no weight_map"),
+    "wrong shape": (lambda folder: edit_config(folder, intermediate_size=51), "has shape [50, 36], but"),
+    "tensor missing": (lambda folder: edit_config(folder, num_hidden_layers=3), "missing: model.layers.2"),
+    "tensor unknown": (lambda folder: edit_config(folder, num_hidden_layers=1), "has no place for model.layers.1"),
+    "other name": (lambda folder: rename_tensor(folder, "model.norm.weight", "model.norm.height"), "model.norm.height"),
+    "untied without head": (lambda folder: rename_tensor(folder, "lm_head.weight", "lm_foot.weight"), "lm_head.weight"),
+    "tied with another head": (lambda folder: edit_config(folder, tie_word_embeddings=True), "tie_word_embeddings"),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer.json"),
+    "tokenizer damaged": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "is not a tokenizer.json"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_one_clear_error_and_nothing_left(damage: str, folder: Path, tmp_path: Path) -> None:
+    spoil, said = DAMAGES[damage]
+    spoil(folder)
+    with pytest.raises(UserError) as error:
+        import_folder(folder, tmp_path / "checkpoint")
+    assert said in str(error.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+def test_everything_wrong_is_listed(folder: Path, tmp_path: Path) -> None:
+    truncate(files(folder)[0])
+    files(folder)[1].unlink()
+    edit_config(folder, intermediate_size=51)
+    with pytest.raises(UserError) as error:
+        find_weights(folder)
+        stored_tensors(folder, find_weights(folder).model)
+    assert len(str(error.value).splitlines()) == 1 + 2 + 6  # two files; gate, up and down of two layers
+
+
+def test_rotary_buffers_and_an_equal_head_are_no_harm(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    tied = replace(SMALL, tied_embeddings=True)
+    folder = write_random(tmp_path / "hf", tied, max_bytes=10**9)
+    values = {hf_name(name): random_tensor(name, shape) for name, shape in parameter_shapes(tied)}
+    values["lm_head.weight"] = values["model.embed_tokens.weight"].clone()
+    values["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(3)
+    save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
+    model = Decoder(tied)
+    load_weights(model, find_weights(folder))
+    assert digests(model) == expected(tied)
+    import_folder(folder, tmp_path / "checkpoint")
+    values["lm_head.weight"][-1, -1] += 1
+    save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"lm_head.weight is not its model.embed_tokens.weight"):
+        load_weights(Decoder(tied), find_weights(folder))
+
+
+def test_quantized_numbers_are_refused(folder: Path) -> None:
+    for file in files(folder):
+        file.write_bytes(file.read_bytes().replace(b'"F32"', b'"I32"'))
+    with pytest.raises(UserError, match="has type I32; weights must be F64, F32, F16 or BF16"):
+        stored_tensors(folder, SMALL)
+
+
+def test_our_files_are_as_safetensors_wants_them(folder: Path) -> None:
+    from safetensors import safe_open
+
+    for file in files(folder):
+        with safe_open(file, framework="pt") as content:
+            assert content.metadata() == {"format": "pt"}
+            assert {entry.name for entry in read_header(file)} == set(content.keys())
+        (length,) = struct.unpack("<Q", file.read_bytes()[:8])
+        assert length % 8 == 0
+
+
+# What is wrong with a checkpoint, or with the target
+
+
+@pytest.fixture
+def checkpoint(folder: Path, tmp_path: Path) -> Path:
+    import_folder(folder, tmp_path / "checkpoint")
+    return tmp_path / "checkpoint"
+
+
+def narrow(checkpoint: Path) -> None:
+    file = checkpoint / "model.json"
+    file.write_text(file.read_text().replace('"vocabulary": 67', '"vocabulary": 66'))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda path: (path / "tokenizer.json").unlink(), "has no tokenizer.json"),
+        (lambda path: (path / "model.json").unlink(), "an older version of this program wrote it"),
+        (lambda path: (path / "model.json").write_text("{}"), "does not describe a model"),
+        (lambda path: (path / ".metadata").unlink(), "is not a whole checkpoint"),
+        (lambda path: (path / ".metadata").write_bytes(b"no"), "is not a whole checkpoint"),
+        (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
+        (lambda path: truncate(path / "__0_0.distcp"), "__0_0.distcp is cut off"),
+        (narrow, "embedding.weight has shape [67, 36]; model.json says [66, 36]"),
+    ],
+)
+def test_a_spoiled_checkpoint(spoil: Callable[[Path], Any], said: str, checkpoint: Path, tmp_path: Path) -> None:
+    spoil(checkpoint)
+    with pytest.raises(UserError) as error:
+        export_checkpoint(checkpoint, tmp_path / "out")
+    assert said in str(error.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "hf"]
+
+
+def test_nothing_is_overwritten(checkpoint: Path, folder: Path, tmp_path: Path) -> None:
+    before = contents(folder)
+    with pytest.raises(UserError, match="is already there"):
+        export_checkpoint(checkpoint, folder)
+    with pytest.raises(UserError, match="is already there"):
+        import_folder(folder, folder)
+    assert contents(folder) == before
+    (tmp_path / "empty").mkdir()
+    export_checkpoint(checkpoint, tmp_path / "empty", max_bytes=10_000)
+    assert contents(tmp_path / "empty") == before
+
+
+def test_the_wrong_way_round(checkpoint: Path, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is a Hugging Face folder already"):
+        export_checkpoint(folder, tmp_path / "out")
+    with pytest.raises(UserError, match="holds a checkpoint of ours"):
+        import_folder(checkpoint, tmp_path / "out")
+    for path, said in ((tmp_path / "nowhere", "is not there"), (folder / "config.json", "is not a folder")):
+        with pytest.raises(UserError, match=said):
+            import_folder(path, tmp_path / "out")
+    with pytest.raises(UserError, match="cannot be written"):
+        export_checkpoint(checkpoint, folder / "config.json" / "below")
+
+
+def test_a_full_disk_leaves_nothing(checkpoint: Path, folder: Path, tmp_path: Path) -> None:
+    import resource
+
+    before = sorted(path.name for path in tmp_path.iterdir())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+    try:
+        with pytest.raises(UserError, match="File too large"):
+            export_checkpoint(checkpoint, tmp_path / "out")
+        with pytest.raises(UserError, match="cannot be written"):
+            import_folder(folder, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_what_a_kill_left_is_cleared(checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path / ".partial-out")
+    export_checkpoint(checkpoint, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "hf", "out"]
+
+
+# The shape of the weights and that of a recipe
+
+
+def test_differences_are_those_that_matter() -> None:
+    smollm3 = SIZES["smollm3_debug"]
+    assert list(differences(smollm3, replace(smollm3, name="x", init_std=1.0, weights="y", rope_factor=2.0))) == []
+    assert list(differences(smollm3, replace(smollm3, no_rope_every=0, no_rope_layers=(3,)))) == []
+    assert list(differences(smollm3, replace(smollm3, no_rope_every=0, no_rope_layers=(2,)))) == [
+        ("no_rope_every", 0),
+        ("no_rope_layers", (2,)),
+    ]
+    assert list(differences(smollm3, replace(smollm3, width=64, rope_theta=1.0))) == [
+        ("width", 64),
+        ("rope_theta", 1.0),
+    ]
+
+
+# Memory
+
+
+def big() -> ModelConfig:
+    """About 270 MB in float32, the largest tensor 67 MB."""
+    return replace(SIZES["llama3_debug"], vocabulary=32768, width=512, layers=12, feed_forward_width=1536, heads=8)
+
+
+def peak_megabytes(work: Callable[[], Any]) -> float:
+    """How far the resident memory of this process rises above where it is now."""
+
+    def field(name: str) -> int:
+        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+        return int(line.split()[1])
+
+    Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark back
+    before = field("VmRSS")
+    work()
+    return (field("VmHWM") - before) / 1024
+
+
+def measure(path: Path) -> dict[str, float]:
+    """Peaks above what was there before: rank 0 alone, as scripts/convert_hf.py, then all with a sharded model."""
+    world = start("cpu", seed=0)
+    found = {}
+    if world.is_main:
+        import_folder(write_random(path / "small"), path / "warm")  # what is imported and allocated once
+        found["convert_hf import"] = peak_megabytes(lambda: import_folder(path / "hf", path / "checkpoint"))
+        found["convert_hf export"] = peak_megabytes(lambda: export_checkpoint(path / "checkpoint", path / "again"))
+    model, _ = build_model(big())
+    weights, description = find_weights(path / "hf"), Description(big(), FACTS, TOKENIZER)
+    found["import"] = peak_megabytes(lambda: load_weights(model, weights))
+    found["export"] = peak_megabytes(lambda: export_model(model, path / "out", description, main=world.is_main))
+    stop()
+    return found
+
+
+@pytest.fixture(scope="module")
+def big_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("big")
+    yield write_random(path / "hf", big(), max_bytes=100_000_000).parent
+    shutil.rmtree(path)
+
+
+def test_memory_stays_at_a_tensor_or_two(big_folder: Path) -> None:
+    largest = big().vocabulary * big().width * 4 / 2**20
+    whole = big().num_params() * 4 / 2**20
+    bound = 2 * largest + 30
+    assert bound < 0.7 * whole
+    found = run_processes(2, measure, big_folder)
+    print(f"model {whole:.0f} MiB, largest tensor {largest:.0f} MiB; peaks beyond the own shard, MiB: {found}")
+    assert all(peak < bound for peaks in found for peak in peaks.values())

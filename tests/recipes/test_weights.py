@@ -1,0 +1,129 @@
+"""[model] weights: what a recipe may start from, what it is told when it cannot, and runs that do."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.config import ModelConfig
+from parallel.errors import UserError
+from recipes.convert import export_checkpoint, import_folder
+from recipes.load import load, to_toml
+from recipes.schema import Recipe
+from recipes.weights import find_weights
+from tests.processes import run_processes
+from tests.recipes.test_hf_folder import SMALL, edit_config, files, truncate, write_random
+from tests.recipes.test_trainer import DEBUG, change, run_all
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Hugging Face folder "hf" in the current one."""
+    monkeypatch.chdir(tmp_path)
+    return write_random(tmp_path / "hf")
+
+
+def recipe_of(*overrides: str, text: str = '[model]\nname = "from_weights"\nweights = "hf"\n') -> Recipe:
+    Path("r.toml").write_text(text + '[data]\ntokenizer = "hf"\n')
+    return load("r.toml", overrides)
+
+
+def refused(*overrides: str, **text: str) -> str:
+    with pytest.raises(UserError) as error:
+        recipe_of(*overrides, **text)
+    return " ".join(str(error.value).split())
+
+
+def test_the_shape_comes_from_the_weights(folder: Path) -> None:
+    import_folder(folder, folder.parent / "checkpoint")
+    for source in ("hf", "checkpoint"):
+        recipe = recipe_of("--model.weights", source)
+        assert recipe.model == replace(SMALL, name="from_weights", weights=source)
+        Path("resolved.toml").write_text(to_toml(recipe))
+        assert load("resolved.toml") == recipe
+    shutil.rmtree(folder)
+    assert load("resolved.toml", rules=False) == recipe  # all is said in it: it can be read without its weights
+
+
+def test_a_size_with_weights_must_be_their_shape(folder: Path) -> None:
+    said = refused(text='[model]\nname = "llama3_debug"\nlayers = 2\nweights = "hf"\n')
+    for field in ("width", "feed_forward_width", "heads", "key_value_heads", "head_width", "vocabulary"):
+        assert f"model.{field} = " in said and f"is {getattr(SMALL, field)} in the weights of hf" in said
+    assert "model.layers" not in said and "model.rope_theta" not in said
+    assert "is 2 in the weights of hf" in refused("--model.layers", "3")
+    assert recipe_of("--model.init_std", "0.5").model.init_std == 0.5
+
+
+def test_what_cannot_be_started_from_is_named(folder: Path) -> None:
+    assert "model.weights" in refused("--model.weights", "") and "is missing" in refused("--model.weights", "")
+    assert "elsewhere is not there" in refused("--model.weights", "elsewhere")
+    assert refused("--model.weights", "elsewhere", "--run.steps", "0").startswith("2 problems")
+    assert "r.toml is not a folder" in refused("--model.weights", "r.toml")
+    (folder / "empty").mkdir()
+    assert "holds no weights" in refused("--model.weights", "hf/empty")
+    truncate(files(folder)[0])
+    assert "1 problem in" in refused() and "but its header promises" in refused()
+    files(folder)[1].unlink()
+    assert "is missing; fetch it again" in refused()
+    edit_config(folder, attention_bias=True, mlp_bias=True)
+    assert "attention_bias = True: biases in the attention projections" in refused() and "mlp_bias" in refused()
+    assert "did you mean" in refused(text='[model]\nname = "from_weight"\n')
+
+
+def test_check_leaves_torch_out(folder: Path) -> None:
+    recipe_of()
+    code = "import sys, recipes.load; recipes.load.load('r.toml'); print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert found.stdout == "False\n", found.stderr
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())]
+
+
+def test_runs_from_runs(corpus: Path, tmp_path: Path) -> None:
+    shape: dict[str, Any] = {"layers": 2, "width": 32, "feed_forward_width": 48, "vocabulary": 512}
+    first = change(
+        load(DEBUG),
+        run={"name": "first", "steps": 3, "output": str(tmp_path)},
+        model=shape,
+        data={"source": str(corpus), "cache": str(tmp_path / "cache"), "tokenizer": "train:512"},
+        batch={"sequence_length": 32, "global_batch_size": 4, "micro_batch_size": 1},
+        schedule={"kind": "constant", "warmup_steps": 0, "decay_steps": 0},
+        checkpoint={"every": 3, "export_hf": True},
+        metrics={"every": 1},
+        validation={"every": 0, "sample_tokens": 0},
+    )
+
+    def going_on(name: str, weights: Path, model: ModelConfig, steps: int = 2) -> Recipe:
+        found = change(first, run={"name": name, "steps": steps}, batch={"sequence_length": 16})
+        found = change(found, data={"tokenizer": str(tmp_path / "first" / "hf")}, checkpoint={"every": 2})
+        return replace(found, model=replace(model, weights=str(weights)))
+
+    from_run = going_on("from-run", tmp_path / "first", first.model)
+    from_folder = going_on("from-folder", tmp_path / "first" / "hf", first.model)
+    anew = replace(from_run, model=first.model)
+    anew = change(anew, run={"name": "anew"}, checkpoint={"export_hf": False})
+    extended = going_on("from-folder", tmp_path / "first" / "hf", first.model, steps=4)
+    whole = change(extended, run={"name": "whole"}, checkpoint={"every": 4})
+    assert run_processes(2, run_all, [first, from_run, from_folder, anew, extended, whole]) == [[0] * 6] * 2
+
+    assert losses(tmp_path / "from-run") == losses(tmp_path / "from-folder")[:2]
+    assert losses(tmp_path / "whole") == losses(tmp_path / "from-folder")  # a checkpoint wins over the weights
+    assert losses(tmp_path / "from-folder")[0] < losses(tmp_path / "anew")[0] - 0.02
+
+    weights = find_weights(tmp_path / "first")
+    assert weights.path.name == "step-00000003" and weights.facts.context_length == 32
+    assert find_weights(tmp_path / "from-run").facts.context_length == 32  # not shorter than what it came from
+    assert find_weights(tmp_path / "from-run").model == weights.model
+    export_checkpoint(tmp_path / "first", tmp_path / "out")
+    for file in (tmp_path / "out").iterdir():
+        assert file.read_bytes() == (tmp_path / "first" / "hf" / file.name).read_bytes(), file.name
+    assert not (tmp_path / "anew" / "hf").exists()

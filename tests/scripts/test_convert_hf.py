@@ -1,0 +1,38 @@
+"""scripts/convert_hf.py as a person calls it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.recipes.test_hf_folder import contents, write_random
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "convert_hf.py"
+
+
+def convert(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    done = subprocess.run([sys.executable, SCRIPT, *arguments], cwd=folder, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_in_and_out(tmp_path: Path) -> None:
+    folder = write_random(tmp_path / "hf", max_bytes=10**9)
+    assert convert(tmp_path, "import", "hf", "a/checkpoint") == (0, "wrote a/checkpoint\n", "")
+    assert convert(tmp_path, "export", "a/checkpoint", "b/hf") == (0, "wrote b/hf\n", "")
+    assert contents(tmp_path / "b" / "hf") == contents(folder)
+    assert convert(tmp_path, "export", "a/checkpoint", "half", "--dtype", "bfloat16")[0] == 0
+    size, half = ((path / "model.safetensors").stat().st_size for path in (folder, tmp_path / "half"))
+    assert half < 0.6 * size
+
+    code, out, error = convert(tmp_path, "export", "a/checkpoint", "b/hf")
+    assert (code, out, error) == (2, "", "b/hf is already there; give another name, or delete it\n")
+    (tmp_path / "hf" / "tokenizer.json").unlink()
+    code, out, error = convert(tmp_path, "import", "hf", "again")
+    assert (code, out) == (2, "") and error.startswith("hf has no tokenizer.json; ") and error.count("\n") == 1
+    assert not (tmp_path / "again").exists()
+
+
+def test_usage(tmp_path: Path) -> None:
+    for arguments in ((), ("both", "x", "y"), ("import", "x"), ("import", "x", "y", "--dtype", "bfloat16")):
+        code, out, error = convert(tmp_path, *arguments)
+        assert (code, out) == (2, "") and error.startswith("usage: convert_hf.py import FOLDER CHECKPOINT")
+    assert convert(tmp_path, "--help")[1].startswith("usage: convert_hf.py")

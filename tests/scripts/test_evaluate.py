@@ -1,0 +1,95 @@
+"""scripts/evaluate.py on real folders: the numbers, whatever the number of processes, and what it refuses."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from recipes.corpus import documents
+from recipes.tokenizer import load_tokenizer
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of several lengths, one of which no multiple of a sequence is."""
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    lines = [{"text": f"Document {n}: " + "naïve words and numbers, " * (n % 5 + 1) + str(n * n)} for n in range(40)]
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of random weights with a tokenizer, as transformers saves them."""
+    path = tmp_path_factory.mktemp("model")
+    cache = path / "cache"
+    tokenizer = load_tokenizer("train:300", source=str(text), text_field="text", cache=cache, report=lambda line: None)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer.library, eos_token="<|endoftext|>").save_pretrained(path / "hf")
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+        pad_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(path / "hf")
+    return path / "hf"
+
+
+def evaluate(*arguments: object, processes: int = 1) -> tuple[int, str, str]:
+    command = [sys.executable, str(ROOT / "scripts/evaluate.py"), *map(str, arguments), "--device", "cpu"]
+    if processes > 1:
+        launch = [str(ROOT / "scripts/launch.py"), "--standalone", f"--nproc-per-node={processes}"]
+        command = [sys.executable, *launch, *command[1:]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_numbers_are_those_of_transformers_on_any_number_of_processes(folder: Path, text: Path) -> None:
+    length = 48
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    model = LlamaForCausalLM.from_pretrained(folder)
+    texts = list(documents(str(text), text_field="text"))
+    ids = [token for text in texts for token in (*tokenizer(text)["input_ids"], tokenizer.eos_token_id)]
+    nats = 0.0
+    for start in range(0, len(ids) - 1, length):
+        piece = torch.tensor([ids[start : start + length + 1]])
+        with torch.no_grad():
+            logits = model(piece[:, :-1]).logits[0].double()
+        nats += torch.nn.functional.cross_entropy(logits, piece[0, 1:], reduction="sum").item()
+    size = sum(len(text.encode()) for text in texts)
+
+    for processes, micro_batch in ((1, 4), (3, 2)):
+        code, out, err = evaluate(
+            folder, text, "--sequence-length", length, "--micro-batch-size", micro_batch, processes=processes
+        )
+        assert (code, err) == (0, "")
+        found = json.loads(out)
+        assert (found["tokens"], found["documents"], found["text_bytes"]) == (len(ids) - 1, 40, size)
+        assert found["loss"] == pytest.approx(nats / (len(ids) - 1), rel=1e-6)
+        assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+        assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-6)
+
+
+def test_bad_input_is_one_message(folder: Path, text: Path, tmp_path: Path) -> None:
+    for arguments, message in [
+        ((tmp_path / "nothing", text), "nothing is not there"),
+        ((folder, tmp_path / "nothing.txt"), "nothing.txt"),
+        ((folder, text, "--sequence-length", 0), "--sequence-length 0: must be 1 or more"),
+        ((folder, text, "--text-field", "body"), "body"),
+    ]:
+        code, out, err = evaluate(*arguments)
+        assert (code, out) == (2, ""), err
+        assert message in err
+        assert "Traceback" not in err

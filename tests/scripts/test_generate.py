@@ -1,0 +1,109 @@
+"""scripts/generate.py as people start it: what it prints, its exit codes, and Ctrl-C."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from recipes.tokenizer import load_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = str(ROOT / "scripts" / "generate.py")
+
+
+@pytest.fixture(scope="module")
+def folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder with a small random SmolLM3 and a tokenizer."""
+    import torch
+    from transformers import SmolLM3Config, SmolLM3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("generate")
+    torch.manual_seed(0)
+    places = {"source": str(corpus), "text_field": "text", "cache": folder / "cache"}
+    tokenizer = load_tokenizer("train:300", report=lambda line: None, **places)
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
+    ids = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    options = {"num_key_value_heads": 2, "initializer_range": 0.3, "tie_word_embeddings": False}
+    model = SmolLM3ForCausalLM(SmolLM3Config(vocab_size=300, **options, **shape, **ids))
+    with torch.no_grad():  # never among the likeliest, so that no text ends before its time
+        model.lm_head.weight[tokenizer.end_of_document] = 0
+    model.save_pretrained(folder / "model")
+    (folder / "model" / "tokenizer.json").write_text(tokenizer.library.to_str())
+    return folder / "model"
+
+
+def generate(*arguments: str, cwd: Path | None = None) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr."""
+    done = subprocess.run([sys.executable, SCRIPT, *arguments], cwd=cwd, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_same_seed_prints_the_same_text(folder: Path) -> None:
+    arguments = [str(folder), "def main(", "--max-tokens", "30", "--top-k", "50", "--top-p", "0.95", "--seed", "3"]
+    code, out, err = generate(*arguments)
+    assert code == 0
+    assert out.startswith("def main(") and len(out) > 40
+    assert "30 tokens in" in err and err.rstrip().endswith("tokens/s")
+    assert generate(*arguments)[1] == out
+    assert not set(map(chr, range(32))) & set(out) - set("\n\t")  # nothing that would order the terminal about
+
+
+def test_what_is_wrong_is_said_in_one_line(folder: Path, tmp_path: Path) -> None:
+    code, out, err = generate(str(tmp_path / "nothing"), "a")
+    assert (code, out) == (2, "") and "nothing is not there" in err
+    code, out, err = generate(str(folder), "a", "--top-p", "2", "--max-tokens", "0")
+    assert (code, out) == (2, "") and len(err.splitlines()) == 2
+    code, out, err = generate(str(folder), "a", "--device", "cuda:99")
+    assert (code, out) == (2, "") and err.startswith("no device 'cuda:99' here") and len(err.splitlines()) == 1
+
+
+def test_ctrl_c_ends_it_cleanly(folder: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, str(folder), "def ", "--max-tokens", "100000", "--top-k", "20"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stdout.read(12).startswith(b"def ")  # it has begun to write
+    time.sleep(0.2)
+    os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert out.endswith(b"\n") and err == b""
+
+
+def test_a_run_continues_from_its_newest_checkpoint(corpus: Path, tmp_path: Path) -> None:
+    """What train.py leaves is all that is needed, also after the data and the cache are gone."""
+    text = tmp_path / "text.txt"
+    text.write_text(corpus.read_text()[:60_000])
+    recipe = str(ROOT / "configs" / "smollm3_debug.toml")
+    changes = {
+        "run.name": "small",
+        "run.steps": "2",
+        "data.source": str(text),
+        "data.tokenizer": "train:300",
+        "data.cache": str(tmp_path / "cache"),
+        "data.validation_fraction": "0.3",
+        "batch.sequence_length": "32",
+        "batch.global_batch_size": "2",
+        "batch.micro_batch_size": "2",
+        "schedule.warmup_steps": "0",
+        "schedule.decay_steps": "0",
+        "checkpoint.every": "1",
+        "validation.every": "0",
+        "validation.sample_tokens": "0",
+    }
+    flags = [word for key, value in changes.items() for word in (f"--{key}", value)]
+    subprocess.run([sys.executable, ROOT / "train.py", recipe, *flags], cwd=tmp_path, check=True, capture_output=True)
+    shutil.rmtree(tmp_path / "cache")
+    text.unlink()
+    code, out, err = generate("runs/small", "def ", "--max-tokens", "5", "--greedy", cwd=tmp_path)
+    assert code == 0 and out.startswith("def "), err
+    step = "runs/small/checkpoints/step-00000002"
+    assert generate(step, "def ", "--max-tokens", "5", "--temperature", "0", cwd=tmp_path)[:2] == (0, out)
