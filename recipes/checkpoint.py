@@ -85,9 +85,19 @@ class Checkpoints:
         dist.barrier()
 
     def load(self, model: nn.Module, optimizer: Optimizer, *, step: int) -> None:
-        """Load the checkpoint of `step` into model and optimizer, whatever mesh wrote it. All processes call it."""
+        """Load the checkpoint of `step` into model and optimizer, whatever mesh wrote it. All processes call it.
+
+        Raises UserError where it is damaged in a way that shows.
+        """
         state = _state(model, optimizer)
-        dcp.load(state, checkpoint_id=self.path(step))
+        try:
+            dcp.load(state, checkpoint_id=self.path(step))
+        except (Exception, CheckpointException) as error:  # the latter is no Exception
+            older = [found for found in self.steps() if found < step]
+            instead = f"go on from step {older[-1]}" if older else "begin anew"
+            raise UserError(
+                f"{self.path(step)} cannot be loaded: {_cause(error)}; remove this folder to {instead}"
+            ) from error
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
@@ -185,6 +195,13 @@ class _LazyPlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return self._read(index.fqn.removeprefix(PARAMETERS))
+
+
+def _cause(error: BaseException) -> str:
+    """What went wrong on the first rank that says so, on one line."""
+    failures = getattr(error, "failures", {})
+    cause = next(iter(failures.values()))[0] if failures else error
+    return f"{type(cause).__name__}: {cause}".splitlines()[0]
 
 
 def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

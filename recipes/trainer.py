@@ -33,6 +33,7 @@ from recipes.evaluate import continuation, mean_loss
 from recipes.hf_folder import Description
 from recipes.metrics import MetricsWriter, StepClock, Throughput, environment, peak_memory_gib
 from recipes.optimizer import build_optimizer
+from recipes.report import introduction, step_line, summary
 from recipes.rules import require_valid
 from recipes.run_folder import (
     CHECKPOINTS,
@@ -112,7 +113,10 @@ class Trainer:
             devices=world.size,
             device=world.device,
         )
-        self._introduce(report)
+        headline, *lines = introduction(recipe, self.throughput, processes=world.size, parts=report)
+        console.say(headline, style="bold")
+        for line in lines:
+            console.say("  " + line)
         self._open_data()
 
         self.checkpoints = Checkpoints(
@@ -264,7 +268,7 @@ class Trainer:
             "peak_memory_gib": peak_memory_gib(self.world.device),
         }
         self.metrics.write(row)
-        self.console.say(_step_line(row, self.recipe.run.steps))
+        self.console.say(step_line(row, self.recipe.run.steps))
         self.console.progress(self.step, self.recipe.run.steps, f"loss {mean_loss:.3f}")
         self.clock.restart()
 
@@ -329,26 +333,6 @@ class Trainer:
                 self.console.say(note)
         self.console.open_log(self.folder / "log.txt")
 
-    def _introduce(self, report: list[str]) -> None:
-        """What is about to run: the model, the mesh, what every part of parallel/ did, the batch, the yardstick."""
-        recipe, batch, throughput = self.recipe, self.recipe.batch, self.throughput
-        degrees = self.mesh_degrees
-        share = batch.global_batch_size // degrees.data_parallel
-        peak = "unknown, so no MFU" if throughput.peak is None else f"{throughput.peak / 1e12:.1f} TFLOP/s (dense bf16)"
-        self.console.say(
-            f"{recipe.run.name}: {recipe.model.name} with {recipe.model.num_params():,} parameters", style="bold"
-        )
-        for line in (
-            f"mesh: replicate {degrees.replicate} x shard {degrees.shard}"
-            f" = {self.world.size} processes on {throughput.device_name}",
-            *report,
-            f"batch: {batch.global_batch_size} sequences of {batch.sequence_length} tokens"
-            f" = {degrees.data_parallel} processes x {share // batch.micro_batch_size} micro-batches"
-            f" x {batch.micro_batch_size}",
-            f"flops: {throughput.flops / 1e9:.3g} billion per token, peak of the device {peak}",
-        ):
-            self.console.say("  " + line)
-
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         """First Ctrl-C or SIGTERM: stop after the step. A later one (not the same one twice): stop at once."""
         if self.interrupted_by is not None and time.perf_counter() - self.interrupted_at > 1:
@@ -381,14 +365,10 @@ class Trainer:
             export_model(self.model, self.folder / "hf", self._description(), main=self.world.is_main)
         if done:
             tokens = done * self.throughput.tokens_per_step
-            validation = "" if self.validation_loss is None else f", validation loss {self.validation_loss:.4f}"
-            self.console.say(
-                f"done: {done} steps, {tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s"
-                f" in all{validation}",
-                style="bold",
-            )
-        contents = " ".join(sorted(path.name for path in self.folder.iterdir() if not path.name.startswith(".")))
-        self.console.say(f"written to {self.folder}: {contents}")
+            self.console.say(summary(done, tokens, seconds, validation_loss=self.validation_loss), style="bold")
+        if self.world.is_main:
+            contents = " ".join(sorted(path.name for path in self.folder.iterdir() if not path.name.startswith(".")))
+            self.console.say(f"written to {self.folder}: {contents}")
         self._close()
         return 0
 
@@ -413,12 +393,3 @@ class Trainer:
 
     def _tokens(self) -> int:
         return self.step * self.throughput.tokens_per_step
-
-
-def _step_line(row: dict[str, float | None], steps: int) -> str:
-    mfu = "" if row["mfu"] is None else f"  mfu {row['mfu']:.1%}"
-    return (
-        f"step {row['step']:>6}/{steps}  loss {row['loss']:.4f}  norm {row['grad_norm']:.2f}  lr {row['lr']:.2e}"
-        f"  {row['step_seconds']:.3f} s  {row['tokens_per_second']:,.0f} tokens/s{mfu}"
-        f"  {row['peak_memory_gib']:.2f} GiB"
-    )

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from models.sizes import SIZES
 from parallel.dist import start, stop
+from parallel.errors import UserError
 from parallel.materialize import plain_name
 from recipes.checkpoint import Checkpoints
 from recipes.optimizer import build_optimizer
@@ -158,3 +159,22 @@ def test_other_names_are_ignored(trained: tuple[nn.Module, Optimizer], tmp_path:
         checkpoints.save(*trained, step=number)
     assert checkpoints.steps() == [4]
     assert folders(checkpoints) == sorted([*others, "step-00000099", "step-00000004"])
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "no metadata"])
+def test_a_damaged_checkpoint_is_named_with_the_way_out(
+    damage: str, trained: tuple[nn.Module, Optimizer], tmp_path: Path
+) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for number in (1, 2):
+        checkpoints.save(*trained, step=number)
+    [numbers] = checkpoints.path(2).glob("*.distcp")
+    if damage == "truncated":
+        numbers.write_bytes(numbers.read_bytes()[:1000])
+    elif damage == "missing":
+        numbers.unlink()
+    else:
+        (checkpoints.path(2) / ".metadata").write_bytes(b"")
+    with pytest.raises(UserError, match=r"step-00000002 cannot be loaded: .*; remove this folder to go on from step 1"):
+        checkpoints.load(*trained, step=2)
+    checkpoints.load(*trained, step=1)

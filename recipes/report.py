@@ -1,0 +1,47 @@
+"""What a run says of itself, line by line. Imports no torch."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from recipes.schema import Recipe
+
+
+class Yardstick(Protocol):
+    """What recipes.metrics.Throughput knows of model and device."""
+
+    flops: int
+    peak: float | None
+    device_name: str
+
+
+def introduction(recipe: Recipe, yardstick: Yardstick, *, processes: int, parts: Sequence[str]) -> list[str]:
+    """The headline, the mesh, what every part of parallel/ did (`parts`), the batch and the yardstick."""
+    degrees, batch = recipe.mesh.fit(processes), recipe.batch
+    accumulation = batch.global_batch_size // degrees.data_parallel // batch.micro_batch_size
+    peak = "unknown, so no MFU" if yardstick.peak is None else f"{yardstick.peak / 1e12:.1f} TFLOP/s (dense bf16)"
+    return [
+        f"{recipe.run.name}: {recipe.model.name} with {recipe.model.num_params():,} parameters",
+        f"mesh: replicate {degrees.replicate} x shard {degrees.shard}"
+        f" = {processes} {'process' if processes == 1 else 'processes'} on {yardstick.device_name}",
+        *parts,
+        f"batch: {batch.global_batch_size} sequences of {batch.sequence_length} tokens"
+        f" = {degrees.data_parallel} x {accumulation} micro-batches of {batch.micro_batch_size}",
+        f"flops: {yardstick.flops / 1e9:.3g} billion per token, peak of the device {peak}",
+    ]
+
+
+def step_line(row: Mapping[str, float | None], steps: int) -> str:
+    """One logged step, from its row of metrics.jsonl."""
+    mfu = "" if row["mfu"] is None else f"  mfu {row['mfu']:.1%}"
+    return (
+        f"step {row['step']:>6}/{steps}  loss {row['loss']:.4f}  norm {row['grad_norm']:.2f}  lr {row['lr']:.2e}"
+        f"  {row['step_seconds']:.3f} s  {row['tokens_per_second']:,.0f} tokens/s{mfu}"
+        f"  {row['peak_memory_gib']:.2f} GiB"
+    )
+
+
+def summary(steps: int, tokens: int, seconds: float, *, validation_loss: float | None) -> str:
+    """What came out of all steps of this start."""
+    validation = "" if validation_loss is None else f", validation loss {validation_loss:.4f}"
+    rate = f"{tokens / seconds:,.0f} tokens/s in all"
+    return f"done: {steps} steps, {tokens:,} tokens in {seconds:.1f} s, {rate}{validation}"
