@@ -113,7 +113,7 @@ def test_every_part_of_the_everything_recipe_leaves_its_mark_on_the_modules() ->
             assert facts["report"] == [
                 f"float8: tensorwise, 28 of {linears} linears converted, float8 all-gather, emulated",
                 "activation checkpointing: selective, keeps matmul and attention outputs",
-                "compile: 4 blocks in place",
+                "compile: 4 blocks in place, during the first step",
                 "fsdp: ZeRO-3 over 2 x 2 replicas, bfloat16 compute, float32 reduction",
             ]
 
