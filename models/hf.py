@@ -5,6 +5,7 @@ config.json is the reference, including their defaults for missing keys.
 """
 
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -127,6 +128,7 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "attention_bias": ((False, None), "biases in the attention projections"),
     "mlp_bias": ((False, None), "biases in the feed-forward"),
     "attention_dropout": ((0, None), "dropout on the attention weights"),
+    "rope_interleaved": ((False, None), "rotary embeddings on neighbouring elements"),
     "is_causal": ((True, None), "attention to later tokens"),
     "partial_rotary_factor": ((1, None), "rotary embeddings on a part of each head"),
     "quantization_config": ((None,), "quantized weights"),
@@ -139,7 +141,7 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """The model of a config.json, named "from_weights". Raises ValueError with one line for each unsupported key."""
     family = config.get("model_type")
-    if family not in DEFAULTS:
+    if not isinstance(family, str) or family not in DEFAULTS:
         known = " or ".join(f'"{name}"' for name in DEFAULTS)
         raise ValueError(f"model_type = {family!r}: only {known} is supported")
     given = _Reader({**SHARED_DEFAULTS, **DEFAULTS[family], **config})
@@ -171,19 +173,21 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def text_facts(config: Mapping[str, Any]) -> TextFacts:
-    """The rest of a config.json that config_from_hf accepts."""
+    """The rest of a config.json that config_from_hf accepts. Raises ValueError for end tokens that cannot be."""
     given = {**DEFAULTS[config["model_type"]], **config}
 
     def token(key: str) -> int | None:
         value = given[key]
-        return value if isinstance(value, int) and 0 <= value < given["vocab_size"] else None
+        return value if type(value) is int and 0 <= value < given["vocab_size"] else None
 
     ends = given["eos_token_id"]
+    if isinstance(ends, list) and not all(type(end) is int and 0 <= end < given["vocab_size"] for end in ends):
+        raise ValueError(f"eos_token_id = {ends!r}: must be token ids below vocab_size = {given['vocab_size']}")
     length = given["max_position_embeddings"]
     return TextFacts(
         context_length=length if isinstance(length, int) and length > 0 else 2048,
         bos_token_id=token("bos_token_id"),
-        eos_token_id=tuple(ends) if isinstance(ends, list) else token("eos_token_id"),
+        eos_token_id=(tuple(ends) or None) if isinstance(ends, list) else token("eos_token_id"),
         pad_token_id=token("pad_token_id"),
     )
 
@@ -261,7 +265,7 @@ class _Reader:
 
     def number(self, key: str) -> float:
         value = self.values.get(key)
-        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf"):
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max:
             return float(value)
         self.refuse(key, "must be a number > 0")
         return 1.0
@@ -277,17 +281,21 @@ def _unsupported(config: Mapping[str, Any], family: str) -> list[str]:
     """One line for each key that asks for something our model does not compute."""
     found = []
     classes = config.get("architectures") or [CLASSES[family]]
-    if CLASSES[family] not in classes:
+    if not isinstance(classes, list) or CLASSES[family] not in classes:
         found.append(f"architectures = {classes!r}: only {CLASSES[family]} is supported for this model_type")
     for key, (harmless, meaning) in ONLY.items():
         if key in config and config[key] not in harmless:
             found.append(f"{key} = {config[key]!r}: {meaning} is not supported")
-    sliding = [kind for kind in config.get("layer_types") or () if kind != "full_attention"]
-    if sliding:
-        kinds = ", ".join(map(repr, dict.fromkeys(sliding)))
-        found.append(f"layer_types has {kinds}: only 'full_attention' is supported")
-    elif config.get("use_sliding_window") and config.get("sliding_window") and "layer_types" not in config:
-        found.append(f"use_sliding_window = True (sliding_window = {config['sliding_window']!r}): not supported")
+    types = config.get("layer_types")  # where it is given, it alone decides
+    asked = []
+    if types is not None and not isinstance(types, list):
+        asked.append(f"layer_types = {types!r}")
+    elif others := [repr(kind) for kind in types or () if kind != "full_attention"]:
+        asked.append(f"layer_types has {', '.join(dict.fromkeys(others))}")
+    if config.get("use_sliding_window") and config.get("sliding_window") and (asked or types is None):
+        asked += [f"{key} = {config[key]!r}" for key in ("use_sliding_window", "sliding_window")]
+    if asked:
+        found.append(f"{', '.join(asked)}: only 'full_attention' in every layer is supported")
     return found
 
 

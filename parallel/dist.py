@@ -71,8 +71,8 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
-def on_main_first(world: World, work: Callable[[], Result]) -> Result:
-    """Let rank 0 do the work, for instance fill a cache, then the others; a UserError of rank 0 stops all of them."""
+def on_main(world: World, work: Callable[[], Result]) -> Result:
+    """Let rank 0 alone do the work and tell all ranks its (small) result; a UserError of rank 0 stops all of them."""
     result: Result | None = None
     error: UserError | None = None
     if world.is_main:
@@ -80,12 +80,38 @@ def on_main_first(world: World, work: Callable[[], Result]) -> Result:
             result = work()
         except UserError as raised:
             error = raised
-    failed = from_main(world, error is not None)
+    failed, result = from_main(world, (error is not None, result))
     if error is not None:
         raise error
     if failed:
         raise SilentUserError("rank 0 could not go on")
-    return cast(Result, result) if world.is_main else work()
+    return cast(Result, result)
+
+
+def on_all(world: World, work: Callable[[], Result]) -> Result:
+    """Let every rank do its part, which must not communicate; a UserError of any of them is raised on all."""
+    result: Result | None = None
+    error = ""
+    try:
+        result = work()
+    except UserError as raised:
+        error = str(raised)
+    errors = [""] * world.size
+    dist.all_gather_object(errors, error, group=world.patient)
+    if first := next(filter(None, errors), ""):
+        raise UserError(first)
+    return cast(Result, result)
+
+
+def on_main_first(world: World, work: Callable[[], Result]) -> Result:
+    """Let rank 0 do the work, for instance fill a cache, then the others; a UserError of rank 0 stops all of them."""
+    held: list[Result] = []  # what stays with rank 0, and need not be small
+
+    def first() -> None:
+        held.append(work())
+
+    on_main(world, first)
+    return held[0] if world.is_main else work()
 
 
 def from_main(world: World, value: Result) -> Result:

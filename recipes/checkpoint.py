@@ -141,7 +141,12 @@ class StoredParameters:
         planner = DefaultLoadPlanner()
         planner.set_up_planner({PARAMETERS + name: value for name, value in state.items()}, self._metadata, True)
         self._reader.set_up_storage_reader(self._metadata, True)
-        self._reader.read_data(planner.create_local_plan(), planner).wait()
+        try:
+            self._reader.read_data(planner.create_local_plan(), planner).wait()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a damaged pickle or archive gives
+            raise UserError(f"{self.path} is damaged: {type(error).__name__} on reading its parameters") from error
 
     def _missing_files(self) -> list[str]:
         ends: dict[str, int] = {}
@@ -183,6 +188,8 @@ def write_parameters(
             dcp.save(planned, storage_writer=storage, planner=_LazyPlanner(read), no_dist=True)
     except CheckpointException as error:
         (reason, _), *_ = error.failures.values()
+        if isinstance(reason, KeyboardInterrupt):
+            raise reason from None
         raise UserError(f"the checkpoint cannot be written: {reason}") from error
 
 

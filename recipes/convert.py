@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from models.config import ModelConfig
 from models.hf import hf_name, our_name, parameter_shapes
+from parallel.dist import World, on_main
 from parallel.errors import UserError
 from parallel.float8 import without_wrapper
 from parallel.materialize import plain_name
@@ -109,6 +110,7 @@ def import_folder(folder: Path, checkpoint: Path) -> None:
     stored = hf_folder.stored_tensors(folder, weights.model)
     if weights.model.tied_embeddings and "lm_head.weight" in stored:
         _require_equal(stored["embedding.weight"], stored.pop("lm_head.weight"), rows=slice(None))
+    weights.tokenizer()  # raises where our programs could not use it
     description = weights.description()
     with hf_folder.new_folder(checkpoint) as partial:
         shapes = {name: (entry.shape, DTYPES[entry.dtype]) for name, (_, entry) in stored.items()}
@@ -141,12 +143,13 @@ def export_model(
     folder: Path,
     description: Description,
     *,
-    main: bool,
+    world: World | None,
     max_bytes: int = hf_folder.MAX_FILE_BYTES,
 ) -> None:
     """A Hugging Face folder with the parameters of a model, plain or sharded, in place of what is there.
 
-    All processes call it: they gather one parameter at a time, and the main one writes. Raises UserError.
+    All processes of `world` call it: they gather one parameter at a time, and rank 0 writes; None where there are no
+    others. Raises UserError, on all of them.
     """
     parameters = {plain_name(name): parameter.detach() for name, parameter in model.named_parameters()}
     files = _files(description.model, {name: parameter.dtype for name, parameter in parameters.items()}, max_bytes)
@@ -159,11 +162,25 @@ def export_model(
             values = gathering.full_tensor()
         return values
 
-    if main:
-        _write(folder, files, read, description, replace=True)
-    else:
-        for _ in map(read, _names(files)):
-            pass
+    waiting = iter(_names(files))
+
+    def gather_rest() -> None:
+        for name in waiting:
+            read(name)
+
+    def write() -> None:
+        try:
+            _write(folder, files, lambda _: read(next(waiting)), description, replace=True)
+        except UserError:
+            gather_rest()  # the others, who cannot know of a full disk, expect it
+            raise
+
+    if world is None:
+        write()
+        return
+    if not world.is_main:
+        gather_rest()
+    on_main(world, write)
 
 
 def _files(model: ModelConfig, dtypes: Mapping[str, torch.dtype], max_bytes: int) -> dict[str, list[Entry]]:

@@ -51,26 +51,27 @@ def prepare(
     *,
     source: str,
     text_field: str,
-    tokenizer: str,
+    tokenizer: str | Tokenizer,
     validation_fraction: float,
     cache: Path,
     report: Callable[[str], None],
 ) -> Prepared:
     """Tokenize a corpus into `cache`, or find it there. Any number of processes may do so at once.
 
-    Arguments are the fields of the recipe's [data] section; `report` gets one line of text for each thing done.
+    Arguments are the fields of the recipe's [data] section, or a tokenizer that is there already; `report` gets one line of text for each thing done.
     Raises UserError for whatever is wrong with them.
     """
-    loaded = load_tokenizer(tokenizer, source=source, text_field=text_field, cache=cache, report=report)
+    if isinstance(tokenizer, str):
+        tokenizer = load_tokenizer(tokenizer, source=source, text_field=text_field, cache=cache, report=report)
     identity = (
         FORMAT_VERSION,
         corpus.fingerprint(source, text_field=text_field),
-        loaded.fingerprint,
+        tokenizer.fingerprint,
         validation_fraction,
     )
     fingerprint = xxhash.xxh3_128_hexdigest(repr(identity).encode())
     folder = cache.expanduser() / "tokens" / fingerprint
-    prepared = Prepared(loaded, folder / TRAIN, folder / VALIDATION, fingerprint)
+    prepared = Prepared(tokenizer, folder / TRAIN, folder / VALIDATION, fingerprint)
     if _is_complete(folder):
         report(f"tokens found in {folder}")
         return prepared
@@ -81,7 +82,7 @@ def prepare(
             part = Path(name)
             index = _tokenize(
                 corpus.documents(source, text_field=text_field),
-                tokenizer=loaded,
+                tokenizer=tokenizer,
                 validation_fraction=validation_fraction,
                 folder=part,
                 report=report,

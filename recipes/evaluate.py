@@ -60,8 +60,12 @@ class Evaluation:
         return self.nats / self.tokens
 
     @property
-    def perplexity(self) -> float:
-        return math.exp(self.loss)
+    def perplexity(self) -> float | None:
+        """None where it is too large for a float."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return None
 
     @property
     def bits_per_byte(self) -> float:
@@ -97,7 +101,9 @@ def evaluate_text(
         sequences = _sequences(tokens(), sequence_length)
         while together := list(islice(sequences, world.size * micro_batch_size)):
             own = together[world.rank * micro_batch_size :][:micro_batch_size]
-            inputs = torch.zeros(micro_batch_size, sequence_length, dtype=torch.int64)
+            # The last sequence of the text may be short, and a process may have none left: it computes all the same.
+            longest = max((len(sequence) - 1 for sequence in own), default=1)
+            inputs = torch.zeros(max(1, len(own)), longest, dtype=torch.int64)
             targets = torch.full_like(inputs, IGNORED)
             for row, sequence in enumerate(own):
                 inputs[row, : len(sequence) - 1] = torch.tensor(sequence[:-1])
@@ -107,6 +113,8 @@ def evaluate_text(
     nats, targets = summed_loss(model, micro_batches(), device=world.device)
     if targets == 0:
         raise UserError("the text has no two tokens, so there is nothing to predict")
+    if not math.isfinite(nats):
+        raise UserError(f"the loss is {nats}: the model's weights are spoiled, or do not fit --dtype")
     return Evaluation(nats, targets, counted["bytes"], counted["documents"])
 
 

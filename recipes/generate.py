@@ -23,6 +23,8 @@ from recipes.weights import find_weights
 PREFILL_TOKENS = 512
 # Tokens kept at hand to be decoded together; with a few more than this, those that are through are let go.
 WINDOW_TOKENS = 16
+# New tokens that the cache has room for at first; it grows when there are more.
+FIRST_TOKENS = 4096
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """What a tokenizer makes of bytes that are not, or not yet, UTF-8."""
 LONGEST_INCOMPLETE = 3
@@ -69,6 +71,8 @@ def choose_device(device: str | None, dtype: str | None) -> tuple[torch.device, 
     name = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         found = torch.device(name)
+        if found.type not in ("cpu", "cuda", "mps"):
+            raise UserError(f"device {name!r}: must be cpu, cuda or mps")
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUDA
         raise UserError(f"no device {name!r} here: {str(error).splitlines()[0]}") from None
@@ -130,20 +134,19 @@ def generate(
     A stop token is not yielded. Sampling as in next_token; the same seed gives the same tokens. model: plain, on one
     device, not sharded. Raises UserError for an empty prompt, or where the model's logits are no numbers.
     """
-    check_sampling(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
+    check_sampling(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if not prompt_ids:
         raise UserError("the prompt has no tokens; there must be one at least to go on from")
-    weight = model.embedding.weight
-    cache = KeyValueCache(
-        model.config,
-        batch=1,
-        max_length=len(prompt_ids) + max_tokens - 1,  # nothing follows the last token
-        dtype=weight.dtype,
-        device=weight.device,
-    )
+    device = model.embedding.weight.device
+    longest = len(prompt_ids) + max_tokens - 1  # nothing follows the last token
+    room = min(longest, len(prompt_ids) + FIRST_TOKENS)
+    cache = _cache(model, room)
     generator = torch.Generator().manual_seed(seed)
-    new = torch.tensor([prompt_ids], device=weight.device)  # (1, T)
+    new = torch.tensor([prompt_ids], device=device)  # (1, T)
     for _ in range(max_tokens):
+        if cache.length + new.shape[1] > room:
+            room = min(longest, 2 * room)
+            cache = _cache(model, room, copy=cache)
         with torch.no_grad():  # not around the yield: it would hold for the caller too
             for piece in new.split(PREFILL_TOKENS, dim=1):
                 logits = model(piece, cache=cache)[0, -1]  # (V,)
@@ -153,7 +156,16 @@ def generate(
         if token in stop_ids:
             return
         yield token
-        new = torch.tensor([[token]], device=weight.device)  # (1, 1)
+        new = torch.tensor([[token]], device=device)  # (1, 1)
+
+
+def _cache(model: Decoder, room: int, *, copy: KeyValueCache | None = None) -> KeyValueCache:
+    """An empty cache for so many tokens, or one with what is in another."""
+    weight = model.embedding.weight
+    cache = KeyValueCache(model.config, batch=1, max_length=room, dtype=weight.dtype, device=weight.device)
+    for old, new in zip(copy.layers if copy else (), cache.layers, strict=False):
+        new.append(old.key[:, :, : old.length], old.value[:, :, : old.length])
+    return cache
 
 
 def stream_text(

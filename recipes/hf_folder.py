@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from safetensors import SafetensorError, safe_open
+
 from models.config import ModelConfig
 from models.hf import TextFacts, config_from_hf, config_to_hf, hf_name, parameter_shapes, text_facts
 from parallel.errors import UserError
@@ -21,6 +23,10 @@ CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """The element types, by safetensors' names, that weights may have."""
+ADDING = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")
+"""Parts of a tokenizer.json that put special tokens around a text."""
+MAX_HEADER_BYTES = 100_000_000
+"""More than this the safetensors library does not read."""
 MAX_FILE_BYTES = 5_000_000_000
 """Where one file of weights ends and the next begins, as at the Hugging Face hub."""
 
@@ -77,7 +83,7 @@ def read_tokenizer(folder: Path) -> str:
         raise UserError(
             f"{folder} has no {TOKENIZER}; put the tokenizer that the model was trained with there"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{file} is not a tokenizer.json as Hugging Face tokenizers writes it: {error!r}") from None
 
 
@@ -93,6 +99,12 @@ def stored_tensors(folder: Path, model: ModelConfig) -> dict[str, tuple[Path, En
             found |= {entry.name: (file, entry) for entry in read_header(file)}
         except UserError as error:
             problems.append(str(error))
+    if "embed_tokens.weight" in found:
+        problems.append(
+            'the names of the tensors do not begin with "model.": they were saved from the model without its head;'
+            " save the whole ...ForCausalLM"
+        )
+        raise UserError("\n  ".join([f"the weights in {folder} cannot be used:", *problems]))
     damaged = bool(problems)
     stored: dict[str, tuple[Path, Entry]] = {}
     missing = []
@@ -104,14 +116,17 @@ def stored_tensors(folder: Path, model: ModelConfig) -> dict[str, tuple[Path, En
         stored[name] = file, entry = found.pop(theirs)
         if entry.shape != shape:
             problems.append(f"{theirs} in {file.name} has shape {list(entry.shape)}, but the model needs {list(shape)}")
-        if entry.dtype not in DTYPE_BYTES:
-            problems.append(f"{theirs} in {file.name} has type {entry.dtype}; weights must be {_or(DTYPE_BYTES)}")
     if missing and not damaged:  # else they are in what is damaged
         problems.append(f"missing: {_some(missing)}")
     if "lm_head.weight" in found:  # of a tied model: some programs write the embedding twice
         stored["lm_head.weight"] = file, entry = found.pop("lm_head.weight")
         if entry.shape != (shape := (model.vocabulary, model.width)):
             problems.append(f"lm_head.weight in {file.name} has shape {list(entry.shape)}, not {list(shape)}")
+    problems += [
+        f"{entry.name} in {file.name} has type {entry.dtype}; weights must be {_or(DTYPE_BYTES)}"
+        for file, entry in stored.values()
+        if entry.dtype not in DTYPE_BYTES
+    ]
     # Old checkpoints carry the rotary frequencies, which follow from config.json.
     unknown = [name for name in found if not name.endswith("rotary_emb.inv_freq")]
     if unknown:
@@ -130,6 +145,8 @@ def read_header(file: Path) -> list[Entry]:
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
             if start == b"version ":
                 raise UserError(f"{file.name} is a Git LFS pointer, not the weights; fetch them with `git lfs pull`")
+            if length > MAX_HEADER_BYTES and 8 + length <= size:
+                raise UserError(f"{file.name} is not a safetensors file")
             if 8 + length > size:
                 raise UserError(f"{file.name} is not a whole safetensors file ({size} bytes); fetch it again")
             header = json.loads(stream.read(length))
@@ -140,11 +157,15 @@ def read_header(file: Path) -> list[Entry]:
         raise UserError(f"{file.name} is missing; fetch it again") from None
     except OSError as error:
         raise UserError(f"{file.name} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
         raise UserError(f"{file.name} is not a safetensors file") from None
     if size != end:
         raise UserError(f"{file.name} has {size} bytes, but its header promises {end}; fetch it again")
-    return entries
+    try:
+        with safe_open(file, framework="numpy"):  # what else may be wrong in a header, judged as on loading
+            return entries
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file.name} is damaged ({error}); fetch it again") from None
 
 
 def token_names(tokenizer: str) -> dict[int, str]:
@@ -173,7 +194,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise UserError(f"{file} must hold one JSON object")
@@ -215,19 +236,27 @@ def new_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
 
     Raises UserError where `folder` already holds something, unless replace, and where it cannot be written.
     """
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not replace):
-        raise UserError(f"{folder} is already there; give another name, or delete it")
-    partial, old = (folder.parent / f".{word}-{folder.name}" for word in ("partial", "old"))
+    real = Path(os.path.realpath(folder))  # a link stays one, and what it points to is filled, on its own disk
+    partial, old = (real.parent / f".{word}-{real.name}" for word in ("partial", "old"))
     try:
+        if real.exists() and not (real.is_dir() and (replace or not any(real.iterdir()))):
+            raise UserError(f"{folder} is already there; give another name, or delete it")
+        if os.path.ismount(real):
+            raise UserError(f"{folder} is where a disk is mounted, which has no other name; give a folder in it")
         for left_over in (partial, old):  # of a killed process
             if left_over.exists():
                 shutil.rmtree(left_over)
         partial.mkdir(parents=True)
         try:
             yield partial
-            if folder.exists():
-                os.rename(folder, old)
-            os.rename(partial, folder)
+            if replace and real.is_dir() and any(real.iterdir()):
+                os.rename(real, old)
+            try:
+                os.rename(partial, real)  # also over an empty folder
+            except OSError:
+                if old.exists():
+                    os.rename(old, real)
+                raise
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -254,7 +283,21 @@ def write_description(folder: Path, description: Description, *, dtype: str) -> 
     }
     for name, content in contents.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    (folder / TOKENIZER).write_text(description.tokenizer, encoding="utf-8")
+    # For a model that never saw a beginning token, none may be added; else the text stays as it is.
+    tokenizer = description.tokenizer if facts.bos_token_id is not None else without_added_tokens(description.tokenizer)
+    (folder / TOKENIZER).write_text(tokenizer, encoding="utf-8")
+
+
+def without_added_tokens(tokenizer: str) -> str:
+    """A tokenizer.json that adds no special tokens to a text by itself; the same text where it adds none anyway."""
+    content = json.loads(tokenizer)
+    processor = content.get("post_processor") or {}
+    steps = processor.get("processors", ()) if processor.get("type") == "Sequence" else [processor]
+    kept = [step for step in steps if step.get("type") not in ADDING]
+    if len(kept) == len(steps):
+        return tokenizer
+    content["post_processor"] = {"type": "Sequence", "processors": kept} if kept else None
+    return json.dumps(content, indent=2, ensure_ascii=False)
 
 
 def plan_files(entries: Sequence[Entry], *, max_bytes: int = MAX_FILE_BYTES) -> dict[str, list[Entry]]:

@@ -15,12 +15,10 @@ from parallel.errors import UserError
 from recipes.fields import accept, complaint, field_types, sections, toml, unknown_key, unknown_section, value_of
 from recipes.problems import Problem, one_line, refusal
 from recipes.rules import violations
-from recipes.schema import Recipe
-from recipes.weights import find_weights
+from recipes.schema import Recipe, RunConfig
+from recipes.weights import FROM_WEIGHTS, starting_point
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-FROM_WEIGHTS = "from_weights"
-"""The model.name of a model that takes its shape from model.weights."""
 
 Given = dict[str, tuple[Any, str]]
 """Dotted key -> (value, where it was written)."""
@@ -93,11 +91,12 @@ def _assemble(given: Given) -> Recipe:
     for key, (value, _) in given.items():
         section, _, name = key.partition(".")
         values[section][name] = value
-    model = replace(_size(values["model"]), **values.pop("model"))
+    size = _size(values["model"], run=RunConfig(**values["run"]))
+    model = replace(size, **values.pop("model"))
     return Recipe(model=model, **{section: sections()[section](**given) for section, given in values.items()})
 
 
-def _size(model: dict[str, Any]) -> ModelConfig:
+def _size(model: dict[str, Any], *, run: RunConfig) -> ModelConfig:
     """What fills the fields of the model that these values leave out; the schema's own where there is nothing."""
     name = model.pop("name", "")
     if name != FROM_WEIGHTS:
@@ -105,7 +104,7 @@ def _size(model: dict[str, Any]) -> ModelConfig:
     if {field.name for field in fields(ModelConfig)} <= {"name", *model}:
         return replace(Recipe().model, name=name)  # a resolved recipe needs no more
     try:
-        return replace(find_weights(model.get("weights", "")).model, name=name)
+        return replace(starting_point(model.get("weights", ""), run.folder).model, name=name)
     except UserError:  # _check_size says so
         return Recipe().model
 
@@ -125,7 +124,8 @@ def _check_size(given: Given) -> list[Problem]:
         if all(f"model.{field.name}" in given for field in fields(ModelConfig)):
             return []
         try:
-            find_weights(weights)
+            run = {key: given[f"run.{key}"][0] for key in ("name", "output") if f"run.{key}" in given}
+            starting_point(weights, RunConfig(**run).folder)
             return []
         except UserError as error:
             return [Problem("model.weights", one_line(error), toml(weights), origin)]

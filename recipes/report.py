@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from recipes.schema import Recipe
+from models.config import ModelConfig
+from parallel.config import MeshConfig
+from recipes.schema import BatchConfig
 
 
 class Yardstick(Protocol):
@@ -14,18 +16,25 @@ class Yardstick(Protocol):
     device_name: str
 
 
-def introduction(recipe: Recipe, yardstick: Yardstick, *, processes: int, parts: Sequence[str]) -> list[str]:
+def introduction(
+    run_name: str,
+    model: ModelConfig,
+    batch: BatchConfig,
+    degrees: MeshConfig,
+    yardstick: Yardstick,
+    parts: Sequence[str],
+) -> list[str]:
     """The headline, the mesh, what every part of parallel/ did (`parts`), the batch and the yardstick."""
-    degrees, batch = recipe.mesh.fit(processes), recipe.batch
+    processes = degrees.data_parallel
     accumulation = batch.global_batch_size // degrees.data_parallel // batch.micro_batch_size
     peak = "unknown, so no MFU" if yardstick.peak is None else f"{yardstick.peak / 1e12:.1f} TFLOP/s (dense bf16)"
     return [
-        f"{recipe.run.name}: {recipe.model.name} with {recipe.model.num_params():,} parameters",
+        f"{run_name}: {model.name} with {model.num_params():,} parameters",
         f"mesh: replicate {degrees.replicate} x shard {degrees.shard}"
         f" = {processes} {'process' if processes == 1 else 'processes'} on {yardstick.device_name}",
         *parts,
         f"batch: {batch.global_batch_size} sequences of {batch.sequence_length} tokens"
-        f" = {degrees.data_parallel} x {accumulation} micro-batches of {batch.micro_batch_size}",
+        f" = {processes} x {accumulation} micro-batches of {batch.micro_batch_size}",
         f"flops: {yardstick.flops / 1e9:.3g} billion per token, peak of the device {peak}",
     ]
 

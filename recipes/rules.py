@@ -8,8 +8,8 @@ from parallel.errors import UserError
 from recipes.fields import toml
 from recipes.hf_folder import stored_tensors
 from recipes.problems import Problem, one_line, refusal
-from recipes.schema import BatchConfig, DataConfig, Recipe, RunConfig, ScheduleConfig
-from recipes.weights import differences, find_weights
+from recipes.schema import BatchConfig, CheckpointConfig, DataConfig, Recipe, RunConfig, ScheduleConfig
+from recipes.weights import FROM_WEIGHTS, TOKENIZER, differences, starting_point
 
 Violation = tuple[str, str]
 """(dotted key, the rule it breaks and what to write instead)."""
@@ -37,9 +37,9 @@ def violations(
         yield from name_is_a_folder(recipe.run)
     if sound("model"):
         yield from model_is_consistent(recipe.model)
-        yield from weights_fit(recipe.model)
-    if sound("data", "model"):
-        yield from data_is_there(recipe.data, vocabulary=recipe.model.vocabulary)
+        yield from weights_fit(recipe.model, run=recipe.run)
+    if sound("data", "model", "run"):
+        yield from data_is_there(recipe.data, model=recipe.model, run=recipe.run)
     if sound("mesh"):
         yield from mesh_fits(recipe.mesh, processes=processes)
     if sound("batch", "mesh"):
@@ -50,6 +50,8 @@ def violations(
         yield from float8_has_a_device(recipe.float8, device=recipe.run.device)
     if sound("float8", "model"):
         yield from float8_fits(recipe.float8, model=recipe.model)
+    if sound("checkpoint"):
+        yield from export_has_a_net(recipe.checkpoint)
     if sound("schedule", "run"):
         yield from schedule_fits(recipe.schedule, steps=recipe.run.steps)
 
@@ -66,12 +68,12 @@ def model_is_consistent(model: ModelConfig) -> Iterator[Violation]:
         yield f"model.{field}", message
 
 
-def weights_fit(model: ModelConfig) -> Iterator[Violation]:
+def weights_fit(model: ModelConfig, *, run: RunConfig) -> Iterator[Violation]:
     """The weights to start from are whole, and made for this model."""
     if not model.weights:
         return
     try:
-        weights = find_weights(model.weights)
+        weights = starting_point(model.weights, run.folder)
         if not weights.is_checkpoint:
             stored_tensors(weights.path, weights.model)
     except UserError as error:
@@ -82,15 +84,44 @@ def weights_fit(model: ModelConfig) -> Iterator[Violation]:
         yield f"model.{field}", f"is {toml(theirs)} in the weights of {weights.path}; {remedy}"
 
 
-def data_is_there(data: DataConfig, *, vocabulary: int) -> Iterator[Violation]:
-    """The source can be read, and the model has a row for every token."""
+def data_is_there(data: DataConfig, *, model: ModelConfig, run: RunConfig) -> Iterator[Violation]:
+    """The source can be read, the model has a row for every token, and its weights know what a token means."""
     from recipes.corpus import source_problem
     from recipes.tokenizer import tokenizer_problem
 
     if message := source_problem(data.source):
         yield "data.source", message
-    if message := tokenizer_problem(data.tokenizer, vocabulary):
+    tokenizer = data.tokenizer
+    if model.weights or tokenizer == FROM_WEIGHTS:
+        try:
+            weights = starting_point(model.weights, run.folder)
+        except UserError as error:
+            if not model.weights:
+                yield "data.tokenizer", f"needs model.weights or a checkpoint of this run: {one_line(error)}"
+            return  # weights_fit says what is wrong with them
+        if tokenizer == FROM_WEIGHTS:
+            try:
+                weights.tokenizer()
+            except UserError as error:
+                yield "data.tokenizer", one_line(error)
+            return
+        if tokenizer.startswith("train:") and (weights.path / TOKENIZER).is_file():
+            yield (
+                "data.tokenizer",
+                (
+                    "would train a tokenizer whose tokens the weights have never seen, while they bring their own"
+                    f'; write tokenizer = "{FROM_WEIGHTS}"'
+                ),
+            )
+            return
+    if message := tokenizer_problem(tokenizer, model.vocabulary):
         yield "data.tokenizer", message
+
+
+def export_has_a_net(checkpoint: CheckpointConfig) -> Iterator[Violation]:
+    """An export that fails, on a full disk for instance, must not cost the run."""
+    if checkpoint.export_hf and checkpoint.every == 0:
+        yield "checkpoint.export_hf", "needs checkpoints, lest a failed export cost the run; write every = run.steps"
 
 
 def mesh_fits(mesh: MeshConfig, *, processes: int | None) -> Iterator[Violation]:

@@ -12,8 +12,9 @@ from recipes.fields import field_types, toml, value_of
 from recipes.load import load, to_toml
 from recipes.schedule import learning_rate
 from recipes.schema import Recipe
+from recipes.weights import CHECKPOINTS
 
-RECIPE, CHECKPOINTS = "recipe.toml", "checkpoints"
+RECIPE = "recipe.toml"
 DATA = "data.json"
 """In a checkpoint: fingerprints of the tokens it was trained on."""
 
@@ -35,7 +36,7 @@ IDENTITY = (
 
 def run_folder(recipe: Recipe) -> Path:
     """Where the files of the run go."""
-    return Path(recipe.run.output).expanduser() / recipe.run.name
+    return recipe.run.folder
 
 
 def identity_differences(old: Recipe, new: Recipe) -> list[str]:
@@ -43,7 +44,7 @@ def identity_differences(old: Recipe, new: Recipe) -> list[str]:
     return [
         f"{key}: {toml(was)} in the folder's recipe.toml, {toml(now)} now"
         for key in field_types()
-        if key.startswith(IDENTITY)
+        if key.startswith(IDENTITY) and key != "model.weights"  # they matter before the first step alone
         if (was := value_of(old, key)) != (now := value_of(new, key))
     ]
 
@@ -94,6 +95,8 @@ def claim_run_folder(recipe: Recipe, *, done: int, environment: dict[str, Any]) 
     Raises UserError where the folder cannot be written.
     """
     folder, notes = run_folder(recipe), []
+    if folder.is_symlink():  # what is set aside stays where the link points, and so does what is new
+        folder = folder.resolve()
     try:
         if done == 0 and holds_results(folder):
             aside = next(path for n in count(1) if not (path := folder.with_name(f"{folder.name}.{n}")).exists())
@@ -104,7 +107,9 @@ def claim_run_folder(recipe: Recipe, *, done: int, environment: dict[str, Any]) 
             text, file = to_toml(recipe), folder / RECIPE
             if done > 0 and file.is_file() and file.read_text(encoding="utf-8") != text:
                 notes += _note_schedule(load(file, rules=False), recipe, done)
-                file.rename(folder / f"recipe-until-{done:08d}.toml")
+                kept = folder / f"recipe-until-{done:08d}.toml"
+                if not kept.exists():  # else the recipe in `file` took no step that is left
+                    file.rename(kept)
             file.write_text(text, encoding="utf-8")
             facts = json.dumps(environment, indent=2) + "\n"
             (folder / "environment.json").write_text(facts, encoding="utf-8")

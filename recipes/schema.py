@@ -5,6 +5,7 @@ and docs/recipes.md print.
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Interval, MinLen
@@ -29,6 +30,11 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto" = the GPUs where there are any, else the CPU."""
 
+    @property
+    def folder(self) -> Path:
+        """Where the files of the run go."""
+        return Path(self.output).expanduser() / self.name
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -39,7 +45,7 @@ class DataConfig:
     text_field: Annotated[str, MinLen(1)] = "text"
     """Field or column that holds the text in .jsonl and .parquet files."""
     tokenizer: Annotated[str, MinLen(1)] = "train:4096"
-    """A tokenizer.json, a folder that holds one, or "train:N": byte-level BPE of N entries trained on the source."""
+    """A tokenizer.json, a folder with one, "train:N" (N entries trained on the source), or "from_weights"."""
     validation_fraction: Annotated[float, Interval(gt=0, lt=1)] = 0.01
     """Share of the documents held out for validation, chosen by a hash of the document."""
     cache: Annotated[str, MinLen(1)] = "~/.cache/shardwright"

@@ -185,20 +185,24 @@ class _Facts(NamedTuple):
     end_of_document: int
 
 
-def _facts(text: str, *, where: Path) -> _Facts:
-    """What the JSON alone says about a tokenizer."""
+def _facts(text: str, *, where: Path, ends: Sequence[int] = ()) -> _Facts:
+    """What the JSON alone says about a tokenizer. The first of `ends` that is an added token of it ends documents."""
     wrong = f"data.tokenizer: '{where}' is not a tokenizer.json as Hugging Face tokenizers writes it"
     try:
         content: Any = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{wrong}: {error}") from error
     try:
         entries = content["model"]["vocab"]  # Unigram models list (token, score) pairs, all others map token to id
         ids = {token: number for number, (token, _) in enumerate(entries)} if isinstance(entries, list) else entries
-        ids = ids | {added["content"]: added["id"] for added in content.get("added_tokens") or ()}
+        added_ids = {added["content"]: added["id"] for added in content.get("added_tokens") or ()}
+        ids = ids | added_ids
         largest = max(ids.values())
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{wrong}: no entries under 'model.vocab'") from error
+    for end in ends:
+        if end in added_ids.values():  # an id of a plain word would be a mistake, such as a family's default
+            return _Facts(largest_id=largest, end_of_document=end)
     for name in END_OF_DOCUMENT_NAMES:
         if name in ids:
             return _Facts(largest_id=largest, end_of_document=ids[name])
@@ -208,11 +212,14 @@ def _facts(text: str, *, where: Path) -> _Facts:
     )
 
 
-def build_tokenizer(text: str, *, where: Path) -> Tokenizer:
-    """The tokenizer of a tokenizer.json with this text; `where` it is from stands in the UserError it may raise."""
+def build_tokenizer(text: str, *, where: Path, ends: Sequence[int] = ()) -> Tokenizer:
+    """The tokenizer of a tokenizer.json with this text; `where` it is from stands in the UserError it may raise.
+
+    ends: the ids that the model's description gives for the end of a document, best first.
+    """
     import tokenizers
 
-    facts = _facts(text, where=where)
+    facts = _facts(text, where=where, ends=ends)
     try:
         library = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing more specific

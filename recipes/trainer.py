@@ -18,7 +18,7 @@ from models.decoder import Decoder
 from models.hf import TextFacts
 from models.loss import IGNORED
 from parallel.config import MeshConfig
-from parallel.dist import Agreement, World, from_main, on_main_first, start, stop
+from parallel.dist import Agreement, World, from_main, on_all, on_main, on_main_first, start, stop
 from parallel.errors import UserError
 from parallel.float8 import precompute_scales
 from parallel.materialize import materialize
@@ -36,7 +36,6 @@ from recipes.optimizer import build_optimizer
 from recipes.report import introduction, step_line, summary
 from recipes.rules import require_valid
 from recipes.run_folder import (
-    CHECKPOINTS,
     DATA,
     check_output_folder,
     claim_run_folder,
@@ -45,7 +44,7 @@ from recipes.run_folder import (
 )
 from recipes.schedule import learning_rate
 from recipes.schema import Recipe
-from recipes.weights import checkpoint_files, checkpoint_steps, find_weights
+from recipes.weights import CHECKPOINTS, FROM_WEIGHTS, checkpoint_files, checkpoint_steps, starting_point
 
 
 def train(recipe: Recipe) -> int:
@@ -113,7 +112,9 @@ class Trainer:
             devices=world.size,
             device=world.device,
         )
-        headline, *lines = introduction(recipe, self.throughput, processes=world.size, parts=report)
+        headline, *lines = introduction(
+            recipe.run.name, recipe.model, recipe.batch, self.mesh_degrees, self.throughput, report
+        )
         console.say(headline, style="bold")
         for line in lines:
             console.say("  " + line)
@@ -207,7 +208,11 @@ class Trainer:
             lambda: prepare(
                 source=data.source,
                 text_field=data.text_field,
-                tokenizer=data.tokenizer,
+                tokenizer=(
+                    starting_point(self.recipe.model.weights, self.folder).tokenizer()
+                    if data.tokenizer == FROM_WEIGHTS
+                    else data.tokenizer
+                ),
                 validation_fraction=data.validation_fraction,
                 cache=Path(data.cache).expanduser(),
                 report=self.console.say,
@@ -300,10 +305,10 @@ class Trainer:
         self.context_length = self.recipe.batch.sequence_length
         if not self.recipe.model.weights:
             return
-        weights = find_weights(self.recipe.model.weights)
+        weights = starting_point(self.recipe.model.weights, self.folder)
         self.context_length = max(self.context_length, weights.facts.context_length)
         if self.resume_step is None:
-            load_weights(self.model, weights)
+            on_all(self.world, lambda: load_weights(self.model, weights))
             self.console.say(f"weights from {weights.path}")
 
     def _description(self) -> Description:
@@ -327,10 +332,9 @@ class Trainer:
 
     def _open_folder(self) -> None:
         """Make the run's folder, if need be, and say in it what runs here and where."""
-        if self.world.is_main:
-            facts = environment(world_size=self.world.size, device=self.world.device)
-            for note in claim_run_folder(self.recipe, done=self.step, environment=facts):
-                self.console.say(note)
+        facts = environment(world_size=self.world.size, device=self.world.device)
+        for note in on_main(self.world, lambda: claim_run_folder(self.recipe, done=self.step, environment=facts)):
+            self.console.say(note)
         self.console.open_log(self.folder / "log.txt")
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
@@ -362,7 +366,7 @@ class Trainer:
         if recipe.validation.sample_tokens:
             self._sample()
         if recipe.checkpoint.export_hf:
-            export_model(self.model, self.folder / "hf", self._description(), main=self.world.is_main)
+            export_model(self.model, self.folder / "hf", self._description(), world=self.world)
         if done:
             tokens = done * self.throughput.tokens_per_step
             self.console.say(summary(done, tokens, seconds, validation_loss=self.validation_loss), style="bold")

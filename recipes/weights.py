@@ -16,6 +16,10 @@ from recipes import hf_folder
 from recipes.hf_folder import Description
 from recipes.tokenizer import Tokenizer, build_tokenizer
 
+CHECKPOINTS = "checkpoints"
+"""The folder of the checkpoints inside of a run's."""
+FROM_WEIGHTS = "from_weights"
+"""As model.name and as data.tokenizer: the one of model.weights."""
 MODEL, TOKENIZER = "model.json", "tokenizer.json"
 """The files that make a checkpoint complete in itself."""
 UNCHECKED = ("name", "init_std", "weights")
@@ -40,7 +44,12 @@ class Weights:
     def tokenizer(self) -> Tokenizer:
         """Its tokenizer. Raises UserError where there is none, or one that does not fit the model."""
         try:
-            tokenizer = build_tokenizer(self.description().tokenizer, where=self.path / TOKENIZER)
+            ends = self.facts.eos_token_id
+            tokenizer = build_tokenizer(
+                self.description().tokenizer,
+                where=self.path / TOKENIZER,
+                ends=ends if isinstance(ends, tuple) else () if ends is None else (ends,),
+            )
         except UserError as error:
             raise UserError(str(error).removeprefix("data.tokenizer: ")) from None
         if tokenizer.vocabulary > self.model.vocabulary:
@@ -61,7 +70,7 @@ def find_weights(path: str | Path) -> Weights:
         raise UserError(f"{folder} is {'not a folder' if folder.exists() else 'not there'}")
     if (folder / hf_folder.CONFIG).is_file():
         return Weights(folder, hf_folder.read_shape(folder), hf_folder.read_facts(folder), is_checkpoint=False)
-    for place in (folder / "checkpoints", folder):
+    for place in (folder / CHECKPOINTS, folder):
         if steps := checkpoint_steps(place):
             folder = step_folder(place, steps[-1])
             break
@@ -74,6 +83,11 @@ def find_weights(path: str | Path) -> Weights:
         f"{folder} holds no weights: neither a Hugging Face folder ({hf_folder.CONFIG} and safetensors), nor a"
         f" checkpoint ({MODEL}), nor the folder of a run with a checkpoint"
     )
+
+
+def starting_point(weights: str, run_folder: Path) -> Weights:
+    """What a run with this model.weights begins with: its own newest checkpoint, which needs them no more, or them."""
+    return find_weights(run_folder if checkpoint_steps(run_folder / CHECKPOINTS) else weights)
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
@@ -103,7 +117,7 @@ def read_description(folder: Path) -> tuple[ModelConfig, TextFacts]:
         return model, TypeAdapter(TextFacts).validate_python(content["text"])
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from None
-    except (ValidationError, ValueError, KeyError, TypeError) as error:
+    except (ValidationError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{file} does not describe a model of this version: {error}") from None
 
 

@@ -1,8 +1,12 @@
 """Between Hugging Face folders and checkpoints: `python scripts/convert_hf.py import|export FROM TO`."""
 
 import argparse
+import signal
 import sys
 from pathlib import Path
+
+# Ctrl-C while modules are imported: go at once, without the traceback of whatever line was being imported.
+signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
@@ -19,7 +23,7 @@ stay as the checkpoint has them (float32 in one of a run)."""
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code: 0, or 2 for what the user can mend."""
+    """Returns the exit code: 0, 2 for what the user can mend, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(usage=USAGE, allow_abbrev=False)
     parser.add_argument("direction", choices=("import", "export"), help=argparse.SUPPRESS)
     parser.add_argument("source", type=Path, help=argparse.SUPPRESS)
@@ -33,6 +37,7 @@ def main(arguments: list[str]) -> int:
 
     from recipes.convert import export_checkpoint, import_folder
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if options.direction == "import":
             import_folder(options.source, options.target)
@@ -42,6 +47,8 @@ def main(arguments: list[str]) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     print(f"wrote {options.target}")
     return 0
 

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,7 +36,11 @@ def main(arguments: list[str]) -> int:
     try:
         return evaluate(options)
     except UserError as error:
-        print(error, file=sys.stderr)
+        rank = os.environ.get("RANK", "0")
+        if rank != "0":
+            # Rank 0 most likely says the same, and then the launcher ends the others: leave it the time to speak.
+            time.sleep(10)
+        print(error if rank == "0" else f"rank {rank}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print()

@@ -53,8 +53,12 @@ def _parser() -> argparse.ArgumentParser:
 def _generate(options: argparse.Namespace) -> int:
     from recipes.sampling import check_sampling  # torch, from here on
 
-    sampling = {name: getattr(options, name) for name in ("max_tokens", "temperature", "top_k", "top_p")}
+    sampling = {name: getattr(options, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "seed")}
     check_sampling(**sampling)  # before a large model is read
+    try:
+        options.prompt.encode()
+    except UnicodeEncodeError:
+        raise UserError("the prompt is not text in UTF-8") from None
 
     from recipes.console import CONTROLS
     from recipes.generate import choose_device, continue_text, open_model
@@ -62,13 +66,15 @@ def _generate(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     device, dtype = choose_device(options.device, options.dtype)
     opened = open_model(options.model, dtype=dtype, device=device)
+    length, longest = len(opened.prompt_ids(options.prompt)) + options.max_tokens, opened.facts.context_length
+    if length > longest:
+        print(f"up to {length} tokens, but the model was made for texts of up to {longest}", file=sys.stderr)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that has not every character
     tokens, seconds = continue_text(
         opened,
         options.prompt,
         say=lambda piece: print(piece.translate(CONTROLS), end="", flush=True),
-        seed=options.seed,
         **sampling,
     )
     print()

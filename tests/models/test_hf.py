@@ -139,6 +139,16 @@ def test_a_llama_that_transformers_refuses_is_written_as_a_smollm3() -> None:
         ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling.factor = missing"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "must be one table"),
         ({"use_sliding_window": True, "sliding_window": 128}, "use_sliding_window = True"),
+        (
+            {"use_sliding_window": True, "sliding_window": 128, "layer_types": ["sliding_attention"]},
+            "layer_types has 'sliding_attention', use_sliding_window = True, sliding_window = 128:",
+        ),
+        ({"layer_types": 3}, "layer_types = 3"),
+        ({"layer_types": "full_attention"}, "layer_types = 'full_attention'"),
+        ({"model_type": ["llama"]}, "model_type = ['llama']"),
+        ({"architectures": 3}, "architectures = 3"),
+        ({"rope_interleaved": True}, "rope_interleaved = True"),
+        ({"rope_theta": 10**400}, "rope_theta = 1000"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 'sliding_attention'"),
         ({"auto_map": {"AutoModel": "mine.py"}}, "auto_map"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
@@ -187,3 +197,7 @@ def test_several_end_tokens_are_kept() -> None:
     facts = text_facts(LLAMA | {"eos_token_id": [2, 7]})
     assert facts.eos_token_id == (2, 7)
     assert config_to_hf(config_from_hf(LLAMA), facts)["eos_token_id"] == [2, 7]
+    assert text_facts(LLAMA | {"eos_token_id": []}).eos_token_id is None
+    for wrong in ([2, "</s>"], [32000], [-1], [True]):
+        with pytest.raises(ValueError, match=r"eos_token_id = \[.*\]: must be token ids below vocab_size = 32000"):
+            text_facts(LLAMA | {"eos_token_id": wrong})

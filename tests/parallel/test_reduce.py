@@ -8,7 +8,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from models.sizes import SIZES
 from parallel.config import MeshConfig
-from parallel.dist import Agreement, SilentUserError, World, on_main_first, start, stop
+from parallel.dist import Agreement, SilentUserError, World, on_all, on_main, on_main_first, start, stop
 from parallel.errors import UserError
 from parallel.reduce import clip_gradients, gradient_norm, sum_over_processes
 from tests.build import build_model
@@ -93,9 +93,24 @@ def talk() -> dict:
         refused = "silently"
     except UserError as error:
         refused = str(error)
+    told = on_main(world, lambda: f"by {dist.get_rank()}")
+
+    def refuse_on_1() -> None:
+        if world.rank == 1:
+            raise UserError("the disk of rank 1 is damaged")
+
+    try:
+        on_all(world, refuse_on_1)
+        refused_by_one = "nothing"
+    except UserError as error:
+        refused_by_one = str(error)
     total = sum_over_processes(torch.tensor(float(world.rank + 1))).item()
     stop()
-    return {"heard": heard, "value": value, "work": work_done, "refused": refused, "total": total}
+    return {"heard": heard, "value": value, "work": work_done, "refused": refused, "total": total} | {
+        "told": told,
+        "refused_by_one": refused_by_one,
+        "done_by_all": on_all(world, lambda: world.rank),
+    }
 
 
 def test_ranks_agree_and_rank_0_speaks() -> None:
@@ -105,4 +120,7 @@ def test_ranks_agree_and_rank_0_speaks() -> None:
         assert answer["value"] == 7
         assert answer["work"] == [rank]
         assert answer["refused"] == ("the corpus is empty" if rank == 0 else "silently")
+        assert answer["told"] == "by 0"
+        assert answer["refused_by_one"] == "the disk of rank 1 is damaged"
+        assert answer["done_by_all"] == rank
         assert answer["total"] == 6.0

@@ -2,6 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +15,9 @@ from models.decoder import Decoder
 from models.loss import IGNORED
 from models.sizes import SIZES
 from parallel.dist import start, stop
+from parallel.errors import UserError
 from parallel.materialize import materialize
-from recipes.evaluate import continuation, mean_loss
+from recipes.evaluate import Evaluation, continuation, evaluate_text, mean_loss
 from tests.processes import run_processes
 
 CPU = torch.device("cpu")
@@ -94,6 +98,50 @@ def test_no_gradient_is_kept(alone: None) -> None:
     mean_loss(model, [(inputs, targets)], device=CPU)
     continuation(model, [1], tokens=1, shape=(1, LENGTH), device=CPU, seed=0)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Seen(Decoder):
+    """Keeps the shapes it is called with."""
+
+    shapes: list[tuple[int, ...]]
+
+    def forward(self, tokens: Tensor, *others: Any, **options: Any) -> Tensor:
+        self.shapes.append(tuple(tokens.shape))
+        return super().forward(tokens, *others, **options)
+
+
+def on_text(characters: int, *, length: int, spoil: bool = False) -> list[tuple[int, ...]]:
+    """Shapes of the forward passes of an evaluation of one document, one token a character and one for its end."""
+    world = start("cpu", seed=0)
+    try:
+        model = Seen(SMALL)
+        model.shapes = []
+        with torch.no_grad():
+            model.norm.weight.fill_(float("nan") if spoil else 1.0)
+        tokenizer = SimpleNamespace(encode_batch=lambda texts: [[1] * len(text) for text in texts], end_of_document=0)
+        found = evaluate_text(
+            model, ["a" * characters], tokenizer=tokenizer, sequence_length=length, micro_batch_size=2, world=world
+        )
+        assert found.tokens == characters
+        return model.shapes
+    finally:
+        stop()
+
+
+def test_what_is_left_of_a_text_is_computed_and_nothing_more() -> None:
+    assert on_text(21, length=8) == [(2, 8), (1, 5)]
+    assert on_text(5, length=2048) == [(1, 5)]
+    assert run_processes(2, partial(on_text, length=8), 21) == [[(2, 8)], [(1, 5)]]
+    assert run_processes(2, partial(on_text, length=8), 5) == [[(1, 5)], [(1, 1)]]
+
+
+def test_a_loss_that_is_no_number_is_an_error() -> None:
+    with pytest.raises(UserError, match="the loss is nan"):
+        on_text(5, length=8, spoil=True)
+
+
+def test_a_perplexity_beyond_numbers_is_none() -> None:
+    assert Evaluation(nats=1e4, tokens=10, text_bytes=10, documents=1).perplexity is None
 
 
 # Sampling

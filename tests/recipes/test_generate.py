@@ -25,7 +25,7 @@ from models.sizes import SIZES
 from parallel.errors import UserError
 from parallel.materialize import materialize
 from recipes import generate as generate_module
-from recipes.generate import continue_text, generate, open_model, stream_text
+from recipes.generate import choose_device, continue_text, generate, open_model, stream_text
 from recipes.sampling import check_sampling, next_token, odds
 from recipes.tokenizer import END_OF_DOCUMENT, Tokenizer, build_tokenizer, load_tokenizer
 
@@ -143,14 +143,29 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(UserError, match="the prompt has no tokens"):
         next(generate(small_model(), [], max_tokens=1))
     with pytest.raises(UserError) as refused:
-        check_sampling(max_tokens=0, temperature=-1.0, top_k=-2, top_p=0.0)
+        check_sampling(max_tokens=0, temperature=-1.0, top_k=-2, top_p=0.0, seed=-1)
     assert str(refused.value).splitlines() == [
         "max_tokens = 0: must be 1 or more",
-        "temperature = -1.0: must be 0 (greedy) or more",
+        "temperature = -1.0: must be 0 (greedy), or 0.001 or more",
         "top_k = -2: must be 1 or more, or 0 for all tokens",
         "top_p = 0.0: must be above 0 and at most 1",
+        "seed = -1: must be 0 or more, and below 2^63",
     ]
-    check_sampling(max_tokens=1, temperature=0.0, top_k=0, top_p=1.0)
+    check_sampling(max_tokens=1, temperature=0.0, top_k=0, top_p=1.0, seed=2**63 - 1)
+    for options in ({"temperature": 1e-38}, {"seed": 2**63}):
+        with pytest.raises(UserError, match="must be 0"):
+            next(generate(small_model(), [1], max_tokens=1, **options))
+    for device in ("meta", "xla"):
+        with pytest.raises(UserError, match=r"device '.*': must be cpu, cuda or mps"):
+            choose_device(device, None)
+
+
+def test_a_cache_that_grows_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model()
+    whole = list(generate(model, [3, 1], max_tokens=40))
+    monkeypatch.setattr(generate_module, "FIRST_TOKENS", 3)
+    assert list(generate(model, [3, 1], max_tokens=40)) == whole
+    assert next(generate(model, [3, 1], max_tokens=10**12)) == whole[0]
 
 
 def test_a_diverged_model_is_named() -> None:

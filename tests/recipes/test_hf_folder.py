@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 import struct
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from parallel.config import Float8Config, MeshConfig
 from parallel.dist import start, stop
 from parallel.errors import UserError
 from parallel.materialize import plain_name
+from recipes import hf_folder
 from recipes.checkpoint import Checkpoints
 from recipes.convert import export_checkpoint, export_model, import_folder, load_weights
 from recipes.hf_folder import Description, read_header, stored_tensors
@@ -101,7 +103,7 @@ def write_random(folder: Path, config: ModelConfig = SMALL, *, max_bytes: int = 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(random_tensor(name, tuple(parameter.shape)))
-    export_model(model, folder, Description(config, FACTS, TOKENIZER), main=True, max_bytes=max_bytes)
+    export_model(model, folder, Description(config, FACTS, TOKENIZER), world=None, max_bytes=max_bytes)
     return folder
 
 
@@ -202,7 +204,7 @@ def load_sharded(jobs: list[Job], out: Path) -> list[dict[str, str]]:
         model, _ = build_model(config, mesh=mesh, mode=mode, seed=1)
         load_weights(model, find_weights(path))
         found.append(digests(model))
-    export_model(model, out, Description(config, FACTS, TOKENIZER), main=world.is_main, max_bytes=10_000)
+    export_model(model, out, Description(config, FACTS, TOKENIZER), world=world, max_bytes=10_000)
     stop()
     return found
 
@@ -265,7 +267,7 @@ def test_what_torchao_wraps_is_written_plain(tmp_path: Path) -> None:
             model, _ = build_model(wide, float8=float8, seed=1)
             load_weights(model, find_weights(tmp_path / source))
             description = Description(wide, FACTS, TOKENIZER)
-            export_model(model, tmp_path / "out", description, main=world.is_main, max_bytes=10_000)
+            export_model(model, tmp_path / "out", description, world=world, max_bytes=10_000)
             assert contents(tmp_path / "out") == contents(folder)
         optimizer = build_optimizer(model, OptimizerConfig())
         checkpoints = Checkpoints(tmp_path, keep=1, files=checkpoint_files(description))
@@ -301,6 +303,22 @@ def truncate(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-3])
 
 
+def edit_header(folder: Path, old: str, new: str) -> None:
+    """In the first file's header, wherever it stands first; of the same length."""
+    assert len(old) == len(new) and old.encode() in files(folder)[0].read_bytes()
+    files(folder)[0].write_bytes(files(folder)[0].read_bytes().replace(old.encode(), new.encode(), 1))
+
+
+def nest(folder: Path) -> None:
+    text = b"[" * 100_000
+    files(folder)[0].write_bytes(struct.pack("<Q", len(text)) + text)
+
+
+def edit_tokenizer(folder: Path, old: str, new: str) -> None:
+    assert old in TOKENIZER
+    (folder / "tokenizer.json").write_text(TOKENIZER.replace(old, new))
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), "holds no weights"),
     "config is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "is not JSON"),
@@ -320,6 +338,22 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "other name": (lambda folder: rename_tensor(folder, "model.norm.weight", "model.norm.height"), "model.norm.height"),
     "untied without head": (lambda folder: rename_tensor(folder, "lm_head.weight", "lm_foot.weight"), "lm_head.weight"),
     "tied with another head": (lambda folder: edit_config(folder, tie_word_embeddings=True), "tie_word_embeddings"),
+    "header nested": (nest, "is not a safetensors file"),
+    "header disagrees": (lambda folder: edit_header(folder, '"shape":[67,36]', '"shape":[67,35]'), "is damaged"),
+    "header with a hole": (lambda folder: edit_header(folder, 'offsets":[0,', 'offsets":[4,'), "is damaged"),
+    "header of other types": (lambda folder: edit_header(folder, '"dtype":"F32"', '"dtype":[1,2]'), "is damaged"),
+    "config nested": (lambda folder: (folder / "config.json").write_text("[" * 100_000), "is not JSON"),
+    "config of other types": (lambda folder: edit_config(folder, layer_types=3), "layer_types = 3"),
+    "end beyond the vocabulary": (lambda folder: edit_config(folder, eos_token_id=[3, 67]), "eos_token_id = [3, 67]"),
+    "tokenizer nested": (
+        lambda folder: (folder / "tokenizer.json").write_text("[" * 100_000),
+        "is not a tokenizer.json",
+    ),
+    "tokenizer of another": (lambda folder: edit_tokenizer(folder, '"b": 1', '"b": 67'), "ids up to 67, but the"),
+    "tokenizer without an end": (
+        lambda folder: edit_config(folder, eos_token_id=None) or edit_tokenizer(folder, "</s>", "</t>"),
+        "has no token that ends a document",
+    ),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer.json"),
     "tokenizer damaged": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "is not a tokenizer.json"),
 }  # fmt: skip
@@ -371,6 +405,69 @@ def test_quantized_numbers_are_refused(folder: Path) -> None:
         stored_tensors(folder, SMALL)
 
 
+def test_a_head_of_a_tied_model_in_another_type_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    tied = replace(SMALL, tied_embeddings=True)
+    folder = write_random(tmp_path / "hf", tied, max_bytes=10**9)
+    values = {hf_name(name): random_tensor(name, shape) for name, shape in parameter_shapes(tied)}
+    values["lm_head.weight"] = values["model.embed_tokens.weight"].to(torch.int32)
+    save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"lm_head.weight in model.safetensors has type I32; weights must be"):
+        stored_tensors(folder, tied)
+
+
+def test_names_without_model_in_front_are_one_sentence(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    folder = write_random(tmp_path / "hf", max_bytes=10**9)
+    values = {hf_name(name): random_tensor(name, shape) for name, shape in parameter_shapes(SMALL)}
+    save_file({name.removeprefix("model."): value for name, value in values.items()}, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r'do not begin with "model."') as error:
+        stored_tensors(folder, SMALL)
+    assert len(str(error.value).splitlines()) == 2
+
+
+# The tokenizer
+
+
+def test_the_description_names_the_end_of_a_document(folder: Path) -> None:
+    added = json.loads(TOKENIZER)
+    special = added["added_tokens"][0]
+    added["added_tokens"] += [special | {"id": 4, "content": "<end>"}]
+    (folder / "tokenizer.json").write_text(json.dumps(added))
+    for ends, expected_end in ((3, 3), (4, 4), ([4, 3], 4), ([9, 3], 3), (1, 3), (None, 3)):  # 1 is a plain word
+        edit_config(folder, eos_token_id=ends)
+        assert find_weights(folder).tokenizer().end_of_document == expected_end
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("bos", [None, 2])
+@pytest.mark.filterwarnings("ignore")
+def test_no_beginning_token_is_exported_for_a_model_without(bos: int | None, nested: bool, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
+    template = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<unk>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<unk>": {"id": "<unk>", "ids": [2], "tokens": ["<unk>"]}},
+    }
+    processor = {"type": "Sequence", "processors": [level, template]} if nested else template
+    text = json.dumps(json.loads(TOKENIZER) | {"post_processor": processor})
+    hf_folder.write_description(tmp_path, Description(SMALL, replace(FACTS, bos_token_id=bos), text), dtype="float32")
+    assert AutoTokenizer.from_pretrained(tmp_path)("a b")["input_ids"] == ([] if bos is None else [2]) + [0, 1]
+    written = (tmp_path / "tokenizer.json").read_text()
+    if bos is not None:
+        assert written == text
+    elif nested:
+        assert json.loads(written)["post_processor"] == {"type": "Sequence", "processors": [level]}
+    else:
+        assert json.loads(written)["post_processor"] is None
+    assert hf_folder.without_added_tokens(TOKENIZER) == TOKENIZER
+
+
 def test_our_files_are_as_safetensors_wants_them(folder: Path) -> None:
     from safetensors import safe_open
 
@@ -406,6 +503,7 @@ def narrow(checkpoint: Path) -> None:
         (lambda path: (path / ".metadata").write_bytes(b"no"), "is not a whole checkpoint"),
         (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
         (lambda path: truncate(path / "__0_0.distcp"), "__0_0.distcp is cut off"),
+        (lambda path: (path / "__0_0.distcp").write_bytes(b"x" * 50_000), "checkpoint is damaged: UnpicklingError"),
         (narrow, "embedding.weight has shape [67, 36]; model.json says [66, 36]"),
     ],
 )
@@ -414,7 +512,53 @@ def test_a_spoiled_checkpoint(spoil: Callable[[Path], Any], said: str, checkpoin
     with pytest.raises(UserError) as error:
         export_checkpoint(checkpoint, tmp_path / "out")
     assert said in str(error.value)
+    assert "weights_only" not in str(error.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "hf"]
+
+
+def test_a_link_stays_one(checkpoint: Path, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "disk" / "big").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "big")
+    (tmp_path / "dangling").symlink_to(tmp_path / "disk" / "new")
+    for link, target in (("link", "big"), ("dangling", "new")):
+        export_checkpoint(checkpoint, tmp_path / link, max_bytes=10_000)
+        assert (tmp_path / link).is_symlink()
+        assert contents(tmp_path / "disk" / target) == contents(folder)
+    with hf_folder.new_folder(tmp_path / "link", replace=True) as partial:
+        assert partial.parent == tmp_path / "disk"
+        (partial / "a").touch()
+    assert (tmp_path / "link").is_symlink() and list(contents(tmp_path / "link")) == ["a"]
+    assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["big", "new"]
+
+
+def test_into_the_folder_one_is_in(
+    checkpoint: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    export_checkpoint(checkpoint, Path("."), max_bytes=10_000)
+    monkeypatch.chdir(tmp_path)
+    assert contents(tmp_path / "here") == contents(folder)
+
+
+def test_the_old_folder_comes_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, rename = contents(folder), os.rename
+
+    def refuse(source: Path, target: Path) -> None:
+        if source.name.startswith(".partial"):
+            raise OSError("no")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(UserError, match="cannot be written"), hf_folder.new_folder(folder, replace=True):
+        pass
+    assert contents(folder) == before and [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_a_mount_point_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "ismount", lambda path: True)
+    with pytest.raises(UserError, match="is where a disk is mounted"), hf_folder.new_folder(tmp_path / "disk"):
+        raise AssertionError
 
 
 def test_nothing_is_overwritten(checkpoint: Path, folder: Path, tmp_path: Path) -> None:
@@ -512,7 +656,7 @@ def measure(path: Path) -> dict[str, float]:
     model, _ = build_model(big())
     weights, description = find_weights(path / "hf"), Description(big(), FACTS, TOKENIZER)
     found["import"] = peak_megabytes(lambda: load_weights(model, weights))
-    found["export"] = peak_megabytes(lambda: export_model(model, path / "out", description, main=world.is_main))
+    found["export"] = peak_megabytes(lambda: export_model(model, path / "out", description, world=world))
     stop()
     return found
 

@@ -335,6 +335,26 @@ def test_a_recipe_that_changes_on_the_way_is_kept(tmp_path: Path) -> None:
     assert (tmp_path / "r" / "metrics.jsonl").exists()
 
 
+def test_a_recipe_that_took_no_step_replaces_none_that_did(tmp_path: Path) -> None:
+    first = named(tmp_path, schedule=ScheduleConfig(kind="constant"))
+    occupy(first)
+    for steps in (40_000, 133):
+        claim(replace(first, run=replace(first.run, steps=steps)), 100)
+    assert load(tmp_path / "r" / "recipe-until-00000100.toml", rules=False) == first
+
+
+def test_a_linked_folder_stays_on_its_disk(tmp_path: Path) -> None:
+    disk = tmp_path / "big"
+    disk.mkdir()
+    recipe = named(tmp_path)
+    occupy(replace(recipe, run=replace(recipe.run, output=str(disk))))
+    (tmp_path / "r").symlink_to(disk / "r")
+    claim(recipe, 0)
+    assert (tmp_path / "r").is_symlink()
+    assert sorted(path.name for path in disk.iterdir()) == ["r", "r.1"]
+    assert (disk / "r" / "recipe.toml").exists() and (disk / "r.1" / "metrics.jsonl").exists()
+
+
 def test_a_folder_that_cannot_be_made_is_a_plain_message(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"cannot be written: Not a directory; write another run\.output"):

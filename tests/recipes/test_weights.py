@@ -14,6 +14,7 @@ from models.config import ModelConfig
 from parallel.errors import UserError
 from recipes.convert import export_checkpoint, import_folder
 from recipes.load import load, to_toml
+from recipes.run_folder import identity_differences
 from recipes.schema import Recipe
 from recipes.weights import find_weights
 from tests.processes import run_processes
@@ -75,6 +76,33 @@ def test_what_cannot_be_started_from_is_named(folder: Path) -> None:
     edit_config(folder, attention_bias=True, mlp_bias=True)
     assert "attention_bias = True: biases in the attention projections" in refused() and "mlp_bias" in refused()
     assert "did you mean" in refused(text='[model]\nname = "from_weight"\n')
+
+
+def test_the_tokenizer_is_that_of_the_weights(folder: Path) -> None:
+    """Tokens that the weights never saw would train nonsense without a word."""
+    said = refused("--data.tokenizer", "train:300")
+    assert "1 problem" in said and "while they bring their own" in said and 'write tokenizer = "from_weights"' in said
+    assert recipe_of("--data.tokenizer", "from_weights").data.tokenizer == "from_weights"
+    (folder / "tokenizer.json").unlink()
+    assert "data.tokenizer" in refused("--data.tokenizer", "from_weights")
+    alone = '[model]\nname = "smollm3_debug"\n'
+    assert "needs model.weights or a checkpoint of this run" in refused("--data.tokenizer", "from_weights", text=alone)
+
+
+def test_a_run_with_a_checkpoint_needs_the_weights_no_more(folder: Path) -> None:
+    options = ("--data.tokenizer", "from_weights", "--run.name", "r")
+    recipe = recipe_of(*options)
+    import_folder(folder, Path("runs/r/checkpoints/step-00000004"))
+    folder.rename("elsewhere")
+    assert recipe_of(*options) == recipe
+    assert "hf is not there" in refused(*options, "--run.name", "another")
+    moved = recipe_of(*options, "--model.weights", "elsewhere")
+    assert identity_differences(recipe, moved) == []
+
+
+def test_an_export_has_a_checkpoint_beside_it(folder: Path) -> None:
+    assert "write every = run.steps" in refused("--checkpoint.export_hf", "True")
+    assert recipe_of("--checkpoint.export_hf", "True", "--checkpoint.every", "100").checkpoint.export_hf
 
 
 def test_check_leaves_torch_out(folder: Path) -> None:

@@ -1,10 +1,13 @@
 """scripts/convert_hf.py as a person calls it."""
 
+import signal
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
-from tests.recipes.test_hf_folder import contents, write_random
+from tests.recipes.test_hf_folder import SMALL, contents, write_random
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "convert_hf.py"
 
@@ -29,6 +32,20 @@ def test_in_and_out(tmp_path: Path) -> None:
     code, out, error = convert(tmp_path, "import", "hf", "again")
     assert (code, out) == (2, "") and error.startswith("hf has no tokenizer.json; ") and error.count("\n") == 1
     assert not (tmp_path / "again").exists()
+
+
+def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+    wide = replace(SMALL, vocabulary=32768, width=512)
+    write_random(tmp_path / "hf", wide, max_bytes=10**9)
+    assert convert(tmp_path, "import", "hf", "checkpoint")[0] == 0
+    for arguments in (("import", "hf", "out"), ("export", "checkpoint", "out")):
+        process = subprocess.Popen([sys.executable, SCRIPT, *arguments], cwd=tmp_path, stderr=subprocess.PIPE)
+        while not (partial := tmp_path / ".partial-out").exists() or not any(partial.iterdir()):
+            assert process.poll() is None
+            time.sleep(0.001)
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60)[1] == b"" and process.returncode == 130
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "hf"]
 
 
 def test_usage(tmp_path: Path) -> None:

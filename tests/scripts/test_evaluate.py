@@ -93,3 +93,5 @@ def test_bad_input_is_one_message(folder: Path, text: Path, tmp_path: Path) -> N
         assert (code, out) == (2, ""), err
         assert message in err
         assert "Traceback" not in err
+    code, out, err = evaluate(tmp_path / "nothing", text, processes=2)
+    assert code != 0 and err.count("nothing is not there") == 1, err

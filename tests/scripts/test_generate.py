@@ -1,5 +1,6 @@
 """scripts/generate.py as people start it: what it prints, its exit codes, and Ctrl-C."""
 
+import json
 import os
 import shutil
 import signal
@@ -61,11 +62,21 @@ def test_what_is_wrong_is_said_in_one_line(folder: Path, tmp_path: Path) -> None
     assert (code, out) == (2, "") and len(err.splitlines()) == 2
     code, out, err = generate(str(folder), "a", "--device", "cuda:99")
     assert (code, out) == (2, "") and err.startswith("no device 'cuda:99' here") and len(err.splitlines()) == 1
+    code, out, err = generate(str(folder), os.fsdecode(b"caf\xe9"))
+    assert (code, out, err) == (2, "", "the prompt is not text in UTF-8\n")
+
+
+def test_a_text_longer_than_the_context_is_announced(folder: Path, tmp_path: Path) -> None:
+    short = Path(shutil.copytree(folder, tmp_path / "short"))
+    config = (short / "config.json").read_text()
+    (short / "config.json").write_text(json.dumps(json.loads(config) | {"max_position_embeddings": 4}))
+    code, _, err = generate(str(short), "", "--max-tokens", "4", "--greedy")
+    assert code == 0 and err.startswith("up to 5 tokens, but the model was made for texts of up to 4\n4 tokens in")
 
 
 def test_ctrl_c_ends_it_cleanly(folder: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, SCRIPT, str(folder), "def ", "--max-tokens", "100000", "--top-k", "20"],
+        [sys.executable, SCRIPT, str(folder), "def ", "--max-tokens", "30000", "--top-k", "20"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
