@@ -80,9 +80,10 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Embedding, blocks, final norm and output projection. A tied model has no `lm_head`: it uses the embedding."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, loss_chunks: int = 1) -> None:
         super().__init__()
         self.config = config
+        self.loss_chunks = loss_chunks
         self.embedding = nn.Embedding(config.vocabulary, config.width)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
@@ -103,7 +104,7 @@ class Decoder(nn.Module):
             x = block(x, cos, sin, layer)
         x = self.norm(x)
         logits = linear(x, self.embedding.weight) if self.lm_head is None else self.lm_head(x)  # (B, T, V)
-        return logits if targets is None else cross_entropy_sum(logits, targets)
+        return logits if targets is None else cross_entropy_sum(logits, targets, chunks=self.loss_chunks)
 
     def init_parameter(self, name: str, values: Tensor, generator: torch.Generator) -> None:
         """Fill `values`, the whole parameter of this fully qualified name, with its initial values.

@@ -62,6 +62,8 @@ class BatchConfig:
     """Sequences per optimizer step over all processes; what is missing comes from gradient accumulation."""
     micro_batch_size: Annotated[int, Ge(1)] = 1
     """Sequences per process in one forward and backward pass."""
+    loss_chunks: Annotated[int, Ge(1)] = 1
+    """Take a micro-batch's loss in so many runs of tokens: float32 logits of one exist at a time; 1 = all at once."""
 
 
 @dataclass(frozen=True)

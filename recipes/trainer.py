@@ -85,7 +85,7 @@ class Trainer:
 
         mesh = build_mesh(recipe.mesh, world_size=world.size, device_type=world.device.type)
         with torch.device("meta"):
-            self.model = Decoder(recipe.model)
+            self.model = Decoder(recipe.model, loss_chunks=recipe.batch.loss_chunks)
         report = parallelize(
             self.model,
             mesh,

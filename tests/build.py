@@ -24,10 +24,11 @@ def build_model(
     compiled: bool = False,
     fsdp: FSDPConfig = FLOAT32,
     seed: int = 0,
+    loss_chunks: int = 1,
 ) -> tuple[Decoder, list[str]]:
     """The model, with that mode of activation checkpointing, and what parallelize() reported."""
     with torch.device("meta"):
-        model = Decoder(config)
+        model = Decoder(config, loss_chunks=loss_chunks)
     report = parallelize(
         model,
         build_mesh(mesh, world_size=dist.get_world_size(), device_type="cpu"),

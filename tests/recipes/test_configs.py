@@ -155,6 +155,12 @@ def test_float8_recipes_differ_from_their_bases_in_float8_alone() -> None:
             assert not identity_differences(plain, recipe)
 
 
+def test_a_run_may_go_on_with_other_loss_chunks() -> None:
+    recipe = load(ROOT / "configs" / "smollm3_3b_h100.toml")
+    assert recipe.batch.loss_chunks > 1
+    assert not identity_differences(recipe, replace(recipe, batch=replace(recipe.batch, loss_chunks=1)))
+
+
 def test_the_page_about_recipes_is_fresh() -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "write_docs.py"))
     assert script["PAGE"].read_text() == script["page"](), "run python scripts/write_docs.py"

@@ -1,0 +1,205 @@
+"""The loss in chunks against the loss at once: values, gradients, precision, memory."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.decoder import Decoder
+from models.loss import IGNORED, cross_entropy_sum
+from models.sizes import SIZES
+from parallel.config import Float8Config, FSDPConfig
+from parallel.dist import start, stop
+from tests.build import build_model
+from tests.processes import run_processes
+
+ROOT = Path(__file__).parents[2]
+TIED = replace(SIZES["smollm3_debug"], layers=2, vocabulary=112, init_std=0.2)
+UNTIED = replace(TIED, tied_embeddings=False)
+Results = tuple[Tensor, dict[str, Tensor]]
+
+
+def batch(length: int = 13) -> tuple[Tensor, Tensor]:
+    """Tokens and targets (3, length); some do not count, the whole of one chunk among them."""
+    tokens = torch.randint(0, 112, (3, length + 1), generator=torch.Generator().manual_seed(1))
+    targets = tokens[:, 1:].clone()
+    targets[0] = targets[2, 4] = IGNORED
+    return tokens[:, :-1], targets
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def logit_results(dtype: torch.dtype, chunks: int) -> tuple[Tensor, Tensor]:
+    """Loss, and the gradient of the logits with respect to a third of it."""
+    logits = (3 * torch.randn(3, 13, 112, generator=torch.Generator().manual_seed(2))).to(dtype).requires_grad_()
+    loss = cross_entropy_sum(logits.clone(), batch()[1], chunks=chunks)
+    (loss / 3).backward()
+    assert logits.grad is not None and logits.grad.dtype == dtype
+    return loss.detach(), logits.grad
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 4, 39, 100])  # 39 tokens: equal, unequal, single and empty chunks
+def test_chunks_change_neither_loss_nor_gradient(chunks: int) -> None:
+    (loss, gradient), (plain_loss, plain) = (logit_results(torch.float32, n) for n in (chunks, 1))
+    assert relative(loss, plain_loss) < 1e-6
+    assert relative(gradient, plain) < 1e-6
+    assert not gradient[0].any() and not gradient[2, 4].any()  # no target, no gradient
+
+
+def test_bfloat16_logits_get_a_gradient_rounded_once() -> None:
+    _, exact = logit_results(torch.bfloat16, 1)
+    _, gradient = logit_results(torch.bfloat16, 4)
+    different = gradient != exact  # where float32's last bit decides the rounding
+    assert different.float().mean() < 1e-3
+    torch.testing.assert_close(gradient, exact, rtol=2**-7, atol=0)
+
+
+def test_no_targets_at_all_is_a_loss_of_zero() -> None:
+    logits = torch.randn(2, 5, 11, requires_grad=True)
+    loss = cross_entropy_sum(logits.clone(), torch.full((2, 5), IGNORED), chunks=3)
+    loss.backward()
+    assert loss == 0 and not logits.grad.any()
+
+
+def test_a_second_backward_pass_is_refused() -> None:
+    logits = torch.randn(2, 5, 11, requires_grad=True)
+    loss = cross_entropy_sum(logits.clone(), torch.zeros(2, 5, dtype=torch.int64), chunks=3)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_validation_needs_no_gradient_and_leaves_the_logits_alone() -> None:
+    logits, (_, targets) = torch.randn(3, 13, 112), batch()
+    before = logits.clone()
+    with torch.no_grad():
+        loss = cross_entropy_sum(logits, targets, chunks=4)
+    assert not loss.requires_grad and torch.equal(logits, before)
+    torch.testing.assert_close(loss, cross_entropy_sum(logits, targets))
+
+
+# In the model, as the trainer builds it
+
+
+def model_results(config, chunks: int, dtype: str = "float32", float8: str = "none") -> Results:
+    """Loss and gradients, by name and gathered, of two accumulated micro-batches of each process."""
+    model, _ = build_model(
+        config,
+        loss_chunks=chunks,
+        float8=Float8Config(recipe=float8, emulate=True, exclude=()),
+        fsdp=FSDPConfig(param_dtype=dtype),
+    )
+    x, y = batch(length=16)
+    total = torch.zeros(())
+    for micro in range(2):
+        model.set_requires_gradient_sync(micro == 1)
+        loss = model(x.roll(micro, 1), y.roll(micro, 1)) / 100
+        loss.backward()
+        total += loss.detach()
+    return total, {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+
+
+def compare(cases: list[tuple]) -> list[tuple[float, float]]:
+    """Largest relative differences (loss, gradients) of 3 chunks to 1."""
+    start("cpu", seed=0)
+    found = []
+    for case in cases:
+        (loss, gradients), (plain_loss, plain) = (model_results(case[0], n, *case[1:]) for n in (3, 1))
+        worst = max(relative(gradients[name], plain[name]) for name in plain)
+        found.append((relative(loss, plain_loss), worst))
+    stop()
+    return found
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_models_with_chunks_equal_models_without(processes: int) -> None:
+    """Tied and untied, sharded, with accumulation; with float8 everywhere, lm_head included."""
+    cases = [(config, "float32", float8) for config in (TIED, UNTIED) for float8 in ("none", "tensorwise", "rowwise")]
+    for found in run_processes(processes, compare, cases):
+        for (config, _, float8), (loss, gradients) in zip(cases, found, strict=True):
+            assert loss < 1e-6
+            # What the blocks make of differences below 1e-6 in the logits' gradient; with float8, one of these may
+            # move a value to the next float8 number.
+            assert gradients < (3e-6 if float8 == "none" else 1e-2), (config.tied_embeddings, float8)
+
+
+def distances() -> list[tuple[float, float]]:
+    """(with chunks, without): how far bf16 computation is from float32, worst of all gradients, tied and untied."""
+    start("cpu", seed=0)
+    found = []
+    for config in (TIED, UNTIED):
+        _, exact = model_results(config, 1)
+        both = [model_results(config, chunks, "bfloat16")[1] for chunks in (3, 1)]
+        found.append(tuple(max(relative(gradients[name], exact[name]) for name in exact) for gradients in both))
+    stop()
+    return found
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_bfloat16_with_chunks_is_as_close_to_float32_as_without(processes: int) -> None:
+    for found in run_processes(processes, distances):
+        for chunked, plain in found:
+            assert 0 < chunked < 1.001 * plain
+
+
+# Memory
+
+
+def saved_bytes(chunks: int) -> int:
+    """Bytes of logits' size that the backward pass of one step keeps alive, each storage counted once."""
+    model = Decoder(TIED, loss_chunks=chunks).bfloat16()
+    x, y = batch()
+    logits, storages = x.numel() * 112, {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.numel() == logits:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(x, y)
+    return sum(storages.values())
+
+
+def test_only_the_logits_themselves_are_kept() -> None:
+    size = batch()[0].numel() * 112
+    assert saved_bytes(chunks=1) == 4 * size  # their float32 log softmax
+    assert saved_bytes(chunks=4) == 2 * size
+
+
+PEAK = """
+import sys, torch
+from models.loss import cross_entropy_sum
+
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
+
+def step(tokens):
+    logits = torch.ones(1, tokens, 16384, dtype=torch.bfloat16, requires_grad=True)
+    loss = cross_entropy_sum(logits, torch.zeros(1, tokens, dtype=torch.int64), chunks=int(sys.argv[1]))
+    torch.autograd.grad(loss, logits)
+
+step(16)
+before = peak()
+step(2048)
+print((peak() - before) / (2048 * 16384))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_peak_memory_is_lower() -> None:
+    """In bytes for each logit: 2 for itself, and 8 for two float32 copies of a chunk. Without chunks it is three."""
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed leaves the process
+    plain, chunked = (
+        float(subprocess.check_output([sys.executable, "-c", PEAK, chunks], cwd=ROOT, env=environment))
+        for chunks in ("1", "8")
+    )
+    assert plain > 12
+    assert chunked < 2 + 8 / 8 + 0.5
