@@ -58,8 +58,8 @@ def prepare(
 ) -> Prepared:
     """Tokenize a corpus into `cache`, or find it there. Any number of processes may do so at once.
 
-    Arguments are the fields of the recipe's [data] section, or a tokenizer that is there already; `report` gets one line of text for each thing done.
-    Raises UserError for whatever is wrong with them.
+    Arguments are the fields of the recipe's [data] section, the tokenizer also as one that is there already; `report`
+    gets one line of text for each thing done. Raises UserError for whatever is wrong with them.
     """
     if isinstance(tokenizer, str):
         tokenizer = load_tokenizer(tokenizer, source=source, text_field=text_field, cache=cache, report=report)
