@@ -38,7 +38,7 @@ def violations(
     if sound("model"):
         yield from model_is_consistent(recipe.model)
         yield from weights_fit(recipe.model, run=recipe.run)
-    if sound("data", "model", "run"):
+    if sound("data", "model"):
         yield from data_is_there(recipe.data, model=recipe.model, run=recipe.run)
     if sound("mesh"):
         yield from mesh_fits(recipe.mesh, processes=processes)

@@ -1,10 +1,7 @@
 """What only a GPU can tell: the same parts, on the device they are for. One process, since one GPU is enough."""
 
-import json
 import math
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,21 +9,16 @@ import torch
 from recipes.load import load
 from recipes.schema import Recipe
 from tests.processes import run_processes
+from tests.recipes.test_trainer import DEBUG, change, rows
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
-DEBUG = Path(__file__).parents[2] / "configs" / "smollm3_debug.toml"
-
 
 def has_float8() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
-
-
-def change(recipe: Recipe, **sections: dict[str, Any]) -> Recipe:
-    return replace(recipe, **{name: replace(getattr(recipe, name), **fields) for name, fields in sections.items()})
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +40,6 @@ def train_all(recipes: list[Recipe]) -> list[int]:
     from recipes.trainer import train
 
     return [train(recipe) for recipe in recipes]
-
-
-def rows(recipe: Recipe) -> list[dict[str, Any]]:
-    path = Path(recipe.run.output) / recipe.run.name / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def largest_gap(one: Recipe, other: Recipe) -> float:
