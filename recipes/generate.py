@@ -43,7 +43,7 @@ class OpenedModel:
         """The tokens of a text that begins a document."""
         # A model that was trained with a token at the beginning of each text says so; then its tokenizer adds it.
         # Those that we train see none, whatever their tokenizer could add.
-        ids = self.tokenizer.library.encode(text, add_special_tokens=self.facts.bos_token_id is not None).ids
+        ids = self.tokenizer.backend.encode(text, add_special_tokens=self.facts.bos_token_id is not None).ids
         return ids or [self.tokenizer.end_of_document]  # after which a document begins
 
     def stop_ids(self) -> set[int]:

@@ -46,18 +46,18 @@ class Tokenizer:
     """Id of the token that ends every document."""
     fingerprint: str
     """Depends on the tokenizer's contents alone."""
-    library: "tokenizers.Tokenizer"
+    backend: "tokenizers.Tokenizer"
 
     def encode(self, text: str) -> list[int]:
-        return self.library.encode(text, add_special_tokens=False).ids
+        return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Several texts at once; inside parallel_tokenizers() on all cores."""
-        encodings = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
+        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self.library.decode(list(ids), skip_special_tokens=False)
+        return self.backend.decode(list(ids), skip_special_tokens=False)
 
 
 def tokenizer_problem(spec: str, vocabulary: int) -> str | None:
@@ -233,7 +233,7 @@ def build_tokenizer(text: str, *, where: Path, ends: Sequence[int] = ()) -> Toke
         vocabulary=facts.largest_id + 1,
         end_of_document=facts.end_of_document,
         fingerprint=xxhash.xxh3_128_hexdigest(text.encode()),
-        library=library,
+        backend=library,
     )
 
 

@@ -314,7 +314,7 @@ class Trainer:
     def _description(self) -> Description:
         """What goes with the weights wherever they go."""
         facts = TextFacts(self.context_length, eos_token_id=self.tokenizer.end_of_document)
-        return Description(self.recipe.model, facts, self.tokenizer.library.to_str())
+        return Description(self.recipe.model, facts, self.tokenizer.backend.to_str())
 
     def _resume(self) -> int:
         """Load the newest checkpoint of this run, if there is one. Returns the steps done."""

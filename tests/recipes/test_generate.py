@@ -237,7 +237,7 @@ def test_words_keep_the_space_between_them(sentencepiece: LibraryTokenizer) -> N
 
 def folder_of(theirs: Any, tokenizer: Tokenizer, folder: Path) -> Path:
     theirs.save_pretrained(folder)
-    (folder / "tokenizer.json").write_text(tokenizer.library.to_str())
+    (folder / "tokenizer.json").write_text(tokenizer.backend.to_str())
     return folder
 
 
@@ -277,7 +277,7 @@ def test_a_model_made_with_a_beginning_token_gets_one(bytes_only: Tokenizer, tmp
     from tokenizers.processors import TemplateProcessing
 
     bos = bytes_only.end_of_document
-    library = LibraryTokenizer.from_str(bytes_only.library.to_str())
+    library = LibraryTokenizer.from_str(bytes_only.backend.to_str())
     library.post_processor = TemplateProcessing(single=f"{END_OF_DOCUMENT} $A", special_tokens=[(END_OF_DOCUMENT, bos)])
     with_bos = build_tokenizer(library.to_str(), where=tmp_path)
     for token, expected in ((bos, [bos]), (None, [])):

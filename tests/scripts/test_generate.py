@@ -34,7 +34,7 @@ def folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with torch.no_grad():  # never among the likeliest, so that no text ends before its time
         model.lm_head.weight[tokenizer.end_of_document] = 0
     model.save_pretrained(folder / "model")
-    (folder / "model" / "tokenizer.json").write_text(tokenizer.library.to_str())
+    (folder / "model" / "tokenizer.json").write_text(tokenizer.backend.to_str())
     return folder / "model"
 
 
