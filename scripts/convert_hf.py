@@ -37,7 +37,13 @@ def main(arguments: list[str]) -> int:
 
     from recipes.convert import export_checkpoint, import_folder
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupts: list[int] = []
+
+    def interrupt(number: int, frame: object) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
     try:
         if options.direction == "import":
             import_folder(options.source, options.target)
@@ -45,6 +51,8 @@ def main(arguments: list[str]) -> int:
             dtype = getattr(torch, options.dtype) if options.dtype else None
             export_checkpoint(options.source, options.target, dtype=dtype)
     except UserError as error:
+        if interrupts:  # torch's C++ turns one that hits it into an error of another kind
+            return 128 + signal.SIGINT
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
