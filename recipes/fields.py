@@ -5,6 +5,7 @@ Imports no torch.
 
 import ast
 import inspect
+import re
 from contextlib import suppress
 from dataclasses import fields
 from difflib import get_close_matches
@@ -49,10 +50,14 @@ def value_of(recipe: Recipe, key: str) -> Any:
 def toml(value: Any) -> str:
     """The value as TOML writes it, on one line."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {toml(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{_toml_key(key)} = {toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(toml, value)) + "]"
     return tomli_w.dumps({"v": value}).removeprefix("v = ").strip()
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml(key)
 
 
 def describe(annotation: Any) -> str:
@@ -74,6 +79,9 @@ def describe(annotation: Any) -> str:
         items = get_args(annotation)
         length = "a list" if items[-1] is Ellipsis else f"a list of {len(items)}"
         return f"{length}, each {describe(items[0])}"
+    if get_origin(annotation) is dict:
+        names, items = get_args(annotation)
+        return f"a table of {describe(names)} and {describe(items)} each"
     return TYPE_WORDS[annotation]
 
 

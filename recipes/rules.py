@@ -86,11 +86,19 @@ def weights_fit(model: ModelConfig, *, run: RunConfig) -> Iterator[Violation]:
 
 def data_is_there(data: DataConfig, *, model: ModelConfig, run: RunConfig) -> Iterator[Violation]:
     """The source can be read, the model has a row for every token, and its weights know what a token means."""
-    from recipes.corpus import source_problem
+    from recipes.data.sources import is_prepared, source_problem
     from recipes.tokenizer import tokenizer_problem
 
-    if message := source_problem(data.source):
-        yield "data.source", message
+    for source in data.sources:
+        if is_prepared(source):
+            yield from prepared_fits(source, data)
+        elif message := source_problem(source):
+            yield "data.mixture" if data.mixture else "data.source", message
+    if len(data.mixture) > 1:
+        from recipes.data.order import mixture_problem
+
+        if message := mixture_problem(data.mixture):
+            yield "data.mixture", message
     tokenizer = data.tokenizer
     if model.weights or tokenizer == FROM_WEIGHTS:
         try:
@@ -116,6 +124,23 @@ def data_is_there(data: DataConfig, *, model: ModelConfig, run: RunConfig) -> It
             return
     if message := tokenizer_problem(tokenizer, model.vocabulary):
         yield "data.tokenizer", message
+
+
+def prepared_fits(source: str, data: DataConfig) -> Iterator[Violation]:
+    """Prepared tokens are those of one tokenizer and one held-out share."""
+    from recipes.data.shards import TOKENIZER as TOKENIZER_FILE
+    from recipes.data.shards import open_index
+
+    try:
+        index = open_index(source)
+    except UserError as error:
+        yield "data.source", one_line(error).removeprefix("data.source: ")
+        return
+    if data.tokenizer.startswith("train:"):
+        yield "data.tokenizer", f"'{source}' has tokens already; write tokenizer = {toml(f'{source}/{TOKENIZER_FILE}')}"
+    if index.validation_fraction != data.validation_fraction:
+        share = index.validation_fraction
+        yield "data.validation_fraction", f"'{source}' was prepared with {share}; write that, or prepare it again"
 
 
 def export_has_a_net(checkpoint: CheckpointConfig) -> Iterator[Violation]:

@@ -41,15 +41,26 @@ class DataConfig:
     """Where the text comes from and how it becomes tokens."""
 
     source: Annotated[str, MinLen(1)] = "python-stdlib"
-    """"python-stdlib" (Python's own sources, on every machine), or a file, folder or glob: .txt .jsonl .parquet ..."""
+    """"python-stdlib", a file, folder or glob (.txt .jsonl .parquet ...), "hf:ID[:CONFIG[:SPLIT]]", or prepared shards."""
+    mixture: dict[Annotated[str, MinLen(1)], Annotated[float, Gt(0)]] = field(default_factory=dict)
+    """Several sources instead of `source`, each with its share of the tokens, as in {"web/*.parquet" = 0.7, ...}."""
     text_field: Annotated[str, MinLen(1)] = "text"
     """Field or column that holds the text in .jsonl and .parquet files."""
     tokenizer: Annotated[str, MinLen(1)] = "train:4096"
     """A tokenizer.json, a folder with one, "train:N" (N entries trained on the source), or "from_weights"."""
     validation_fraction: Annotated[float, Interval(gt=0, lt=1)] = 0.01
     """Share of the documents held out for validation, chosen by a hash of the document."""
+    shuffle_tokens: Annotated[int, Ge(1)] = 2**25
+    """Tokens shuffled together in the first epoch of text that is tokenized during training; else all of them are."""
+    bad_row_budget: Annotated[float, Interval(ge=0, le=1)] = 0.01
+    """Share of a source's rows that may be bad (broken, without text); more stop the run. quarantine.jsonl lists them."""
     cache: Annotated[str, MinLen(1)] = "~/.cache/shardwright"
     """Folder for trained tokenizers and tokenized text, keyed by content; must be shared by all nodes."""
+
+    @property
+    def sources(self) -> dict[str, float]:
+        """Every source with its share of the tokens."""
+        return self.mixture or {self.source: 1.0}
 
 
 @dataclass(frozen=True)

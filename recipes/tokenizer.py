@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import xxhash
 
 from parallel.errors import UserError
-from recipes import corpus
+from recipes.data.rows import readable_documents
+from recipes.data.sources import document_hash, fingerprint
 
 if TYPE_CHECKING:
     import tokenizers
@@ -46,6 +47,8 @@ class Tokenizer:
     """Id of the token that ends every document."""
     fingerprint: str
     """Depends on the tokenizer's contents alone."""
+    json: str
+    """The tokenizer.json it came from."""
     backend: "tokenizers.Tokenizer"
 
     def encode(self, text: str) -> list[int]:
@@ -86,20 +89,23 @@ def tokenizer_problem(spec: str, vocabulary: int) -> str | None:
     return None
 
 
-def load_tokenizer(spec: str, *, source: str, text_field: str, cache: Path, report: Callable[[str], None]) -> Tokenizer:
-    """The tokenizer of a recipe. "train:N" trains on the source once; equal text and N are then read from the cache."""
+def load_tokenizer(
+    spec: str, *, sources: Sequence[str], text_field: str, cache: Path, report: Callable[[str], None]
+) -> Tokenizer:
+    """The tokenizer of a recipe. "train:N" trains on the sources once; equal text and N are then read from the cache."""
     if not _is_training(spec):
         path = _tokenizer_file(spec)
         return build_tokenizer(_read(path), where=path)
     size = _training_size(spec)
-    identity = repr((TRAINER_VERSION, size, corpus.fingerprint(source, text_field=text_field)))
+    fingerprints = [fingerprint(source, text_field=text_field) for source in sources]
+    identity = repr((TRAINER_VERSION, size, *fingerprints))
     cached = cache.expanduser() / "tokenizers" / f"{xxhash.xxh3_128_hexdigest(identity.encode())}.json"
     try:
         return build_tokenizer(_read(cached), where=cached)
     except UserError:  # not there yet, or damaged
         pass
     started = time.perf_counter()
-    texts = training_sample(corpus.documents(source, text_field=text_field))
+    texts = training_sample(text for source in sources for text in readable_documents(source, text_field=text_field))
     trained = _train(texts, size=size)
     try:
         _write_at_once(cached, trained)
@@ -114,12 +120,12 @@ def training_sample(documents: Iterable[str], characters: int = TRAINING_CHARACT
     """The documents with the largest hashes whose lengths add up to that many characters: all of a small corpus.
 
     One pass and bounded memory, and the same sample in whatever order the documents come. The largest, because
-    recipes/data.py holds the smallest out for validation.
+    recipes/data/tokens.py holds the smallest out for validation.
     """
     kept: list[tuple[int, str]] = []  # a heap with the smallest hash on top
     size = 0
     for text in documents:
-        heapq.heappush(kept, (corpus.document_hash(text), text))
+        heapq.heappush(kept, (document_hash(text), text))
         size += len(text)
         while size > characters and len(kept) > 1:
             size -= len(heapq.heappop(kept)[1])
@@ -233,6 +239,7 @@ def build_tokenizer(text: str, *, where: Path, ends: Sequence[int] = ()) -> Toke
         vocabulary=facts.largest_id + 1,
         end_of_document=facts.end_of_document,
         fingerprint=xxhash.xxh3_128_hexdigest(text.encode()),
+        json=text,
         backend=library,
     )
 

@@ -1,0 +1,79 @@
+"""Tokenizing while the model trains: a process of its own that stays a bounded amount ahead. Imports no torch.
+
+What it makes is told through the files alone, so that every process on every node can follow.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from parallel.errors import UserError
+from recipes.data.prepare import Preparation, write_shards
+from recipes.data.shards import PROBLEM, write_whole
+
+SECONDS_BETWEEN_LOOKS = 0.2
+EVERYTHING = 2**62
+
+
+class Background:
+    """Writes the shards of one source as far as `want` says, until it is stopped or its parent is gone."""
+
+    def __init__(self, folder: Path, work: Preparation) -> None:
+        self.folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / PROBLEM).unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(f"data.cache: cannot write below '{folder.parent}': {error}; give another folder") from error
+        # spawn: a forked child of a process with threads, as torch's are, may wait for ever.
+        context = multiprocessing.get_context("spawn")
+        self._wanted = context.Value("q", 0, lock=False)
+        self._process = context.Process(target=_work, args=(folder, work, self._wanted), daemon=True)
+        self._process.start()
+
+    def want(self, tokens: int) -> None:
+        """Go on until there are so many training tokens."""
+        self._wanted.value = max(self._wanted.value, tokens)
+
+    def check(self) -> None:
+        """Raises UserError when the process has died without a word."""
+        code = self._process.exitcode
+        if code not in (None, 0) and not (self.folder / PROBLEM).exists():
+            reason = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+            text = f"data.source: the process that tokenizes ended with {reason}; what it wrote is kept, start again"
+            write_whole(self.folder / PROBLEM, text)
+            raise UserError(text)
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.join()
+
+
+def _work(folder: Path, work: Preparation, wanted: Any) -> None:
+    # Ctrl-C and a scheduler's signals are for the parent, which may have steps to finish and ends this one.
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.nice(5)  # on a machine without GPUs it shares the cores with the training
+    there = 0
+    try:
+        for shard in write_shards(folder, work):
+            there += shard.train
+            while there >= wanted.value:
+                time.sleep(SECONDS_BETWEEN_LOOKS)
+    except UserError as error:
+        write_whole(folder / PROBLEM, str(error))
+    except OSError as error:
+        write_whole(folder / PROBLEM, f"data.cache: cannot write below '{folder}': {error}; make room or give another folder")
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)

@@ -1,0 +1,173 @@
+"""From the [data] section to sequences that are ready to be read. Imports no torch."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parallel.errors import UserError
+from recipes.data.background import Background
+from recipes.data.order import SequenceOrder
+from recipes.data.prepare import VERIFY_UP_TO_BYTES, preparation, whole_shards
+from recipes.data.sequences import Sequences, Source
+from recipes.data.shards import (
+    FORMAT_VERSION,
+    INDEX,
+    TOKENIZER,
+    TRAIN,
+    VALIDATION,
+    Index,
+    Shards,
+    array_path,
+    damage,
+    read_index,
+)
+from recipes.tokenizer import Tokenizer, load_tokenizer
+
+SECONDS_BETWEEN_REPORTS = 10.0
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run reads."""
+
+    tokenizer: Tokenizer
+    training: Sequences
+    validation: Sequences
+    facts: dict[str, Any]
+    """What the order of the tokens rests on: fingerprints of the tokenizer and of each source."""
+
+
+def open_data(
+    *,
+    mixture: Mapping[str, float],
+    text_field: str,
+    tokenizer: str | Tokenizer,
+    validation_fraction: float,
+    sequence_length: int,
+    seed: int,
+    shuffle_tokens: int,
+    bad_row_budget: float,
+    cache: Path,
+    writes: bool,
+    report: Callable[[str], None],
+) -> Data:
+    """Open all sources, and wait until the first sequences are there.
+
+    mixture: source -> share of the tokens, of any sum. writes: whether this process tokenizes what is not there yet (one
+    of all must, and be called first). `report` gets one line of text for each thing done. Raises UserError for whatever
+    is wrong with the fields.
+    """
+    if isinstance(tokenizer, str):
+        raw = [source for source in mixture if not is_prepared(source)]
+        tokenizer = load_tokenizer(tokenizer, sources=raw or list(mixture), text_field=text_field, cache=cache, report=report)
+    training, validation = [], []
+    facts: dict[str, Any] = {"tokenizer": tokenizer.fingerprint, "sources": {}}
+    for name in mixture:
+        background = None
+        if is_prepared(name):
+            folder = Path(name).expanduser()
+            index = _matching_index(folder, tokenizer, validation_fraction, verify=writes)
+            fingerprint, window = index.fingerprint, None
+        else:
+            work = preparation(name, text_field=text_field, tokenizer=tokenizer, validation_fraction=validation_fraction)
+            folder = cache.expanduser() / "tokens" / work.fingerprint
+            fingerprint, window = work.fingerprint, max(1, shuffle_tokens // sequence_length)
+            if writes:
+                there = whole_shards(folder)
+                if there and there[-1].last:
+                    report(f"tokens found in {folder}")
+                else:
+                    background = Background(folder, work)
+        order = SequenceOrder(sequence_length, seed, window)
+        source = Source(name, Shards(folder, TRAIN), order, bad_row_budget=bad_row_budget)
+        source.background = background
+        try:
+            _wait_for_the_first(source, report)
+            training.append(source)
+            validation.append(_held_out(source, folder))
+            _require_enough(source, validation[-1], validation_fraction=validation_fraction)
+        except BaseException:
+            if background is not None:
+                background.stop()
+            raise
+        facts["sources"][name] = fingerprint
+    weights = list(mixture.values())
+    return Data(tokenizer, Sequences(training, weights), Sequences(validation, weights), facts)
+
+
+def _matching_index(folder: Path, tokenizer: Tokenizer, validation_fraction: float, *, verify: bool) -> Index:
+    """The index of prepared shards, if they are what the recipe asks for."""
+    index = open_index(str(folder))
+    if index.tokenizer_fingerprint != tokenizer.fingerprint:
+        raise UserError(
+            f"data.tokenizer: '{folder}' holds tokens of another tokenizer; write data.tokenizer = \"{folder / TOKENIZER}\""
+        )
+    if index.validation_fraction != validation_fraction:
+        raise UserError(
+            f"data.validation_fraction: '{folder}' was prepared with {index.validation_fraction}; write that, or prepare it"
+            " again"
+        )
+    size = 0
+    for number, shard in enumerate(index.shards if verify else ()):
+        size += array_path(folder, number, TRAIN).stat().st_size if array_path(folder, number, TRAIN).is_file() else 0
+        if size <= VERIFY_UP_TO_BYTES and (problem := damage(folder, number, shard)):
+            raise UserError(f"data.source: '{folder}' is damaged: {problem}; prepare it again")
+    return index
+
+
+def _wait_for_the_first(source: Source, report: Callable[[str], None]) -> None:
+    """Until the first window is there; says how fast it comes."""
+    started = reported = time.perf_counter()
+
+    def progress() -> None:
+        nonlocal reported
+        if source.background is not None and time.perf_counter() - reported > SECONDS_BETWEEN_REPORTS:
+            reported = time.perf_counter()
+            report(f"tokenized {source.shards.tokens / 1e6:.0f} M tokens of {source.name}, going on")
+
+    source.require(0, waiting=progress)
+    if source.background is not None:
+        held_out = sum(shard.validation for shard in source.shards.shards)
+        rest = "" if source.shards.complete else "; the rest follows while the model trains"
+        report(
+            f"tokenized {source.name}: {source.shards.tokens / 1e6:.1f} M tokens in {time.perf_counter() - started:.1f} s,"
+            f" {held_out / 1e6:.3f} M more held out{rest}"
+        )
+
+
+def _held_out(source: Source, folder: Path) -> Source:
+    """The held-out text beside the first window of training text, or beside all of it where that is there at once."""
+    shards = Shards(folder, VALIDATION)
+    shards.close_after(source.used(0))
+    # Shuffled too, so that a few batches are a fair sample; whatever the seed of the run, always the same one.
+    return Source(source.name, shards, SequenceOrder(source.order.sequence_length, 0, None))
+
+
+def _require_enough(training: Source, validation: Source, *, validation_fraction: float) -> None:
+    """Raises UserError where there is less than one sequence of either."""
+    shards = validation.shards.shards
+    documents, held_out = sum(shard.documents for shard in shards), sum(shard.held_out for shard in shards)
+    message = f"data.validation_fraction: of the {documents + held_out} documents of {training.name!r} "
+    if documents + held_out == 0:
+        raise UserError(f"data.source: {training.name!r} holds no text: every document is empty; give another source")
+    lowest, highest = min(shard.lowest for shard in shards), max(shard.highest for shard in shards)
+    if not documents or not held_out:
+        if lowest == highest:
+            raise UserError(message + "no two differ, so none can be held out; give more text")
+        if not held_out:
+            needed = int(lowest * 1e4 + 1) / 1e4
+            raise UserError(message + f"none would be held out with {validation_fraction}; write {needed:.4f} or more, or give more text")
+        allowed = int(highest * 1e4) / 1e4
+        raise UserError(message + f"all would be held out with {validation_fraction}; write {allowed:.4f} or less, or give more text")
+    for source, what, more in (
+        (training, "training", "give more text"),
+        (validation, "held-out", "raise data.validation_fraction"),
+    ):
+        if source.sequences < 1:
+            length, tokens = source.order.sequence_length, source.shards.tokens
+            raise UserError(
+                f"batch.sequence_length: the {what} text of {source.name!r} has {tokens} tokens, a single sequence of {length}"
+                f" and its last target need {length + 1}; write at most {max(tokens - 1, 1)}, or {more}"
+            )

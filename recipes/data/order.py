@@ -1,0 +1,155 @@
+"""Which tokens sequence number n of a run holds: computed from the recipe and n alone, and never stored.
+
+The order depends neither on the number of processes nor on the batch size nor on what was read before, so the whole
+state of the data is one integer, the number of sequences consumed, and any place is reached at once.
+
+S sequence length. A source is a row of `total` tokens that repeats for ever. Its sequence i covers the tokens i*S ..
+i*S + S of that row: the last one, only a target here, is the first input of sequence i + 1. A sequence may begin at the
+end of one repetition and end in the next, so that no token is ever dropped, padded or, per repetition, seen twice.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+# Weights of a mixture are kept to this many parts, exactly in every run of as many sequences.
+MIXTURE_PERIOD = 10_000
+# Four would do for large sizes; for halves of a few bits each round adds little.
+FEISTEL_ROUNDS = 8
+
+
+@dataclass(frozen=True)
+class SequenceOrder:
+    """The shuffled order of one source's sequences.
+
+    Epoch e consists of the sequences e*total // S up to (e+1)*total // S, each once. The first epoch is shuffled window by
+    window where the source is still being tokenized while training reads it, every other epoch as a whole.
+    """
+
+    sequence_length: int
+    seed: int
+    window: int | None
+    """Sequences that the first epoch shuffles together; None = all."""
+
+    def needs(self, number: int) -> int | None:
+        """How many tokens must be there (or else the whole source) to know sequence `number`; None = the whole source."""
+        if self.window is None:
+            return None
+        return (number // self.window + 1) * self.window * self.sequence_length + 1
+
+    def starts(self, numbers: np.ndarray, *, total: int | None) -> np.ndarray:
+        """Where in the source the sequences of these numbers begin: (n,) int64 -> (n,) int64, below `total`.
+
+        total: tokens in the source; None = not known yet, then needs() of every number must be there already.
+        """
+        if total is None:
+            assert self.window is not None
+            firsts = numbers // self.window * self.window
+            sizes = np.full_like(numbers, self.window)
+            epochs = np.zeros_like(numbers)
+        else:
+            epochs = self.epochs(numbers, total=total)
+            firsts = epochs * total // self.sequence_length
+            sizes = (epochs + 1) * total // self.sequence_length - firsts
+            if self.window is not None:
+                first = epochs == 0
+                window_firsts = numbers // self.window * self.window
+                sizes = np.where(first, np.minimum(self.window, sizes - window_firsts), sizes)
+                firsts = np.where(first, window_firsts, firsts)
+        # A key of its own for each epoch and window, which no other pair can have.
+        seed = np.uint64(xxhash.xxh3_64_intdigest(str(self.seed).encode()))  # of seeds of any size, and far apart
+        keys = _mixed(_mixed(_u64(epochs) + seed) + _u64(firsts))
+        sequences = firsts + permuted(numbers - firsts, sizes=sizes, keys=keys)
+        starts = sequences * self.sequence_length
+        return starts if total is None else starts % total
+
+    def epochs(self, numbers: np.ndarray, *, total: int) -> np.ndarray:
+        """How often the source had been read before each of these sequences: (n,) -> (n,) int64."""
+        return ((numbers + 1) * self.sequence_length + total - 1) // total - 1
+
+
+def mixture_problem(weights: Mapping[str, float]) -> str | None:
+    """What is wrong with the shares of these sources, or None."""
+    small = [source for source, weight in weights.items() if weight * MIXTURE_PERIOD < sum(weights.values())]
+    if not small:
+        return None
+    return f"gives {', '.join(map(repr, small))} less than 1 / {MIXTURE_PERIOD} of all; write more, or leave it out"
+
+
+class Mixture:
+    """Spreads the sequences of a run over several sources, evenly and by fixed shares.
+
+    Of any MIXTURE_PERIOD sequences in a row every source has its share exactly, and of a few hundred nearly so: less noise
+    than drawing lots would give. All sequences are equally long, so these are shares of the tokens.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        """weights: positive, of any sum, none below 1 / MIXTURE_PERIOD of it."""
+        shares = np.asarray(weights, dtype=np.float64) / sum(weights) * MIXTURE_PERIOD
+        quotas = np.floor(shares + 1e-6).astype(np.int64)
+        left = MIXTURE_PERIOD - int(quotas.sum())
+        for source in np.argsort(quotas - shares, kind="stable")[:left]:  # largest remainders first
+            quotas[source] += 1
+        self.quotas = quotas
+        places = np.concatenate([(np.arange(quota) + 0.5) / quota for quota in quotas])
+        sources = np.repeat(np.arange(len(quotas)), quotas)
+        order = np.lexsort((sources, places))
+        self._source = sources[order]  # (MIXTURE_PERIOD,): whose turn it is
+        ranks = np.concatenate([np.arange(quota) for quota in quotas])
+        self._rank = ranks[order]  # (MIXTURE_PERIOD,): how often it was before, in this period
+
+    def place(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The source of each sequence, and which of that source's sequences it is: (n,) -> (n,), (n,) int64."""
+        periods, slots = np.divmod(numbers, MIXTURE_PERIOD)
+        sources = self._source[slots]
+        return sources, periods * self.quotas[sources] + self._rank[slots]
+
+    def consumed(self, count: int) -> list[int]:
+        """How many of each source's sequences are among the first `count`."""
+        periods, slots = divmod(count, MIXTURE_PERIOD)
+        begun = np.bincount(self._source[:slots], minlength=len(self.quotas))
+        return (periods * self.quotas + begun).tolist()
+
+    def available(self, counts: Sequence[int]) -> int:
+        """Sequences that can be read before a source with this many is read a second time."""
+        return min(
+            int(count // quota) * MIXTURE_PERIOD + int(np.flatnonzero(self._source == source)[count % quota])
+            for source, (count, quota) in enumerate(zip(counts, self.quotas.tolist(), strict=True))
+        )
+
+
+def permuted(positions: np.ndarray, *, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Where each position of 0 .. size-1 goes under its key's permutation: three of (n,) -> (n,) int64.
+
+    A Feistel network permutes the numbers of 2 * half bits whatever its round function is. There are at most 4 * size
+    of them; a result outside 0 .. size-1 goes through again until it falls inside, which leaves a permutation of
+    0 .. size-1 (cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+    """
+    bits = np.frexp((sizes - 1).astype(np.float64))[1]  # exact below 2**53
+    halves = _u64(np.maximum(1, (bits + 1) // 2))
+    masks = (np.uint64(1) << halves) - np.uint64(1)
+    values, limits = _u64(positions), _u64(sizes)
+    outside = np.ones(values.shape, dtype=bool)
+    while outside.any():
+        half, mask, round_keys = halves[outside], masks[outside], keys[outside]
+        left, right = values[outside] >> half, values[outside] & mask
+        for _ in range(FEISTEL_ROUNDS):
+            round_keys = _mixed(round_keys)
+            left, right = right, left ^ (_mixed(right ^ round_keys) & mask)
+        values[outside] = (left << half) | right
+        outside &= values >= limits
+    return values.astype(np.int64)
+
+
+def _u64(values: np.ndarray) -> np.ndarray:
+    return values.astype(np.uint64)
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """splitmix64's next(): every bit of the result depends on every bit of the value. Steele, Lea, Flood 2014."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -1,0 +1,317 @@
+"""From rows of text to token shards, with all cores. Imports no torch.
+
+The tokenizers library does the work in its own threads while the next batch is being read and the one before is being
+written. Batches and shards end where the text alone says, so that the bytes are the same for any number of cores and
+however often the work was interrupted: it goes on behind the last whole shard.
+"""
+
+import json
+import os
+import platform
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+import numpy as np
+import xxhash
+
+from parallel.errors import UserError
+from recipes.data.rows import Row, RowStream, open_rows
+from recipes.data.shards import (
+    ARRAYS,
+    DOCUMENT,
+    DOCUMENTS,
+    FORMAT_VERSION,
+    INDEX,
+    TOKENIZER,
+    TRAIN,
+    VALIDATION,
+    Index,
+    Shard,
+    array_path,
+    bad_rows_path,
+    damage,
+    read_index,
+    read_shard,
+    shard_path,
+    token_type,
+    tokens_fingerprint,
+    write_whole,
+)
+from recipes.data.sources import document_hash, fingerprint
+from recipes.tokenizer import Tokenizer, parallel_tokenizers
+
+# What is tokenized in one call: enough to keep all cores busy, little enough to hold as lists of ids.
+BATCH_CHARACTERS = 2_000_000
+BATCH_ROWS = 65_536
+# Batches given to the tokenizer at a time: the second keeps the cores busy while the first runs out of documents.
+IN_FLIGHT = 2
+# Shards begin small, so that training can begin soon, and double, so that a trillion tokens are some thousand files.
+SMALLEST_SHARD, LARGEST_SHARD = 2**22, 2**26
+# A source that holds hardly any text ends a shard too.
+SHARD_ROWS = 2**22
+# Up to this size what is found is compared with its checksums at every start (a fraction of a second).
+VERIFY_UP_TO_BYTES = 1_000_000_000
+HASHES = 2**64
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """A source, and what makes tokens of it. Equal fingerprints mean equal shards."""
+
+    source: str
+    text_field: str
+    tokenizer: Tokenizer
+    validation_fraction: float
+    source_fingerprint: str
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the folder of the shards in the cache."""
+        return tokens_fingerprint(self.source_fingerprint, self.tokenizer.fingerprint, self.validation_fraction)
+
+
+def preparation(source: str, *, text_field: str, tokenizer: Tokenizer, validation_fraction: float) -> Preparation:
+    """Looks at the source's files. Raises UserError where something is wrong with them."""
+    found = fingerprint(source, text_field=text_field)
+    return Preparation(source, text_field, tokenizer, validation_fraction, found)
+
+
+def whole_shards(folder: Path) -> list[Shard]:
+    """The shards that are there without a gap. Damaged ones, and those behind them, are taken away to be made again."""
+    for part in folder.glob(f".part-{platform.node()}-*"):
+        process = part.name.removeprefix(f".part-{platform.node()}-").partition("-")[0]
+        if not Path("/proc", process).exists():  # a killed process left it
+            shutil.rmtree(part) if part.is_dir() else part.unlink()
+    shards: list[Shard] = []
+    size = 0
+    while (shard := read_shard(folder, len(shards))) is not None:
+        size += sum(array_path(folder, len(shards), kind).stat().st_size for kind in ARRAYS if array_path(folder, len(shards), kind).exists())
+        if size <= VERIFY_UP_TO_BYTES and damage(folder, len(shards), shard):
+            (folder / INDEX).unlink(missing_ok=True)
+            number = len(shards)
+            while shard_path(folder, number).exists():
+                shard_path(folder, number).unlink()
+                number += 1
+            break
+        shards.append(shard)
+        if shard.last:
+            break
+    if read_index(folder) is None or not (shards and shards[-1].last):
+        (folder / INDEX).unlink(missing_ok=True)
+    return shards
+
+
+def write_shards(folder: Path, work: Preparation) -> Iterator[Shard]:
+    """Write the shards that are not there yet, yielding each when it is whole; at the end the index.
+
+    Any number of processes may write to the same folder: they write the same. Raises UserError for a source that cannot be
+    read any further, OSError where the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    shards = whole_shards(folder)
+    if not (folder / TOKENIZER).exists():
+        write_whole(folder / TOKENIZER, work.tokenizer.json)
+    if read_index(folder) is not None:
+        return
+    rows = open_rows(work.source, text_field=work.text_field, cursor=shards[-1].cursor if shards else None)
+    if not (shards and shards[-1].last):
+        with parallel_tokenizers():
+            batches = _tokenized(rows, work.tokenizer)
+            while not (shards and shards[-1].last):
+                shards.append(_write_shard(folder, len(shards), batches, work, files=rows.files))
+                yield shards[-1]
+    index = Index(
+        FORMAT_VERSION,
+        work.source,
+        work.source_fingerprint,
+        work.tokenizer.fingerprint,
+        work.validation_fraction,
+        tuple(rows.files),
+        tuple(shards),
+    )
+    index.write(folder)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    rows: list[Row]
+    ids: list[list[int]]
+    """Of the rows that have text, in their order."""
+    cursor: Any
+    """Where the source goes on behind them."""
+    last: bool
+
+
+def _tokenized(rows: RowStream, tokenizer: Tokenizer) -> Iterator[_Batch]:
+    """Batches of rows with their tokens, in order; reading and tokenizing run ahead of who asks for them."""
+    waiting: deque[tuple[list[Row], Any, Future[list[list[int]]]]] = deque()
+    with ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="tokenizer") as pool:
+        for batch, cursor in _batches(rows):
+            texts = [row.text for row in batch if has_text(row)]
+            waiting.append((batch, cursor, pool.submit(tokenizer.encode_batch, texts)))
+            if len(waiting) > IN_FLIGHT:
+                first, behind, ids = waiting.popleft()
+                yield _Batch(first, ids.result(), behind, last=False)
+        while waiting:
+            first, behind, ids = waiting.popleft()
+            yield _Batch(first, ids.result(), behind, last=not waiting)
+
+
+def _batches(rows: RowStream) -> Iterator[tuple[list[Row], Any]]:
+    """Rows that are worth a call of the tokenizer, and the cursor behind them; at least one batch, maybe empty."""
+    batch: list[Row] = []
+    size, any_yet = 0, False
+    for row in rows:
+        batch.append(row)
+        size += len(row.text)
+        if size >= BATCH_CHARACTERS or len(batch) >= BATCH_ROWS:
+            any_yet = True
+            yield batch, rows.cursor
+            batch, size = [], 0
+    if batch or not any_yet:
+        yield batch, rows.cursor
+
+
+def has_text(row: Row) -> bool:
+    """Whether the row is a document."""
+    return not row.problem and bool(row.text) and not row.text.isspace()
+
+
+def _write_shard(
+    folder: Path, number: int, batches: Iterator[_Batch], work: Preparation, *, files: Sequence[str]
+) -> Shard:
+    """Write the next shard from as many batches as it takes. files: names of the source's files."""
+    target = min(LARGEST_SHARD, SMALLEST_SHARD << min(number, 32))
+    with tempfile.TemporaryDirectory(dir=folder, prefix=f".part-{platform.node()}-{os.getpid()}-") as name:
+        part = Path(name)
+        with _ShardWriter(part, work, files) as writer:
+            for batch in batches:
+                writer.add(batch)
+                if batch.last or writer.tokens >= target or writer.rows >= SHARD_ROWS:
+                    break
+            shard = writer.finish(batch)
+        # The arrays first, and the description, without which there is no shard, last.
+        for kind in ARRAYS:
+            (part / kind).replace(array_path(folder, number, kind))
+        if shard.bad:
+            (part / "bad").replace(bad_rows_path(folder, number))
+        write_whole(shard_path(folder, number), json.dumps(shard.__dict__))
+    return shard
+
+
+class _ShardWriter:
+    """The files of one shard while they grow."""
+
+    def __init__(self, part: Path, work: Preparation, files: Sequence[str]) -> None:
+        tokens = token_type(work.tokenizer.vocabulary)
+        types = {TRAIN: tokens, VALIDATION: tokens, DOCUMENTS: DOCUMENT}
+        self._files = {kind: _ArrayWriter((part / kind).open("wb"), dtype) for kind, dtype in types.items()}
+        self._bad_file: TextIO = (part / "bad").open("w", encoding="utf-8")
+        self._end = work.tokenizer.end_of_document
+        self._tokens = tokens
+        self._held_out_below = int(work.validation_fraction * HASHES)
+        self._names = files
+        self._held_out = self._empty = self._bad = 0
+        self._lowest, self._highest = 1.0, 0.0
+
+    def __enter__(self) -> "_ShardWriter":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for file in self._files.values():
+            file.close()
+        self._bad_file.close()
+
+    @property
+    def tokens(self) -> int:
+        return self._files[TRAIN].length + self._files[VALIDATION].length
+
+    @property
+    def rows(self) -> int:
+        return self._files[DOCUMENTS].length + self._held_out + self._empty + self._bad
+
+    def add(self, batch: _Batch) -> None:
+        train, validation, records = [], [], []
+        end = self._files[TRAIN].length
+        ids = iter(batch.ids)
+        for row in batch.rows:
+            if row.problem:
+                self._note(row)
+            elif not has_text(row):
+                self._empty += 1
+            else:
+                tokens = np.array([*next(ids), self._end], dtype=self._tokens)
+                # By its contents a document is held out or not whatever stands beside it, and so are its copies.
+                number = document_hash(row.text)
+                self._lowest, self._highest = min(self._lowest, number / HASHES), max(self._highest, number / HASHES)
+                if number < self._held_out_below:
+                    validation.append(tokens)
+                else:
+                    train.append(tokens)
+                    end += len(tokens)
+                    records.append((end, row.file, row.number))
+        self._held_out += len(validation)
+        self._files[TRAIN].extend(train)
+        self._files[VALIDATION].extend(validation)
+        self._files[DOCUMENTS].extend([np.array(records, dtype=DOCUMENT)])
+
+    def finish(self, batch: _Batch) -> Shard:
+        """What the shard holds; `batch` is its last."""
+        checksums = {kind: file.finish() for kind, file in self._files.items()}
+        return Shard(
+            train=self._files[TRAIN].length,
+            validation=self._files[VALIDATION].length,
+            documents=self._files[DOCUMENTS].length,
+            held_out=self._held_out,
+            empty=self._empty,
+            bad=self._bad,
+            lowest=self._lowest,
+            highest=self._highest,
+            cursor=batch.cursor,
+            last=batch.last,
+            checksums=checksums,
+        )
+
+    def _note(self, row: Row) -> None:
+        self._bad += 1
+        place = {"file": self._names[row.file], "row": row.number, "reason": row.problem}
+        self._bad_file.write(json.dumps(place) + "\n")
+
+
+class _ArrayWriter:
+    """A one-dimensional .npy file that grows."""
+
+    def __init__(self, file: BinaryIO, dtype: np.dtype) -> None:
+        self.length = 0
+        self._file = file
+        self._dtype = dtype
+        self._checksum = xxhash.xxh3_64()
+        self._header_size = self._write_header()
+
+    def extend(self, arrays: Sequence[np.ndarray]) -> None:
+        if arrays:
+            joined = np.concatenate(arrays)
+            self._file.write(joined.data)
+            self._checksum.update(joined.data)
+            self.length += len(joined)
+
+    def finish(self) -> str:
+        """numpy's headers leave room for the length to be written in place. Returns the checksum of the contents."""
+        self._file.seek(0)
+        if self._write_header() != self._header_size:
+            raise UserError("a token shard has grown too long for its header")
+        return self._checksum.hexdigest()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write_header(self) -> int:
+        header = {"descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False, "shape": (self.length,)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+        return self._file.tell()

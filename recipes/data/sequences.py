@@ -1,0 +1,174 @@
+"""The sequences of a run, from one source or a mixture of several. Imports no torch.
+
+S sequence length; a row holds S + 1 tokens, S inputs and S targets that overlap.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from parallel.errors import UserError
+from recipes.data.background import EVERYTHING, Background
+from recipes.data.order import Mixture, SequenceOrder
+from recipes.data.shards import PROBLEM, TRAIN, Shards, bad_rows_path
+
+SECONDS_BETWEEN_LOOKS = 0.05
+
+
+@dataclass(frozen=True)
+class DocumentPlace:
+    """Where a document comes from."""
+
+    source: str
+    file: int
+    row: int
+
+
+class Source:
+    """The shuffled sequences of one source, as far as it is tokenized; who asks for more waits for it."""
+
+    def __init__(self, name: str, shards: Shards, order: SequenceOrder, *, bad_row_budget: float = 1.0) -> None:
+        """name: what the recipe calls it. bad_row_budget: share of the rows that may be bad."""
+        self.name = name
+        self.shards = shards
+        self.order = order
+        self.background: Background | None = None
+        """What writes the shards, on the one process that started it."""
+        self.closed = False
+        self._bad_row_budget = bad_row_budget
+        self._judged = 0
+
+    @property
+    def tokens(self) -> int | None:
+        """Length of the row that repeats; None while it is not known.
+
+        Held-out text is read once: its row is cut to whole sequences with their targets.
+        """
+        if not self.shards.complete:
+            return None
+        length = self.order.sequence_length
+        return self.shards.tokens if self.shards.kind == TRAIN else (self.shards.tokens - 1) // length * length
+
+    @property
+    def sequences(self) -> int:
+        """Whole sequences with their last target in what is there."""
+        return max(0, self.shards.tokens - 1) // self.order.sequence_length
+
+    def require(self, number: int, *, waiting: Callable[[], None] = lambda: None) -> None:
+        """Wait until sequence `number` is known, calling `waiting` now and then.
+
+        Raises UserError when that will not be, or when too many rows are bad.
+        """
+        needed = self.order.needs(number)
+        if self.background is not None:
+            window = (self.order.window or 0) * self.order.sequence_length
+            self.background.want(EVERYTHING if needed is None else needed + window)
+        while not self.ready(needed) and not self.closed:
+            if not self.shards.refresh():
+                self._look_for_trouble()
+                waiting()
+                time.sleep(SECONDS_BETWEEN_LOOKS)
+        self._judge(self.used(number))
+
+    def used(self, number: int) -> int:
+        """How many shards it takes to know sequence `number`, which must be known."""
+        needed = self.order.needs(number)
+        return len(self.shards.shards) if needed is None else self.shards.covering(needed)
+
+    def ready(self, needed: int | None) -> bool:
+        """Whether so many tokens are there, or the whole source (None)."""
+        return self.shards.complete or (needed is not None and self.shards.tokens >= needed)
+
+    def read(self, numbers: np.ndarray, out: np.ndarray) -> None:
+        """Sequences of these numbers, (n,) -> out (n, S + 1), any integer type."""
+        for row, start in zip(out, self.order.starts(numbers, total=self.tokens).tolist(), strict=True):
+            self.shards.read(start, row)
+
+    def documents(self, number: int) -> Iterator[DocumentPlace]:
+        """The training documents that sequence `number` has tokens of, in their order."""
+        (start,) = self.order.starts(np.array([number]), total=self.tokens).tolist()
+        for file, row in self.shards.documents(start, self.order.sequence_length + 1):
+            yield DocumentPlace(self.name, file, row)
+
+    def bad_rows(self, shards: int, *, first: int = 0) -> Iterator[dict[str, Any]]:
+        """File, row and reason of each bad row of shards first .. shards - 1."""
+        for number, shard in enumerate(self.shards.shards[first:shards], start=first):
+            if shard.bad:
+                for line in bad_rows_path(self.shards.folder, number).read_text(encoding="utf-8").splitlines():
+                    yield json.loads(line)
+
+    def _look_for_trouble(self) -> None:
+        try:
+            raise UserError((self.shards.folder / PROBLEM).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            pass
+        if self.background is not None:
+            self.background.check()
+
+    def _judge(self, used: int) -> None:
+        # Shards in use, not those that happen to be there: so a run stops at the same step wherever it runs.
+        for count in range(self._judged + 1, used + 1):
+            shards = self.shards.shards[:count]
+            bad, rows = sum(shard.bad for shard in shards), sum(shard.rows for shard in shards)
+            if bad > self._bad_row_budget * rows:
+                raise UserError(
+                    f"data.bad_row_budget: {bad} of the first {rows} rows of {self.name!r} hold no usable text, a share of"
+                    f" {bad / rows:.3g}, more than {self._bad_row_budget}; repair the source or raise the budget. The first:"
+                    + "".join(f"\n  {row['file']}, {row['row']}: {row['reason']}" for row in islice(self.bad_rows(count), 5))
+                )
+        self._judged = max(used, self._judged)
+
+
+class Sequences:
+    """The sequences of all sources in the order of the run."""
+
+    def __init__(self, sources: Sequence[Source], weights: Sequence[float]) -> None:
+        """weights: shares of the tokens, of any sum. Raises ValueError where one is too small."""
+        self.sources = list(sources)
+        self.mixture = Mixture(weights)
+        self.sequence_length = self.sources[0].order.sequence_length
+
+    @property
+    def available(self) -> int:
+        """Sequences before any source that is there repeats."""
+        return self.mixture.available([source.sequences for source in self.sources])
+
+    def require(self, first: int, count: int) -> None:
+        """Wait until sequences first .. first + count - 1 are known."""
+        places, numbers = self.mixture.place(np.arange(first, first + count))
+        for index, source in enumerate(self.sources):
+            if (own := numbers[places == index]).size:
+                source.require(int(own.max()))
+
+    def rows(self, first: int, count: int) -> np.ndarray:
+        """Sequences first .. first + count - 1, which must be known: (count, S + 1) int64."""
+        places, numbers = self.mixture.place(np.arange(first, first + count))
+        rows = np.empty((count, self.sequence_length + 1), dtype=np.int64)
+        for index, source in enumerate(self.sources):
+            for place in np.flatnonzero(places == index):
+                source.read(numbers[place : place + 1], rows[place : place + 1])
+        return rows
+
+    def documents(self, number: int) -> Iterator[DocumentPlace]:
+        """The training documents that sequence `number` has tokens of, in their order."""
+        (place,), (own,) = self.mixture.place(np.array([number]))
+        return self.sources[place].documents(int(own))
+
+    def epochs(self, consumed: int) -> dict[str, float | None]:
+        """How often each source was read after so many sequences; None while its length is not known."""
+        return {
+            source.name: count * self.sequence_length / source.tokens if source.tokens else None
+            for source, count in zip(self.sources, self.mixture.consumed(consumed), strict=True)
+        }
+
+    def close(self) -> None:
+        """Let nobody wait any longer, and stop what tokenizes."""
+        for source in self.sources:
+            source.closed = True
+            if source.background is not None:
+                source.background.stop()

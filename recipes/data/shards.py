@@ -1,0 +1,255 @@
+"""A tokenized source on disk: a folder of shards, written one after another and readable while the next is being written.
+
+    00000-train.npy        tokens of the training documents, uint16 or uint32, each document ended by its token
+    00000-validation.npy   the same of the held-out documents
+    00000-documents.npy    one record for each training document: where it ends, and the row of the source it was
+    00000-bad.jsonl        rows that hold no usable text, with the reason; absent where there are none
+    00000.json             counts, checksums, where the source goes on. Written last: without it there is no shard
+    ...
+    index.json             all of these in one file, once the source has come to its end
+    tokenizer.json         what made the tokens
+
+The bytes depend on the source, the tokenizer and the held-out share, and on nothing else. Imports no torch.
+"""
+
+import json
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from parallel.errors import UserError
+
+# Part of every fingerprint: raise it when the same source begins to give other files.
+FORMAT_VERSION = 2
+
+TRAIN, VALIDATION, DOCUMENTS = "train", "validation", "documents"
+ARRAYS = (TRAIN, VALIDATION, DOCUMENTS)
+INDEX, TOKENIZER, PROBLEM = "index.json", "tokenizer.json", "problem.txt"
+# `end` counts tokens from the beginning of the shard; `file` and `row` are those of recipes/data/rows.py.
+DOCUMENT = np.dtype([("end", "<u8"), ("file", "<u4"), ("row", "<u8")])
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one shard holds."""
+
+    train: int
+    """Tokens."""
+    validation: int
+    documents: int
+    """Training documents."""
+    held_out: int
+    """Validation documents."""
+    empty: int
+    """Rows without text."""
+    bad: int
+    """Rows that are not what they should be."""
+    lowest: float
+    """Smallest hash of a document, as a share of all hashes; below the held-out share it is held out."""
+    highest: float
+    cursor: Any
+    """Where the source goes on behind this shard."""
+    last: bool
+    """Whether the source ends here."""
+    checksums: dict[str, str] = field(default_factory=dict)
+    """xxh3 of each array's bytes, in hexadecimal."""
+
+    @property
+    def rows(self) -> int:
+        """Rows read from the source."""
+        return self.documents + self.held_out + self.empty + self.bad
+
+
+def array_path(folder: Path, number: int, kind: str) -> Path:
+    return folder / f"{number:05d}-{kind}.npy"
+
+
+def bad_rows_path(folder: Path, number: int) -> Path:
+    return folder / f"{number:05d}-bad.jsonl"
+
+
+def shard_path(folder: Path, number: int) -> Path:
+    return folder / f"{number:05d}.json"
+
+
+def tokens_fingerprint(source: str, tokenizer: str, validation_fraction: float) -> str:
+    """Equal for equal shards. source, tokenizer: their fingerprints."""
+    return xxhash.xxh3_128_hexdigest(repr((FORMAT_VERSION, source, tokenizer, validation_fraction)).encode())
+
+
+def token_type(vocabulary: int) -> np.dtype:
+    """The narrowest type that holds every id."""
+    return np.dtype("<u2" if vocabulary <= 2**16 else "<u4")
+
+
+def read_shard(folder: Path, number: int) -> Shard | None:
+    """What a shard holds; None where it is not there, or not whole."""
+    try:
+        return Shard(**json.loads(shard_path(folder, number).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+@dataclass(frozen=True)
+class Index:
+    """index.json: a source that was tokenized to its end."""
+
+    format: int
+    source: str
+    source_fingerprint: str
+    tokenizer_fingerprint: str
+    validation_fraction: float
+    files: tuple[str, ...]
+    """Names of the source's files, in the order that documents refer to them by."""
+    shards: tuple[Shard, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """Names what the shards hold, as Preparation.fingerprint does."""
+        return tokens_fingerprint(self.source_fingerprint, self.tokenizer_fingerprint, self.validation_fraction)
+
+    def write(self, folder: Path) -> None:
+        write_whole(folder / INDEX, json.dumps(asdict(self)))
+
+
+def read_index(folder: Path) -> Index | None:
+    """None where the folder has no whole index of this version."""
+    try:
+        content = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        if content["format"] != FORMAT_VERSION:
+            return None
+        shards = tuple(Shard(**shard) for shard in content.pop("shards"))
+        return Index(**content | {"files": tuple(content["files"])}, shards=shards)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def open_index(folder: str) -> Index:
+    """As read_index(). Raises UserError where there is none that can be used."""
+    index = read_index(Path(folder).expanduser())
+    if index is None:
+        raise UserError(
+            f"data.source: '{Path(folder, INDEX)}' is damaged or of another version than {FORMAT_VERSION}; prepare the"
+            " folder again with scripts/prepare_data.py"
+        )
+    return index
+
+
+def damage(folder: Path, number: int, shard: Shard) -> str | None:
+    """What is wrong with the files of a shard, or None. Reads all of them."""
+    for kind in ARRAYS:
+        file = array_path(folder, number, kind)
+        try:
+            content = np.load(file, mmap_mode="r")  # refuses a file shorter than its header says
+        except (OSError, ValueError) as error:
+            return f"{file.name} cannot be read: {error}"
+        if xxhash.xxh3_64_hexdigest(content.data) != shard.checksums[kind]:
+            return f"{file.name} does not have the checksum that {shard_path(folder, number).name} says"
+    return None
+
+
+def write_whole(file: Path, text: str) -> None:
+    """A reader finds the whole text or nothing; of two writers of the same, either's serves."""
+    part = file.with_name(f".part-{platform.node()}-{os.getpid()}-{file.name}")
+    part.write_text(text, encoding="utf-8")
+    part.replace(file)
+
+
+class Shards:
+    """The tokens of one kind in a folder, one row over all shards, as far as they are there.
+
+    Tokens are mapped, not read: what stays in memory is for the operating system to decide.
+    """
+
+    def __init__(self, folder: Path, kind: str = TRAIN) -> None:
+        """kind: TRAIN or VALIDATION."""
+        self.folder = folder
+        self.kind = kind
+        self.shards: list[Shard] = []
+        self._closed = False
+        self._ends = np.zeros(1, dtype=np.int64)  # (shards + 1,): tokens before each shard, and in all
+        self._arrays: dict[int, np.ndarray] = {}
+        if index := read_index(folder):
+            self._take(index.shards)
+        self.refresh()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are there."""
+        return int(self._ends[-1])
+
+    @property
+    def complete(self) -> bool:
+        """Whether the whole source is there."""
+        return self._closed or (bool(self.shards) and self.shards[-1].last)
+
+    def refresh(self) -> bool:
+        """Look for further shards; returns whether there were any."""
+        found: list[Shard] = []
+        while not (found and found[-1].last) and not self.complete:
+            shard = read_shard(self.folder, len(self.shards) + len(found))
+            if shard is None:
+                break
+            found.append(shard)
+        self._take(found)
+        return bool(found)
+
+    def covering(self, tokens: int) -> int:
+        """How many shards it takes to hold the first so many tokens; all there are where there are fewer tokens."""
+        return min(int(np.searchsorted(self._ends, tokens, side="left")), len(self.shards))
+
+    def close_after(self, count: int) -> None:
+        """Forget the shards beyond the first `count`, as if the source ended there."""
+        self.shards = self.shards[:count]
+        self._ends = self._ends[: count + 1]
+        self._closed = True
+
+    def read(self, start: int, out: np.ndarray) -> None:
+        """Copy tokens start .. start + len(out) - 1 into `out`, any integer type. Behind the last comes the first again."""
+        filled = 0
+        while filled < len(out):
+            position = (start + filled) % self.tokens
+            number = int(np.searchsorted(self._ends, position, side="right")) - 1
+            offset = position - int(self._ends[number])
+            piece = self._array(number)[offset : offset + len(out) - filled]
+            out[filled : filled + len(piece)] = piece
+            filled += len(piece)
+
+    def documents(self, start: int, count: int) -> Iterator[tuple[int, int]]:
+        """(file, row) of each training document in tokens start .. start + count - 1, in their order."""
+        while count > 0:
+            start %= self.tokens
+            number = int(np.searchsorted(self._ends, start, side="right")) - 1
+            offset = start - int(self._ends[number])
+            records = np.load(array_path(self.folder, number, DOCUMENTS), mmap_mode="r")
+            covered = min(count, int(self._ends[number + 1]) - start)
+            first = int(np.searchsorted(records["end"], offset, side="right"))
+            last = int(np.searchsorted(records["end"], offset + covered - 1, side="right"))
+            for record in records[first : last + 1]:
+                yield int(record["file"]), int(record["row"])
+            start += covered
+            count -= covered
+
+    def _take(self, shards: "list[Shard] | tuple[Shard, ...]") -> None:
+        if shards:
+            self.shards += shards
+            self._ends = np.cumsum([0, *(getattr(shard, self.kind) for shard in self.shards)], dtype=np.int64)
+
+    def _array(self, number: int) -> np.ndarray:
+        if number not in self._arrays:
+            file = array_path(self.folder, number, self.kind)
+            try:
+                # As a plain array: numpy's class for maps makes each slice twenty times slower.
+                self._arrays[number] = np.asarray(np.load(file, mmap_mode="r"))
+            except (OSError, ValueError) as error:
+                raise UserError(f"data.source: cannot read the tokens in '{file}': {error}; remove {self.folder}") from error
+            expected = int(self._ends[number + 1] - self._ends[number])
+            if self._arrays[number].shape != (expected,):
+                raise UserError(f"data.source: '{file}' holds other tokens than its index says; remove {self.folder}")
+        return self._arrays[number]
