@@ -1,4 +1,4 @@
-"""Causal grouped-query attention over PyTorch's scaled_dot_product_attention.
+"""Causal grouped-query attention over PyTorch's kernels.
 
 B batch, T tokens, S tokens seen so far and new ones, N query heads, K key/value heads, H head width.
 """
@@ -6,6 +6,8 @@ B batch, T tokens, S tokens seen so far and new ones, N query heads, K key/value
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from models.documents import Lengths, Mask
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -29,3 +31,16 @@ def attention_to_cached(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     # (T, S), True = sees
     mask = None if new == 1 else torch.ones(new, seen, dtype=torch.bool, device=query.device).tril(seen - new)
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=query.shape[1] != key.shape[1])
+
+
+def attention_in_documents(query: Tensor, key: Tensor, value: Tensor, documents: Mask | Lengths) -> Tensor:
+    """The same where a token sees only itself and what came before in its document.
+
+    query: (B, N, T, H); key, value: (B, K, T, H) with N a multiple of K. Returns (B, N, T, H).
+    """
+    if isinstance(documents, Mask):
+        grouped = query.shape[1] != key.shape[1]
+        return scaled_dot_product_attention(query, key, value, attn_mask=documents.sees, enable_gqa=grouped)
+    from models.varlen import attention_by_lengths  # late, as it says
+
+    return attention_by_lengths(query, key, value, documents)

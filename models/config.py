@@ -95,7 +95,7 @@ class ModelConfig:
         embedding = 0 if self.tied_embeddings else self.vocabulary * self.width
         return self.matmul_params() + norms + embedding
 
-    def flops_per_token(self, sequence_length: int, attention: AttentionFlops) -> int:
+    def flops_per_token(self, sequence_length: float, attention: AttentionFlops) -> int:
         """Floating-point operations of one training step per token, forward and backward, nothing recomputed.
 
         A matmul parameter costs 2 FLOPs per token forward (multiply, add) and 4 backward (gradients of input and of
@@ -103,6 +103,8 @@ class ModelConfig:
         heads x head_width x S forward, twice that backward, 12 x heads x head_width x S a layer for "full"
         attention (the convention of PaLM, appendix B, and of most published MFU). A causal mask needs half of it
         ("causal"). Grouped queries shrink the key and value projections, not these products.
+
+        Where attention stays inside documents, S is the mean length of the document that a token is in.
         """
-        full_attention = 12 * self.layers * self.heads * self.head_width * sequence_length
+        full_attention = round(12 * self.layers * self.heads * self.head_width * sequence_length)
         return 6 * self.matmul_params() + (full_attention if attention == "full" else full_attention // 2)

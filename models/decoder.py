@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
-from models.attention import attention_to_cached, causal_attention
+from models.attention import attention_in_documents, attention_to_cached, causal_attention
 from models.cache import KeyValueCache, LayerCache
 from models.config import ModelConfig
+from models.documents import Documents, Lengths, Mask
 from models.loss import cross_entropy_sum
 from models.rope import rope_tables, rotate
 
@@ -31,7 +32,14 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.width, config.key_value_heads * config.head_width, bias=False)
         self.o_proj = nn.Linear(config.heads * config.head_width, config.width, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: LayerCache | None = None,
+        documents: Mask | Lengths | None = None,
+    ) -> Tensor:
         """x: (B, T, D) -> (B, T, D). With a cache, x follows the tokens in there, and is added to them."""
         # -1 infers the number of heads, so that a tensor-parallel rank needs no change here.
         query, key, value = (
@@ -40,10 +48,12 @@ class Attention(nn.Module):
         )
         if self.rope:
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        if cache is None:
-            out = causal_attention(query, key, value)  # (B, N, T, H)
-        else:
+        if cache is not None:
             out = attention_to_cached(query, *cache.append(key, value))  # (B, N, T, H)
+        elif documents is not None:
+            out = attention_in_documents(query, key, value, documents)  # (B, N, T, H)
+        else:
+            out = causal_attention(query, key, value)  # (B, N, T, H)
         return self.o_proj(out.transpose(1, 2).flatten(-2))  # (B, T, D)
 
 
@@ -71,9 +81,16 @@ class Block(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: LayerCache | None = None,
+        documents: Mask | Lengths | None = None,
+    ) -> Tensor:
         """x: (B, T, D); cos, sin from rope_tables -> (B, T, D)."""
-        x = x + self.attention(self.attention_norm(x), cos, sin, cache)
+        x = x + self.attention(self.attention_norm(x), cos, sin, cache, documents)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
@@ -89,19 +106,34 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.lm_head = None if config.tied_embeddings else nn.Linear(config.width, config.vocabulary, bias=False)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, *, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        cache: KeyValueCache | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
         """tokens: (B, T) integers. Returns logits (B, T, V), or, with targets (B, T), their summed loss, a scalar.
 
         The loss is taken inside so that the logits, the largest tensor of a step, never leave this function.
         With a cache, the tokens follow those that it has seen, and it has seen them too afterwards.
+        With the documents of these tokens, no token sees another document, and positions start anew in each; else a
+        row is one text. Raises ValueError for both: what is in a cache has no documents.
         """
-        first = 0 if cache is None else cache.length
-        positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)  # (T,)
-        cos, sin = rope_tables(self.config, positions)  # (T, H/2)
+        if cache is not None and documents is not None:
+            raise ValueError("a cache holds one text a row, so it cannot go with documents")
+        if documents is None:
+            first = 0 if cache is None else cache.length
+            positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)  # (T,)
+        else:
+            positions = documents.positions  # (B, T)
+        cos, sin = rope_tables(self.config, positions)  # (T, H/2) or (B, T, H/2)
         x = self.embedding(tokens)  # (B, T, D)
+        inside = None if documents is None else documents.for_attention_in(x.dtype)  # once for all layers
         layers = [None] * len(self.blocks) if cache is None else cache.layers
         for block, layer in zip(self.blocks, layers, strict=True):
-            x = block(x, cos, sin, layer)
+            x = block(x, cos, sin, layer, inside)
         x = self.norm(x)
         logits = linear(x, self.embedding.weight) if self.lm_head is None else self.lm_head(x)  # (B, T, V)
         return logits if targets is None else cross_entropy_sum(logits, targets, chunks=self.loss_chunks)

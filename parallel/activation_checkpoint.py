@@ -4,6 +4,7 @@ import logging
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen  # else its operator is not there to be named below
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -22,6 +23,8 @@ SAVED = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    # The same inside documents.
+    torch.ops.torch_attn._varlen_attn.default,
     # Largest magnitudes, the float8 scales: tiny, but each needs a pass over a whole tensor.
     torch.ops.aten.amax.default,
     torch.ops.aten.max.default,

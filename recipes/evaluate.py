@@ -9,34 +9,34 @@ from dataclasses import dataclass
 from itertools import islice
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from models.documents import Documents
 from models.loss import IGNORED
 from parallel.dist import World
 from parallel.errors import UserError
 from parallel.reduce import sum_over_processes
+from recipes.batches import MicroBatch
 from recipes.data import text_batches
 from recipes.sampling import next_token
 from recipes.tokenizer import Tokenizer, parallel_tokenizers
 
 
 @torch.no_grad()
-def summed_loss(
-    model: nn.Module, micro_batches: Iterable[tuple[Tensor, Tensor]], *, device: torch.device
-) -> tuple[float, int]:
-    """(summed loss in nats, target tokens) over the micro-batches of all processes, each (inputs, targets) (B, T).
+def summed_loss(model: nn.Module, micro_batches: Iterable[MicroBatch], *, device: torch.device) -> tuple[float, int]:
+    """(summed loss in nats, target tokens) over the micro-batches of all processes.
 
     Every process must bring equally many micro-batches: sharded layers gather their weights together.
     """
     totals = torch.zeros(2, dtype=torch.float64, device=device)
-    for inputs, targets in micro_batches:
-        totals[0] += model(inputs, targets)
+    for inputs, targets, documents in micro_batches:
+        totals[0] += model(inputs, targets, documents=documents)
         totals[1] += (targets != IGNORED).sum()
     loss, tokens = sum_over_processes(totals).tolist()
     return loss, int(tokens)
 
 
-def mean_loss(model: nn.Module, micro_batches: Iterable[tuple[Tensor, Tensor]], *, device: torch.device) -> float:
+def mean_loss(model: nn.Module, micro_batches: Iterable[MicroBatch], *, device: torch.device) -> float:
     """Mean loss per target token, in nats; arguments as in summed_loss()."""
     loss, tokens = summed_loss(model, micro_batches, device=device)
     return loss / tokens
@@ -80,9 +80,12 @@ def evaluate_text(
     tokenizer: Tokenizer,
     sequence_length: int,
     micro_batch_size: int,
+    document_mask: bool = False,
     world: World,
 ) -> Evaluation:
     """Evaluate a (sharded) model on documents, each ended by the end-of-document token, cut into whole sequences.
+
+    document_mask: as data.document_mask in a recipe.
 
     Sequence i is the business of one process; all of them tokenize the whole text, which costs little beside the
     model, and so agree on it. Every token but the first is a target once, whatever the number of processes.
@@ -97,7 +100,7 @@ def evaluate_text(
                 for ids in tokenizer.encode_batch(texts):
                     yield [*ids, tokenizer.end_of_document]
 
-    def micro_batches() -> Iterator[tuple[Tensor, Tensor]]:
+    def micro_batches() -> Iterator[MicroBatch]:
         sequences = _sequences(tokens(), sequence_length)
         while together := list(islice(sequences, world.size * micro_batch_size)):
             own = together[world.rank * micro_batch_size :][:micro_batch_size]
@@ -108,7 +111,10 @@ def evaluate_text(
             for row, sequence in enumerate(own):
                 inputs[row, : len(sequence) - 1] = torch.tensor(sequence[:-1])
                 targets[row, : len(sequence) - 1] = torch.tensor(sequence[1:])
-            yield inputs.to(world.device), targets.to(world.device)
+            inside = None
+            if document_mask:
+                inside = Documents.of(inputs, end_of_document=tokenizer.end_of_document).to(world.device)
+            yield inputs.to(world.device), targets.to(world.device), inside
 
     nats, targets = summed_loss(model, micro_batches(), device=world.device)
     if targets == 0:
@@ -141,6 +147,7 @@ def continuation(
     shape: tuple[int, int],
     device: torch.device,
     seed: int,
+    end_of_document: int | None = None,
     temperature: float = 0.8,
 ) -> list[int]:
     """Sample `tokens` tokens after `prompt`. Every process calls it with the same arguments and gets the same answer.
@@ -148,6 +155,8 @@ def continuation(
     shape: the (B, T) of a training micro-batch. The window has that shape at every step, so that compiled blocks see
     no new one; causality makes what lies right of the last token harmless. Ends early at a logit that is no number, as
     those of a diverged model are. Meant for a short look at a model.
+
+    end_of_document: this token's id, for a model that sees no further back than the document it is in.
     """
     generator = torch.Generator().manual_seed(seed)
     text = list(prompt)
@@ -155,7 +164,8 @@ def continuation(
         window = text[-shape[1] :]
         batch = torch.zeros(shape, dtype=torch.int64)
         batch[:, : len(window)] = torch.tensor(window)
-        logits = model(batch.to(device))[0, len(window) - 1]  # (V,)
+        inside = None if end_of_document is None else Documents.of(batch, end_of_document=end_of_document).to(device)
+        logits = model(batch.to(device), documents=inside)[0, len(window) - 1]  # (V,)
         if not logits.isfinite().all():
             break
         text.append(next_token(logits, temperature=temperature, generator=generator))

@@ -7,7 +7,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from models.config import ModelConfig
+from models.documents import Documents
+from parallel.reduce import sum_over_processes
 from recipes.hardware import bf16_peak
 
 PACKAGES = ("torch", "torchao", "datasets", "tokenizers", "safetensors", "numpy", "wandb")
@@ -58,6 +60,30 @@ class StepClock:
         self._data += time.perf_counter() - start
 
 
+class AttentionLength:
+    """Mean length of the documents that tokens attend in, over all processes, since the last logged step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._squared_lengths = self._tokens = 0
+
+    def count(self, micro_batches: Iterable[Documents | None]) -> None:
+        """Take in a step of this process. These are the host's numbers: no device is waited for."""
+        for documents in micro_batches:
+            if documents is not None:
+                self._squared_lengths += documents.squared_lengths
+                self._tokens += documents.positions.numel()
+
+    def take(self) -> float | None:
+        """The mean in tokens, or None without documents; and start anew. All processes ask; the host waits for all."""
+        if self._tokens == 0:
+            return None
+        sums = torch.tensor([self._squared_lengths, self._tokens], dtype=torch.float64, device=self._device)
+        squared_lengths, tokens = sum_over_processes(sums).tolist()
+        self._squared_lengths = self._tokens = 0
+        return squared_lengths / tokens
+
+
 class Throughput:
     """Tokens and FLOPs per second from a step's duration.
 
@@ -73,20 +99,29 @@ class Throughput:
         self.devices = devices
         self.device_name = device_name(device)
         self.peak = bf16_peak(self.device_name)
+        self.model = model
         self.flops = model.flops_per_token(sequence_length, "causal")
         self.flops_full = model.flops_per_token(sequence_length, "full")
 
-    def row(self, step_seconds: float) -> dict[str, float | None]:
-        """The rate columns of metrics.jsonl; tflops and mfu are null where the device's peak is unknown."""
+    def row(self, step_seconds: float, *, attention_length: float | None = None) -> dict[str, float | None]:
+        """The rate columns of metrics.jsonl; tflops and mfu are null where the device's peak is unknown.
+
+        attention_length: of AttentionLength, where documents are masked; counted instead of the sequence length.
+        """
         per_second = self.tokens_per_step / step_seconds
+        flops, flops_full = self.flops, self.flops_full
+        if attention_length is not None:
+            flops = self.model.flops_per_token(attention_length, "causal")
+            flops_full = self.model.flops_per_token(attention_length, "full")
         per_device = per_second / self.devices
         known = self.peak is not None
-        return {
+        counted = {} if attention_length is None else {"attention_length": attention_length}
+        return counted | {
             "tokens_per_second": per_second,
             "tokens_per_second_per_device": per_device,
-            "tflops_per_device": per_device * self.flops / 1e12 if known else None,
-            "mfu": per_device * self.flops / self.peak if self.peak else None,
-            "mfu_full": per_device * self.flops_full / self.peak if self.peak else None,
+            "tflops_per_device": per_device * flops / 1e12 if known else None,
+            "mfu": per_device * flops / self.peak if self.peak else None,
+            "mfu_full": per_device * flops_full / self.peak if self.peak else None,
         }
 
 

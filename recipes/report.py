@@ -5,7 +5,7 @@ from typing import Protocol
 
 from models.config import ModelConfig
 from parallel.config import MeshConfig
-from recipes.schema import BatchConfig
+from recipes.schema import BatchConfig, DataConfig
 
 
 class Yardstick(Protocol):
@@ -19,6 +19,7 @@ class Yardstick(Protocol):
 def introduction(
     run_name: str,
     model: ModelConfig,
+    data: DataConfig,
     batch: BatchConfig,
     degrees: MeshConfig,
     yardstick: Yardstick,
@@ -27,6 +28,8 @@ def introduction(
     """The headline, the mesh, what every part of parallel/ did (`parts`), the batch and the yardstick."""
     processes = degrees.data_parallel
     accumulation = batch.global_batch_size // degrees.data_parallel // batch.micro_batch_size
+    # Inside documents it is less; how much less, the logged steps say, from the documents that there were.
+    at_most = "at most " if data.document_mask else ""
     peak = "unknown, so no MFU" if yardstick.peak is None else f"{yardstick.peak / 1e12:.1f} TFLOP/s (dense bf16)"
     return [
         f"{run_name}: {model.name} with {model.num_params():,} parameters",
@@ -35,7 +38,8 @@ def introduction(
         *parts,
         f"batch: {batch.global_batch_size} sequences of {batch.sequence_length} tokens"
         f" = {processes} x {accumulation} micro-batches of {batch.micro_batch_size}",
-        f"flops: {yardstick.flops / 1e9:.3g} billion per token, peak of the device {peak}",
+        *(["attention: inside documents, where positions start anew"] if data.document_mask else []),
+        f"flops: {at_most}{yardstick.flops / 1e9:.3g} billion per token, peak of the device {peak}",
     ]
 
 

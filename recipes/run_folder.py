@@ -26,6 +26,7 @@ IDENTITY = (
     "data.source",
     "data.text_field",
     "data.tokenizer",
+    "data.document_mask",
     "data.validation_fraction",
     "batch.sequence_length",
     "batch.global_batch_size",

@@ -48,6 +48,8 @@ class DataConfig:
     """Field or column that holds the text in .jsonl and .parquet files."""
     tokenizer: Annotated[str, MinLen(1)] = "train:4096"
     """A tokenizer.json, a folder with one, "train:N" (N entries trained on the source), or "from_weights"."""
+    document_mask: bool = False
+    """Attention stays inside a document and positions start anew in each; false = all tokens of a sequence are one."""
     validation_fraction: Annotated[float, Interval(gt=0, lt=1)] = 0.01
     """Share of the documents held out for validation, chosen by a hash of the document."""
     shuffle_tokens: Annotated[int, Ge(1)] = 2**25

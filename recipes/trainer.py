@@ -4,7 +4,6 @@ import json
 import platform
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -25,13 +24,14 @@ from parallel.materialize import materialize
 from parallel.mesh import build_mesh
 from parallel.order import parallelize
 from parallel.reduce import clip_gradients, gradient_norm, sum_over_processes
+from recipes.batches import MicroBatch, micro_batches
 from recipes.checkpoint import Checkpoints
 from recipes.console import Console
 from recipes.convert import export_model, load_weights
 from recipes.data import TokenSequences, prepare
 from recipes.evaluate import continuation, mean_loss
 from recipes.hf_folder import Description
-from recipes.metrics import MetricsWriter, StepClock, Throughput, environment, peak_memory_gib
+from recipes.metrics import AttentionLength, MetricsWriter, StepClock, Throughput, environment, peak_memory_gib
 from recipes.optimizer import build_optimizer
 from recipes.report import introduction, step_line, summary
 from recipes.rules import require_valid
@@ -112,8 +112,9 @@ class Trainer:
             devices=world.size,
             device=world.device,
         )
+        self.attention_length = AttentionLength(world.device)
         headline, *lines = introduction(
-            recipe.run.name, recipe.model, recipe.batch, self.mesh_degrees, self.throughput, report
+            recipe.run.name, recipe.model, recipe.data, recipe.batch, self.mesh_degrees, self.throughput, report
         )
         console.say(headline, style="bold")
         for line in lines:
@@ -169,16 +170,17 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate(self.step)
         with self.clock.loading():
-            inputs, targets = self._sequences(self.training, self.step)  # (b, T) each
-        target_tokens = sum_over_processes((targets != IGNORED).sum())
-        micro_batches = list(self._micro_batches(inputs, targets))
+            batches = self._micro_batches(self.training, self.step)
+        self.attention_length.count(documents for _, _, documents in batches)
+        counts = [(targets != IGNORED).sum() for _, targets, _ in batches]
+        target_tokens = sum_over_processes(torch.stack(counts).sum())
         loss = torch.zeros((), device=self.world.device)
-        for index, (micro_inputs, micro_targets) in enumerate(micro_batches):
-            last = index == len(micro_batches) - 1
+        for index, (inputs, targets, documents) in enumerate(batches):
+            last = index == len(batches) - 1
             self.sharded.set_requires_gradient_sync(last)  # inner micro-batches reduce no gradients
             if not recipe.fsdp.reshard_after_forward:
                 self.sharded.set_reshard_after_backward(last)  # ZeRO-2 gathers the weights once per step
-            micro_loss = self.model(micro_inputs, micro_targets) / target_tokens
+            micro_loss = self.model(inputs, targets, documents=documents) / target_tokens
             micro_loss.backward()
             loss += micro_loss.detach()
         norm = gradient_norm(self.parameters)
@@ -235,26 +237,24 @@ class Trainer:
         # Shuffled too, so that a few batches are a fair sample; whatever the seed of the run, always the same one.
         self.validation = TokenSequences(prepared.validation, sequence_length=length, seed=0)
 
-    def _sequences(self, source: TokenSequences, batch: int, *, once: bool = False) -> tuple[Tensor, Tensor]:
-        """This process's share of global batch number `batch`: inputs and targets, (b, T) each, on the device.
+    def _micro_batches(self, source: TokenSequences, batch: int, *, once: bool = False) -> list[MicroBatch]:
+        """This process's share of global batch number `batch`, on the device.
 
         once: what the source would repeat to fill the batch has no targets that count.
         """
         share = self.recipe.batch.global_batch_size // self.mesh_degrees.data_parallel
         first = batch * self.recipe.batch.global_batch_size + self.world.rank * share
-        rows = torch.from_numpy(source.rows(first, share))  # (b, T + 1)
-        if self.world.device.type == "cuda":
-            rows = rows.pin_memory()
-        rows = rows.to(self.world.device, non_blocking=True)
-        inputs, targets = rows[:, :-1], rows[:, 1:]
-        if once and first + share > len(source):
-            targets = targets.clone()
-            targets[max(0, len(source) - first) :] = IGNORED
-        return inputs, targets
+        return micro_batches(
+            torch.from_numpy(source.rows(first, share)),  # (b, T + 1)
+            size=self.recipe.batch.micro_batch_size,
+            valid=min(share, max(0, len(source) - first)) if once else share,
+            end_of_document=self._document_boundary(),
+            device=self.world.device,
+        )
 
-    def _micro_batches(self, inputs: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        size = self.recipe.batch.micro_batch_size
-        return zip(inputs.split(size), targets.split(size), strict=True)
+    def _document_boundary(self) -> int | None:
+        """The token behind which attention does not look, if the recipe says so."""
+        return self.tokenizer.end_of_document if self.recipe.data.document_mask else None
 
     # At logged steps, validations, checkpoints
 
@@ -269,7 +269,7 @@ class Trainer:
             "lr": self._learning_rate(self.step - 1),
             "step_seconds": step_seconds,
             "data_seconds": data_seconds,
-            **self.throughput.row(step_seconds),
+            **self.throughput.row(step_seconds, attention_length=self.attention_length.take()),
             "peak_memory_gib": peak_memory_gib(self.world.device),
         }
         self.metrics.write(row)
@@ -285,7 +285,7 @@ class Trainer:
                 (
                     micro_batch
                     for batch in range(min(self.recipe.validation.batches, available))
-                    for micro_batch in self._micro_batches(*self._sequences(self.validation, batch, once=True))
+                    for micro_batch in self._micro_batches(self.validation, batch, once=True)
                 ),
                 device=self.world.device,
             )
@@ -390,6 +390,7 @@ class Trainer:
             shape=(self.recipe.batch.micro_batch_size, self.recipe.batch.sequence_length),
             device=self.world.device,
             seed=self.recipe.run.seed,
+            end_of_document=self._document_boundary(),
         )
         self.console.say("a held-out text, and how the model goes on:", style="bold")
         self.console.say(self.tokenizer.decode(prompt), style="dim")

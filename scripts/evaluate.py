@@ -30,6 +30,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--text-field", default="text", help="field that holds the text, in .jsonl and .parquet")
     parser.add_argument("--sequence-length", type=int, default=2048, help="tokens per sequence (%(default)s)")
     parser.add_argument("--micro-batch-size", type=int, default=1, help="sequences per process at once (%(default)s)")
+    parser.add_argument("--document-mask", action="store_true", help="as data.document_mask in a recipe")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="computed in (%(default)s)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(%(default)s)")
     options = parser.parse_args(arguments)
@@ -90,6 +91,7 @@ def evaluate(options: argparse.Namespace) -> int:
             tokenizer=tokenizer,
             sequence_length=options.sequence_length,
             micro_batch_size=options.micro_batch_size,
+            document_mask=options.document_mask,
             world=world,
         )
     finally:

@@ -53,10 +53,14 @@ def held_out() -> tuple[Tensor, Tensor]:
     return inputs, targets
 
 
+def micro_batches(inputs: Tensor, targets: Tensor, size: int) -> list[tuple[Tensor, Tensor, None]]:
+    return [(*pair, None) for pair in zip(inputs.split(size), targets.split(size), strict=True)]
+
+
 def loss_of_rows(first: int, last: int, *, micro_batch: int) -> float:
     inputs, targets = held_out()
     inputs, targets = inputs[first:last], targets[first:last]
-    return mean_loss(build(), zip(inputs.split(micro_batch), targets.split(micro_batch), strict=True), device=CPU)
+    return mean_loss(build(), micro_batches(inputs, targets, micro_batch), device=CPU)
 
 
 def test_every_target_token_counts_once(alone: None) -> None:
@@ -95,7 +99,7 @@ def test_processes_share_the_mean(alone: None) -> None:
 def test_no_gradient_is_kept(alone: None) -> None:
     model = build()
     inputs, targets = held_out()
-    mean_loss(model, [(inputs, targets)], device=CPU)
+    mean_loss(model, [(inputs, targets, None)], device=CPU)
     continuation(model, [1], tokens=1, shape=(1, LENGTH), device=CPU, seed=0)
     assert all(parameter.grad is None for parameter in model.parameters())
 

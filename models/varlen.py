@@ -1,0 +1,44 @@
+"""Attention kernels for documents of various lengths in one row. Its import takes most of a second: import it late.
+
+B batch, T tokens, N query heads, K key/value heads, H head width.
+"""
+
+from inspect import signature
+from typing import Any
+
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from models.documents import Lengths
+
+# torch 2.11 neither has this argument nor says that heads may differ in number; 2.13 wants to be asked.
+TAKES_GROUPED_QUERIES = "enable_gqa" in signature(varlen_attn).parameters
+
+
+def attention_by_lengths(query: Tensor, key: Tensor, value: Tensor, documents: Lengths) -> Tensor:
+    """Causal attention inside each document, on CUDA, in bfloat16 or float16.
+
+    query: (B, N, T, H); key, value: (B, K, T, H) with N a multiple of K. Returns (B, N, T, H).
+    """
+    batch, heads, length, _ = query.shape
+    options: dict[str, Any] = {}
+    if heads != key.shape[1]:
+        if TAKES_GROUPED_QUERIES:
+            options["enable_gqa"] = True
+        else:
+            key, value = (x.repeat_interleave(heads // key.shape[1], dim=1) for x in (key, value))  # (B, N, T, H)
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # (B T, N or K, H)
+    # No document is longer than a row. Its exact length would come from the device, and change at every step.
+    out = varlen_attn(
+        query,
+        key,
+        value,
+        documents.cumulative,
+        documents.cumulative,
+        length,
+        length,
+        window_size=(-1, 0),  # causal
+        **options,
+    )
+    assert isinstance(out, Tensor)  # it returns more only when asked
+    return out.unflatten(0, (batch, length)).transpose(1, 2)  # (B, N, T, H)
