@@ -16,10 +16,9 @@ from models.loss import IGNORED
 from parallel.dist import World
 from parallel.errors import UserError
 from parallel.reduce import sum_over_processes
-from recipes.batches import MicroBatch
-from recipes.data import text_batches
+from recipes.data.batches import MicroBatch
 from recipes.sampling import next_token
-from recipes.tokenizer import Tokenizer, parallel_tokenizers
+from recipes.tokenizer import Tokenizer, parallel_tokenizers, text_batches
 
 
 @torch.no_grad()

@@ -24,6 +24,8 @@ IDENTITY = (
     "run.seed",
     "model.",
     "data.source",
+    "data.mixture",
+    "data.shuffle_tokens",
     "data.text_field",
     "data.tokenizer",
     "data.document_mask",
@@ -119,7 +121,7 @@ def claim_run_folder(recipe: Recipe, *, done: int, environment: dict[str, Any]) 
     return notes
 
 
-def require_same_data(checkpoint: Path, facts: dict[str, str]) -> None:
+def require_same_data(checkpoint: Path, facts: dict[str, Any]) -> None:
     """Raises UserError when the tokens behind the data order are not those that the checkpoint was trained on."""
     file = checkpoint / DATA
     try:
@@ -127,7 +129,8 @@ def require_same_data(checkpoint: Path, facts: dict[str, str]) -> None:
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read ({error}); remove {checkpoint} to go on from an older one") from None
     if then != facts:
-        what = "tokenizer" if then.get("tokenizer") != facts["tokenizer"] else "text behind data.source"
+        changed = [name for name, was in then.get("sources", {}).items() if facts["sources"].get(name) != was]
+        what = f"text behind {toml(changed)}" if then.get("tokenizer") == facts["tokenizer"] else "tokenizer"
         raise UserError(
             f"the {what} is no longer the one that {checkpoint} was trained on, so its data order means nothing"
             "; put the old files back, or start another run (--run.name OTHER)"

@@ -41,7 +41,7 @@ class DataConfig:
     """Where the text comes from and how it becomes tokens."""
 
     source: Annotated[str, MinLen(1)] = "python-stdlib"
-    """"python-stdlib", a file, folder or glob (.txt .jsonl .parquet ...), "hf:ID[:CONFIG[:SPLIT]]", or prepared shards."""
+    """"python-stdlib", a file, folder or glob (.txt .jsonl .parquet), "hf:ID[:CONFIG[:SPLIT]]", or prepared shards."""
     mixture: dict[Annotated[str, MinLen(1)], Annotated[float, Gt(0)]] = field(default_factory=dict)
     """Several sources instead of `source`, each with its share of the tokens, as in {"web/*.parquet" = 0.7, ...}."""
     text_field: Annotated[str, MinLen(1)] = "text"
@@ -55,7 +55,7 @@ class DataConfig:
     shuffle_tokens: Annotated[int, Ge(1)] = 2**25
     """Tokens shuffled together in the first epoch of text that is tokenized during training; else all of them are."""
     bad_row_budget: Annotated[float, Interval(ge=0, le=1)] = 0.01
-    """Share of a source's rows that may be bad (broken, without text); more stop the run. quarantine.jsonl lists them."""
+    """Share of a source's rows that may be broken or without text; more stop the run. quarantine.jsonl lists them."""
     cache: Annotated[str, MinLen(1)] = "~/.cache/shardwright"
     """Folder for trained tokenizers and tokenized text, keyed by content; must be shared by all nodes."""
 

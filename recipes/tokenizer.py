@@ -33,6 +33,8 @@ SPLIT = (
 )
 # Training takes about a second per 10 MB, and more text than this no longer changes the entries much.
 TRAINING_CHARACTERS = 64_000_000
+# What is tokenized in one call: enough to keep all cores busy, little enough to hold as lists of ids.
+BATCH_CHARACTERS = 2_000_000
 # Part of the cache key: raise it when the same text begins to give another tokenizer.
 TRAINER_VERSION = 1
 
@@ -92,7 +94,7 @@ def tokenizer_problem(spec: str, vocabulary: int) -> str | None:
 def load_tokenizer(
     spec: str, *, sources: Sequence[str], text_field: str, cache: Path, report: Callable[[str], None]
 ) -> Tokenizer:
-    """The tokenizer of a recipe. "train:N" trains on the sources once; equal text and N are then read from the cache."""
+    """The tokenizer of a recipe. "train:N" trains on the sources once; equal text and N are then in the cache."""
     if not _is_training(spec):
         path = _tokenizer_file(spec)
         return build_tokenizer(_read(path), where=path)
@@ -130,6 +132,20 @@ def training_sample(documents: Iterable[str], characters: int = TRAINING_CHARACT
         while size > characters and len(kept) > 1:
             size -= len(heapq.heappop(kept)[1])
     return [text for _, text in sorted(kept)]
+
+
+def text_batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    """The documents in lists that are worth a call of the tokenizer each."""
+    batch: list[str] = []
+    size = 0
+    for text in documents:
+        batch.append(text)
+        size += len(text)
+        if size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 @contextmanager

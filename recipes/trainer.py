@@ -24,11 +24,12 @@ from parallel.materialize import materialize
 from parallel.mesh import build_mesh
 from parallel.order import parallelize
 from parallel.reduce import clip_gradients, gradient_norm, sum_over_processes
-from recipes.batches import MicroBatch, micro_batches
 from recipes.checkpoint import Checkpoints
 from recipes.console import Console
 from recipes.convert import export_model, load_weights
-from recipes.data import TokenSequences, prepare
+from recipes.data.batches import Batches
+from recipes.data.opening import open_data
+from recipes.data.sequences import Sequences
 from recipes.evaluate import continuation, mean_loss
 from recipes.hf_folder import Description
 from recipes.metrics import AttentionLength, MetricsWriter, StepClock, Throughput, environment, peak_memory_gib
@@ -170,7 +171,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate(self.step)
         with self.clock.loading():
-            batches = self._micro_batches(self.training, self.step)
+            batches = self.training.take(self.step)
         self.attention_length.count(documents for _, _, documents in batches)
         counts = [(targets != IGNORED).sum() for _, targets, _ in batches]
         target_tokens = sum_over_processes(torch.stack(counts).sum())
@@ -205,10 +206,10 @@ class Trainer:
 
     def _open_data(self) -> None:
         data = self.recipe.data
-        prepared = on_main_first(
+        opened = on_main_first(
             self.world,
-            lambda: prepare(
-                source=data.source,
+            lambda: open_data(
+                mixture=data.sources,
                 text_field=data.text_field,
                 tokenizer=(
                     starting_point(self.recipe.model.weights, self.folder).tokenizer()
@@ -216,12 +217,16 @@ class Trainer:
                     else data.tokenizer
                 ),
                 validation_fraction=data.validation_fraction,
+                sequence_length=self.recipe.batch.sequence_length,
+                seed=self.recipe.run.seed,
+                shuffle_tokens=data.shuffle_tokens,
+                bad_row_budget=data.bad_row_budget,
                 cache=Path(data.cache).expanduser(),
+                writes=self.world.is_main,
                 report=self.console.say,
             ),
         )
-        self.tokenizer = prepared.tokenizer
-        self.data_facts = {"tokenizer": prepared.tokenizer.fingerprint, "tokens": prepared.fingerprint}
+        self.tokenizer, self.data_facts = opened.tokenizer, opened.facts
         if (facts := from_main(self.world, self.data_facts)) != self.data_facts:
             raise UserError(
                 f"data: {platform.node()} sees another text or tokenizer than rank 0 ({self.data_facts} and {facts})"
@@ -232,22 +237,15 @@ class Trainer:
                 f"data.tokenizer has {entries} entries, more than model.vocabulary = {self.recipe.model.vocabulary}"
                 f"; write model.vocabulary = {entries} or another tokenizer"
             )
-        length, seed = self.recipe.batch.sequence_length, self.recipe.run.seed
-        self.training = TokenSequences(prepared.train, sequence_length=length, seed=seed)
-        # Shuffled too, so that a few batches are a fair sample; whatever the seed of the run, always the same one.
-        self.validation = TokenSequences(prepared.validation, sequence_length=length, seed=0)
+        self.training, self.validation = self._batches(opened.training), self._batches(opened.validation)
 
-    def _micro_batches(self, source: TokenSequences, batch: int, *, once: bool = False) -> list[MicroBatch]:
-        """This process's share of global batch number `batch`, on the device.
-
-        once: what the source would repeat to fill the batch has no targets that count.
-        """
-        share = self.recipe.batch.global_batch_size // self.mesh_degrees.data_parallel
-        first = batch * self.recipe.batch.global_batch_size + self.world.rank * share
-        return micro_batches(
-            torch.from_numpy(source.rows(first, share)),  # (b, T + 1)
-            size=self.recipe.batch.micro_batch_size,
-            valid=min(share, max(0, len(source) - first)) if once else share,
+    def _batches(self, sequences: Sequences) -> Batches:
+        return Batches(
+            sequences,
+            global_batch_size=self.recipe.batch.global_batch_size,
+            micro_batch_size=self.recipe.batch.micro_batch_size,
+            rank=self.world.rank,
+            ranks=self.mesh_degrees.data_parallel,
             end_of_document=self._document_boundary(),
             device=self.world.device,
         )
@@ -279,13 +277,13 @@ class Trainer:
 
     def _validate(self) -> None:
         with self.clock.paused():
-            available = -(-len(self.validation) // self.recipe.batch.global_batch_size)
+            available = -(-self.validation.sequences.available // self.recipe.batch.global_batch_size)
             self.validation_loss = mean_loss(
                 self.model,
                 (
                     micro_batch
                     for batch in range(min(self.recipe.validation.batches, available))
-                    for micro_batch in self._micro_batches(self.validation, batch, once=True)
+                    for micro_batch in self.validation.take_once(batch)
                 ),
                 device=self.world.device,
             )
@@ -377,12 +375,13 @@ class Trainer:
         return 0
 
     def _close(self) -> None:
+        self.training.close()
         self.metrics.close()
         self.agreement.end()
 
     def _sample(self) -> None:
         """Let the model continue the beginning of a held-out document."""
-        prompt = self.validation.rows(0, 1)[0, : min(32, self.recipe.batch.sequence_length // 2)].tolist()
+        prompt = self.validation.sequences.rows(0, 1)[0, : min(32, self.recipe.batch.sequence_length // 2)].tolist()
         answer = continuation(
             self.model,
             prompt,

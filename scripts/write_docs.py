@@ -61,8 +61,8 @@ def _section(section: str, cls: type) -> str:
 def _default(section: str, field: Field) -> str:
     if section == "model":
         return {"name": "required", "weights": '`""`'}.get(field.name, "from the size")
-    assert field.default is not MISSING
-    return f"`{toml(field.default)}`"
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    return f"`{toml(default)}`"
 
 
 def _sizes() -> str:

@@ -29,7 +29,9 @@ class Background:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / PROBLEM).unlink(missing_ok=True)
         except OSError as error:
-            raise UserError(f"data.cache: cannot write below '{folder.parent}': {error}; give another folder") from error
+            raise UserError(
+                f"data.cache: cannot write below '{folder.parent}': {error}; give another folder"
+            ) from error
         # spawn: a forked child of a process with threads, as torch's are, may wait for ever.
         context = multiprocessing.get_context("spawn")
         self._wanted = context.Value("q", 0, lock=False)
@@ -69,7 +71,9 @@ def _work(folder: Path, work: Preparation, wanted: Any) -> None:
     except UserError as error:
         write_whole(folder / PROBLEM, str(error))
     except OSError as error:
-        write_whole(folder / PROBLEM, f"data.cache: cannot write below '{folder}': {error}; make room or give another folder")
+        write_whole(
+            folder / PROBLEM, f"data.cache: cannot write below '{folder}': {error}; make room or give another folder"
+        )
 
 
 def _end_with_parent() -> None:

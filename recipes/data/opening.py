@@ -12,8 +12,6 @@ from recipes.data.order import SequenceOrder
 from recipes.data.prepare import VERIFY_UP_TO_BYTES, preparation, whole_shards
 from recipes.data.sequences import Sequences, Source
 from recipes.data.shards import (
-    FORMAT_VERSION,
-    INDEX,
     TOKENIZER,
     TRAIN,
     VALIDATION,
@@ -21,8 +19,9 @@ from recipes.data.shards import (
     Shards,
     array_path,
     damage,
-    read_index,
+    open_index,
 )
+from recipes.data.sources import is_prepared
 from recipes.tokenizer import Tokenizer, load_tokenizer
 
 SECONDS_BETWEEN_REPORTS = 10.0
@@ -55,13 +54,15 @@ def open_data(
 ) -> Data:
     """Open all sources, and wait until the first sequences are there.
 
-    mixture: source -> share of the tokens, of any sum. writes: whether this process tokenizes what is not there yet (one
-    of all must, and be called first). `report` gets one line of text for each thing done. Raises UserError for whatever
-    is wrong with the fields.
+    mixture: source -> share of the tokens, of any sum. writes: whether this process tokenizes what is not there yet
+    (one of all must, and be called first). `report` gets one line of text for each thing done. Raises UserError for
+    whatever is wrong with the fields.
     """
     if isinstance(tokenizer, str):
         raw = [source for source in mixture if not is_prepared(source)]
-        tokenizer = load_tokenizer(tokenizer, sources=raw or list(mixture), text_field=text_field, cache=cache, report=report)
+        tokenizer = load_tokenizer(
+            tokenizer, sources=raw or list(mixture), text_field=text_field, cache=cache, report=report
+        )
     training, validation = [], []
     facts: dict[str, Any] = {"tokenizer": tokenizer.fingerprint, "sources": {}}
     for name in mixture:
@@ -71,7 +72,9 @@ def open_data(
             index = _matching_index(folder, tokenizer, validation_fraction, verify=writes)
             fingerprint, window = index.fingerprint, None
         else:
-            work = preparation(name, text_field=text_field, tokenizer=tokenizer, validation_fraction=validation_fraction)
+            work = preparation(
+                name, text_field=text_field, tokenizer=tokenizer, validation_fraction=validation_fraction
+            )
             folder = cache.expanduser() / "tokens" / work.fingerprint
             fingerprint, window = work.fingerprint, max(1, shuffle_tokens // sequence_length)
             if writes:
@@ -102,12 +105,12 @@ def _matching_index(folder: Path, tokenizer: Tokenizer, validation_fraction: flo
     index = open_index(str(folder))
     if index.tokenizer_fingerprint != tokenizer.fingerprint:
         raise UserError(
-            f"data.tokenizer: '{folder}' holds tokens of another tokenizer; write data.tokenizer = \"{folder / TOKENIZER}\""
+            f"data.tokenizer: '{folder}' holds tokens of another tokenizer; write tokenizer = \"{folder / TOKENIZER}\""
         )
     if index.validation_fraction != validation_fraction:
         raise UserError(
-            f"data.validation_fraction: '{folder}' was prepared with {index.validation_fraction}; write that, or prepare it"
-            " again"
+            f"data.validation_fraction: '{folder}' was prepared with {index.validation_fraction}; write that, or"
+            " prepare it again"
         )
     size = 0
     for number, shard in enumerate(index.shards if verify else ()):
@@ -132,8 +135,8 @@ def _wait_for_the_first(source: Source, report: Callable[[str], None]) -> None:
         held_out = sum(shard.validation for shard in source.shards.shards)
         rest = "" if source.shards.complete else "; the rest follows while the model trains"
         report(
-            f"tokenized {source.name}: {source.shards.tokens / 1e6:.1f} M tokens in {time.perf_counter() - started:.1f} s,"
-            f" {held_out / 1e6:.3f} M more held out{rest}"
+            f"tokenized {source.name}: {source.shards.tokens / 1e6:.1f} M tokens"
+            f" in {time.perf_counter() - started:.1f} s, {held_out / 1e6:.3f} M more held out{rest}"
         )
 
 
@@ -158,9 +161,15 @@ def _require_enough(training: Source, validation: Source, *, validation_fraction
             raise UserError(message + "no two differ, so none can be held out; give more text")
         if not held_out:
             needed = int(lowest * 1e4 + 1) / 1e4
-            raise UserError(message + f"none would be held out with {validation_fraction}; write {needed:.4f} or more, or give more text")
+            raise UserError(
+                message
+                + f"none would be held out with {validation_fraction}; write {needed:.4f} or more, or give more text"
+            )
         allowed = int(highest * 1e4) / 1e4
-        raise UserError(message + f"all would be held out with {validation_fraction}; write {allowed:.4f} or less, or give more text")
+        raise UserError(
+            message
+            + f"all would be held out with {validation_fraction}; write {allowed:.4f} or less, or give more text"
+        )
     for source, what, more in (
         (training, "training", "give more text"),
         (validation, "held-out", "raise data.validation_fraction"),
@@ -168,6 +177,6 @@ def _require_enough(training: Source, validation: Source, *, validation_fraction
         if source.sequences < 1:
             length, tokens = source.order.sequence_length, source.shards.tokens
             raise UserError(
-                f"batch.sequence_length: the {what} text of {source.name!r} has {tokens} tokens, a single sequence of {length}"
-                f" and its last target need {length + 1}; write at most {max(tokens - 1, 1)}, or {more}"
+                f"batch.sequence_length: the {what} text of {source.name!r} has {tokens} tokens, a single sequence"
+                f" of {length} and its last target need {length + 1}; write at most {max(tokens - 1, 1)}, or {more}"
             )

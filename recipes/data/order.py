@@ -24,8 +24,8 @@ FEISTEL_ROUNDS = 8
 class SequenceOrder:
     """The shuffled order of one source's sequences.
 
-    Epoch e consists of the sequences e*total // S up to (e+1)*total // S, each once. The first epoch is shuffled window by
-    window where the source is still being tokenized while training reads it, every other epoch as a whole.
+    Epoch e consists of the sequences e*total // S up to (e+1)*total // S, each once. The first epoch is shuffled window
+    by window where the source is still being tokenized while training reads it, every other epoch as a whole.
     """
 
     sequence_length: int
@@ -34,7 +34,7 @@ class SequenceOrder:
     """Sequences that the first epoch shuffles together; None = all."""
 
     def needs(self, number: int) -> int | None:
-        """How many tokens must be there (or else the whole source) to know sequence `number`; None = the whole source."""
+        """How many tokens (or else the whole source) must be there to know sequence `number`; None = all of it."""
         if self.window is None:
             return None
         return (number // self.window + 1) * self.window * self.sequence_length + 1
@@ -81,8 +81,8 @@ def mixture_problem(weights: Mapping[str, float]) -> str | None:
 class Mixture:
     """Spreads the sequences of a run over several sources, evenly and by fixed shares.
 
-    Of any MIXTURE_PERIOD sequences in a row every source has its share exactly, and of a few hundred nearly so: less noise
-    than drawing lots would give. All sequences are equally long, so these are shares of the tokens.
+    Of any MIXTURE_PERIOD sequences in a row every source has its share exactly, and of a few hundred nearly so: less
+    noise than drawing lots would give. All sequences are equally long, so these are shares of the tokens.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:

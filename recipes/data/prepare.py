@@ -44,10 +44,9 @@ from recipes.data.shards import (
     write_whole,
 )
 from recipes.data.sources import document_hash, fingerprint
-from recipes.tokenizer import Tokenizer, parallel_tokenizers
+from recipes.tokenizer import BATCH_CHARACTERS, Tokenizer, parallel_tokenizers
 
-# What is tokenized in one call: enough to keep all cores busy, little enough to hold as lists of ids.
-BATCH_CHARACTERS = 2_000_000
+# Rows given to the tokenizer in one call, at most.
 BATCH_ROWS = 65_536
 # Batches given to the tokenizer at a time: the second keeps the cores busy while the first runs out of documents.
 IN_FLIGHT = 2
@@ -91,7 +90,11 @@ def whole_shards(folder: Path) -> list[Shard]:
     shards: list[Shard] = []
     size = 0
     while (shard := read_shard(folder, len(shards))) is not None:
-        size += sum(array_path(folder, len(shards), kind).stat().st_size for kind in ARRAYS if array_path(folder, len(shards), kind).exists())
+        size += sum(
+            array_path(folder, len(shards), kind).stat().st_size
+            for kind in ARRAYS
+            if array_path(folder, len(shards), kind).exists()
+        )
         if size <= VERIFY_UP_TO_BYTES and damage(folder, len(shards), shard):
             (folder / INDEX).unlink(missing_ok=True)
             number = len(shards)
@@ -110,8 +113,8 @@ def whole_shards(folder: Path) -> list[Shard]:
 def write_shards(folder: Path, work: Preparation) -> Iterator[Shard]:
     """Write the shards that are not there yet, yielding each when it is whole; at the end the index.
 
-    Any number of processes may write to the same folder: they write the same. Raises UserError for a source that cannot be
-    read any further, OSError where the folder cannot be written.
+    Any number of processes may write to the same folder: they write the same. Raises UserError for a source that cannot
+    be read any further, OSError where the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shards = whole_shards(folder)

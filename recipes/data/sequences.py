@@ -116,10 +116,13 @@ class Source:
             shards = self.shards.shards[:count]
             bad, rows = sum(shard.bad for shard in shards), sum(shard.rows for shard in shards)
             if bad > self._bad_row_budget * rows:
+                first = "".join(
+                    f"\n  {row['file']}, {row['row']}: {row['reason']}" for row in islice(self.bad_rows(count), 5)
+                )
                 raise UserError(
-                    f"data.bad_row_budget: {bad} of the first {rows} rows of {self.name!r} hold no usable text, a share of"
-                    f" {bad / rows:.3g}, more than {self._bad_row_budget}; repair the source or raise the budget. The first:"
-                    + "".join(f"\n  {row['file']}, {row['row']}: {row['reason']}" for row in islice(self.bad_rows(count), 5))
+                    f"data.bad_row_budget: {bad} of the first {rows} rows of {self.name!r} hold no usable text, a share"
+                    f" of {bad / rows:.3g}, more than {self._bad_row_budget}; repair the source or raise the budget."
+                    f" The first:{first}"
                 )
         self._judged = max(used, self._judged)
 

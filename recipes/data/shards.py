@@ -1,4 +1,4 @@
-"""A tokenized source on disk: a folder of shards, written one after another and readable while the next is being written.
+"""A tokenized source on disk: a folder of shards, each readable while the next is being written.
 
     00000-train.npy        tokens of the training documents, uint16 or uint32, each document ended by its token
     00000-validation.npy   the same of the held-out documents
@@ -211,7 +211,7 @@ class Shards:
         self._closed = True
 
     def read(self, start: int, out: np.ndarray) -> None:
-        """Copy tokens start .. start + len(out) - 1 into `out`, any integer type. Behind the last comes the first again."""
+        """Copy tokens start .. start + len(out) - 1 into `out`, any integer type. The first follows the last."""
         filled = 0
         while filled < len(out):
             position = (start + filled) % self.tokens
@@ -248,7 +248,9 @@ class Shards:
                 # As a plain array: numpy's class for maps makes each slice twenty times slower.
                 self._arrays[number] = np.asarray(np.load(file, mmap_mode="r"))
             except (OSError, ValueError) as error:
-                raise UserError(f"data.source: cannot read the tokens in '{file}': {error}; remove {self.folder}") from error
+                raise UserError(
+                    f"data.source: cannot read the tokens in '{file}': {error}; remove {self.folder}"
+                ) from error
             expected = int(self._ends[number + 1] - self._ends[number])
             if self._arrays[number].shape != (expected,):
                 raise UserError(f"data.source: '{file}' holds other tokens than its index says; remove {self.folder}")
