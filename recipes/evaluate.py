@@ -15,7 +15,7 @@ from models.loss import IGNORED
 from parallel.dist import World
 from parallel.errors import UserError
 from parallel.reduce import sum_over_processes
-from recipes.data import text_batches
+from recipes.data.tokens import text_batches
 from recipes.sampling import next_token
 from recipes.tokenizer import Tokenizer, parallel_tokenizers
 

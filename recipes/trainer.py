@@ -28,7 +28,7 @@ from parallel.reduce import clip_gradients, gradient_norm, sum_over_processes
 from recipes.checkpoint import Checkpoints
 from recipes.console import Console
 from recipes.convert import export_model, load_weights
-from recipes.data import TokenSequences, prepare
+from recipes.data.tokens import TokenSequences, prepare
 from recipes.evaluate import continuation, mean_loss
 from recipes.hf_folder import Description
 from recipes.metrics import MetricsWriter, StepClock, Throughput, environment, peak_memory_gib

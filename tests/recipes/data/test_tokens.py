@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from parallel.errors import UserError
-from recipes import data
 from recipes.corpus import STDLIB, documents
-from recipes.data import Prepared, TokenSequences, permuted, prepare
+from recipes.data import tokens
+from recipes.data.tokens import Prepared, TokenSequences, permuted, prepare
 
 
 @pytest.fixture(scope="session")
@@ -85,7 +85,7 @@ def test_documents_are_split_by_content_alone(tmp_path: Path) -> None:
 def test_a_second_call_does_no_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rows(tmp_path / "rows.jsonl", 100)
     first = prepare_rows(tmp_path / "rows.jsonl")
-    monkeypatch.setattr(data, "_tokenize", None)
+    monkeypatch.setattr(tokens, "_tokenize", None)
     monkeypatch.setattr("recipes.tokenizer._train", None)
     reports: list[str] = []
     second = prepare_rows(tmp_path / "rows.jsonl", reports=reports)
@@ -149,7 +149,7 @@ def test_an_interruption_leaves_nothing_that_looks_complete(tmp_path: Path, monk
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(data._TokenWriter, "finish", interrupted)
+        patch.setattr(tokens._TokenWriter, "finish", interrupted)
         with pytest.raises(KeyboardInterrupt):
             prepare_rows(tmp_path / "rows.jsonl")
     assert not list((tmp_path / "cache" / "tokens").iterdir())
@@ -176,16 +176,16 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
         json.dumps({"version": "1.0", "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model})
     )
     prepared = prepare_rows(tmp_path / "rows.jsonl", tokenizer=str(tmp_path))
-    tokens = np.load(prepared.train)
-    assert tokens.dtype == np.uint32
-    assert tokens[0] == 70_000
+    ids = np.load(prepared.train)
+    assert ids.dtype == np.uint32
+    assert ids[0] == 70_000
     assert tokens[-1] == 70_001
 
 
 def test_progress_is_reported_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rows(tmp_path / "rows.jsonl", 100)
-    monkeypatch.setattr(data, "SECONDS_BETWEEN_REPORTS", 0.0)
-    monkeypatch.setattr(data, "BATCH_CHARACTERS", 1000)
+    monkeypatch.setattr(tokens, "SECONDS_BETWEEN_REPORTS", 0.0)
+    monkeypatch.setattr(tokens, "BATCH_CHARACTERS", 1000)
     reports: list[str] = []
     prepare_rows(tmp_path / "rows.jsonl", reports=reports)
     assert sum(line.endswith("going on") for line in reports) > 2
