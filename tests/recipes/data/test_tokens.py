@@ -179,7 +179,7 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
     ids = np.load(prepared.train)
     assert ids.dtype == np.uint32
     assert ids[0] == 70_000
-    assert tokens[-1] == 70_001
+    assert ids[-1] == 70_001
 
 
 def test_progress_is_reported_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
