@@ -86,7 +86,7 @@ def weights_fit(model: ModelConfig, *, run: RunConfig) -> Iterator[Violation]:
 
 def data_is_there(data: DataConfig, *, model: ModelConfig, run: RunConfig) -> Iterator[Violation]:
     """The source can be read, the model has a row for every token, and its weights know what a token means."""
-    from recipes.corpus import source_problem
+    from recipes.data.sources import source_problem
     from recipes.tokenizer import tokenizer_problem
 
     if message := source_problem(data.source):

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import xxhash
 
 from parallel.errors import UserError
-from recipes import corpus
+from recipes.data.rows import readable_documents
+from recipes.data.sources import document_hash, fingerprint
 
 if TYPE_CHECKING:
     import tokenizers
@@ -92,14 +93,14 @@ def load_tokenizer(spec: str, *, source: str, text_field: str, cache: Path, repo
         path = _tokenizer_file(spec)
         return build_tokenizer(_read(path), where=path)
     size = _training_size(spec)
-    identity = repr((TRAINER_VERSION, size, corpus.fingerprint(source, text_field=text_field)))
+    identity = repr((TRAINER_VERSION, size, fingerprint(source, text_field=text_field)))
     cached = cache.expanduser() / "tokenizers" / f"{xxhash.xxh3_128_hexdigest(identity.encode())}.json"
     try:
         return build_tokenizer(_read(cached), where=cached)
     except UserError:  # not there yet, or damaged
         pass
     started = time.perf_counter()
-    texts = training_sample(corpus.documents(source, text_field=text_field))
+    texts = training_sample(readable_documents(source, text_field=text_field))
     trained = _train(texts, size=size)
     try:
         _write_at_once(cached, trained)
@@ -119,7 +120,7 @@ def training_sample(documents: Iterable[str], characters: int = TRAINING_CHARACT
     kept: list[tuple[int, str]] = []  # a heap with the smallest hash on top
     size = 0
     for text in documents:
-        heapq.heappush(kept, (corpus.document_hash(text), text))
+        heapq.heappush(kept, (document_hash(text), text))
         size += len(text)
         while size > characters and len(kept) > 1:
             size -= len(heapq.heappop(kept)[1])

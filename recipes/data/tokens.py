@@ -19,7 +19,9 @@ import numpy as np
 import xxhash
 
 from parallel.errors import UserError
-from recipes import corpus
+from recipes.data.rows import documents
+from recipes.data.sources import document_hash
+from recipes.data.sources import fingerprint as source_fingerprint
 from recipes.tokenizer import Tokenizer, load_tokenizer, parallel_tokenizers
 
 # Characters tokenized in one call: enough to keep all cores busy, little enough to hold as lists of ids.
@@ -65,7 +67,7 @@ def prepare(
         tokenizer = load_tokenizer(tokenizer, source=source, text_field=text_field, cache=cache, report=report)
     identity = (
         FORMAT_VERSION,
-        corpus.fingerprint(source, text_field=text_field),
+        source_fingerprint(source, text_field=text_field),
         tokenizer.fingerprint,
         validation_fraction,
     )
@@ -81,7 +83,7 @@ def prepare(
         with parallel_tokenizers(), tempfile.TemporaryDirectory(dir=folder.parent, prefix="part-") as name:
             part = Path(name)
             index = _tokenize(
-                corpus.documents(source, text_field=text_field),
+                documents(source, text_field=text_field),
                 tokenizer=tokenizer,
                 validation_fraction=validation_fraction,
                 folder=part,
@@ -133,7 +135,7 @@ def _tokenize(
         for texts in text_batches(documents):
             for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
                 # By its contents a document is held out or not whatever stands beside it, and so are its copies.
-                number = corpus.document_hash(text)
+                number = document_hash(text)
                 smallest, largest = min(smallest, number), max(largest, number)
                 writer = validation if number < held_out_below else train
                 writer.append(np.array([*ids, tokenizer.end_of_document], dtype=dtype))

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from parallel.errors import UserError
-from recipes.corpus import STDLIB, documents
 from recipes.data import tokens
+from recipes.data.rows import documents
+from recipes.data.sources import STDLIB
 from recipes.data.tokens import Prepared, TokenSequences, permuted, prepare
 
 

@@ -1,0 +1,133 @@
+"""From data.source to files: which, in what order, what is wrong with them, how they are recognised again.
+
+Imports no torch.
+"""
+
+import difflib
+import glob
+import os
+import sysconfig
+from pathlib import Path
+
+import xxhash
+
+from parallel.errors import UserError
+
+STDLIB = "python-stdlib"
+SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+
+# Below this many bytes a corpus is identified by its contents (a fraction of a second), above it by its files'
+# names, sizes and times of change.
+HASH_CONTENTS_UP_TO = 1_000_000_000
+
+# Part of every fingerprint: raise it when the same files begin to give other documents.
+READER_VERSION = 2
+
+# Tests are left out because they are repetitive and partly not UTF-8 on purpose; installed packages and the build
+# configuration (_sysconfigdata*) because they differ from machine to machine.
+# encodings: half of it are tables of numbers, in which a model sees nothing but themselves.
+STDLIB_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
+
+
+def source_problem(source: str) -> str | None:
+    """What is wrong with data.source and what to write instead, or None. Looks at names and sizes, reads no text."""
+    if source == STDLIB:
+        if _stdlib_files():
+            return None
+        return f"this Python has no library sources under {_stdlib_folder()}; give a file, folder or glob of text"
+    path = Path(source).expanduser()
+    is_glob = glob.has_magic(source) and not path.exists()
+    if not is_glob and not path.exists():
+        return f"{source!r} does not exist{_did_you_mean(path)}"
+    if path.is_file() and _suffix(path) is None:
+        return f"{source!r} is of no known kind; known are {', '.join(SUFFIXES)}"
+    if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
+        return f"the folder {source!r} may not be read by this user; change its permissions or give another one"
+    files = find_files(source)
+    if not files:
+        where = "no file matches" if is_glob else "there is no file of a known kind in the folder"
+        return f"{where} {source!r}; known are {', '.join(SUFFIXES)}"
+    for file in files:
+        if not os.access(file, os.R_OK):
+            return f"'{file}' cannot be read by this user; change its permissions or leave it out"
+    if all(file.stat().st_size == 0 for file in files):
+        return (
+            f"{source!r} is empty (0 bytes)" if len(files) == 1 else f"all {len(files)} files of {source!r} are empty"
+        )
+    return None
+
+
+def fingerprint(source: str, *, text_field: str) -> str:
+    """Identity of a source: equal for equal files at any place, different once a name, a size or a content differs."""
+    if problem := source_problem(source):
+        raise UserError(f"data.source: {problem}")
+    files = find_files(source)
+    root = os.path.commonpath([file.parent for file in files])
+    total = sum(file.stat().st_size for file in files)
+    has_rows = any(_suffix(file) not in (".txt", None) for file in files)  # None: Python sources
+    identity = xxhash.xxh3_128(repr((READER_VERSION, text_field if has_rows else None)).encode())
+    for file in files:
+        state = file.stat()
+        identity.update(repr((file.relative_to(root).as_posix(), state.st_size)).encode())
+        if total > HASH_CONTENTS_UP_TO:
+            identity.update(repr(state.st_mtime_ns).encode())
+            continue
+        with file.open("rb") as content:
+            while block := content.read(1 << 22):
+                identity.update(block)
+    return identity.hexdigest()
+
+
+def document_hash(text: str) -> int:
+    """A number below 2**64 that depends on the text alone."""
+    return xxhash.xxh3_64_intdigest(text.encode())
+
+
+# ---------------------------------------------------------------------------------------------------- finding files
+
+
+def find_files(source: str) -> list[Path]:
+    """The files of a source, sorted by path; other kinds of files beside them are passed over, hidden ones too."""
+    if source == STDLIB:
+        return _stdlib_files()
+    path = Path(source).expanduser()
+    if path.is_file():
+        return [path]
+    pattern = os.path.join(glob.escape(str(path)), "**") if path.is_dir() else str(path)
+    found = (Path(name) for name in glob.glob(pattern, recursive=True))
+    return sorted((file for file in found if _suffix(file) and file.is_file()), key=lambda file: file.parts)
+
+
+def _stdlib_folder() -> Path:
+    # Inside a virtual environment too this is the base interpreter's library.
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def _stdlib_files() -> list[Path]:
+    files = []
+    for folder, subfolders, names in os.walk(_stdlib_folder()):
+        subfolders[:] = [name for name in subfolders if name not in STDLIB_SKIPPED_FOLDERS]
+        files += [
+            Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")
+        ]
+    return sorted(files, key=lambda file: file.parts)
+
+
+def _suffix(path: Path) -> str | None:
+    return next((suffix for suffix in SUFFIXES if path.name.lower().endswith(suffix)), None)
+
+
+def _did_you_mean(path: Path) -> str:
+    """The most similar name beside a path that does not exist, or the nearest folder above it that does."""
+    parent = path.parent
+    if not parent.is_dir():
+        existing = next(folder for folder in parent.absolute().parents if folder.is_dir())
+        return f" (there is no folder '{parent}'; the nearest that exists is '{existing}')"
+    try:
+        siblings = {entry.name: str(parent / entry.name) for entry in os.scandir(parent)}
+    except OSError:  # not ours to list
+        siblings = {}
+    close = difflib.get_close_matches(path.name, [*siblings, STDLIB], n=1)
+    if close:
+        return f"; did you mean {siblings.get(close[0], STDLIB)!r}?"
+    return f"; write {STDLIB!r}, or a file, folder or glob of {', '.join(SUFFIXES)}"
