@@ -231,13 +231,13 @@ def _lines(stream: IO[bytes]) -> Iterator[tuple[bytes | bytearray | None, int]]:
 
 def _text_of(line: bytes | bytearray, text_field: str) -> tuple[str, str]:
     """(text, "") or ("", problem) of a line."""
-    content, problem = _decoded(line)
+    content, problem = _decoded(line.rstrip())  # a line end inside an open string would be blamed
     if problem:
         return "", problem
     try:
         row = json.loads(content)
     except json.JSONDecodeError as error:
-        return "", f"not JSON: {error.msg} at character {error.pos + 1}"
+        return "", f"not JSON: {error.msg} (character {error.pos + 1})"
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
         return "", f"not JSON: {_reason(error)}"
     if not isinstance(row, dict):

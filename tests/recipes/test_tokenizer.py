@@ -10,7 +10,8 @@ import pytest
 import tokenizers
 
 from parallel.errors import UserError
-from recipes import corpus
+from recipes import tokenizer
+from recipes.data.sources import document_hash
 from recipes.tokenizer import (
     SMALLEST_VOCABULARY,
     Tokenizer,
@@ -108,7 +109,7 @@ def test_training_gives_the_same_in_every_process(source: Path) -> None:
     results = {
         subprocess.run(
             [sys.executable, "-c", code, str(source), str(source.parent / f"cache{threads}")],
-            cwd=Path(corpus.__file__).parents[1],
+            cwd=Path(tokenizer.__file__).parents[1],
             env=os.environ | {"RAYON_NUM_THREADS": threads},
             capture_output=True,
             text=True,
@@ -132,7 +133,7 @@ def test_the_sample_for_training_is_bounded_and_does_not_depend_on_the_order() -
     assert 1500 < sum(map(len, sample)) <= 2000
     assert sample == training_sample(reversed(texts), characters=2000)
     others = set(texts) - set(sample)
-    assert min(map(corpus.document_hash, sample)) > max(map(corpus.document_hash, others))  # none is held out
+    assert min(map(document_hash, sample)) > max(map(document_hash, others))  # none is held out
     assert training_sample(["longer than asked for"], characters=3) == ["longer than asked for"]
 
 
@@ -147,7 +148,7 @@ def test_a_forked_child_can_tokenize_and_hears_no_warning(source: Path) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(source), str(source.parent / "cache")],
-        cwd=Path(corpus.__file__).parents[1],
+        cwd=Path(tokenizer.__file__).parents[1],
         env={name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"},
         capture_output=True,
         text=True,

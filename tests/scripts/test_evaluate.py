@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from recipes.corpus import documents
+from recipes.data.rows import documents
 from recipes.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]

@@ -1,0 +1,418 @@
+"""Rows of files: what they hold, every kind of bad one, and the same rows from whatever place they are entered."""
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from parallel.errors import UserError
+from recipes.data import readers, sources
+from recipes.data.readers import CHUNK_BYTES, LONGEST_CHUNK_BYTES
+from recipes.data.rows import Row, documents, open_rows, readable_documents
+
+ROOT = Path(sources.__file__).parents[2]
+
+
+def read(source: Path | str, text_field: str = "text") -> list[str]:
+    return list(documents(str(source), text_field=text_field))
+
+
+def rows_of(source: Path | str, text_field: str = "text", cursor: dict[str, Any] | None = None) -> list[Row]:
+    return list(open_rows(str(source), text_field=text_field, cursor=cursor))
+
+
+def compress(path: Path, data: bytes) -> Path:
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(data))
+    elif path.suffix == ".zst":
+        with pyarrow.output_stream(str(path), compression="zstd") as stream:
+            stream.write(data)
+    else:
+        path.write_bytes(data)
+    return path
+
+
+def write_json_lines(path: Path, rows: list[Any]) -> Path:
+    return compress(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+
+
+def write_parquet(path: Path, columns: dict[str, Any], **options: Any) -> Path:
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, **options)
+    return path
+
+
+def failure(source: Path | str, text_field: str = "text") -> str:
+    with pytest.raises(UserError) as caught:
+        read(source, text_field)
+    return str(caught.value)
+
+
+def test_the_standard_library_is_there_and_always_in_the_same_order() -> None:
+    texts = read(sources.STDLIB)
+    assert len(texts) > 400
+    assert sum(map(len, texts)) > 5_000_000
+    assert any("class Thread" in text for text in texts)
+    assert not any("site-packages" in str(file) or "/test/" in str(file) for file in sources._stdlib_files())
+    assert texts == read(sources.STDLIB)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.jsonl.zst"])
+def test_json_lines(tmp_path: Path, name: str) -> None:
+    rows = [{"text": "one", "id": 1}, {"text": ""}, {"text": None}, {"text": " \n"}, {"text": "zwei ü 😀"}]
+    assert read(write_json_lines(tmp_path / name, rows)) == ["one", "zwei ü 😀"]
+
+
+def test_blank_lines_between_json_lines_are_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n\n{"text": "two"}\n   \n')
+    assert read(tmp_path / "rows.jsonl") == ["one", "two"]
+
+
+def test_parquet_reads_the_named_column_in_batches(tmp_path: Path) -> None:
+    texts = [f"document {number}" for number in range(3000)]
+    path = write_parquet(tmp_path / "rows.parquet", {"body": [*texts, None, ""], "id": list(range(3002))})
+    assert read(path, text_field="body") == texts
+
+
+def test_plain_text_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path: Path) -> None:
+    paragraphs = [f"Paragraph {number}\n" + "some more words\n" * 20 + "\n" for number in range(100)]
+    (tmp_path / "book.txt").write_text("".join(paragraphs), encoding="utf-8")
+    chunks = read(tmp_path / "book.txt")
+    assert "".join(chunks) == "".join(paragraphs)
+    assert all(chunk.startswith("Paragraph") and chunk.endswith("\n\n") for chunk in chunks)
+    lengths = [len(chunk) for chunk in chunks[:-1]]
+    assert min(lengths) >= CHUNK_BYTES
+    assert max(lengths) < CHUNK_BYTES + max(map(len, paragraphs))
+
+
+def test_plain_text_without_blank_lines_or_line_ends_is_cut_by_length(tmp_path: Path) -> None:
+    (tmp_path / "line.txt").write_text("x" * 200_000, encoding="utf-8-sig")
+    chunks = read(tmp_path / "line.txt")
+    assert "".join(chunks) == "x" * 200_000  # the byte order mark is gone
+    assert max(map(len, chunks)) == LONGEST_CHUNK_BYTES
+
+
+def test_a_folder_is_read_in_the_order_of_its_paths_and_other_files_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    write_json_lines(tmp_path / "b" / "2.jsonl", [{"text": "b2"}])
+    write_json_lines(tmp_path / "b" / "1.jsonl.gz", [{"text": "b1"}])
+    write_parquet(tmp_path / "c.parquet", {"text": ["c"]})
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "README.md").write_text("not a document")
+    (tmp_path / ".hidden.txt").write_text("nor this")
+    (tmp_path / "empty.txt").write_text("")
+    assert read(tmp_path) == ["a", "b1", "b2", "c"]
+
+
+def test_globs_and_names_that_look_like_globs(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt", "c.jsonl", "[x].txt"):
+        (tmp_path / name).write_text(json.dumps({"text": name}))
+    assert len(read(tmp_path / "?.txt")) == 2
+    assert read(tmp_path / "*.jsonl") == ["c.jsonl"]
+    assert len(read(tmp_path / "**")) == 4
+    assert read(tmp_path / "[x].txt") == ['{"text": "[x].txt"}']
+
+
+def test_home_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("at home")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert sources.source_problem("~/a.txt") is None
+    assert read("~/a.txt") == ["at home"]
+
+
+# ----------------------------------------------------------------------------------------------------------- bad rows
+
+
+def test_rows_say_where_they_are(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": ""}\n')
+    write_parquet(tmp_path / "b.parquet", {"text": ["two", None]})
+    (tmp_path / "c.txt").write_text("three")
+    rows = open_rows(str(tmp_path), text_field="text")
+    found = list(rows)
+    assert found == [Row("one", 0, 1), Row("", 0, 3), Row("two", 1, 1), Row("", 1, 2, "null"), Row("three", 2, 1)]
+    assert [Path(file).name for file in rows.files] == ["a.jsonl", "b.parquet", "c.txt"]
+    assert [rows.where(row).split("', ")[1] for row in found] == ["line 1", "line 3", "row 1", "row 2", "document 1"]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b'{"text": "cut of', "not JSON: Unterminated string starting at (character 10)"),
+        (b'{"text": 1' + b"0" * 5000 + b"}", "not JSON: Exceeds the limit (4300 digits) for integer string conversion"),
+        (b"[" * 100_000, "not JSON: maximum recursion depth exceeded"),
+        (b'["text"]', "not a JSON object: list"),
+        (b'{"content": "x", "id": 1}', "no field 'text'; it has 'content', 'id'"),
+        (b"{}", "no field 'text'; it has (none)"),
+        (b'{"text": ["x"]}', "not text: field 'text' holds list"),
+        (b'{"text": null}', "null"),
+        (b'{"text": "\xff"}', "invalid UTF-8: byte 0xff at 11"),
+        (b'{"text": "\xed\xa0\xbd"}', "invalid UTF-8: byte 0xed at 11"),
+        (b'{"text": "x\\ud83d"}', "invalid Unicode: half a surrogate pair at character 2"),
+    ],
+)
+def test_a_bad_line_is_one_row_with_a_reason(tmp_path: Path, line: bytes, problem: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "before"}\n' + line + b'\n{"text": "after"}\n')
+    before, bad, after = rows_of(tmp_path)
+    assert (before.text, after.text) == ("before", "after")
+    assert (bad.text, bad.number) == ("", 2)
+    assert bad.problem.startswith(problem)
+    assert ":" not in bad.kind
+
+
+def test_invalid_bytes_in_plain_text_cost_one_piece_of_it(tmp_path: Path) -> None:
+    pieces = [b"a" * CHUNK_BYTES + b"\n\n", b"b" * 3000 + b"\xff" + b"b" * 3000 + b"\n\n", b"c" * 3000]
+    (tmp_path / "a.txt").write_bytes(b"".join(pieces))
+    first, bad, last = rows_of(tmp_path)
+    assert (first.text.encode(), last.text.encode()) == (pieces[0], pieces[2])
+    assert bad == Row("", 0, 2, f"invalid UTF-8: byte 0xff at {len(pieces[0]) + 3001}")
+
+
+def test_a_cut_by_length_tears_no_character_and_no_line_end(tmp_path: Path) -> None:
+    for shift in range(4):
+        for character in ("ü", "€", "😀", "\r\n"):
+            text = "x" * shift + character * LONGEST_CHUNK_BYTES
+            (tmp_path / "a.txt").write_bytes(text.encode())
+            rows = rows_of(tmp_path / "a.txt")
+            assert "".join(row.text for row in rows) == text.replace("\r\n", "\n")
+
+
+def test_code_that_is_not_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.py").write_bytes(b"# \xe9\n")
+    (tmp_path / "b.py").write_bytes(b"\xef\xbb\xbfpass\r\n")
+    monkeypatch.setattr(sources, "_stdlib_folder", lambda: tmp_path)
+    assert rows_of(sources.STDLIB) == [Row("", 0, 1, "invalid UTF-8: byte 0xe9 at 3"), Row("pass\n", 1, 1)]
+
+
+def test_values_of_parquet_that_are_no_text(tmp_path: Path) -> None:
+    broken = pyarrow.StringArray.from_buffers(
+        3, pyarrow.py_buffer(b"\0\0\0\0\2\0\0\0\3\0\0\0\5\0\0\0"), pyarrow.py_buffer(b"ab\xffcd")
+    )
+    write_parquet(tmp_path / "a.parquet", {"text": broken})
+    write_parquet(tmp_path / "b.parquet", {"text": pyarrow.array([b"x"], pyarrow.binary())})
+    write_parquet(tmp_path / "c.parquet", {"text": [{"deep": "x"}]})
+    write_parquet(tmp_path / "d.parquet", {"text": ["x"]})
+    assert rows_of(tmp_path) == [
+        Row("ab", 0, 1),
+        Row("", 0, 2, "invalid UTF-8: byte 0xff at 1"),
+        Row("cd", 0, 3),
+        Row("", 1, 1, "not text: field 'text' holds bytes"),
+        Row("", 2, 1, "not text: field 'text' holds dict"),
+        Row("x", 3, 1),
+    ]
+
+
+@pytest.mark.parametrize("compression", ["none", "snappy", "zstd"])
+def test_a_broken_page_costs_the_rest_of_its_row_group(tmp_path: Path, compression: str) -> None:
+    write_broken_parquet(tmp_path / "a.parquet", compression)
+    rows = rows_of(tmp_path)
+    (bad,) = [row for row in rows if row.problem]
+    assert 101 <= bad.number <= 200
+    assert bad.kind == "broken row group"
+    assert f"rows {bad.number} to 200 are lost: " in bad.problem
+    assert [row.number for row in rows] == [*range(1, bad.number + 1), *range(201, 301)]
+    assert rows[-1].text.startswith("document 299 ")
+
+
+def write_broken_parquet(path: Path, compression: str = "zstd") -> Path:
+    """Three row groups of a hundred rows, a byte flipped in the middle of the second."""
+    texts = [f"document {number} " + f"{number * 7919}" * 20 for number in range(300)]
+    options: dict[str, Any] = {
+        "data_page_size": 1000,
+        "write_batch_size": 10,
+        "write_page_checksum": True,
+        "write_statistics": False,
+    }
+    write_parquet(path, {"text": texts}, row_group_size=100, compression=compression, use_dictionary=False, **options)
+    column = pyarrow.parquet.read_metadata(path).row_group(1).column(0)
+    data = bytearray(path.read_bytes())
+    data[column.data_page_offset + column.total_compressed_size // 2] ^= 0xFF
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("name", ["b.parquet", "b.jsonl.gz", "b.jsonl.zst"])
+def test_a_file_that_is_not_what_its_name_says_is_one_row(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.txt").write_text("before")
+    (tmp_path / name).write_bytes(b"\xff\xfe no such thing" * 10)
+    (tmp_path / "c.txt").write_text("after")
+    before, bad, after = rows_of(tmp_path)
+    assert (before.text, after.text) == ("before", "after")
+    assert (bad.file, bad.number) == (1, 1)
+    assert bad.kind == "unreadable file"
+    assert bad.problem.endswith("; the rest of it is lost")
+    assert f"data.source: '{tmp_path / name}', " in failure(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
+def test_a_stream_that_breaks_off_keeps_what_came_before(tmp_path: Path, name: str) -> None:
+    path = write_json_lines(tmp_path / name, [{"text": f"document {i} {i * i * 7919}"} for i in range(20_000)])
+    whole = rows_of(path)
+    path.write_bytes(path.read_bytes()[:-1000])
+    rows = rows_of(path)
+    assert len(rows) > 10_000
+    assert rows[:-1] == whole[: len(rows) - 1]
+    assert rows[-1].kind == "unreadable file"
+    assert rows[-1].number == len(rows)
+
+
+def test_a_file_that_is_gone_is_one_row(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.jsonl", "c.jsonl.gz", "d.parquet", "e.txt"):
+        (tmp_path / name).write_text(name)
+    rows = open_rows(str(tmp_path), text_field="text")
+    for name in ("b.jsonl", "c.jsonl.gz", "d.parquet"):
+        (tmp_path / name).unlink()
+    assert [row.text for row in rows] == ["a.txt", "", "", "", "e.txt"]
+
+
+def test_a_line_without_end_is_never_held(tmp_path: Path) -> None:
+    with (tmp_path / "a.jsonl").open("wb") as file:
+        file.write(b'{"text": "before"}\n{"text": "')
+        for _ in range(100):
+            file.write(b"x" * 1_000_000)
+        file.write(b'"}\n{"text": "after"}\n')
+    compress(tmp_path / "b.jsonl.gz", (tmp_path / "a.jsonl").read_bytes())
+    code = (
+        "import sys, tracemalloc; from recipes.data.rows import open_rows; import pyarrow; tracemalloc.start()\n"
+        "for row in open_rows(sys.argv[1], text_field='text'): print(row.text, row.number, row.problem)\n"
+        "print(tracemalloc.get_traced_memory()[1])"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    *lines, peak = found.stdout.splitlines()
+    bad = " 2 too long: a line of 100000013 bytes, more than 64000000"
+    assert lines == ["before 1 ", bad, "after 3 "] * 2
+    assert int(peak) < readers.LONGEST_ROW * 1.3  # what grows doubles nothing
+
+
+def test_a_line_of_the_largest_size_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "PIECE", 7)
+    monkeypatch.setattr(readers, "LONGEST_ROW", 30)
+    lengths = range(14, 31)
+    (tmp_path / "a.jsonl").write_text("".join('{"text": "' + "x" * (n - 13) + '"}\n' for n in lengths))
+    assert [len(row.text) for row in rows_of(tmp_path)] == [n - 13 for n in lengths]
+    (tmp_path / "a.jsonl").write_text('{"text": "' + "x" * 18 + '"}\n{"text": "last"}')
+    assert [row.problem for row in rows_of(tmp_path)] == ["too long: a line of 31 bytes, more than 30", ""]
+
+
+def test_a_long_value_of_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "LONGEST_ROW", 30)
+    write_parquet(tmp_path / "a.parquet", {"text": ["x" * 30, "x" * 31]})
+    assert [row.problem for row in rows_of(tmp_path)] == ["", "too long: 31 characters, more than 30"]
+
+
+# ------------------------------------------------------------------------------------------------------------- cursors
+
+
+@pytest.fixture
+def nasty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with every kind of file and of bad row."""
+    monkeypatch.setattr(readers, "PIECE", 64)
+    monkeypatch.setattr(readers, "LONGEST_ROW", 1000)
+    monkeypatch.setattr(readers, "BATCH_ROWS", 16)
+    bad = [b"{", b'["x"]', b'{"id": 1}', b'{"text": 1}', b'{"text": null}', b'{"text": "\xff"}', b'{"text": "\\udc00"}']
+    odd = [b"", b"   ", b'{"text": ""}', b'{"text": "' + b"x" * 2000 + b'"}', b'{"text": "\xc3\xbc 1"}\r']
+    lines = b"\xef\xbb\xbf" + b"\n".join([*odd, *bad, b'{"text": "' + b"y" * 900 + b'"}', *odd, *bad, b'{"text": "z"}'])
+    for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst"):
+        compress(tmp_path / name, lines)
+    compress(tmp_path / "d.jsonl", lines + b"\n\n")
+    for number, kind in enumerate(("gz", "zst")):
+        many = write_json_lines(tmp_path / f"e{number}.jsonl.{kind}", [{"text": str(i**3)} for i in range(9000)])
+        many.write_bytes(many.read_bytes()[:-5000])
+        (tmp_path / f"f{number}.jsonl.{kind}").write_bytes(b"nothing of the kind")
+    text = "".join(f"Absatz {i}: " + "ä€😀\r\n" * (i * 37 % 300) + "\r\n" for i in range(30)) + "€" * 80_000
+    (tmp_path / "g.txt").write_bytes(text.encode().replace(b"Absatz 7", b"Absatz \xff"))
+    (tmp_path / "h.txt").touch()
+    write_broken_parquet(tmp_path / "i.parquet")
+    write_parquet(tmp_path / "j.parquet", {"text": ["x", None, "y", "", "z" * 2000] * 20}, row_group_size=30)
+    write_parquet(tmp_path / "k.parquet", {"text": [1, 2]})
+    write_parquet(tmp_path / "l.parquet", {"other": ["x"] * 100})
+    write_parquet(tmp_path / "m.parquet", {"text": pyarrow.array([], pyarrow.string())})
+    (tmp_path / "n.parquet").write_bytes(b"PAR1 is all there is PAR1")
+    write_json_lines(tmp_path / "o.jsonl", [{"text": "the end"}])
+    return tmp_path
+
+
+def test_the_rows_are_the_same_from_every_cursor(nasty: Path) -> None:
+    stream = open_rows(str(nasty), text_field="text")
+    rows, cursors = [], [stream.cursor]
+    for row in stream:
+        rows.append(row)
+        cursors.append(stream.cursor)
+    kinds = {row.kind for row in rows}
+    assert len(kinds) == 11, kinds  # all there are, and none
+    assert len({(row.file, row.number) for row in rows}) == len(rows)
+    starts = [0, *(index for index in range(1, len(rows)) if rows[index].file != rows[index - 1].file)]
+    near = {start + step for start in starts for step in range(-40, 41)}
+    for index, cursor in enumerate(cursors):
+        if index in near or index % 500 == 0 or index > len(rows) - 2:
+            entered = open_rows(str(nasty), text_field="text", cursor=json.loads(json.dumps(cursor)))
+            assert entered.cursor == cursor
+            # To the end of the next file: what comes behind is the same code again.
+            for expected in rows[index : index + 150]:
+                assert next(entered) == expected
+            if index > len(rows) - 150:
+                assert next(entered, None) is None
+
+
+def test_entering_reads_no_more_than_it_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_json_lines(tmp_path / "a.jsonl", [{"text": f"document {number}"} for number in range(1000)])
+    stream = open_rows(str(tmp_path), text_field="text")
+    for _ in range(900):
+        next(stream)
+    cursor = stream.cursor
+    with (tmp_path / "a.jsonl").open("r+b") as file:
+        file.write(b"\xff" * 10_000)  # nothing of the first rows is looked at
+    assert [row.text for row in rows_of(tmp_path, cursor=cursor)] == [f"document {n}" for n in range(900, 1000)]
+
+    write_parquet(tmp_path / "a.parquet", {"text": [f"row {n}" for n in range(300)]}, row_group_size=100)
+    groups = []
+    original = readers._row_group
+    monkeypatch.setattr(readers, "_row_group", lambda *args, **more: groups.append(args[1]) or original(*args, **more))
+    found = rows_of(tmp_path / "a.parquet", cursor={"file": 0, "number": 250})
+    assert [row.text for row in found] == [f"row {n}" for n in range(250, 300)]
+    assert groups == [2]
+
+
+# --------------------------------------------------------------------------------------------------- wrong text fields
+
+
+def test_a_source_without_the_field_is_refused_with_the_fields_it_has(tmp_path: Path) -> None:
+    path = write_json_lines(tmp_path / "a.jsonl", [{"content": "x", "id": 1}] * 100)
+    message = f"data.text_field: '{path}', line 1: no field 'text'; it has 'content', 'id'; name a field of text"
+    assert failure(path) == message
+    path = write_parquet(tmp_path / "a.parquet", {"content": ["y"], "id": [1]})
+    assert f"data.text_field: '{path}', row 1: no field 'text'; it has 'content', 'id'" in failure(path)
+    assert failure(tmp_path) == message
+    path = write_json_lines(tmp_path / "b.jsonl", [{"text": 1}])
+    assert "line 1: not text: field 'text' holds int; name a field of text" in failure(path)
+
+
+def test_a_source_with_the_field_somewhere_near_its_beginning_is_not(tmp_path: Path) -> None:
+    write_json_lines(tmp_path / "a.jsonl", [{"content": "x"}] * 100)
+    write_json_lines(tmp_path / "b.jsonl", [{"content": "x"}, {"text": None}, {"text": "y"}])
+    assert sum(not row.problem for row in rows_of(tmp_path)) == 1
+
+
+# ---------------------------------------------------------------------------------------------------- just the texts
+
+
+def test_documents_end_at_the_first_bad_row_and_readable_ones_do_not(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n{"text": null}\n\n{"text": " "}\n{"body": 1}\n{"text"\n{"text": "two"}\n')
+    strict = documents(str(path), text_field="text")
+    assert next(strict) == "one"
+    with pytest.raises(UserError, match=r"data\.text_field: '.*a\.jsonl', line 5: no field 'text'; it has 'body'"):
+        next(strict)
+    assert list(readable_documents(str(path), text_field="text")) == ["one", "two"]
+    assert list(readable_documents(str(path), text_field="text", characters=3)) == ["one"]
+    path.write_text('{"text": ""}\n{"text"\n')
+    with pytest.raises(UserError, match="holds no text: every document is empty or bad"):
+        list(readable_documents(str(path), text_field="text"))
+    with pytest.raises(UserError, match=r"data\.source: '.*a\.jsonl', line 2: not JSON: "):
+        list(documents(str(path), text_field="text"))
