@@ -9,7 +9,7 @@ from typing import Any
 from parallel.errors import UserError
 from recipes.data.background import Background
 from recipes.data.order import SequenceOrder
-from recipes.data.prepare import VERIFY_UP_TO_BYTES, preparation, whole_shards
+from recipes.data.prepare import VERIFY_UP_TO_BYTES, Pieces, preparation, whole_shards
 from recipes.data.sequences import Sequences, Source
 from recipes.data.shards import (
     TOKENIZER,
@@ -25,6 +25,7 @@ from recipes.data.sources import is_prepared
 from recipes.tokenizer import Tokenizer, load_tokenizer
 
 SECONDS_BETWEEN_REPORTS = 10.0
+USUAL = Pieces()
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ def open_data(
     cache: Path,
     writes: bool,
     report: Callable[[str], None],
+    pieces: Pieces = USUAL,
 ) -> Data:
     """Open all sources, and wait until the first sequences are there.
 
@@ -73,7 +75,11 @@ def open_data(
             fingerprint, window = index.fingerprint, None
         else:
             work = preparation(
-                name, text_field=text_field, tokenizer=tokenizer, validation_fraction=validation_fraction
+                name,
+                text_field=text_field,
+                tokenizer=tokenizer,
+                validation_fraction=validation_fraction,
+                pieces=pieces,
             )
             folder = cache.expanduser() / "tokens" / work.fingerprint
             fingerprint, window = work.fingerprint, max(1, shuffle_tokens // sequence_length)

@@ -46,17 +46,31 @@ from recipes.data.shards import (
 from recipes.data.sources import document_hash, fingerprint
 from recipes.tokenizer import BATCH_CHARACTERS, Tokenizer, parallel_tokenizers
 
-# Rows given to the tokenizer in one call, at most.
-BATCH_ROWS = 65_536
 # Batches given to the tokenizer at a time: the second keeps the cores busy while the first runs out of documents.
 IN_FLIGHT = 2
-# Shards begin small, so that training can begin soon, and double, so that a trillion tokens are some thousand files.
-SMALLEST_SHARD, LARGEST_SHARD = 2**22, 2**26
-# A source that holds hardly any text ends a shard too.
-SHARD_ROWS = 2**22
 # Up to this size what is found is compared with its checksums at every start (a fraction of a second).
 VERIFY_UP_TO_BYTES = 1_000_000_000
 HASHES = 2**64
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """How the work is cut. Shards of one folder must all be cut alike."""
+
+    smallest_shard: int = 2**22
+    """Tokens in the first shard, so that training can begin soon; each further one has twice as many ..."""
+    largest_shard: int = 2**26
+    """... up to this, so that a trillion tokens are some thousand files."""
+    shard_rows: int = 2**22
+    """Rows that end a shard though they hold hardly any text."""
+    batch_characters: int = BATCH_CHARACTERS
+    """Text that the tokenizer gets in one call ..."""
+    batch_rows: int = 2**16
+    """... or rows, where they hold hardly any."""
+
+    def shard_tokens(self, number: int) -> int:
+        """Tokens after which shard `number` ends with the next batch."""
+        return min(self.largest_shard, self.smallest_shard << min(number, 40))
 
 
 @dataclass(frozen=True)
@@ -68,6 +82,7 @@ class Preparation:
     tokenizer: Tokenizer
     validation_fraction: float
     source_fingerprint: str
+    pieces: Pieces
 
     @property
     def fingerprint(self) -> str:
@@ -75,10 +90,12 @@ class Preparation:
         return tokens_fingerprint(self.source_fingerprint, self.tokenizer.fingerprint, self.validation_fraction)
 
 
-def preparation(source: str, *, text_field: str, tokenizer: Tokenizer, validation_fraction: float) -> Preparation:
+def preparation(
+    source: str, *, text_field: str, tokenizer: Tokenizer, validation_fraction: float, pieces: Pieces
+) -> Preparation:
     """Looks at the source's files. Raises UserError where something is wrong with them."""
     found = fingerprint(source, text_field=text_field)
-    return Preparation(source, text_field, tokenizer, validation_fraction, found)
+    return Preparation(source, text_field, tokenizer, validation_fraction, found, pieces)
 
 
 def whole_shards(folder: Path) -> list[Shard]:
@@ -125,7 +142,7 @@ def write_shards(folder: Path, work: Preparation) -> Iterator[Shard]:
     rows = open_rows(work.source, text_field=work.text_field, cursor=shards[-1].cursor if shards else None)
     if not (shards and shards[-1].last):
         with parallel_tokenizers():
-            batches = _tokenized(rows, work.tokenizer)
+            batches = _tokenized(rows, work.tokenizer, work.pieces)
             while not (shards and shards[-1].last):
                 shards.append(_write_shard(folder, len(shards), batches, work, files=rows.files))
                 yield shards[-1]
@@ -151,11 +168,11 @@ class _Batch:
     last: bool
 
 
-def _tokenized(rows: RowStream, tokenizer: Tokenizer) -> Iterator[_Batch]:
+def _tokenized(rows: RowStream, tokenizer: Tokenizer, pieces: Pieces) -> Iterator[_Batch]:
     """Batches of rows with their tokens, in order; reading and tokenizing run ahead of who asks for them."""
     waiting: deque[tuple[list[Row], Any, Future[list[list[int]]]]] = deque()
     with ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="tokenizer") as pool:
-        for batch, cursor in _batches(rows):
+        for batch, cursor in _batches(rows, pieces):
             texts = [row.text for row in batch if has_text(row)]
             waiting.append((batch, cursor, pool.submit(tokenizer.encode_batch, texts)))
             if len(waiting) > IN_FLIGHT:
@@ -166,14 +183,14 @@ def _tokenized(rows: RowStream, tokenizer: Tokenizer) -> Iterator[_Batch]:
             yield _Batch(first, ids.result(), behind, last=not waiting)
 
 
-def _batches(rows: RowStream) -> Iterator[tuple[list[Row], Any]]:
+def _batches(rows: RowStream, pieces: Pieces) -> Iterator[tuple[list[Row], Any]]:
     """Rows that are worth a call of the tokenizer, and the cursor behind them; at least one batch, maybe empty."""
     batch: list[Row] = []
     size, any_yet = 0, False
     for row in rows:
         batch.append(row)
         size += len(row.text)
-        if size >= BATCH_CHARACTERS or len(batch) >= BATCH_ROWS:
+        if size >= pieces.batch_characters or len(batch) >= pieces.batch_rows:
             any_yet = True
             yield batch, rows.cursor
             batch, size = [], 0
@@ -190,13 +207,13 @@ def _write_shard(
     folder: Path, number: int, batches: Iterator[_Batch], work: Preparation, *, files: Sequence[str]
 ) -> Shard:
     """Write the next shard from as many batches as it takes. files: names of the source's files."""
-    target = min(LARGEST_SHARD, SMALLEST_SHARD << min(number, 32))
+    target = work.pieces.shard_tokens(number)
     with tempfile.TemporaryDirectory(dir=folder, prefix=f".part-{platform.node()}-{os.getpid()}-") as name:
         part = Path(name)
         with _ShardWriter(part, work, files) as writer:
             for batch in batches:
                 writer.add(batch)
-                if batch.last or writer.tokens >= target or writer.rows >= SHARD_ROWS:
+                if batch.last or writer.tokens >= target or writer.rows >= work.pieces.shard_rows:
                     break
             shard = writer.finish(batch)
         # The arrays first, and the description, without which there is no shard, last.

@@ -21,12 +21,14 @@ SECONDS_BETWEEN_LOOKS = 0.05
 
 
 @dataclass(frozen=True)
-class DocumentPlace:
-    """Where a document comes from."""
+class Piece:
+    """Tokens begin .. end - 1 of a document, and where in its source that is."""
 
     source: str
     file: int
     row: int
+    begin: int
+    end: int
 
 
 class Source:
@@ -89,11 +91,11 @@ class Source:
         for row, start in zip(out, self.order.starts(numbers, total=self.tokens).tolist(), strict=True):
             self.shards.read(start, row)
 
-    def documents(self, number: int) -> Iterator[DocumentPlace]:
-        """The training documents that sequence `number` has tokens of, in their order."""
+    def pieces(self, number: int) -> Iterator[Piece]:
+        """What the inputs of training sequence `number` are made of, in their order."""
         (start,) = self.order.starts(np.array([number]), total=self.tokens).tolist()
-        for file, row in self.shards.documents(start, self.order.sequence_length + 1):
-            yield DocumentPlace(self.name, file, row)
+        for place in self.shards.documents(start, self.order.sequence_length):
+            yield Piece(self.name, *place)
 
     def bad_rows(self, shards: int, *, first: int = 0) -> Iterator[dict[str, Any]]:
         """File, row and reason of each bad row of shards first .. shards - 1."""
@@ -157,10 +159,10 @@ class Sequences:
                 source.read(numbers[place : place + 1], rows[place : place + 1])
         return rows
 
-    def documents(self, number: int) -> Iterator[DocumentPlace]:
-        """The training documents that sequence `number` has tokens of, in their order."""
+    def pieces(self, number: int) -> Iterator[Piece]:
+        """What the inputs of training sequence `number` are made of, in their order."""
         (place,), (own,) = self.mixture.place(np.array([number]))
-        return self.sources[place].documents(int(own))
+        return self.sources[place].pieces(int(own))
 
     def epochs(self, consumed: int) -> dict[str, float | None]:
         """How often each source was read after so many sequences; None while its length is not known."""

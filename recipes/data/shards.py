@@ -221,20 +221,31 @@ class Shards:
             out[filled : filled + len(piece)] = piece
             filled += len(piece)
 
-    def documents(self, start: int, count: int) -> Iterator[tuple[int, int]]:
-        """(file, row) of each training document in tokens start .. start + count - 1, in their order."""
+    def documents(self, start: int, count: int) -> Iterator[tuple[int, int, int, int]]:
+        """The training documents in tokens start .. start + count - 1, in their order: (file, row, begin, end) of each.
+
+        Its tokens begin .. end - 1 are meant; the last of a document is its end-of-document token.
+        """
         while count > 0:
             start %= self.tokens
             number = int(np.searchsorted(self._ends, start, side="right")) - 1
-            offset = start - int(self._ends[number])
             records = np.load(array_path(self.folder, number, DOCUMENTS), mmap_mode="r")
-            covered = min(count, int(self._ends[number + 1]) - start)
+            offset = start - int(self._ends[number])
+            stop = min(offset + count, int(self._ends[number + 1] - self._ends[number]))
             first = int(np.searchsorted(records["end"], offset, side="right"))
-            last = int(np.searchsorted(records["end"], offset + covered - 1, side="right"))
+            last = int(np.searchsorted(records["end"], stop - 1, side="right"))
+            beginning = int(records["end"][first - 1]) if first else 0
             for record in records[first : last + 1]:
-                yield int(record["file"]), int(record["row"])
-            start += covered
-            count -= covered
+                ending = int(record["end"])
+                yield (
+                    int(record["file"]),
+                    int(record["row"]),
+                    max(offset, beginning) - beginning,
+                    min(stop, ending) - beginning,
+                )
+                beginning = ending
+            start += stop - offset
+            count -= stop - offset
 
     def _take(self, shards: "list[Shard] | tuple[Shard, ...]") -> None:
         if shards:

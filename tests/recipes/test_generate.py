@@ -184,7 +184,12 @@ def bytes_only(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """Byte-level, every byte a token of its own: as many incomplete characters as there can be."""
     folder = tmp_path_factory.mktemp("tokenizer")
     (folder / "text.txt").write_text("abc")
-    options = {"source": str(folder / "text.txt"), "text_field": "text", "cache": folder, "report": lambda line: None}
+    options = {
+        "sources": [str(folder / "text.txt")],
+        "text_field": "text",
+        "cache": folder,
+        "report": lambda line: None,
+    }
     return load_tokenizer("train:257", **options)
 
 

@@ -34,7 +34,7 @@ def source(tmp_path: Path) -> Path:
 def load(spec: str | Path, source: Path, reports: list[str] | None = None) -> Tokenizer:
     return load_tokenizer(
         str(spec),
-        source=str(source),
+        sources=[str(source)],
         text_field="text",
         cache=source.parent / "cache",
         report=(reports if reports is not None else []).append,
@@ -102,7 +102,7 @@ def test_a_damaged_cache_is_trained_again(source: Path) -> None:
 def test_training_gives_the_same_in_every_process(source: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from recipes.tokenizer import load_tokenizer\n"
-        "print(load_tokenizer('train:400', source=sys.argv[1], text_field='text', cache=Path(sys.argv[2]), "
+        "print(load_tokenizer('train:400', sources=[sys.argv[1]], text_field='text', cache=Path(sys.argv[2]), "
         "report=lambda line: None).fingerprint)"
     )
     source.write_text("".join(file.read_text() for file in sorted(Path(os.__file__).parent.glob("a*.py"))))
@@ -140,7 +140,7 @@ def test_the_sample_for_training_is_bounded_and_does_not_depend_on_the_order() -
 def test_a_forked_child_can_tokenize_and_hears_no_warning(source: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path; from recipes.tokenizer import load_tokenizer\n"
-        "tokenizer = load_tokenizer('train:300', source=sys.argv[1], text_field='text', cache=Path(sys.argv[2]), "
+        "tokenizer = load_tokenizer('train:300', sources=[sys.argv[1]], text_field='text', cache=Path(sys.argv[2]), "
         "report=lambda line: None)\n"
         "if os.fork() == 0:\n"
         "    os._exit(len(tokenizer.encode_batch(['x'] * 100)))\n"

@@ -1,0 +1,422 @@
+"""From the [data] section to batches: the same tokens in the same order, whoever asks for them and whenever."""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+
+from parallel.errors import UserError
+from recipes.data.batches import Batches
+from recipes.data.opening import Data, open_data
+from recipes.data.prepare import write_shards
+from recipes.data.sequences import Piece, Sequences
+from recipes.data.shards import PROBLEM, read_index, shard_path
+from tests.recipes.data.texts import SMALL, tokenizer_for, work_on, write_rows
+
+LENGTH, BATCH = 32, 12
+
+
+def opened(cache: Path, mixture: Mapping[str, float], **changes: Any) -> Data:
+    options: dict[str, Any] = {
+        "mixture": mixture,
+        "text_field": "text",
+        "tokenizer": "train:300",
+        "validation_fraction": 0.1,
+        "sequence_length": LENGTH,
+        "seed": 3,
+        "shuffle_tokens": 2000,
+        "bad_row_budget": 0.01,
+        "cache": cache,
+        "writes": True,
+        "report": lambda line: None,
+        "pieces": SMALL,
+    }
+    return open_data(**options | changes)
+
+
+def batches(sequences: Sequences, *, rank: int = 0, ranks: int = 1, mask: int | None = None) -> Batches:
+    return Batches(
+        sequences,
+        global_batch_size=BATCH,
+        micro_batch_size=1,
+        rank=rank,
+        ranks=ranks,
+        end_of_document=mask,
+        device=torch.device("cpu"),
+    )
+
+
+# ------------------------------------------------------------------------------------------- exactly once, any world
+
+
+def as_text(folder: Path) -> Path:
+    path = folder / "plain.txt"
+    path.write_text("\n\n".join(f"Chapter {n}. " + "It goes on for a while. " * 90 for n in range(40)))
+    return path
+
+
+def as_parquet(folder: Path) -> Path:
+    texts = write_rows(folder / "for_parquet.jsonl", 300, name="Column")
+    table = pyarrow.table({"id": range(300), "text": texts})
+    pyarrow.parquet.write_table(table, folder / "table.parquet", row_group_size=50)
+    return folder / "table.parquet"
+
+
+def as_lines(folder: Path) -> Path:
+    write_rows(folder / "lines.jsonl", 300, name="Line")
+    return folder / "lines.jsonl"
+
+
+def as_prepared(folder: Path) -> Path:
+    write_rows(folder / "for_shards.jsonl", 300, name="Shard")
+    work = work_on(folder / "for_shards.jsonl", fraction=0.1, tokenizer=tokenizer_for(folder / "for_shards.jsonl"))
+    for _ in write_shards(folder / "shards", work):
+        pass
+    return folder / "shards"
+
+
+KINDS: dict[str, Callable[[Path], Path]] = {
+    "text": as_text,
+    "parquet": as_parquet,
+    "lines": as_lines,
+    "prepared": as_prepared,
+}
+
+
+def mixture_of(kinds: list[str], folder: Path) -> tuple[dict[str, float], str]:
+    """Sources with their shares, and the tokenizer for them."""
+    sources = [KINDS[kind](folder) for kind in kinds]
+    tokenizer = str(folder / "shards" / "tokenizer.json") if "prepared" in kinds else "train:300"
+    return {str(source): 1.0 + index for index, source in enumerate(sources)}, tokenizer
+
+
+@pytest.mark.parametrize("kinds", [["text"], ["parquet"], ["lines"], ["prepared"], ["text", "parquet", "prepared"]])
+def test_a_run_on_changing_numbers_of_processes_reads_what_one_process_reads(tmp_path: Path, kinds: list[str]) -> None:
+    mixture, tokenizer = mixture_of(kinds, tmp_path)
+    steps = 240  # beyond the second epoch of each source
+    data = opened(tmp_path / "whole", mixture, tokenizer=tokenizer)
+    end = data.tokenizer.end_of_document
+    reader = batches(data.training, mask=end)
+    expected = [reader.take(step) for step in range(steps)]
+    order = [list(data.training.pieces(number)) for number in range(steps * BATCH)]
+    assert all(times and times > 2 for times in data.training.epochs(steps * BATCH).values())
+    reader.close()
+
+    begin = 0
+    for world, until in ((1, 7), (2, 31), (4, 64), (3, 150), (1, steps)):
+        # Every process opens the data anew, as after a restart; the first alone writes.
+        opened_by = [
+            opened(tmp_path / "elastic", mixture, tokenizer=tokenizer, writes=rank == 0) for rank in range(world)
+        ]
+        readers = [batches(own.training, rank=rank, ranks=world, mask=end) for rank, own in enumerate(opened_by)]
+        for step in range(begin, until):
+            parts = [part for reader in readers for part in reader.take(step)]
+            for (inputs, targets, documents), (inputs_then, targets_then, documents_then) in zip(
+                parts, expected[step], strict=True
+            ):
+                assert torch.equal(inputs, inputs_then)
+                assert torch.equal(targets, targets_then)
+                assert torch.equal(documents.positions, documents_then.positions)
+            own = [list(opened_by[-1].training.pieces(step * BATCH + index)) for index in range(BATCH)]
+            assert own == order[step * BATCH : (step + 1) * BATCH]
+        begin = until
+        for reader in readers:
+            reader.close()
+
+
+def inputs_of(data: Data, pieces: list[Piece]) -> int:
+    return sum(piece.end - piece.begin for piece in pieces)
+
+
+@pytest.mark.parametrize("kind", ["lines", "prepared"])
+def test_two_epochs_see_every_token_of_every_document_twice(tmp_path: Path, kind: str) -> None:
+    mixture, tokenizer = mixture_of([kind], tmp_path)
+    data = opened(tmp_path / "cache", mixture, tokenizer=tokenizer)
+    (source,) = data.training.sources
+    source.require(10**6)  # until the whole source is there
+    assert source.tokens is not None
+    count = LENGTH * 2 * source.tokens // LENGTH  # as many sequences as it takes to end with an epoch: S epochs
+    seen: Counter[tuple[int, int, int]] = Counter()
+    for number in range(count // 2):
+        for piece in data.training.pieces(number):
+            seen.update((piece.file, piece.row, token) for token in range(piece.begin, piece.end))
+    assert count // 2 * LENGTH == source.tokens * LENGTH
+    assert len(seen) == source.tokens
+    assert set(seen.values()) == {LENGTH}
+    twice: Counter[tuple[int, int]] = Counter()
+    for number in range(2 * source.tokens // LENGTH):
+        twice.update((piece.file, piece.row) for piece in data.training.pieces(number) if piece.begin == 0)
+    missing = [document for document, times in twice.items() if times != 2]
+    assert len(missing) <= 3  # those in the last tokens of the second epoch, which fill no sequence
+    data.training.close()
+
+
+def test_what_is_held_out_is_never_trained_on(tmp_path: Path) -> None:
+    mixture, _ = mixture_of(["lines", "parquet"], tmp_path)
+    data = opened(tmp_path / "cache", mixture)
+    reader = batches(data.training)
+    trained = set()
+    for step in range(60):
+        for inputs, _, _ in reader.take(step):
+            trained.update(data.tokenizer.decode(inputs.flatten().tolist()).split("<|endoftext|>")[1:-1])
+    held_out = set()
+    for number in range(data.validation.available):
+        rows = data.validation.rows(number, 1)[0]
+        held_out.update(data.tokenizer.decode(rows.tolist()).split("<|endoftext|>")[1:-1])
+    assert len(trained) > 250
+    assert len(held_out) > 10
+    assert not trained & held_out
+    reader.close()
+
+
+def test_held_out_text_is_read_once(tmp_path: Path) -> None:
+    data = opened(tmp_path / "cache", {str(as_lines(tmp_path)): 1.0}, shuffle_tokens=10**6)
+    available = data.validation.available
+    (source,) = data.validation.sources
+    assert available == (source.shards.tokens - 1) // LENGTH
+    reader = batches(data.validation)
+    rows = [
+        (inputs, targets) for batch in range(-(-available // BATCH)) for inputs, targets, _ in reader.take_once(batch)
+    ]
+    counted = [bool((targets != -100).all()) for _, targets in rows]
+    assert counted == [True] * available + [False] * (len(rows) - available)
+    assert all((targets == -100).all() for _, targets in rows[available:])
+    everything = np.empty(available * LENGTH, dtype=np.int64)
+    source.shards.read(0, everything)
+    assert sorted(torch.cat([inputs.flatten() for inputs, _ in rows[:available]]).tolist()) == sorted(everything)
+    reader.close()
+    data.training.close()
+
+
+def test_prepared_shards_are_shuffled_as_a_whole_and_read_from_anywhere(tmp_path: Path) -> None:
+    mixture, tokenizer = mixture_of(["prepared"], tmp_path)
+    data = opened(tmp_path / "cache", mixture, tokenizer=tokenizer)
+    (source,) = data.training.sources
+    starts = source.order.starts(np.arange(40), total=source.tokens)
+    assert starts.max() > source.shards.tokens * 0.9
+    far = data.training.rows(10**9, 3)
+    assert far.shape == (3, LENGTH + 1)
+    assert far.max() < data.tokenizer.vocabulary
+
+
+# -------------------------------------------------------------------------------------------------- while it is written
+
+
+def test_training_begins_before_the_source_is_tokenized_and_waits_where_it_must(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", 4000)
+    work = work_on(tmp_path / "rows.jsonl", fraction=0.1)
+    reports: list[str] = []
+    data = opened(
+        tmp_path / "cache", {str(tmp_path / "rows.jsonl"): 1.0}, tokenizer=work.tokenizer, report=reports.append
+    )
+    folder = tmp_path / "cache" / "tokens" / work.fingerprint
+    (source,) = data.training.sources
+    assert source.tokens is None
+    assert reports[-1].endswith("; the rest follows while the model trains")
+    follower = opened(tmp_path / "cache", {str(tmp_path / "rows.jsonl"): 1.0}, tokenizer=work.tokenizer, writes=False)
+    time.sleep(1.5)
+    early = follower.training.sources[0].shards
+    early.refresh()
+    assert early.tokens < 2000 + 2 * 2000 + 4000 + 2000  # the window, one ahead, and the shard in which that ends
+    readers = [batches(data.training, ranks=2), batches(follower.training, rank=1, ranks=2)]
+    for step in range(60):
+        for reader in readers:
+            reader.take(step)
+    assert early.refresh()
+    source.require(10**6)
+    assert source.tokens is not None
+    assert read_index(folder) is not None or not time.sleep(1)
+    for reader in readers:
+        reader.close()
+
+
+def test_held_out_text_does_not_depend_on_how_much_was_tokenized_before(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", 2000)
+    source = {str(tmp_path / "rows.jsonl"): 1.0}
+    first = opened(tmp_path / "cache", source)
+    rows = first.validation.rows(0, first.validation.available)
+    first.training.sources[0].require(10**6)
+    first.training.close()
+    second = opened(tmp_path / "cache", source)
+    assert np.array_equal(second.validation.rows(0, second.validation.available), rows)
+
+
+def test_a_second_opening_does_no_work(tmp_path: Path) -> None:
+    source = {str(as_lines(tmp_path)): 1.0}
+    first = opened(tmp_path / "cache", source, shuffle_tokens=10**6)
+    first.training.close()
+    reports: list[str] = []
+    second = opened(tmp_path / "cache", source, report=reports.append)
+    assert second.facts == first.facts
+    assert [line.partition(" in ")[0] for line in reports] == ["tokens found"]
+    assert second.training.sources[0].background is None
+
+
+def test_the_tokenizing_process_ends_with_its_parent(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", 4000)
+    context = multiprocessing.get_context("spawn")
+    pid = context.Queue()
+    parent = context.Process(target=_open_and_wait, args=(tmp_path, pid))
+    parent.start()
+    child = pid.get(timeout=60)
+    os.kill(child, 0)  # it is there
+    assert parent.pid is not None
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.join()
+    for _ in range(200):
+        if not Path("/proc", str(child)).exists() or " Z " in Path("/proc", str(child), "stat").read_text():
+            return
+        time.sleep(0.05)
+    pytest.fail("it is still there")
+
+
+def _open_and_wait(folder: Path, pid: Any) -> None:
+    data = opened(folder / "cache", {str(folder / "rows.jsonl"): 1.0})
+    background = data.training.sources[0].background
+    assert background is not None
+    pid.put(background._process.pid)
+    time.sleep(600)
+
+
+def test_a_tokenizing_process_that_dies_is_noticed_by_all(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", 4000)
+    source = {str(tmp_path / "rows.jsonl"): 1.0}
+    data = opened(tmp_path / "cache", source)
+    follower = opened(tmp_path / "cache", source, writes=False)
+    background = data.training.sources[0].background
+    assert background is not None
+    background._process.kill()
+    background._process.join()
+    for own in (data, follower):
+        with pytest.raises(UserError, match=r"the process that tokenizes ended with signal 9; .* start again"):
+            own.training.sources[0].require(10**6)
+    again = opened(tmp_path / "cache", source)
+    again.training.sources[0].require(10**6)
+    again.training.close()
+
+
+# ------------------------------------------------------------------------------------------------------------ bad rows
+
+
+def spoil(path: Path, lines: list[int]) -> None:
+    rows = path.read_text().splitlines()
+    for line in lines:
+        rows[line - 1] = '{"text": "cut off'
+    path.write_text("\n".join(rows) + "\n")
+
+
+def test_bad_rows_within_the_budget_are_passed_over_beyond_it_the_run_stops(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", 2000)
+    spoil(tmp_path / "rows.jsonl", [5, *range(1500, 1600)])
+    source = {str(tmp_path / "rows.jsonl"): 1.0}
+    steps = []
+    for ranks in (1, 2):
+        data = opened(tmp_path / f"cache{ranks}", source)
+        reader = batches(data.training, rank=ranks - 1, ranks=ranks)
+        with pytest.raises(UserError) as caught:
+            for step in range(10_000):
+                steps.append(step)
+                reader.take(step)
+        assert "rows.jsonl' hold no usable text, a share of" in str(caught.value)
+        assert "more than 0.01; repair the source or raise the budget. The first:" in str(caught.value)
+        assert f"{tmp_path / 'rows.jsonl'}, 5: " in str(caught.value)
+        reader.close()
+    assert steps[: len(steps) // 2] == steps[len(steps) // 2 :]  # at the same step
+    assert len(steps) // 2 > 20
+    generous = opened(tmp_path / "cache1", source, bad_row_budget=0.06)
+    generous.training.sources[0].require(10**6)
+    assert len(list(generous.training.sources[0].bad_rows(100))) == 101
+    generous.training.close()
+
+
+# -------------------------------------------------------------------------------------------------------- what is wrong
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Iterator[Path]:
+    write_rows(tmp_path / "rows.jsonl", 100)
+    yield tmp_path / "rows.jsonl"
+
+
+def test_too_little_text_for_the_share_says_what_would_do(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    write_rows(path, 4)
+    options: dict[str, Any] = {"mixture": {str(path): 1.0}, "sequence_length": 1}
+    with pytest.raises(UserError, match=r"validation_fraction: of the 4 documents .* none would be held") as caught:
+        opened(tmp_path / "cache", **options, validation_fraction=0.00001)
+    needed = float(str(caught.value).split("write ")[1].split(" or more")[0])
+    opened(tmp_path / "cache", **options, validation_fraction=needed)
+    with pytest.raises(UserError, match=r"of the 4 documents .* all would be held out") as caught:
+        opened(tmp_path / "cache", **options, validation_fraction=0.99999)
+    allowed = float(str(caught.value).split("write ")[1].split(" or less")[0])
+    opened(tmp_path / "cache", **options, validation_fraction=allowed)
+    path.write_text('{"text": "always the same"}\n' * 3)
+    with pytest.raises(UserError, match=r"of the 3 documents .* no two differ, so none can be held out; give more"):
+        opened(tmp_path / "cache", **options, validation_fraction=0.5)
+
+
+def test_less_than_one_sequence(rows: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"batch.sequence_length: the training text .* or give more text"):
+        opened(tmp_path / "cache", {str(rows): 1.0}, sequence_length=100_000)
+    with pytest.raises(UserError, match=r"the held-out text .* write at most \d+, or raise data.validation_fraction"):
+        opened(tmp_path / "cache", {str(rows): 1.0}, sequence_length=800)
+
+
+def test_prepared_shards_belong_to_one_tokenizer_and_one_share(rows: Path, tmp_path: Path) -> None:
+    work = work_on(rows, fraction=0.1)
+    for _ in write_shards(tmp_path / "out", work):
+        pass
+    prepared = {str(tmp_path / "out"): 1.0}
+    with pytest.raises(UserError, match=r"data.tokenizer: .*out' holds tokens of another tokenizer; write tokenizer"):
+        opened(tmp_path / "cache", prepared, tokenizer=tokenizer_for(rows, entries=301))
+    with pytest.raises(UserError, match=r"data.validation_fraction: .* was prepared with 0.1; write that, or prepare"):
+        opened(tmp_path / "cache", prepared, tokenizer=work.tokenizer, validation_fraction=0.2)
+    (tmp_path / "out" / "00000-train.npy").write_bytes(b"nothing")
+    with pytest.raises(UserError, match=r"data.source: .*out' is damaged: 00000-train.npy cannot be read"):
+        opened(tmp_path / "cache", prepared, tokenizer=work.tokenizer)
+    (tmp_path / "out" / "index.json").write_text("{}")
+    with pytest.raises(UserError, match=r"index.json' is damaged or of another version"):
+        opened(tmp_path / "cache", prepared, tokenizer=work.tokenizer)
+
+
+def test_a_cache_that_cannot_be_written(rows: Path, tmp_path: Path) -> None:
+    tokenizer = tokenizer_for(rows)
+    (tmp_path / "cache" / "tokens").write_text("a file, not a folder")
+    with pytest.raises(UserError, match=r"data\.cache: cannot write below .*; give another folder"):
+        opened(tmp_path / "cache", {str(rows): 1.0}, tokenizer=tokenizer)
+
+
+def test_a_source_without_text(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": ""}\n' * 5)
+    write_rows(tmp_path / "other.jsonl", 50)
+    with pytest.raises(UserError, match=r"data\.source: .* holds no text: every document is empty; give another"):
+        opened(
+            tmp_path / "cache", {str(tmp_path / "rows.jsonl"): 1.0}, tokenizer=tokenizer_for(tmp_path / "other.jsonl")
+        )
+
+
+def test_problems_on_the_way_reach_who_waits(rows: Path, tmp_path: Path) -> None:
+    data = opened(tmp_path / "cache", {str(rows): 1.0})
+    folder = data.training.sources[0].shards.folder
+    data.training.sources[0].require(10**6)
+    data.training.close()
+    (folder / "index.json").unlink()
+    last = json.loads(shard_path(folder, 0).read_text())
+    assert last["documents"]
+    for number in range(1, 100):
+        shard_path(folder, number).unlink(missing_ok=True)
+    follower = opened(tmp_path / "cache", {str(rows): 1.0}, writes=False, shuffle_tokens=900)
+    (folder / PROBLEM).write_text("data.source: something happened")
+    with pytest.raises(UserError, match="something happened"):
+        follower.training.sources[0].require(10**6)
