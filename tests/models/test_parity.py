@@ -180,6 +180,7 @@ def our_results(model: Decoder, theirs: Any, *, masked: bool = False) -> tuple[T
     tokens, labels = packed_text(theirs) if masked else text(theirs)
     documents = Documents.of(tokens, end_of_document=END) if masked else None
     targets = pad(labels[:, 1:], (0, 1), value=IGNORED)
+    model.zero_grad()
     logits = model(tokens, documents=documents).detach()
     loss = model(tokens, targets, documents=documents) / (targets != IGNORED).sum()
     loss.backward()
