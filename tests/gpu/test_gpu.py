@@ -54,6 +54,13 @@ def test_every_part_on_the_gpu(small: Recipe) -> None:
         "full": change(bfloat16, activation_checkpointing={"mode": "full"}),
         "selective": change(bfloat16, activation_checkpointing={"mode": "selective"}),
         "compiled": change(bfloat16, compile={"enabled": True}, activation_checkpointing={"mode": "selective"}),
+        "documents": change(bfloat16, data={"document_mask": True}),
+        "documents compiled": change(
+            bfloat16,
+            data={"document_mask": True},
+            compile={"enabled": True},
+            activation_checkpointing={"mode": "selective"},
+        ),
         "zero2": change(bfloat16, fsdp={"reshard_after_forward": False}, batch={"micro_batch_size": 2}),
     }
     named = [change(recipe, run={"name": name}) for name, recipe in variants.items()]

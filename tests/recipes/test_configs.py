@@ -24,6 +24,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 SHIPPED = {
     "smollm3_debug",
     "smollm3_debug_everything",
+    "smollm3_debug_document_mask",
     "llama3_debug",
     "smollm3_3b_h100",
     "smollm3_3b_4xh100",
@@ -144,6 +145,7 @@ def test_smollm3_48x8_has_the_published_hyper_parameters() -> None:
     optimizer = recipe.optimizer
     assert (optimizer.lr, optimizer.betas, optimizer.eps) == (2e-4, (0.9, 0.95), 1e-8)
     assert (optimizer.weight_decay, optimizer.grad_clip) == (0.1, 1.0)
+    assert recipe.data.document_mask
 
 
 def test_float8_recipes_differ_from_their_bases_in_float8_alone() -> None:
@@ -153,6 +155,20 @@ def test_float8_recipes_differ_from_their_bases_in_float8_alone() -> None:
             assert recipe.float8.recipe != "none"
             assert replace(recipe, float8=plain.float8, run=plain.run) == plain
             assert not identity_differences(plain, recipe)
+
+
+def test_throughput_is_that_of_whole_sequences() -> None:
+    """As the published figures are: with masks it would depend on the lengths of the documents."""
+    for path in CONFIGS:
+        if "h100" in path.stem and path.stem != "smollm3_3b_48x8h100":
+            assert not load(path).data.document_mask
+
+
+def test_documents_make_another_run() -> None:
+    plain = load(ROOT / "configs" / "smollm3_debug.toml")
+    masked = load(ROOT / "configs" / "smollm3_debug_document_mask.toml")
+    assert replace(masked, data=plain.data, run=plain.run) == plain
+    assert identity_differences(plain, masked) == ["data.document_mask: false in the folder's recipe.toml, true now"]
 
 
 def test_a_run_may_go_on_with_other_loss_chunks() -> None:

@@ -193,3 +193,10 @@ def test_a_diverged_model_says_nothing() -> None:
     with torch.no_grad():
         model.norm.weight.fill_(float("nan"))
     assert continuation(model, [1], tokens=5, shape=(1, LENGTH), device=CPU, seed=0) == []
+
+
+def test_what_lies_before_the_document_has_no_say() -> None:
+    arguments: dict[str, Any] = {"tokens": 6, "shape": (1, LENGTH), "device": CPU, "seed": 0}
+    alone = continuation(build(), [5, 6], **arguments)
+    assert continuation(build(), [9, 7, 63, 5, 6], end_of_document=63, **arguments) == alone
+    assert continuation(build(), [9, 7, 63, 5, 6], **arguments) != alone

@@ -11,9 +11,20 @@ from typing import Any
 import pytest
 import torch
 
+from models.documents import Documents
 from models.sizes import SIZES
+from parallel.dist import start, stop
 from recipes import metrics
-from recipes.metrics import PACKAGES, MetricsWriter, StepClock, Throughput, environment, peak_memory_gib
+from recipes.metrics import (
+    PACKAGES,
+    AttentionLength,
+    MetricsWriter,
+    StepClock,
+    Throughput,
+    environment,
+    peak_memory_gib,
+)
+from tests.processes import run_processes
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,6 +114,36 @@ def test_the_yardstick_is_the_bf16_peak_also_where_float8_passes_it(monkeypatch:
     seconds_at_the_peak = 2**20 / 8 * SMOLLM3_CAUSAL / H100_PEAK
     assert found.row(seconds_at_the_peak)["mfu"] == pytest.approx(1.0)
     assert found.row(seconds_at_the_peak / 1.4)["mfu"] == pytest.approx(1.4)
+
+
+def test_attention_inside_documents_counts_as_many_flops_as_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = throughput(monkeypatch, "NVIDIA H100 80GB HBM3")
+    row = found.row(16.0, attention_length=512.5)
+    assert row["attention_length"] == 512.5
+    causal, full = (6 * SMOLLM3_MATRICES + factor * 36 * 2048 * 512.5 for factor in (6, 12))
+    assert row["tflops_per_device"] == pytest.approx(8192 * causal / 1e12)
+    assert (row["mfu"], row["mfu_full"]) == pytest.approx((8192 * causal / H100_PEAK, 8192 * full / H100_PEAK))
+    assert row["tokens_per_second"] == found.row(16.0)["tokens_per_second"]
+
+
+def attention_lengths() -> list[float | None]:
+    """At three logged steps: documents of rank + 1 tokens since the last one, then of rank + 3, then none."""
+    world = start("cpu", seed=0)
+    found, lengths = AttentionLength(CPU), []
+    for length in (world.rank + 1, world.rank + 3):
+        tokens = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]])
+        tokens[:, length - 1 :: length] = 0
+        documents = Documents.of(tokens, end_of_document=0)
+        found.count([documents, documents])
+        found.count([documents])
+        lengths.append(found.take())
+    lengths.append(found.take())
+    stop()
+    return lengths
+
+
+def test_attention_length_is_the_mean_over_all_processes_since_the_last_logged_step() -> None:
+    assert run_processes(2, attention_lengths) == [[1.5, 3.5, None]] * 2
 
 
 def test_no_mfu_where_the_peak_is_unknown() -> None:

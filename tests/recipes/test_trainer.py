@@ -209,6 +209,58 @@ def test_compile_stays_close(reference: dict[str, list[float]], small: Recipe) -
     assert 0 < largest_gap(compiled, reference["plain"]) < COMPILE_TOLERANCE
 
 
+# Documents
+
+
+@pytest.fixture(scope="module")
+def masked(small: Recipe, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    """`small` on many short documents, the paragraphs of its text, without a view from one into another."""
+    path = tmp_path_factory.mktemp("documents") / "paragraphs.jsonl"
+    paragraphs = corpus.read_text(encoding="utf-8").split("\n\n")
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in paragraphs), encoding="utf-8")
+    return change(
+        small,
+        run={"name": "masked", "steps": 6},
+        data={"source": str(path), "document_mask": True},
+        schedule={"warmup_steps": 2, "decay_steps": 2},
+        validation={"every": 3},
+    )
+
+
+def test_masked_runs_repeat_the_curve_on_any_mesh(masked: Recipe) -> None:
+    found = curves(
+        1,
+        {
+            "masked": masked,
+            "no mask": change(masked, data={"document_mask": False}),
+            "micro-batch 4": change(masked, batch={"micro_batch_size": 4}),
+            "full checkpointing": change(masked, activation_checkpointing={"mode": "full"}),
+            "selective checkpointing": change(masked, activation_checkpointing={"mode": "selective"}),
+            "compiled": change(masked, compile={"enabled": True}, activation_checkpointing={"mode": "selective"}),
+        },
+    )
+    expected = found["masked"]
+    assert len(expected) == 6 + 2
+    assert largest_gap(found["no mask"], expected) > 1e-4
+    assert found["full checkpointing"] == expected == found["selective checkpointing"]
+    assert largest_gap(found["micro-batch 4"], expected) < 1e-5
+    assert 0 < largest_gap(found["compiled"], expected) < COMPILE_TOLERANCE
+
+    assert largest_gap(curves(2, {"masked FSDP": masked})["masked FSDP"], expected) < 1e-5
+    hybrid = change(masked, mesh={"replicate": 2, "shard": 2}, batch={"micro_batch_size": 1})
+    assert largest_gap(curves(4, {"masked HSDP": hybrid})["masked HSDP"], expected) < 1e-5
+
+    # The same documents, however they are shared out: their mean length, in the sense of what attention costs.
+    lengths = [
+        [row["attention_length"] for row in rows(change(masked, run={"name": name})) if "loss" in row]
+        for name in ("masked-1", "micro-batch 4-1", "masked FSDP-2", "masked HSDP-4")
+    ]
+    assert all(other == lengths[0] for other in lengths)
+    assert all(5 < length < 60 for length in lengths[0])
+    assert len(set(lengths[0])) == 6
+    assert "attention_length" not in rows(change(masked, run={"name": "no mask-1"}))[0]
+
+
 # Saving and resuming
 
 

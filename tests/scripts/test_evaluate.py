@@ -84,6 +84,28 @@ def test_the_numbers_are_those_of_transformers_on_any_number_of_processes(folder
         assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-6)
 
 
+def test_documents_by_themselves(folder: Path, text: Path) -> None:
+    """transformers gets each document alone, from where it or its sequence begins."""
+    length = 48
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    model = LlamaForCausalLM.from_pretrained(folder)
+    texts = list(documents(str(text), text_field="text"))
+    ids = [token for text in texts for token in (*tokenizer(text)["input_ids"], tokenizer.eos_token_id)]
+    nats = 0.0
+    begin = 0
+    for position in range(1, len(ids)):
+        if position % length == 0 or ids[position - 1] == tokenizer.eos_token_id or position == len(ids) - 1:
+            with torch.no_grad():
+                logits = model(torch.tensor([ids[begin:position]])).logits[0].double()
+            targets = torch.tensor(ids[begin + 1 : position + 1])
+            nats += torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
+            begin = position
+    for processes in (1, 2):
+        code, out, err = evaluate(folder, text, "--sequence-length", length, "--document-mask", processes=processes)
+        assert (code, err) == (0, "")
+        assert json.loads(out)["loss"] == pytest.approx(nats / (len(ids) - 1), rel=1e-6)
+
+
 def test_bad_input_is_one_message(folder: Path, text: Path, tmp_path: Path) -> None:
     for arguments, message in [
         ((tmp_path / "nothing", text), "nothing is not there"),

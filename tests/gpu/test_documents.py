@@ -1,0 +1,105 @@
+"""Attention inside documents by the kernels for lengths, against a mask, on the GPU they are for."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.attention import attention_in_documents
+from models.decoder import Decoder
+from models.documents import Documents, Lengths, Mask
+from models.sizes import SIZES
+from parallel.activation_checkpoint import checkpoint_blocks
+from parallel.config import ActivationCheckpointingConfig
+from tests.models.test_documents import BATCH, END, documents_of, packed
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+GPU = torch.device("cuda")
+TOLERANCE = 2e-2  # bfloat16 against bfloat16 by another kernel, relative norm
+
+
+def relative_norm(found: Tensor, expected: Tensor) -> float:
+    return ((found.float() - expected.float()).norm() / expected.float().norm()).item()
+
+
+def long_batch() -> Tensor:
+    """(2, 1536): documents longer than the kernel's blocks, and shorter, in more than one of them."""
+    return packed([700, 1, 515, 320], [1536])
+
+
+@pytest.mark.parametrize("key_value_heads", [8, 2, 1])
+def test_lengths_are_the_mask(key_value_heads: int) -> None:
+    for tokens in (packed(*BATCH), long_batch()):
+        documents = documents_of(tokens).to(GPU)
+        mask, lengths = documents.for_attention_in(torch.float32), documents.for_attention_in(torch.bfloat16)
+        assert isinstance(mask, Mask) and isinstance(lengths, Lengths)
+        torch.manual_seed(0)
+        shapes = [(len(tokens), heads, tokens.shape[1], 64) for heads in (8, key_value_heads, key_value_heads, 8)]
+        *inputs, gradient = (torch.randn(shape, device=GPU) for shape in shapes)
+        results = []
+        for inside, dtype in ((mask, torch.float32), (lengths, torch.bfloat16)):
+            leaves = [x.to(dtype).detach().requires_grad_() for x in inputs]
+            out = attention_in_documents(*leaves, inside)
+            assert out.shape == gradient.shape
+            results.append((out, *torch.autograd.grad(out, leaves, gradient.to(dtype))))
+        for expected, found in zip(*results, strict=True):
+            assert relative_norm(found, expected) < TOLERANCE
+
+
+def model_of(config: Any, *, mode: Any = "none", compiled: bool = False) -> Decoder:
+    torch.compiler.reset()
+    model = Decoder(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            model.init_parameter(name, parameter, generator)
+    model.to(GPU, torch.bfloat16)
+    checkpoint_blocks(model, ActivationCheckpointingConfig(mode))
+    if compiled:
+        for block in model.blocks:
+            block.compile(fullgraph=True)
+    return model
+
+
+def results(model: Decoder, tokens: Tensor, documents: Documents) -> tuple[Tensor, list[Tensor]]:
+    model.zero_grad()
+    inputs = tokens.to(GPU)
+    loss = model(inputs, inputs.roll(-1, 1), documents=documents.to(GPU))
+    loss.backward()
+    return loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("size", ["smollm3_debug", "llama3_debug"])
+@pytest.mark.parametrize(
+    ("mode", "compiled"), [("none", False), ("full", False), ("selective", False), ("selective", True)]
+)
+def test_the_model_by_lengths_is_the_model_by_mask(
+    size: str, mode: Any, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(SIZES[size], vocabulary=END + 1, init_std=0.1)
+    tokens = long_batch()
+    documents = documents_of(tokens)
+    loss, gradients = results(model_of(config, mode=mode, compiled=compiled), tokens, documents)
+    mask = documents.to(GPU).for_attention_in(torch.float32)
+    monkeypatch.setattr(Documents, "for_attention_in", lambda self, dtype: mask)
+    expected_loss, expected_gradients = results(model_of(config), tokens, documents)
+    assert relative_norm(loss, expected_loss) < 2e-3
+    for found, expected in zip(gradients, expected_gradients, strict=True):
+        assert relative_norm(found, expected) < 5 * TOLERANCE
+
+
+def test_changing_documents_compile_nothing_anew() -> None:
+    from torch._dynamo.utils import counters
+
+    model = model_of(replace(SIZES["smollm3_debug"], vocabulary=END + 1), mode="selective", compiled=True)
+    counters.clear()
+    for step, rows in enumerate([[[512], [7, 505]], [[256, 256], [1, 1, 510]], [[64] * 8, [512]]]):
+        tokens = packed(*rows)
+        results(model, tokens, documents_of(tokens))
+        assert counters["stats"]["unique_graphs"] == 2, step

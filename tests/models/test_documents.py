@@ -1,0 +1,328 @@
+"""Packed documents: a batch of them is the same to the model as each of them alone, by mask and by lengths."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from models.config import ModelConfig
+from models.decoder import Decoder
+from models.documents import SMALLEST_LENGTHS, Documents, Lengths, Mask
+from models.loss import IGNORED
+from models.sizes import SIZES
+from parallel.activation_checkpoint import checkpoint_blocks
+from parallel.config import ActivationCheckpointingConfig
+from tests.models.test_decoder import build
+
+END = 96
+VOCABULARY = 97
+TOLERANCE = 1e-5  # of losses and gradients, relative (a gradient's to the largest magnitude in the same tensor)
+SMOLLM3 = replace(SIZES["smollm3_debug"], vocabulary=VOCABULARY, init_std=0.2)
+LLAMA = replace(
+    SIZES["llama3_debug"],
+    vocabulary=VOCABULARY,
+    init_std=0.2,
+    rope_scaling="llama3",
+    rope_original_length=8,
+    rope_low_frequency_factor=1.0,
+    rope_high_frequency_factor=4.0,
+)
+MODELS = {"SmolLM3": SMOLLM3, "Llama, scaled RoPE": LLAMA}
+every_model = pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+
+
+def packed(*rows: list[int]) -> Tensor:
+    """Tokens (B, T) of rows of documents of these lengths; all but the last of a row have their end."""
+    generator = torch.Generator().manual_seed(len(rows))
+    tokens = torch.randint(END, (len(rows), sum(rows[0])), generator=generator)
+    for row, lengths in zip(tokens, rows, strict=True):
+        assert sum(lengths) == len(row)
+        row[torch.tensor(lengths).cumsum(0)[:-1] - 1] = END
+    return tokens
+
+
+def documents_of(tokens: Tensor) -> Documents:
+    return Documents.of(tokens, end_of_document=END)
+
+
+BATCH = [
+    [24],  # a row of one document
+    [7, 12, 5],
+    [1, 22, 1],  # the end of a document first and last but one; a document of one token
+    [10, 1, 1, 1, 11],  # several ends in a row
+    [23, 1],
+]
+
+
+# Where documents are
+
+
+def test_boundaries_by_hand() -> None:
+    tokens = torch.tensor([[5, END, 6, 7, END, END, 8, END], [END, 1, 2, 3, 4, 5, 6, 7]])
+    documents = documents_of(tokens)
+    assert documents.positions.tolist() == [[0, 1, 0, 1, 2, 0, 0, 1], [0, 0, 1, 2, 3, 4, 5, 6]]
+    assert documents.cumulative_lengths.tolist() == [0, 2, 5, 6, 8, 9] + [16] * (SMALLEST_LENGTHS + 1 - 6)
+    assert documents.cumulative_lengths.dtype == torch.int32
+    assert documents.squared_lengths == 4 + 9 + 1 + 4 + 1 + 49
+    assert documents.attention_length == documents.squared_lengths / 16
+
+
+def test_a_batch_without_an_end_has_a_document_a_row() -> None:
+    documents = documents_of(packed([24], [24]))
+    assert documents.positions.tolist() == [list(range(24))] * 2
+    assert documents.cumulative_lengths[:3].tolist() == [0, 24, 48]
+    assert documents.attention_length == 24
+
+
+@pytest.mark.parametrize("end_share", [0.0, 0.02, 0.2, 1.0])
+def test_positions_lengths_and_mask_by_brute_force(end_share: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(END, (5, 40), generator=generator)
+    tokens[torch.rand(tokens.shape, generator=generator) < end_share] = END
+    documents = documents_of(tokens)
+    positions, lengths, sees = [], [], torch.zeros(5, 40, 40, dtype=torch.bool)
+    for b, row in enumerate(tokens.tolist()):
+        begin = 0
+        for t in range(40):
+            if t > 0 and row[t - 1] == END:
+                begin = t
+            if t == begin:
+                lengths.append(0)
+            lengths[-1] += 1
+            positions.append(t - begin)
+            sees[b, t, begin : t + 1] = True
+    assert documents.positions.flatten().tolist() == positions
+    sizes = documents.cumulative_lengths.diff()
+    assert sizes[: len(lengths)].tolist() == lengths
+    assert not sizes[len(lengths) :].any()
+    room = len(sizes)
+    assert room >= SMALLEST_LENGTHS and room & (room - 1) == 0  # a power of two
+    mask = documents.for_attention_in(torch.float32)
+    assert isinstance(mask, Mask)
+    assert torch.equal(mask.sees[:, 0], sees)
+    # A token of a document of L tokens sees (L + 1) / 2 on average; FLOPs count L / 2, as for a sequence.
+    assert (2 * sees.sum() - tokens.numel()).item() == documents.squared_lengths
+
+
+def test_attention_flops_are_those_of_the_documents_one_by_one() -> None:
+    lengths = [7, 12, 5]
+    documents = documents_of(packed(lengths))
+    for convention in ("causal", "full"):
+        alone = sum(length * SMOLLM3.flops_per_token(length, convention) for length in lengths)
+        assert 24 * SMOLLM3.flops_per_token(documents.attention_length, convention) == pytest.approx(alone, rel=1e-9)
+
+
+def test_a_copy_is_the_same() -> None:
+    documents = documents_of(packed(*BATCH))
+    copy = documents.to(torch.device("cpu"))
+    assert torch.equal(copy.positions, documents.positions)
+    assert torch.equal(copy.cumulative_lengths, documents.cumulative_lengths)
+    assert copy.squared_lengths == documents.squared_lengths
+
+
+# The model
+
+
+def results(model: Decoder, tokens: Tensor, targets: Tensor, documents: Documents | None) -> tuple[Tensor, Any]:
+    """Summed loss, and gradients by name."""
+    model.zero_grad()
+    loss = model(tokens, targets, documents=documents)
+    loss.backward()
+    return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def one_by_one(model: Decoder, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Any]:
+    """The same from each document alone, without any documents for the model."""
+    model.zero_grad()
+    total = torch.zeros(())
+    for row, row_targets, positions in zip(tokens, targets, documents_of(tokens).positions, strict=True):
+        starts = (positions == 0).nonzero().flatten().tolist()
+        for start, end in zip(starts, [*starts[1:], len(row)], strict=True):
+            loss = model(row[None, start:end], row_targets[None, start:end])
+            loss.backward()
+            total += loss.detach()
+    return total, {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    tokens = packed(*BATCH)
+    targets = tokens.roll(-1, 1)
+    targets[1, 3:9] = IGNORED
+    return tokens, targets
+
+
+def assert_close(found: tuple[Tensor, Any], expected: tuple[Tensor, Any], tolerance: float = TOLERANCE) -> None:
+    assert abs(found[0] - expected[0]) < tolerance * abs(expected[0])
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        assert (found[1][name] - gradient).abs().max() < tolerance * gradient.abs().max(), name
+
+
+@every_model
+def test_a_packed_batch_is_its_documents_one_by_one(config: ModelConfig) -> None:
+    model, (tokens, targets) = build(config), batch()
+    expected = one_by_one(model, tokens, targets)
+    assert_close(results(model, tokens, targets, documents_of(tokens)), expected)
+    without = results(model, tokens, targets, None)
+    assert abs(without[0] - expected[0]) > 1e-3 * abs(expected[0])  # the mask is what does it
+
+
+@every_model
+def test_a_token_never_sees_another_document(config: ModelConfig) -> None:
+    """Bit for bit: what is masked has a weight of exactly 0."""
+    model, tokens = build(config), packed(*BATCH)
+    documents = documents_of(tokens)
+    changed = tokens.clone()
+    changed[1, 7:18] = (changed[1, 7:18] + 1) % END  # the second of three, but for its end
+    changed[4, :22] = (changed[4, :22] + 1) % END
+    assert torch.equal(documents_of(changed).positions, documents.positions)
+    with torch.no_grad():
+        before, after = model(tokens, documents=documents), model(changed, documents=documents)
+    same = torch.ones(tokens.shape, dtype=torch.bool)
+    same[1, 7:19] = same[4, :23] = False
+    assert torch.equal(before[same], after[same])
+    assert (before[~same] != after[~same]).any(-1).all()
+
+
+def test_rows_of_one_document_are_rows_without_documents() -> None:
+    model, tokens = build(SMOLLM3), packed([24], [24])
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens, documents=documents_of(tokens)), model(tokens))
+
+
+def test_a_micro_batch_has_the_documents_of_its_rows() -> None:
+    model, (tokens, targets) = build(SMOLLM3), batch()
+    whole = model(tokens, targets, documents=documents_of(tokens)).detach()
+    parts = [
+        model(rows, row_targets, documents=documents_of(rows)).detach()
+        for rows, row_targets in zip(tokens.split(2), targets.split(2), strict=True)
+    ]
+    torch.testing.assert_close(sum(parts), whole)
+
+
+def test_a_cache_has_no_documents() -> None:
+    from models.cache import KeyValueCache
+
+    model, tokens = build(SMOLLM3), packed([24])
+    cache = KeyValueCache(SMOLLM3, batch=1, max_length=24, dtype=torch.float32, device=tokens.device)
+    with pytest.raises(ValueError, match="cannot go with documents"):
+        model(tokens, cache=cache, documents=documents_of(tokens))
+
+
+# By lengths: everything around the kernel, which no CPU has. tests/gpu has the kernel itself.
+
+
+def probabilities(query: Tensor, key: Tensor) -> Tensor:
+    """Of one document, (heads, length, head width) each -> (heads, length, length)."""
+    scores = query @ key.mT / query.shape[-1] ** 0.5
+    return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf).softmax(-1)
+
+
+def alone(cumulative: Tensor, *packed: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """(tokens, heads, head width) each -> document by document (heads, length, head width), all of as many heads."""
+    heads = packed[0].shape[1]
+    for start, end in pairwise(cumulative.tolist()):
+        yield tuple(x[start:end].repeat_interleave(heads // x.shape[1], 1).transpose(0, 1) for x in packed)
+
+
+@pytest.fixture
+def lengths_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The path of a GPU, with its kernel replaced by the same mathematics, forward and backward."""
+    from torch.nn.attention import varlen
+
+    def forward(query, key, value, cumulative, cumulative_keys, longest, longest_key, causal, *args, **kwargs):  # type: ignore[no-untyped-def]
+        assert torch.equal(cumulative, cumulative_keys) and causal and longest == longest_key
+        assert cumulative.dtype == torch.int32 and cumulative[-1] == len(query) and cumulative.diff().max() <= longest
+        pieces = [probabilities(q, k) @ v for q, k, v in alone(cumulative, query, key, value)]
+        out = torch.cat(pieces, dim=1).transpose(0, 1).contiguous()
+        return out, query.new_zeros(query.shape[1], len(query)), torch.zeros(2, dtype=torch.uint64)
+
+    def backward(gradient, query, key, value, out, lse, cumulative, *args, **kwargs):  # type: ignore[no-untyped-def]
+        pieces = []
+        for g, q, k, v in alone(cumulative, gradient, query, key, value):
+            p = probabilities(q, k)
+            by_scores = p * (g @ v.mT - (g * (p @ v)).sum(-1, keepdim=True)) / query.shape[-1] ** 0.5
+            pieces.append((by_scores @ k, by_scores.mT @ q, p.mT @ g))
+        found = (torch.cat(parts, dim=1).transpose(0, 1) for parts in zip(*pieces, strict=True))
+        # A key and a value serve several queries, and get the sum of their gradients.
+        shapes = ((len(x), x.shape[1], -1, x.shape[2]) for x in (query, key, value))
+        return tuple(x.reshape(shape).sum(2) for x, shape in zip(found, shapes, strict=True))
+
+    varlen._varlen_attn.register_kernel("cpu", forward)
+    varlen._varlen_attn_backward.register_kernel("cpu", backward)
+    monkeypatch.setattr(Documents, "for_attention_in", lambda self, dtype: Lengths(self.cumulative_lengths))
+    torch.compiler.reset()
+    with varlen._varlen_attn.set_kernel_enabled("cpu"), varlen._varlen_attn_backward.set_kernel_enabled("cpu"):
+        yield
+    torch.compiler.reset()
+
+
+@every_model
+@pytest.mark.parametrize("grouped", [True, False], ids=["kernel takes grouped queries", "repeated keys"])
+def test_lengths_are_the_mask(
+    config: ModelConfig, grouped: bool, lengths_on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from models import varlen
+
+    if grouped and not varlen.TAKES_GROUPED_QUERIES:
+        pytest.skip("this torch has no such argument")
+    monkeypatch.setattr(varlen, "TAKES_GROUPED_QUERIES", grouped)
+    model, (tokens, targets) = build(config), batch()
+    assert_close(results(model, tokens, targets, documents_of(tokens)), one_by_one(model, tokens, targets))
+
+
+class AttentionCalls(TorchDispatchMode):
+    """Counts the forward passes of the kernel."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += operator is torch.ops.torch_attn._varlen_attn.default
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("mode", "calls"), [("none", 4), ("selective", 4), ("full", 8)])
+def test_selective_checkpointing_keeps_attention(mode: Any, calls: int, lengths_on_cpu: None) -> None:
+    model, (tokens, targets) = build(SMOLLM3), batch()
+    expected = one_by_one(model, tokens, targets)
+    checkpoint_blocks(model, ActivationCheckpointingConfig(mode))
+    with AttentionCalls() as attention:
+        loss, gradients = results(model, tokens, targets, documents_of(tokens))
+    assert attention.count == calls
+    plain = {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in gradients.items()}
+    assert_close((loss, plain), expected)
+
+
+def compilations() -> int:
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("path", ["mask", "lengths"])
+def test_other_documents_compile_nothing_anew(path: str, request: pytest.FixtureRequest) -> None:
+    """Once for a layer with and one without rotary embeddings; lengths once again when they first need more room."""
+    if path == "lengths":
+        request.getfixturevalue("lengths_on_cpu")
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    config = replace(SMOLLM3, layers=2, no_rope_every=2)
+    model, plain = build(config), build(config)
+    checkpoint_blocks(model, ActivationCheckpointingConfig("selective"))
+    for block in model.blocks:
+        # Inductor, the slow part, compiles a mask in tests/models/test_parity.py, lengths in tests/gpu.
+        block.compile(fullgraph=True, backend="aot_eager")
+    in_little_room = [[[24], [7, 17]], [[12, 12], [1, 1, 22]], [[3] * 8, [24]], [[1] * 13 + [11], [23, 1]]]
+    in_more = [[[1] * 23 + [1], [24]], [[1] * 24, [1] * 24], [[2] * 12, [2] * 12]]
+    for rows in in_little_room + in_more:
+        tokens = packed(*rows)
+        loss, gradients = results(model, tokens, tokens.roll(-1, 1), documents_of(tokens))
+        names = {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in gradients.items()}
+        assert_close((loss, names), results(plain, tokens, tokens.roll(-1, 1), documents_of(tokens)))
+        assert compilations() == (4 if path == "lengths" and rows in in_more else 2), rows
