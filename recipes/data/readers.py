@@ -70,7 +70,7 @@ def read_file(path: Path, *, text_field: str, start: Place) -> Rows:
             yield row, place
     except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's are among them
         # The place behind it is the next file: entered there, this row comes once.
-        problem = f"unreadable file: {_reason(error)}; the rest of it is lost"
+        problem = f"unreadable file: {reason(error)}; the rest of it is lost"
         yield Row("", start.file, place.number + 1, problem), Place(start.file + 1)
 
 
@@ -113,10 +113,10 @@ def _reader(path: Path, *, text_field: str, start: Place) -> Rows:
     return _json_lines(path, text_field=text_field, start=start)
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """One line, without the path that the operating system's errors repeat."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return (text.strip().splitlines() or [type(error).__name__])[0][:300]
+    return " ".join(text.split())[:500] or type(error).__name__
 
 
 def _decoded(data: bytes | bytearray, *, offset: int = 0) -> tuple[str, str]:
@@ -239,7 +239,7 @@ def _text_of(line: bytes | bytearray, text_field: str) -> tuple[str, str]:
     except json.JSONDecodeError as error:
         return "", f"not JSON: {error.msg} (character {error.pos + 1})"
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
-        return "", f"not JSON: {_reason(error)}"
+        return "", f"not JSON: {reason(error)}"
     if not isinstance(row, dict):
         return "", f"not a JSON object: {type(row).__name__}"
     if text_field not in row:
@@ -281,7 +281,7 @@ def _row_group(table: Any, group: int, *, text_field: str, start: Place, first: 
         try:
             batch = next(batches, None)
         except (OSError, ValueError, NotImplementedError) as error:
-            problem = f"broken row group: rows {number + 1} to {end} are lost: {_reason(error)}"
+            problem = f"broken row group: rows {number + 1} to {end} are lost: {reason(error)}"
             yield Row("", start.file, number + 1, problem), Place(start.file, end)
             return
         if batch is None:
