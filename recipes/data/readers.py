@@ -253,8 +253,9 @@ def _text_of(line: bytes | bytearray, text_field: str) -> tuple[str, str]:
 def _parquet(path: Path, *, text_field: str, start: Place) -> Rows:
     import pyarrow.parquet
 
-    # buffer_size: a column of a row group is read piece by piece, not whole.
-    with pyarrow.parquet.ParquetFile(path, buffer_size=PIECE, page_checksum_verification=True) as table:
+    # A column of a row group is read page by page, not whole.
+    options = {"buffer_size": PIECE, "pre_buffer": False, "page_checksum_verification": True}
+    with pyarrow.parquet.ParquetFile(path, **options) as table:
         fields, rows = table.schema_arrow.names, table.metadata.num_rows
         if text_field not in fields and rows > start.number:
             problem = f"{no_such_field(text_field, fields)}; {rows} rows are lost"

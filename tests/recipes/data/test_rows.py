@@ -290,6 +290,24 @@ def test_a_line_without_end_is_never_held(tmp_path: Path) -> None:
     assert int(peak) < readers.LONGEST_ROW * 1.3  # what grows doubles nothing
 
 
+def test_a_large_row_group_is_never_held(tmp_path: Path) -> None:
+    texts = [f"{number * 7919 % 65_521:06}" * 5000 for number in range(2000)]  # 60 MB
+    write_parquet(
+        tmp_path / "a.parquet", {"text": texts}, write_batch_size=10, use_dictionary=False, compression="none"
+    )
+    code = (
+        "import sys, pyarrow; from recipes.data.rows import open_rows\n"
+        "print(sum(len(row.text) for row in open_rows(sys.argv[1], text_field='text')))\n"
+        "print(pyarrow.default_memory_pool().max_memory())"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    length, peak = map(int, found.stdout.split())
+    assert length == 60_000_000
+    assert peak < 20_000_000
+
+
 def test_a_line_of_the_largest_size_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "PIECE", 7)
     monkeypatch.setattr(readers, "LONGEST_ROW", 30)
