@@ -15,6 +15,7 @@ import pytest
 from parallel.errors import UserError
 from recipes.data import hub, sources
 from recipes.data.rows import Row, documents, open_rows, readable_documents
+from tests.recipes.data.hub_server import COMMIT, serve
 
 ROOT = Path(sources.__file__).parents[2]
 
@@ -42,11 +43,11 @@ DECLARED = """dataset_info:
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path_factory: pytest.TempPathFactory) -> None:
+def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """datasets makes folders for its cache, even where it keeps nothing."""
     import datasets
 
-    datasets.config.HF_DATASETS_CACHE = tmp_path_factory.getbasetemp() / "datasets"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
 
 
 def write_shard(path: Path, lines: list[Any]) -> None:
@@ -88,7 +89,7 @@ def rows_of(source: str, cursor: dict[str, Any] | None = None) -> list[Row]:
     return list(open_rows(source, text_field="text", cursor=cursor))
 
 
-def check_every_cursor(source: str) -> list[Row]:
+def check_every_cursor(source: str, every: int = 7) -> list[Row]:
     """The rows of a source, which are the same from every cursor, also from those of a stream that was resumed."""
     stream = open_rows(source, text_field="text")
     rows, cursors = [], [stream.cursor]
@@ -99,10 +100,10 @@ def check_every_cursor(source: str) -> list[Row]:
     stream = open_rows(source, text_field="text")
     for index, cursor in enumerate(cursors):
         assert stream.cursor == cursor
-        if index % 7 == 0 or index > len(rows) - 3:
+        if index % every == 0 or index > len(rows) - 3:
             stream = open_rows(source, text_field="text", cursor=json.loads(json.dumps(cursor)))
             assert stream.cursor == cursor
-        if index % 49 == 0:
+        if index % (7 * every) == 0:
             assert rows_of(source, cursor) == rows[index:]
         assert next(stream, None) == (rows[index] if index < len(rows) else None)
     return rows
@@ -153,7 +154,7 @@ ODD = [{"text": 5}, {"text": ["z"]}, {"text": None}, {"url": "no text"}, {"text"
 def test_bad_rows_of_json(tmp_path: Path, before: list[Any]) -> None:
     write_shard(tmp_path / "train.json.gz", [*before, *ODD])
     write_shard(tmp_path / "train2.json.gz", [{"text": "more", "url": ""}])
-    rows = check_every_cursor(f"hf:{tmp_path}")
+    rows = check_every_cursor(f"hf:{tmp_path}", every=len(before) // 4 or 1)
     assert [row.text for row in rows[:-6]] == [row["text"] for row in before]
     first = len(before) + 1
     assert rows[-6:] == [
@@ -276,6 +277,43 @@ def test_without_a_network_there_is_one_clear_message(tmp_path: Path, offline: d
         assert "run 'hf download allenai/c4 --repo-type dataset --local-dir FOLDER'" in message
     assert len(identity) == 32  # a commit needs no asking
     assert found.stderr == ""
+
+
+def test_a_dataset_on_a_hub(tmp_path: Path) -> None:
+    code = (
+        "import json, sys; from parallel.errors import UserError; from recipes.data import hub, rows, sources\n"
+        "source = sys.argv[1]; stream = rows.open_rows(source, text_field='text')\n"
+        "texts = [next(stream).text for _ in range(200)]\n"
+        "again = rows.open_rows(hub.pinned(source), text_field='text', cursor=stream.cursor)\n"
+        "print(json.dumps([texts + [row.text for row in again], stream.files, hub.pinned(source)]))\n"
+        "print(sources.fingerprint(source, text_field='text') == sources.fingerprint(hub.pinned(source), "
+        "text_field='text'))\n"
+        "for wrong in ('hf:no/where', 'hf:allenai/c4@nowhere'):\n"
+        "    try: rows.open_rows(wrong, text_field='text')\n"
+        "    except UserError as error: print(error)"
+    )
+    with serve(c4(tmp_path / "hub"), "allenai/c4") as (address, asked):
+        found = subprocess.run(
+            [sys.executable, "-c", code, "hf:allenai/c4:en"],
+            cwd=ROOT,
+            env={**os.environ, "HOME": str(tmp_path), "HF_ENDPOINT": address},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    result, same, *messages = found.stdout.splitlines()
+    texts, files, pinned = json.loads(result)
+    assert texts == [c4_row(number)["text"] for number in range(300)]
+    assert files[1] == "hf:allenai/c4:en, shard 2 of 3"
+    assert pinned == f"hf:allenai/c4@{COMMIT}:en"
+    assert same == "True"
+    assert messages == [
+        "data.source: 'hf:no/where': the hub has no such dataset; correct it, or if private: 'hf auth login'",
+        "data.source: 'hf:allenai/c4@nowhere': it has no revision 'nowhere'; see its page on the hub, "
+        "datasets/allenai/c4",
+    ]
+    assert found.stderr == ""
+    assert not any("realnewslike/" in path or "validation" in path for path in asked)  # only what is read is fetched
 
 
 # --------------------------------------------------------------------------------------------------------- fingerprint
