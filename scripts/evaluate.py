@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("model", help="a Hugging Face folder, a checkpoint, or runs/NAME for its newest checkpoint")
-    parser.add_argument("source", help='as data.source in a recipe: "python-stdlib", or a file, folder or glob')
+    parser.add_argument("source", help='as data.source in a recipe: "python-stdlib", a file, folder or glob, or hf:ID')
     parser.add_argument("--text-field", default="text", help="field that holds the text, in .jsonl and .parquet")
     parser.add_argument("--sequence-length", type=int, default=2048, help="tokens per sequence (%(default)s)")
     parser.add_argument("--micro-batch-size", type=int, default=1, help="sequences per process at once (%(default)s)")

@@ -31,6 +31,7 @@ TORCH_FREE = {
     "parallel/config.py",
     "parallel/errors.py",
     "recipes/command_line.py",
+    "recipes/data/hub.py",
     "recipes/data/readers.py",
     "recipes/data/rows.py",
     "recipes/data/sources.py",

@@ -23,7 +23,7 @@ BLOCK = 1 << 16
 CHUNK_BYTES = 2_048
 LONGEST_CHUNK_BYTES = 65_536
 
-# Parquet is decoded in batches of about this size by the column's mean, but never more rows: their sizes may differ.
+# Parquet is decoded in batches of about this size by the mean of all rows, but never more rows: their sizes may differ.
 BATCH_BYTES = 1 << 22
 BATCH_ROWS = 128
 
@@ -70,7 +70,7 @@ def read_file(path: Path, *, text_field: str, start: Place) -> Rows:
             yield row, place
     except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's are among them
         # The place behind it is the next file: entered there, this row comes once.
-        problem = f"unreadable file: {_reason(error)}; the rest of it is lost"
+        problem = f"unreadable file: {reason(error)}; the rest of it is lost"
         yield Row("", start.file, place.number + 1, problem), Place(start.file + 1)
 
 
@@ -113,10 +113,10 @@ def _reader(path: Path, *, text_field: str, start: Place) -> Rows:
     return _json_lines(path, text_field=text_field, start=start)
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """One line, without the path that the operating system's errors repeat."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return (text.strip().splitlines() or [type(error).__name__])[0][:300]
+    return " ".join(text.split())[:500] or type(error).__name__
 
 
 def _decoded(data: bytes | bytearray, *, offset: int = 0) -> tuple[str, str]:
@@ -239,7 +239,7 @@ def _text_of(line: bytes | bytearray, text_field: str) -> tuple[str, str]:
     except json.JSONDecodeError as error:
         return "", f"not JSON: {error.msg} (character {error.pos + 1})"
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
-        return "", f"not JSON: {_reason(error)}"
+        return "", f"not JSON: {reason(error)}"
     if not isinstance(row, dict):
         return "", f"not a JSON object: {type(row).__name__}"
     if text_field not in row:
@@ -253,8 +253,9 @@ def _text_of(line: bytes | bytearray, text_field: str) -> tuple[str, str]:
 def _parquet(path: Path, *, text_field: str, start: Place) -> Rows:
     import pyarrow.parquet
 
-    # buffer_size: a column of a row group is read piece by piece, not whole.
-    with pyarrow.parquet.ParquetFile(path, buffer_size=PIECE, page_checksum_verification=True) as table:
+    # A column of a row group is read page by page, not whole.
+    options = {"buffer_size": PIECE, "pre_buffer": False, "page_checksum_verification": True}
+    with pyarrow.parquet.ParquetFile(path, **options) as table:
         fields, rows = table.schema_arrow.names, table.metadata.num_rows
         if text_field not in fields and rows > start.number:
             problem = f"{no_such_field(text_field, fields)}; {rows} rows are lost"
@@ -272,7 +273,7 @@ def _row_group(table: Any, group: int, *, text_field: str, start: Place, first: 
     """Rows first + 1 .. end of the file, from behind `start`. Decoded from its beginning, so always in like batches."""
     number = first
     batches = table.iter_batches(
-        batch_size=_batch_rows(table.metadata.row_group(group), text_field),
+        batch_size=_batch_rows(table.metadata.row_group(group)),
         row_groups=[group],
         columns=[text_field],
         use_threads=False,
@@ -281,7 +282,7 @@ def _row_group(table: Any, group: int, *, text_field: str, start: Place, first: 
         try:
             batch = next(batches, None)
         except (OSError, ValueError, NotImplementedError) as error:
-            problem = f"broken row group: rows {number + 1} to {end} are lost: {_reason(error)}"
+            problem = f"broken row group: rows {number + 1} to {end} are lost: {reason(error)}"
             yield Row("", start.file, number + 1, problem), Place(start.file, end)
             return
         if batch is None:
@@ -297,14 +298,9 @@ def _row_group(table: Any, group: int, *, text_field: str, start: Place, first: 
                 yield Row(value, start.file, number, problem), Place(start.file, number)
 
 
-def _batch_rows(group: Any, text_field: str) -> int:
-    columns = (group.column(index) for index in range(group.num_columns))
-    size = sum(
-        column.total_uncompressed_size
-        for column in columns
-        if column.path_in_schema == text_field or column.path_in_schema.startswith(f"{text_field}.")
-    )
-    return min(max(1, BATCH_BYTES * group.num_rows // max(1, size)), BATCH_ROWS)
+def _batch_rows(group: Any) -> int:
+    # By the size of all columns: asking a damaged file for that of one ends the process (pyarrow 26).
+    return min(max(1, BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)), BATCH_ROWS)
 
 
 def _values(column: Any) -> Iterator[tuple[Any, str]]:

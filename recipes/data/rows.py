@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from parallel.errors import UserError
+from recipes.data.hub import HubReader, is_hub
 from recipes.data.readers import Place, Row, read_file, unit
 from recipes.data.sources import find_files, source_problem
 
@@ -53,6 +54,9 @@ def open_rows(source: str, *, text_field: str, cursor: dict[str, Any] | None = N
     if problem := source_problem(source):
         raise UserError(f"data.source: {problem}")
     start = Place(**cursor) if cursor else Place(0)
+    if is_hub(source):
+        dataset = HubReader(source, text_field=text_field)
+        return RowStream(dataset.rows(start), files=dataset.files, start=start)
     files = find_files(source)
     names = [str(file) for file in files]
     if cursor is None:

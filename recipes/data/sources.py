@@ -12,6 +12,7 @@ from pathlib import Path
 import xxhash
 
 from parallel.errors import UserError
+from recipes.data import hub
 
 STDLIB = "python-stdlib"
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
@@ -36,6 +37,8 @@ def is_prepared(source: str) -> bool:
 
 def source_problem(source: str) -> str | None:
     """What is wrong with data.source and what to write instead, or None. Looks at names and sizes, reads no text."""
+    if hub.is_hub(source):
+        return hub.hub_problem(source)
     if source == STDLIB:
         if _stdlib_files():
             return None
@@ -63,23 +66,42 @@ def source_problem(source: str) -> str | None:
 
 
 def fingerprint(source: str, *, text_field: str) -> str:
-    """Identity of a source: equal for equal files at any place, different once a name, a size or a content differs."""
+    """Identity of a source: equal for equal files at any place, different once a name, a size or a content differs.
+
+    A dataset on the hub is identified by its commit. Raises UserError for a source with a problem, and where the hub
+    does not answer.
+    """
     if problem := source_problem(source):
         raise UserError(f"data.source: {problem}")
-    files = find_files(source)
-    root = os.path.commonpath([file.parent for file in files])
-    total = sum(file.stat().st_size for file in files)
-    has_rows = any(_suffix(file) not in (".txt", None) for file in files)  # None: Python sources
-    identity = xxhash.xxh3_128(repr((READER_VERSION, text_field if has_rows else None)).encode())
-    for file in files:
-        state = file.stat()
-        identity.update(repr((file.relative_to(root).as_posix(), state.st_size)).encode())
-        if total > HASH_CONTENTS_UP_TO:
-            identity.update(repr(state.st_mtime_ns).encode())
-            continue
-        with file.open("rb") as content:
-            while block := content.read(1 << 22):
-                identity.update(block)
+    if not hub.is_hub(source):
+        files = find_files(source)
+        has_rows = any(_suffix(file) not in (".txt", None) for file in files)  # None: Python sources
+        root = Path(os.path.commonpath([file.parent for file in files]))
+        return _identity((READER_VERSION, text_field if has_rows else None), files, root=root)
+    dataset = hub.parse(hub.pinned(source))
+    facts = (READER_VERSION, text_field, dataset.config, dataset.split)
+    if dataset.folder:
+        return _identity(facts, hub.folder_files(dataset.folder), root=dataset.folder)
+    return _identity((*facts, dataset.name, dataset.revision), [], root=Path())
+
+
+def _identity(facts: tuple[object, ...], files: list[Path], *, root: Path) -> str:
+    identity = xxhash.xxh3_128(repr(facts).encode())
+    try:
+        total = sum(file.stat().st_size for file in files)
+        for file in files:
+            state = file.stat()
+            identity.update(repr((file.relative_to(root).as_posix(), state.st_size)).encode())
+            if total > HASH_CONTENTS_UP_TO:
+                identity.update(repr(state.st_mtime_ns).encode())
+                continue
+            with file.open("rb") as content:
+                while block := content.read(1 << 22):
+                    identity.update(block)
+    except OSError as error:
+        raise UserError(
+            f"data.source: cannot read '{error.filename}': {error.strerror}; is it being changed?"
+        ) from error
     return identity.hexdigest()
 
 
@@ -135,4 +157,4 @@ def _did_you_mean(path: Path) -> str:
     close = difflib.get_close_matches(path.name, [*siblings, STDLIB], n=1)
     if close:
         return f"; did you mean {siblings.get(close[0], STDLIB)!r}?"
-    return f"; write {STDLIB!r}, or a file, folder or glob of {', '.join(SUFFIXES)}"
+    return f"; write {STDLIB!r}, 'hf:ID' for a dataset on the hub, or a file, folder or glob of {', '.join(SUFFIXES)}"

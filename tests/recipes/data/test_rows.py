@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -290,6 +291,24 @@ def test_a_line_without_end_is_never_held(tmp_path: Path) -> None:
     assert int(peak) < readers.LONGEST_ROW * 1.3  # what grows doubles nothing
 
 
+def test_a_large_row_group_is_never_held(tmp_path: Path) -> None:
+    texts = [f"{number * 7919 % 65_521:06}" * 5000 for number in range(2000)]  # 60 MB
+    write_parquet(
+        tmp_path / "a.parquet", {"text": texts}, write_batch_size=10, use_dictionary=False, compression="none"
+    )
+    code = (
+        "import sys, pyarrow; from recipes.data.rows import open_rows\n"
+        "print(sum(len(row.text) for row in open_rows(sys.argv[1], text_field='text')))\n"
+        "print(pyarrow.default_memory_pool().max_memory())"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    length, peak = map(int, found.stdout.split())
+    assert length == 60_000_000
+    assert peak < 20_000_000
+
+
 def test_a_line_of_the_largest_size_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "PIECE", 7)
     monkeypatch.setattr(readers, "LONGEST_ROW", 30)
@@ -358,6 +377,32 @@ def test_the_rows_are_the_same_from_every_cursor(nasty: Path) -> None:
                 assert next(entered) == expected
             if index > len(rows) - 150:
                 assert next(entered, None) is None
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.txt"])
+def test_damaged_files_give_the_same_rows_from_every_cursor(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    chance = random.Random(0)
+    texts = [chance.choice(["", "x", "é€😀" * 5, "word " * 50, "\n"]) for _ in range(300)]
+    if name == "a.parquet":
+        options: dict[str, Any] = {"row_group_size": 100, "data_page_size": 500, "write_batch_size": 20}
+        write_parquet(path, {"text": texts}, **options)
+    elif name == "a.txt":
+        path.write_text("\n".join(texts * 10), encoding="utf-8")
+    else:
+        write_json_lines(path, [{"text": text} for text in texts])
+    whole = path.read_bytes()
+    for _ in range(40):
+        damaged = bytearray(whole[: chance.choice([len(whole), len(whole), chance.randrange(1, len(whole))])])
+        for _ in range(chance.choice([0, 1, 20])):
+            damaged[chance.randrange(len(damaged))] ^= 1 << chance.randrange(8)
+        path.write_bytes(damaged)
+        start = {"file": 0}
+        stream = open_rows(str(path), text_field="text", cursor=start)
+        entered = [(row, stream.cursor) for row in stream]
+        for index in chance.sample(range(len(entered)), min(3, len(entered))):
+            rows = rows_of(path, cursor=entered[index][1])
+            assert rows == [row for row, _ in entered[index + 1 :]]
 
 
 def test_entering_reads_no_more_than_it_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,9 @@ def test_a_source_that_does_not_exist(tmp_path: Path) -> None:
     assert "does not exist; did you mean" in problem
     assert repr(str(tmp_path / "shakespeare.txt")) in problem
     assert sources.source_problem("python_stdlib") == "'python_stdlib' does not exist; did you mean 'python-stdlib'?"
-    assert "write 'python-stdlib', or a file" in str(sources.source_problem(str(tmp_path / "zzz")))
+    assert "write 'python-stdlib', 'hf:ID' for a dataset on the hub, or a file" in str(
+        sources.source_problem(str(tmp_path / "zzz"))
+    )
     problem = sources.source_problem(str(tmp_path / "no" / "where" / "a.txt"))
     assert f"there is no folder '{tmp_path / 'no' / 'where'}'; the nearest that exists is '{tmp_path}'" in str(problem)
     with pytest.raises(UserError, match=r"data\.source: .* does not exist"):
