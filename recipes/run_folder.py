@@ -121,18 +121,31 @@ def claim_run_folder(recipe: Recipe, *, done: int, environment: dict[str, Any]) 
     return notes
 
 
-def require_same_data(checkpoint: Path, facts: dict[str, Any]) -> None:
-    """Raises UserError when the tokens behind the data order are not those that the checkpoint was trained on."""
+def read_data_facts(checkpoint: Path | None) -> dict[str, Any]:
+    """What the data order of a checkpoint rests on; nothing without one. Raises UserError where it cannot be read."""
+    if checkpoint is None:
+        return {}
     file = checkpoint / DATA
     try:
-        then = json.loads(file.read_text(encoding="utf-8"))
+        facts = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(facts, dict) or not isinstance(facts.get("sources"), dict):
+            raise ValueError("not what it should be")
+        return facts
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read ({error}); remove {checkpoint} to go on from an older one") from None
-    if then != facts:
-        changed = [name for name, was in then.get("sources", {}).items() if facts["sources"].get(name) != was]
-        what = f"text behind {toml(changed)}" if then.get("tokenizer") == facts["tokenizer"] else "tokenizer"
+
+
+def require_same_data(checkpoint: Path, facts: dict[str, Any]) -> None:
+    """Raises UserError when the tokens behind the data order are not those that the checkpoint was trained on."""
+    then = read_data_facts(checkpoint)
+    problems = ["another tokenizer"] if then.get("tokenizer") != facts["tokenizer"] else []
+    for name, now in facts["sources"].items():
+        was = then["sources"].get(name, {})
+        if not problems and was.get("tokens") != now["tokens"]:
+            problems.append(f"other text behind {toml(name)}: {was.get('about')} then, {now['about']} now")
+    if problems:
         raise UserError(
-            f"the {what} is no longer the one that {checkpoint} was trained on, so its data order means nothing"
+            f"{checkpoint} was trained on {'; '.join(problems)}. Its data order means nothing here"
             "; put the old files back, or start another run (--run.name OTHER)"
         )
 

@@ -5,7 +5,6 @@ import platform
 import signal
 import time
 from dataclasses import asdict
-from pathlib import Path
 from types import FrameType
 from typing import cast
 
@@ -28,8 +27,8 @@ from recipes.checkpoint import Checkpoints
 from recipes.console import Console
 from recipes.convert import export_model, load_weights
 from recipes.data.batches import Batches
-from recipes.data.opening import open_data
-from recipes.data.sequences import Sequences
+from recipes.data.opening import open_data, pinned_sources
+from recipes.data.sequences import Quarantine, Sequences
 from recipes.evaluate import continuation, mean_loss
 from recipes.hf_folder import Description
 from recipes.metrics import AttentionLength, MetricsWriter, StepClock, Throughput, environment, peak_memory_gib
@@ -40,12 +39,21 @@ from recipes.run_folder import (
     DATA,
     check_output_folder,
     claim_run_folder,
+    read_data_facts,
     require_same_data,
     run_folder,
 )
 from recipes.schedule import learning_rate
 from recipes.schema import Recipe
-from recipes.weights import CHECKPOINTS, FROM_WEIGHTS, checkpoint_files, checkpoint_steps, starting_point
+from recipes.weights import (
+    CHECKPOINTS,
+    FROM_WEIGHTS,
+    Weights,
+    checkpoint_files,
+    checkpoint_steps,
+    starting_point,
+    step_folder,
+)
 
 
 def train(recipe: Recipe) -> int:
@@ -129,6 +137,8 @@ class Trainer:
         )
         self.step = self.saved_step = self._resume()
         self._open_folder()  # only now: a run that could not start leaves nothing behind
+        self.quarantine, self.bad_rows = Quarantine(self.folder / "quarantine.jsonl"), 0
+        self._note_bad_rows()
         self.agreement = Agreement()
         self.interrupted_by: signal.Signals | None = None
         self.interrupted_at = 0.0
@@ -171,7 +181,11 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate(self.step)
         with self.clock.loading():
-            batches = self.training.take(self.step)
+            try:
+                batches = self.training.take(self.step)
+            except UserError:
+                self._note_bad_rows()  # perhaps too many
+                raise
         self.attention_length.count(documents for _, _, documents in batches)
         counts = [(targets != IGNORED).sum() for _, targets, _ in batches]
         target_tokens = sum_over_processes(torch.stack(counts).sum())
@@ -205,23 +219,19 @@ class Trainer:
     # Data
 
     def _open_data(self) -> None:
-        data = self.recipe.data
+        data, checkpoint = self.recipe.data, None
+        if self.resume_step is not None:
+            checkpoint = step_folder(self.folder / CHECKPOINTS, self.resume_step)
+        pinned = on_main(self.world, lambda: pinned_sources(data.sources, read_data_facts(checkpoint)))
+        from_weights = data.tokenizer == FROM_WEIGHTS
         opened = on_main_first(
             self.world,
             lambda: open_data(
-                mixture=data.sources,
-                text_field=data.text_field,
-                tokenizer=(
-                    starting_point(self.recipe.model.weights, self.folder).tokenizer()
-                    if data.tokenizer == FROM_WEIGHTS
-                    else data.tokenizer
-                ),
-                validation_fraction=data.validation_fraction,
+                data,
+                pinned=pinned,
+                tokenizer=self._weights().tokenizer() if from_weights else data.tokenizer,
                 sequence_length=self.recipe.batch.sequence_length,
                 seed=self.recipe.run.seed,
-                shuffle_tokens=data.shuffle_tokens,
-                bad_row_budget=data.bad_row_budget,
-                cache=Path(data.cache).expanduser(),
                 writes=self.world.is_main,
                 report=self.console.say,
             ),
@@ -250,6 +260,11 @@ class Trainer:
             device=self.world.device,
         )
 
+    def _note_bad_rows(self) -> None:
+        if self.world.is_main and (rows := self.quarantine.note(self.training.sequences.sources)) > self.bad_rows:
+            self.console.say(f"{rows} rows of the text so far are bad and were left out: {self.quarantine.file}")
+            self.bad_rows = rows
+
     def _document_boundary(self) -> int | None:
         """The token behind which attention does not look, if the recipe says so."""
         return self.tokenizer.end_of_document if self.recipe.data.document_mask else None
@@ -271,6 +286,7 @@ class Trainer:
             "peak_memory_gib": peak_memory_gib(self.world.device),
         }
         self.metrics.write(row)
+        self._note_bad_rows()
         self.console.say(step_line(row, self.recipe.run.steps))
         self.console.progress(self.step, self.recipe.run.steps, f"loss {mean_loss:.3f}")
         self.clock.restart()
@@ -303,11 +319,15 @@ class Trainer:
         self.context_length = self.recipe.batch.sequence_length
         if not self.recipe.model.weights:
             return
-        weights = starting_point(self.recipe.model.weights, self.folder)
+        weights = self._weights()
         self.context_length = max(self.context_length, weights.facts.context_length)
         if self.resume_step is None:
             on_all(self.world, lambda: load_weights(self.model, weights))
             self.console.say(f"weights from {weights.path}")
+
+    def _weights(self) -> Weights:
+        """Where the run starts from."""
+        return starting_point(self.recipe.model.weights, self.folder)
 
     def _description(self) -> Description:
         """What goes with the weights wherever they go."""

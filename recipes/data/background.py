@@ -24,6 +24,7 @@ class Background:
     """Writes the shards of one source as far as `want` says, until it is stopped or its parent is gone."""
 
     def __init__(self, folder: Path, work: Preparation) -> None:
+        """folder: one that is there."""
         self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)

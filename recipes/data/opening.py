@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
+from recipes.data import hub
 from recipes.data.background import Background
 from recipes.data.order import SequenceOrder
 from recipes.data.prepare import VERIFY_UP_TO_BYTES, Pieces, preparation, whole_shards
@@ -16,12 +17,14 @@ from recipes.data.shards import (
     TRAIN,
     VALIDATION,
     Index,
+    Shard,
     Shards,
     array_path,
     damage,
     open_index,
 )
-from recipes.data.sources import is_prepared
+from recipes.data.sources import describe, is_prepared
+from recipes.schema import DataConfig
 from recipes.tokenizer import Tokenizer, load_tokenizer
 
 SECONDS_BETWEEN_REPORTS = 10.0
@@ -39,71 +42,85 @@ class Data:
     """What the order of the tokens rests on: fingerprints of the tokenizer and of each source."""
 
 
+def pinned_sources(sources: Mapping[str, float], before: Mapping[str, Any]) -> dict[str, str]:
+    """Recipe's name -> the source to read: of datasets on the hub always the commit that a run began with.
+
+    before: Data.facts of the run so far, or nothing. Raises UserError where the hub must be asked and does not answer.
+    """
+    known = before.get("sources", {})
+    return {name: known.get(name, {}).get("source") or hub.pinned(name) for name in sources}
+
+
 def open_data(
+    section: DataConfig,
     *,
-    mixture: Mapping[str, float],
-    text_field: str,
+    pinned: Mapping[str, str],
     tokenizer: str | Tokenizer,
-    validation_fraction: float,
     sequence_length: int,
     seed: int,
-    shuffle_tokens: int,
-    bad_row_budget: float,
-    cache: Path,
     writes: bool,
     report: Callable[[str], None],
     pieces: Pieces = USUAL,
 ) -> Data:
     """Open all sources, and wait until the first sequences are there.
 
-    mixture: source -> share of the tokens, of any sum. writes: whether this process tokenizes what is not there yet
-    (one of all must, and be called first). `report` gets one line of text for each thing done. Raises UserError for
-    whatever is wrong with the fields.
+    pinned: of pinned_sources(). tokenizer: that of the section, or one that is there already. writes: whether this
+    process tokenizes what is not there yet (one of all must, and be called first). `report` gets one line of text for
+    each thing done. Raises UserError for whatever is wrong with the fields.
     """
+    cache, fraction = Path(section.cache).expanduser(), section.validation_fraction
     if isinstance(tokenizer, str):
-        raw = [source for source in mixture if not is_prepared(source)]
-        tokenizer = load_tokenizer(
-            tokenizer, sources=raw or list(mixture), text_field=text_field, cache=cache, report=report
-        )
+        raw = [pinned[source] for source in section.sources if not is_prepared(source)] or list(pinned.values())
+        tokenizer = load_tokenizer(tokenizer, sources=raw, text_field=section.text_field, cache=cache, report=report)
     training, validation = [], []
     facts: dict[str, Any] = {"tokenizer": tokenizer.fingerprint, "sources": {}}
-    for name in mixture:
+    for name in section.sources:
         background = None
         if is_prepared(name):
             folder = Path(name).expanduser()
-            index = _matching_index(folder, tokenizer, validation_fraction, verify=writes)
+            index = _matching_index(folder, tokenizer, fraction, verify=writes)
             fingerprint, window = index.fingerprint, None
+            about = f"{sum(shard.train for shard in index.shards):,} tokens"
         else:
             work = preparation(
-                name,
-                text_field=text_field,
+                pinned[name],
+                text_field=section.text_field,
                 tokenizer=tokenizer,
-                validation_fraction=validation_fraction,
+                validation_fraction=fraction,
                 pieces=pieces,
             )
-            folder = cache.expanduser() / "tokens" / work.fingerprint
-            fingerprint, window = work.fingerprint, max(1, shuffle_tokens // sequence_length)
+            folder = cache / "tokens" / work.fingerprint
+            fingerprint, window = work.fingerprint, max(1, section.shuffle_tokens // sequence_length)
+            about = describe(pinned[name])
             if writes:
-                there = whole_shards(folder)
+                there = _there(folder)
                 if there and there[-1].last:
                     report(f"tokens found in {folder}")
                 else:
                     background = Background(folder, work)
         order = SequenceOrder(sequence_length, seed, window)
-        source = Source(name, Shards(folder, TRAIN), order, bad_row_budget=bad_row_budget)
+        source = Source(name, Shards(folder, TRAIN), order, bad_row_budget=section.bad_row_budget)
         source.background = background
         try:
             _wait_for_the_first(source, report)
             training.append(source)
             validation.append(_held_out(source, folder))
-            _require_enough(source, validation[-1], validation_fraction=validation_fraction)
+            _require_enough(source, validation[-1], validation_fraction=fraction)
         except BaseException:
             if background is not None:
                 background.stop()
             raise
-        facts["sources"][name] = fingerprint
-    weights = list(mixture.values())
+        facts["sources"][name] = {"source": pinned[name], "tokens": fingerprint, "about": about}
+    weights = list(section.sources.values())
     return Data(tokenizer, Sequences(training, weights), Sequences(validation, weights), facts)
+
+
+def _there(folder: Path) -> list[Shard]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return whole_shards(folder)
+    except OSError as error:
+        raise UserError(f"data.cache: cannot write below '{folder.parent}': {error}; give another folder") from error
 
 
 def _matching_index(folder: Path, tokenizer: Tokenizer, validation_fraction: float, *, verify: bool) -> Index:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,28 @@ class Piece:
     end: int
 
 
+class Quarantine:
+    """quarantine.jsonl: file, row and reason of every bad row in what a run has used so far."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._rows = 0
+        self._noted: dict[str, int] = {}
+
+    def note(self, sources: "Sequence[Source]") -> int:
+        """Add what is new; returns how many bad rows there are by now."""
+        for source in sources:
+            first, used = self._noted.get(source.name, 0), source.used_shards
+            rows = list(source.bad_rows(used, first=first))
+            self._noted[source.name] = used
+            if rows:
+                # A resumed run looks through all that it used, so that the file is always whole.
+                with self.file.open("a" if self._rows else "w", encoding="utf-8") as file:
+                    file.writelines(json.dumps({"source": source.name, **row}) + "\n" for row in rows)
+                self._rows += len(rows)
+        return self._rows
+
+
 class Source:
     """The shuffled sequences of one source, as far as it is tokenized; who asks for more waits for it."""
 
@@ -43,7 +66,8 @@ class Source:
         """What writes the shards, on the one process that started it."""
         self.closed = False
         self._bad_row_budget = bad_row_budget
-        self._judged = 0
+        self.used_shards = 0
+        """How many were needed so far."""
 
     @property
     def tokens(self) -> int | None:
@@ -114,7 +138,8 @@ class Source:
 
     def _judge(self, used: int) -> None:
         # Shards in use, not those that happen to be there: so a run stops at the same step wherever it runs.
-        for count in range(self._judged + 1, used + 1):
+        before, self.used_shards = self.used_shards, max(used, self.used_shards)
+        for count in range(before + 1, used + 1):
             shards = self.shards.shards[:count]
             bad, rows = sum(shard.bad for shard in shards), sum(shard.rows for shard in shards)
             if bad > self._bad_row_budget * rows:
@@ -126,7 +151,6 @@ class Source:
                     f" of {bad / rows:.3g}, more than {self._bad_row_budget}; repair the source or raise the budget."
                     f" The first:{first}"
                 )
-        self._judged = max(used, self._judged)
 
 
 class Sequences:

@@ -85,6 +85,18 @@ def fingerprint(source: str, *, text_field: str) -> str:
     return _identity((*facts, dataset.name, dataset.revision), [], root=Path())
 
 
+def describe(source: str) -> str:
+    """How much is behind a source, for people: its files and bytes, or its commit on the hub."""
+    if hub.is_hub(source):
+        dataset = hub.parse(source)
+        if dataset.folder is None:
+            return f"commit {dataset.revision}" if dataset.revision else "its newest commit"
+        files = hub.folder_files(dataset.folder)
+    else:
+        files = find_files(source)
+    return f"{len(files):,} files with {sum(file.stat().st_size for file in files):,} bytes"
+
+
 def _identity(facts: tuple[object, ...], files: list[Path], *, root: Path) -> str:
     identity = xxhash.xxh3_128(repr(facts).encode())
     try:
