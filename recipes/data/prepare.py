@@ -11,7 +11,7 @@ import platform
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from recipes.data.shards import (
     DOCUMENTS,
     FORMAT_VERSION,
     INDEX,
+    OWNER,
     TOKENIZER,
     TRAIN,
     VALIDATION,
@@ -127,13 +128,18 @@ def whole_shards(folder: Path) -> list[Shard]:
     return shards
 
 
-def write_shards(folder: Path, work: Preparation) -> Iterator[Shard]:
+def write_shards(
+    folder: Path, work: Preparation, *, progress: Callable[[int], None] = lambda tokens: None
+) -> Iterator[Shard]:
     """Write the shards that are not there yet, yielding each when it is whole; at the end the index.
+
+    progress: called with the number of tokens after each batch.
 
     Any number of processes may write to the same folder: they write the same. Raises UserError for a source that cannot
     be read any further, OSError where the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    claim(folder, work)
     shards = whole_shards(folder)
     if not (folder / TOKENIZER).exists():
         write_whole(folder / TOKENIZER, work.tokenizer.json)
@@ -142,7 +148,7 @@ def write_shards(folder: Path, work: Preparation) -> Iterator[Shard]:
     rows = open_rows(work.source, text_field=work.text_field, cursor=shards[-1].cursor if shards else None)
     if not (shards and shards[-1].last):
         with parallel_tokenizers():
-            batches = _tokenized(rows, work.tokenizer, work.pieces)
+            batches = _counted(_tokenized(rows, work.tokenizer, work.pieces), progress)
             while not (shards and shards[-1].last):
                 shards.append(_write_shard(folder, len(shards), batches, work, files=rows.files))
                 yield shards[-1]
@@ -156,6 +162,19 @@ def write_shards(folder: Path, work: Preparation) -> Iterator[Shard]:
         tuple(shards),
     )
     index.write(folder)
+
+
+def claim(folder: Path, work: Preparation) -> None:
+    """Raises UserError where the folder holds something else than this work."""
+    owner = folder / OWNER
+    if not owner.exists():
+        if any(not path.name.startswith(".part-") for path in folder.iterdir()):
+            raise UserError(f"'{folder}' holds other files; give an empty folder, or one that does not exist")
+        write_whole(owner, work.fingerprint)
+    if owner.read_text(encoding="utf-8") != work.fingerprint:
+        raise UserError(
+            f"'{folder}' holds tokens of another source, tokenizer or held-out share; give another folder, or remove it"
+        )
 
 
 @dataclass(frozen=True)
@@ -181,6 +200,14 @@ def _tokenized(rows: RowStream, tokenizer: Tokenizer, pieces: Pieces) -> Iterato
         while waiting:
             first, behind, ids = waiting.popleft()
             yield _Batch(first, ids.result(), behind, last=not waiting)
+
+
+def _counted(batches: Iterator[_Batch], progress: Callable[[int], None]) -> Iterator[_Batch]:
+    tokens = 0
+    for batch in batches:
+        tokens += sum(len(ids) + 1 for ids in batch.ids)
+        progress(tokens)
+        yield batch
 
 
 def _batches(rows: RowStream, pieces: Pieces) -> Iterator[tuple[list[Row], Any]]:

@@ -7,16 +7,14 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from parallel.errors import UserError
 from recipes.data.background import EVERYTHING, Background
 from recipes.data.order import Mixture, SequenceOrder
-from recipes.data.shards import PROBLEM, TRAIN, Shards, bad_rows_path
+from recipes.data.shards import PROBLEM, TRAIN, Shards, bad_rows, require_few_bad_rows
 
 SECONDS_BETWEEN_LOOKS = 0.05
 
@@ -44,7 +42,7 @@ class Quarantine:
         """Add what is new; returns how many bad rows there are by now."""
         for source in sources:
             first, used = self._noted.get(source.name, 0), source.used_shards
-            rows = list(source.bad_rows(used, first=first))
+            rows = list(bad_rows(source.shards.folder, source.shards.shards[:used], first=first))
             self._noted[source.name] = used
             if rows:
                 # A resumed run looks through all that it used, so that the file is always whole.
@@ -110,23 +108,15 @@ class Source:
         """Whether so many tokens are there, or the whole source (None)."""
         return self.shards.complete or (needed is not None and self.shards.tokens >= needed)
 
-    def read(self, numbers: np.ndarray, out: np.ndarray) -> None:
-        """Sequences of these numbers, (n,) -> out (n, S + 1), any integer type."""
-        for row, start in zip(out, self.order.starts(numbers, total=self.tokens).tolist(), strict=True):
-            self.shards.read(start, row)
+    def starts(self, numbers: np.ndarray) -> list[int]:
+        """Where in the source sequences of these numbers, (n,), begin."""
+        return self.order.starts(numbers, total=self.tokens).tolist()
 
     def pieces(self, number: int) -> Iterator[Piece]:
         """What the inputs of training sequence `number` are made of, in their order."""
-        (start,) = self.order.starts(np.array([number]), total=self.tokens).tolist()
+        (start,) = self.starts(np.array([number]))
         for place in self.shards.documents(start, self.order.sequence_length):
             yield Piece(self.name, *place)
-
-    def bad_rows(self, shards: int, *, first: int = 0) -> Iterator[dict[str, Any]]:
-        """File, row and reason of each bad row of shards first .. shards - 1."""
-        for number, shard in enumerate(self.shards.shards[first:shards], start=first):
-            if shard.bad:
-                for line in bad_rows_path(self.shards.folder, number).read_text(encoding="utf-8").splitlines():
-                    yield json.loads(line)
 
     def _look_for_trouble(self) -> None:
         try:
@@ -141,16 +131,7 @@ class Source:
         before, self.used_shards = self.used_shards, max(used, self.used_shards)
         for count in range(before + 1, used + 1):
             shards = self.shards.shards[:count]
-            bad, rows = sum(shard.bad for shard in shards), sum(shard.rows for shard in shards)
-            if bad > self._bad_row_budget * rows:
-                first = "".join(
-                    f"\n  {row['file']}, {row['row']}: {row['reason']}" for row in islice(self.bad_rows(count), 5)
-                )
-                raise UserError(
-                    f"data.bad_row_budget: {bad} of the first {rows} rows of {self.name!r} hold no usable text, a share"
-                    f" of {bad / rows:.3g}, more than {self._bad_row_budget}; repair the source or raise the budget."
-                    f" The first:{first}"
-                )
+            require_few_bad_rows(self.shards.folder, shards, source=self.name, budget=self._bad_row_budget)
 
 
 class Sequences:
@@ -179,8 +160,9 @@ class Sequences:
         places, numbers = self.mixture.place(np.arange(first, first + count))
         rows = np.empty((count, self.sequence_length + 1), dtype=np.int64)
         for index, source in enumerate(self.sources):
-            for place in np.flatnonzero(places == index):
-                source.read(numbers[place : place + 1], rows[place : place + 1])
+            own = np.flatnonzero(places == index)
+            for place, start in zip(own.tolist(), source.starts(numbers[own]), strict=True):
+                source.shards.read(start, rows[place])
         return rows
 
     def pieces(self, number: int) -> Iterator[Piece]:

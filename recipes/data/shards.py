@@ -8,6 +8,7 @@
     ...
     index.json             all of these in one file, once the source has come to its end
     tokenizer.json         what made the tokens
+    owner.txt              fingerprint of the source, the tokenizer and the held-out share
 
 The bytes depend on the source, the tokenizer and the held-out share, and on nothing else. Imports no torch.
 """
@@ -15,8 +16,9 @@ The bytes depend on the source, the tokenizer and the held-out share, and on not
 import json
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ FORMAT_VERSION = 2
 
 TRAIN, VALIDATION, DOCUMENTS = "train", "validation", "documents"
 ARRAYS = (TRAIN, VALIDATION, DOCUMENTS)
-INDEX, TOKENIZER, PROBLEM = "index.json", "tokenizer.json", "problem.txt"
+INDEX, TOKENIZER, PROBLEM, OWNER = "index.json", "tokenizer.json", "problem.txt", "owner.txt"
 # `end` counts tokens from the beginning of the shard; `file` and `row` are those of recipes/data/rows.py.
 DOCUMENT = np.dtype([("end", "<u8"), ("file", "<u4"), ("row", "<u8")])
 
@@ -96,6 +98,14 @@ def read_shard(folder: Path, number: int) -> Shard | None:
         return None
 
 
+def whole_so_far(folder: Path) -> list[Shard]:
+    """The shards that are there, up to the first gap."""
+    shards: list[Shard] = []
+    while (shard := read_shard(folder, len(shards))) is not None:
+        shards.append(shard)
+    return shards
+
+
 @dataclass(frozen=True)
 class Index:
     """index.json: a source that was tokenized to its end."""
@@ -139,6 +149,27 @@ def open_index(folder: str) -> Index:
             " folder again with scripts/prepare_data.py"
         )
     return index
+
+
+def bad_rows(folder: Path, shards: Sequence[Shard], *, first: int = 0) -> Iterator[dict[str, Any]]:
+    """File, row and reason of each bad row in these shards, from number `first` on."""
+    for number, shard in enumerate(shards[first:], start=first):
+        if shard.bad:
+            for line in bad_rows_path(folder, number).read_text(encoding="utf-8").splitlines():
+                yield json.loads(line)
+
+
+def require_few_bad_rows(folder: Path, shards: Sequence[Shard], *, source: str, budget: float) -> None:
+    """Raises UserError where more than this share of the rows is bad. source: what the user calls it."""
+    bad, rows = sum(shard.bad for shard in shards), sum(shard.rows for shard in shards)
+    if bad > budget * rows:
+        listed = "".join(
+            f"\n  {row['file']}, {row['row']}: {row['reason']}" for row in islice(bad_rows(folder, shards), 5)
+        )
+        raise UserError(
+            f"data.bad_row_budget: {bad} of the first {rows} rows of {source!r} hold no usable text, a share of"
+            f" {bad / rows:.3g}, more than {budget}; repair the source or raise the budget. The first:{listed}"
+        )
 
 
 def damage(folder: Path, number: int, shard: Shard) -> str | None:

@@ -418,7 +418,9 @@ def test_problems_on_the_way_reach_who_waits(rows: Path, tmp_path: Path) -> None
     data = opened(tmp_path / "cache", {str(rows): 1.0})
     folder = data.training.sources[0].shards.folder
     data.training.sources[0].require(10**6)
-    data.training.close()
+    background = data.training.sources[0].background
+    assert background is not None
+    background._process.join()  # it has written the index
     (folder / "index.json").unlink()
     last = json.loads(shard_path(folder, 0).read_text())
     assert last["documents"]

@@ -1,0 +1,334 @@
+"""Reading, tokenizing and preparing text, against the libraries alone: `bench.py --suite data`. CPU only.
+
+Every comparison alternates its sides in one process run (or in child processes where cores are limited), and gives
+medians, because machines are noisy.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from recipes.data.batches import Batches
+from recipes.data.opening import open_data, pinned_sources
+from recipes.data.order import SequenceOrder
+from recipes.data.prepare import Pieces, preparation, write_shards
+from recipes.data.rows import documents
+from recipes.data.sequences import Sequences, Source
+from recipes.data.shards import ARRAYS, DOCUMENT, DOCUMENTS, TRAIN, VALIDATION, Shard, Shards, array_path, shard_path
+from recipes.schema import DataConfig
+from recipes.tokenizer import Tokenizer, load_tokenizer, parallel_tokenizers
+
+LENGTH = 8192
+"""Tokens per sequence."""
+END = 0
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main(arguments: list[str]) -> int:
+    """Prints a Markdown table, and writes every measurement as JSON where --out says."""
+    parser = argparse.ArgumentParser(prog="bench.py --suite data", description=__doc__)
+    parser.add_argument("--tokens", type=int, default=2**27, help="in the prepared shards that are read (%(default)s)")
+    parser.add_argument(
+        "--copies", type=int, default=4, help="of the standard library's text to tokenize (%(default)s)"
+    )
+    parser.add_argument("--batches", type=int, default=100_000, help="over which memory must not grow (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="after one that does not count (%(default)s)")
+    parser.add_argument("--folder", type=Path, help="where to write; default: a temporary one")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", choices=("reading", "tokenizing", "preparing"), nargs="+")
+    options = parser.parse_args(arguments)
+    parts = {"reading": _reading, "tokenizing": _tokenizing, "preparing": _preparing}
+    rows: list[dict[str, Any]] = []
+    print("| what | median | ratio | target |\n|---|---|---|---|")
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        for name in options.only or parts:
+            for row in parts[name](Path(folder), options):
+                rows.append(row)
+                ratio = f"{row['ratio']:.2f}" if "ratio" in row else ""
+                print(f"| {row['what']} | {row['median']} | {ratio} | {row.get('target', '')} |", flush=True)
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "tokenizers", "datasets", "numpy"))
+    print(f"\n{os.cpu_count()} cores, Python {platform.python_version()}, {packages}")
+    if options.out:
+        options.out.write_text(json.dumps(rows, indent=1))
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def _reading(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Prepared shards to ready batches, from the page cache."""
+    _random_shards(folder / "shards", options.tokens)
+    for what, mask, target in (("", None, "100"), (" with document positions", END, "20")):
+        batches = _batches(folder / "shards", global_batch_size=16, mask=mask)
+        count = max(1, options.tokens // LENGTH // 16)
+        rates = []
+        for repeat in range(options.repeats + 1):
+            started = perf_counter()
+            for batch in range(repeat * count, (repeat + 1) * count):
+                batches.take(batch)
+            rates.append(count * 16 * LENGTH / (perf_counter() - started) / 1e6)
+        batches.close()
+        rate = median(rates[1:])
+        yield {
+            "what": f"prepared shards to batches of 16 x {LENGTH}, shuffled{what}",
+            "median": f"{rate:.0f} M tokens/s per process",
+            "target": f"at least {target} M",
+            "all": rates,
+        }
+    seconds = []
+    for _ in range(options.repeats + 1):
+        started = perf_counter()
+        batches = _batches(folder / "shards", global_batch_size=16, mask=None)
+        batches.take(10**9 // 16)
+        seconds.append(perf_counter() - started)
+        batches.close()
+    yield {
+        "what": "open prepared shards and read at sequence 10^9",
+        "median": f"{median(seconds[1:]) * 1e3:.0f} ms",
+        "target": "under a second",
+        "all": seconds,
+    }
+    batches = _batches(folder / "shards", global_batch_size=1, mask=None)
+    for batch in range(1000):
+        batches.take(batch)
+    before = _own_memory()
+    for batch in range(1000, 1000 + options.batches):
+        batches.take(batch)
+    growth = _own_memory() - before
+    batches.close()
+    yield {
+        "what": f"memory of the process over {options.batches:,} batches, pages of mapped files left out",
+        "median": f"{growth / 2**20:+.1f} MiB",
+        "target": "no growth",
+        "all": [growth],
+    }
+
+
+def _random_shards(folder: Path, tokens: int) -> None:
+    """Prepared shards of random tokens, a document every 800 or so."""
+    folder.mkdir()
+    generator = np.random.default_rng(0)
+    size = min(tokens, 2**26)
+    for number in range(tokens // size):
+        values = generator.integers(1, 50_000, size, dtype=np.uint16)
+        values[generator.integers(0, size, size // 800)] = END
+        arrays = {TRAIN: values, VALIDATION: values[:0], DOCUMENTS: np.zeros(0, dtype=DOCUMENT)}
+        for kind in ARRAYS:
+            np.save(array_path(folder, number, kind), arrays[kind])
+        last = number == tokens // size - 1
+        shard = Shard(size, 0, 0, 0, 0, 0, 0.0, 1.0, None, last)
+        shard_path(folder, number).write_text(json.dumps(shard.__dict__))
+
+
+def _batches(folder: Path, *, global_batch_size: int, mask: int | None) -> Batches:
+    source = Source("shards", Shards(folder), SequenceOrder(LENGTH, 0, None))
+    return Batches(
+        Sequences([source], [1.0]),
+        global_batch_size=global_batch_size,
+        micro_batch_size=1,
+        rank=0,
+        ranks=1,
+        end_of_document=mask,
+        device=torch.device("cpu"),
+    )
+
+
+def _own_memory() -> int:
+    """Bytes that belong to this process alone: mapped files are the page cache's."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+# ---------------------------------------------------------------------------------------------------------- tokenizing
+
+
+def _corpus(folder: Path, copies: int) -> tuple[Path, list[str], Tokenizer]:
+    """The standard library's sources, each copy a little different, as one .jsonl file."""
+    texts = list(documents("python-stdlib", text_field="text"))
+    texts = [f"# copy {copy}\n{text}" for copy in range(copies) for text in texts]
+    file = folder / "corpus.jsonl"
+    if not file.exists():
+        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    tokenizer = load_tokenizer(
+        "train:32000", sources=["python-stdlib"], text_field="text", cache=folder / "cache", report=lambda line: None
+    )
+    return file, texts, tokenizer
+
+
+def _tokenizing(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A text file to the first batches while it is being tokenized, against the tokenizer alone and a plain loader."""
+    file, texts, tokenizer = _corpus(folder, options.copies)
+    with parallel_tokenizers():
+        tokens = sum(len(ids) + 1 for ids in tokenizer.encode_batch(texts))
+    sides: dict[str, Callable[[int], float]] = {
+        "ours": lambda repeat: _stream(file, tokenizer, folder / f"streamed-{repeat}", tokens),
+        "tokenizers": lambda repeat: _tokenizers_alone(texts, tokenizer),
+        "datasets": lambda repeat: _datasets_pipeline(file, folder),
+    }
+    seconds = _alternate(sides, options.repeats)
+    ours = median(seconds["ours"])
+    yield {
+        "what": "all of a .jsonl file tokenized and read in batches, against tokenizers alone on the same text",
+        "median": f"{tokens / ours / 1e6:.2f} M tokens/s",
+        "ratio": median(seconds["tokenizers"]) / ours,
+        "target": "at least 0.9",
+        "all": seconds,
+    }
+    yield {
+        "what": "the same against datasets.map and a DataLoader",
+        "median": f"{tokens / median(seconds['datasets']) / 1e6:.2f} M tokens/s theirs",
+        "ratio": median(seconds["datasets"]) / ours,
+        "target": "at least 2",
+    }
+
+
+def _stream(file: Path, tokenizer: Tokenizer, cache: Path, tokens: int) -> float:
+    started = perf_counter()
+    section = DataConfig(source=str(file), cache=str(cache), shuffle_tokens=2**22)
+    data = open_data(
+        section,
+        pinned=pinned_sources(section.sources, {}),
+        tokenizer=tokenizer,
+        sequence_length=LENGTH,
+        seed=0,
+        writes=True,
+        report=lambda line: None,
+    )
+    batches = Batches(
+        data.training,
+        global_batch_size=16,
+        micro_batch_size=1,
+        rank=0,
+        ranks=1,
+        end_of_document=None,
+        device=torch.device("cpu"),
+    )
+    for batch in range(int(tokens * (1 - section.validation_fraction)) // LENGTH // 16):
+        batches.take(batch)
+    seconds = perf_counter() - started
+    batches.close()
+    return seconds
+
+
+def _tokenizers_alone(texts: list[str], tokenizer: Tokenizer) -> float:
+    started = perf_counter()
+    with parallel_tokenizers():
+        tokenizer.backend.encode_batch_fast(texts, add_special_tokens=False)
+    return perf_counter() - started
+
+
+def _datasets_pipeline(file: Path, folder: Path) -> float:
+    """What a careful user writes: map with all cores, packed in batches of documents, read by a DataLoader."""
+    return _in_child("pipeline", file, folder, cores=None)
+
+
+# ----------------------------------------------------------------------------------------------------------- preparing
+
+
+def _preparing(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A text file to shards, with one core and all, against datasets.map writing Arrow."""
+    file, _, _ = _corpus(folder, options.copies)
+    sides: dict[str, Callable[[int], float]] = {
+        "one core": lambda repeat: _in_child("prepare", file, folder, cores=1),
+        "all cores": lambda repeat: _in_child("prepare", file, folder, cores=None),
+        "datasets.map": lambda repeat: _in_child("map", file, folder, cores=None),
+    }
+    seconds = _alternate(sides, options.repeats)
+    ours = median(seconds["all cores"])
+    yield {
+        "what": f"preparing a .jsonl file with {os.cpu_count()} cores, against one core",
+        "median": f"{file.stat().st_size / ours / 1e6:.1f} MB/s",
+        "ratio": median(seconds["one core"]) / ours,
+        "target": f"near {os.cpu_count()}",
+        "all": seconds,
+    }
+    yield {
+        "what": "the same against datasets.map(batched, num_proc=all) writing Arrow",
+        "median": f"{file.stat().st_size / median(seconds['datasets.map']) / 1e6:.1f} MB/s theirs",
+        "ratio": median(seconds["datasets.map"]) / ours,
+        "target": "more than 1",
+    }
+
+
+def _alternate(sides: dict[str, Callable[[int], float]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each side, taken in turns; the first round does not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for repeat in range(repeats + 1):
+        for name, side in sides.items():
+            taken = side(repeat)
+            if repeat:
+                seconds[name].append(taken)
+    return seconds
+
+
+# The libraries' own processes and threads, and a number of cores, want a fresh process each.
+CHILD = """
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[4])
+what, file, folder = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+from recipes import bench_data
+if __name__ == "__main__":
+    print("seconds", bench_data.child(what, file, folder))
+"""
+
+
+def _in_child(what: str, file: Path, folder: Path, *, cores: int | None) -> float:
+    environment = dict(os.environ)
+    if cores:
+        environment["RAYON_NUM_THREADS"] = str(cores)
+    command = [sys.executable, "-c", CHILD, what, str(file), str(folder), str(ROOT)]
+    if cores:
+        command = ["taskset", "--cpu-list", f"0-{cores - 1}", *command]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return float(done.stdout.rsplit("seconds", 1)[1])
+
+
+def child(what: str, file: Path, folder: Path) -> float:
+    """One side of a comparison, timed without the imports."""
+    tokenizer = load_tokenizer(
+        "train:32000", sources=["python-stdlib"], text_field="text", cache=folder / "cache", report=lambda line: None
+    )
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        if what == "prepare":
+            started = perf_counter()
+            options: dict[str, Any] = {"text_field": "text", "validation_fraction": 0.01, "pieces": Pieces()}
+            for _ in write_shards(Path(own), preparation(str(file), tokenizer=tokenizer, **options)):
+                pass
+            return perf_counter() - started
+        import datasets
+
+        datasets.disable_progress_bars()
+        backend, end = tokenizer.backend, tokenizer.end_of_document
+        cores = os.cpu_count() or 1
+        started = perf_counter()
+        rows = datasets.load_dataset("json", data_files=str(file), split="train", cache_dir=own)
+
+        def tokenized(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+            return {"ids": [[*found.ids, end] for found in backend.encode_batch_fast(batch["text"])]}
+
+        def packed(batch: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+            joined = [token for ids in batch["ids"] for token in ids]
+            return {"ids": [joined[first : first + LENGTH] for first in range(0, len(joined) - LENGTH, LENGTH)]}
+
+        mapped = rows.map(tokenized, batched=True, num_proc=cores, remove_columns=["text"])
+        if what == "pipeline":
+            mapped = mapped.map(packed, batched=True, num_proc=cores).shuffle(seed=0).with_format("torch")
+            loader = torch.utils.data.DataLoader(mapped, batch_size=16, num_workers=cores)
+            for batch in loader:
+                assert batch["ids"].shape[1] == LENGTH
+        return perf_counter() - started

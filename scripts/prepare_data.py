@@ -1,0 +1,141 @@
+"""Tokenize a source once, with all cores: `prepare_data.py SOURCE FOLDER --tokenizer T`; recipes then read the folder.
+
+Interrupted or killed, the same command goes on behind the last whole shard. The bytes in the folder depend on the
+source, the tokenizer and the held-out share alone.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
+
+from parallel.errors import UserError  # noqa: E402
+
+if TYPE_CHECKING:
+    from recipes.data.prepare import Preparation
+    from recipes.data.shards import Index
+
+SHARDS_SHOWN = 20
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit code: 0, 2 for what the user can mend, 130 for Ctrl-C."""
+    options = _parser().parse_args(arguments)
+    if options.cores:
+        os.environ["RAYON_NUM_THREADS"] = str(options.cores)  # read by the tokenizers library when it is imported
+    try:
+        prepare(options)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"cannot write '{options.folder}': {error.strerror or error}; the same command goes on", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on behind the last whole shard", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", help="as data.source in a recipe: a file, folder or glob of text, hf:ID, ...")
+    parser.add_argument("folder", type=Path, help="where the shards go")
+    parser.add_argument("--tokenizer", required=True, help='as data.tokenizer: a tokenizer.json, its folder, "train:N"')
+    parser.add_argument("--text-field", default="text", help="field or column that holds the text (default: text)")
+    parser.add_argument("--validation-fraction", type=float, default=0.01, help="held-out share (default: 0.01)")
+    parser.add_argument(
+        "--bad-row-budget", type=float, default=0.01, help="bad share that is put up with (default: 0.01)"
+    )
+    parser.add_argument("--cores", type=int, help="cores to use (default: all)")
+    parser.add_argument("--cache", type=Path, default=Path("~/.cache/shardwright"), help="for trained tokenizers")
+    return parser
+
+
+def prepare(options: argparse.Namespace) -> None:
+    """Tokenize, and say what came out."""
+    from recipes.data.hub import pinned
+    from recipes.data.prepare import Pieces, claim, preparation
+    from recipes.data.shards import bad_rows, open_index
+    from recipes.tokenizer import load_tokenizer
+
+    if not 0 < options.validation_fraction < 1:
+        raise UserError(f"--validation-fraction {options.validation_fraction} must lie between 0 and 1; write 0.01")
+    if not 0 <= options.bad_row_budget <= 1:
+        raise UserError(f"--bad-row-budget {options.bad_row_budget} must be a share from 0 to 1; write 0.01")
+    if options.cores is not None and options.cores < 1:
+        raise UserError(f"--cores {options.cores} must be at least 1")
+    source = pinned(options.source)
+    text_field, fraction, folder = options.text_field, options.validation_fraction, options.folder.expanduser()
+    tokenizer = load_tokenizer(
+        options.tokenizer, sources=[source], text_field=text_field, cache=options.cache, report=print
+    )
+    work = preparation(
+        source, text_field=text_field, tokenizer=tokenizer, validation_fraction=fraction, pieces=Pieces()
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    claim(folder, work)
+    started = time.perf_counter()
+    tokens = _write(folder, work, budget=options.bad_row_budget)
+    seconds = time.perf_counter() - started
+    index = open_index(str(folder))
+    with (folder / "quarantine.jsonl").open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in bad_rows(folder, index.shards))
+    _tell(folder, index)
+    if tokens:
+        print(f"tokenized {tokens:,} tokens in {seconds:.1f} s, {tokens / seconds / 1e6:.2f} M tokens/s")
+    else:
+        print("nothing was left to do")
+    print(f'in a recipe: source = "{folder}", tokenizer = "{folder / "tokenizer.json"}"')
+
+
+def _write(folder: Path, work: "Preparation", *, budget: float) -> int:
+    """Write all shards that are missing; returns how many tokens that were."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from recipes.data.prepare import write_shards
+    from recipes.data.shards import require_few_bad_rows, whole_so_far
+
+    console = Console()
+    started, done = time.perf_counter(), 0
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("reading")
+
+        def progress(tokens: int) -> None:
+            nonlocal done
+            done = tokens
+            rate = tokens / (time.perf_counter() - started)
+            bar.update(task, description=f"{tokens / 1e6:,.1f} M tokens, {rate / 1e6:.2f} M tokens/s")
+
+        for _ in write_shards(folder, work, progress=progress):
+            require_few_bad_rows(folder, whole_so_far(folder), source=work.source, budget=budget)
+    require_few_bad_rows(folder, whole_so_far(folder), source=work.source, budget=budget)
+    return done
+
+
+def _tell(folder: Path, index: "Index") -> None:
+    for number, shard in enumerate(index.shards[:SHARDS_SHOWN]):
+        print(f"shard {number:05d}  {shard.train:>12,} tokens  checksum {shard.checksums['train']}")
+    if len(index.shards) > SHARDS_SHOWN:
+        print(f"... and {len(index.shards) - SHARDS_SHOWN} more, with their checksums in {folder / 'index.json'}")
+
+    def total(name: str) -> int:
+        return sum(getattr(shard, name) for shard in index.shards)
+
+    print(
+        f"{total('documents'):,} documents with {total('train'):,} tokens for training,"
+        f" {total('held_out'):,} with {total('validation'):,} held out;"
+        f" {total('empty'):,} empty rows, {total('bad'):,} bad rows"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

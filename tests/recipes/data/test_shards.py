@@ -1,0 +1,93 @@
+"""Reading token shards: across their borders, around the end, and when they are large."""
+
+import json
+import resource
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from parallel.errors import UserError
+from recipes.data.order import SequenceOrder
+from recipes.data.sequences import Sequences, Source
+from recipes.data.shards import ARRAYS, DOCUMENT, DOCUMENTS, TRAIN, VALIDATION, Shard, Shards, array_path, shard_path
+
+
+def write(folder: Path, number: int, tokens: np.ndarray, *, last: bool) -> None:
+    """A shard by hand."""
+    folder.mkdir(exist_ok=True)
+    arrays = {TRAIN: tokens, VALIDATION: tokens[:0], DOCUMENTS: np.zeros(0, dtype=DOCUMENT)}
+    for kind in ARRAYS:
+        np.save(array_path(folder, number, kind), arrays[kind])
+    describe(folder, number, len(tokens), last=last)
+
+
+def describe(folder: Path, number: int, tokens: int, *, last: bool) -> None:
+    shard = Shard(tokens, 0, 0, 0, 0, 0, 0.0, 1.0, None, last)
+    shard_path(folder, number).write_text(json.dumps(asdict(shard)))
+
+
+def test_shards_are_one_row_that_repeats(tmp_path: Path) -> None:
+    tokens = np.arange(100, dtype=np.uint16)
+    for number, (begin, end) in enumerate(((0, 30), (30, 31), (31, 31), (31, 80), (80, 100))):
+        write(tmp_path, number, tokens[begin:end], last=end == 100)
+    shards = Shards(tmp_path)
+    assert (shards.tokens, shards.complete) == (100, True)
+    for start in (0, 5, 29, 30, 31, 79, 80, 99, 100, 130, 1234):
+        for count in (0, 1, 2, 40, 100, 250):
+            out = np.empty(count, dtype=np.int64)
+            shards.read(start, out)
+            assert out.tolist() == [(start + index) % 100 for index in range(count)]
+    assert [shards.covering(count) for count in (1, 30, 31, 32, 80, 81, 100, 1000)] == [1, 1, 2, 4, 4, 5, 5, 5]
+
+
+def test_shards_are_found_when_they_come(tmp_path: Path) -> None:
+    write(tmp_path, 0, np.arange(10, dtype=np.uint16), last=False)
+    shards = Shards(tmp_path)
+    assert (shards.tokens, shards.complete) == (10, False)
+    assert not shards.refresh()
+    write(tmp_path, 2, np.arange(5, dtype=np.uint16), last=True)
+    assert not shards.refresh()  # not before the one in between
+    write(tmp_path, 1, np.arange(7, dtype=np.uint16), last=False)
+    assert shards.refresh()
+    assert (shards.tokens, shards.complete) == (22, True)
+
+
+def test_files_that_are_not_what_the_index_says(tmp_path: Path) -> None:
+    write(tmp_path, 0, np.arange(10, dtype=np.uint16), last=True)
+    describe(tmp_path, 0, 11, last=True)
+    with pytest.raises(UserError, match=r"00000-train.npy' holds other tokens than its index says"):
+        Shards(tmp_path).read(0, np.empty(3, dtype=np.int64))
+    array_path(tmp_path, 0, TRAIN).unlink()
+    with pytest.raises(UserError, match="cannot read the tokens in"):
+        Shards(tmp_path).read(0, np.empty(3, dtype=np.int64))
+
+
+def test_a_trillion_tokens_are_read_at_once_and_in_little_memory(tmp_path: Path) -> None:
+    """Files with holes in them: they have the size, and occupy nothing."""
+    count, size = 10, 10**11
+    for number in range(count):
+        file = array_path(tmp_path, number, TRAIN)
+        header = {"descr": "<u2", "fortran_order": False, "shape": (size,)}
+        with file.open("wb") as content:
+            np.lib.format.write_array_header_1_0(content, header)
+            begin = content.tell()
+            try:
+                content.truncate(begin + 2 * size)
+            except OSError as error:
+                pytest.skip(f"this file system has no files of 200 GB with holes: {error}")
+            content.seek(begin + 2 * (size - 1))
+            content.write((number + 1).to_bytes(2, "little"))  # the last token
+        describe(tmp_path, number, size, last=number == count - 1)
+    shards = Shards(tmp_path)
+    assert shards.tokens == 10**12
+    out = np.empty(2, dtype=np.int64)
+    for number in range(count):
+        shards.read((number + 1) * size - 1, out)
+        assert out.tolist() == [number + 1, 0]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    sequences = Sequences([Source("far", shards, SequenceOrder(8192, 0, None))], [1.0])
+    for first in (0, 10**6, 10**9, 10**11):
+        assert sequences.rows(first, 8).shape == (8, 8193)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB

@@ -1,0 +1,118 @@
+"""scripts/prepare_data.py as its users call it, and a recipe that reads what it wrote."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from recipes.data.shards import read_shard
+from tests.recipes.data.texts import contents, write_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "prepare_data.py"
+
+
+def run(*arguments: object, code: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+def test_a_source_becomes_a_folder_that_a_recipe_reads(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", 300)
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"text": "cut\n{"text": ""}\n')
+    arguments = (tmp_path / "rows.jsonl", tmp_path / "out", "--tokenizer", "train:300", "--cache", tmp_path / "cache")
+    said = run(*arguments, "--validation-fraction", "0.1")
+    assert "trained a tokenizer of 300 entries" in said
+    assert "1 empty rows, 1 bad rows" in said
+    assert "shard 00000" in said
+    assert "M tokens/s" in said
+    (row,) = (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()
+    assert json.loads(row)["row"] == 301
+    before = contents(tmp_path / "out")
+    assert "nothing was left to do" in run(*arguments, "--validation-fraction", "0.1")
+    assert contents(tmp_path / "out") == before
+
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        f'base = "{ROOT / "configs" / "smollm3_debug.toml"}"\n[data]\nsource = "{tmp_path / "out"}"\n'
+        f'tokenizer = "{tmp_path / "out" / "tokenizer.json"}"\nvalidation_fraction = 0.1\n'
+        f'[run]\nsteps = 2\nname = "prepared"\noutput = "{tmp_path}"\n[batch]\nsequence_length = 32\n'
+        "[schedule]\nwarmup_steps = 0\ndecay_steps = 0\n[checkpoint]\nevery = 0\n[validation]\nevery = 0\n"
+        "sample_tokens = 0\n"
+    )
+    done = subprocess.run([sys.executable, ROOT / "train.py", recipe], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "done: 2 steps" in done.stdout
+    recipe.write_text(
+        recipe.read_text().replace("0.1", "0.2").replace(f'"{tmp_path / "out" / "tokenizer.json"}"', '"train:300"')
+    )
+    done = subprocess.run(
+        [sys.executable, ROOT / "train.py", recipe, "--check"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    said = " ".join(done.stderr.split())
+    assert "has tokens already; write tokenizer =" in said
+    assert "was prepared with 0.1; write that" in said
+
+
+def test_a_killed_preparation_goes_on(tmp_path: Path) -> None:
+    """Real pieces are larger than what a test can tokenize, so the kill comes before the first shard is whole."""
+    arguments = ["python-stdlib", str(tmp_path / "out"), "--tokenizer", "train:300", "--cache", str(tmp_path / "cache")]
+    process = subprocess.Popen([sys.executable, str(SCRIPT), *arguments], stdout=subprocess.DEVNULL)
+    while not list((tmp_path / "out").glob(".part-*/train")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert read_shard(tmp_path / "out", 0) is None
+    run(*arguments)
+    assert not list((tmp_path / "out").glob(".part-*"))
+    run("python-stdlib", tmp_path / "whole", *arguments[2:], "--cores", 1)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_too_many_bad_rows_stop_it(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", 30)
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"text": "cut\n')
+    arguments = (tmp_path / "rows.jsonl", tmp_path / "out", "--tokenizer", "train:300", "--cache", tmp_path / "cache")
+    said = run(*arguments, code=2)
+    assert "1 of the first 31 rows" in said
+    assert "31: not JSON" in said
+    assert "1 of the first 31 rows" in run(*arguments, code=2)
+    assert "1 bad rows" in run(*arguments, "--bad-row-budget", "0.1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nowhere.jsonl", "OUT", "--tokenizer", "train:300"), "data.source: 'nowhere.jsonl' does not exist"),
+        (("ROWS", "OUT", "--tokenizer", "nowhere"), "data.tokenizer: 'nowhere' does not exist"),
+        (("ROWS", "OUT", "--tokenizer", "train:300", "--validation-fraction", "2"), "must lie between 0 and 1"),
+        (("ROWS", "OUT", "--tokenizer", "train:300", "--bad-row-budget", "-1"), "must be a share from 0 to 1"),
+        (("ROWS", "OUT", "--tokenizer", "train:300", "--cores", "0"), "must be at least 1"),
+        (("ROWS", "FULL", "--tokenizer", "train:300"), "holds other files; give an empty folder"),
+        (("ROWS", "OTHER", "--tokenizer", "train:300"), "holds tokens of another source, tokenizer or held-out share"),
+        (("ROWS", "ROWS", "--tokenizer", "train:300"), "cannot write"),
+    ],
+)
+def test_what_can_be_mended_is_said_in_a_line(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    write_rows(tmp_path / "rows.jsonl", 100)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("mine")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "owner.txt").write_text("someone else")
+    places = {"ROWS": "rows.jsonl", "OUT": "out", "FULL": "full", "OTHER": "other"}
+    words = [str(tmp_path / places[word]) if word in places else word for word in arguments]
+    said = run(*words, "--cache", tmp_path / "cache", code=2)
+    assert message in said
+    assert "Traceback" not in said
+    assert (tmp_path / "full" / "mine.txt").read_text() == "mine"
