@@ -31,9 +31,15 @@ TORCH_FREE = {
     "parallel/config.py",
     "parallel/errors.py",
     "recipes/command_line.py",
+    "recipes/data/background.py",
     "recipes/data/hub.py",
+    "recipes/data/opening.py",
+    "recipes/data/order.py",
+    "recipes/data/prepare.py",
     "recipes/data/readers.py",
     "recipes/data/rows.py",
+    "recipes/data/sequences.py",
+    "recipes/data/shards.py",
     "recipes/data/sources.py",
     "recipes/fields.py",
     "recipes/hardware.py",
@@ -45,6 +51,7 @@ TORCH_FREE = {
     "recipes/run_folder.py",
     "recipes/schema.py",
     "recipes/weights.py",
+    "scripts/prepare_data.py",
     "scripts/write_docs.py",
 }
 LAUNCHER_ENVIRONMENT = {
