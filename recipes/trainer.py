@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import cast
@@ -25,7 +26,8 @@ from parallel.materialize import materialize
 from parallel.mesh import build_mesh
 from parallel.order import parallelize
 from parallel.reduce import clip_gradients, gradient_norm, sum_over_processes
-from recipes.checkpoint import Checkpoints
+from recipes.checkpoint.checkpoints import Checkpoints
+from recipes.checkpoint.folder import newest_whole
 from recipes.console import Console
 from recipes.convert import export_model, load_weights
 from recipes.data import TokenSequences, prepare
@@ -33,18 +35,12 @@ from recipes.evaluate import continuation, mean_loss
 from recipes.hf_folder import Description
 from recipes.metrics import MetricsWriter, StepClock, Throughput, environment, peak_memory_gib
 from recipes.optimizer import build_optimizer
-from recipes.report import introduction, step_line, summary
+from recipes.report import contents, introduction, step_line, summary
 from recipes.rules import require_valid
-from recipes.run_folder import (
-    DATA,
-    check_output_folder,
-    claim_run_folder,
-    require_same_data,
-    run_folder,
-)
+from recipes.run_folder import DATA, check_output_folder, claim_run_folder, require_same_data, run_folder
 from recipes.schedule import learning_rate
 from recipes.schema import Recipe
-from recipes.weights import CHECKPOINTS, FROM_WEIGHTS, checkpoint_files, checkpoint_steps, starting_point
+from recipes.weights import CHECKPOINTS, FROM_WEIGHTS, checkpoint_files, starting_point
 
 
 def train(recipe: Recipe) -> int:
@@ -79,8 +75,7 @@ class Trainer:
         require_valid(recipe, processes=world.size)
         on_main_first(world, lambda: check_output_folder(recipe))
         self.folder = run_folder(recipe)
-        # Rank 0 decides: another node may not see the newest checkpoint yet.
-        self.resume_step: int | None = from_main(world, max(checkpoint_steps(self.folder / CHECKPOINTS), default=None))
+        self.resume_step = on_main(world, lambda: newest_whole(self.folder / CHECKPOINTS, tell=console.say))
         self.mesh_degrees: MeshConfig = recipe.mesh.fit(world.size)
 
         mesh = build_mesh(recipe.mesh, world_size=world.size, device_type=world.device.type)
@@ -123,9 +118,14 @@ class Trainer:
         self.checkpoints = Checkpoints(
             self.folder / CHECKPOINTS,
             keep=recipe.checkpoint.keep,
+            keep_every=recipe.checkpoint.keep_every,
+            asynchronous=recipe.checkpoint.asynchronous,
+            tell=console.say,
             files=checkpoint_files(self._description()) | {DATA: json.dumps(self.data_facts, indent=2) + "\n"},
         )
-        self.step = self.saved_step = self._resume()
+        self.step = self._resume()
+        if recipe.checkpoint.every and self.step < recipe.run.steps:
+            self.checkpoints.require_room(self.parameters)
         self._open_folder()  # only now: a run that could not start leaves nothing behind
         self.agreement = Agreement()
         self.interrupted_by: signal.Signals | None = None
@@ -159,6 +159,7 @@ class Trainer:
                 self._validate()
             if self._due(recipe.checkpoint.every):
                 self._save()
+            self.checkpoints.report()
             if self.agreement.any(self.interrupted_by is not None):
                 return self._stop_early()
         return self._finish()
@@ -296,9 +297,14 @@ class Trainer:
 
     def _save(self) -> None:
         with self.clock.paused():
-            self.checkpoints.save(self.model, self.optimizer, step=self.step)
-            self.saved_step = self.step
-            self.console.say(f"step {self.step:>6}  saved {self.checkpoints.path(self.step)}")
+            progress = {"sequences": self.step * self.recipe.batch.global_batch_size, "tokens": self._tokens()}
+            self.checkpoints.save(self.model, self.optimizer, step=self.step, progress=progress)
+
+    def _save_last(self) -> bool:
+        """Save this step, unless that has happened; try again if it failed. Whether it is saved now."""
+        if self.checkpoints.finish() != self.step and self.recipe.checkpoint.every:
+            self._save()
+        return self.checkpoints.finish() == self.step
 
     def _load_weights(self) -> None:
         """Start from model.weights, unless this run has a checkpoint to go on from."""
@@ -317,16 +323,14 @@ class Trainer:
         return Description(self.recipe.model, facts, self.tokenizer.backend.to_str())
 
     def _resume(self) -> int:
-        """Load the newest checkpoint of this run, if there is one. Returns the steps done."""
+        """Load the newest checkpoint of this run that is intact, if there is one. Returns the steps done."""
         if self.resume_step is None:
             return 0
-        path = self.checkpoints.path(self.resume_step)
-        on_main_first(self.world, lambda: require_same_data(path, self.data_facts))
-        self.checkpoints.load(self.model, self.optimizer, step=self.resume_step)
+        check = partial(require_same_data, facts=self.data_facts)
+        progress = self.checkpoints.resume(self.model, self.optimizer, step=self.resume_step, check=check)
         if self.recipe.float8.all_gather:
             precompute_scales(self.model)
-        self.console.say(f"resumed from {path}")
-        return self.resume_step
+        return progress["step"]
 
     # The first and the last word
 
@@ -345,19 +349,16 @@ class Trainer:
 
     def _stop_early(self) -> int:
         self.console.end_progress()
-        if self.recipe.checkpoint.every:
-            if self.step != self.saved_step:
-                self._save()
-            self.console.say(f"interrupted after step {self.step}; the same command goes on from there")
-        else:
-            self.console.say(f"interrupted after step {self.step}; nothing saved, as checkpoint.every = 0")
+        every = self.recipe.checkpoint.every
+        rest = "the same command goes on from there" if self._save_last() else f"not saved, checkpoint.every = {every}"
+        self.console.say(f"interrupted after step {self.step}; {rest}")
         self._close()
         return 128 + (self.interrupted_by or signal.SIGINT)
 
     def _finish(self) -> int:
         """Say what came out, and where it is."""
         self.console.end_progress()
-        recipe, done = self.recipe, self.step - self.first_step
+        recipe, done, saved = self.recipe, self.step - self.first_step, self._save_last()
         seconds = time.perf_counter() - self.began
         if done == 0:
             self.console.say(f"this run has its {recipe.run.steps} steps already; --run.steps N makes it longer")
@@ -370,10 +371,10 @@ class Trainer:
         if done:
             tokens = done * self.throughput.tokens_per_step
             self.console.say(summary(done, tokens, seconds, validation_loss=self.validation_loss), style="bold")
-        if self.world.is_main:
-            contents = " ".join(sorted(path.name for path in self.folder.iterdir() if not path.name.startswith(".")))
-            self.console.say(f"written to {self.folder}: {contents}")
+        self.console.say(contents(self.folder))
         self._close()
+        if recipe.checkpoint.every and not saved:
+            raise UserError("all steps are done, but the last checkpoint is not saved; the same command tries again")
         return 0
 
     def _close(self) -> None:

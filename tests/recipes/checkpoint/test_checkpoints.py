@@ -16,7 +16,7 @@ from models.sizes import SIZES
 from parallel.dist import start, stop
 from parallel.errors import UserError
 from parallel.materialize import plain_name
-from recipes.checkpoint import Checkpoints
+from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.optimizer import build_optimizer
 from recipes.schema import OptimizerConfig
 from tests.build import build_model
