@@ -1,6 +1,5 @@
 """The checkpoints of one run: saved beside the training, resumed on any mesh."""
 
-import base64
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -10,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -50,7 +48,8 @@ class SaveFailed(Exception):
 class Checkpoints:
     """The checkpoints of one run, OUTPUT/NAME/checkpoints/step-00000100 and so on; see recipes/checkpoint/folder.py.
 
-    All processes call all methods, in the same order.
+    All processes call all methods, in the same order. No state of random generators is saved, as training draws nothing
+    from any: initialization and sampling seed their own, and the order of the data follows from seed and step.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class Checkpoints:
         self.finish()
         state, groups = _tensors(model, optimizer)
         plan = self._plan_for(state)
-        record = {"progress": dict(progress or {}), "optimizer": groups, "random": _random_state()}
+        record = {"progress": dict(progress or {}), "optimizer": [_hyperparameters(group) for group in groups]}
         tensors = plan.tensors(state)
         if not self._asynchronous:
             self._write(step, plan, (raw(tensor) for tensor in tensors), record)
@@ -144,11 +143,12 @@ class Checkpoints:
         """Write what was copied, with all processes, perhaps on a thread of its own."""
         try:
             self._write_new(step, plan, contents, record)
-            self._saved_step = step
             self._delete_old(step)
+            self._saved_step = step
             self._ended.append(f"step {step:>6}  saved {self.path(step)}")
         except Exception as error:  # whatever it is, training goes on
-            self._ended.append(f"step {step:>6}  NOT SAVED: {error}; older checkpoints are as they were")
+            why = str(error) if isinstance(error, SaveFailed) else folders.reason(error)
+            self._ended.append(f"step {step:>6}  NOT SAVED: {why}; older checkpoints are as they were")
 
     def _write_new(self, step: int, plan: Plan, contents: Iterable[memoryview], record: dict[str, Any]) -> None:
         place = partial_folder(self.folder, step)
@@ -188,7 +188,12 @@ class Checkpoints:
             manifest = folders.check(self.folder, step)
             verify_shard(self.path(step), manifest, shard_name(dist.get_rank(), dist.get_world_size()))
 
-        self._together(verify)
+        try:
+            self._together(verify)
+        except SaveFailed as failure:
+            if self._main:
+                raise SaveFailed(folders.put_away(self.folder, step, str(failure))) from None
+            raise
         for old in doomed if self._main else ():
             folders.delete(self.folder, old)
 
@@ -273,7 +278,6 @@ class Checkpoints:
             model_state_dict={n.removeprefix(PARAMETERS): v for n, v in state.items() if n.startswith(PARAMETERS)},
             optim_state_dict={"state": cast(Any, moments), "param_groups": record["optimizer"]},
         )
-        torch.set_rng_state(record["random"])
         self._saved_step = step
         return record["progress"]
 
@@ -319,29 +323,29 @@ def _tensors(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor],
     return found, cast(list[dict[str, Any]], optimizer_state["param_groups"])
 
 
-def _random_state() -> dict[str, str]:
-    """torch's generator of the host. All processes seed it alike and training draws nothing, so one is enough."""
-    return {"torch": base64.b64encode(bytes(raw(torch.get_rng_state()))).decode()}
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of an optimizer's group, and its parameters' names. Which kernel steps them is no state of a run."""
+    numbers = (int, float, tuple)
+    return {key: value for key, value in group.items() if key == "params" or type(value) in numbers}
 
 
 def _checked(manifest: Manifest, groups: list[dict[str, Any]], path: Path) -> dict[str, Any]:
     """What is no tensor, with the types it is needed in. Raises Damage, or UserError for another optimizer."""
     try:
         progress, stored = manifest.state["progress"], manifest.state["optimizer"]
-        random = torch.frombuffer(bytearray(base64.b64decode(manifest.state["random"]["torch"])), dtype=torch.uint8)
-        torch.Generator().set_state(random)
         by_names = {tuple(sorted(group["params"])): group for group in stored}
         found = []
         for group in groups:
             match = by_names.get(tuple(sorted(group["params"])))
-            if match is None or match.keys() != group.keys():
+            own = _hyperparameters(group)
+            if match is None or match.keys() != own.keys():
                 raise UserError(f"{path} was saved with another optimizer, or other groups of parameters in it")
-            found.append({key: _as(value, match[key]) for key, value in group.items()} | {"params": group["params"]})
+            found.append(dict(group) | {key: _as(value, match[key]) for key, value in own.items() if key != "params"})
         if not isinstance(progress, dict):
             raise TypeError("progress")
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Damage(f"{path}: the manifest's state is not what a run needs ({error!r})") from None
-    return {"progress": progress, "optimizer": found, "random": random}
+    return {"progress": progress, "optimizer": found}
 
 
 def _as(present: Any, stored: Any) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 from parallel.errors import UserError
 from recipes.checkpoint.files import check_files, read_manifest, verify
 from recipes.checkpoint.manifest import MANIFEST, Manifest
+from recipes.checkpoint.space import size
 from recipes.weights import CHECKPOINTS, checkpoint_steps, step_folder
 
 
@@ -81,11 +82,3 @@ def _tensors(manifest: Manifest) -> Iterator[str]:
         yield f"  {name:<{width}}  {tensor.dtype:<4}  {list(tensor.shape)}  {parts}".rstrip()
     elements = sum(prod(tensor.shape) for tensor in manifest.tensors.values())
     yield f"{len(manifest.tensors)} tensors, {elements:,} elements"
-
-
-def size(count: int) -> str:
-    """Bytes, for people."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.3g} {unit}"
-    return f"{count} B"

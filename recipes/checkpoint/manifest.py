@@ -84,7 +84,7 @@ class Manifest:
     step: Count | None
     """Optimizer steps done; None for weights that come from elsewhere."""
     state: dict[str, Any]
-    """What is no tensor, as plain JSON: the progress of the run, the optimizer's groups, random states."""
+    """What is no tensor, as plain JSON: the progress of the run, the optimizer's groups."""
     block_bytes: Annotated[int, Interval(ge=16, le=1 << 30)]
     files: dict[str, StoredFile]
     tensors: dict[str, StoredTensor]

@@ -157,8 +157,7 @@ def test_there_and_back(case: str, tmp_path: Path) -> None:
 
     import_folder(tmp_path / "ours", tmp_path / "second")
     first, second = contents(tmp_path / "first"), contents(tmp_path / "second")
-    assert first.keys() == second.keys() >= {"model.json", "tokenizer.json"}
-    assert [name for name in first if first[name] != second[name]] in ([], [".metadata"])  # it has its own path in it
+    assert first == second and first.keys() >= {"model.json", "tokenizer.json"}
     export_checkpoint(tmp_path / "second", tmp_path / "again", max_bytes=45_000)
     assert contents(tmp_path / "again") == contents(tmp_path / "ours")
 
@@ -498,7 +497,7 @@ def narrow(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda path: (path / "tokenizer.json").unlink(), "has no tokenizer.json"),
+        (lambda path: (path / "tokenizer.json").unlink(), "tokenizer.json is missing"),
         (lambda path: (path / "model.json").unlink(), "holds no weights"),
         (lambda path: (path / "model.json").write_text("{}"), "does not describe a model"),
         (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
@@ -507,7 +506,7 @@ def narrow(checkpoint: Path) -> None:
         (lambda path: (path / SHARD).unlink(), f"{SHARD} is missing"),
         (lambda path: truncate(path / SHARD), f"{SHARD} is cut off"),
         (lambda path: (path / SHARD).write_bytes(b"x" * (path / SHARD).stat().st_size), "bytes 0 to"),
-        (narrow, "model.json is cut off"),
+        (narrow, "model.json is damaged: bytes 0 to "),
     ],
 )
 def test_a_spoiled_checkpoint(spoil: Callable[[Path], Any], said: str, checkpoint: Path, tmp_path: Path) -> None:
