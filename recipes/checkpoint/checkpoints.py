@@ -115,9 +115,10 @@ class Checkpoints:
         if not self._asynchronous:
             self._write(step, plan, (raw(tensor) for tensor in tensors), record)
             return
-        copies = self._memory.copy(tensors)
-        # A daemon, as an interrupted process must not wait for the disk; whoever ends well calls finish().
-        self._thread = threading.Thread(target=self._write, args=(step, plan, copies, record), daemon=True)
+        copies = self._memory.copy(list(tensors))
+        # No daemon: Python would end one in the middle of gloo's code, and abort. A process that leaves without
+        # finish() destroys the group first, and the thread ends with its next message.
+        self._thread = threading.Thread(target=self._write, args=(step, plan, copies, record))
         self._thread.start()
 
     def finish(self) -> int | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from parallel.errors import UserError
 from recipes.checkpoint.files import check_files, read_manifest, verify
-from recipes.checkpoint.manifest import MANIFEST, Manifest
+from recipes.checkpoint.manifest import MANIFEST, Damage, Manifest
 from recipes.checkpoint.space import size
 from recipes.weights import CHECKPOINTS, checkpoint_steps, step_folder
 
@@ -41,6 +41,8 @@ def table(paths: Sequence[Path], *, thorough: bool) -> Iterator[tuple[str, bool]
             manifest = verify(path) if thorough else read_manifest(path)
             if not thorough:
                 check_files(path, manifest)
+            if path.name.startswith("step-") and path != step_folder(path.parent, manifest.step or 0):
+                raise Damage(f"{path} holds the checkpoint of another step: {manifest.step}")
         except UserError as error:
             yield f"{path.name:>10}  {error}", False
         else:

@@ -4,7 +4,7 @@ What goes where is decided by the planners of torch.distributed.checkpoint (DCP)
 tensor; only this room knows them. Its storage, which pickles, is not used.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -140,23 +140,26 @@ class HostMemory:
     def __init__(self) -> None:
         self._segments: list[Tensor] = []
 
-    def copy(self, tensors: Iterable[Tensor]) -> list[memoryview]:
+    def copy(self, tensors: Sequence[Tensor]) -> list[memoryview]:
         """The bytes of each tensor. They stay as they are until the next call."""
         copies, segment, used, devices = [], 0, 0, set()
+        left = sum(-(-tensor.nbytes // 16) * 16 for tensor in tensors)
         for tensor in tensors:
-            size = tensor.numel() * tensor.element_size()
+            size = tensor.nbytes
             if segment < len(self._segments) and used + size > len(self._segments[segment]):
                 segment, used = segment + 1, 0
             while segment < len(self._segments) and size > len(self._segments[segment]):
                 segment += 1
             if segment == len(self._segments):
                 pinned = tensor.device.type == "cuda"
-                self._segments.append(torch.empty(max(size, self.SEGMENT), dtype=torch.uint8, pin_memory=pinned))
+                room = max(size, min(left, self.SEGMENT))
+                self._segments.append(torch.empty(room, dtype=torch.uint8, pin_memory=pinned))
             place = self._segments[segment][used : used + size]
             # Not the bytes of the tensor: it need not be contiguous.
             place.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
             copies.append(place.numpy().data)
-            used += -(-size // 16) * 16
+            used += -(-size // 16) * 16  # so that every copy is aligned to its elements
+            left -= -(-size // 16) * 16
             devices.add(tensor.device)
         for device in devices:
             if device.type == "cuda":

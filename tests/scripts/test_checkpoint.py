@@ -22,25 +22,27 @@ def checkpoint(*arguments: str | Path) -> tuple[int, str, str]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run with an intact checkpoint and, before it, one with a flipped bit and one that is cut off."""
+    """A run with an intact checkpoint, one that is cut off, and one under a wrong name."""
     folder = tmp_path / "run" / "checkpoints"
     shutil.copytree(GOLDEN / "sharded", folder)
     for name in ("step-00000000", "step-00000001"):
         shutil.copytree(folder / "step-00000002", folder / name)
-    content = bytearray((folder / "step-00000000" / SHARD).read_bytes())
-    content[-1] ^= 1
-    (folder / "step-00000000" / SHARD).write_bytes(content)
-    (folder / "step-00000001" / SHARD).write_bytes(content[:-1])
+    (folder / "step-00000000" / SHARD).write_bytes((folder / "step-00000000" / SHARD).read_bytes()[:-1])
     (folder / "damaged-step-00000007").mkdir()
     return folder.parent
 
 
 def test_list_and_verify(run: Path) -> None:
     code, out, error = checkpoint("list", run)
-    head, flipped, cut, intact, others = out.splitlines()
+    head, cut, renamed, intact, others = out.splitlines()
     assert (code, error) == (1, "") and head.split() == ["step", "written", "size", "files", "tensors", "state"]
-    assert flipped.endswith("48  complete") and "41 kB" in flipped and "cut off: " in cut
-    assert intact.split()[0] == "2" and others == "beside them: damaged-step-00000007"
+    assert "cut off: " in cut and renamed.endswith("holds the checkpoint of another step: 2")
+    assert intact.split()[0] == "2" and "41 kB" in intact and intact.endswith("48  complete")
+    assert others == "beside them: damaged-step-00000007"
+    shard = run / "checkpoints" / "step-00000000" / SHARD
+    content = bytearray((GOLDEN / "sharded" / "step-00000002" / SHARD).read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
     code, out, _ = checkpoint("verify", run)
     assert code == 1 and "which belong to" in out.splitlines()[1] and out.splitlines()[3].endswith("intact")
     for path in (run / "checkpoints" / "step-00000002", GOLDEN / "imported"):
