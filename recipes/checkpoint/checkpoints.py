@@ -181,8 +181,14 @@ class Checkpoints:
 
         That read mostly comes from the host's cache: it proves the file, not the disk below it.
         """
-        doomed = folders.dispensable(self.steps(), keep=self._keep, keep_every=self._keep_every)
-        if not _from_main(doomed, group=self._group):
+
+        def look() -> list[int]:
+            steps = self.steps() if self._main else []
+            return folders.dispensable(steps, keep=self._keep, keep_every=self._keep_every)
+
+        found = self._together(look)
+        doomed = _from_main(found[0] if found else [], group=self._group)
+        if not doomed:
             return
 
         def verify() -> None:
@@ -196,7 +202,10 @@ class Checkpoints:
                 raise SaveFailed(folders.put_away(self.folder, step, str(failure))) from None
             raise
         for old in doomed if self._main else ():
-            folders.delete(self.folder, old)
+            try:
+                folders.delete(self.folder, old)
+            except OSError as error:  # which makes the new one no worse
+                self._ended.append(f"step {old:>6}  cannot be deleted: {folders.reason(error)}")
 
     def _together(self, work: Callable[[], Result]) -> list[Result]:
         """Let every process do its part, which must not communicate; returns all results, on rank 0 alone.

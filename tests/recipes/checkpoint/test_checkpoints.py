@@ -221,6 +221,22 @@ def test_nothing_is_deleted_for_one_that_does_not_read_back(
     assert checkpoints.finish() == 3
 
 
+def test_an_old_one_that_cannot_be_deleted_is_told(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(folder: Path, number: int) -> None:
+        raise PermissionError(13, "no")
+
+    told: list[str] = []
+    checkpoints = Checkpoints(tmp_path, keep=1, tell=told.append)
+    checkpoints.save(*run, step=3)
+    monkeypatch.setattr(module.folders, "delete", refuse)
+    checkpoints.save(*run, step=6)
+    assert checkpoints.finish() == 6 and checkpoints.steps() == [3, 6]
+    assert told[1:] == [
+        "step      3  cannot be deleted: the folder may not be written to",
+        f"step      6  saved {checkpoints.path(6)}",
+    ]
+
+
 def test_what_a_kill_left_is_passed_over_and_cleared(run: Run, tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     (tmp_path / "elsewhere").mkdir()
