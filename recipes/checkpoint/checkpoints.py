@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from parallel.errors import UserError
 from parallel.float8 import without_wrapper
 from recipes.checkpoint import folder as folders
-from recipes.checkpoint.files import remove, verify_shard, write_shard
+from recipes.checkpoint.files import remove, verify_shards, write_shard
 from recipes.checkpoint.folder import partial_folder
 from recipes.checkpoint.manifest import Damage, Manifest
 from recipes.checkpoint.parameters import PARAMETERS
@@ -192,8 +192,8 @@ class Checkpoints:
             return
 
         def verify() -> None:
-            manifest = folders.check(self.folder, step)
-            verify_shard(self.path(step), manifest, shard_name(dist.get_rank(), dist.get_world_size()))
+            manifest = folders.check(self.folder, step, files=self._main)
+            verify_shards(self.path(step), manifest, [shard_name(dist.get_rank(), dist.get_world_size())])
 
         try:
             self._together(verify)
@@ -272,7 +272,7 @@ class Checkpoints:
         record: dict[str, Any] = {}
 
         def read() -> None:
-            manifest = folders.check(self.folder, step)
+            manifest = folders.check(self.folder, step, files=self._main)
             record.update(_checked(manifest, groups, path))
             read_tensors(path, manifest, state)
 

@@ -10,7 +10,7 @@ import os
 import shutil
 import stat
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -246,22 +246,22 @@ class ShardReader:
                 into[low - first : high - first] = target[low - begin : high - begin]
 
 
-def verify_shard(folder: Path, manifest: Manifest, name: str) -> None:
-    """Read a shard to its last byte. Raises Damage."""
+def verify_shards(folder: Path, manifest: Manifest, names: Collection[str]) -> None:
+    """Read these shards to their last bytes. Raises Damage."""
     reader, buffer = ShardReader(folder, manifest), memoryview(bytearray(manifest.block_bytes))
-    with reader.file(name) as descriptor:
-        for tensor, chunk in manifest.chunks_of(name):
-            for first in range(0, chunk.bytes, len(buffer)):
-                reader.read(descriptor, tensor, chunk, first, buffer[: chunk.bytes - first])
+    for name, chunks in manifest.shards().items():
+        if name in names:
+            with reader.file(name) as descriptor:
+                for tensor, chunk in chunks:
+                    for first in range(0, chunk.bytes, len(buffer)):
+                        reader.read(descriptor, tensor, chunk, first, buffer[: chunk.bytes - first])
 
 
 def verify(folder: Path) -> Manifest:
     """Read a checkpoint to its last byte. Raises Damage at the first that is not what was written."""
     manifest = read_manifest(folder)
     check_files(folder, manifest)
-    for name, about in manifest.files.items():
-        if about.header_bytes:
-            verify_shard(folder, manifest, name)
+    verify_shards(folder, manifest, manifest.files)
     return manifest
 
 

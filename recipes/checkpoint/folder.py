@@ -81,15 +81,19 @@ def dispensable(steps: list[int], *, keep: int, keep_every: int) -> list[int]:
     return [step for step in steps[:-keep] if not (keep_every and step % keep_every == 0)]
 
 
-def check(folder: Path, step: int) -> Manifest:
-    """Everything about a run's checkpoint that shows without reading its tensors. Raises Damage or UserError."""
+def check(folder: Path, step: int, *, files: bool = True) -> Manifest:
+    """Everything about a run's checkpoint that shows without reading its tensors. Raises Damage or UserError.
+
+    files: look at each of them, which one process can do for all.
+    """
     path = step_folder(folder, step)
     if path.is_symlink():
         raise Damage(f"{path} is a link, which a checkpoint never is")
     manifest = read_manifest(path)
     if manifest.step != step:
         raise Damage(f"{path} holds the checkpoint of another step: {manifest.step}")
-    check_files(path, manifest)
+    if files:
+        check_files(path, manifest)
     return manifest
 
 

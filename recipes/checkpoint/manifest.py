@@ -94,10 +94,15 @@ class Manifest:
         """Size of all files but the manifest."""
         return sum(file.bytes for file in self.files.values())
 
-    def chunks_of(self, file: str) -> list[tuple[str, Chunk]]:
-        """(tensor, chunk) of everything in a shard, in the order of the file."""
-        found = [(name, chunk) for name, tensor in self.tensors.items() for chunk in tensor.chunks]
-        return sorted(((name, chunk) for name, chunk in found if chunk.file == file), key=lambda pair: pair[1].offset)
+    def shards(self) -> dict[str, list[tuple[str, Chunk]]]:
+        """Shard -> (tensor, chunk) of everything in it, in the order of the file."""
+        found: dict[str, list[tuple[str, Chunk]]] = {name: [] for name, file in self.files.items() if file.header_bytes}
+        for name, tensor in self.tensors.items():
+            for chunk in tensor.chunks:
+                found[chunk.file].append((name, chunk))
+        for chunks in found.values():
+            chunks.sort(key=lambda pair: pair[1].offset)
+        return found
 
 
 _ADAPTER = TypeAdapter(Manifest)
