@@ -4,6 +4,7 @@ from math import prod
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from models.hf import parameter_shapes
 from parallel.config import MeshConfig
@@ -134,3 +135,58 @@ def test_a_disk_full_for_one_process_is_no_checkpoint_for_all(tmp_path: Path) ->
         assert (failed, last) == (1, 3)
         assert told[1] == "step      2  NOT SAVED: File too large; older checkpoints are as they were"
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
+
+
+def cut_in_columns(folder: Path) -> None:
+    """Tensors cut by columns, by both, unevenly and not at all, as other parallelisms do; read in every other way."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    from recipes.checkpoint.files import read_manifest, write_shard
+    from recipes.checkpoint.folder import complete
+    from recipes.checkpoint.storage import assemble, make_plan, raw, read_tensors, shard_name
+
+    start("cpu", seed=0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    wholes = {
+        "matrix": torch.arange(77.0).reshape(7, 11),
+        "cube": torch.arange(210).reshape(5, 6, 7),
+        "short": torch.arange(3.0).bfloat16(),  # fewer than processes
+        "one": torch.tensor(5.0),
+    }
+    ways = [[Shard(0), Shard(1)], [Shard(1), Shard(1)], [Replicate(), Shard(1)], [Replicate(), Replicate()]]
+
+    def spread(values: dict[str, Tensor], way: int) -> dict[str, Tensor]:
+        found = {}
+        for number, (name, value) in enumerate(values.items()):
+            placements = ways[(number + way) % 4] if value.dim() > 1 else [Shard(0), Replicate()]
+            found[name] = distribute_tensor(value, mesh, placements) if value.dim() else value.clone()
+        return found
+
+    for way in range(4):
+        state = spread(wholes, way)
+        plan = make_plan(state, group=dist.group.WORLD)
+        place = folder / str(way)
+        place.mkdir(exist_ok=True)
+        name = shard_name(dist.get_rank(), 4)
+        file, chunks = write_shard(place / name, plan.pieces, map(raw, plan.tensors(state)))
+        shards = [None] * 4
+        dist.all_gather_object(shards, (name, file, list(zip(plan.pieces, chunks, strict=True))))
+        if dist.get_rank() == 0:
+            complete(place, assemble(None, {}, plan.layout, shards), {})
+            verify(place)
+        dist.barrier()
+        for other in range(4):
+            for change in (lambda tensor: tensor, lambda tensor: tensor.double()):
+                target = spread({name: change(torch.zeros_like(whole)) for name, whole in wholes.items()}, other)
+                read_tensors(place, read_manifest(place), target)
+                for name, value in target.items():
+                    found = value.full_tensor() if isinstance(value, DTensor) else value
+                    assert torch.equal(found, change(wholes[name])), (way, other, name)
+    stop()
+
+
+def test_boxes_of_any_shape(tmp_path: Path) -> None:
+    run_processes(4, cut_in_columns, tmp_path)
