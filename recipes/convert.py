@@ -19,7 +19,7 @@ from parallel.errors import UserError
 from parallel.float8 import without_wrapper
 from parallel.materialize import plain_name
 from recipes import hf_folder
-from recipes.checkpoint import StoredParameters, write_parameters
+from recipes.checkpoint.parameters import StoredParameters, write_parameters
 from recipes.hf_folder import DTYPE_BYTES, Description, Entry
 from recipes.weights import Weights, checkpoint_files, find_weights
 
@@ -114,9 +114,7 @@ def import_folder(folder: Path, checkpoint: Path) -> None:
     description = weights.description()
     with hf_folder.new_folder(checkpoint) as partial:
         shapes = {name: (entry.shape, DTYPES[entry.dtype]) for name, (_, entry) in stored.items()}
-        write_parameters(partial, shapes, lambda name: _read(*stored[name]))
-        for name, text in checkpoint_files(description).items():
-            (partial / name).write_text(text, encoding="utf-8")
+        write_parameters(partial, shapes, lambda name: _read(*stored[name]), files=checkpoint_files(description))
 
 
 # Into a Hugging Face folder

@@ -1,6 +1,7 @@
 """What a run says of itself, line by line. Imports no torch."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from models.config import ModelConfig
@@ -58,3 +59,9 @@ def summary(steps: int, tokens: int, seconds: float, *, validation_loss: float |
     validation = "" if validation_loss is None else f", validation loss {validation_loss:.4f}"
     rate = f"{tokens / seconds:,.0f} tokens/s in all"
     return f"done: {steps} steps, {tokens:,} tokens in {seconds:.1f} s, {rate}{validation}"
+
+
+def contents(folder: Path) -> str:
+    """What a run wrote, and where."""
+    names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    return f"written to {folder}: {' '.join(names)}"

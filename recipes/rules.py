@@ -52,6 +52,7 @@ def violations(
         yield from float8_fits(recipe.float8, model=recipe.model)
     if sound("checkpoint"):
         yield from export_has_a_net(recipe.checkpoint)
+        yield from there_is_one_to_keep(recipe.checkpoint)
     if sound("schedule", "run"):
         yield from schedule_fits(recipe.schedule, steps=recipe.run.steps)
 
@@ -147,6 +148,13 @@ def export_has_a_net(checkpoint: CheckpointConfig) -> Iterator[Violation]:
     """An export that fails, on a full disk for instance, must not cost the run."""
     if checkpoint.export_hf and checkpoint.every == 0:
         yield "checkpoint.export_hf", "needs checkpoints, lest a failed export cost the run; write every = run.steps"
+
+
+def there_is_one_to_keep(checkpoint: CheckpointConfig) -> Iterator[Violation]:
+    """Checkpoints to keep for good are among those that are written."""
+    every, keep_every = checkpoint.every, checkpoint.keep_every
+    if keep_every and (every == 0 or keep_every % every):
+        yield "checkpoint.keep_every", f"must be a multiple of checkpoint.every = {every}, or 0 to keep none for good"
 
 
 def mesh_fits(mesh: MeshConfig, *, processes: int | None) -> Iterator[Violation]:

@@ -121,10 +121,8 @@ def claim_run_folder(recipe: Recipe, *, done: int, environment: dict[str, Any]) 
     return notes
 
 
-def read_data_facts(checkpoint: Path | None) -> dict[str, Any]:
-    """What the data order of a checkpoint rests on; nothing without one. Raises UserError where it cannot be read."""
-    if checkpoint is None:
-        return {}
+def read_data_facts(checkpoint: Path) -> dict[str, Any]:
+    """What the data order of a checkpoint rests on. Raises UserError where it cannot be read."""
     file = checkpoint / DATA
     try:
         facts = json.loads(file.read_text(encoding="utf-8"))

@@ -1,12 +1,12 @@
 """From a recipe to a trained model, top to bottom."""
 
 import json
-import platform
 import signal
 import time
 from dataclasses import asdict
+from functools import partial
 from types import FrameType
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,24 +16,23 @@ from models.decoder import Decoder
 from models.hf import TextFacts
 from models.loss import IGNORED
 from parallel.config import MeshConfig
-from parallel.dist import Agreement, World, from_main, on_all, on_main, on_main_first, start, stop
+from parallel.dist import Agreement, World, on_all, on_main, on_main_first, start, stop
 from parallel.errors import UserError
 from parallel.float8 import precompute_scales
 from parallel.materialize import materialize
 from parallel.mesh import build_mesh
 from parallel.order import parallelize
 from parallel.reduce import clip_gradients, gradient_norm, sum_over_processes
-from recipes.checkpoint import Checkpoints
+from recipes.checkpoint.checkpoints import Checkpoints
+from recipes.checkpoint.folder import newest_whole
 from recipes.console import Console
 from recipes.convert import export_model, load_weights
-from recipes.data.batches import Batches
-from recipes.data.opening import open_data, pinned_sources
-from recipes.data.sequences import Quarantine, Sequences
+from recipes.data.feed import Feed
 from recipes.evaluate import continuation, mean_loss
 from recipes.hf_folder import Description
 from recipes.metrics import AttentionLength, MetricsWriter, StepClock, Throughput, environment, peak_memory_gib
 from recipes.optimizer import build_optimizer
-from recipes.report import introduction, step_line, summary
+from recipes.report import contents, introduction, step_line, summary
 from recipes.rules import require_valid
 from recipes.run_folder import (
     DATA,
@@ -45,12 +44,12 @@ from recipes.run_folder import (
 )
 from recipes.schedule import learning_rate
 from recipes.schema import Recipe
+from recipes.tokenizer import Tokenizer
 from recipes.weights import (
     CHECKPOINTS,
     FROM_WEIGHTS,
     Weights,
     checkpoint_files,
-    checkpoint_steps,
     starting_point,
     step_folder,
 )
@@ -88,8 +87,7 @@ class Trainer:
         require_valid(recipe, processes=world.size)
         on_main_first(world, lambda: check_output_folder(recipe))
         self.folder = run_folder(recipe)
-        # Rank 0 decides: another node may not see the newest checkpoint yet.
-        self.resume_step: int | None = from_main(world, max(checkpoint_steps(self.folder / CHECKPOINTS), default=None))
+        self.resume_step = on_main(world, lambda: newest_whole(self.folder / CHECKPOINTS, tell=console.say))
         self.mesh_degrees: MeshConfig = recipe.mesh.fit(world.size)
 
         mesh = build_mesh(recipe.mesh, world_size=world.size, device_type=world.device.type)
@@ -128,17 +126,31 @@ class Trainer:
         console.say(headline, style="bold")
         for line in lines:
             console.say("  " + line)
-        self._open_data()
+        self.feed = Feed(
+            recipe.data,
+            recipe.batch,
+            world=world,
+            ranks=self.mesh_degrees.data_parallel,
+            seed=recipe.run.seed,
+            vocabulary=recipe.model.vocabulary,
+            tokenizer=self._tokenizer,
+            before=self._data_before,
+            say=console.say,
+        )
 
         self.checkpoints = Checkpoints(
             self.folder / CHECKPOINTS,
             keep=recipe.checkpoint.keep,
-            files=checkpoint_files(self._description()) | {DATA: json.dumps(self.data_facts, indent=2) + "\n"},
+            keep_every=recipe.checkpoint.keep_every,
+            asynchronous=recipe.checkpoint.asynchronous,
+            tell=console.say,
+            files=checkpoint_files(self._description()) | {DATA: json.dumps(self.feed.facts, indent=2) + "\n"},
         )
-        self.step = self.saved_step = self._resume()
+        self.step = self._resume()
+        if recipe.checkpoint.every and self.step < recipe.run.steps:
+            self.checkpoints.require_room(self.parameters)
         self._open_folder()  # only now: a run that could not start leaves nothing behind
-        self.quarantine, self.bad_rows = Quarantine(self.folder / "quarantine.jsonl"), 0
-        self._note_bad_rows()
+        self.feed.list_bad_rows_in(self.folder / "quarantine.jsonl")
         self.agreement = Agreement()
         self.interrupted_by: signal.Signals | None = None
         self.interrupted_at = 0.0
@@ -171,6 +183,7 @@ class Trainer:
                 self._validate()
             if self._due(recipe.checkpoint.every):
                 self._save()
+            self.checkpoints.report()
             if self.agreement.any(self.interrupted_by is not None):
                 return self._stop_early()
         return self._finish()
@@ -181,11 +194,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate(self.step)
         with self.clock.loading():
-            try:
-                batches = self.training.take(self.step)
-            except UserError:
-                self._note_bad_rows()  # perhaps too many
-                raise
+            batches = self.feed.take(self.step)
         self.attention_length.count(documents for _, _, documents in batches)
         counts = [(targets != IGNORED).sum() for _, targets, _ in batches]
         target_tokens = sum_over_processes(torch.stack(counts).sum())
@@ -216,59 +225,6 @@ class Trainer:
             step, peak=self.recipe.optimizer.lr, steps=self.recipe.run.steps, schedule=self.recipe.schedule
         )
 
-    # Data
-
-    def _open_data(self) -> None:
-        data, checkpoint = self.recipe.data, None
-        if self.resume_step is not None:
-            checkpoint = step_folder(self.folder / CHECKPOINTS, self.resume_step)
-        pinned = on_main(self.world, lambda: pinned_sources(data.sources, read_data_facts(checkpoint)))
-        from_weights = data.tokenizer == FROM_WEIGHTS
-        opened = on_main_first(
-            self.world,
-            lambda: open_data(
-                data,
-                pinned=pinned,
-                tokenizer=self._weights().tokenizer() if from_weights else data.tokenizer,
-                sequence_length=self.recipe.batch.sequence_length,
-                seed=self.recipe.run.seed,
-                writes=self.world.is_main,
-                report=self.console.say,
-            ),
-        )
-        self.tokenizer, self.data_facts = opened.tokenizer, opened.facts
-        if (facts := from_main(self.world, self.data_facts)) != self.data_facts:
-            raise UserError(
-                f"data: {platform.node()} sees another text or tokenizer than rank 0 ({self.data_facts} and {facts})"
-                "; all nodes need the same files and the same Python"
-            )
-        if (entries := self.tokenizer.vocabulary) > self.recipe.model.vocabulary:
-            raise UserError(
-                f"data.tokenizer has {entries} entries, more than model.vocabulary = {self.recipe.model.vocabulary}"
-                f"; write model.vocabulary = {entries} or another tokenizer"
-            )
-        self.training, self.validation = self._batches(opened.training), self._batches(opened.validation)
-
-    def _batches(self, sequences: Sequences) -> Batches:
-        return Batches(
-            sequences,
-            global_batch_size=self.recipe.batch.global_batch_size,
-            micro_batch_size=self.recipe.batch.micro_batch_size,
-            rank=self.world.rank,
-            ranks=self.mesh_degrees.data_parallel,
-            end_of_document=self._document_boundary(),
-            device=self.world.device,
-        )
-
-    def _note_bad_rows(self) -> None:
-        if self.world.is_main and (rows := self.quarantine.note(self.training.sequences.sources)) > self.bad_rows:
-            self.console.say(f"{rows} rows of the text so far are bad and were left out: {self.quarantine.file}")
-            self.bad_rows = rows
-
-    def _document_boundary(self) -> int | None:
-        """The token behind which attention does not look, if the recipe says so."""
-        return self.tokenizer.end_of_document if self.recipe.data.document_mask else None
-
     # At logged steps, validations, checkpoints
 
     def _log(self, loss: Tensor, norm: Tensor) -> None:
@@ -286,20 +242,19 @@ class Trainer:
             "peak_memory_gib": peak_memory_gib(self.world.device),
         }
         self.metrics.write(row)
-        self._note_bad_rows()
+        self.feed.note_bad_rows()
         self.console.say(step_line(row, self.recipe.run.steps))
         self.console.progress(self.step, self.recipe.run.steps, f"loss {mean_loss:.3f}")
         self.clock.restart()
 
     def _validate(self) -> None:
         with self.clock.paused():
-            available = -(-self.validation.sequences.available // self.recipe.batch.global_batch_size)
             self.validation_loss = mean_loss(
                 self.model,
                 (
                     micro_batch
-                    for batch in range(min(self.recipe.validation.batches, available))
-                    for micro_batch in self.validation.take_once(batch)
+                    for batch in range(min(self.recipe.validation.batches, self.feed.validation_batches))
+                    for micro_batch in self.feed.validation.take_once(batch)
                 ),
                 device=self.world.device,
             )
@@ -310,9 +265,14 @@ class Trainer:
 
     def _save(self) -> None:
         with self.clock.paused():
-            self.checkpoints.save(self.model, self.optimizer, step=self.step)
-            self.saved_step = self.step
-            self.console.say(f"step {self.step:>6}  saved {self.checkpoints.path(self.step)}")
+            progress = {"sequences": self.step * self.recipe.batch.global_batch_size, "tokens": self._tokens()}
+            self.checkpoints.save(self.model, self.optimizer, step=self.step, progress=progress)
+
+    def _save_last(self) -> bool:
+        """Save this step, unless that has happened; try again if it failed. Whether it is saved now."""
+        if self.checkpoints.finish() != self.step and self.recipe.checkpoint.every:
+            self._save()
+        return self.checkpoints.finish() == self.step
 
     def _load_weights(self) -> None:
         """Start from model.weights, unless this run has a checkpoint to go on from."""
@@ -329,22 +289,33 @@ class Trainer:
         """Where the run starts from."""
         return starting_point(self.recipe.model.weights, self.folder)
 
+    def _tokenizer(self) -> str | Tokenizer:
+        spec = self.recipe.data.tokenizer
+        return self._weights().tokenizer() if spec == FROM_WEIGHTS else spec
+
+    def _data_before(self) -> dict[str, Any]:
+        """What the run has read so far, if it goes on from a checkpoint."""
+        if self.resume_step is None:
+            return {}
+        try:
+            return read_data_facts(step_folder(self.folder / CHECKPOINTS, self.resume_step))
+        except UserError:  # what is wrong with the checkpoint is found, and said, when it is loaded
+            return {}
+
     def _description(self) -> Description:
         """What goes with the weights wherever they go."""
-        facts = TextFacts(self.context_length, eos_token_id=self.tokenizer.end_of_document)
-        return Description(self.recipe.model, facts, self.tokenizer.backend.to_str())
+        facts = TextFacts(self.context_length, eos_token_id=self.feed.tokenizer.end_of_document)
+        return Description(self.recipe.model, facts, self.feed.tokenizer.backend.to_str())
 
     def _resume(self) -> int:
-        """Load the newest checkpoint of this run, if there is one. Returns the steps done."""
+        """Load the newest checkpoint of this run that is intact, if there is one. Returns the steps done."""
         if self.resume_step is None:
             return 0
-        path = self.checkpoints.path(self.resume_step)
-        on_main_first(self.world, lambda: require_same_data(path, self.data_facts))
-        self.checkpoints.load(self.model, self.optimizer, step=self.resume_step)
+        check = partial(require_same_data, facts=self.feed.facts)
+        progress = self.checkpoints.resume(self.model, self.optimizer, step=self.resume_step, check=check)
         if self.recipe.float8.all_gather:
             precompute_scales(self.model)
-        self.console.say(f"resumed from {path}")
-        return self.resume_step
+        return progress["step"]
 
     # The first and the last word
 
@@ -363,19 +334,16 @@ class Trainer:
 
     def _stop_early(self) -> int:
         self.console.end_progress()
-        if self.recipe.checkpoint.every:
-            if self.step != self.saved_step:
-                self._save()
-            self.console.say(f"interrupted after step {self.step}; the same command goes on from there")
-        else:
-            self.console.say(f"interrupted after step {self.step}; nothing saved, as checkpoint.every = 0")
+        every = self.recipe.checkpoint.every
+        rest = "the same command goes on from there" if self._save_last() else f"not saved, checkpoint.every = {every}"
+        self.console.say(f"interrupted after step {self.step}; {rest}")
         self._close()
         return 128 + (self.interrupted_by or signal.SIGINT)
 
     def _finish(self) -> int:
         """Say what came out, and where it is."""
         self.console.end_progress()
-        recipe, done = self.recipe, self.step - self.first_step
+        recipe, done, saved = self.recipe, self.step - self.first_step, self._save_last()
         seconds = time.perf_counter() - self.began
         if done == 0:
             self.console.say(f"this run has its {recipe.run.steps} steps already; --run.steps N makes it longer")
@@ -388,20 +356,22 @@ class Trainer:
         if done:
             tokens = done * self.throughput.tokens_per_step
             self.console.say(summary(done, tokens, seconds, validation_loss=self.validation_loss), style="bold")
-        if self.world.is_main:
-            contents = " ".join(sorted(path.name for path in self.folder.iterdir() if not path.name.startswith(".")))
-            self.console.say(f"written to {self.folder}: {contents}")
+        self.console.say(contents(self.folder))
         self._close()
+        if recipe.checkpoint.every and not saved:
+            raise UserError("all steps are done, but the last checkpoint is not saved; the same command tries again")
         return 0
 
     def _close(self) -> None:
-        self.training.close()
+        self.feed.close()
         self.metrics.close()
         self.agreement.end()
 
     def _sample(self) -> None:
         """Let the model continue the beginning of a held-out document."""
-        prompt = self.validation.sequences.rows(0, 1)[0, : min(32, self.recipe.batch.sequence_length // 2)].tolist()
+        prompt = self.feed.validation.sequences.rows(0, 1)[
+            0, : min(32, self.recipe.batch.sequence_length // 2)
+        ].tolist()
         answer = continuation(
             self.model,
             prompt,
@@ -409,11 +379,11 @@ class Trainer:
             shape=(self.recipe.batch.micro_batch_size, self.recipe.batch.sequence_length),
             device=self.world.device,
             seed=self.recipe.run.seed,
-            end_of_document=self._document_boundary(),
+            end_of_document=self.feed.document_boundary,
         )
         self.console.say("a held-out text, and how the model goes on:", style="bold")
-        self.console.say(self.tokenizer.decode(prompt), style="dim")
-        self.console.say(self.tokenizer.decode(answer))
+        self.console.say(self.feed.tokenizer.decode(prompt), style="dim")
+        self.console.say(self.feed.tokenizer.decode(answer))
 
     def _tokens(self) -> int:
         return self.step * self.throughput.tokens_per_step

@@ -30,6 +30,11 @@ TORCH_FREE = {
     "models/sizes.py",
     "parallel/config.py",
     "parallel/errors.py",
+    "recipes/checkpoint/files.py",
+    "recipes/checkpoint/folder.py",
+    "recipes/checkpoint/look.py",
+    "recipes/checkpoint/manifest.py",
+    "recipes/checkpoint/space.py",
     "recipes/command_line.py",
     "recipes/data/background.py",
     "recipes/data/hub.py",
@@ -51,6 +56,7 @@ TORCH_FREE = {
     "recipes/run_folder.py",
     "recipes/schema.py",
     "recipes/weights.py",
+    "scripts/checkpoint.py",
     "scripts/prepare_data.py",
     "scripts/write_docs.py",
 }
@@ -122,6 +128,13 @@ def test_the_model_and_its_order_meet_in_the_trainer_alone(file: Path) -> None:
 def test_only_one_file_knows_torchao(file: Path) -> None:
     if name(file) != "parallel/float8.py":
         assert not {module for module in imports(file) if module.partition(".")[0] == "torchao"}
+
+
+@every_file
+def test_only_one_folder_knows_how_checkpoints_are_stored(file: Path) -> None:
+    if not name(file).startswith("recipes/checkpoint/") and name(file) != "recipes/bench_checkpoint.py":
+        assert not {module for module in imports(file) if module.startswith("torch.distributed.checkpoint")}
+    assert "pickle" not in imports(file)
 
 
 @every_file

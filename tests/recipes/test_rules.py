@@ -68,6 +68,15 @@ def test_data_is_looked_at() -> None:
     assert "vocabulary" in the_rule(Recipe(data=DataConfig(tokenizer="train:5000")), "data.tokenizer")
 
 
+def test_checkpoints_to_keep_are_written() -> None:
+    for every, keep_every in ((0, 10), (4, 10)):
+        checkpoint = CheckpointConfig(every=every, keep_every=keep_every)
+        assert f"a multiple of checkpoint.every = {every}" in the_rule(
+            Recipe(checkpoint=checkpoint), "checkpoint.keep_every"
+        )
+    assert not broken_by(Recipe(checkpoint=CheckpointConfig(every=5, keep_every=10)))
+
+
 # Mesh
 
 

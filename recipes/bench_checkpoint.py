@@ -1,0 +1,198 @@
+"""Saving and loading, against torch.distributed.checkpoint (DCP) on the same state: `bench.py --suite checkpoint`."""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as multiprocessing
+from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+from parallel.config import MeshConfig
+from parallel.mesh import build_mesh
+from recipes.checkpoint.checkpoints import Checkpoints
+from recipes.optimizer import build_optimizer
+from recipes.schema import OptimizerConfig
+
+Row = dict[str, float]
+
+
+def main(arguments: list[str]) -> int:
+    """Prints medians and ratios, and writes every measurement as JSON where --out says."""
+    parser = argparse.ArgumentParser(prog="bench.py --suite checkpoint", description=__doc__)
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--width", type=int, default=768, help="of the twelve blocks")
+    parser.add_argument("--repeats", type=int, default=7, help="after one that does not count")
+    parser.add_argument("--folder", type=Path, help="where to write; default: a temporary one")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(arguments)
+    context = multiprocessing.get_context("spawn")
+    results: dict[int, list[Row]] = {}
+    for processes in options.processes:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            answers = context.SimpleQueue()
+            started = [
+                context.Process(target=_work, args=(rank, processes, Path(folder), options, answers))
+                for rank in range(processes)
+            ]
+            for process in started:
+                process.start()
+            results[processes] = answers.get()
+            for process in started:
+                process.join()
+        _print(processes, results[processes])
+    print(f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores")
+    if options.out:
+        options.out.write_text(json.dumps(results, indent=1))
+    return 0
+
+
+def _print(processes: int, rows: list[Row]) -> None:
+    gigabytes = rows[0]["gigabytes"]
+    print(f"\n{processes} processes, {gigabytes:.2f} GB, median of {len(rows)}", flush=True)
+    baselines = {"stall": "dcp async, stall", "save": "dcp", "load": "dcp load"}
+    for name in (name for name in rows[0] if name != "gigabytes"):
+        seconds = [row[name] for row in rows]
+        kind = "stall" if "stall" in name else "load" if "load" in name else "save"
+        # Ratios within one round, which a change of the machine's load meets alike.
+        ratio = median(row[name] / row[baselines[kind]] for row in rows)
+        spread = f"{min(seconds):.3f} to {max(seconds):.3f}"
+        print(f"  {name:<34} {median(seconds):7.3f} s  ({spread})  {ratio:5.2f} x {baselines[kind]}")
+
+
+def _work(rank: int, processes: int, folder: Path, options: argparse.Namespace, answers: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=processes)
+    bench = Bench(folder, options.width)
+    rows = [bench.round(number) for number in range(options.repeats + 1)][1:]
+    if rank == 0:
+        answers.put(rows)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class Block(nn.Module):
+    """The parameters of a transformer block; it computes nothing of use."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.linears = nn.ModuleList(
+            nn.Linear(a, b, bias=False)
+            for a, b in ((width, 2 * width), (width, width), (width, 3 * width), (3 * width, width))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = self.linears[2](self.linears[1](self.norm(x)))
+        return self.linears[3](wide) + self.linears[0](x)[..., : x.shape[-1]]
+
+
+class Bench:
+    """One state, and every way to save and load it."""
+
+    def __init__(self, folder: Path, width: int) -> None:
+        self.folder = folder
+        mesh = build_mesh(MeshConfig(), world_size=dist.get_world_size(), device_type="cpu")
+        self.model = nn.Sequential(*(Block(width) for _ in range(12)))
+        for block in self.model:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        self.optimizer = build_optimizer(self.model, OptimizerConfig())
+        self.model(torch.randn(2, width)).sum().backward()
+        self.optimizer.step()
+        self.stager = DefaultStager(StagingOptions(False, False, False, False))
+        self.group = dist.new_group(backend="gloo")
+        quiet: dict[str, Any] = {"keep": 1000, "tell": lambda line: None}
+        self.ours = Checkpoints(folder / "ours", **quiet)
+        self.ours_async = Checkpoints(folder / "ours-async", **quiet | {"asynchronous": True})
+        self.ours_keep = Checkpoints(folder / "ours-keep", **quiet | {"keep": 1})
+
+    def round(self, number: int) -> Row:
+        """Each once, in an order that turns from round to round; what was written before is gone."""
+        found: Row = {"gigabytes": sum(p.numel() * p.element_size() for p in self.model.parameters()) * 3 / 1e9}
+        steps = [self.dcp, self.save, self.dcp_async, self.save_async, self.dcp_async_stager, self.save_and_delete]
+        turned = steps[number % len(steps) :] + steps[: number % len(steps)]
+        for step in turned:
+            found |= step(number)
+        for load in (self.dcp_load, self.load) if number % 2 else (self.load, self.dcp_load):
+            found |= load(number)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            for path in self.folder.iterdir():
+                if path.is_dir() and path.name != "ours-keep":
+                    shutil.rmtree(path)
+        dist.barrier()
+        order = ["gigabytes", "dcp async, stall", "dcp async, stager kept, stall", "ours async, stall", "dcp", "ours"]
+        order += ["ours, an old one verified away", "dcp async", "dcp async, stager kept", "ours async"]
+        return {name: found[name] for name in [*order, "dcp load", "ours load"]}
+
+    def _state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def dcp(self, number: int) -> Row:
+        return {"dcp": _seconds(lambda: dcp.save(self._state(), checkpoint_id=self.folder / "dcp"))}
+
+    def save(self, number: int) -> Row:
+        return {"ours": _seconds(lambda: self.ours.save(self.model, self.optimizer, step=number))}
+
+    def save_and_delete(self, number: int) -> Row:
+        save = self.ours_keep.save
+        return {"ours, an old one verified away": _seconds(lambda: save(self.model, self.optimizer, step=number))}
+
+    def save_async(self, number: int) -> Row:
+        stall = _seconds(lambda: self.ours_async.save(self.model, self.optimizer, step=number))
+        rest = _seconds(lambda: self.ours_async.finish(), together=False)
+        return {"ours async, stall": stall, "ours async": stall + rest}
+
+    def dcp_async(self, number: int, name: str = "dcp async", **options: Any) -> Row:
+        futures: list[Any] = []
+
+        def begin() -> None:
+            path = self.folder / name
+            futures.append(dcp.async_save(self._state(), checkpoint_id=path, process_group=self.group, **options))
+
+        stall = _seconds(begin)
+        rest = _seconds(lambda: futures[0].result(), together=False)
+        return {f"{name}, stall": stall, name: stall + rest}
+
+    def dcp_async_stager(self, number: int) -> Row:
+        """With staging memory that is used again, which DCP leaves to its caller."""
+        return self.dcp_async(number, "dcp async, stager kept", async_stager=self.stager)
+
+    def dcp_load(self, number: int) -> Row:
+        def load() -> None:
+            state = self._state()
+            dcp.load(state, checkpoint_id=self.folder / "dcp")
+            set_state_dict(
+                self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+            )
+
+        return {"dcp load": _seconds(load)}
+
+    def load(self, number: int) -> Row:
+        return {"ours load": _seconds(lambda: self.ours.load(self.model, self.optimizer, step=number))}
+
+
+def _seconds(work: Callable[[], object], *, together: bool = True) -> float:
+    """How long the slowest process takes. together: all begin at the same time."""
+    if together:
+        dist.barrier()
+    began = perf_counter()
+    work()
+    taken = torch.tensor(perf_counter() - began)
+    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+    return taken.item()

@@ -1,0 +1,296 @@
+"""The files of a checkpoint: written with checksums and synced to the disk, read back with every byte verified.
+
+Imports no torch. A shard is a safetensors file (https://huggingface.co/docs/safetensors): a length, a JSON header, raw
+little-endian bytes. Its tensors are the boxes that one process wrote.
+"""
+
+import errno
+import json
+import os
+import shutil
+import stat
+import struct
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import xxhash
+
+from parallel.errors import UserError
+from recipes.checkpoint.manifest import (
+    BLOCK_BYTES,
+    DTYPE_BYTES,
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    Chunk,
+    Damage,
+    Manifest,
+    StoredFile,
+    decode,
+)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor that one process writes."""
+
+    tensor: str
+    dtype: str
+    """Key of DTYPE_BYTES."""
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    whole: bool
+    """Whether this is all of the tensor."""
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def label(self) -> str:
+        """Its name in the shard: the tensor's, with the range it covers where that is not all."""
+        return self.tensor if self.whole else box_name(self.tensor, self.start, self.shape)
+
+
+def box_name(tensor: str, start: Sequence[int], shape: Sequence[int]) -> str:
+    """Such as "model.embedding.weight[0:2048, 0:256]"."""
+    ranges = ", ".join(f"{first}:{first + length}" for first, length in zip(start, shape, strict=True))
+    return f"{tensor}[{ranges}]"
+
+
+# Writing
+
+
+class NewFile:
+    """A file that is hashed while it is written, and is on the disk when the block ends well."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._hash, self._bytes = path, xxhash.xxh3_128(), 0
+
+    def __enter__(self) -> "NewFile":
+        # O_EXCL: nothing is ever written over, nor through a link.
+        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        return self
+
+    def write(self, data: Any) -> None:
+        """Append bytes, or any buffer of bytes."""
+        view = memoryview(data)
+        self._hash.update(view)
+        self._bytes += len(view)
+        while view:
+            view = view[os.write(self._descriptor, view) :]
+
+    def about(self, *, header_bytes: int = 0, header_checksum: str = "") -> StoredFile:
+        return StoredFile(self._bytes, self._hash.hexdigest(), header_bytes, header_checksum)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+
+
+def write_file(path: Path, content: bytes) -> StoredFile:
+    """A whole small file."""
+    with NewFile(path) as file:
+        file.write(content)
+    return file.about()
+
+
+def write_shard(path: Path, pieces: Sequence[Piece], contents: Iterable[Any]) -> tuple[StoredFile, list[Chunk]]:
+    """A safetensors file with these pieces; contents: a buffer of bytes for each, asked for when it is its turn.
+
+    The pieces come with the widest elements first, so that all are aligned. Returns the file and each one's chunk.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for piece in pieces:
+        begin, end = end, end + piece.bytes
+        header[piece.label] = {"dtype": piece.dtype, "shape": list(piece.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    text = struct.pack("<Q", len(text)) + text
+    chunks = []
+    with NewFile(path) as file:
+        file.write(text)
+        offset = len(text)
+        for piece, content in zip(pieces, contents, strict=True):
+            view = memoryview(content)
+            assert len(view) == piece.bytes, f"{piece.label}: {len(view)} bytes for {piece.bytes}"
+            blocks = []
+            for begin in range(0, len(view), BLOCK_BYTES):
+                block = view[begin : begin + BLOCK_BYTES]
+                blocks.append(xxhash.xxh3_64_hexdigest(block))  # of what is in memory, before the disk has it
+                file.write(block)
+            chunks.append(Chunk(path.name, offset, len(view), piece.start, piece.shape, tuple(blocks)))
+            offset += len(view)
+    return file.about(header_bytes=len(text), header_checksum=xxhash.xxh3_64_hexdigest(text)), chunks
+
+
+def sync_folder(path: Path) -> None:
+    """Make sure that the names in a folder survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Delete a folder with what is in it; of a link, the link alone."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path)
+
+
+# Reading
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A descriptor of a regular file. Raises Damage where there is none, UserError where it may not be read."""
+    try:
+        # O_NONBLOCK: opening a pipe must not wait for somebody to write.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise Damage(f"{path} is a link, which a checkpoint never holds") from None
+        raise _unreadable(path, error) from None
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise Damage(f"{path} is not a file")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _unreadable(path: Path, error: OSError) -> UserError:
+    """Damage, if trying again will not help."""
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        return Damage(f"{path} is missing")
+    lasting = error.errno in (errno.EIO, errno.EUCLEAN, errno.EISDIR, errno.ENXIO)
+    return (Damage if lasting else UserError)(f"{path} cannot be read: {error.strerror}")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """What is in a checkpoint, judged by the manifest alone. Raises Damage; UserError where it is of another format."""
+    path = folder / MANIFEST
+    if not path.exists() and ((folder / ".metadata").exists() or any(folder.glob("*.distcp"))):
+        raise UserError(
+            f"{folder} was written by an older version of this program, in the format of torch.distributed.checkpoint,"
+            " which takes pickle to read; this version does not read it"
+        )
+    with opened(path) as descriptor:
+        size = os.fstat(descriptor).st_size
+        if size > MAX_MANIFEST_BYTES:
+            raise Damage(f"{path} has {size} bytes, which no manifest has")
+        text = bytearray(size)
+        _fill(descriptor, memoryview(text), 0, path)
+    return decode(bytes(text), where=path)
+
+
+def check_files(folder: Path, manifest: Manifest) -> None:
+    """That all files are there in full, and the small ones as they were written. Raises Damage."""
+    for name, about in manifest.files.items():
+        with opened(folder / name) as descriptor:
+            _check_size(folder / name, descriptor, about)
+            if not about.header_bytes:
+                _check_whole(folder / name, descriptor, about)
+
+
+class ShardReader:
+    """Reads parts of the tensors of a checkpoint and verifies every byte that it reads."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder, self._manifest = folder, manifest
+        self._bounce = bytearray()
+
+    @contextmanager
+    def file(self, name: str) -> Iterator[int]:
+        """A descriptor of a shard, its size and header verified."""
+        path, about = self._folder / name, self._manifest.files[name]
+        with opened(path) as descriptor:
+            _check_size(path, descriptor, about)
+            header = memoryview(bytearray(about.header_bytes))
+            _fill(descriptor, header, 0, path)
+            if xxhash.xxh3_64_hexdigest(header) != about.header_checksum:
+                raise Damage(f"{path} is damaged: bytes 0 to {len(header)}, its header")
+            yield descriptor
+
+    def read(self, descriptor: int, tensor: str, chunk: Chunk, first: int, into: memoryview) -> None:
+        """Fill `into` with the bytes of a chunk from number `first` on. Raises Damage, which names the block."""
+        block_bytes, last = self._manifest.block_bytes, first + len(into)
+        path = self._folder / chunk.file
+        for block in range(first // block_bytes, -(-last // block_bytes)):
+            begin, end = block * block_bytes, min((block + 1) * block_bytes, chunk.bytes)
+            inside = first <= begin and end <= last
+            if not inside and len(self._bounce) < end - begin:
+                self._bounce = bytearray(end - begin)
+            target = into[begin - first : end - first] if inside else memoryview(self._bounce)[: end - begin]
+            _fill(descriptor, target, chunk.offset + begin, path)
+            if xxhash.xxh3_64_hexdigest(target) != chunk.blocks[block]:
+                raise Damage(
+                    f"{path} is damaged: bytes {chunk.offset + begin} to {chunk.offset + end}, which belong to"
+                    f" {box_name(tensor, chunk.start, chunk.shape)}"
+                )
+            if not inside:
+                low, high = max(begin, first), min(end, last)
+                into[low - first : high - first] = target[low - begin : high - begin]
+
+
+def verify_shards(folder: Path, manifest: Manifest, names: Collection[str]) -> None:
+    """Read these shards to their last bytes. Raises Damage."""
+    reader, buffer = ShardReader(folder, manifest), memoryview(bytearray(manifest.block_bytes))
+    for name, chunks in manifest.shards().items():
+        if name in names:
+            with reader.file(name) as descriptor:
+                for tensor, chunk in chunks:
+                    for first in range(0, chunk.bytes, len(buffer)):
+                        reader.read(descriptor, tensor, chunk, first, buffer[: chunk.bytes - first])
+
+
+def verify(folder: Path) -> Manifest:
+    """Read a checkpoint to its last byte. Raises Damage at the first that is not what was written."""
+    manifest = read_manifest(folder)
+    check_files(folder, manifest)
+    verify_shards(folder, manifest, manifest.files)
+    return manifest
+
+
+def _check_size(path: Path, descriptor: int, about: StoredFile) -> None:
+    size = os.fstat(descriptor).st_size
+    if size != about.bytes:
+        what = "cut off" if size < about.bytes else "too long"
+        raise Damage(f"{path} is {what}: {size} bytes instead of {about.bytes}")
+
+
+def _check_whole(path: Path, descriptor: int, about: StoredFile) -> None:
+    hashed, position = xxhash.xxh3_128(), 0
+    while position < about.bytes:
+        buffer = memoryview(bytearray(min(BLOCK_BYTES, about.bytes - position)))
+        _fill(descriptor, buffer, position, path)
+        hashed.update(buffer)
+        position += len(buffer)
+    if hashed.hexdigest() != about.checksum:
+        raise Damage(f"{path} is damaged: bytes 0 to {about.bytes}")
+
+
+def _fill(descriptor: int, target: memoryview, offset: int, path: Path) -> None:
+    """Read as many bytes as fit."""
+    done = 0
+    while done < len(target):
+        try:
+            count = os.preadv(descriptor, [target[done:]], offset + done)
+        except OSError as error:
+            raise _unreadable(path, error) from None
+        if count == 0:
+            raise Damage(f"{path} is cut off at byte {offset + done}")
+        done += count

@@ -1,0 +1,86 @@
+"""Checkpoints for people: which there are, whether they are whole, what is inside. Imports no torch."""
+
+import json
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from math import prod
+from pathlib import Path
+
+from parallel.errors import UserError
+from recipes.checkpoint.files import check_files, read_manifest, verify
+from recipes.checkpoint.manifest import MANIFEST, Damage, Manifest
+from recipes.checkpoint.space import size
+from recipes.weights import CHECKPOINTS, checkpoint_steps, step_folder
+
+
+def find(path: Path) -> list[Path]:
+    """The checkpoints that a path stands for: of a run, of its folder of checkpoints, or the one checkpoint itself.
+
+    Oldest first. Raises UserError where there are none.
+    """
+    if not path.is_dir():
+        raise UserError(f"{path} is {'not a folder' if path.exists() else 'not there'}")
+    if (path / MANIFEST).exists():
+        return [path]
+    for folder in (path / CHECKPOINTS, path):
+        if steps := checkpoint_steps(folder):
+            return [step_folder(folder, step) for step in steps]
+    if (path / ".metadata").exists():
+        read_manifest(path)  # says what it is instead
+    raise UserError(f"{path} holds no checkpoint")
+
+
+def table(paths: Sequence[Path], *, thorough: bool) -> Iterator[tuple[str, bool]]:
+    """A line for the head and one for each checkpoint, with whether it is sound.
+
+    thorough: every byte is read; else what shows without reading tensors.
+    """
+    yield f"{'step':>10}  {'written':<19}  {'size':>9}  {'files':>5}  {'tensors':>7}  state", True
+    for path in paths:
+        try:
+            manifest = verify(path) if thorough else read_manifest(path)
+            if not thorough:
+                check_files(path, manifest)
+            if path.name.startswith("step-") and path != step_folder(path.parent, manifest.step or 0):
+                raise Damage(f"{path} holds the checkpoint of another step: {manifest.step}")
+        except UserError as error:
+            yield f"{path.name:>10}  {error}", False
+        else:
+            written = datetime.fromtimestamp((path / MANIFEST).stat().st_mtime).strftime("%Y-%m-%d %H:%M:%S")
+            step = "-" if manifest.step is None else manifest.step
+            sound = "intact" if thorough else "complete"
+            yield (
+                f"{step:>10}  {written}  {size(manifest.bytes):>9}  {len(manifest.files):>5}"
+                f"  {len(manifest.tensors):>7}  {sound}",
+                True,
+            )
+
+
+def aside(paths: Sequence[Path]) -> list[str]:
+    """The names of what lies beside these checkpoints and is none: damaged ones, and what a kill left."""
+    return sorted(path.name for path in paths[0].parent.glob("damaged-*")) + sorted(
+        path.name for path in paths[0].parent.glob(".partial-*")
+    )
+
+
+def describe(path: Path) -> Iterator[str]:
+    """What is inside of one checkpoint, line by line. Raises UserError where its manifest is damaged."""
+    manifest = read_manifest(path)
+    yield f"{path}: {'no step' if manifest.step is None else f'step {manifest.step}'}, {size(manifest.bytes)}"
+    progress = manifest.state.get("progress")
+    for key, value in progress.items() if isinstance(progress, dict) else ():
+        yield f"  {json.dumps(key)[1:-1]}: {json.dumps(value)}"
+    yield "files:"
+    for name, file in manifest.files.items():
+        yield f"  {name}  {size(file.bytes)}  xxh3_128 {file.checksum}"
+    yield "tensors:"
+    yield from _tensors(manifest)
+
+
+def _tensors(manifest: Manifest) -> Iterator[str]:
+    width = max(map(len, manifest.tensors), default=0)
+    for name, tensor in sorted(manifest.tensors.items()):
+        parts = f"in {len(tensor.chunks)} parts" if len(tensor.chunks) > 1 else ""
+        yield f"  {name:<{width}}  {tensor.dtype:<4}  {list(tensor.shape)}  {parts}".rstrip()
+    elements = sum(prod(tensor.shape) for tensor in manifest.tensors.values())
+    yield f"{len(manifest.tensors)} tensors, {elements:,} elements"

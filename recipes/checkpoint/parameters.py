@@ -1,0 +1,83 @@
+"""The parameters of a checkpoint alone, read and written without a process group."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+from models.config import ModelConfig
+from models.hf import parameter_shapes
+from parallel.errors import UserError
+from parallel.float8 import without_wrapper
+from recipes.checkpoint.files import Piece, check_files, read_manifest, write_shard
+from recipes.checkpoint.folder import complete
+from recipes.checkpoint.storage import CODES, DTYPES, assemble, raw, read_tensors, shard_name
+from recipes.weights import MODEL
+
+PARAMETERS = "model."
+"""What the names of parameters begin with inside of a checkpoint."""
+
+
+class StoredParameters:
+    """The parameters of a checkpoint, without optimizer or process group: one at a time, or a model's own shards."""
+
+    def __init__(self, path: Path, model: ModelConfig) -> None:
+        """Raises one UserError that lists all parameters of the model that are not there; Damage where it shows."""
+        self.path = path
+        self._manifest = read_manifest(path)
+        check_files(path, self._manifest)
+        shapes = {name: tensor.shape for name, tensor in self._manifest.tensors.items()}
+        found = {name: f"has shape {list(shape)}" for name, shape in shapes.items()}
+        if problems := [
+            f"{name} {found.get(PARAMETERS + name, 'is missing')}; {MODEL} says {list(shape)}"
+            for name, shape in parameter_shapes(model)
+            if shapes.get(PARAMETERS + name) != shape
+        ]:
+            raise UserError("\n  ".join([f"the checkpoint {path} cannot be used:", *problems]))
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Element type of a parameter."""
+        return DTYPES[self._manifest.tensors[PARAMETERS + name].dtype]
+
+    def read(self, name: str) -> Tensor:
+        """One parameter, whole, on the CPU."""
+        values = torch.empty(self._manifest.tensors[PARAMETERS + name].shape, dtype=self.dtype(name))
+        self._read({name: values})
+        return values
+
+    def read_into(self, model: nn.Module) -> None:
+        """Fill a model, sharded or not, with what belongs to this process."""
+        state: dict[str, Any] = {
+            name: without_wrapper(cast(Tensor, value)) for name, value in get_model_state_dict(model).items()
+        }
+        self._read(state)
+        set_model_state_dict(model, state)
+
+    def _read(self, state: Mapping[str, Any]) -> None:
+        read_tensors(self.path, self._manifest, {PARAMETERS + name: value for name, value in state.items()})
+
+
+def write_parameters(
+    folder: Path,
+    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    read: Callable[[str], Tensor],
+    *,
+    files: Mapping[str, str],
+) -> None:
+    """Fill an empty folder with a checkpoint of parameters alone. files: name -> text of what lies beside them.
+
+    Each parameter is asked for when it is its turn, so that the memory holds one at a time.
+    """
+    pieces = [
+        Piece(PARAMETERS + name, CODES[dtype], (0,) * len(shape), shape, whole=True)
+        for name, (shape, dtype) in shapes.items()
+    ]
+    pieces.sort(key=lambda piece: -DTYPES[piece.dtype].itemsize)
+    name = shard_name(0, 1)
+    contents = (raw(read(piece.tensor.removeprefix(PARAMETERS))) for piece in pieces)
+    file, chunks = write_shard(folder / name, pieces, contents)
+    layout = {piece.tensor: (piece.dtype, piece.shape) for piece in pieces}
+    complete(folder, assemble(None, {}, layout, [(name, file, list(zip(pieces, chunks, strict=True)))]), files)

@@ -1,0 +1,110 @@
+"""All that a run reads, opened on every process alike."""
+
+import platform
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from parallel.dist import World, from_main, on_main, on_main_first
+from parallel.errors import UserError
+from recipes.data.batches import Batches, MicroBatch
+from recipes.data.opening import open_data, pinned_sources
+from recipes.data.sequences import Quarantine, Sequences
+from recipes.schema import BatchConfig, DataConfig
+from recipes.tokenizer import Tokenizer
+
+
+class Feed:
+    """Training and held-out batches, the tokenizer behind them, and the list of what was left out."""
+
+    def __init__(
+        self,
+        data: DataConfig,
+        batch: BatchConfig,
+        *,
+        world: World,
+        ranks: int,
+        seed: int,
+        vocabulary: int,
+        tokenizer: Callable[[], str | Tokenizer],
+        before: Callable[[], Mapping[str, Any]],
+        say: Callable[[str], None],
+    ) -> None:
+        """ranks: shares of the global batch. vocabulary: of the model. before: the facts of the run so far, if any.
+
+        Raises UserError for whatever is wrong with the sources, the tokenizer or what they hold.
+        """
+        pinned = on_main(world, lambda: pinned_sources(data.sources, before()))
+        opened = on_main_first(
+            world,
+            lambda: open_data(
+                data,
+                pinned=pinned,
+                tokenizer=tokenizer(),
+                sequence_length=batch.sequence_length,
+                seed=seed,
+                writes=world.is_main,
+                report=say,
+            ),
+        )
+        self.tokenizer, self.facts = opened.tokenizer, opened.facts
+        if (facts := from_main(world, self.facts)) != self.facts:
+            raise UserError(
+                f"data: {platform.node()} sees another text or tokenizer than rank 0 ({self.facts} and {facts})"
+                "; all nodes need the same files and the same Python"
+            )
+        if (entries := self.tokenizer.vocabulary) > vocabulary:
+            raise UserError(
+                f"data.tokenizer has {entries} entries, more than model.vocabulary = {vocabulary}"
+                f"; write model.vocabulary = {entries} or another tokenizer"
+            )
+        self.document_boundary = self.tokenizer.end_of_document if data.document_mask else None
+        """The token behind which attention does not look, if the recipe says so."""
+
+        def batches(sequences: Sequences) -> Batches:
+            return Batches(
+                sequences,
+                global_batch_size=batch.global_batch_size,
+                micro_batch_size=batch.micro_batch_size,
+                rank=world.rank,
+                ranks=ranks,
+                end_of_document=self.document_boundary,
+                device=world.device,
+            )
+
+        self.training, self.validation = batches(opened.training), batches(opened.validation)
+        self._global_batch_size = batch.global_batch_size
+        self._is_main, self._say = world.is_main, say
+        self._quarantine: Quarantine | None = None
+        self._bad_rows = 0
+
+    @property
+    def validation_batches(self) -> int:
+        """Global batches of held-out text, the last of which may be filled up."""
+        return -(-self.validation.sequences.available // self._global_batch_size)
+
+    def take(self, batch: int) -> list[MicroBatch]:
+        """This process's share of global batch number `batch`, on the device. Raises UserError where there is none."""
+        try:
+            return self.training.take(batch)
+        except UserError:
+            self.note_bad_rows()  # there may be too many
+            raise
+
+    def list_bad_rows_in(self, file: Path) -> None:
+        """From now on, note bad rows in this file."""
+        self._quarantine = Quarantine(file)
+        self.note_bad_rows()
+
+    def note_bad_rows(self) -> None:
+        """List the bad rows of what was used since the last call, and say how many there are."""
+        if not self._is_main or self._quarantine is None:
+            return
+        if (rows := self._quarantine.note(self.training.sequences.sources)) > self._bad_rows:
+            self._say(f"{rows} rows of the text so far are bad and were left out: {self._quarantine.file}")
+            self._bad_rows = rows
+
+    def close(self) -> None:
+        """Stop reading, and what tokenizes."""
+        self.training.close()
+        self.validation.close()

@@ -1,0 +1,52 @@
+"""What checkpoints there are, and whether they are whole: `python scripts/checkpoint.py list|verify|show PATH`."""
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
+
+from parallel.errors import UserError  # noqa: E402
+from recipes.checkpoint import look  # noqa: E402
+
+USAGE = """\
+checkpoint.py list PATH      a table: steps, sizes, what shows to be wrong
+       checkpoint.py verify PATH    the same after reading every byte; exits with 1 if anything is damaged
+       checkpoint.py show PATH      what is inside of one: progress, files, tensors
+
+PATH: runs/NAME, its folder of checkpoints, or one checkpoint; to show of several: the newest."""
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit code: 0, 1 for damage, 2 for what the user can mend."""
+    parser = argparse.ArgumentParser(usage=USAGE, allow_abbrev=False)
+    parser.add_argument("command", choices=("list", "verify", "show"), help=argparse.SUPPRESS)
+    parser.add_argument("path", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    sound = True
+    try:
+        paths = look.find(options.path)
+        if options.command == "show":
+            for line in look.describe(paths[-1]):
+                print(line)
+            return 0
+        for line, is_sound in look.table(paths, thorough=options.command == "verify"):
+            print(line, flush=True)
+            sound &= is_sound
+        if others := look.aside(paths):
+            print("beside them:", " ".join(others))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0 if sound else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,60 @@
+"""Writes the checkpoints that every later version must load: `python -m tests.recipes.checkpoint.golden FOLDER`.
+
+Those in golden/ were written once and are never written again; a new version of the format adds new ones.
+"""
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from recipes.checkpoint.storage import raw
+from tests.processes import run_processes
+from tests.recipes.checkpoint.small import SMALL, snapshot, trained
+
+GOLDEN = Path(__file__).parent / "golden"
+PROGRESS = {"tokens": 36, "sequences": 4, "wandb": None, "name": "ä"}
+
+
+def fingerprints(tensors: dict[str, Tensor]) -> dict[str, str]:
+    return {name: xxhash.xxh3_64_hexdigest(raw(tensor)) for name, tensor in sorted(tensors.items())}
+
+
+def write(folder: Path) -> dict[str, str]:
+    """Two steps of the small model on two processes, sharded; returns what every number was."""
+    from parallel.dist import start, stop
+    from recipes.checkpoint.checkpoints import Checkpoints
+
+    start("cpu", seed=0)
+    run = trained(2)
+    checkpoints = Checkpoints(folder / "sharded", keep=1, files={"note.txt": "kept for ever\n"})
+    checkpoints.save(*run, step=2, progress=PROGRESS)
+    assert checkpoints.finish() == 2
+    found = fingerprints(snapshot(*run, whole=True))
+    stop()
+    return found
+
+
+def write_imported(folder: Path) -> dict[str, str]:
+    """Parameters alone, in bfloat16, as an import writes them."""
+    from models.hf import parameter_shapes
+    from recipes.checkpoint.parameters import write_parameters
+
+    torch.manual_seed(0)
+    tensors = {name: torch.randn(shape).bfloat16() for name, shape in parameter_shapes(SMALL)}
+    folder.joinpath("imported").mkdir()
+    shapes: dict[str, Any] = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    write_parameters(folder / "imported", shapes, tensors.__getitem__, files={})
+    return fingerprints(tensors)
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1])
+    target.mkdir()
+    print("SHARDED =", run_processes(2, write, target)[0])
+    print("IMPORTED =", write_imported(target))
+    print("MODEL =", asdict(SMALL))

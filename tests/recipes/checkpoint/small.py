@@ -1,0 +1,76 @@
+"""A model of a few kilobytes, trained a little, and what the tests of checkpoints look at."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from models.sizes import SIZES
+from parallel.config import MeshConfig
+from parallel.materialize import plain_name
+from recipes.optimizer import build_optimizer
+from recipes.schema import OptimizerConfig
+from tests.build import SHARD_ALL, build_model
+
+SMALL = replace(
+    SIZES["llama3_debug"],
+    layers=1,
+    width=16,
+    heads=2,
+    key_value_heads=1,
+    head_width=8,
+    feed_forward_width=24,
+    vocabulary=20,
+)
+
+
+def build(*, seed: int, mode: str = "none", mesh: MeshConfig = SHARD_ALL) -> tuple[nn.Module, Optimizer]:
+    """The model on the mesh of the process group that is there, and its optimizer."""
+    model, _ = build_model(SMALL, seed=seed, mode=mode, mesh=mesh)
+    return model, build_optimizer(model, OptimizerConfig(lr=0.01))
+
+
+def step(model: nn.Module, optimizer: Optimizer, *, seed: int) -> float:
+    """One optimizer step on random tokens, the same on all processes; its loss."""
+    tokens = torch.randint(SMALL.vocabulary, (2, 9), generator=torch.Generator().manual_seed(seed))
+    loss = model(tokens[:, :-1], tokens[:, 1:]) / 16
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def trained(steps: int = 2, *, mesh: MeshConfig = SHARD_ALL) -> tuple[nn.Module, Optimizer]:
+    model, optimizer = build(seed=0, mesh=mesh)
+    for seed in range(steps):
+        step(model, optimizer, seed=seed)
+    return model, optimizer
+
+
+def snapshot(model: nn.Module, optimizer: Optimizer, *, whole: bool = False) -> dict[str, Tensor]:
+    """Every number that the next step depends on, by name: of this process's shards, or whole ones."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        states = {"": parameter, **optimizer.state[parameter]}
+        for kind, value in states.items():
+            if isinstance(value, DTensor):
+                value = value.full_tensor() if whole else value.to_local()
+            found[f"{plain_name(name)} {kind}"] = value.detach().clone()
+    return found
+
+
+def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    """Names whose values differ in a bit."""
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}

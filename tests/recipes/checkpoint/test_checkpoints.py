@@ -1,0 +1,355 @@
+"""Checkpoints of one process: what comes back, what is kept, what is passed over, what a failure costs."""
+
+import resource
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.optim import Optimizer
+
+from parallel.dist import start, stop
+from parallel.errors import UserError
+from recipes.checkpoint import checkpoints as module
+from recipes.checkpoint import files, storage
+from recipes.checkpoint.checkpoints import Checkpoints
+from recipes.checkpoint.files import read_manifest, verify
+from recipes.checkpoint.manifest import Damage
+from tests.recipes.checkpoint.small import build, contents, differences, names, snapshot, step, trained
+
+Run = tuple[nn.Module, Optimizer]
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """A process group of one."""
+    start("cpu", seed=0)
+    yield
+    stop()
+
+
+@pytest.fixture
+def run() -> Run:
+    return trained(3)
+
+
+@contextmanager
+def no_room(size: int = 1024) -> Iterator[None]:
+    """No file may grow beyond so many bytes, as if the disk were full."""
+    limit, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard_limit))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard_limit))
+
+
+# What comes back
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_parameters_and_moments_come_back_to_the_bit(mode: str, asynchronous: bool, run: Run, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1, asynchronous=asynchronous)
+    before = snapshot(*run)
+    assert {name.split()[-1] for name in before if name.count(" ") == 1} >= {"exp_avg", "exp_avg_sq", "step"}
+    checkpoints.save(*run, step=3, progress={"tokens": 99, "wandb": None})
+    assert differences(snapshot(*run), before) == []  # saving moves nothing
+
+    fresh = build(seed=7, mode=mode)  # other weights, no moments, perhaps other names inside
+    assert checkpoints.load(*fresh, step=3) == {"tokens": 99, "wandb": None}
+    assert differences(snapshot(*fresh), before) == []
+    assert [group["weight_decay"] for group in fresh[1].param_groups] == [0.1, 0.0]
+    assert [group["betas"] for group in fresh[1].param_groups] == [(0.9, 0.95)] * 2
+
+    assert step(*fresh, seed=4) == step(*run, seed=4)
+    assert differences(snapshot(*fresh), snapshot(*run)) == []
+
+
+def test_training_draws_no_random_numbers(run: Run) -> None:
+    """Why a checkpoint holds no state of torch's generator."""
+    before = torch.get_rng_state()
+    step(*run, seed=4)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_loading_replaces_what_was_trained_meanwhile(run: Run, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    before = snapshot(*run)
+    checkpoints.save(*run, step=3)
+    step(*run, seed=4)
+    assert set(differences(snapshot(*run), before)) == set(before)
+    checkpoints.load(*run, step=3)
+    assert differences(snapshot(*run), before) == []
+
+
+def test_blocks_are_read_in_part_and_in_whole(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most tensors of a large model have many blocks; here they are small instead."""
+    for place in (files, storage):
+        monkeypatch.setattr(place, "BLOCK_BYTES", 64)
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(*run, step=3)
+    manifest = verify(checkpoints.path(3))
+    assert manifest.block_bytes == 64
+    assert len(manifest.tensors["model.embedding.weight"].chunks[0].blocks) == 20 * 16 * 4 // 64
+    before = snapshot(*run)
+    fresh = build(seed=1)
+    checkpoints.load(*fresh, step=3)
+    assert differences(snapshot(*fresh), before) == []
+
+
+def test_other_libraries_read_the_shards(run: Run, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1, files={"note.txt": "ä"})
+    checkpoints.save(*run, step=3)
+    assert names(checkpoints.path(3)) == ["manifest.json", "note.txt", "shard-00000-of-00001.safetensors"]
+    with safe_open(checkpoints.path(3) / "shard-00000-of-00001.safetensors", framework="pt") as shard:
+        assert set(shard.keys()) == set(read_manifest(checkpoints.path(3)).tensors)
+        for name, parameter in run[0].named_parameters():
+            assert torch.equal(shard.get_tensor(f"model.{name}"), parameter.full_tensor())
+            assert torch.equal(
+                shard.get_tensor(f"optimizer.{name}.exp_avg"), run[1].state[parameter]["exp_avg"].full_tensor()
+            )
+
+
+def test_another_optimizer_is_refused(run: Run, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(*run, step=3)
+    model, _ = build(seed=0)
+    other = torch.optim.AdamW(model.parameters(), fused=True)  # one group instead of two
+    with pytest.raises(UserError, match="another optimizer, or other groups"):
+        checkpoints.load(model, other, step=3)
+
+
+# Beside the training
+
+
+def test_a_slow_writer_writes_what_was_there(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters change while their copy waits to be written."""
+    go, write = threading.Event(), module.write_shard
+
+    def slow(*arguments):
+        assert go.wait(60)
+        return write(*arguments)
+
+    monkeypatch.setattr(module, "write_shard", slow)
+    told: list[str] = []
+    checkpoints = Checkpoints(tmp_path, keep=3, asynchronous=True, tell=told.append)
+    before = snapshot(*run)
+    checkpoints.save(*run, step=3)
+    step(*run, seed=4)
+    checkpoints.report()
+    assert checkpoints.steps() == [] and told == []
+    go.set()
+    after = snapshot(*run)
+    checkpoints.save(*run, step=4)  # waits for the one before, whose memory it takes
+    assert told == [f"step      3  saved {checkpoints.path(3)}"]
+    step(*run, seed=5)
+    assert checkpoints.finish() == 4 and checkpoints.steps() == [3, 4]
+    for number, expected in ((3, before), (4, after)):
+        checkpoints.load(*run, step=number)
+        assert differences(snapshot(*run), expected) == []
+
+
+def test_beside_the_training_the_same_is_written(run: Run, tmp_path: Path) -> None:
+    for asynchronous in (True, False):
+        checkpoints = Checkpoints(tmp_path / str(asynchronous), keep=1, asynchronous=asynchronous)
+        checkpoints.save(*run, step=3)
+        assert checkpoints.finish() == 3
+    assert contents(tmp_path / "True" / "step-00000003") == contents(tmp_path / "False" / "step-00000003")
+
+
+def test_memory_is_used_again(run: Run, tmp_path: Path) -> None:
+    memory = storage.HostMemory()
+    memory.SEGMENT = 1000  # several, and tensors larger than one
+    tensors = [torch.arange(n, dtype=torch.float32) for n in (3, 300, 100, 200, 1, 700)] + [
+        torch.tensor(2.0).bfloat16()
+    ]
+    for _ in range(2):
+        assert [bytes(copy) for copy in memory.copy(tensors)] == [bytes(storage.raw(tensor)) for tensor in tensors]
+        places = [segment.data_ptr() for segment in memory._segments]
+        tensors = [tensor + 1 for tensor in tensors]
+    assert [segment.data_ptr() for segment in memory._segments] == places
+    assert bytes(memory.copy([torch.ones(4, 6).t()])[0]) == bytes(storage.raw(torch.ones(6, 4)))
+
+
+# What is kept
+
+
+def test_the_oldest_are_deleted(run: Run, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "a" / "checkpoints", keep=2)
+    assert checkpoints.steps() == []  # nor is there a folder yet
+    kept = []
+    for number in (3, 9, 20, 100):
+        checkpoints.save(*run, step=number)
+        kept.append(checkpoints.steps())
+    assert kept == [[3], [3, 9], [9, 20], [20, 100]]
+    assert names(checkpoints.folder) == ["step-00000020", "step-00000100"]
+    Checkpoints(checkpoints.folder, keep=1).save(*run, step=123_456_789)
+    assert names(checkpoints.folder) == ["step-123456789"]
+    assert checkpoints.steps() == [123_456_789]
+
+
+def test_every_nth_stays(run: Run, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2, keep_every=20)
+    for number in range(10, 80, 10):
+        checkpoints.save(*run, step=number)
+    assert checkpoints.steps() == [20, 40, 60, 70]
+
+
+def test_nothing_is_deleted_for_one_that_does_not_read_back(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    checkpoints = Checkpoints(tmp_path, keep=1, tell=told.append)
+    checkpoints.save(*run, step=3)
+    commit = module.folders.commit
+
+    def spoil(folder: Path, number: int) -> None:
+        commit(folder, number)
+        shard = next(checkpoints.path(number).glob("*.safetensors"))
+        shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+
+    monkeypatch.setattr(module.folders, "commit", spoil)
+    checkpoints.save(*run, step=6)
+    checkpoints.report()
+    assert "which belong to" in told[-1] and "set aside as damaged-step-00000006" in told[-1]
+    assert names(tmp_path) == ["damaged-step-00000006", "step-00000003"]
+    assert checkpoints.finish() == 3
+
+
+def test_an_old_one_that_cannot_be_deleted_is_told(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(folder: Path, number: int) -> None:
+        raise PermissionError(13, "no")
+
+    told: list[str] = []
+    checkpoints = Checkpoints(tmp_path, keep=1, tell=told.append)
+    checkpoints.save(*run, step=3)
+    monkeypatch.setattr(module.folders, "delete", refuse)
+    checkpoints.save(*run, step=6)
+    assert checkpoints.finish() == 6 and checkpoints.steps() == [3, 6]
+    assert told[1:] == [
+        "step      3  cannot be deleted: the folder may not be written to",
+        f"step      6  saved {checkpoints.path(6)}",
+    ]
+
+
+def test_what_a_kill_left_is_passed_over_and_cleared(run: Run, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "file").touch()
+    (tmp_path / ".partial-00000007").symlink_to(tmp_path / "elsewhere")
+    for left_over in (5, 6):
+        (tmp_path / f".partial-{left_over:08d}").mkdir()
+        (tmp_path / f".partial-{left_over:08d}" / "shard-00000-of-00001.safetensors").write_text("half of it")
+    assert checkpoints.steps() == []
+    checkpoints.save(*run, step=6)
+    assert names(tmp_path) == ["elsewhere", "step-00000006"]
+    assert (tmp_path / "elsewhere" / "file").exists()
+    before = snapshot(*run)
+    fresh = build(seed=1)
+    checkpoints.load(*fresh, step=6)
+    assert differences(snapshot(*fresh), before) == []
+
+
+def test_other_names_are_ignored(run: Run, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    others = ["step-5", "step-00000007-backup", "step-", "step-0000000x", "best", "old-step-00000009"]
+    for name in others:
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000099").write_text("a file")
+    assert checkpoints.steps() == []
+    for number in (3, 4):
+        checkpoints.save(*run, step=number)
+    assert checkpoints.steps() == [4]
+    assert names(tmp_path) == sorted([*others, "step-00000099", "step-00000004"])
+
+
+# What fails
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk_costs_that_checkpoint_alone(asynchronous: bool, run: Run, tmp_path: Path) -> None:
+    told: list[str] = []
+    checkpoints = Checkpoints(tmp_path, keep=1, asynchronous=asynchronous, tell=told.append)
+    checkpoints.save(*run, step=3)
+    assert checkpoints.finish() == 3
+    before = contents(checkpoints.path(3))
+    with no_room():
+        checkpoints.save(*run, step=6)
+        assert checkpoints.finish() == 3
+    assert told[-1] == "step      6  NOT SAVED: File too large; older checkpoints are as they were"
+    assert names(tmp_path) == ["step-00000003"] and contents(checkpoints.path(3)) == before
+    checkpoints.save(*run, step=9)
+    assert checkpoints.finish() == 9 and names(tmp_path) == ["step-00000009"]
+
+
+def test_a_checkpoint_is_never_written_over(run: Run, tmp_path: Path) -> None:
+    told: list[str] = []
+    checkpoints = Checkpoints(tmp_path, keep=2, tell=told.append)
+    checkpoints.path(6).mkdir(parents=True)  # empty: rename() would replace it without a word
+    for number in (3, 3, 6):
+        checkpoints.save(*run, step=number)
+    checkpoints.report()
+    assert ["NOT SAVED" in line for line in told] == [False, True, True]
+    assert "never written over" in told[1]
+    assert names(tmp_path) == ["step-00000003", "step-00000006"] and not any(checkpoints.path(6).iterdir())
+
+
+def test_a_damaged_one_is_set_aside_and_the_one_before_it_loaded(run: Run, tmp_path: Path) -> None:
+    told: list[str] = []
+    checkpoints = Checkpoints(tmp_path, keep=3, tell=told.append)
+    for number in (1, 2, 3):
+        checkpoints.save(*run, step=number, progress={"tokens": number})
+    for number in (2, 3):
+        shard = next(checkpoints.path(number).glob("*.safetensors"))
+        shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    checkpoints.finish()
+    told.clear()
+    checked: list[Path] = []
+    assert checkpoints.resume(*run, step=3, check=checked.append) == {"tokens": 1, "step": 1}
+    assert checked == [checkpoints.path(number) for number in (3, 2, 1)]
+    assert names(tmp_path) == ["damaged-step-00000002", "damaged-step-00000003", "step-00000001"]
+    assert "which belong to" in told[0] and told[0].endswith("; it is set aside as damaged-step-00000003")
+    assert told[-1] == f"resumed from {checkpoints.path(1)}"
+
+    checkpoints.save(*run, step=2)  # its name is free again
+    shard = next(checkpoints.path(2).glob("*.safetensors"))
+    for path in (shard, next(checkpoints.path(1).glob("*.safetensors"))):
+        path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UserError, match="no older checkpoint is left; the same command begins the run anew"):
+        checkpoints.resume(*run, step=2, check=checked.append)
+    assert names(tmp_path) == [f"damaged-step-0000000{end}" for end in ("1", "2", "2.1", "3")]
+
+
+def test_a_checkpoint_under_another_name_is_refused(run: Run, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(*run, step=1)
+    checkpoints.path(1).rename(checkpoints.path(2))
+    with pytest.raises(Damage, match="holds the checkpoint of another step: 1"):
+        checkpoints.load(*run, step=2)
+
+
+def test_room_is_looked_for_before_the_first_step(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shutil
+    from types import SimpleNamespace
+
+    told: list[str] = []
+    parameters = list(run[0].parameters())
+    size = 3 * 4 * sum(parameter.numel() for parameter in parameters)
+    checkpoints = Checkpoints(tmp_path / "not" / "there" / "yet", keep=2, tell=told.append)
+    for free in (10 * size, 2 * size, size - 1):
+        monkeypatch.setattr(shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free))
+        if free < size:
+            with pytest.raises(UserError, match=r"a checkpoint takes 31.3 kB, but the disk of .* has 31.3 kB free"):
+                checkpoints.require_room(parameters)
+        else:
+            checkpoints.require_room(parameters)
+    assert told[0].endswith("each, the disk has room for 10")
+    assert told[1].endswith("each, the disk has room for 2; checkpoint.keep = 2 needs 3")
+    checkpoints.save(*run, step=1)
+    shard = next(checkpoints.path(1).glob("*.safetensors"))
+    assert size < shard.stat().st_size < 1.5 * size + 4000

@@ -1,0 +1,116 @@
+"""A save that breaks off at any point: what is found then is the old checkpoint or the new one, whole."""
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch import nn
+from torch.optim import Optimizer
+
+from parallel.dist import start, stop
+from recipes.checkpoint.checkpoints import Checkpoints
+from recipes.checkpoint.files import verify
+from recipes.checkpoint.folder import newest_whole
+from recipes.weights import checkpoint_steps, step_folder
+from tests.recipes.checkpoint.operations import Operation, Recorder, replay, torn
+from tests.recipes.checkpoint.small import build, contents, differences, names, snapshot, step, trained
+
+Run = tuple[nn.Module, Optimizer]
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    start("cpu", seed=0)
+    yield
+    stop()
+
+
+@pytest.fixture
+def run() -> Run:
+    return trained(2)
+
+
+def no_damage(line: str) -> None:
+    raise AssertionError(line)
+
+
+def recorded(run: Run, folder: Path) -> tuple[list[Operation], int]:
+    """Operations of a save of step 1 and of one of step 2, which deletes the first; how many belong to the first."""
+    recorder = Recorder(folder)
+    checkpoints = Checkpoints(folder / "checkpoints", keep=1, files={"data.json": "{}\n"})
+    with recorder.recording():
+        checkpoints.save(*run, step=1)
+        first = len(recorder.operations)
+        step(*run, seed=9)
+        checkpoints.save(*run, step=2)
+    assert checkpoints.steps() == [2]
+    return recorder.operations, first
+
+
+@pytest.mark.parametrize("durable_only", [False, True], ids=["killed", "power cut"])
+def test_every_beginning_of_a_save_leaves_the_old_or_the_new(durable_only: bool, run: Run, tmp_path: Path) -> None:
+    (tmp_path / "recorded").mkdir()
+    operations, first = recorded(run, tmp_path / "recorded")
+    kinds = [kind for kind, _, _ in operations]
+    assert kinds.count("rename") == 3 and kinds.count("unlink") == 3  # two commits; the first one goes
+    final = contents(step_folder(tmp_path / "recorded" / "checkpoints", 2))
+    seen = []
+    for number, beginning in enumerate(torn(operations)):
+        root = tmp_path / str(number)
+        root.mkdir()
+        replay(beginning, root, durable_only=durable_only)
+        folder = root / "checkpoints"
+        newest = newest_whole(folder, tell=no_damage)
+        for found in checkpoint_steps(folder):  # the older one too, while it is there
+            assert verify(step_folder(folder, found)).step == found
+        if newest == 2:
+            assert contents(step_folder(folder, 2)) == final
+        if len(beginning) >= first:
+            assert newest is not None
+        seen.append(newest or 0)
+    assert seen == sorted(seen) and set(seen) == {0, 1, 2}
+
+    # What is left anywhere, the next save clears, and a run goes on from it.
+    before = snapshot(*run)
+    root = tmp_path / str(seen.index(2) - 2)
+    checkpoints = Checkpoints(root / "checkpoints", keep=2)
+    assert any(name.startswith(".partial") for name in names(checkpoints.folder)) and checkpoints.steps() == [1]
+    fresh = build(seed=5)
+    checkpoints.load(*fresh, step=1)
+    step(*fresh, seed=9)
+    assert differences(snapshot(*fresh), before) == []
+    checkpoints.save(*fresh, step=2)
+    assert checkpoints.finish() == 2 and names(checkpoints.folder) == ["step-00000001", "step-00000002"]
+
+
+def test_an_error_at_any_operation_costs_no_checkpoint(run: Run, tmp_path: Path) -> None:
+    """Whatever the disk refuses, and whenever: the old one is there, training goes on, and the next save succeeds."""
+    operations, first = recorded(run, tmp_path)
+    (tmp_path / "checkpoints" / "step-00000002").rename(tmp_path / "checkpoints" / "step-00000001x")
+    reasons = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota of the disk is used up", errno.EIO: "OSError"}
+    for at in range(len(operations) - first):
+        code = list(reasons)[at % 3]
+        folder = tmp_path / f"at-{at}"
+        told: list[str] = []
+        checkpoints = Checkpoints(folder, keep=1, files={"data.json": "{}\n"}, tell=told.append)
+        checkpoints.save(*run, step=1)
+        checkpoints.finish()
+        before = snapshot(*run)
+        recorder = Recorder(tmp_path, refuse_at=at, error=OSError(code, "refused"))
+        with recorder.recording():
+            checkpoints.save(*run, step=2)
+            checkpoints.finish()
+        assert differences(snapshot(*run), before) == []
+        assert told[0].startswith("step      1  saved")
+        newest = newest_whole(folder, tell=no_damage)
+        assert newest is not None
+        for found in checkpoint_steps(folder):
+            verify(step_folder(folder, found))
+        if "NOT SAVED" in told[-1]:
+            assert reasons[code] in told[-1] and len(told) == 2, (at, told)
+        else:  # it came to be, but the old one is still there, or the rest of it
+            assert newest == 2 and reasons[code] in told[1] and "cannot be deleted" in told[1], (at, told)
+        told.clear()
+        checkpoints.save(*run, step=3)
+        assert checkpoints.finish() == 3 and names(folder) == ["step-00000003"], (at, told)

@@ -1,0 +1,133 @@
+"""A thousand ways to spoil a checkpoint on the disk, each of which is refused with the place."""
+
+import random
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from parallel.dist import start, stop
+from recipes.checkpoint import files, storage
+from recipes.checkpoint.checkpoints import Checkpoints
+from recipes.checkpoint.files import read_manifest, verify
+from recipes.checkpoint.folder import newest_whole
+from recipes.checkpoint.manifest import MANIFEST, Damage
+from tests.recipes.checkpoint.golden import GOLDEN
+from tests.recipes.checkpoint.small import build, contents, differences, names, snapshot, trained
+
+SHARDED = GOLDEN / "sharded" / "step-00000002"
+PLACE = re.compile(r"(shard-0000[01]-of-00002\.safetensors|manifest\.json|note\.txt) .*bytes (\d+) to (\d+)|cut off")
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    shutil.copytree(SHARDED, tmp_path / SHARDED.name)
+    return tmp_path / SHARDED.name
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(Damage) as refused:
+        verify(path)
+    return str(refused.value)
+
+
+def test_every_flipped_bit_is_found_and_named(copy: Path) -> None:
+    draw = random.Random(0)
+    originals = contents(copy)
+    places = [(name, byte) for name, content in originals.items() for byte in range(len(content))]
+    tensors = {
+        name: [
+            (chunk.offset, chunk.offset + chunk.bytes, tensor)
+            for tensor, chunk in read_manifest(copy).shards().get(name, ())
+        ]
+        for name in originals
+    }
+    for name, byte in draw.sample(places, 1000):
+        content = bytearray(originals[name])
+        content[byte] ^= 1 << draw.randrange(8)
+        (copy / name).write_bytes(content)
+        said = refusal(copy)
+        (copy / name).write_bytes(originals[name])
+        found = PLACE.search(said)
+        assert found and str(copy / name) in said, said
+        if found[2]:
+            assert int(found[2]) <= byte < int(found[3]) or name == MANIFEST, said
+        for begin, end, tensor in tensors[name]:
+            assert (f"belong to {tensor}[" in said) == (begin <= byte < end), said
+    verify(copy)
+
+
+def test_truncated_missing_and_swapped_files(copy: Path) -> None:
+    draw = random.Random(1)
+    originals = contents(copy)
+    for name, content in originals.items():
+        for end in {0, 1, len(content) - 1, *draw.sample(range(len(content)), min(8, len(content)))}:
+            (copy / name).write_bytes(content[:end])
+            assert "cut off" in refusal(copy)
+        (copy / name).write_bytes(content + b"\n")
+        assert "too long" in refusal(copy) or name == MANIFEST
+        (copy / name).unlink()
+        assert refusal(copy) == f"{copy / name} is missing"
+        for other, foreign in originals.items():
+            if other != name:
+                (copy / name).write_bytes(foreign)
+                refusal(copy)
+        (copy / name).write_bytes(content)
+    verify(copy)
+
+
+def test_a_shard_of_another_step_is_foreign(tmp_path: Path) -> None:
+    """The same tensors, the same sizes: only the numbers tell."""
+    start("cpu", seed=0)
+    for steps in (1, 2):
+        checkpoints = Checkpoints(tmp_path, keep=2)
+        checkpoints.save(*trained(steps), step=steps)
+    stop()
+    one, two = (next(checkpoints.path(steps).glob("*.safetensors")) for steps in (1, 2))
+    content = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    assert "which belong to" in refusal(checkpoints.path(1))
+    one.write_bytes(content)
+    verify(checkpoints.path(1))
+
+
+# The same as a run finds it
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    start("cpu", seed=0)
+    yield
+    stop()
+
+
+def test_a_run_goes_on_from_the_one_before(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bits flipped anywhere in the newest: the run begins with the older one, whose numbers it has to the bit."""
+    for place in (files, storage):
+        monkeypatch.setattr(place, "BLOCK_BYTES", 256)
+    draw = random.Random(2)
+    checkpoints = Checkpoints(tmp_path, keep=2, files={"data.json": "{}"}, tell=lambda line: None)
+    run = trained(1)
+    checkpoints.save(*run, step=1)
+    before = snapshot(*run)
+    for number in range(40):
+        checkpoints.save(*run, step=2)
+        path = checkpoints.path(2)
+        name = draw.choice(names(path)) if number % 3 == 0 else "shard-00000-of-00001.safetensors"
+        content = bytearray((path / name).read_bytes())
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        (path / name).write_bytes(content)
+        told: list[str] = []
+        newest = newest_whole(tmp_path, tell=told.append)
+        fresh = build(seed=number + 5)
+        if newest == 2:
+            resuming = Checkpoints(tmp_path, keep=2, tell=told.append)
+            assert resuming.resume(*fresh, step=2, check=lambda path: None)["step"] == 1
+        else:
+            assert newest == 1
+            checkpoints.load(*fresh, step=1)
+        assert (name in told[0] and "bytes" in told[0]) or "cut off" in told[0], told
+        assert differences(snapshot(*fresh), before) == []
+        shutil.rmtree(tmp_path / "damaged-step-00000002")

@@ -1,0 +1,43 @@
+"""Checkpoints of every version of the format load for ever, to the bit."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from models.hf import parameter_shapes
+from parallel.dist import start, stop
+from recipes.checkpoint.checkpoints import Checkpoints
+from recipes.checkpoint.files import verify
+from recipes.checkpoint.parameters import StoredParameters
+from tests.recipes.checkpoint.golden import GOLDEN, PROGRESS, fingerprints
+from tests.recipes.checkpoint.small import SMALL, build, snapshot, step
+
+EXPECTED = json.loads((GOLDEN / "fingerprints.json").read_text())
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    start("cpu", seed=0)
+    yield
+    stop()
+
+
+def test_a_run_of_two_processes() -> None:
+    checkpoints = Checkpoints(GOLDEN / "sharded", keep=1)
+    assert checkpoints.steps() == [2]
+    run = build(seed=3)
+    assert checkpoints.load(*run, step=2) == PROGRESS
+    assert fingerprints(snapshot(*run)) == EXPECTED["sharded"]
+    assert step(*run, seed=2) < 4
+
+
+def test_imported_parameters() -> None:
+    stored = StoredParameters(GOLDEN / "imported", SMALL)
+    found = {name: stored.read(name) for name, _ in parameter_shapes(SMALL)}
+    assert fingerprints(found) == EXPECTED["imported"]
+
+
+@pytest.mark.parametrize("name", ["imported", "sharded/step-00000002"])
+def test_they_are_intact(name: str) -> None:
+    verify(GOLDEN / name)

@@ -1,0 +1,298 @@
+"""Checkpoints from strangers: none of their code runs, nothing outside of the folder is touched, one clear error.
+
+Each has a manifest with a right checksum: whoever means harm can compute one.
+"""
+
+import json
+import os
+import pickle
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from parallel.dist import start, stop
+from parallel.errors import UserError
+from recipes.checkpoint import look
+from recipes.checkpoint.checkpoints import Checkpoints
+from recipes.checkpoint.files import verify
+from recipes.checkpoint.manifest import MANIFEST
+from recipes.checkpoint.parameters import StoredParameters
+from tests.recipes.checkpoint.golden import GOLDEN
+from tests.recipes.checkpoint.small import SMALL, build, names
+
+SHARDED = GOLDEN / "sharded"
+SHARD = "shard-00000-of-00002.safetensors"
+STEP = "step-00000002"
+
+
+class Bomb:
+    """Leaves a file behind when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("touch exploded",)
+
+
+# An audit hook cannot be taken away again: there is one, which listens while a test wants it to.
+_heard: list[str] = []
+_allowed: list[Path] = []
+
+
+def _listen(event: str, arguments: tuple[Any, ...]) -> None:
+    if not _allowed:
+        return
+    if event in ("exec", "compile", "pickle.find_class", "os.system", "subprocess.Popen", "os.exec", "os.posix_spawn"):
+        _heard.append(f"{event} {arguments!r:.200}")
+    elif event in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree", "os.link", "os.symlink"):
+        path = arguments[0]
+        if isinstance(path, str | bytes | os.PathLike):
+            real = Path(os.fsdecode(path)).absolute()
+            if not real.is_relative_to(_allowed[0]) or ".." in real.parts:
+                _heard.append(f"{event} {arguments!r:.200}")
+
+
+sys.addaudithook(_listen)
+
+
+@contextmanager
+def silent(folder: Path) -> Iterator[None]:
+    """Nothing is executed or unpickled, and nothing outside of the folder opened, or the test fails."""
+    _heard.clear()
+    _allowed.append(folder)
+    try:
+        yield
+    finally:
+        _allowed.clear()
+    assert _heard == []
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change what a manifest says, with the checksum that belongs to it."""
+    content = json.loads((path / MANIFEST).read_text())
+    del content["checksum"]
+    change(content)
+    seal(path, json.dumps(content, separators=(",", ":")).encode()[:-1])
+
+
+def seal(path: Path, body: bytes) -> None:
+    tail = f',"checksum":"{xxhash.xxh3_128_hexdigest(body)}"}}\n'
+    (path / MANIFEST).write_bytes(body + tail.encode())
+
+
+def chunk(content: dict[str, Any], tensor: str = "model.embedding.weight", number: int = 0) -> dict[str, Any]:
+    return content["tensors"][tensor]["chunks"][number]
+
+
+def rename_shard(content: dict[str, Any], name: str) -> None:
+    content["files"][name] = content["files"].pop(SHARD)
+    for tensor in content["tensors"].values():
+        for part in tensor["chunks"]:
+            if part["file"] == SHARD:
+                part["file"] = name
+
+
+def link_shard(path: Path) -> None:
+    (path / SHARD).rename(path.parent.parent / "outside")
+    (path / SHARD).symlink_to(path.parent.parent / "outside")
+
+
+def fifo(path: Path) -> None:
+    (path / SHARD).unlink()
+    os.mkfifo(path / SHARD)
+
+
+def huge_sparse(path: Path) -> None:
+    with (path / MANIFEST).open("r+b") as file:
+        file.truncate(1 << 40)
+
+
+def editing(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    return lambda path: rewrite(path, change)
+
+
+def swap_offsets(content: dict[str, Any]) -> None:
+    one, other = chunk(content), chunk(content, "model.lm_head.weight")
+    one["offset"], other["offset"] = other["offset"], one["offset"]
+
+
+HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a pickle as manifest": (lambda path: (path / MANIFEST).write_bytes(pickle.dumps(Bomb())), "not a manifest"),
+    "a pickle under a right checksum": (lambda path: seal(path, pickle.dumps(Bomb())), "does not describe"),
+    "a pickle as shard": (lambda path: (path / SHARD).write_bytes(pickle.dumps(Bomb())), "is cut off"),
+    "the format of before": (
+        lambda path: [(path / MANIFEST).unlink(), (path / ".metadata").write_bytes(pickle.dumps(Bomb()))],
+        "older version of this program",
+    ),
+    "a newer version": (editing(lambda content: content.update(version=2)), "use a newer one"),
+    "another format": (editing(lambda content: content.update(format="x" * 9)), "it is called 'xxxxxxxxx'"),
+    "a path upwards": (editing(lambda content: rename_shard(content, "../outside")), "a file called '../outside'"),
+    "an absolute path": (editing(lambda content: rename_shard(content, "/etc/passwd")), "a file called '/etc/passwd'"),
+    "a folder": (editing(lambda content: rename_shard(content, "..")), "a file called '..'"),
+    "a zero byte": (editing(lambda content: rename_shard(content, "a\0b")), "a file called 'a\\x00b'"),
+    "a long name": (editing(lambda content: rename_shard(content, "x" * 5000)), "a file called 'xxxx"),
+    "the manifest as a shard": (editing(lambda content: rename_shard(content, MANIFEST)), "a file called 'manifest"),
+    "a link as shard": (link_shard, "is a link"),
+    "a link as manifest": (
+        lambda path: [(path / MANIFEST).rename(path / "m"), (path / MANIFEST).symlink_to(path / "m")],
+        "is a link",
+    ),
+    "a pipe": (fifo, "is not a file"),
+    "a folder as shard": (lambda path: [(path / SHARD).unlink(), (path / SHARD).mkdir()], "is not a file"),
+    "a manifest of a terabyte": (huge_sparse, "1099511627776 bytes, which no manifest has"),
+    "deep JSON": (lambda path: seal(path, b'{"state":' * 100_000 + b"{}" + b"}" * 99_999), "does not describe"),
+    "a list": (lambda path: seal(path, b"[1]"), "does not describe"),
+    "a number of a million digits": (lambda path: seal(path, b'{"step":' + b"9" * 1_000_000), "does not describe"),
+    "NaN as a size": (lambda path: seal(path, b'{"version":NaN'), "does not describe"),
+    "a negative offset": (editing(lambda content: chunk(content).update(offset=-8)), "greater than or equal to 0"),
+    "an offset beyond the file": (editing(lambda content: chunk(content).update(offset=2**40)), "begins at"),
+    "an offset of 300 bits": (editing(lambda content: chunk(content).update(offset=2**300)), "does not describe"),
+    "parts of a file swapped": (editing(swap_offsets), "which belong to model."),
+    "a float as offset": (editing(lambda content: chunk(content).update(offset=8.0)), "valid integer"),
+    "true as offset": (editing(lambda content: chunk(content).update(offset=True)), "valid integer"),
+    "a length of nothing": (editing(lambda content: chunk(content).update(bytes=0)), "0 bytes for a part"),
+    "an absurd shape": (
+        editing(lambda content: content["tensors"]["model.embedding.weight"].update(shape=[2**40, 2**40])),
+        "has the shape",
+    ),
+    "a thousand dimensions": (
+        editing(lambda content: content["tensors"]["model.embedding.weight"].update(shape=[1] * 1000)),
+        "at most 16",
+    ),
+    "a missing part": (
+        editing(lambda content: content["tensors"]["model.embedding.weight"]["chunks"].pop()),
+        "do not make up the shape",
+    ),
+    "overlapping parts": (
+        editing(lambda content: chunk(content, number=1).update(start=[5, 0])),
+        "do not make up the shape",
+    ),
+    "a part outside": (editing(lambda content: chunk(content).update(start=[2**40, 0])), "outside of itself"),
+    "another number of dimensions": (editing(lambda content: chunk(content).update(start=[0])), "dimensions"),
+    "no such file": (editing(lambda content: chunk(content).update(file="other")), "none of its shards"),
+    "a small file as shard": (editing(lambda content: chunk(content).update(file="note.txt")), "none of its shards"),
+    "no such type": (
+        editing(lambda content: content["tensors"]["model.embedding.weight"].update(dtype="object")),
+        "elements of type 'object'",
+    ),
+    "no checksums": (editing(lambda content: chunk(content).update(blocks=[])), "0 checksums"),
+    "blocks of a prime": (editing(lambda content: content.update(block_bytes=1009)), "cut elements"),
+    "blocks of nothing": (editing(lambda content: content.update(block_bytes=0)), "does not describe"),
+    "a header larger than the file": (
+        editing(lambda content: content["files"][SHARD].update(header_bytes=2**50)),
+        "a header larger",
+    ),
+    "a file size beyond all": (
+        editing(lambda content: content["files"]["note.txt"].update(bytes=2**50)),
+        "note.txt is cut off: 14 bytes instead of 1125899906842624",
+    ),
+    "an order to the terminal": (
+        editing(lambda content: content["tensors"].update({"\x1b[2J": content["tensors"].pop("model.norm.weight")})),
+        "a tensor called '\\x1b[2J'",
+    ),
+    "no such step": (editing(lambda content: content.update(step=7)), "another step: 7"),
+}
+UNSEEN = "parts of a file swapped"
+"""What shows only to who reads the tensors."""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of checkpoints with one in it, which is also the current folder."""
+    (tmp_path / "run").mkdir()
+    shutil.copytree(SHARDED / STEP, tmp_path / "run" / STEP)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "run"
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[None]:
+    start("cpu", seed=0)
+    Checkpoints(SHARDED, keep=1).load(*build(seed=0), step=2)  # torch reads some of its own sources the first time
+    yield
+    stop()
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_one_clear_error_and_nothing_else(name: str, place: Path) -> None:
+    spoil, said = HOSTILE[name]
+    path = place / STEP
+    spoil(path)
+    (place.parent / "bystander").write_text("safe")
+    refusals = []
+    for use in (verify, look.read_manifest, lambda path: StoredParameters(path, SMALL)):
+        with silent(place):
+            try:
+                use(path)
+            except UserError as error:
+                refusals.append(str(error))
+    assert refusals or name == "no such step"
+    for refusal in refusals:
+        assert said in refusal and len(refusal) < 1500, refusal
+    with silent(place):
+        lines = list(look.table([path], thorough=False))
+    assert lines[1][1] is (name == UNSEEN)
+    assert not (place.parent / "exploded").exists() and (place.parent / "bystander").read_text() == "safe"
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_run_does_not_go_on_from_it(name: str, place: Path, alone: None) -> None:
+    spoil, said = HOSTILE[name]
+    spoil(place / STEP)
+    checkpoints = Checkpoints(place, keep=1)
+    run = build(seed=0)
+    with silent(place), pytest.raises(UserError) as refused:
+        checkpoints.load(*run, step=2)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {"progress": [], "optimizer": []},
+        {"progress": {}, "optimizer": 3},
+        {"progress": {}, "optimizer": [{"params": 7}]},
+        {"progress": {}, "optimizer": [{"params": [["a"]]}]},
+        {"progress": {}, "optimizer": []},
+        "lr as text",
+        "betas of one",
+    ],
+    ids=str,
+)
+def test_a_state_that_is_none(state: Any, place: Path, alone: None) -> None:
+    def change(content: dict[str, Any]) -> None:
+        if state == "lr as text":
+            content["state"]["optimizer"][0]["lr"] = "__import__('os')"
+        elif state == "betas of one":
+            content["state"]["optimizer"][0]["betas"] = [0.9]
+        else:
+            content["state"] = state
+
+    rewrite(place / STEP, change)
+    run = build(seed=0)
+    checkpoints = Checkpoints(place, keep=1)
+    with silent(place), pytest.raises(UserError, match=r"not what a run needs|another optimizer"):
+        checkpoints.load(*run, step=2)
+
+
+def test_a_link_as_checkpoint(place: Path, alone: None) -> None:
+    (place / STEP).rename(place.parent / "elsewhere")
+    (place / STEP).symlink_to(place.parent / "elsewhere")
+    before = names(place.parent / "elsewhere")
+    checkpoints = Checkpoints(place, keep=1)
+    with pytest.raises(UserError, match="is a link, which a checkpoint never is"):
+        checkpoints.load(*build(seed=0), step=2)
+    checkpoints.save(*build(seed=0), step=3)
+    assert names(place) == ["step-00000003"] and names(place.parent / "elsewhere") == before  # the link alone goes
+
+
+def test_the_hook_hears() -> None:
+    with pytest.raises(AssertionError), silent(Path("/nowhere")):
+        pickle.loads(pickle.dumps(Path("x")))
+    with pytest.raises(AssertionError), silent(Path("/nowhere")):
+        Path(__file__).read_bytes()

@@ -1,0 +1,192 @@
+"""One state, saved and loaded by any number of processes on any mesh: every number comes back to the bit."""
+
+from math import prod
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from models.hf import parameter_shapes
+from parallel.config import MeshConfig
+from parallel.dist import start, stop
+from recipes.checkpoint.checkpoints import Checkpoints
+from recipes.checkpoint.files import verify
+from tests.processes import run_processes
+from tests.recipes.checkpoint.golden import fingerprints
+from tests.recipes.checkpoint.small import SMALL, build, contents, names, snapshot, trained
+
+MESHES = {1: [MeshConfig()], 2: [MeshConfig(), MeshConfig(replicate=2, shard=1)], 3: [MeshConfig()]}
+
+
+def save(folder: Path, mesh: MeshConfig) -> dict[str, str]:
+    """Save beside the training and while it waits; the whole state."""
+    start("cpu", seed=0)
+    run = trained(2, mesh=mesh)
+    for asynchronous in (True, False):
+        checkpoints = Checkpoints(folder / str(asynchronous), keep=1, asynchronous=asynchronous, tell=lambda line: None)
+        for step in (1, 2):  # the second with the plan and the memory of the first
+            checkpoints.save(*run, step=step, progress={"tokens": step})
+        assert checkpoints.finish() == 2
+    found = fingerprints(snapshot(*run, whole=True))
+    stop()
+    return found
+
+
+def load(folder: Path) -> list[dict[str, str]]:
+    """Load on every mesh of so many processes."""
+    import torch.distributed as dist
+
+    start("cpu", seed=0)
+    found = []
+    for mesh in MESHES[dist.get_world_size()]:
+        run = build(seed=5, mesh=mesh)
+        assert Checkpoints(folder, keep=1).load(*run, step=2) == {"tokens": 2}
+        found.append(fingerprints(snapshot(*run, whole=True)))
+    stop()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("processes", "mesh", "others"), [(4, MeshConfig(replicate=2, shard=2), (1, 3)), (3, MeshConfig(), (2,))], ids=str
+)
+def test_every_mesh_loads_what_one_saved(
+    processes: int, mesh: MeshConfig, others: tuple[int, ...], tmp_path: Path
+) -> None:
+    saved = run_processes(processes, save, tmp_path, mesh)[0]
+    path = tmp_path / "True" / "step-00000002"
+    assert contents(path) == contents(tmp_path / "False" / "step-00000002")
+    assert names(path)[1:] == [f"shard-{rank:05d}-of-{processes:05d}.safetensors" for rank in range(processes)]
+    manifest = verify(path)
+    # Every number once, however many replicas there are, and shared out among them.
+    assert sum(chunk.bytes for tensor in manifest.tensors.values() for chunk in tensor.chunks) == sum(
+        12 * prod(shape) + 4
+        for _, shape in parameter_shapes(SMALL)  # the parameter, two moments, a count of steps
+    )
+    sizes = [file.bytes for file in manifest.files.values()]
+    assert max(sizes) < 2 * min(sizes)
+    for number in others:
+        for found in run_processes(number, load, tmp_path / "True"):
+            assert found == [saved] * len(found)
+
+
+def damaged(folder: Path) -> tuple[dict[str, str], list[str]]:
+    """Go on from step 2, of which one process alone reads the damaged byte."""
+    start("cpu", seed=0)
+    run = build(seed=5)
+    told: list[str] = []
+    checkpoints = Checkpoints(folder, keep=1, tell=told.append)
+    assert checkpoints.resume(*run, step=2, check=lambda path: None)["step"] == 1
+    found = fingerprints(snapshot(*run, whole=True))
+    stop()
+    return found, told
+
+
+def save_two(folder: Path) -> dict[str, str]:
+    start("cpu", seed=0)
+    run = trained(1)
+    checkpoints = Checkpoints(folder, keep=2)
+    for step in (1, 2):
+        checkpoints.save(*run, step=step)
+    found = fingerprints(snapshot(*run, whole=True))
+    stop()
+    return found
+
+
+def test_all_go_back_when_one_reads_a_damaged_byte(tmp_path: Path) -> None:
+    saved = run_processes(2, save_two, tmp_path)[0]
+    shard = tmp_path / "step-00000002" / "shard-00001-of-00002.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    answers = run_processes(2, damaged, tmp_path)
+    for found, _ in answers:
+        assert found == saved
+    told = answers[0][1]
+    assert "shard-00001-of-00002.safetensors is damaged: bytes" in told[0] and "set aside" in told[0]
+    assert names(tmp_path) == ["damaged-step-00000002", "step-00000001"]
+
+
+def one_cannot_write(folder: Path) -> tuple[int | None, int | None, list[str]]:
+    """A disk that is full on one node alone."""
+    import resource
+
+    import torch.distributed as dist
+
+    start("cpu", seed=0)
+    run = trained(1)
+    told: list[str] = []
+    checkpoints = Checkpoints(folder, keep=2, asynchronous=True, tell=told.append)
+    checkpoints.save(*run, step=1)
+    checkpoints.finish()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    checkpoints.save(*run, step=2)
+    failed = checkpoints.finish()
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    checkpoints.save(*run, step=3)
+    last = checkpoints.finish()
+    stop()
+    return failed, last, told
+
+
+def test_a_disk_full_for_one_process_is_no_checkpoint_for_all(tmp_path: Path) -> None:
+    for failed, last, told in run_processes(2, one_cannot_write, tmp_path):
+        assert (failed, last) == (1, 3)
+        assert told[1] == "step      2  NOT SAVED: File too large; older checkpoints are as they were"
+    assert names(tmp_path) == ["step-00000001", "step-00000003"]
+
+
+def cut_in_columns(folder: Path) -> None:
+    """Tensors cut by columns, by both, unevenly and not at all, as other parallelisms do; read in every other way."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    from recipes.checkpoint.files import read_manifest, write_shard
+    from recipes.checkpoint.folder import complete
+    from recipes.checkpoint.storage import assemble, make_plan, raw, read_tensors, shard_name
+
+    start("cpu", seed=0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    wholes = {
+        "matrix": torch.arange(77.0).reshape(7, 11),
+        "cube": torch.arange(210).reshape(5, 6, 7),
+        "short": torch.arange(3.0).bfloat16(),  # fewer than processes
+        "one": torch.tensor(5.0),
+    }
+    ways = [[Shard(0), Shard(1)], [Shard(1), Shard(1)], [Replicate(), Shard(1)], [Replicate(), Replicate()]]
+
+    def spread(values: dict[str, Tensor], way: int) -> dict[str, Tensor]:
+        found = {}
+        for number, (name, value) in enumerate(values.items()):
+            placements = ways[(number + way) % 4] if value.dim() > 1 else [Shard(0), Replicate()]
+            found[name] = distribute_tensor(value, mesh, placements) if value.dim() else value.clone()
+        return found
+
+    for way in range(4):
+        state = spread(wholes, way)
+        plan = make_plan(state, group=dist.group.WORLD)
+        place = folder / str(way)
+        place.mkdir(exist_ok=True)
+        name = shard_name(dist.get_rank(), 4)
+        file, chunks = write_shard(place / name, plan.pieces, map(raw, plan.tensors(state)))
+        shards = [None] * 4
+        dist.all_gather_object(shards, (name, file, list(zip(plan.pieces, chunks, strict=True))))
+        if dist.get_rank() == 0:
+            complete(place, assemble(None, {}, plan.layout, shards), {})
+            verify(place)
+        dist.barrier()
+        for other in range(4):
+            for change in (lambda tensor: tensor, lambda tensor: tensor.double()):
+                target = spread({name: change(torch.zeros_like(whole)) for name, whole in wholes.items()}, other)
+                read_tensors(place, read_manifest(place), target)
+                for name, value in target.items():
+                    found = value.full_tensor() if isinstance(value, DTensor) else value
+                    assert torch.equal(found, change(wholes[name])), (way, other, name)
+    stop()
+
+
+def test_boxes_of_any_shape(tmp_path: Path) -> None:
+    run_processes(4, cut_in_columns, tmp_path)

@@ -1,0 +1,150 @@
+"""Whole runs that break off and go on: on another mesh, from a damaged checkpoint, after a full disk."""
+
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+
+from parallel.errors import UserError
+from recipes.load import load
+from recipes.schema import Recipe
+from tests.processes import run_processes
+from tests.recipes.test_trainer import DEBUG, change, curve, largest_gap, rows, run_all
+
+HALF, STEPS = 4, 8
+RESHARDING_TOLERANCE = 1e-6
+"""Relative, in float32: sums over another number of processes round differently."""
+
+
+@pytest.fixture(scope="module")
+def small(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    """A model of one second, saved every second step, that any number of steps may continue."""
+    folder = tmp_path_factory.mktemp("resume")
+    return change(
+        load(DEBUG),
+        run={"steps": STEPS, "output": str(folder / "runs")},
+        model={"layers": 2, "width": 64, "feed_forward_width": 96, "heads": 4, "key_value_heads": 2, "head_width": 16},
+        data={"source": str(corpus), "tokenizer": "train:512", "cache": str(folder / "cache")},
+        batch={"sequence_length": 32, "global_batch_size": 8, "micro_batch_size": 1},
+        schedule={"kind": "constant", "warmup_steps": 2, "decay_steps": 0},
+        fsdp={"param_dtype": "float32"},
+        checkpoint={"every": 2, "keep": 2},
+        metrics={"every": 1},
+        validation={"every": 0, "sample_tokens": 0},
+    )
+
+
+def folder_of(recipe: Recipe, name: str) -> Path:
+    return Path(recipe.run.output) / name
+
+
+def run_and_copy(first: list[Recipe], copies: list[tuple[Path, Path]], then: list[Recipe]) -> list[int]:
+    """Runs, copies of their folders, and what goes on in those."""
+    import torch.distributed as dist
+
+    from parallel.dist import start, stop
+    from recipes.console import Console
+    from recipes.trainer import Trainer
+
+    world = start("cpu", seed=0)
+    codes = []
+    for recipe in [*first, None, *then]:
+        if recipe is None:
+            if world.is_main:
+                for source, target in copies:
+                    shutil.copytree(source, target)
+            dist.barrier()
+            continue
+        with Console(silent=True) as console:
+            codes.append(Trainer(recipe, world, console).run())
+    stop()
+    return codes
+
+
+def test_a_run_goes_on_on_any_mesh(small: Recipe) -> None:
+    """Saved on 2 x 2 processes; the rest of the curve is that of the uninterrupted run."""
+    saving = change(small, mesh={"replicate": 2, "shard": 2})
+    whole, half = (change(saving, run={"name": n, "steps": steps}) for n, steps in (("whole", STEPS), ("half", HALF)))
+    variants = {
+        "same": saving,
+        "4x1": change(small, mesh={"replicate": 4, "shard": 1}),
+        "ZeRO-2": change(small, fsdp={"reshard_after_forward": False}),
+        "two": small,
+        "one": change(small, activation_checkpointing={"mode": "full"}, batch={"micro_batch_size": 2}),
+        "float8": change(small, float8={"recipe": "tensorwise", "emulate": True, "exclude": ("lm_head",)}),
+    }
+    variants = {name: change(recipe, run={"name": name}) for name, recipe in variants.items()}
+    copies = [(folder_of(small, "half"), folder_of(small, name)) for name in variants]
+    on = {4: ["same", "4x1", "ZeRO-2"], 2: ["two"], 1: ["one", "float8"]}
+    for codes in run_processes(4, run_and_copy, [whole, half], copies, [variants[name] for name in on[4]]):
+        assert codes == [0] * 5
+    for processes in (2, 1):
+        for codes in run_processes(processes, run_all, [variants[name] for name in on[processes]]):
+            assert codes == [0] * len(on[processes])
+    expected = curve(whole)
+    assert len(expected) == STEPS
+    for name, recipe in variants.items():
+        assert [row["step"] for row in rows(recipe)] == list(range(1, STEPS + 1))
+        found = curve(recipe)
+        if name == "same":
+            assert found == expected
+            for last in ("shard-00000-of-00004.safetensors", "shard-00003-of-00004.safetensors"):
+                one, other = (
+                    folder_of(small, run) / "checkpoints" / f"step-{STEPS:08d}" / last for run in ("whole", "same")
+                )
+                assert one.read_bytes() == other.read_bytes()
+        else:
+            tolerance = 1e-2 if name == "float8" else RESHARDING_TOLERANCE
+            assert found[:HALF] == expected[:HALF]
+            assert largest_gap(found, expected) < tolerance, name
+
+
+def fill_the_disk(recipe: Recipe, reference: Recipe) -> list[str]:
+    """Train; then with a disk that takes no checkpoint; then with room again; then with the newest one damaged."""
+    from parallel.dist import start, stop
+    from recipes.console import Console
+    from recipes.trainer import Trainer
+
+    world = start("cpu", seed=0)
+
+    def run(steps: int, recipe: Recipe = recipe) -> str:
+        with Console(silent=False) as console:
+            try:
+                return str(Trainer(change(recipe, run={"steps": steps}), world, console).run())
+            except UserError as error:
+                return str(error)
+
+    answers = [run(STEPS, reference), run(2)]
+    limit, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard_limit))
+    answers.append(run(6))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard_limit))
+    answers.append(run(6))
+    newest = Path(recipe.run.output) / recipe.run.name / "checkpoints" / "step-00000006"
+    shard = next(newest.glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    answers.append(run(STEPS))
+    stop()
+    return answers
+
+
+def test_training_survives_a_full_disk_and_a_damaged_checkpoint(small: Recipe) -> None:
+    recipe, reference = (change(small, run={"name": name}) for name in ("full", "reference"))
+    [answers] = run_processes(1, fill_the_disk, recipe, reference)
+    not_saved = "all steps are done, but the last checkpoint is not saved; the same command tries again"
+    assert answers == ["0", "0", not_saved, "0", "0"]
+    log = (folder_of(small, "full") / "log.txt").read_text()
+    for step in (4, 6):
+        assert f"step {step:>6}  NOT SAVED: File too large; older checkpoints are as they were" in log
+    assert [line.rpartition("/")[2] for line in log.splitlines() if "resumed from" in line] == [
+        "step-00000002",  # with no room
+        "step-00000002",  # and with room again
+        "step-00000004",
+    ]
+    assert "which belong to" in log and "set aside as damaged-step-00000006" in log
+    assert curve(recipe) == curve(reference)
+    names = sorted(path.name for path in (folder_of(small, "full") / "checkpoints").iterdir())
+    assert names == ["damaged-step-00000006", "step-00000006", "step-00000008"]

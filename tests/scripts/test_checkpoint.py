@@ -1,0 +1,71 @@
+"""scripts/checkpoint.py as a person uses it."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.checkpoint.golden import GOLDEN
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARD = "shard-00001-of-00002.safetensors"
+
+
+def checkpoint(*arguments: str | Path) -> tuple[int, str, str]:
+    found = subprocess.run(
+        [sys.executable, ROOT / "scripts/checkpoint.py", *arguments], capture_output=True, text=True, timeout=60
+    )
+    return found.returncode, found.stdout, found.stderr
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with an intact checkpoint, one that is cut off, and one under a wrong name."""
+    folder = tmp_path / "run" / "checkpoints"
+    shutil.copytree(GOLDEN / "sharded", folder)
+    for name in ("step-00000000", "step-00000001"):
+        shutil.copytree(folder / "step-00000002", folder / name)
+    (folder / "step-00000000" / SHARD).write_bytes((folder / "step-00000000" / SHARD).read_bytes()[:-1])
+    (folder / "damaged-step-00000007").mkdir()
+    return folder.parent
+
+
+def test_list_and_verify(run: Path) -> None:
+    code, out, error = checkpoint("list", run)
+    head, cut, renamed, intact, others = out.splitlines()
+    assert (code, error) == (1, "") and head.split() == ["step", "written", "size", "files", "tensors", "state"]
+    assert "cut off: " in cut and renamed.endswith("holds the checkpoint of another step: 2")
+    assert intact.split()[0] == "2" and "41 kB" in intact and intact.endswith("48  complete")
+    assert others == "beside them: damaged-step-00000007"
+    shard = run / "checkpoints" / "step-00000000" / SHARD
+    content = bytearray((GOLDEN / "sharded" / "step-00000002" / SHARD).read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    code, out, _ = checkpoint("verify", run)
+    assert code == 1 and "which belong to" in out.splitlines()[1] and out.splitlines()[3].endswith("intact")
+    for path in (run / "checkpoints" / "step-00000002", GOLDEN / "imported"):
+        code, out, error = checkpoint("verify", path)
+        assert (code, error) == (0, "") and out.splitlines()[1].endswith("intact")
+
+
+def test_show(run: Path) -> None:
+    code, out, error = checkpoint("show", run)
+    assert (code, error) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].endswith("step-00000002: step 2, 41 kB") and lines[1] == "  tokens: 36"
+    assert any(line.split() == ["model.embedding.weight", "F32", "[20,", "16]", "in", "2", "parts"] for line in lines)
+    assert lines[-1].startswith("48 tensors, ")
+
+
+def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / ".metadata").write_bytes(b"a pickle")
+    for path, said in (
+        (tmp_path, "holds no checkpoint"),
+        (tmp_path / "x", "not there"),
+        (tmp_path / "old", "older ver"),
+    ):
+        code, out, error = checkpoint("list", path)
+        assert (code, out) == (2, "") and said in error and "Traceback" not in error
