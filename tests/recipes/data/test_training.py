@@ -1,0 +1,109 @@
+"""Whole runs on text of every kind, and runs that change their number of processes on the way."""
+
+import json
+import math
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from recipes.schema import Recipe
+from tests.processes import run_processes
+from tests.recipes.data.test_hub import c4, tiny_stories
+from tests.recipes.data.texts import write_rows
+from tests.recipes.test_resume import small  # noqa: F401
+from tests.recipes.test_trainer import change, rows, run_all
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("sources")
+    texts = write_rows(folder / "rows.jsonl", 400)
+    with (folder / "rows.jsonl").open("a") as file:
+        file.write('{"text": "cut\n')
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), folder / "table.parquet")
+    (folder / "plain.txt").write_text("\n\n".join(texts * 3))
+    return {
+        "lines": str(folder / "rows.jsonl"),
+        "parquet": str(folder / "table.parquet"),
+        "text": str(folder / "plain.txt"),
+        "c4": f"hf:{c4(folder / 'c4')}:en",
+        "stories": f"hf:{tiny_stories(folder / 'stories')}",
+    }
+
+
+def test_a_run_on_every_kind_of_source(small: Recipe, sources: dict[str, str]) -> None:  # noqa: F811
+    recipes = [
+        change(
+            small,
+            run={"name": name.replace(" ", "_"), "steps": 2},
+            data={"source": source, "tokenizer": "train:300", "validation_fraction": 0.2},
+            checkpoint={"every": 0},
+        )
+        for name, source in sources.items()
+    ]
+    run_processes(2, run_all, recipes)
+    for recipe in recipes:
+        assert [row["step"] for row in rows(recipe)] == [1, 2]
+        assert math.isfinite(rows(recipe)[-1]["loss"])
+    quarantine = recipes[0].run.folder / "quarantine.jsonl"
+    (row,) = map(json.loads, quarantine.read_text().splitlines())
+    assert (row["source"], row["row"]) == (sources["lines"], 401)
+    assert not (recipes[1].run.folder / "quarantine.jsonl").exists()
+
+
+def test_a_masked_mixture_goes_on_on_other_numbers_of_processes(small: Recipe, sources: dict[str, str]) -> None:  # noqa: F811
+    mixture = {sources["lines"]: 0.6, sources["c4"]: 0.3, sources["stories"]: 0.1}
+    whole = change(
+        small,
+        run={"name": "whole", "steps": 10},
+        data={
+            "mixture": mixture,
+            "tokenizer": "train:300",
+            "validation_fraction": 0.2,
+            "document_mask": True,
+            "shuffle_tokens": 3000,
+        },
+        batch={"global_batch_size": 12},
+        checkpoint={"every": 100},
+        schedule={"kind": "constant", "warmup_steps": 2},
+    )
+    elastic = change(whole, run={"name": "elastic"})
+    run_processes(1, run_all, [whole])
+    for processes, until in ((1, 2), (2, 5), (4, 6), (3, 9), (1, 10)):
+        run_processes(processes, run_all, [change(elastic, run={"steps": until})])
+    expected, found = rows(whole), rows(elastic)
+    assert [row["step"] for row in found] == [row["step"] for row in expected] == list(range(1, 11))
+    for row, then in zip(found, expected, strict=True):
+        assert row["loss"] == pytest.approx(then["loss"], rel=1e-5)
+        assert row["attention_length"] == then["attention_length"]  # the very same documents
+
+
+def test_a_source_that_changed_is_noticed_on_the_way(small: Recipe, tmp_path: Path) -> None:  # noqa: F811
+    write_rows(tmp_path / "rows.jsonl", 400)
+    recipe = change(
+        small,
+        run={"name": "changed", "steps": 2},
+        data={"source": str(tmp_path / "rows.jsonl"), "tokenizer": "train:300", "validation_fraction": 0.2},
+        checkpoint={"every": 2},
+    )
+    run_processes(1, run_all, [recipe])
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"text": "one more"}\n')
+    with pytest.raises(Exception, match="was trained on another tokenizer"):  # it was trained on this text
+        run_processes(1, run_all, [change(recipe, run={"steps": 4})])
+    from recipes.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(
+        "train:300", sources=[str(tmp_path / "rows.jsonl")], text_field="text", cache=tmp_path, report=lambda line: None
+    )
+    (tmp_path / "tokenizer.json").write_text(tokenizer.json)
+    fixed = change(recipe, run={"name": "fixed"}, data={"tokenizer": str(tmp_path / "tokenizer.json")})
+    run_processes(1, run_all, [fixed])
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"text": "and another"}\n')
+    with pytest.raises(
+        Exception, match=r"other text behind .*: 1 files with [\d,]+ bytes then, 1 files with [\d,]+ byt"
+    ):
+        run_processes(1, run_all, [change(fixed, run={"steps": 4})])
