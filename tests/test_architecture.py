@@ -40,7 +40,13 @@ TORCH_FREE = {
     "recipes/rules.py",
     "recipes/run_folder.py",
     "recipes/schema.py",
+    "recipes/sweep/loop.py",
+    "recipes/sweep/pictures.py",
+    "recipes/sweep/plan.py",
+    "recipes/sweep/results.py",
+    "recipes/sweep/runner.py",
     "recipes/weights.py",
+    "scripts/sweep.py",
     "scripts/write_docs.py",
 }
 LAUNCHER_ENVIRONMENT = {
@@ -61,6 +67,7 @@ MAY_TAKE_A_RECIPE = {
     "recipes/plan.py",
     "recipes/rules.py",
     "recipes/run_folder.py",
+    "recipes/sweep/plan.py",
     "recipes/trainer.py",
 }
 
