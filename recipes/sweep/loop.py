@@ -32,15 +32,15 @@ def run_sweep(sweep: Sweep, *, retry: bool, say: Callable[[str], None]) -> dict[
         if known is not None and (known["outcome"] == "done" or not retry):
             say(f"{place}: as before, {in_words(known)}")
             continue
-        say(f"{place}: running, at most {sweep.timeout:g} s")
-        result = run_row(row, folder=sweep.folder, timeout=sweep.timeout, skip_steps=sweep.skip_steps)
+        say(f"{place}: running, at most {row.timeout:g} s")
+        result = run_row(row, folder=sweep.folder, skip_steps=sweep.skip_steps)
         append(sweep.folder, result)
         say(f"{place}: {in_words(result)}")
         write(sweep)
     return current(sweep, read_results(sweep.folder))
 
 
-def run_row(row: Row, *, folder: Path, timeout: float, skip_steps: int) -> Result:
+def run_row(row: Row, *, folder: Path, skip_steps: int) -> Result:
     """Train what the row says in processes of its own, as scripts/run.sh starts them."""
     recipe = folder / "recipes" / f"{row.label}.toml"
     recipe.write_text(to_toml(row.recipe), encoding="utf-8")
@@ -51,7 +51,7 @@ def run_row(row: Row, *, folder: Path, timeout: float, skip_steps: int) -> Resul
         [*launch, str(ROOT / "train.py"), str(recipe)],
         stdout=folder / "logs" / f"{row.label}.out",
         stderr=folder / "logs" / f"{row.label}.err",
-        timeout=timeout,
+        timeout=row.timeout,
         environment={"OMP_NUM_THREADS": str(threads), **os.environ},
     )
     return result_of(row, ended, skip_steps=skip_steps)

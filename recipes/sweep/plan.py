@@ -35,6 +35,8 @@ class Row:
     overrides: dict[str, Any]
     """Dotted key -> value: what this row says beyond the base and [fixed]."""
     processes: int
+    timeout: float
+    """Seconds after which the run counts as hung."""
 
     @property
     def fingerprint(self) -> str:
@@ -53,8 +55,6 @@ class Sweep:
     base: str
     folder: Path
     rows: tuple[Row, ...]
-    timeout: float
-    """Seconds after which a run counts as hung."""
     skip_steps: int
     """Steps before the first one that is measured."""
 
@@ -76,14 +76,16 @@ def read_sweep(
     processes = settings.get("processes", processes)
     fixed = nested(settings.get("fixed", {}))
     variants = list(_variants(settings, file))
-    _require_known([(f"{file} [fixed]", fixed), *((f"{file} {where}", tables) for where, _, tables in variants)], file)
-    _require_unique([label for _, label, _ in variants], file)
+    _require_known(
+        [(f"{file} [fixed]", fixed), *((f"{file} {where}", tables) for where, _, tables, _ in variants)], file
+    )
+    _require_unique([label for _, label, _, _ in variants], file)
     inside = path.resolve().is_relative_to(SWEEPS)
     name = path.resolve().relative_to(SWEEPS).with_suffix("").as_posix() if inside else path.stem
     folder = output / name
     rows: list[Row] = []
     wrong: dict[str, list[str]] = {}  # message -> the rows that have it
-    for where, label, tables in variants:
+    for where, label, tables, timeout in variants:
         place: Layer = ("the sweep", {"run": {"name": label, "output": str(folder / "runs")}})
         layers = [(f"{file} [fixed]", fixed), (f"{file} {where}", tables), place]
         try:
@@ -93,7 +95,7 @@ def read_sweep(
         except UserError as error:
             wrong.setdefault(str(error), []).append(label)
             continue
-        rows.append(Row(label, recipe, dict(dotted(tables)), processes))
+        rows.append(Row(label, recipe, dict(dotted(tables)), processes, timeout))
     if wrong:
         count = len(variants) - len(rows)
         head = f"{count} of {len(variants)} rows of {file} cannot run, so none was started"
@@ -104,7 +106,6 @@ def read_sweep(
         base=shown(base),
         folder=folder,
         rows=tuple(rows),
-        timeout=settings["timeout"],
         skip_steps=settings["skip_steps"],
     )
 
@@ -152,8 +153,8 @@ def dotted(tables: Tables) -> Iterator[tuple[str, Any]]:
             yield f"{section}.{name}", value
 
 
-def _variants(settings: dict[str, Any], file: str) -> Iterator[tuple[str, str, Tables]]:
-    """(where it is written, label, overrides) of every row; the last axis turns fastest."""
+def _variants(settings: dict[str, Any], file: str) -> Iterator[tuple[str, str, Tables, int]]:
+    """(where it is written, label, overrides, timeout) of every row; the last axis turns fastest."""
     if "axes" in settings:
         axes = dict(dotted(_sections_only(nested(settings["axes"]), f"{file} [axes]")))
         for key, values in axes.items():
@@ -161,17 +162,20 @@ def _variants(settings: dict[str, Any], file: str) -> Iterator[tuple[str, str, T
                 raise UserError(f"{file}: [axes] {key} = {toml(values)} must be a list of values, one for each row")
         for chosen in itertools.product(*axes.values()):
             values = dict(zip(axes, chosen, strict=True))
-            yield "[axes]", _label(values), nested(values)
+            yield "[axes]", _label(values), nested(values), settings["timeout"]
         return
     for number, run in enumerate(settings["runs"], 1):
-        tables = nested({key: value for key, value in run.items() if key != "name"})
+        tables = nested({key: value for key, value in run.items() if key not in ("name", "timeout")})
         label = run.get("name")
         where = f"[[runs]] {number if label is None else label}"
         if label is None:
             label = _label(dict(dotted(_sections_only(tables, f"{file} {where}"))))
         if not isinstance(label, str) or not label or "/" in label or label.startswith("."):
             raise UserError(f'{file}: {where}: name = {toml(label)} must name a folder; write name = "run_{number}"')
-        yield where, label, tables
+        timeout = run.get("timeout", settings["timeout"])
+        if not isinstance(timeout, int) or isinstance(timeout, bool) or timeout < 1:
+            raise UserError(f"{file}: {where}: timeout = {toml(timeout)} must be seconds, 1 or more")
+        yield where, label, tables, timeout
 
 
 def _label(values: dict[str, Any]) -> str:
@@ -189,7 +193,7 @@ def _settings(written: dict[str, Any], file: str) -> dict[str, Any]:
         "skip_steps": (int, "steps before the first measured one, 1 or more: skip_steps = 10"),
         "fixed": (dict, "a table of overrides of all rows: [fixed]"),
         "axes": (dict, "a table of lists, whose combinations are the rows: [axes]"),
-        "runs": (list, "a list of tables, one for each row: [[runs]]"),
+        "runs": (list, "a list of tables, one for each row, with overrides and its own name and timeout: [[runs]]"),
     }
     problems = []
     for key, value in written.items():

@@ -94,7 +94,6 @@ def test_a_twin_from_end_to_end(twin: Path, home: Path, corpus: Path) -> None:
 TROUBLE = """
 base = "{tiny}"
 processes = 1
-timeout = 25
 skip_steps = 2
 
 [[runs]]
@@ -110,6 +109,7 @@ compile.enabled = true
 
 [[runs]]
 name = "endless"
+timeout = 15
 run.steps = 100_000_000
 
 [[runs]]
@@ -148,7 +148,7 @@ def test_rows_that_fail_are_results_and_the_others_go_on(home: Path, corpus: Pat
     }
     assert "allocate" in found["too large"]["reason"]
     assert "Error" in found["no compiler"]["reason"] and "no step was logged" in found["no compiler"]["reason"]
-    assert "no end after 25 s" in found["endless"]["reason"] and " of 100000000)" in found["endless"]["reason"]
+    assert "no end after 15 s" in found["endless"]["reason"] and " of 100000000)" in found["endless"]["reason"]
     assert found["blank text"]["reason"].startswith("data.source")
     page = (folder / "table.md").read_text()
     assert {label: line[0] for label, line in cells(page).items() if label not in ("run", "fine", "last")} == {

@@ -52,7 +52,7 @@ def test_axes_are_combined_and_the_last_turns_fastest(tmp_path: Path) -> None:
     assert (last.recipe.activation_checkpointing.mode, last.recipe.batch.micro_batch_size) == ("full", 2)
     assert {(row.recipe.optimizer.lr, row.recipe.optimizer.eps) for row in sweep.rows} == {(1e-3, 1e-6)}
     assert last.recipe.run.folder == tmp_path / "out/mine/runs" / last.label
-    assert (sweep.name, sweep.timeout, sweep.skip_steps, last.processes) == ("mine", 60, 10, 2)
+    assert (sweep.name, last.timeout, sweep.skip_steps, last.processes) == ("mine", 60, 10, 2)
 
 
 def test_runs_are_listed_and_named(tmp_path: Path) -> None:
@@ -63,6 +63,7 @@ def test_runs_are_listed_and_named(tmp_path: Path) -> None:
         [[runs]]
         name = "plain"
         [[runs]]
+        timeout = 5
         optimizer = { betas = [0.8, 0.9], lr = 1.0 }
         """,
     )
@@ -70,6 +71,7 @@ def test_runs_are_listed_and_named(tmp_path: Path) -> None:
     assert sweep.rows[0].overrides == {}
     assert sweep.rows[1].recipe.optimizer.betas == (0.8, 0.9)
     assert sweep.rows[1].processes == 4
+    assert [row.timeout for row in sweep.rows] == [1800, 5]
 
 
 def test_the_fingerprint_is_that_of_what_changes_a_number(tmp_path: Path) -> None:
@@ -110,6 +112,7 @@ def test_windows_begin_and_end_at_logged_steps() -> None:
         ("[batch]\nmicro_batch_size = 1\n[[runs]]", "write it below [fixed] as batch.FIELD"),
         ("[[runs]]\nname = 'a'\n[[runs]]\nname = 'a'", "several rows are called a; give each another name"),
         ("[[runs]]\nname = 'a/b'", 'name = "a/b" must name a folder; write name = "run_1"'),
+        ("[[runs]]\ntimeout = '1'", '[[runs]] 1: timeout = "1" must be seconds, 1 or more'),
         ("[[runs]]\nmetrics.every = 100", "leaves 1 windows of metrics.every = 100 steps after skip_steps = 10"),
     ],
 )
