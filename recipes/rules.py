@@ -8,7 +8,7 @@ from parallel.errors import UserError
 from recipes.fields import toml
 from recipes.hf_folder import stored_tensors
 from recipes.problems import Problem, one_line, refusal
-from recipes.schema import BatchConfig, CheckpointConfig, DataConfig, Recipe, RunConfig, ScheduleConfig
+from recipes.schema import BatchConfig, CheckpointConfig, DataConfig, ProfileConfig, Recipe, RunConfig, ScheduleConfig
 from recipes.weights import FROM_WEIGHTS, TOKENIZER, differences, starting_point
 
 Violation = tuple[str, str]
@@ -54,6 +54,8 @@ def violations(
         yield from export_has_a_net(recipe.checkpoint)
     if sound("schedule", "run"):
         yield from schedule_fits(recipe.schedule, steps=recipe.run.steps)
+    if sound("profile", "run"):
+        yield from profile_fits(recipe.profile, steps=recipe.run.steps)
 
 
 def name_is_a_folder(run: RunConfig) -> Iterator[Violation]:
@@ -167,6 +169,17 @@ def schedule_fits(schedule: ScheduleConfig, *, steps: int) -> Iterator[Violation
             "schedule.decay_steps" if decay else "schedule.warmup_steps",
             f"warmup_steps {warmup} + decay_steps {decay} = {warmup + decay} must not exceed run.steps = {steps}"
             f"; write steps = {warmup + decay} or more, or shorter phases",
+        )
+
+
+def profile_fits(profile: ProfileConfig, *, steps: int) -> Iterator[Violation]:
+    """The traced steps are among those of the run."""
+    last = profile.after + profile.steps
+    if profile.steps and last > steps:
+        yield (
+            "profile.after",
+            f"after {profile.after} + steps {profile.steps} = {last} is beyond run.steps = {steps}"
+            f"; write run.steps = {last} or more, or trace earlier",
         )
 
 

@@ -135,6 +135,16 @@ class ValidationConfig:
 
 
 @dataclass(frozen=True)
+class ProfileConfig:
+    """Traces by torch.profiler and where their steps' time goes, written to `profile` in the run's folder."""
+
+    steps: Annotated[int, Ge(0)] = 0
+    """Steps to trace on rank 0, one after the other; 0 = none. One is enough where steps are alike."""
+    after: Annotated[int, Ge(0)] = 10
+    """Steps to take first, from where the run starts or goes on: the first ones compile."""
+
+
+@dataclass(frozen=True)
 class Recipe:
     """One run. The sections, in the order of the steps of a run."""
 
@@ -152,3 +162,4 @@ class Recipe:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)

@@ -30,6 +30,7 @@ TORCH_FREE = {
     "models/sizes.py",
     "parallel/config.py",
     "parallel/errors.py",
+    "recipes/breakdown.py",
     "recipes/command_line.py",
     "recipes/fields.py",
     "recipes/hardware.py",

@@ -64,7 +64,8 @@ def cells(page: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("twin", TWINS, ids=lambda path: path.stem)
 def test_a_twin_from_end_to_end(twin: Path, home: Path, corpus: Path) -> None:
-    code, out, err = run(home, corpus, twin)
+    more = ["--profile.steps", "2", "--profile.after", "6"] if twin.stem == "zero" else []
+    code, out, err = run(home, corpus, twin, *more)
     assert (code, err) == (0, "")
     folder = home / "runs/sweeps/cpu" / twin.stem
     found = results(folder)
@@ -86,6 +87,10 @@ def test_a_twin_from_end_to_end(twin: Path, home: Path, corpus: Path) -> None:
         assert line[5:7] == ["unknown", "unknown"]
     if twin.stem != "sequence_length":
         assert all(abs(float(line[-1])) < 0.02 for line in list(table.values())[1:])
+    if more:
+        numbers = json.loads((folder / "runs/zero3/profile/breakdown.json").read_text())
+        assert sum(numbers["seconds"].values()) == pytest.approx(numbers["step_seconds"], rel=0.02)
+        assert numbers["steps"] == 2 and numbers["seconds"]["communication, exposed"] > 0
     for name in ("bars.png", "loss.png"):
         pixels = imread(folder / name)
         assert 0.01 < (pixels[..., :3].min(axis=2) < 0.9).mean() < 0.6

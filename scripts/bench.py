@@ -1,0 +1,21 @@
+"""Measurements that compare: `python scripts/bench.py --suite NAME [options]`, where recipes/bench_NAME.py is."""
+
+import importlib
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
+
+
+def main(arguments: list[str]) -> int:
+    suites = sorted(file.stem.removeprefix("bench_") for file in (ROOT / "recipes").glob("bench_*.py"))
+    if len(arguments) < 2 or arguments[0] != "--suite" or arguments[1] not in suites:
+        print(f"usage: bench.py --suite {{{','.join(suites)}}} [options]", file=sys.stderr)
+        return 2
+    suite = importlib.import_module(f"recipes.bench_{arguments[1]}")
+    return suite.main(arguments[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
