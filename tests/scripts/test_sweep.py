@@ -14,7 +14,7 @@ from matplotlib.image import imread
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "scripts/sweep.py")
-TWINS = sorted(path for path in (ROOT / "configs/sweeps/cpu").glob("*.toml") if path.stem != "tiny")
+TWINS = sorted(path for path in (ROOT / "configs/sweeps/cpu").glob("*.toml") if path.stem not in ("tiny", "gpu_bench"))
 NUMBERS = (
     "step_seconds",
     "data_seconds",

@@ -9,8 +9,9 @@ from parallel.errors import UserError
 from recipes.sweep.plan import Sweep, read_sweep, windows
 
 ROOT = Path(__file__).resolve().parents[3]
-SWEEPS = sorted((ROOT / "configs/sweeps").glob("*.toml"))
-TWINS = sorted(path for path in (ROOT / "configs/sweeps/cpu").glob("*.toml") if path.stem != "tiny")
+BENCH = ROOT / "configs/sweeps/gpu_bench.toml"
+SWEEPS = sorted(path for path in (ROOT / "configs/sweeps").glob("*.toml") if path != BENCH)
+TWINS = sorted((ROOT / "configs/sweeps/cpu").glob("*.toml"))
 DEBUG = ROOT / "configs/smollm3_debug.toml"
 
 
@@ -164,7 +165,8 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 def test_the_promised_sweeps_are_there() -> None:
     promised = {"fp8", "activation_checkpointing", "zero", "micro_batch", "sequence_length", "compile"}
-    assert {path.stem for path in SWEEPS} == {path.stem for path in TWINS} == promised
+    assert {path.stem for path in SWEEPS} == promised
+    assert {path.stem for path in TWINS} == promised | {"tiny", "gpu_bench"}
 
 
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
@@ -181,3 +183,17 @@ def test_every_sweep_fits_one_gpu_and_eight_and_has_a_twin(path: Path, tmp_path:
     assert [set(row.overrides) for row in twin.rows] == [set(row.overrides) for row in sweep.rows]
     if path.stem != "sequence_length":  # its twin's are shorter
         assert [row.label for row in twin.rows] == [row.label for row in sweep.rows]
+
+
+def test_the_full_steps_of_the_bench(tmp_path: Path) -> None:
+    sweep = read_sweep(BENCH, output=tmp_path, processes=8)
+    assert [(row.label, row.recipe.model.name, row.recipe.float8.recipe) for row in sweep.rows] == [
+        ("smollm3_3b_bf16", "smollm3_3b", "none"),
+        ("smollm3_3b_float8", "smollm3_3b", "tensorwise"),
+        ("llama3_8b_bf16", "llama3_8b", "none"),
+        ("llama3_8b_float8", "llama3_8b", "tensorwise"),
+    ]
+    for row in sweep.rows:
+        assert row.processes == row.recipe.metrics.every == 1
+        assert row.recipe.batch.sequence_length == 8192
+        assert row.recipe.batch.global_batch_size * 8192 >= 65_536
