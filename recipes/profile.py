@@ -19,7 +19,7 @@ TRACE, TABLE, NUMBERS = "trace.json.gz", "breakdown.md", "breakdown.json"
 
 
 class StepProfiler:
-    """Traces `config.steps` steps after the first `config.after` of this start, on rank 0.
+    """Traces `config.trace_steps` steps after the first `config.after` of this start, on rank 0.
 
     Around a traced step the host waits for the device, so that all of its work lies inside; traced steps are a little
     slower for it, in metrics.jsonl too. Other ranks wait at their next collective while rank 0 writes.
@@ -35,7 +35,7 @@ class StepProfiler:
         say: Callable[[str], None],
     ) -> None:
         self._first = config.after + 1
-        self._last = config.after + config.steps if world.is_main else 0
+        self._last = config.after + config.trace_steps if world.is_main else 0
         self._folder, self._device, self._clock, self._say = folder, world.device, clock, say
         self._steps = 0
         self._profile: profile | None = None

@@ -80,6 +80,8 @@ class OptimizerConfig:
     """Decoupled weight decay of the matrices."""
     grad_clip: Annotated[float, Ge(0)] = 1.0
     """Gradients are scaled down to this global norm; 0 = off."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which both moments are kept; "bfloat16" halves them, and the arithmetic stays float32."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ class ValidationConfig:
 class ProfileConfig:
     """Traces by torch.profiler and where their steps' time goes, written to `profile` in the run's folder."""
 
-    steps: Annotated[int, Ge(0)] = 0
+    trace_steps: Annotated[int, Ge(0)] = 0
     """Steps to trace on rank 0, one after the other; 0 = none. One is enough where steps are alike."""
     after: Annotated[int, Ge(0)] = 10
     """Steps to take first, from where the run starts or goes on: the first ones compile."""

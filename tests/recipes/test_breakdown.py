@@ -166,7 +166,7 @@ def record(folder: str) -> list[float]:
         tokens = torch.randint(0, 4096, (4, 128))
         say: Callable[[str], None] = lambda line: None  # noqa: E731
         profiler = StepProfiler(
-            ProfileConfig(steps=2, after=2), world, folder=Path(folder), clock=StepClock(world.device), say=say
+            ProfileConfig(trace_steps=2, after=2), world, folder=Path(folder), clock=StepClock(world.device), say=say
         )
         seconds = []
         for _ in range(5):

@@ -64,7 +64,7 @@ def cells(page: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("twin", TWINS, ids=lambda path: path.stem)
 def test_a_twin_from_end_to_end(twin: Path, home: Path, corpus: Path) -> None:
-    more = ["--profile.steps", "2", "--profile.after", "6"] if twin.stem == "zero" else []
+    more = ["--profile.trace_steps", "2", "--profile.after", "6"] if twin.stem == "zero" else []
     code, out, err = run(home, corpus, twin, *more)
     assert (code, err) == (0, "")
     folder = home / "runs/sweeps/cpu" / twin.stem
