@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 
@@ -20,6 +20,7 @@ from recipes import kernels
 from recipes.hardware import bf16_peak
 from recipes.load import CONFIGS
 from recipes.metrics import environment
+from recipes.schema import OptimizerConfig
 from recipes.sweep.loop import run_sweep
 from recipes.sweep.plan import read_sweep
 from recipes.sweep.results import table
@@ -85,7 +86,10 @@ def measure_kernels(device: torch.device, *, tiny: bool) -> dict[str, Any]:
     for model in models:
         found["matmuls"] += kernels.matmuls(model, tokens=tokens, device=device, repeats=repeats)
         found["attention"] += kernels.attention(model, tokens=tokens, device=device, repeats=repeats)
-    found["optimizer"] = [kernels.optimizer(models[0], device=device, repeats=repeats)]
+    found["optimizer"] = [
+        kernels.optimizer(models[0], state_dtype=kind, device=device, repeats=repeats)
+        for kind in get_args(get_type_hints(OptimizerConfig)["state_dtype"])
+    ]
     found["copy"] = [kernels.copy(gib=gib, device=device, repeats=repeats)]
     return found
 
@@ -122,7 +126,9 @@ def page(record: dict[str, Any], steps: str) -> str:
         )
     lines += ["", "## Optimizer and copies", "", "| what | ms | TB/s |", "|---|---:|---:|"]
     for row in record["optimizer"]:
-        lines.append(f"| fused AdamW, {row['parameters']:,} parameters | {_ms(row)} | {_bandwidth(row)} |")
+        lines.append(
+            f"| AdamW, {row['parameters']:,} parameters, {row['moments']} moments | {_ms(row)} | {_bandwidth(row)} |"
+        )
     for row in record["copy"]:
         lines.append(f"| copy of {row['gib']:g} GiB | {_ms(row)} | {_bandwidth(row)} |")
     return "\n".join([*lines, "", "## Full training steps", "", steps or "not measured", ""])
@@ -151,4 +157,6 @@ def _rate(row: dict[str, Any]) -> str:
 
 
 def _bandwidth(row: dict[str, Any]) -> str:
-    return f"{row['bytes_per_second'] / 1e12:.3g}" if "bytes_per_second" in row else "not measured"
+    if "bytes_per_second" in row:
+        return f"{row['bytes_per_second'] / 1e12:.3g}"
+    return "several passes" if "seconds" in row else "not measured"

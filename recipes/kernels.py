@@ -7,16 +7,18 @@ cannot do says why instead ("error"), and the others go on.
 import time
 from collections.abc import Callable, Iterator
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
 from models.config import ModelConfig
 from recipes.breakdown import ATTENTION_NAMES
+from recipes.optimizer import build_optimizer
+from recipes.schema import OptimizerConfig
 
 Measurement = dict[str, Any]
 FORWARD, INPUT, WEIGHT = "forward", "gradient of the input", "gradient of the weight"
@@ -152,21 +154,25 @@ def _kernel_names(call: Callable[[], Any], device: torch.device) -> list[str]:
     return [name for name in names if ATTENTION_NAMES.search(name)]
 
 
-def optimizer(model: ModelConfig, *, device: torch.device, repeats: int) -> Measurement:
-    """One step of fused AdamW over all parameters of the model in float32: 28 bytes of traffic each."""
-    facts: Measurement = {"model": model.name, "parameters": model.num_params()}
+def optimizer(
+    model: ModelConfig, *, state_dtype: Literal["float32", "bfloat16"], device: torch.device, repeats: int
+) -> Measurement:
+    """One step of AdamW over as many float32 parameters as the model has, with moments of either kind.
+
+    bytes_per_second where the traffic is that of one kernel, 28 bytes a parameter: with float32 moments.
+    """
+    facts: Measurement = {"model": model.name, "parameters": model.num_params(), "moments": state_dtype}
     try:
-        layers = [
-            torch.zeros(model.num_params() // model.layers, device=device, requires_grad=True)
-            for _ in range(model.layers)
-        ]
+        layers = nn.ParameterList(
+            nn.Parameter(torch.zeros(model.num_params() // model.layers, device=device)) for _ in range(model.layers)
+        )
         for parameter in layers:
             parameter.grad = torch.ones_like(parameter)
-        adamw = torch.optim.AdamW(layers, fused=True)
-        found = measured(facts, adamw.step, device, repeats=repeats)
+        adamw = build_optimizer(layers, OptimizerConfig(state_dtype=state_dtype))
     except torch.OutOfMemoryError as error:
         return facts | {"error": str(error).splitlines()[0]}
-    if "seconds" in found:
+    found = measured(facts, adamw.step, device, repeats=repeats)
+    if "seconds" in found and state_dtype == "float32":
         found["bytes_per_second"] = 28 * sum(parameter.numel() for parameter in layers) / found["seconds"]
     return found
 
