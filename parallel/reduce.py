@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
+from torch.profiler import record_function
 
 
 def sum_over_processes(value: Tensor) -> Tensor:
@@ -17,6 +18,7 @@ def sum_over_processes(value: Tensor) -> Tensor:
     return value
 
 
+@record_function("gradient norm")
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The global L2 norm of all gradients, a float32 scalar, equal on all processes.
 
@@ -37,6 +39,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     return torch.stack(squares).sum().sqrt()
 
 
+@record_function("gradient clipping")
 def clip_gradients(parameters: Iterable[nn.Parameter], *, norm: Tensor, max_norm: float) -> None:
     """Scale all gradients, in place, so that their global norm is at most `max_norm`. The host does not wait."""
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)

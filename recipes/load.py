@@ -22,20 +22,27 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 Given = dict[str, tuple[Any, str]]
 """Dotted key -> (value, where it was written)."""
+Layer = tuple[str, dict[str, Any]]
+"""(where it was written, its sections)."""
 
 
 def load(
-    path: str | Path, arguments: Sequence[str] = (), *, processes: int | None = None, rules: bool = True
+    path: str | Path,
+    arguments: Sequence[str] = (),
+    *,
+    over: Sequence[Layer] = (),
+    processes: int | None = None,
+    rules: bool = True,
 ) -> Recipe:
     """The recipe of a file, with the overrides among the command line's `arguments` (`--section.field value`).
 
-    The nearer layer wins: command line, file, its base, that one's base, the model size, the schema's defaults.
-    Raises one UserError that lists everything wrong. processes: check that the layout fits so many. rules=False leaves
-    the rules across fields and the look at the data out, for a recipe that is only read.
+    The nearer layer wins: command line, the last of `over`, file, its base, that one's base, the model size, the
+    schema's defaults. Raises one UserError that lists everything wrong. processes: check that the layout fits so many.
+    rules=False leaves the rules across fields and the look at the data out, for a recipe that is only read.
     """
     given: Given = {}
     problems: list[Problem] = []
-    for origin, tables in _read_chain(Path(path)):
+    for origin, tables in [*_read_chain(Path(path)), *over]:
         problems += _take(tables, origin, given)
     if arguments:
         from recipes import command_line  # tyro takes a third of the time that --check needs
@@ -51,7 +58,7 @@ def load(
         for key, message in violations(recipe, processes=processes, broken=broken):
             problems.append(_located(key, message, recipe, given))
     if problems:
-        raise refusal(problems, where=_shown(Path(path)))
+        raise refusal(problems, where=shown(Path(path)))
     return recipe
 
 
@@ -149,29 +156,29 @@ def _located(key: str, message: str, recipe: Recipe, given: Given) -> Problem:
     return Problem(key, message, toml(value_of(recipe, key)), given[key][1] if key in given else unwritten)
 
 
-def _read_chain(path: Path) -> list[tuple[str, dict[str, Any]]]:
+def _read_chain(path: Path) -> list[Layer]:
     """(file, its sections) from the farthest base to the file itself."""
     chain: list[Path] = []
-    layers: list[tuple[str, dict[str, Any]]] = []
+    layers: list[Layer] = []
     while True:
-        named_by = f" (base of {_shown(chain[-1])})" if chain else ""
+        named_by = f" (base of {shown(chain[-1])})" if chain else ""
         if path.resolve() in [earlier.resolve() for earlier in chain]:
-            names = " -> ".join(_shown(file) for file in [*chain, path])
-            raise UserError(f"the bases of {_shown(chain[0])} go in a circle: {names}; remove one of these base lines")
-        tables = _read(path, named_by)
+            names = " -> ".join(shown(file) for file in [*chain, path])
+            raise UserError(f"the bases of {shown(chain[0])} go in a circle: {names}; remove one of these base lines")
+        tables = read_toml(path, named_by)
         base = tables.pop("base", None)
         chain.append(path)
-        layers.insert(0, (_shown(path), tables))
+        layers.insert(0, (shown(path), tables))
         if base is None:
             return layers
         if not isinstance(base, str):
-            raise UserError(f'base = {toml(base)} in {_shown(path)}: must be one file name; write base = "other.toml"')
+            raise UserError(f'base = {toml(base)} in {shown(path)}: must be one file name; write base = "other.toml"')
         path = path.parent / base
 
 
-def _read(path: Path, named_by: str) -> dict[str, Any]:
+def read_toml(path: Path, named_by: str = "") -> dict[str, Any]:
     """One TOML file as it is. Raises UserError with the place of a syntax error."""
-    file = _shown(path) + named_by
+    file = shown(path) + named_by
     try:
         text = path.read_bytes().decode("utf-8-sig")
         return tomli.loads(text)
@@ -201,11 +208,11 @@ def _similar(path: Path) -> str:
     here = {file.stem: file for folder in (CONFIGS, path.parent) for file in sorted(folder.glob("*.toml"))}
     close = [path.stem] if path.stem in here else get_close_matches(path.stem, here, n=3)
     if close:
-        return f"did you mean {' or '.join(_shown(here[stem]) for stem in close)}?"
-    return f"recipes are in {_shown(CONFIGS)}: {', '.join(sorted(file.stem for file in CONFIGS.glob('*.toml')))}"
+        return f"did you mean {' or '.join(shown(here[stem]) for stem in close)}?"
+    return f"recipes are in {shown(CONFIGS)}: {', '.join(sorted(file.stem for file in CONFIGS.glob('*.toml')))}"
 
 
-def _shown(path: Path) -> str:
+def shown(path: Path) -> str:
     """The path as people would type it from here."""
     relative = os.path.relpath(path)
     return os.path.normpath(path) if relative.startswith("..") else relative

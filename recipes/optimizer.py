@@ -1,10 +1,18 @@
 """AdamW with decayed and undecayed parameters."""
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from parallel.materialize import plain_name
 from recipes.schema import OptimizerConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+# Elements that are in float32 at a time, unless one tensor has more: their copies take 8 bytes each.
+BATCH = 2**27
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
@@ -17,10 +25,92 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
     for name, parameter in model.named_parameters():
         decays = parameter.dim() >= 2 and plain_name(name) != "embedding.weight"
         (decayed if decays else undecayed).append(parameter)
-    return torch.optim.AdamW(
+    kind = torch.optim.AdamW if config.state_dtype == "float32" else BFloat16StateAdamW
+    return kind(
         [{"params": decayed, "weight_decay": config.weight_decay}, {"params": undecayed, "weight_decay": 0.0}],
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,
         fused=True,
     )
+
+
+class BFloat16StateAdamW(torch.optim.AdamW):
+    """torch's fused AdamW with moments that are kept in bfloat16: 4 bytes a parameter instead of 8.
+
+    Parameters, gradients and arithmetic stay float32: a batch of moments at a time is widened, stepped by torch's own
+    kernel and rounded back to the nearest. Rounding keeps 8 bits, so the second moment stands still where a step moves
+    it by less than 2^-9 of itself: recipes/rules.py asks for a beta that moves it more.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Loading casts moments to the parameter's dtype; what was bfloat16 comes back from float32 as it was.
+        self.register_load_state_dict_post_hook(_round_moments)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """As torch.optim.AdamW.step, without closure."""
+        assert closure is None
+        for group in self.param_groups:
+            for batch in _batches([parameter for parameter in group["params"] if parameter.grad is not None]):
+                self._step_batch(batch, group)
+
+    def _step_batch(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        states = [self._state_of(parameter) for parameter in parameters]
+        narrow = [[_local(state[name]) for state in states] for name in MOMENTS]
+        first, second = ([moment.to(torch.float32) for moment in moments] for moments in narrow)
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, 1)
+        torch._fused_adamw_(
+            [_local(parameter) for parameter in parameters],
+            [_local(parameter.grad) for parameter in parameters if parameter.grad is not None],
+            first,
+            second,
+            [],  # of AMSGrad
+            steps,
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
+        for moments, results in zip(narrow, (first, second), strict=True):
+            torch._foreach_copy_(moments, results)
+
+    def _state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        state = self.state[parameter]
+        if not state:
+            assert parameter.grad is not None
+            state["step"] = torch.zeros((), device=_local(parameter.grad).device)
+            for name in MOMENTS:  # like the gradient: float8 all-gather wraps the parameter in a class of torchao's
+                state[name] = torch.zeros_like(parameter.grad, dtype=torch.bfloat16)
+        return state
+
+
+def _round_moments(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        for name in MOMENTS:
+            state[name] = state[name].to(torch.bfloat16)
+
+
+def _batches(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """The parameters in their order, in lists that hold at most BATCH elements or one tensor."""
+    batch: list[nn.Parameter] = []
+    elements = 0
+    for parameter in parameters:
+        size = _local(parameter).numel()
+        if batch and elements + size > BATCH:
+            yield batch
+            batch, elements = [], 0
+        batch.append(parameter)
+        elements += size
+    if batch:
+        yield batch
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This process's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

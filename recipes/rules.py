@@ -8,7 +8,16 @@ from parallel.errors import UserError
 from recipes.fields import toml
 from recipes.hf_folder import stored_tensors
 from recipes.problems import Problem, one_line, refusal
-from recipes.schema import BatchConfig, CheckpointConfig, DataConfig, Recipe, RunConfig, ScheduleConfig
+from recipes.schema import (
+    BatchConfig,
+    CheckpointConfig,
+    DataConfig,
+    OptimizerConfig,
+    ProfileConfig,
+    Recipe,
+    RunConfig,
+    ScheduleConfig,
+)
 from recipes.weights import FROM_WEIGHTS, TOKENIZER, differences, starting_point
 
 Violation = tuple[str, str]
@@ -55,6 +64,10 @@ def violations(
         yield from there_is_one_to_keep(recipe.checkpoint)
     if sound("schedule", "run"):
         yield from schedule_fits(recipe.schedule, steps=recipe.run.steps)
+    if sound("optimizer"):
+        yield from moments_move(recipe.optimizer)
+    if sound("profile", "run"):
+        yield from profile_fits(recipe.profile, steps=recipe.run.steps)
 
 
 def name_is_a_folder(run: RunConfig) -> Iterator[Violation]:
@@ -200,6 +213,27 @@ def schedule_fits(schedule: ScheduleConfig, *, steps: int) -> Iterator[Violation
             "schedule.decay_steps" if decay else "schedule.warmup_steps",
             f"warmup_steps {warmup} + decay_steps {decay} = {warmup + decay} must not exceed run.steps = {steps}"
             f"; write steps = {warmup + decay} or more, or shorter phases",
+        )
+
+
+def moments_move(optimizer: OptimizerConfig) -> Iterator[Violation]:
+    """A moment in bfloat16 stands still when a step changes it by less than half of its last bit, 1/512 to 1/256."""
+    if optimizer.state_dtype == "bfloat16" and max(optimizer.betas) > 0.99:
+        yield (
+            "optimizer.state_dtype",
+            f'"bfloat16" would round the small steps of betas = {toml(optimizer.betas)} away; write betas of at most'
+            ' 0.99, such as [0.9, 0.95], or state_dtype = "float32"',
+        )
+
+
+def profile_fits(profile: ProfileConfig, *, steps: int) -> Iterator[Violation]:
+    """The traced steps are among those of the run."""
+    last = profile.after + profile.trace_steps
+    if profile.trace_steps and last > steps:
+        yield (
+            "profile.after",
+            f"after {profile.after} + trace_steps {profile.trace_steps} = {last} is beyond run.steps = {steps}"
+            f"; write run.steps = {last} or more, or trace earlier",
         )
 
 

@@ -93,6 +93,8 @@ class OptimizerConfig:
     """Decoupled weight decay of the matrices."""
     grad_clip: Annotated[float, Ge(0)] = 1.0
     """Gradients are scaled down to this global norm; 0 = off."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which both moments are kept; "bfloat16" halves them, and the arithmetic stays float32."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,16 @@ class ValidationConfig:
 
 
 @dataclass(frozen=True)
+class ProfileConfig:
+    """Traces by torch.profiler and where their steps' time goes, written to `profile` in the run's folder."""
+
+    trace_steps: Annotated[int, Ge(0)] = 0
+    """Steps to trace on rank 0, one after the other; 0 = none. One is enough where steps are alike."""
+    after: Annotated[int, Ge(0)] = 10
+    """Steps to take first, from where the run starts or goes on: the first ones compile."""
+
+
+@dataclass(frozen=True)
 class Recipe:
     """One run. The sections, in the order of the steps of a run."""
 
@@ -169,3 +181,4 @@ class Recipe:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)

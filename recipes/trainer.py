@@ -32,6 +32,7 @@ from recipes.evaluate import continuation, mean_loss
 from recipes.hf_folder import Description
 from recipes.metrics import AttentionLength, MetricsWriter, StepClock, Throughput, environment, peak_memory_gib
 from recipes.optimizer import build_optimizer
+from recipes.profile import StepProfiler
 from recipes.report import contents, introduction, step_line, summary
 from recipes.rules import require_valid
 from recipes.run_folder import (
@@ -173,8 +174,12 @@ class Trainer:
             signal.signal(number, self._interrupt)
         self.began, self.first_step = time.perf_counter(), self.step
         self.clock = StepClock(self.world.device)
+        profiler = StepProfiler(
+            recipe.profile, self.world, folder=self.folder / "profile", clock=self.clock, say=self.console.say
+        )
         while self.step < recipe.run.steps:
-            loss, norm = self._train_step()
+            with profiler.step():
+                loss, norm = self._train_step()
             self.step += 1
             self.clock.count_step()
             if self._due(recipe.metrics.every) or self.step == self.first_step + 1:

@@ -30,6 +30,7 @@ TORCH_FREE = {
     "models/sizes.py",
     "parallel/config.py",
     "parallel/errors.py",
+    "recipes/breakdown.py",
     "recipes/checkpoint/files.py",
     "recipes/checkpoint/folder.py",
     "recipes/checkpoint/look.py",
@@ -55,9 +56,15 @@ TORCH_FREE = {
     "recipes/rules.py",
     "recipes/run_folder.py",
     "recipes/schema.py",
+    "recipes/sweep/loop.py",
+    "recipes/sweep/pictures.py",
+    "recipes/sweep/plan.py",
+    "recipes/sweep/results.py",
+    "recipes/sweep/runner.py",
     "recipes/weights.py",
     "scripts/checkpoint.py",
     "scripts/prepare_data.py",
+    "scripts/sweep.py",
     "scripts/write_docs.py",
 }
 LAUNCHER_ENVIRONMENT = {
@@ -78,6 +85,7 @@ MAY_TAKE_A_RECIPE = {
     "recipes/plan.py",
     "recipes/rules.py",
     "recipes/run_folder.py",
+    "recipes/sweep/plan.py",
     "recipes/trainer.py",
 }
 

@@ -201,7 +201,10 @@ def test_every_field_refuses_a_value_of_another_type(key: str) -> None:
         ("[run]\nkind = 1\n", "did you mean schedule.kind?"),
         ("[float8]\nevery = 1\n", "did you mean checkpoint.every, metrics.every or validation.every?"),
         ("[batch]\nMicro-Batch-Size = 1\n", "did you mean batch.micro_batch_size?"),
-        ("[optimizer]\nlearning_rate = 3\n", "unknown key; [optimizer] has lr, betas, eps, weight_decay and grad_clip"),
+        (
+            "[optimizer]\nlearning_rate = 3\n",
+            "unknown key; [optimizer] has lr, betas, eps, weight_decay, grad_clip and state_dtype",
+        ),
         ("[optimizer.nested]\nlr = 3\n", "optimizer.nested = {lr = 3} (x.toml) unknown key"),
         ("[optimiser]\nlr = 3\n", "[optimiser] (x.toml) unknown section; did you mean [optimizer]?"),
         ("[network]\nlr = 3\n", "[network] (x.toml) unknown section; there are run, model, data,"),

@@ -2,14 +2,18 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from models.sizes import SIZES
+from parallel.config import Float8Config, FSDPConfig
 from parallel.dist import start, stop
+from parallel.float8 import precompute_scales
 from parallel.materialize import plain_name
+from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.optimizer import build_optimizer
 from recipes.schema import OptimizerConfig
 from tests.build import build_model
@@ -88,3 +92,100 @@ def test_the_learning_rate_can_be_set_group_by_group() -> None:
         step = 0.0 if name in names(model, decayed) else 0.25
         moved = (before[name] - parameter).to_local()
         assert torch.allclose(moved, torch.full_like(moved, step), rtol=1e-4), name
+
+
+# Moments in bfloat16
+
+HALF = replace(CONFIG, state_dtype="bfloat16", weight_decay=0.1)
+# Distance after many steps from the path that float32 moments take, as a share of the path: the moments of a step are
+# off by 2^-9 at most, and the errors of steps point everywhere.
+PATH_TOLERANCE = 1e-2
+
+
+def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int, first: int = 0) -> list[torch.Tensor]:
+    """Step along random gradients of several sizes, the same for every optimizer; the parameters afterwards."""
+    for step in range(first, first + steps):
+        generator = torch.Generator().manual_seed(step)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.to_local().copy_(torch.randn(parameter.shape, generator=generator) * 10 ** (step % 3 - 3))
+        optimizer.step()
+    return [parameter.detach().to_local().clone() for parameter in model.parameters()]
+
+
+def test_moments_in_bfloat16_take_half_the_room_and_the_first_step_is_exact() -> None:
+    one, other = build("llama3_debug"), build("llama3_debug")
+    optimizer = build_optimizer(one, HALF)
+    expected = take_steps(other, build_optimizer(other, replace(HALF, state_dtype="float32")), steps=1)
+    assert all(map(torch.equal, take_steps(one, optimizer, steps=1), expected))
+    for parameter in one.parameters():
+        state = optimizer.state[parameter]
+        assert parameter.dtype == torch.float32
+        assert {name: value.dtype for name, value in state.items()} == {
+            "step": torch.float32,
+            "exp_avg": torch.bfloat16,
+            "exp_avg_sq": torch.bfloat16,
+        }
+        assert state["exp_avg"].placements == parameter.placements
+
+
+def test_steps_are_those_of_float32_with_moments_rounded_in_between() -> None:
+    model = build("smollm3_debug")
+    parameter = next(iter(model.parameters()))
+    optimizer = build_optimizer(model, HALF)
+    decay = next(g["weight_decay"] for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    p = parameter.detach().to_local().clone().double()
+    first = second = torch.zeros_like(p)
+    for step in range(1, 6):
+        take_steps(model, optimizer, steps=1, first=step)
+        gradient = parameter.grad.to_local().double()
+        first, second = first.lerp(gradient, 0.2), second.lerp(gradient.square(), 0.1)
+        size = (second / (1 - 0.9**step)).sqrt() + 1e-6
+        p = p * (1 - 0.01 * decay) - 0.01 * first / (1 - 0.8**step) / size
+        first, second = (moment.float().bfloat16().double() for moment in (first, second))
+    assert torch.allclose(parameter.to_local().double(), p, rtol=0, atol=1e-4)
+
+
+def test_the_path_stays_near_that_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipes.optimizer.BATCH", 50_000)  # several batches, and tensors larger than one
+    one, other = build("smollm3_debug"), build("smollm3_debug")
+    start = [parameter.detach().to_local().clone() for parameter in one.parameters()]
+    found = take_steps(one, build_optimizer(one, HALF), steps=60)
+    expected = take_steps(other, build_optimizer(other, replace(HALF, state_dtype="float32")), steps=60)
+    for a, b, began in zip(found, expected, start, strict=True):
+        assert 0 < (a - b).norm() < PATH_TOLERANCE * (b - began).norm()
+
+
+def test_a_checkpoint_brings_bfloat16_moments_back(tmp_path: Path) -> None:
+    model = build("llama3_debug")
+    optimizer = build_optimizer(model, HALF)
+    take_steps(model, optimizer, steps=3)
+    Checkpoints(tmp_path, keep=1).save(model, optimizer, step=3)
+    expected = take_steps(model, optimizer, steps=3, first=3)
+
+    again = build("llama3_debug")
+    resumed = build_optimizer(again, HALF)
+    Checkpoints(tmp_path, keep=1).load(again, resumed, step=3)
+    assert {state["exp_avg"].dtype for state in resumed.state.values()} == {torch.bfloat16}
+    assert all(map(torch.equal, take_steps(again, resumed, steps=3, first=3), expected))
+
+
+def test_bfloat16_moments_with_weights_that_float8_wraps() -> None:
+    float8 = Float8Config(recipe="tensorwise", all_gather=True, emulate=True)
+    curves = []
+    for config in (HALF, replace(HALF, state_dtype="float32")):
+        model, _ = build_model(replace(SIZES["smollm3_debug"], layers=2), float8=float8, fsdp=FSDPConfig())
+        optimizer = build_optimizer(model, config)
+        tokens = torch.randint(4096, (2, 17), generator=torch.Generator().manual_seed(0))
+        curve = []
+        for _ in range(4):
+            loss = model(tokens[:, :-1], tokens[:, 1:]) / 32
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            precompute_scales(model)
+            curve.append(loss.item())
+        curves.append(curve)
+    assert curves[0][:2] == curves[1][:2]
+    assert curves[0] == pytest.approx(curves[1], rel=1e-2)
+    assert curves[0][-1] < curves[0][0]

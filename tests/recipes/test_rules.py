@@ -26,6 +26,7 @@ from recipes.schema import (
     DataConfig,
     MetricsConfig,
     OptimizerConfig,
+    ProfileConfig,
     Recipe,
     RunConfig,
     ScheduleConfig,
@@ -164,6 +165,22 @@ def test_the_remedies_for_the_batch_work() -> None:
 )
 def test_schedule_must_fit(schedule: ScheduleConfig, key: str, message: str) -> None:
     assert message in the_rule(Recipe(schedule=schedule), key)
+
+
+def test_moments_in_bfloat16_need_betas_that_move_them() -> None:
+    config = OptimizerConfig(state_dtype="bfloat16", betas=(0.9, 0.999))
+    assert "betas of at most 0.99" in the_rule(Recipe(optimizer=config), "optimizer.state_dtype")
+    assert not broken_by(Recipe(optimizer=replace(config, betas=(0.9, 0.99))))
+    assert not broken_by(Recipe(optimizer=replace(config, state_dtype="float32")))
+
+
+def test_traced_steps_must_be_among_those_of_the_run() -> None:
+    message = "after 10 + trace_steps 2 = 12 is beyond run.steps = 11; write run.steps = 12 or more, or trace earlier"
+    assert message in the_rule(
+        Recipe(run=RunConfig(steps=11), profile=ProfileConfig(trace_steps=2, after=10)), "profile.after"
+    )
+    assert not broken_by(Recipe(run=RunConfig(steps=12), profile=ProfileConfig(trace_steps=2, after=10)))
+    assert not broken_by(Recipe(run=RunConfig(steps=1), profile=ProfileConfig(trace_steps=0, after=10)))
 
 
 def test_phases_may_fill_the_run() -> None:

@@ -93,6 +93,7 @@ def reference(small: Recipe) -> dict[str, list[float]]:
             "full checkpointing": change(small, activation_checkpointing={"mode": "full"}),
             "selective checkpointing": change(small, activation_checkpointing={"mode": "selective"}),
             "bfloat16": change(small, fsdp={"param_dtype": "bfloat16"}),
+            "bfloat16 moments": change(small, optimizer={"state_dtype": "bfloat16"}),
             "tensorwise": change(
                 small, fsdp={"param_dtype": "bfloat16"}, float8={"recipe": "tensorwise", "emulate": True}
             ),
@@ -121,6 +122,7 @@ def test_accumulation_changes_nothing(reference: dict[str, list[float]]) -> None
 
 
 def test_bfloat16_and_float8_stay_close(reference: dict[str, list[float]]) -> None:
+    assert 0 < largest_gap(reference["bfloat16 moments"], reference["plain"]) < BFLOAT16_TOLERANCE
     assert 0 < largest_gap(reference["bfloat16"], reference["plain"]) < BFLOAT16_TOLERANCE
     for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
         assert 0 < largest_gap(reference[recipe], reference["bfloat16"]) < FLOAT8_TOLERANCE

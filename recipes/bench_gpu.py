@@ -1,0 +1,162 @@
+"""What one GPU does, from a matrix product to a whole training step: `bench.py --suite gpu`. Under 8 minutes."""
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import torch
+
+from models.config import ModelConfig
+from models.sizes import SIZES
+from parallel.errors import UserError
+from recipes import kernels
+from recipes.hardware import bf16_peak
+from recipes.load import CONFIGS
+from recipes.metrics import environment
+from recipes.schema import OptimizerConfig
+from recipes.sweep.loop import run_sweep
+from recipes.sweep.plan import read_sweep
+from recipes.sweep.results import table
+
+PAGES = CONFIGS.parent / "docs" / "benchmarks"
+
+
+def main(arguments: list[str]) -> int:
+    """Measure and write NAME.json and NAME.md; returns the exit code, 2 for what the user can mend."""
+    parser = argparse.ArgumentParser(
+        prog="bench.py --suite gpu",
+        description=__doc__,
+        epilog="Further options, such as --activation_checkpointing.mode selective, go to the full steps.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes on the CPU: tests the suite, measures nothing")
+    parser.add_argument("--no-steps", action="store_true", help="leave the full training steps out")
+    parser.add_argument("--output", type=Path, default=PAGES, help="folder of the record (%(default)s)")
+    parser.add_argument("--runs", type=Path, default=Path("runs/bench"), help="folder of the full steps (%(default)s)")
+    options, overrides = parser.parse_known_args(arguments)
+    try:
+        return _measure(options, overrides)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _measure(options: argparse.Namespace, overrides: list[str]) -> int:
+    begin = time.monotonic()
+    if not options.tiny and not torch.cuda.is_available():
+        raise UserError("this machine has no GPU to measure; --tiny goes through the suite on a CPU")
+    device = torch.device("cpu" if options.tiny else "cuda:0")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's log is for its own developers
+    record: dict[str, Any] = {"suite": "gpu", "environment": environment(world_size=1, device=device)}
+    record |= measure_kernels(device, tiny=options.tiny)
+    steps_page = ""
+    if not options.no_steps:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the full steps are processes of their own
+        path = CONFIGS / "sweeps" / ("cpu/gpu_bench.toml" if options.tiny else "gpu_bench.toml")
+        fresh = options.runs / time.strftime("%Y%m%d-%H%M%S")  # a sweep would keep the numbers that it has
+        sweep = read_sweep(path, overrides, output=fresh, processes=1, device=device.type)
+        results = run_sweep(sweep, retry=False, say=lambda line: print(line, flush=True))
+        record["steps"] = list(results.values())
+        steps_page = table(sweep, results).partition("\n")[2]
+    record["seconds"] = time.monotonic() - begin
+    name = "gpu-" + re.sub(r"[^a-z0-9]+", "-", record["environment"]["device"].lower()).strip("-")
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (options.output / f"{name}.md").write_text(page(record, steps_page), encoding="utf-8")
+    print(f"written: {options.output / name}.json and .md, after {record['seconds']:.0f} s")
+    return 0
+
+
+def measure_kernels(device: torch.device, *, tiny: bool) -> dict[str, Any]:
+    """Everything but the full steps."""
+    models: Sequence[ModelConfig] = [SIZES["smollm3_3b"], SIZES["llama3_8b"]]
+    tokens, gib, repeats = 8192, 4.0, 20
+    if tiny:
+        models = [replace(SIZES[name], layers=2, vocabulary=512) for name in ("smollm3_debug", "llama3_debug")]
+        tokens, gib, repeats = 64, 1 / 64, 3
+    found: dict[str, Any] = {"matmuls": [], "attention": []}
+    for model in models:
+        found["matmuls"] += kernels.matmuls(model, tokens=tokens, device=device, repeats=repeats)
+        found["attention"] += kernels.attention(model, tokens=tokens, device=device, repeats=repeats)
+    found["optimizer"] = [
+        kernels.optimizer(models[0], state_dtype=kind, device=device, repeats=repeats)
+        for kind in get_args(get_type_hints(OptimizerConfig)["state_dtype"])
+    ]
+    found["copy"] = [kernels.copy(gib=gib, device=device, repeats=repeats)]
+    return found
+
+
+def page(record: dict[str, Any], steps: str) -> str:
+    """The record as Markdown; steps: the table of the full steps."""
+    facts = record["environment"]
+    peak = bf16_peak(facts["device"])
+    changes = " with uncommitted changes" if facts["git_uncommitted_changes"] else ""
+    packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items() if version)
+    lines = [
+        f"# One {facts['device']}",
+        "",
+        f"Python {facts['python']}, CUDA {facts['cuda']}, {packages}; commit {facts['git_commit']}{changes}. Peak for"
+        f" dense bf16: {'unknown' if peak is None else f'{peak / 1e12:g} TFLOP/s'}. Took {record['seconds']:.0f} s."
+        " README.md in docs/benchmarks says how to read this.",
+        "",
+        "## Matrix products",
+        "",
+        "TFLOP/s, without float8's casts.",
+        "",
+        *_matmul_table(record["matmuls"]),
+        "",
+        "## Attention",
+        "",
+        "| model | backend | passes | ms | TFLOP/s | kernels |",
+        "|---|---|---|---:|---:|---|",
+    ]
+    for row in record["attention"]:
+        names = ", ".join(f"`{name}`" for name in row.get("kernels", []))
+        lines.append(
+            f"| {row['model']} | {row['backend']} | {row['passes']} | {_ms(row)} | {_rate(row)} | "
+            f"{names or row.get('error', '')} |"
+        )
+    lines += ["", "## Optimizer and copies", "", "| what | ms | TB/s |", "|---|---:|---:|"]
+    for row in record["optimizer"]:
+        lines.append(
+            f"| AdamW, {row['parameters']:,} parameters, {row['moments']} moments | {_ms(row)} | {_bandwidth(row)} |"
+        )
+    for row in record["copy"]:
+        lines.append(f"| copy of {row['gib']:g} GiB | {_ms(row)} | {_bandwidth(row)} |")
+    return "\n".join([*lines, "", "## Full training steps", "", steps or "not measured", ""])
+
+
+def _matmul_table(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """One line for each product, one column for each kind."""
+    by_product: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        place = (row["model"], row["linear"], row["product"], " x ".join(map(str, row["shape"])))
+        by_product.setdefault(place, {})[row["kind"]] = row
+    kinds = list(dict.fromkeys(kind for cells in by_product.values() for kind in cells))
+    head = ["model", "linear", "product", "shape", *kinds]
+    lines = [f"| {' | '.join(head)} |", "|---|---|---|---" + "|---:" * len(kinds) + "|"]
+    return lines + [
+        f"| {' | '.join([*place, *(_rate(cells[kind]) for kind in kinds)])} |" for place, cells in by_product.items()
+    ]
+
+
+def _ms(row: dict[str, Any]) -> str:
+    return f"{1e3 * row['seconds']:.3g}" if "seconds" in row else "not measured"
+
+
+def _rate(row: dict[str, Any]) -> str:
+    return f"{row['tflops']:.3g}" if "tflops" in row else "not measured"
+
+
+def _bandwidth(row: dict[str, Any]) -> str:
+    if "bytes_per_second" in row:
+        return f"{row['bytes_per_second'] / 1e12:.3g}"
+    return "several passes" if "seconds" in row else "not measured"

@@ -1,0 +1,123 @@
+"""What our loop costs beside the calls of the model, on a CPU: `bench.py --suite overhead`. Imports the trainer."""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel.dist import start, stop
+from parallel.errors import UserError
+from parallel.reduce import clip_gradients, gradient_norm
+from recipes.console import Console
+from recipes.load import CONFIGS, load
+from recipes.metrics import environment
+from recipes.trainer import Trainer
+
+ROOT = CONFIGS.parent
+DEBUG = CONFIGS / "smollm3_debug.toml"
+WINDOW = 10
+"""Steps between two logged ones, and of one time of the barest loop."""
+
+
+def main(arguments: list[str]) -> int:
+    """Print medians and ratio as JSON, and write them where --out says; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="bench.py --suite overhead",
+        description=__doc__,
+        epilog="Further options, --section.field value, go to the recipe, configs/smollm3_debug.toml.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="pairs of runs (%(default)s)")
+    parser.add_argument("--steps", type=int, default=60, help="of each run (%(default)s)")
+    parser.add_argument("--out", type=Path)
+    options, overrides = parser.parse_known_args(arguments)
+    try:
+        if options.rounds < 1 or options.steps < 2 * WINDOW:
+            raise UserError(f"--rounds must be 1 or more, and --steps {2 * WINDOW} or more")
+        found = loops(overrides, rounds=options.rounds, steps=options.steps) | {"starts": starts(overrides)}
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    found["environment"] = environment(world_size=1, device=torch.device("cpu"))
+    print(json.dumps({name: found[name] for name in ("ours", "barest", "ratio", "starts")}, indent=1))
+    if options.out:
+        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def loops(overrides: list[str], *, rounds: int, steps: int) -> dict[str, Any]:
+    """Seconds per step of the trainer's loop and of the barest one, in turns: medians over windows, and all of them.
+
+    Both step the same sharded model with the same micro-batches, gradient clipping and optimizer. Ours also loads
+    data, sets the learning rate, counts target tokens, logs and listens to signals.
+    """
+    ours: list[float] = []
+    barest: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(rounds):
+            trainer = _run(folder, [*overrides, "--run.steps", str(steps), "--run.name", f"round-{number}"])
+            rows = [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()]
+            ours += [row["step_seconds"] for row in rows if row["step"] > WINDOW]
+            barest += _barest(trainer, windows=steps // WINDOW - 1)
+            stop()
+    middle = {"ours": statistics.median(ours), "barest": statistics.median(barest)}
+    return middle | {"ratio": middle["ours"] / middle["barest"], "windows": {"ours": ours, "barest": barest}}
+
+
+def _run(folder: str, overrides: list[str]) -> Trainer:
+    """Train the debug recipe in this process; the trainer, and the process group with it, are still there."""
+    quiet = ["--run.output", folder, "--run.device", "cpu", "--metrics.every", str(WINDOW), "--checkpoint.every", "0"]
+    none = ["--validation.every", "0", "--validation.sample_tokens", "0"]
+    recipe = load(DEBUG, [*quiet, *none, *overrides], processes=1)
+    world = start("cpu", seed=recipe.run.seed)
+    with Console(silent=True) as console:
+        trainer = Trainer(recipe, world, console)
+        trainer.run()
+    return trainer
+
+
+def _barest(trainer: Trainer, *, windows: int) -> list[float]:
+    """Seconds per step of a loop that does nothing but the calls that train, on one batch again and again."""
+    batch = trainer.recipe.batch
+    tokens = torch.randint(trainer.recipe.model.vocabulary, (batch.global_batch_size, batch.sequence_length))
+    parts = tokens.split(batch.micro_batch_size)
+    found = []
+    for _ in range(windows):
+        begin = time.perf_counter()
+        for _ in range(WINDOW):
+            for number, part in enumerate(parts, 1):
+                trainer.sharded.set_requires_gradient_sync(number == len(parts))
+                (trainer.model(part, part) / tokens.numel()).backward()
+            norm = gradient_norm(trainer.parameters)
+            clip_gradients(trainer.parameters, norm=norm, max_norm=trainer.recipe.optimizer.grad_clip)
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad()
+        found.append((time.perf_counter() - begin) / WINDOW)
+    return found
+
+
+def starts(overrides: list[str]) -> dict[str, float]:
+    """Seconds of whole processes: that do nothing, import torch, check a recipe, and take one step."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = ["--run.output", folder, "--run.device", "cpu", "--run.steps", "1", "--checkpoint.every", "0"]
+        none = ["--validation.every", "0", "--validation.sample_tokens", "0", "--schedule.warmup_steps", "0"]
+        train = [str(ROOT / "train.py"), str(DEBUG), *run, *none, "--schedule.decay_steps", "0", *overrides]
+        commands = {
+            "python": ["-c", "pass"],
+            "import torch": ["-c", "import torch"],
+            "train.py --check": [*train, "--check"],
+            "train.py, one step": train,
+        }
+        found = {}
+        for name, command in commands.items():
+            begin = time.perf_counter()
+            subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL)
+            found[name] = time.perf_counter() - begin
+    return found

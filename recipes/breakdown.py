@@ -1,0 +1,280 @@
+"""Where the time of a step goes: from a torch profiler trace to a table by kind of work. Imports no torch.
+
+A trace is the "Chrome" JSON that torch.profiler exports: events with a start `ts` and a duration `dur` in microseconds.
+On a GPU the kernels are what counts, each of the kind of its name or of the operators that launched it. On a CPU it is
+the innermost operator of the moment. Every instant of a traced step belongs to exactly one kind, so that the parts add
+up to the step.
+"""
+
+import gzip
+import json
+import re
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parallel.errors import UserError
+
+STEP = "shardwright.step"
+"""The annotation around every traced step; the device has nothing left to do at its beginning and end."""
+
+MATMUL, ATTENTION, LOSS, OPTIMIZER, CASTS = "matrix multiplications", "attention", "loss", "optimizer", "casts"
+COPIES = "copies and packing"
+REST = "norms, elementwise and the rest"
+COMMUNICATION, IDLE = "communication, exposed", "idle"
+KINDS = (MATMUL, ATTENTION, REST, LOSS, OPTIMIZER, CASTS, COPIES, COMMUNICATION, IDLE)
+
+Event = dict[str, Any]
+Interval = tuple[float, float, str]
+"""(begin, end, kind), microseconds."""
+
+COMMUNICATION_NAMES = re.compile(r"nccl|gloo|^c10d::|^_c10d_functional::|^FSDP::", re.IGNORECASE)
+ATTENTION_NAMES = re.compile(
+    r"flash|fmha|_sdpa|sdpa_|scaled_dot_product|efficient_attention|varlen_attn|ScaledDotProduct", re.IGNORECASE
+)
+MATMUL_NAMES = re.compile(
+    r"gemm|cutlass|cublas|nvjet|xmma|splitk|_mm_|^aten::(mm|addmm|bmm|baddbmm|_scaled_mm)$|^triton_tem_", re.IGNORECASE
+)
+NAMES = {MATMUL: MATMUL_NAMES, ATTENTION: ATTENTION_NAMES}
+# The loss by the operators of torch's cross-entropy and by the name of our chunked one (models/loss.py).
+LOSS_SCOPES = re.compile(r"cross_entropy|nll_loss|NllLoss|log_softmax|LogSoftmax|_InChunks")
+# Norm and clipping of the gradients (parallel/reduce.py) count as part of the optimizer.
+OPTIMIZER_SCOPES = re.compile(r"^Optimizer\.|^gradient (norm|clipping)$|adamw?_")
+PACKING_SCOPES = re.compile(r"^fsdp::|split_with_sizes_copy|_foreach_copy_|^aten::_chunk_cat")
+CAST_SCOPES = re.compile(r"^aten::_to_copy$|^ToCopyBackward0$|float8", re.IGNORECASE)
+TRITON_NAME = re.compile(r"^triton_\w+?_fused_(.*?)_?\d*$")
+# What a compiled kernel that only casts is made of, float8's scale and saturation included.
+CAST_PARTS = {"to_copy", "abs", "amax", "clamp", "reciprocal", "view", "t", "transpose", "clone", "mul", "div", "max"}
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Mean seconds per traced step."""
+
+    steps: int
+    step_seconds: float
+    seconds: dict[str, float]
+    """By kind; they add up to step_seconds."""
+    hidden_communication: float
+    """Communication while something else ran; no part of the sum."""
+    kernels: dict[str, list[tuple[str, float, int]]]
+    """Of matrix multiplications and attention: (name, seconds per step, calls per step), longest first."""
+
+
+def read_trace(path: Path) -> list[Event]:
+    """The events of an exported trace, gzipped or not. Raises UserError where it is none."""
+    try:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+            return json.load(file)["traceEvents"]
+    except (OSError, ValueError, KeyError, EOFError) as error:
+        raise UserError(f"{path} is no trace of torch.profiler: {error}") from None
+
+
+def break_down(events: Iterable[Event]) -> Breakdown:
+    """Where the traced steps' time went. Raises UserError where the trace holds no step."""
+    whole = [event for event in events if event.get("ph") == "X"]
+    steps = [(event["ts"], event["ts"] + event["dur"]) for event in whole if _is_step(event)]
+    if not steps:
+        raise UserError(f'the trace holds no "{STEP}": it is not of a run with [profile]')
+    on_device = any(event.get("cat") == "kernel" for event in whole)
+    pieces, names = _of_device(whole) if on_device else _of_host(whole)
+    totals = dict.fromkeys(KINDS, 0.0)
+    hidden = 0.0
+    for begin, end in steps:
+        own = [(max(b, begin), min(e, end), kind) for b, e, kind in pieces if e > begin and b < end]
+        hidden += _attribute(own, begin, end, totals)
+    each = 1e6 * len(steps)
+    return Breakdown(
+        steps=len(steps),
+        step_seconds=sum(end - begin for begin, end in steps) / each,
+        seconds={kind: total / each for kind, total in totals.items()},
+        hidden_communication=hidden / each,
+        kernels=_kernels(names, steps),
+    )
+
+
+def table(found: Breakdown) -> str:
+    """The breakdown as Markdown."""
+    lines = [
+        f"Mean of {found.steps} traced steps: {1e3 * found.step_seconds:,.2f} ms. Tracing slows the host, so idle time"
+        " is an upper bound.",
+        "",
+        "| kind | ms | share |",
+        "|---|---:|---:|",
+    ]
+    for kind, seconds in found.seconds.items():
+        lines.append(f"| {kind} | {1e3 * seconds:,.2f} | {seconds / found.step_seconds:.1%} |")
+    total = sum(found.seconds.values())
+    lines.append(f"| sum | {1e3 * total:,.2f} | {total / found.step_seconds:.1%} |")
+    hidden = found.hidden_communication
+    lines.append(f"| communication, hidden behind work | {1e3 * hidden:,.2f} | {hidden / found.step_seconds:.1%} |")
+    for kind, kernels in found.kernels.items():
+        lines += ["", f"Kernels of {kind}:", "", "| name | ms | calls |", "|---|---:|---:|"]
+        lines += [f"| `{name}` | {1e3 * seconds:,.2f} | {calls} |" for name, seconds, calls in kernels[:12]]
+    return "\n".join([*lines, ""])
+
+
+def _is_step(event: Event) -> bool:
+    return event.get("name") == STEP and event.get("cat") == "user_annotation"
+
+
+def _attribute(pieces: Sequence[Interval], begin: float, end: float, totals: dict[str, float]) -> float:
+    """Add every instant from begin to end to one kind's total; returns the hidden communication.
+
+    Work goes before communication. Of several kinds of work at once, the one that came first has the instant.
+    """
+    points = sorted(
+        [(at, is_end, number) for number, piece in enumerate(pieces) for at, is_end in ((piece[0], 0), (piece[1], 1))]
+    )
+    active: dict[int, str] = {}  # in the order in which they began
+    hidden, now = 0.0, begin
+    for at, is_end, number in [*points, (end, 0, -1)]:
+        if at > now:
+            work = next((kind for kind in active.values() if kind != COMMUNICATION), None)
+            communicates = COMMUNICATION in active.values()
+            totals[work or (COMMUNICATION if communicates else IDLE)] += at - now
+            hidden += (at - now) if work and communicates else 0.0
+            now = at
+        if is_end:
+            active.pop(number, None)
+        elif number >= 0:
+            active[number] = pieces[number][2]
+    return hidden
+
+
+def _of_device(events: Sequence[Event]) -> tuple[list[Interval], list[tuple[Event, str]]]:
+    """Kernels and copies on all streams by kind; and the events with their kinds."""
+    scopes = _Scopes([event for event in events if event.get("cat") in ("cpu_op", "user_annotation")])
+    launches = {
+        event["args"]["correlation"]: event
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
+    }
+    pieces, names = [], []
+    for event in events:
+        if event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
+            continue
+        launch = launches.get(event.get("args", {}).get("correlation"))
+        around = scopes.around(launch) if launch else []
+        kind = _kind(event["name"], around)
+        if kind in (REST, CASTS) and event["cat"] != "kernel":
+            kind = COPIES
+        pieces.append((event["ts"], event["ts"] + event["dur"], kind))
+        names.append((event, kind))
+    return pieces, names
+
+
+def _of_host(events: Sequence[Event]) -> tuple[list[Interval], list[tuple[Event, str]]]:
+    """The innermost operator of every moment, thread by thread; what no operator covers is nobody's (idle)."""
+    threads: dict[Any, list[Event]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") in ("cpu_op", "user_annotation") and not _is_step(event):
+            threads[event["tid"]].append(event)
+    pieces: list[Interval] = []
+    names = []
+    for own in threads.values():
+        own.sort(key=lambda event: (event["ts"], -event["dur"]))
+        stack: list[tuple[Event, str]] = []
+        now = 0.0
+
+        def until(at: float, stack: list[tuple[Event, str]] = stack) -> None:
+            """Give the time from `now` to `at` to the innermost operators, those that end before it first."""
+            nonlocal now
+            while stack and stack[-1][0]["ts"] + stack[-1][0]["dur"] <= at:
+                ended, kind = stack.pop()
+                stop = ended["ts"] + ended["dur"]
+                if stop > now:
+                    pieces.append((now, stop, kind))
+                    now = stop
+            if stack and at > now:
+                pieces.append((now, at, stack[-1][1]))
+            now = max(now, at)
+
+        for event in own:
+            until(event["ts"])
+            kind = _kind(event["name"], [scope["name"] for scope, _ in reversed(stack)])
+            stack.append((event, kind))
+            names.append((event, kind))
+        until(float("inf"))
+    return pieces, names
+
+
+def _kind(name: str, around: Sequence[str]) -> str:
+    """Of a kernel, or of a CPU operator, from its name and those of the operators around it, innermost first."""
+    scopes = [name, *around]
+    if COMMUNICATION_NAMES.search(name):
+        return COMMUNICATION
+    if any(OPTIMIZER_SCOPES.search(scope) for scope in scopes):
+        return OPTIMIZER
+    if any(ATTENTION_NAMES.search(scope) for scope in scopes[:6]):
+        return ATTENTION
+    if MATMUL_NAMES.search(name) or any(MATMUL_NAMES.search(scope) for scope in around[:1]):
+        return MATMUL
+    if any(LOSS_SCOPES.search(scope) for scope in scopes):
+        return LOSS
+    if any(PACKING_SCOPES.search(scope) for scope in scopes):
+        return COPIES
+    if (fused := TRITON_NAME.match(name)) is not None:
+        return CASTS if _only_casts(fused[1]) else REST
+    return CASTS if any(CAST_SCOPES.search(scope) for scope in scopes[:5]) else REST
+
+
+def _only_casts(parts: str) -> bool:
+    """Whether a compiled kernel, by the operators in its name ("_to_copy_abs_amax"), does nothing but cast."""
+    left = parts.replace("_to_copy", " to_copy ")
+    words = {word for part in left.split() for word in ([part] if part == "to_copy" else part.split("_")) if word}
+    return "to_copy" in words and words <= CAST_PARTS
+
+
+def _kernels(names: Sequence[tuple[Event, str]], steps: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Seconds and calls per step of the kernels (CPU: operators) of matrix multiplication and attention, by name."""
+    found: dict[str, dict[str, tuple[float, int]]] = {MATMUL: {}, ATTENTION: {}}
+    for event, kind in names:
+        by_name = kind in found and (event["cat"] == "kernel" or NAMES[kind].search(event["name"]))
+        if by_name and any(begin <= event["ts"] < end for begin, end in steps):
+            seconds, calls = found[kind].get(event["name"], (0.0, 0))
+            found[kind][event["name"]] = (seconds + event["dur"] / 1e6, calls + 1)
+    return {
+        kind: [
+            (name, seconds / len(steps), round(calls / len(steps)))
+            for name, (seconds, calls) in sorted(kernels.items(), key=lambda item: -item[1][0])
+        ]
+        for kind, kernels in found.items()
+    }
+
+
+class _Scopes:
+    """Finds the operators around a moment of a thread."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._threads: dict[Any, list[Event]] = defaultdict(list)
+        for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
+            self._threads[event["tid"]].append(event)
+        self._starts = {thread: [event["ts"] for event in own] for thread, own in self._threads.items()}
+        self._parents = {thread: self._nest(own) for thread, own in self._threads.items()}
+
+    @staticmethod
+    def _nest(events: Sequence[Event]) -> list[int]:
+        """For every event the index of the one around it, or -1."""
+        parents, stack = [], []  # type: ignore[var-annotated]
+        for index, event in enumerate(events):
+            while stack and events[stack[-1]]["ts"] + events[stack[-1]]["dur"] <= event["ts"]:
+                stack.pop()
+            parents.append(stack[-1] if stack else -1)
+            stack.append(index)
+        return parents
+
+    def around(self, moment: Event) -> list[str]:
+        """Names of the operators that surround the beginning of this event on its thread, innermost first."""
+        thread = moment["tid"]
+        index = bisect_right(self._starts.get(thread, []), moment["ts"]) - 1
+        found = []
+        while index >= 0:
+            event = self._threads[thread][index]
+            if event["ts"] + event["dur"] > moment["ts"]:
+                found.append(event["name"])
+            index = self._parents[thread][index]
+        return found

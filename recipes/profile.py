@@ -1,0 +1,76 @@
+"""Traces of chosen steps with torch.profiler, and the table of where their time went."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from parallel.dist import World
+from recipes.breakdown import STEP, break_down, read_trace, table
+from recipes.metrics import StepClock
+from recipes.schema import ProfileConfig
+
+TRACE, TABLE, NUMBERS = "trace.json.gz", "breakdown.md", "breakdown.json"
+
+
+class StepProfiler:
+    """Traces `config.trace_steps` steps after the first `config.after` of this start, on rank 0.
+
+    Around a traced step the host waits for the device, so that all of its work lies inside; traced steps are a little
+    slower for it, in metrics.jsonl too. Other ranks wait at their next collective while rank 0 writes.
+    """
+
+    def __init__(
+        self,
+        config: ProfileConfig,
+        world: World,
+        *,
+        folder: Path,
+        clock: StepClock,
+        say: Callable[[str], None],
+    ) -> None:
+        self._first = config.after + 1
+        self._last = config.after + config.trace_steps if world.is_main else 0
+        self._folder, self._device, self._clock, self._say = folder, world.device, clock, say
+        self._steps = 0
+        self._profile: profile | None = None
+
+    def step(self) -> AbstractContextManager[None]:
+        """Put it around every step."""
+        self._steps += 1
+        return self._traced() if self._first <= self._steps <= self._last else nullcontext()
+
+    @contextmanager
+    def _traced(self) -> Iterator[None]:
+        self._wait()
+        if self._profile is None:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # its log is for its own developers
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])]
+            self._profile = profile(activities=activities, acc_events=True)
+            self._profile.start()
+        with record_function(STEP):
+            yield
+            self._wait()
+        if self._steps == self._last:
+            with self._clock.paused():
+                self._finish(self._profile)
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _finish(self, traced: profile) -> None:
+        """Write the trace, the table and its numbers."""
+        traced.stop()
+        self._profile = None
+        self._folder.mkdir(exist_ok=True)
+        traced.export_chrome_trace(str(self._folder / TRACE))
+        found = break_down(read_trace(self._folder / TRACE))
+        (self._folder / TABLE).write_text(table(found), encoding="utf-8")
+        (self._folder / NUMBERS).write_text(json.dumps(asdict(found), indent=2) + "\n", encoding="utf-8")
+        self._say(f"steps {self._first} to {self._last} of this start were traced: {self._folder / TABLE}")

@@ -1,0 +1,123 @@
+"""A sweep's pictures: throughput and memory bars, loss curves and their gap to the reference. Imports no torch."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from recipes.sweep.plan import Sweep
+from recipes.sweep.results import Result, loss_gaps, reference
+
+BARS = "bars.png"
+LOSS = "loss.png"
+# Okabe and Ito's palette, told apart by most colour-blind readers; black is the reference.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#7F7F7F")
+DOTS_PER_INCH = 150
+
+
+def draw(sweep: Sweep, results: dict[str, Result]) -> list[Path]:
+    """Write the pictures that the results give; returns their paths."""
+    drawn = []
+    if results:
+        drawn.append(_save(bars(sweep, results), sweep.folder / BARS))
+    if any(result["outcome"] == "done" for result in results.values()):
+        drawn.append(_save(losses(sweep, results), sweep.folder / LOSS))
+    return drawn
+
+
+def bars(sweep: Sweep, results: dict[str, Result]) -> Figure:
+    """One bar a row in each of two panels; a row without numbers says why."""
+    figure = Figure(figsize=(11, 1.7 + 0.48 * len(results)), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    left.invert_yaxis()  # the first row on top, in both panels
+    left.set_yticks(range(len(results)), list(results))
+    first = results.get(sweep.rows[0].label, {}).get("tokens_per_second_per_device")
+    for bar, (label, result) in enumerate(results.items()):
+        if result["outcome"] != "done":
+            _bar(left, bar, 0, 0, result["outcome"], colour="#B00020")
+            _bar(right, bar, 0, 0, "", colour="#B00020")
+            continue
+        rate, seconds, memory = (
+            result[name] for name in ("tokens_per_second_per_device", "step_seconds", "peak_memory_gib")
+        )
+        slowest, fastest = (rate * seconds / result[f"step_seconds_{end}"] for end in ("most", "least"))
+        faster = f"  ({rate / first:.2f}x)" if first and label != sweep.rows[0].label else ""
+        _bar(left, bar, rate, fastest, f"{rate:,.0f}{faster}", colour=COLOURS[0])
+        left.plot([slowest, fastest], [bar, bar], color="black", linewidth=1.2, marker="|", markersize=6)
+        _bar(right, bar, memory, memory, f"{memory:.2f}", colour=COLOURS[4])
+    for axes, title in ((left, "tokens/s per device; line: slowest to fastest window"), (right, "peak memory, GiB")):
+        axes.set_xlim(0, 1.3 * axes.dataLim.x1 or 1)  # room for the numbers
+        axes.set_xlabel(title)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+        _tidy(axes, grid="x")
+    figure.suptitle(_title(sweep, results), fontsize=11)
+    return figure
+
+
+def _bar(axes: Axes, bar: int, value: float, end: float, text: str, *, colour: str) -> None:
+    """A bar of length `value` with a text to the right of `end`; a text alone where there is no value."""
+    axes.barh(bar, value, color=colour, height=0.62)
+    style = "normal" if value else "italic"
+    place: dict[str, Any] = {"xytext": (7, 0), "textcoords": "offset points", "va": "center"}
+    axes.annotate(text, (end, bar), fontsize=9, style=style, color="black" if value else colour, **place)
+
+
+def losses(sweep: Sweep, results: dict[str, Result]) -> Figure:
+    """Loss over tokens of every finished row; below it the gap to the reference over steps, where there is one."""
+    gaps = {label: gap for label, gap in loss_gaps(sweep, results).items() if gap}
+    base = reference(sweep, results)
+    compared = base is not None and len(gaps) > 1
+    figure = Figure(figsize=(9, 7.2 if compared else 4.6), layout="constrained")
+    panels = figure.subplots(2, 1, height_ratios=(3, 2)) if compared else [figure.subplots()]
+    colours = iter(COLOURS * len(results))
+    top = panels[0]
+    for label, result in results.items():
+        if result["outcome"] != "done":
+            continue
+        is_base = compared and base is not None and label == base.label
+        colour = "black" if is_base else next(colours)
+        points = [(tokens, loss) for _, tokens, loss in result["curve"] if loss is not None]
+        name = f"{label} (reference)" if is_base else label
+        style: dict[str, Any] = {"color": colour, "linewidth": 2.4 if is_base else 1.4, "zorder": 1 if is_base else 2}
+        top.plot(*zip(*points, strict=True), label=name, marker=".", markersize=4, **style)
+        if compared and label in gaps:
+            panels[1].plot(*zip(*gaps[label], strict=True), marker=".", markersize=4, **style)
+    top.set_xlabel("tokens")
+    top.xaxis.set_major_formatter(_short_number)
+    top.set_ylabel("training loss, nats per token")
+    top.legend(frameon=False, fontsize=9)
+    _tidy(top)
+    if compared and base is not None:
+        panels[1].set_xlabel("step")
+        panels[1].set_ylabel(f"loss minus {base.label}'s")
+        _tidy(panels[1])
+    figure.suptitle(_title(sweep, results), fontsize=11)
+    return figure
+
+
+def _title(sweep: Sweep, results: dict[str, Result]) -> str:
+    """The sweep, its model and where it ran."""
+    done = [result for result in results.values() if result["outcome"] == "done"]
+    devices = ", ".join(dict.fromkeys(f"{result['processes']} x {result['environment']['device']}" for result in done))
+    models = ", ".join(dict.fromkeys(row.recipe.model.name for row in sweep.rows))
+    return f"{sweep.name}: {models}" + (f" on {devices}" if devices else "")
+
+
+def _short_number(value: float, position: float) -> str:
+    """1500 -> "1.5k"."""
+    for unit, word in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= unit:
+            return f"{value / unit:g}{word}"
+    return f"{value:g}"
+
+
+def _tidy(axes: Axes, *, grid: Literal["x", "both"] = "both") -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis=grid, color="#DDDDDD", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    figure.savefig(path, dpi=DOTS_PER_INCH)
+    return path

@@ -1,0 +1,233 @@
+"""What a sweep found: one JSON object per row in results.jsonl, and the Markdown table. Imports no torch."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from recipes.fields import toml
+from recipes.hardware import bf16_peak
+from recipes.run_folder import identity_differences
+from recipes.sweep.plan import Row, Sweep, windows
+from recipes.sweep.runner import Ended
+
+RESULTS = "results.jsonl"
+TABLE = "table.md"
+
+Result = dict[str, Any]
+"""A line of results.jsonl. Of every row: label, fingerprint, overrides, processes, outcome, reason, seconds; of one
+that is done also what measure() returns."""
+
+
+def result_of(row: Row, ended: Ended, *, skip_steps: int) -> Result:
+    """The line of a row that ended."""
+    result: Result = {
+        "label": row.label,
+        "fingerprint": row.fingerprint,
+        "overrides": row.overrides,
+        "processes": row.processes,
+        "outcome": ended.outcome,
+        "reason": ended.reason,
+        "seconds": round(ended.seconds, 3),
+    }
+    folder = row.recipe.run.folder
+    if ended.outcome == "done":
+        return result | measure(row, folder, skip_steps=skip_steps)
+    if ended.outcome in ("timed out", "crashed", "out of memory"):
+        rows = _logged(folder / "metrics.jsonl")
+        last = f"last logged step {rows[-1]['step']} of {row.recipe.run.steps}" if rows else "no step was logged"
+        result["reason"] += f" ({last})"
+    return result
+
+
+def measure(row: Row, folder: Path, *, skip_steps: int) -> Result:
+    """The numbers of a finished run, from its folder.
+
+    step_seconds is the median over windows of steps (see plan.windows): seconds per step and device, each window's the
+    mean of its steps. Rates follow from it. Memory is rank 0's.
+    """
+    recipe = row.recipe
+    rows = {logged["step"]: logged for logged in _logged(folder / "metrics.jsonl")}
+    spans = windows(steps=recipe.run.steps, every=recipe.metrics.every, skip=skip_steps)
+    times = [rows[end]["step_seconds"] for _, end in spans]
+    middle = median(times)
+    length = recipe.batch.sequence_length
+    rate = recipe.batch.global_batch_size * length / middle / row.processes  # tokens per second and device
+    flops, flops_full = (recipe.model.flops_per_token(length, kind) for kind in ("causal", "full"))
+    environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+    peak = bf16_peak(environment["device"])
+    return {
+        "step_seconds": middle,
+        "step_seconds_least": min(times),
+        "step_seconds_most": max(times),
+        "windows": [[begin, end, seconds] for (begin, end), seconds in zip(spans, times, strict=True)],
+        "data_seconds": median(rows[end]["data_seconds"] for _, end in spans),
+        "first_step_seconds": rows[min(rows)]["step_seconds"],
+        "tokens_per_second_per_device": rate,
+        "tflops_per_device": rate * flops / 1e12,
+        "mfu": rate * flops / peak if peak else None,
+        "mfu_full": rate * flops_full / peak if peak else None,
+        "peak_memory_gib": max(logged["peak_memory_gib"] for logged in rows.values()),
+        "final_loss": rows[max(rows)]["loss"],
+        "curve": [[step, logged["tokens"], logged["loss"]] for step, logged in sorted(rows.items())],
+        "environment": environment,
+    }
+
+
+def read_results(folder: Path) -> list[Result]:
+    """All lines there are, oldest first; a line that was cut off while it was written does not count."""
+    path = folder / RESULTS
+    return _json_lines(path) if path.is_file() else []
+
+
+def append(folder: Path, result: Result) -> None:
+    """Add one line to results.jsonl."""
+    path = folder / RESULTS
+    cut_off = path.is_file() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
+    with path.open("a", encoding="utf-8") as file:
+        file.write(("\n" if cut_off else "") + json.dumps(result, allow_nan=False) + "\n")
+
+
+def current(sweep: Sweep, results: Sequence[Result]) -> dict[str, Result]:
+    """Label -> the newest result of the row as it is now, in the order of the rows; rows without one are left out."""
+    newest = {(result["label"], result["fingerprint"]): result for result in results}
+    return {
+        row.label: newest[row.label, row.fingerprint] for row in sweep.rows if (row.label, row.fingerprint) in newest
+    }
+
+
+def reference(sweep: Sweep, results: dict[str, Result]) -> Row | None:
+    """The row that losses are compared with: the first finished one without float8 matrix products."""
+    rows = (row for row in sweep.rows if row.recipe.float8.recipe == "none")
+    return next((row for row in rows if results.get(row.label, {}).get("outcome") == "done"), None)
+
+
+def loss_gaps(sweep: Sweep, results: dict[str, Result]) -> dict[str, list[tuple[int, float]]]:
+    """Label -> (step, loss minus that of the reference at this step), of finished rows that saw the same batches.
+
+    A row with another model, data order, batch or learning rate has no gap: its losses are of other sequences.
+    """
+    base = reference(sweep, results)
+    if base is None:
+        return {}
+    expected = {step: loss for step, _, loss in results[base.label]["curve"]}
+    return {
+        row.label: [
+            (step, loss - expected[step])
+            for step, _, loss in results[row.label]["curve"]
+            if loss is not None and expected.get(step) is not None
+        ]
+        for row in sweep.rows
+        if results.get(row.label, {}).get("outcome") == "done" and not identity_differences(base.recipe, row.recipe)
+    }
+
+
+def mean_gap(gap: Sequence[tuple[int, float]]) -> float | None:
+    """Mean over the last quarter of the logged steps; of one step it would say little."""
+    last = [difference for _, difference in gap[-max(1, len(gap) // 4) :]]
+    return fmean(last) if last else None
+
+
+def table(sweep: Sweep, results: dict[str, Result]) -> str:
+    """The whole sweep as a Markdown page."""
+    done = [result for result in results.values() if result["outcome"] == "done"]
+    gaps = loss_gaps(sweep, results)
+    base = reference(sweep, results)
+    first = results.get(sweep.rows[0].label, {}).get("tokens_per_second_per_device")
+    head = (
+        "run",
+        "tokens/s/device",
+        "speed-up",
+        "step, s",
+        "spread, %",
+        "TFLOP/s",
+        "MFU causal, %",
+        "MFU full, %",
+        "memory, GiB",
+        "final loss",
+        "loss gap",
+    )
+    lines = [
+        f"# {sweep.name}",
+        "",
+        *_conditions(sweep, done),
+        "",
+        f"| {' | '.join(head)} |",
+        "|---" + "|---:" * (len(head) - 1) + "|",
+    ]
+    for row in sweep.rows:
+        result = results.get(row.label)
+        cells = _cells(result, first, gaps.get(row.label)) if result else ["not run yet"]
+        cells += [""] * (len(head) - 1 - len(cells))
+        lines.append(f"| {row.label} | {' | '.join(cells)} |")
+    failed = [result for result in results.values() if result["outcome"] != "done"]
+    if failed:
+        lines += ["", "What did not run to its end:", ""]
+        lines += [f"- {result['label']}: {result['outcome']}: {result['reason']}" for result in failed]
+    return "\n".join([*lines, "", *_how_to_read(sweep, base), ""])
+
+
+def _cells(result: Result, first: float | None, gap: Sequence[tuple[int, float]] | None) -> list[str]:
+    if result["outcome"] != "done":
+        return [result["outcome"]]
+    rate, seconds = result["tokens_per_second_per_device"], result["step_seconds"]
+    below, above = (100 * (result[f"step_seconds_{end}"] / seconds - 1) for end in ("least", "most"))
+    percent = ["unknown" if share is None else f"{100 * share:.1f}" for share in (result["mfu"], result["mfu_full"])]
+    mean = mean_gap(gap) if gap is not None else None
+    return [
+        f"{rate:,.0f}",
+        f"{rate / first:.2f}" if first else "",
+        f"{seconds:.4g}",
+        f"{below:+.1f} to {above:+.1f}",
+        f"{result['tflops_per_device']:.4g}",
+        *percent,
+        f"{result['peak_memory_gib']:.2f}",
+        "not finite" if result["final_loss"] is None else f"{result['final_loss']:.4f}",
+        "not comparable" if gap is None else "not finite" if mean is None else f"{mean:+.4f}",
+    ]
+
+
+def _conditions(sweep: Sweep, done: Sequence[Result]) -> list[str]:
+    """Where and with what the rows ran; more than one value where the sweep was resumed elsewhere."""
+    lines = [f"`{sweep.file}`, base `{sweep.base}`; {len(sweep.rows)} rows, {len(done)} of them measured."]
+    facts = {
+        "device": [f"{result['processes']} x {result['environment']['device']}" for result in done],
+        "torch": [str(result["environment"]["packages"]["torch"]) for result in done],
+        "torchao": [str(result["environment"]["packages"]["torchao"]) for result in done],
+        "commit": [
+            str(result["environment"]["git_commit"])[:12]
+            + (" with changes" if result["environment"]["git_uncommitted_changes"] else "")
+            for result in done
+        ],
+    }
+    lines += [f"{name}: {', '.join(dict.fromkeys(values))}." for name, values in facts.items() if values]
+    return [" ".join(lines)]
+
+
+def _how_to_read(sweep: Sweep, base: Row | None) -> list[str]:
+    recipe = sweep.rows[0].recipe
+    compared = f"row {base.label}" if base else "none: no row without float8 has finished"
+    return [
+        f"A step's time is the median over windows of `metrics.every` = {toml(recipe.metrics.every)} steps (first row),"
+        f" the only times at which the loop waits for the device; windows that begin before step {sweep.skip_steps},"
+        " compilation among them, are left out. Spread: fastest and slowest window against the median. TFLOP/s counts"
+        " causal attention and no recomputation. MFU: share of the dense bf16 peak, also for float8. Memory: rank 0's"
+        " peak, on a CPU that of the whole process. Loss gap: mean difference over the last quarter of the logged steps"
+        f" to {compared}."
+    ]
+
+
+def _logged(path: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl that hold a training step."""
+    return [row for row in (_json_lines(path) if path.is_file() else []) if "loss" in row]
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:  # cut off by a kill
+            continue
+    return found

@@ -1,0 +1,90 @@
+"""Which recipe is fastest here, and what does it do to the loss: `python scripts/sweep.py SWEEP`. --help has more."""
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
+
+from parallel.errors import UserError  # noqa: E402
+
+EPILOG = """\
+Every row is a run of its own, as scripts/run.sh starts one. What runs out of memory, crashes, is refused or does not
+end in time is a result too. The same command goes on where it was stopped; a row whose recipe has changed runs again.
+Results go to OUTPUT/NAME: results.jsonl, table.md, bars.png, loss.png, and the folder of every run.
+Sweeps are in configs/sweeps/, and in configs/sweeps/cpu/ their twins for any machine."""
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit code: 0, 1 when no row could be measured, 2 for what the user can mend, 130 after Ctrl-C."""
+    parser = argparse.ArgumentParser(
+        description="Run the rows of a sweep and compare them.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="sweep.py SWEEP [--dry-run] [--retry] [--output FOLDER] [--section.field value ...]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("sweep", type=Path, help="a file such as configs/sweeps/fp8.toml")
+    parser.add_argument("--dry-run", action="store_true", help="check all rows, say what would run, and stop")
+    parser.add_argument("--retry", action="store_true", help="also run again what did not run to its end")
+    parser.add_argument("--output", type=Path, default=Path("runs/sweeps"), help="(%(default)s)")
+    options, overrides = parser.parse_known_args(arguments)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        return sweep(options, overrides)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on from here", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def sweep(options: argparse.Namespace, overrides: list[str]) -> int:
+    """What main says. Raises UserError."""
+    from recipes.sweep.loop import run_sweep
+    from recipes.sweep.plan import device_count, read_sweep
+    from recipes.sweep.results import TABLE, current, read_results
+
+    path = options.sweep if options.sweep.exists() or not (ROOT / options.sweep).exists() else ROOT / options.sweep
+    devices = device_count()
+    plan = read_sweep(
+        path,
+        overrides,
+        output=options.output,
+        processes=_processes(devices),
+        device=None if options.dry_run else "cuda" if devices else "cpu",
+    )
+    known = current(plan, read_results(plan.folder))
+    print(f"{plan.name}: {len(plan.rows)} rows on {plan.rows[0].processes} processes, results in {plan.folder}")
+    if options.dry_run:
+        for row in plan.rows:
+            said = ", ".join(f"{key} = {value}" for key, value in row.overrides.items()) or "the base as it is"
+            state = f"   ({known[row.label]['outcome']} already)" if row.label in known else ""
+            print(f"  {row.label}: {said}{state}")
+        return 0
+    results = run_sweep(plan, retry=options.retry, say=lambda line: print(line, flush=True))
+    print((plan.folder / TABLE).read_text(encoding="utf-8"), end="")
+    return 0 if any(result["outcome"] == "done" for result in results.values()) else 1
+
+
+def _processes(devices: int) -> int:
+    """As scripts/run.sh decides."""
+    asked = os.environ.get("NPROC", "")
+    if not asked:
+        return devices or 2
+    if not asked.isdigit() or int(asked) < 1:
+        raise UserError(f"NPROC={asked}: must be a number of processes, 1 or more")
+    return int(asked)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

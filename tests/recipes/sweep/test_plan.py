@@ -1,0 +1,199 @@
+"""From a sweep's file to its rows, what is refused, and the sweeps that are shipped."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel.errors import UserError
+from recipes.sweep.plan import Sweep, read_sweep, windows
+
+ROOT = Path(__file__).resolve().parents[3]
+BENCH = ROOT / "configs/sweeps/gpu_bench.toml"
+SWEEPS = sorted(path for path in (ROOT / "configs/sweeps").glob("*.toml") if path != BENCH)
+TWINS = sorted((ROOT / "configs/sweeps/cpu").glob("*.toml"))
+DEBUG = ROOT / "configs/smollm3_debug.toml"
+
+
+def read(tmp_path: Path, text: str, *arguments: str, base: str = f'base = "{DEBUG}"', **options: Any) -> Sweep:
+    path = tmp_path / "mine.toml"
+    path.write_text(f"{base}\n{text}")
+    return read_sweep(path, arguments, output=tmp_path / "out", **{"processes": 2, **options})
+
+
+def refused(tmp_path: Path, text: str, *arguments: str, **options: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, text, *arguments, **options)
+    assert not (tmp_path / "out").exists()
+    return " ".join(str(caught.value).split())
+
+
+def test_axes_are_combined_and_the_last_turns_fastest(tmp_path: Path) -> None:
+    sweep = read(
+        tmp_path,
+        """
+        timeout = 60
+        [fixed]
+        optimizer.lr = 1e-3
+        [axes]
+        activation_checkpointing.mode = ["none", "full"]
+        "batch.micro_batch_size" = [1, 2]
+        """,
+        "--optimizer.eps",
+        "1e-6",
+    )
+    assert [row.label for row in sweep.rows] == [
+        "mode=none,micro_batch_size=1",
+        "mode=none,micro_batch_size=2",
+        "mode=full,micro_batch_size=1",
+        "mode=full,micro_batch_size=2",
+    ]
+    last = sweep.rows[-1]
+    assert last.overrides == {"activation_checkpointing.mode": "full", "batch.micro_batch_size": 2}
+    assert (last.recipe.activation_checkpointing.mode, last.recipe.batch.micro_batch_size) == ("full", 2)
+    assert {(row.recipe.optimizer.lr, row.recipe.optimizer.eps) for row in sweep.rows} == {(1e-3, 1e-6)}
+    assert last.recipe.run.folder == tmp_path / "out/mine/runs" / last.label
+    assert (sweep.name, last.timeout, sweep.skip_steps, last.processes) == ("mine", 60, 10, 2)
+
+
+def test_runs_are_listed_and_named(tmp_path: Path) -> None:
+    sweep = read(
+        tmp_path,
+        """
+        processes = 4
+        [[runs]]
+        name = "plain"
+        [[runs]]
+        timeout = 5
+        optimizer = { betas = [0.8, 0.9], lr = 1.0 }
+        """,
+    )
+    assert [row.label for row in sweep.rows] == ["plain", "betas=[0.8,0.9],lr=1.0"]
+    assert sweep.rows[0].overrides == {}
+    assert sweep.rows[1].recipe.optimizer.betas == (0.8, 0.9)
+    assert sweep.rows[1].processes == 4
+    assert [row.timeout for row in sweep.rows] == [1800, 5]
+
+
+def test_the_fingerprint_is_that_of_what_changes_a_number(tmp_path: Path) -> None:
+    text = '[[runs]]\nname = "a"\noptimizer.lr = 1e-3'
+    first = read(tmp_path, text).rows[0].fingerprint
+    path = tmp_path / "mine.toml"
+    assert read_sweep(path, output=tmp_path / "elsewhere", processes=2).rows[0].fingerprint == first
+    assert read_sweep(path, output=tmp_path / "out", processes=1).rows[0].fingerprint != first
+    assert read(tmp_path, text.replace("1e-3", "2e-3")).rows[0].fingerprint != first
+
+
+def test_windows_begin_and_end_at_logged_steps() -> None:
+    assert windows(steps=12, every=5, skip=1) == [(1, 5), (5, 10), (10, 12)]
+    assert windows(steps=12, every=5, skip=2) == [(5, 10), (10, 12)]
+    assert windows(steps=4, every=1, skip=1) == [(1, 2), (2, 3), (3, 4)]
+    assert windows(steps=3, every=10, skip=3) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[axes]\nfloat8.recipie = ['none']", "float8.recipie (mine.toml [axes]) unknown key; did you mean float8"),
+        ("[axes]\noptimiser.lr = [1]", "[optimiser] (mine.toml [axes]) unknown section; did you mean [optimizer]?"),
+        ("[axes]\nlr = [1]", "lr = [1] (mine.toml [axes]) unknown key; did you mean optimizer.lr?"),
+        (
+            "[fixed]\nbatch.micro = 1\n[axes]\nrun.seed = [1]",
+            "batch.micro (mine.toml [fixed]) unknown key; [batch] has",
+        ),
+        ("[[runs]]\nmodle.width = 1", "[modle] (mine.toml [[runs]] 1) unknown section; did you mean [model]?"),
+        ("[axes]\nrun.name = ['a']", "run.name (mine.toml [axes]) is set by the sweep; leave it out"),
+        ("[axes]\noptimizer.lr = 1", "[axes] optimizer.lr = 1 must be a list of values, one for each row"),
+        ("[axes]\noptimizer.lr = []", "[axes] optimizer.lr = [] must be a list"),
+        ("[axes]", "axes (mine.toml) is empty, so there is no row"),
+        ("", "write one of the two: [axes], or [[runs]]"),
+        ("timeout = 0\n[[runs]]", "timeout = 0 (mine.toml) must be seconds after which a run counts as hung"),
+        ("processes = true\n[[runs]]", "processes = true (mine.toml) must be processes per run"),
+        ("proceses = 1\n[[runs]]", "proceses = 1 (mine.toml) unknown key; did you mean processes?"),
+        ("[batch]\nmicro_batch_size = 1\n[[runs]]", "write it below [fixed] as batch.FIELD"),
+        ("[[runs]]\nname = 'a'\n[[runs]]\nname = 'a'", "several rows are called a; give each another name"),
+        ("[[runs]]\nname = 'a/b'", 'name = "a/b" must name a folder; write name = "run_1"'),
+        ("[[runs]]\ntimeout = '1'", '[[runs]] 1: timeout = "1" must be seconds, 1 or more'),
+        ("[[runs]]\nmetrics.every = 100", "leaves 1 windows of metrics.every = 100 steps after skip_steps = 10"),
+    ],
+)
+def test_what_is_wrong_with_the_file_is_said(text: str, message: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert message in refused(tmp_path, text)
+
+
+def test_every_row_is_checked_as_a_recipe_and_one_problem_is_told_once(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    message = refused(
+        tmp_path,
+        """
+        [axes]
+        float8.emulate = [true]
+        float8.recipe = ["none", "tensorwise", "rowwise", "fp4"]
+        float8.all_gather = [true]
+        batch.micro_batch_size = [2, 3]
+        """,
+    )
+    assert message.startswith("7 of 8 rows of mine.toml cannot run, so none was started")
+    assert message.count('needs recipe = "tensorwise", not "rowwise"') == 2  # alone, and with a bad micro-batch
+    assert message.count('float8.recipe = "fp4" (mine.toml [axes]) must be one of "none", "tensorwise"') == 2
+    assert "micro_batch_size 3 x 2 data-parallel processes = 6" in message
+
+    message = refused(tmp_path, "[axes]\nrun.seed = [1, 2, 3]", "--batch.micro_batch_size", "5")
+    assert message.count("must be a multiple of") == 1
+    assert "seed=1, seed=2, seed=3: 1 problem in " in message
+
+
+def test_float8_is_refused_where_the_machine_has_no_device_for_it(tmp_path: Path) -> None:
+    text = "[axes]\nfloat8.recipe = ['none', 'tensorwise']"
+    assert "which has no GPU; write emulate = true" in refused(tmp_path, text, device="cpu")
+    assert "1 of 2 rows" in refused(tmp_path, text, device="cpu")
+    assert len(read(tmp_path, text, device="cuda").rows) == 2
+    assert len(read(tmp_path, text).rows) == 2  # a dry run, wherever
+    assert len(read(tmp_path, text, "--float8.emulate", "true", device="cpu").rows) == 2
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"did you mean configs/sweeps/fp8\.toml\?"):
+        read_sweep(Path("configs/sweeps/fp8x.toml"), output=tmp_path, processes=1)
+    with pytest.raises(UserError, match="does not exist; did you mean"):
+        read(tmp_path, "[[runs]]", base='base = "smollm3_debgu.toml"')
+
+
+# The sweeps that are shipped
+
+
+def test_the_promised_sweeps_are_there() -> None:
+    promised = {"fp8", "activation_checkpointing", "zero", "micro_batch", "sequence_length", "compile"}
+    assert {path.stem for path in SWEEPS} == promised
+    assert {path.stem for path in TWINS} == promised | {"tiny", "gpu_bench"}
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+def test_every_sweep_fits_one_gpu_and_eight_and_has_a_twin(path: Path, tmp_path: Path) -> None:
+    for processes in (1, 2, 8):
+        sweep = read_sweep(path, output=tmp_path, processes=processes)
+        assert all(row.processes == processes and row.recipe.run.device == "auto" for row in sweep.rows)
+        for row in sweep.rows:
+            tokens = row.recipe.batch.global_batch_size * row.recipe.batch.sequence_length
+            assert tokens >= 65_536 * (8 if path.stem == "zero" else 1)
+            assert row.recipe.checkpoint.every == row.recipe.validation.every == 0
+    twin = read_sweep(path.parent / "cpu" / path.name, output=tmp_path, processes=1)
+    assert len(twin.rows) == len(sweep.rows)
+    assert [set(row.overrides) for row in twin.rows] == [set(row.overrides) for row in sweep.rows]
+    if path.stem != "sequence_length":  # its twin's are shorter
+        assert [row.label for row in twin.rows] == [row.label for row in sweep.rows]
+
+
+def test_the_full_steps_of_the_bench(tmp_path: Path) -> None:
+    sweep = read_sweep(BENCH, output=tmp_path, processes=8)
+    assert [(row.label, row.recipe.model.name, row.recipe.float8.recipe) for row in sweep.rows] == [
+        ("smollm3_3b_bf16", "smollm3_3b", "none"),
+        ("smollm3_3b_float8", "smollm3_3b", "tensorwise"),
+        ("llama3_8b_bf16", "llama3_8b", "none"),
+        ("llama3_8b_float8", "llama3_8b", "tensorwise"),
+    ]
+    for row in sweep.rows:
+        assert row.processes == row.recipe.metrics.every == 1
+        assert row.recipe.batch.sequence_length == 8192
+        assert row.recipe.batch.global_batch_size * 8192 >= 65_536

@@ -1,0 +1,132 @@
+"""Processes of a run: how they ended, and that none of them is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from recipes.sweep.runner import Ended, explain, processes_with, run
+
+ROOT = Path(__file__).resolve().parents[3]
+# A worker as torchrun makes one, with a session of its own, that no polite signal ends; and its own child.
+STUBBORN = """
+import os, signal, subprocess, sys, time
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+if len(sys.argv) > 1:
+    subprocess.Popen([sys.executable, __file__], start_new_session=True)
+    subprocess.Popen([sys.executable, __file__])
+open(f"pid-{os.getpid()}", "w").close()
+time.sleep(120)
+"""
+
+
+def finish(tmp_path: Path, code: str, timeout: float = 60) -> Ended:
+    return run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        stdout=tmp_path / "out",
+        stderr=tmp_path / "err",
+        timeout=timeout,
+        environment=dict(os.environ),
+    )
+
+
+def test_a_run_that_ends_well(tmp_path: Path) -> None:
+    ended = finish(tmp_path, "import sys; print('fine'); print('warning', file=sys.stderr)")
+    assert (ended.outcome, ended.reason) == ("done", "")
+    assert 0 < ended.seconds < 60
+    assert (tmp_path / "out").read_text() == "fine\n"
+    assert (tmp_path / "err").read_text() == "warning\n"
+
+
+def test_a_run_that_raises(tmp_path: Path) -> None:
+    ended = finish(tmp_path, "raise RuntimeError('the lights went out')")
+    assert (ended.outcome, ended.reason) == ("crashed", "RuntimeError: the lights went out")
+
+
+def test_memory_that_really_is_not_there(tmp_path: Path) -> None:
+    ended = finish(tmp_path, "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**30,) * 2); b'x' * 2**31")
+    assert (ended.outcome, ended.reason) == ("out of memory", "MemoryError")
+
+
+@pytest.mark.parametrize(
+    ("code", "errors", "outcome", "reason"),
+    [
+        (0, "torch.OutOfMemoryError: told and survived", "done", ""),
+        (2, "1 problem in x.toml\n  float8: no units\nlaunch: over", "refused", "1 problem in x.toml float8: no units"),
+        (1, "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried\nValueError: x", "out of memory", None),
+        (1, "Traceback\nValueError: a\n\nDuring handling\nmine.OtherError: b\nnote", "crashed", "mine.OtherError: b"),
+        (137, "launch: rank 3 was killed by SIGKILL (often: out of memory)", "crashed", None),
+        (139, "", "crashed", "exit code 139"),
+    ],
+)
+def test_what_an_exit_code_and_errors_mean(code: int, errors: str, outcome: str, reason: str | None) -> None:
+    found = explain(code, errors)
+    assert found[0] == outcome
+    if reason is not None:
+        assert found[1] == reason
+    else:
+        assert found[1].removeprefix("[rank1]: ") in errors.replace("launch: ", "")
+
+
+def stubborn(tmp_path: Path) -> list[str]:
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    return [sys.executable, str(tmp_path / "stubborn.py"), "with children"]
+
+
+def alive(folder: Path) -> list[int]:
+    """Those of the stubborn processes that are still there; one that nobody has waited for yet is not."""
+    found = []
+    for path in folder.glob("pid-*"):
+        try:
+            state = Path(f"/proc/{path.name.removeprefix('pid-')}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if state != "Z":
+            found.append(int(path.name.removeprefix("pid-")))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes as Linux shows them")
+def test_a_run_that_hangs_leaves_no_process_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = run(
+        stubborn(tmp_path), stdout=tmp_path / "out", stderr=tmp_path / "err", timeout=5, environment=dict(os.environ)
+    )
+    assert (ended.outcome, ended.reason) == ("timed out", "no end after 5 s; all its processes were killed")
+    assert len(list(tmp_path.glob("pid-*"))) == 3  # else the machine was too slow to test anything
+    assert alive(tmp_path) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes as Linux shows them")
+def test_a_second_interrupt_ends_a_run_that_the_first_did_not(tmp_path: Path) -> None:
+    code = f"""
+        import os, sys
+        sys.path.insert(0, {str(ROOT)!r})
+        from pathlib import Path
+        from recipes.sweep.runner import run
+        run({stubborn(tmp_path)!r}, stdout=Path("out"), stderr=Path("err"), timeout=60, environment=dict(os.environ))
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    end = time.monotonic() + 60
+    while len(list(tmp_path.glob("pid-*"))) < 3 and time.monotonic() < end:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert process.poll() is None  # still waiting for a good end
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert err.rstrip().endswith("KeyboardInterrupt")
+    assert len(list(tmp_path.glob("pid-*"))) == 3
+    assert alive(tmp_path) == []
+
+
+def test_other_processes_are_not_found() -> None:
+    assert processes_with("no such mark") == []

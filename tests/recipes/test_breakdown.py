@@ -1,0 +1,227 @@
+"""The table of where a step's time went: a hand-made trace of a GPU, and a recorded one of a CPU."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.sizes import SIZES
+from parallel.config import FSDPConfig
+from parallel.errors import UserError
+from recipes.breakdown import (
+    ATTENTION,
+    CASTS,
+    COMMUNICATION,
+    COPIES,
+    IDLE,
+    KINDS,
+    LOSS,
+    MATMUL,
+    OPTIMIZER,
+    REST,
+    STEP,
+    Breakdown,
+    break_down,
+    read_trace,
+    table,
+)
+from recipes.schema import OptimizerConfig, ProfileConfig
+from tests.processes import run_processes
+
+# A GPU: kernels on two streams, each launched by an operator on a CPU thread
+
+
+def cpu(name: str, ts: float, dur: float, tid: int = 1, cat: str = "cpu_op") -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid, "args": {}}
+
+
+def launched(
+    name: str, ts: float, dur: float, *, at: float, stream: int = 7, tid: int = 1, cat: str = "kernel"
+) -> list[dict[str, Any]]:
+    """A kernel of this name, and its launch at a moment of a CPU thread."""
+    number = {"correlation": hash((name, ts))}
+    launch = {**cpu("cudaLaunchKernel", at, 1, tid, cat="cuda_runtime"), "args": number}
+    return [launch, {**cpu(name, ts, dur, stream, cat=cat), "args": {**number, "stream": stream}}]
+
+
+def gpu_step(begin: float) -> list[dict[str, Any]]:
+    """1000 us; the kernels leave 80 us idle: 0 to 20, 840 to 860 and 960 to 1000."""
+    events = [
+        cpu(STEP, 0, 1000, cat="user_annotation"),
+        {**cpu(STEP, 0, 1000, 7), "cat": "gpu_user_annotation"},  # torch repeats it on the GPU's track
+        cpu("aten::linear", 5, 20),
+        cpu("aten::mm", 6, 15),
+        *launched("nvjet_tst_128x256_64x4_2x1_v_bz_TNT", 20, 180, at=10),
+        *launched("ncclDevKernel_AllGather_RING_LL", 100, 150, at=30, stream=20),  # 100 hidden, 50 exposed
+        cpu("aten::scaled_dot_product_attention", 50, 20),
+        *launched("cudnn_generated_fort_native_sdpa_sm90_knob_7_flash_fprop", 250, 100, at=55),
+        cpu("autograd::engine::evaluate_function: CompiledFunctionBackward", 80, 60, tid=2),
+        *launched("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0", 350, 50, at=85, tid=2),
+        *launched("triton_poi_fused__to_copy_abs_amax_clamp_mul_t_3", 400, 30, at=90, tid=2),
+        *launched("void cutlass::device_kernel<sm90_f8_gemm>", 430, 170, at=95, tid=2),
+        cpu("aten::cross_entropy_loss", 150, 20),
+        *launched("void cunn_SoftMaxForward<4, float>", 600, 60, at=155),
+        cpu("aten::to", 175, 20),
+        cpu("aten::_to_copy", 176, 18),
+        cpu("aten::copy_", 177, 16),
+        *launched("void at::native::bfloat16_copy_kernel", 660, 20, at=180),
+        cpu("gradient norm", 200, 20, cat="user_annotation"),
+        cpu("aten::_foreach_norm", 201, 18),
+        *launched("void multi_tensor_apply_kernel<LpNorm>", 680, 20, at=205),
+        *launched("ncclDevKernel_ReduceScatter_Sum_f32_RING", 650, 190, at=206, stream=20),  # 700 to 840 exposed
+        cpu("Optimizer.step#AdamW.step", 230, 20, cat="user_annotation"),
+        *launched("void multi_tensor_apply_kernel<FusedAdam>", 860, 80, at=235),
+        *launched("Memcpy HtoD (Pinned -> Device)", 940, 20, at=260, cat="gpu_memcpy"),
+    ]
+    for event in events:
+        event["ts"] += begin
+        if "correlation" in event["args"]:
+            event["args"]["correlation"] += begin
+    return events
+
+
+EXPECTED = {
+    MATMUL: 180 + 170,
+    ATTENTION: 100,
+    REST: 50,
+    LOSS: 60,
+    OPTIMIZER: 20 + 80,
+    CASTS: 30 + 20,
+    COPIES: 20,
+    COMMUNICATION: 50 + 140,
+    IDLE: 80,
+}
+
+
+def test_every_instant_of_a_gpu_step_belongs_to_one_kind() -> None:
+    found = break_down([*gpu_step(0), *gpu_step(5000), {"ph": "M", "name": "process_name"}])
+    assert found.steps == 2
+    assert found.step_seconds == pytest.approx(1e-3)
+    assert {kind: 1e6 * seconds for kind, seconds in found.seconds.items()} == pytest.approx(EXPECTED)
+    assert sum(found.seconds.values()) == pytest.approx(found.step_seconds)
+    assert found.hidden_communication == pytest.approx(150e-6)  # 100 of the gather, 50 of the reduction
+    assert found.kernels[MATMUL] == [
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_TNT", pytest.approx(180e-6), 1),
+        ("void cutlass::device_kernel<sm90_f8_gemm>", pytest.approx(170e-6), 1),
+    ]
+    assert [name for name, _, _ in found.kernels[ATTENTION]] == [
+        "cudnn_generated_fort_native_sdpa_sm90_knob_7_flash_fprop"
+    ]
+
+
+def test_what_lies_outside_of_the_steps_does_not_count() -> None:
+    found = break_down([*gpu_step(0), *launched("gemm", 990, 500, at=300), *launched("gemm", 3000, 500, at=2500)])
+    assert found.seconds[MATMUL] == pytest.approx((350 + 10) * 1e-6)
+    assert sum(found.seconds.values()) == pytest.approx(1e-3)
+
+
+def test_work_on_two_streams_at_once_counts_once() -> None:
+    step = cpu(STEP, 0, 100, cat="user_annotation")
+    found = break_down([step, *launched("gemm", 0, 60, at=1), *launched("fmha", 40, 50, at=2, stream=8)])
+    assert [round(1e6 * found.seconds[kind]) for kind in (MATMUL, ATTENTION, IDLE)] == [60, 30, 10]
+
+
+def test_the_table_says_it_all() -> None:
+    page = table(break_down(gpu_step(0)))
+    assert "Mean of 1 traced steps: 1.00 ms." in page
+    lines = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    assert [line[0] for line in lines[1:10]] == list(KINDS)
+    assert ["matrix multiplications", "0.35", "35.0%"] in lines
+    assert ["sum", "1.00", "100.0%"] in lines
+    assert ["communication, hidden behind work", "0.15", "15.0%"] in lines
+    assert "| `nvjet_tst_128x256_64x4_2x1_v_bz_TNT` | 0.18 | 1 |\n" in page
+
+
+def test_what_is_no_trace_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text("[]]")
+    with pytest.raises(UserError, match=r"trace\.json is no trace of torch\.profiler"):
+        read_trace(path)
+    with pytest.raises(UserError, match=r"it is not of a run with \[profile\]"):
+        break_down([cpu("aten::mm", 0, 1)])
+
+
+# A CPU: real steps of a small model
+
+
+def record(folder: str) -> list[float]:
+    """Trace two real steps in this process; their seconds by the host's clock."""
+    import torch
+
+    from parallel.dist import start, stop
+    from parallel.reduce import clip_gradients, gradient_norm
+    from recipes.metrics import StepClock
+    from recipes.optimizer import build_optimizer
+    from recipes.profile import StepProfiler
+    from tests.build import build_model
+
+    world = start("cpu", seed=0)
+    try:
+        model, _ = build_model(replace(SIZES["smollm3_debug"], layers=2), fsdp=FSDPConfig(), loss_chunks=2)
+        optimizer = build_optimizer(model, OptimizerConfig())
+        tokens = torch.randint(0, 4096, (4, 128))
+        say: Callable[[str], None] = lambda line: None  # noqa: E731
+        profiler = StepProfiler(
+            ProfileConfig(trace_steps=2, after=2), world, folder=Path(folder), clock=StepClock(world.device), say=say
+        )
+        seconds = []
+        for _ in range(5):
+            with profiler.step():
+                begin = time.perf_counter()
+                model(tokens, tokens).backward()
+                norm = gradient_norm(model.parameters())
+                clip_gradients(model.parameters(), norm=norm, max_norm=1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                seconds.append(time.perf_counter() - begin)
+        return seconds[2:4]
+    finally:
+        stop()
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    folder = tmp_path_factory.mktemp("profile")
+    [seconds] = run_processes(1, record, str(folder))
+    return folder, seconds
+
+
+@pytest.fixture(scope="module")
+def found(recorded: tuple[Path, list[float]]) -> Breakdown:
+    return break_down(read_trace(recorded[0] / "trace.json.gz"))
+
+
+def test_the_parts_of_a_recorded_step_add_up_to_it(found: Breakdown, recorded: tuple[Path, list[float]]) -> None:
+    assert found.steps == 2
+    assert sum(found.seconds.values()) == pytest.approx(found.step_seconds, rel=1e-6)
+    by_the_clock = sum(recorded[1]) / 2
+    # Between the clock's readings and the trace's the machine may turn to others, hence the absolute part.
+    assert found.step_seconds == pytest.approx(by_the_clock, rel=0.02, abs=0.01)
+
+
+def test_a_recorded_step_has_all_kinds(found: Breakdown, recorded: tuple[Path, list[float]]) -> None:
+    for kind in KINDS:
+        assert found.seconds[kind] > 0, kind
+    assert found.hidden_communication == 0  # nothing runs beside anything
+    products = [
+        event
+        for event in read_trace(recorded[0] / "trace.json.gz")
+        if event.get("name") == "aten::mm" and "dur" in event
+    ]
+    # 7 linears of 2 layers and the output projection, forward and twice backward, in each of 2 steps
+    assert len(products) == 2 * 3 * (7 * 2 + 1)
+    assert found.seconds[MATMUL] == pytest.approx(sum(event["dur"] for event in products) / 2e6, rel=0.02)
+    assert [(name, calls) for name, _, calls in found.kernels[MATMUL]] == [("aten::mm", 45)]
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in [name for name, _, _ in found.kernels[ATTENTION]]
+
+
+def test_the_folder_holds_trace_table_and_numbers(found: Breakdown, recorded: tuple[Path, list[float]]) -> None:
+    folder = recorded[0]
+    assert sorted(path.name for path in folder.iterdir()) == ["breakdown.json", "breakdown.md", "trace.json.gz"]
+    assert (folder / "breakdown.md").read_text() == table(found)
+    numbers = json.loads((folder / "breakdown.json").read_text())
+    assert numbers["seconds"] == found.seconds
