@@ -1,4 +1,4 @@
-"""Measurements that compare: `python scripts/bench.py --suite NAME [options]`, where recipes/bench_NAME.py is."""
+"""Measurements that compare: `python scripts/bench.py --suite NAME [options]`, where recipes/bench/NAME.py is."""
 
 import importlib
 import sys
@@ -7,13 +7,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
 
+SUITES = ("checkpoint", "data", "gpu", "overhead")
+
 
 def main(arguments: list[str]) -> int:
-    suites = sorted(file.stem.removeprefix("bench_") for file in (ROOT / "recipes").glob("bench_*.py"))
-    if len(arguments) < 2 or arguments[0] != "--suite" or arguments[1] not in suites:
-        print(f"usage: bench.py --suite {{{','.join(suites)}}} [options]", file=sys.stderr)
+    if len(arguments) < 2 or arguments[0] != "--suite" or arguments[1] not in SUITES:
+        print(f"usage: bench.py --suite {{{','.join(SUITES)}}} [options]", file=sys.stderr)
         return 2
-    suite = importlib.import_module(f"recipes.bench_{arguments[1]}")
+    suite = importlib.import_module(f"recipes.bench.{arguments[1]}")
     return suite.main(arguments[2:])
 
 

@@ -140,7 +140,7 @@ def test_only_one_file_knows_torchao(file: Path) -> None:
 
 @every_file
 def test_only_one_folder_knows_how_checkpoints_are_stored(file: Path) -> None:
-    if not name(file).startswith("recipes/checkpoint/") and name(file) != "recipes/bench_checkpoint.py":
+    if not name(file).startswith("recipes/checkpoint/") and name(file) != "recipes/bench/checkpoint.py":
         assert not {module for module in imports(file) if module.startswith("torch.distributed.checkpoint")}
     assert "pickle" not in imports(file)
 

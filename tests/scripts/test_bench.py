@@ -100,8 +100,8 @@ def test_the_page_shows_it(record: tuple[dict[str, Any], str]) -> None:
 def test_what_a_device_cannot_do_is_told() -> None:
     import torch
 
-    from recipes.bench_gpu import page
-    from recipes.kernels import measured
+    from recipes.bench.gpu import page
+    from recipes.bench.kernels import measured
 
     def fails() -> None:
         torch.ones(2) @ torch.ones(3)

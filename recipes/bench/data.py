@@ -34,7 +34,7 @@ from recipes.tokenizer import Tokenizer, load_tokenizer, parallel_tokenizers
 LENGTH = 8192
 """Tokens per sequence."""
 END = 0
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def main(arguments: list[str]) -> int:
@@ -281,7 +281,7 @@ import os, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[4])
 what, file, folder = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-from recipes import bench_data
+from recipes.bench import data as bench_data
 if __name__ == "__main__":
     print("seconds", bench_data.child(what, file, folder))
 """

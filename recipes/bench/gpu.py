@@ -16,7 +16,7 @@ import torch
 from models.config import ModelConfig
 from models.sizes import SIZES
 from parallel.errors import UserError
-from recipes import kernels
+from recipes.bench import kernels
 from recipes.hardware import bf16_peak
 from recipes.load import CONFIGS
 from recipes.metrics import environment
