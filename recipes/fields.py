@@ -80,8 +80,7 @@ def describe(annotation: Any) -> str:
         length = "a list" if items[-1] is Ellipsis else f"a list of {len(items)}"
         return f"{length}, each {describe(items[0])}"
     if get_origin(annotation) is dict:
-        names, items = get_args(annotation)
-        return f"a table of {describe(names)} and {describe(items)} each"
+        return f"a table of names, each with {describe(get_args(annotation)[1])}"
     return TYPE_WORDS[annotation]
 
 

@@ -160,7 +160,7 @@ def test_float8_recipes_differ_from_their_bases_in_float8_alone() -> None:
 def test_throughput_is_that_of_whole_sequences() -> None:
     """As the published figures are: with masks it would depend on the lengths of the documents."""
     for path in CONFIGS:
-        if "h100" in path.stem and path.stem != "smollm3_3b_48x8h100":
+        if "h100" in path.stem and path.stem not in ("smollm3_3b_48x8h100", "smollm3_3b_8xh100_c4"):  # real pretraining
             assert not load(path).data.document_mask
 
 

@@ -388,16 +388,19 @@ def test_a_folder_that_cannot_be_made_is_a_plain_message(tmp_path: Path) -> None
 
 
 def test_another_text_or_tokenizer_is_noticed(tmp_path: Path) -> None:
-    facts = {"tokenizer": "a", "tokens": "b"}
-    (tmp_path / "data.json").write_text(json.dumps(facts))
-    require_same_data(tmp_path, facts)
-    with pytest.raises(UserError, match="the tokenizer is no longer"):
-        require_same_data(tmp_path, {"tokenizer": "x", "tokens": "y"})
-    with pytest.raises(UserError, match=r"the text behind data\.source is no longer"):
-        require_same_data(tmp_path, {"tokenizer": "a", "tokens": "y"})
-    (tmp_path / "data.json").write_text("{")
-    with pytest.raises(UserError, match="cannot be read"):
-        require_same_data(tmp_path, facts)
+    def facts(tokenizer: str, tokens: str) -> dict[str, Any]:
+        return {"tokenizer": tokenizer, "sources": {"x.txt": {"tokens": tokens, "about": f"{tokens} files"}}}
+
+    (tmp_path / "data.json").write_text(json.dumps(facts("a", "12")))
+    require_same_data(tmp_path, facts("a", "12"))
+    with pytest.raises(UserError, match="was trained on another tokenizer"):
+        require_same_data(tmp_path, facts("x", "13"))
+    with pytest.raises(UserError, match=r'was trained on other text behind "x.txt": 12 files then, 13 files now'):
+        require_same_data(tmp_path, facts("a", "13"))
+    for content in ("{", "[]", "{}"):
+        (tmp_path / "data.json").write_text(content)
+        with pytest.raises(UserError, match="cannot be read"):
+            require_same_data(tmp_path, facts("a", "12"))
 
 
 def test_a_home_folder_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:

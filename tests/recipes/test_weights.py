@@ -127,6 +127,7 @@ def test_runs_from_runs(corpus: Path, tmp_path: Path) -> None:
         schedule={"kind": "constant", "warmup_steps": 0, "decay_steps": 0},
         checkpoint={"every": 3, "export_hf": True},
         metrics={"every": 1},
+        optimizer={"lr": 3e-2},
         validation={"every": 0, "sample_tokens": 0},
     )
 
