@@ -78,6 +78,14 @@ class Float8Config:
 
 
 @dataclass(frozen=True)
+class AttentionConfig:
+    """Kernels of attention without document masks; those have their own, for documents of various lengths."""
+
+    backend: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
+    """What scaled_dot_product_attention may use; "auto" = what torch thinks best. It takes no other than asked for."""
+
+
+@dataclass(frozen=True)
 class ActivationCheckpointingConfig:
     """Trade recomputation in the backward pass for activation memory."""
 

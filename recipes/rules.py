@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Iterator
 
 from models.config import ModelConfig
-from parallel.config import Float8Config, MeshConfig
+from parallel.config import AttentionConfig, Float8Config, MeshConfig
 from parallel.errors import UserError
 from recipes.fields import toml
 from recipes.hf_folder import stored_tensors
@@ -53,6 +53,8 @@ def violations(
         yield from mesh_fits(recipe.mesh, processes=processes)
     if sound("batch", "mesh"):
         yield from batch_divides(recipe.batch, mesh=recipe.mesh, processes=processes)
+    if sound("attention", "data", "run"):
+        yield from attention_has_a_kernel(recipe.attention, masked=recipe.data.document_mask, device=recipe.run.device)
     if sound("float8"):
         yield from float8_gathers(recipe.float8)
     if sound("float8", "run"):
@@ -235,6 +237,14 @@ def profile_fits(profile: ProfileConfig, *, steps: int) -> Iterator[Violation]:
             f"after {profile.after} + trace_steps {profile.trace_steps} = {last} is beyond run.steps = {steps}"
             f"; write run.steps = {last} or more, or trace earlier",
         )
+
+
+def attention_has_a_kernel(attention: AttentionConfig, *, masked: bool, device: str) -> Iterator[Violation]:
+    """Document masks are computed by kernels of their own; two backends are CUDA's. (See parallel/attention.py.)"""
+    if masked and attention.backend != "auto":
+        yield "attention.backend", 'has no say over document_mask = true, which has kernels of its own; write "auto"'
+    elif device == "cpu" and attention.backend in ("cudnn", "efficient"):
+        yield "attention.backend", 'is for CUDA devices, and run.device = "cpu"; write "auto", "flash" or "math"'
 
 
 def float8_gathers(float8: Float8Config) -> Iterator[Violation]:

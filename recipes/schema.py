@@ -12,7 +12,14 @@ from annotated_types import Ge, Gt, Interval, MinLen
 
 from models.config import ModelConfig
 from models.sizes import SIZES
-from parallel.config import ActivationCheckpointingConfig, CompileConfig, Float8Config, FSDPConfig, MeshConfig
+from parallel.config import (
+    ActivationCheckpointingConfig,
+    AttentionConfig,
+    CompileConfig,
+    Float8Config,
+    FSDPConfig,
+    MeshConfig,
+)
 
 
 @dataclass(frozen=True)
@@ -172,6 +179,7 @@ class Recipe:
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
     float8: Float8Config = field(default_factory=Float8Config)
     activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from models.decoder import Decoder
 from models.hf import TextFacts
 from models.loss import IGNORED
+from parallel.attention import choose_attention
 from parallel.config import MeshConfig
 from parallel.dist import Agreement, World, on_all, on_main, on_main_first, start, stop
 from parallel.errors import UserError
@@ -94,7 +95,8 @@ class Trainer:
         mesh = build_mesh(recipe.mesh, world_size=world.size, device_type=world.device.type)
         with torch.device("meta"):
             self.model = Decoder(recipe.model, loss_chunks=recipe.batch.loss_chunks)
-        report = parallelize(
+        report = choose_attention(recipe.attention, device_type=world.device.type)
+        report += parallelize(
             self.model,
             mesh,
             float8=recipe.float8,

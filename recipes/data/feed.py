@@ -101,7 +101,7 @@ class Feed:
         if not self._is_main or self._quarantine is None:
             return
         if (rows := self._quarantine.note(self.training.sequences.sources)) > self._bad_rows:
-            self._say(f"{rows} rows of the text so far are bad and were left out: {self._quarantine.file}")
+            self._say(f"bad rows left out so far: {rows}, listed in {self._quarantine.file}")
             self._bad_rows = rows
 
     def close(self) -> None:

@@ -54,6 +54,8 @@ def test_every_part_on_the_gpu(small: Recipe) -> None:
         "full": change(bfloat16, activation_checkpointing={"mode": "full"}),
         "selective": change(bfloat16, activation_checkpointing={"mode": "selective"}),
         "compiled": change(bfloat16, compile={"enabled": True}, activation_checkpointing={"mode": "selective"}),
+        "flash": change(bfloat16, attention={"backend": "flash"}),
+        "cudnn": change(bfloat16, attention={"backend": "cudnn"}, compile={"enabled": True}),
         "documents": change(bfloat16, data={"document_mask": True}),
         "documents compiled": change(
             bfloat16,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from models.sizes import SIZES
-from parallel.config import Float8Config, MeshConfig
+from parallel.config import AttentionConfig, Float8Config, MeshConfig
 from parallel.errors import UserError
 from recipes.load import load, to_toml
 from recipes.rules import require_valid, violations
@@ -67,6 +67,26 @@ def test_model_rules_get_their_section() -> None:
 def test_data_is_looked_at() -> None:
     assert "does not exist" in the_rule(Recipe(data=DataConfig(source="nowhere.txt")), "data.source")
     assert "vocabulary" in the_rule(Recipe(data=DataConfig(tokenizer="train:5000")), "data.tokenizer")
+
+
+def test_attention_has_a_kernel() -> None:
+    cudnn = AttentionConfig(backend="cudnn")
+    assert not broken_by(Recipe(attention=cudnn))  # there may be a GPU
+    assert 'write "auto", "flash"' in the_rule(
+        Recipe(run=RunConfig(device="cpu"), attention=cudnn), "attention.backend"
+    )
+    masked = Recipe(data=DataConfig(document_mask=True), attention=AttentionConfig(backend="flash"))
+    assert "document_mask = true, which has kernels of its own" in the_rule(masked, "attention.backend")
+
+
+def test_a_mixture_is_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    mixture = {str(tmp_path / "a.txt"): 1.0, "nowhere.txt": 1.0, "hf:": 1.0}
+    found = list(violations(Recipe(data=DataConfig(mixture=mixture))))
+    assert [key for key, _ in found] == ["data.mixture"] * 2
+    assert "'nowhere.txt' does not exist" in found[0][1]
+    mixture = {str(tmp_path / "a.txt"): 1.0, "python-stdlib": 0.00001}
+    assert "less than 1 / 10000 of all" in the_rule(Recipe(data=DataConfig(mixture=mixture)), "data.mixture")
 
 
 def test_checkpoints_to_keep_are_written() -> None:

@@ -85,7 +85,7 @@ def test_a_twin_from_end_to_end(twin: Path, home: Path, corpus: Path) -> None:
         assert float(line[0].replace(",", "")) == pytest.approx(result["tokens_per_second_per_device"], abs=0.51)
         assert all(math.isfinite(float(line[column])) for column in (1, 2, 4, 7, 8))
         assert line[5:7] == ["unknown", "unknown"]
-    if twin.stem != "sequence_length":
+    if twin.stem not in ("sequence_length", "document_mask"):
         assert all(abs(float(line[-1])) < 0.02 for line in list(table.values())[1:])
     if more:
         numbers = json.loads((folder / "runs/zero3/profile/breakdown.json").read_text())
