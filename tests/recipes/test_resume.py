@@ -2,6 +2,7 @@
 
 import resource
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -148,3 +149,50 @@ def test_training_survives_a_full_disk_and_a_damaged_checkpoint(small: Recipe) -
     assert curve(recipe) == curve(reference)
     names = sorted(path.name for path in (folder_of(small, "full") / "checkpoints").iterdir())
     assert names == ["damaged-step-00000006", "step-00000006", "step-00000008"]
+
+
+def break_off_everywhere(recipe: Recipe) -> dict[str, str]:
+    """A whole run, and one that is broken off inside the accumulation of every step, each time to go on from disk.
+
+    Returns each run's newest checkpoint by the checksum of its shard.
+    """
+    import xxhash
+
+    from parallel.dist import start, stop
+    from recipes.console import Console
+    from recipes.trainer import Trainer
+
+    class Broken(Exception):
+        pass
+
+    def break_in(*_: object, countdown: list[int]) -> None:
+        countdown[0] -= 1
+        if countdown[0] == 0:  # the third micro-batch of eight
+            raise Broken
+
+    world = start("cpu", seed=0)
+    with Console(silent=True) as console:
+        whole = change(recipe, run={"name": "unbroken"})
+        assert Trainer(whole, world, console).run() == 0
+        broken = change(recipe, run={"name": "broken"})
+        for step in range(1, STEPS + 1):
+            trainer = Trainer(broken, world, console)
+            assert trainer.step == max(0, step - 2)  # the step before is done once more, and saved; then it breaks off
+            trainer.model.register_forward_pre_hook(partial(break_in, countdown=[8 * (step - 1 - trainer.step) + 3]))
+            with pytest.raises(Broken):
+                trainer.run()
+            trainer.checkpoints.finish()
+        assert Trainer(broken, world, console).run() == 0
+    stop()
+    last = f"checkpoints/step-{STEPS:08d}/shard-00000-of-00001.safetensors"
+    return {
+        name: xxhash.xxh3_128_hexdigest((folder_of(recipe, name) / last).read_bytes())
+        for name in ("unbroken", "broken")
+    }
+
+
+def test_a_run_broken_off_in_every_step_is_bit_equal(small: Recipe) -> None:
+    recipe = change(small, checkpoint={"every": 1, "keep": 2})
+    [found] = run_processes(1, break_off_everywhere, recipe)
+    assert found["unbroken"] == found["broken"]
+    assert curve(change(recipe, run={"name": "unbroken"})) == curve(change(recipe, run={"name": "broken"}))
