@@ -1,4 +1,14 @@
-"""With which code a process of a run ends; scripts/run.sh hands it on. docs/running.md says more. Imports no torch."""
+"""How a process of a run ends, and what asks it to; scripts/run.sh hands the code on. docs/running.md says more.
+
+Imports no torch.
+"""
+
+import signal
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""Ctrl-C, and what schedulers send before they take a machine away: the first stops a run after the step at hand."""
+ECHO_SECONDS = 1.0
+"""The same signal again within this time is an echo: sent to all processes, and handed on by their launcher."""
 
 FINISHED = 0
 REFUSED = 2
@@ -11,6 +21,6 @@ POISONED = 76
 # Reserved, and returned by nothing yet: 74 for a full disk (EX_IOERR), 77 for processes that wait for ever.
 
 
-def ended_by(signal: int) -> int:
-    """A signal ended the run without a save: at start-up, where nothing is saved, or the second one. As shells say."""
-    return 128 + signal
+def ended_by(number: int) -> int:
+    """The code, as shells have it, where signal `number` ended a run that saved nothing."""
+    return 128 + number

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from parallel.reduce import sum_over_processes
+from recipes.schema import RunConfig
 
 WINDOW = 64
 """Losses of good steps that a new one is compared with."""
@@ -32,9 +33,8 @@ def backward(loss: Tensor) -> None:
 class Firewall:
     """Says which steps to skip. Equal numbers on all ranks, so equal answers, without a message between them."""
 
-    def __init__(self, *, max_skipped_steps: int, loss_spike_z: float, device: torch.device) -> None:
-        """max_skipped_steps: so many in a row are too many. loss_spike_z: see there in recipes/schema.py; 0 = off."""
-        self._too_many, self._spike_z = max_skipped_steps, loss_spike_z
+    def __init__(self, run: RunConfig, *, device: torch.device) -> None:
+        self._too_many, self._spike_z = run.max_skipped_steps, run.loss_spike_z
         self._window = torch.full((WINDOW,), math.nan, device=device)
         self._in_a_row = 0
         self._judged: list[tuple[int, Tensor, Tensor]] = []  # (step, whether skipped, norm) since the last look

@@ -7,12 +7,8 @@ import threading
 import time
 
 from parallel.dist import Agreement
-from recipes.exit_codes import ended_by
+from recipes.exit_codes import ECHO_SECONDS, SIGNALS, ended_by
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""Ctrl-C, and what schedulers send before they take a machine away."""
-ECHO_SECONDS = 1.0
-"""The same signal again within this time is an echo: sent to a process by the sender and again by its launcher."""
 SHOW_CURSOR = b"\x1b[?25h\n"
 
 

@@ -135,11 +135,7 @@ class Trainer:
             tell=console.say,
             files=checkpoint_files(self._description()) | {DATA: json.dumps(self.feed.facts, indent=2) + "\n"},
         )
-        self.firewall = Firewall(
-            max_skipped_steps=recipe.run.max_skipped_steps,
-            loss_spike_z=recipe.run.loss_spike_z,
-            device=world.device,
-        )
+        self.firewall = Firewall(recipe.run, device=world.device)
         self.step = self._resume()
         if recipe.checkpoint.every and self.step < recipe.run.steps:
             self.checkpoints.require_room(self.parameters)
@@ -170,6 +166,13 @@ class Trainer:
         except Poisoned as poisoned:
             self.console.end_progress()
             return self._give_up(poisoned)
+        except Exception as error:
+            number = self.interruption.noted
+            if not number or isinstance(error, UserError):
+                raise
+            # Sent to every process of the job, it ended a compiler, say, or a rank that had two of them.
+            self.console.say(f"{signal.Signals(number).name} ended the run in the middle of a step; NOT SAVED")
+            return ended_by(number)
 
     def _loop(self) -> int:
         """Train to the last step, or to the signal that is returned."""
