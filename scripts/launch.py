@@ -68,7 +68,7 @@ class Workers:
                 self.ended_first = {process for process in context.pids().values() if not is_there(process)}
             close(context, *arguments, **options)
 
-        PContext.start = watched_start  # type: ignore[method-assign]
+        PContext.start = watched_start  # type: ignore[assignment, method-assign]
         PContext.close = watched_close  # type: ignore[assignment, method-assign]
 
     def stop(self, number: int, frame: FrameType | None) -> None:
