@@ -6,12 +6,13 @@ import signal
 import sys
 from pathlib import Path
 
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during imports: go at once, without a traceback
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: go at once, without a traceback, until there is work to save
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
 
 from parallel.errors import UserError  # noqa: E402
+from recipes.exit_codes import FINISHED, REFUSED  # noqa: E402
 
 USAGE = """\
 usage: train.py RECIPE [--section.field value ...]
@@ -26,10 +27,10 @@ Recipes are in configs/; docs/recipes.md says what they can hold."""
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code: 0, 2 for what the user can mend, or the trainer's."""
+    """Returns the exit code, see recipes/exit_codes.py."""
     if not arguments:
         print(USAGE, file=sys.stderr)
-        return 2
+        return REFUSED
     parser = argparse.ArgumentParser(usage=USAGE.removeprefix("usage: "), add_help=False, allow_abbrev=False)
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--check", action="store_true")
@@ -38,7 +39,7 @@ def main(arguments: list[str]) -> int:
         return run(*parser.parse_known_args(arguments))
     except UserError as error:
         print(error, file=sys.stderr)
-        return 2
+        return REFUSED
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -57,7 +58,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         recipe = load(arguments[0], arguments[1:], rules=False) if arguments else None
         print_help(recipe, description="Train what a recipe says. The forms of this command are listed at the end.")
         print(USAGE)
-        return 0
+        return FINISHED
     if not arguments:
         raise UserError("which recipe? The recipes are in configs/: train.py configs/smollm3_debug.toml --check")
     recipe = load(arguments[0], arguments[1:], processes=options.processes)
@@ -66,10 +67,9 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
         check_output_folder(recipe)
         print(to_toml(recipe), end="")
-        return 0
+        return FINISHED
     from recipes.trainer import train  # torch, from here on
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     return train(recipe)
 
 

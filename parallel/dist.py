@@ -131,18 +131,23 @@ class Agreement:
         self._votes: Tensor | None = None
         self._pending: dist.Work | None = None
 
-    def any(self, mine: bool) -> bool:
-        """Whether any rank said True at the previous call. Every rank must call it equally often."""
-        agreed = False
-        if self._pending is not None and self._votes is not None:
-            self._pending.wait()
-            agreed = bool(self._votes.item())
-        self._votes = torch.tensor([int(mine)])
+    def largest(self, mine: int) -> int:
+        """The largest number >= 0 that any rank gave at the previous call. Every rank must call it equally often."""
+        agreed = self.end()
+        self._votes = torch.tensor([mine])
         self._pending = dist.all_reduce(self._votes, op=dist.ReduceOp.MAX, async_op=True)
         return agreed
 
-    def end(self) -> None:
-        """Wait for the vote still under way: what it holds must not outlive the process group."""
-        if self._pending is not None:
-            self._pending.wait()
+    def end(self) -> int:
+        """Wait for the vote still under way, which must not outlive the process group, and say what came of it."""
+        if self._pending is None or self._votes is None:
+            return 0
+        self._pending.wait()
+        agreed = int(self._votes.item())
         self._votes = self._pending = None
+        return agreed
+
+
+def lost_a_peer(error: Exception) -> bool:
+    """Whether an error says no more than that another process has gone."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))

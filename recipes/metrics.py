@@ -157,7 +157,7 @@ class MetricsWriter:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(finite, allow_nan=False) + "\n")
         if self._wandb is not None:
-            self._wandb.log({key: value for key, value in row.items() if key != "step"}, step=row["step"])
+            self._wandb.log({k: v for k, v in row.items() if k not in ("step", "documents")}, step=row["step"])
 
     def close(self) -> None:
         if self._wandb is not None:

@@ -45,6 +45,8 @@ class BFloat16StateAdamW(torch.optim.AdamW):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.found_inf: Tensor | None = None
+        """1. on the device where this step must change nothing, as torch's own fused optimizers understand it."""
         # Loading casts moments to the parameter's dtype; what was bfloat16 comes back from float32 as it was.
         self.register_load_state_dict_post_hook(_round_moments)
 
@@ -76,7 +78,10 @@ class BFloat16StateAdamW(torch.optim.AdamW):
             eps=group["eps"],
             amsgrad=False,
             maximize=False,
+            found_inf=self.found_inf,
         )
+        if self.found_inf is not None:  # the kernel changed nothing where it is 1.; the step does not count then
+            torch._foreach_sub_(steps, [self.found_inf] * len(steps))
         for moments, results in zip(narrow, (first, second), strict=True):
             torch._foreach_copy_(moments, results)
 

@@ -61,6 +61,12 @@ def summary(steps: int, tokens: int, seconds: float, *, validation_loss: float |
     return f"done: {steps} steps, {tokens:,} tokens in {seconds:.1f} s, {rate}{validation}"
 
 
+def farewell(signal: str, step: int, *, saved: bool, every: int) -> str:
+    """The last word of a run that a signal stopped after this step. every: as in [checkpoint]."""
+    rest = "NOT SAVED, the same command goes on from an older one" if every else "not saved, as checkpoint.every = 0"
+    return f"{signal}: interrupted after step {step}; {'the same command goes on from there' if saved else rest}"
+
+
 def contents(folder: Path) -> str:
     """What a run wrote, and where."""
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))

@@ -36,6 +36,10 @@ class RunConfig:
     """Seed of the initial weights and of the data order."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto" = the GPUs where there are any, else the CPU."""
+    max_skipped_steps: Annotated[int, Ge(1)] = 10
+    """A step whose loss or gradient norm is not finite changes nothing; so many in a row stop the run."""
+    loss_spike_z: Annotated[float, Ge(0)] = 0.0
+    """Skip steps whose loss is so many standard deviations above the mean of the last 64 that counted; 0 = off."""
 
     @property
     def folder(self) -> Path:

@@ -5,7 +5,6 @@ import signal
 import time
 from dataclasses import asdict
 from functools import partial
-from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -17,7 +16,7 @@ from models.hf import TextFacts
 from models.loss import IGNORED
 from parallel.attention import choose_attention
 from parallel.config import MeshConfig
-from parallel.dist import Agreement, World, on_all, on_main, on_main_first, start, stop
+from parallel.dist import World, lost_a_peer, on_all, on_main, on_main_first, start, stop
 from parallel.errors import UserError
 from parallel.float8 import precompute_scales
 from parallel.materialize import materialize
@@ -30,53 +29,43 @@ from recipes.console import Console
 from recipes.convert import export_model, load_weights
 from recipes.data.feed import Feed
 from recipes.evaluate import continuation, mean_loss
+from recipes.exit_codes import FINISHED, POISONED, PREEMPTED, ended_by
+from recipes.firewall import Firewall, Poisoned, backward
 from recipes.hf_folder import Description
+from recipes.interruption import Interruption, forget_signals
 from recipes.metrics import AttentionLength, MetricsWriter, StepClock, Throughput, environment, peak_memory_gib
 from recipes.optimizer import build_optimizer
 from recipes.profile import StepProfiler
-from recipes.report import contents, introduction, step_line, summary
+from recipes.report import contents, farewell, introduction, step_line, summary
 from recipes.rules import require_valid
-from recipes.run_folder import (
-    DATA,
-    check_output_folder,
-    claim_run_folder,
-    read_data_facts,
-    require_same_data,
-    run_folder,
-)
+from recipes.run_folder import DATA, check_output_folder, claim_run_folder, read_data_facts, require_same_data
 from recipes.schedule import learning_rate
 from recipes.schema import Recipe
 from recipes.tokenizer import Tokenizer
-from recipes.weights import (
-    CHECKPOINTS,
-    FROM_WEIGHTS,
-    Weights,
-    checkpoint_files,
-    starting_point,
-    step_folder,
-)
+from recipes.weights import CHECKPOINTS, FROM_WEIGHTS, Weights, checkpoint_files, starting_point, step_folder
 
 
 def train(recipe: Recipe) -> int:
     """Run a recipe in this process, one of those the launcher started.
 
-    Returns the exit code: 0, or 128 + the signal that ended it (130 for Ctrl-C), as shells have it.
-    A UserError that concerns all ranks is printed once, by rank 0.
+    Returns the exit code, see recipes/exit_codes.py. A UserError that concerns all ranks is printed once, by rank 0.
     """
     world = start(recipe.run.device, seed=recipe.run.seed)
     try:
         with Console(silent=not world.is_main) as console:
             return Trainer(recipe, world, console).run()
     except UserError as error:
+        forget_signals()
         if world.is_main:
             raise
         # Rank 0 most likely says the same, and then the launcher ends the others: leave it the time to speak.
         time.sleep(10)
         raise UserError(f"rank {world.rank}: {error}") from None
-    except KeyboardInterrupt:
-        if world.is_main:
-            print("\ninterrupted; nothing was saved since the last checkpoint")
-        return 128 + signal.SIGINT
+    except Exception as error:
+        forget_signals()
+        if lost_a_peer(error):
+            time.sleep(10)  # the launcher ends this process before a traceback hides what became of the other
+        raise
     finally:
         stop()
 
@@ -88,7 +77,7 @@ class Trainer:
         self.recipe, self.world, self.console = recipe, world, console
         require_valid(recipe, processes=world.size)
         on_main_first(world, lambda: check_output_folder(recipe))
-        self.folder = run_folder(recipe)
+        self.folder = recipe.run.folder
         self.resume_step = on_main(world, lambda: newest_whole(self.folder / CHECKPOINTS, tell=console.say))
         self.mesh_degrees: MeshConfig = recipe.mesh.fit(world.size)
 
@@ -149,14 +138,14 @@ class Trainer:
             tell=console.say,
             files=checkpoint_files(self._description()) | {DATA: json.dumps(self.feed.facts, indent=2) + "\n"},
         )
+        self.firewall = Firewall(recipe.run, device=world.device)
         self.step = self._resume()
         if recipe.checkpoint.every and self.step < recipe.run.steps:
             self.checkpoints.require_room(self.parameters)
-        self._open_folder()  # only now: a run that could not start leaves nothing behind
+        # Only now: until here a signal ends the process, and a run that could not start leaves nothing behind.
+        self.interruption = Interruption()
+        self._open_folder()
         self.feed.list_bad_rows_in(self.folder / "quarantine.jsonl")
-        self.agreement = Agreement()
-        self.interrupted_by: signal.Signals | None = None
-        self.interrupted_at = 0.0
         self.validation_loss: float | None = None
         self.metrics = MetricsWriter(
             self.folder,
@@ -171,11 +160,26 @@ class Trainer:
 
     def run(self) -> int:
         """Train to the last step; returns the exit code."""
-        recipe = self.recipe
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._interrupt)
         self.began, self.first_step = time.perf_counter(), self.step
         self.clock = StepClock(self.world.device)
+        try:
+            number = self._loop()
+            self.console.end_progress()
+            return self._stop_early(number) if number else self._finish()
+        except Poisoned as poisoned:
+            self.console.end_progress()
+            return self._give_up(poisoned)
+        except Exception as error:
+            number = self.interruption.noted
+            if not number or isinstance(error, UserError):
+                raise
+            # Sent to every process of the job, it ended a compiler, say, or a rank that had two of them.
+            self.console.say(f"{signal.Signals(number).name} ended the run in the middle of a step; NOT SAVED")
+            return ended_by(number)
+
+    def _loop(self) -> int:
+        """Train to the last step, or to the signal that is returned."""
+        recipe = self.recipe
         profiler = StepProfiler(
             recipe.profile, self.world, folder=self.folder / "profile", clock=self.clock, say=self.console.say
         )
@@ -191,9 +195,9 @@ class Trainer:
             if self._due(recipe.checkpoint.every):
                 self._save()
             self.checkpoints.report()
-            if self.agreement.any(self.interrupted_by is not None):
-                return self._stop_early()
-        return self._finish()
+            if number := self.interruption.agreed():
+                return number
+        return self.interruption.agreed_now()
 
     def _train_step(self) -> tuple[Tensor, Tensor]:
         """One optimizer step. Returns this process's part of the mean loss, and the gradient norm before clipping."""
@@ -212,11 +216,13 @@ class Trainer:
             if not recipe.fsdp.reshard_after_forward:
                 self.sharded.set_reshard_after_backward(last)  # ZeRO-2 gathers the weights once per step
             micro_loss = self.model(inputs, targets, documents=documents) / target_tokens
-            micro_loss.backward()
+            backward(micro_loss)
             loss += micro_loss.detach()
         norm = gradient_norm(self.parameters)
         if recipe.optimizer.grad_clip > 0:
             clip_gradients(self.parameters, norm=norm, max_norm=recipe.optimizer.grad_clip)
+        # torch's fused kernels leave parameters, moments and step counters alone where this is 1. (for GradScaler)
+        self.optimizer.found_inf = self.firewall.judge(self.step + 1, loss=loss, norm=norm)  # type: ignore[attr-defined]
         self.optimizer.step()
         self.optimizer.zero_grad()
         if recipe.float8.all_gather:
@@ -237,6 +243,7 @@ class Trainer:
     def _log(self, loss: Tensor, norm: Tensor) -> None:
         mean_loss = sum_over_processes(loss).item()  # here the host waits for the device
         step_seconds, data_seconds = self.clock.seconds_per_step()
+        self._note_skipped()
         row = {
             "step": self.step,
             "tokens": self._tokens(),
@@ -256,24 +263,26 @@ class Trainer:
 
     def _validate(self) -> None:
         with self.clock.paused():
-            self.validation_loss = mean_loss(
-                self.model,
-                (
-                    micro_batch
-                    for batch in range(min(self.recipe.validation.batches, self.feed.validation_batches))
-                    for micro_batch in self.feed.validation.take_once(batch)
-                ),
-                device=self.world.device,
-            )
+            held_out = self.feed.held_out(self.recipe.validation.batches)
+            self.validation_loss = mean_loss(self.model, held_out, device=self.world.device)
             if self.step > self.first_step:  # else a finished run was started again, and has this row
                 row = {"step": self.step, "tokens": self._tokens(), "validation_loss": self.validation_loss}
                 self.metrics.write(row)
             self.console.say(f"step {self.step:>6}  validation loss {self.validation_loss:.4f}", style="bold")
 
     def _save(self) -> None:
+        self._note_skipped()  # a run that goes on from here does not come by these steps again
         with self.clock.paused():
             progress = {"sequences": self.step * self.recipe.batch.global_batch_size, "tokens": self._tokens()}
+            progress |= self.firewall.state()
             self.checkpoints.save(self.model, self.optimizer, step=self.step, progress=progress)
+
+    def _note_skipped(self) -> None:
+        """Log the steps that were skipped since the last call. Raises Poisoned where they were too many."""
+        for step, norm in self.firewall.skipped():
+            row = {"step": step, "tokens": self._tokens(step), "skipped": True, "grad_norm": norm}
+            self.metrics.write(row | {"documents": self.feed.documents(step - 1)})
+            self.console.say(f"step {step:>6}  SKIPPED, gradient norm {norm:.2f}; metrics.jsonl names its documents")
 
     def _save_last(self) -> bool:
         """Save this step, unless that has happened; try again if it failed. Whether it is saved now."""
@@ -320,6 +329,7 @@ class Trainer:
             return 0
         check = partial(require_same_data, facts=self.feed.facts)
         progress = self.checkpoints.resume(self.model, self.optimizer, step=self.resume_step, check=check)
+        self.firewall.restore(progress)
         if self.recipe.float8.all_gather:
             precompute_scales(self.model)
         return progress["step"]
@@ -333,23 +343,23 @@ class Trainer:
             self.console.say(note)
         self.console.open_log(self.folder / "log.txt")
 
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        """First Ctrl-C or SIGTERM: stop after the step. A later one (not the same one twice): stop at once."""
-        if self.interrupted_by is not None and time.perf_counter() - self.interrupted_at > 1:
-            raise KeyboardInterrupt
-        self.interrupted_by, self.interrupted_at = signal.Signals(number), time.perf_counter()
+    def _stop_early(self, number: int) -> int:
+        """A signal: save, if the run saves at all."""
+        self._note_skipped()
+        saved = self._save_last()
+        self._end(farewell(signal.Signals(number).name, self.step, saved=saved, every=self.recipe.checkpoint.every))
+        return PREEMPTED if saved else ended_by(number)
 
-    def _stop_early(self) -> int:
-        self.console.end_progress()
-        every = self.recipe.checkpoint.every
-        rest = "the same command goes on from there" if self._save_last() else f"not saved, checkpoint.every = {every}"
-        self.console.say(f"interrupted after step {self.step}; {rest}")
-        self._close()
-        return 128 + (self.interrupted_by or signal.SIGINT)
+    def _give_up(self, poisoned: Poisoned) -> int:
+        """More steps would come to nothing, and checkpoints of them would push out better ones."""
+        saved = self.checkpoints.finish()
+        place = "no checkpoint was saved" if saved is None else f"{self.checkpoints.path(saved)} is as it was"
+        self._end(f"stopped: {poisoned}; metrics.jsonl names their documents; {place}")
+        return POISONED
 
     def _finish(self) -> int:
         """Say what came out, and where it is."""
-        self.console.end_progress()
+        self._note_skipped()
         recipe, done, saved = self.recipe, self.step - self.first_step, self._save_last()
         seconds = time.perf_counter() - self.began
         if done == 0:
@@ -363,22 +373,20 @@ class Trainer:
         if done:
             tokens = done * self.throughput.tokens_per_step
             self.console.say(summary(done, tokens, seconds, validation_loss=self.validation_loss), style="bold")
-        self.console.say(contents(self.folder))
-        self._close()
+        self._end(contents(self.folder))
         if recipe.checkpoint.every and not saved:
             raise UserError("all steps are done, but the last checkpoint is not saved; the same command tries again")
-        return 0
+        return FINISHED
 
-    def _close(self) -> None:
+    def _end(self, last_word: str) -> None:
+        self.console.say(last_word)
         self.feed.close()
         self.metrics.close()
-        self.agreement.end()
+        self.interruption.end()
 
     def _sample(self) -> None:
         """Let the model continue the beginning of a held-out document."""
-        prompt = self.feed.validation.sequences.rows(0, 1)[
-            0, : min(32, self.recipe.batch.sequence_length // 2)
-        ].tolist()
+        prompt = self.feed.opening(min(32, self.recipe.batch.sequence_length // 2))
         answer = continuation(
             self.model,
             prompt,
@@ -392,5 +400,6 @@ class Trainer:
         self.console.say(self.feed.tokenizer.decode(prompt), style="dim")
         self.console.say(self.feed.tokenizer.decode(answer))
 
-    def _tokens(self) -> int:
-        return self.step * self.throughput.tokens_per_step
+    def _tokens(self, step: int | None = None) -> int:
+        """Seen after so many steps, else by now."""
+        return (self.step if step is None else step) * self.throughput.tokens_per_step

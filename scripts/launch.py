@@ -1,8 +1,8 @@
 """torchrun with its manners mended: `python scripts/launch.py [torchrun options] train.py [arguments]`.
 
 A worker's own error stays the last thing on the screen and its exit code becomes ours (128 + n for signal n), where
-torchrun prints its log and a traceback of its own below and exits 1. A stop signal reaches the workers once and leaves
-none behind. LOGLEVEL=INFO brings torchrun's log back.
+torchrun prints its log and a traceback of its own below and exits 1. A stop signal is handed to the workers, who have
+as long as they need; a second one ends them at once. None is left behind. LOGLEVEL=INFO brings torchrun's log back.
 """
 
 import logging
@@ -10,10 +10,17 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-EXPLAINED = (2, 130)  # bad recipe, interrupted: the worker has said so itself
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from recipes.exit_codes import ECHO_SECONDS, POISONED, PREEMPTED, REFUSED, SIGNALS, ended_by
+
+EXPLAINED = {REFUSED, PREEMPTED, POISONED, *map(ended_by, SIGNALS)}
+"""The worker has said why itself."""
 DIE_WITH_PARENT = ["setpriv", "--pdeathsig", "TERM"]  # util-linux >= 2.33: not on macOS, not on RHEL 8
 
 
@@ -27,29 +34,84 @@ class OnlyKills(logging.Handler):
             say("a worker did not stop within 30 s and was killed")
 
 
-def blame(failure: Any) -> tuple[int, int]:
-    """Earliest first; within torchrun's one-second clock, a killed worker before the peers that lost it."""
-    code = failure.exitcode
-    return failure.timestamp, 0 if code in EXPLAINED else 3 if code == -signal.SIGTERM else 1 if code < 0 else 2
+class Workers:
+    """The workers of this node, and the signals on their way to them.
+
+    torchrun's own way with a signal, an exception through whatever it does, forgets the workers' exit codes, gives
+    them 30 s (before torch 2.13 always) and abandons them on a second one. So it does not hear of signals at all.
+    """
+
+    def __init__(self) -> None:
+        self.starting = False
+        self.signal = 0
+        """The one that came first."""
+        self.ended_first: set[int] | None = None
+        """Processes that ended by themselves, before torchrun ended the others."""
+        self._signal_at = 0.0
+        self._context: Any = None
+
+    def watch(self) -> None:
+        """Have torchrun tell what it starts, and when it begins to end it."""
+        from torch.distributed.elastic.multiprocessing import PContext
+
+        start, close = PContext.start, PContext.close
+
+        def watched_start(context: Any) -> None:
+            self.starting = True
+            start(context)
+            self._context = context
+            if self.signal:
+                self._send(self.signal)
+
+        def watched_close(context: Any, *arguments: Any, **options: Any) -> None:
+            if self.ended_first is None:
+                self.ended_first = {process for process in context.pids().values() if not is_there(process)}
+            close(context, *arguments, **options)
+
+        PContext.start = watched_start  # type: ignore[assignment, method-assign]
+        PContext.close = watched_close  # type: ignore[assignment, method-assign]
+
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
+        if not self.starting:
+            os._exit(ended_by(number))
+        if not self.signal:
+            self.signal, self._signal_at = number, time.monotonic()
+            say(f"{signal.Signals(number).name}: the workers finish the step and save; a second one ends them at once")
+            self._send(number)
+        elif number != self.signal or time.monotonic() - self._signal_at > ECHO_SECONDS:
+            self._send(signal.SIGKILL, group=True)
+            os._exit(ended_by(number))
+
+    def _send(self, number: int, *, group: bool = False) -> None:
+        if number not in (*SIGNALS, signal.SIGKILL):
+            number = signal.SIGTERM  # a worker knows no others
+        for process in self._context.pids().values() if self._context else ():
+            try:
+                (os.killpg if group else os.kill)(process, number)
+            except ProcessLookupError:
+                continue
+
+    def blame(self, failure: Any) -> tuple[bool, int, int]:
+        """Smallest for the one to name: who ended by itself, of those a killed one before the peers that lost it."""
+        code = failure.exitcode
+        ended_first = self.ended_first is None or failure.pid in self.ended_first
+        return not ended_first, 0 if code in EXPLAINED else 1 if code < 0 else 2, failure.timestamp
+
+
+def is_there(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def main() -> int:
-    stopped_by, workers_may_run = 0, False
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal stopped_by
-        if not workers_may_run:
-            os._exit(128 + number)
-        if not stopped_by:  # on a second signal torchrun would abandon its workers
-            stopped_by = number
-            name = signal.Signals(number).name
-            say(rf"{name}: workers have 30 s to finish the step and save (Ctrl-\ kills them at once)")
-            # A worker needs to handle only these two, whatever the scheduler sends.
-            raise SignalException(name, signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    workers = Workers()
+    for number in (*SIGNALS, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup stays in force
-            signal.signal(number, stop)
+            signal.signal(number, workers.stop)
 
     import torch.distributed  # installs log handlers, so ours come after it; what follows already logs
 
@@ -69,24 +131,28 @@ def main() -> int:
             args.no_python, args.training_script, args.training_script_args = True, command[0], command[1:]
     except FileNotFoundError:
         pass
-    workers_may_run = True
+    workers.watch()
     try:
         run(args)
     except SignalException as error:
-        return 128 + (stopped_by or error.sigval)
+        return ended_by(error.sigval)
     except ChildFailedError as error:
-        rank, failure = min(error.failures.items(), key=lambda item: blame(item[1]))
-        code = failure.exitcode
-        if code < 0:
-            hint = " (often: out of memory)" if code == -signal.SIGKILL else ""
-            say(f"rank {rank} was killed by {signal.Signals(-code).name}{hint}")
-        elif code not in EXPLAINED:
-            say(f"rank {rank} ended with exit code {code}")
-        return code if code > 0 else 128 - code
+        rank, failure = min(error.failures.items(), key=lambda item: workers.blame(item[1]))
+        return verdict(rank, failure.exitcode, told=workers.signal)
     except (torch.distributed.DistError, RendezvousError) as error:
         say(f"the processes could not find each other: {error}")
         return 1
     return 0
+
+
+def verdict(rank: int, code: int, *, told: int) -> int:
+    """The exit code for that of the worker that failed first. told: the signal that was handed to it, if any."""
+    if code < 0 and -code != told:
+        hint = " (often: out of memory)" if code == -signal.SIGKILL else ""
+        say(f"rank {rank} was killed by {signal.Signals(-code).name}{hint}")
+    elif code > 0 and code not in EXPLAINED:
+        say(f"rank {rank} ended with exit code {code}")
+    return code if code > 0 else ended_by(-code)
 
 
 if __name__ == "__main__":

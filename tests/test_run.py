@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from recipes.exit_codes import PREEMPTED
+
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 30
 
@@ -136,9 +138,9 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(whole: str, folder: P
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 130, err
+    assert process.returncode == PREEMPTED, err
     assert "Traceback" not in err and len(err.splitlines()) == 1 and err.startswith("launch: SIGINT: ")
-    match = re.search(r"^interrupted after step (\d+); the same command goes on from there$", out, re.MULTILINE)
+    match = re.search(r"^SIGINT: interrupted after step (\d+); the same command goes on from there$", out, re.MULTILINE)
     assert match, out
     stopped = int(match[1])
     assert 2 <= stopped < STEPS

@@ -34,9 +34,15 @@ class Background:
                 f"data.cache: cannot write below '{folder.parent}': {error}; give another folder"
             ) from error
         # spawn: a forked child of a process with threads, as torch's are, may wait for ever.
-        context = multiprocessing.get_context("spawn")
-        self._wanted = context.Value("q", 0, lock=False)
-        self._process = context.Process(target=_work, args=(folder, work, self._wanted), daemon=True)
+        self._context = multiprocessing.get_context("spawn")
+        self._work = work
+        self._wanted = self._context.Value("q", 0, lock=False)
+        self._stopped = False
+        self._start()
+
+    def _start(self) -> None:
+        arguments = (self.folder, self._work, self._wanted)
+        self._process = self._context.Process(target=_work, args=arguments, daemon=True)
         self._process.start()
 
     def want(self, tokens: int) -> None:
@@ -46,6 +52,10 @@ class Background:
     def check(self) -> None:
         """Raises UserError when the process has died without a word."""
         code = self._process.exitcode
+        if code == -signal.SIGTERM and not self._stopped:
+            # A scheduler that wants the machine back tells every process, and the training has a step to finish.
+            self._start()
+            return
         if code not in (None, 0) and not (self.folder / PROBLEM).exists():
             reason = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
             text = f"data.source: the process that tokenizes ended with {reason}; what it wrote is kept, start again"
@@ -53,6 +63,7 @@ class Background:
             raise UserError(text)
 
     def stop(self) -> None:
+        self._stopped = True
         self._process.terminate()
         self._process.join()
 

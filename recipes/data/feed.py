@@ -1,7 +1,7 @@
 """All that a run reads, opened on every process alike."""
 
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +78,23 @@ class Feed:
         self._quarantine: Quarantine | None = None
         self._bad_rows = 0
 
-    @property
-    def validation_batches(self) -> int:
-        """Global batches of held-out text, the last of which may be filled up."""
-        return -(-self.validation.sequences.available // self._global_batch_size)
+    def held_out(self, batches: int) -> Iterator[MicroBatch]:
+        """This process's share of the first global batches of held-out text, or of all there are."""
+        whole = -(-self.validation.sequences.available // self._global_batch_size)  # the last may be filled up
+        for batch in range(min(batches, whole)):
+            yield from self.validation.take_once(batch)
+
+    def opening(self, tokens: int) -> list[int]:
+        """The first tokens of the held-out text."""
+        return self.validation.sequences.rows(0, 1)[0, :tokens].tolist()
+
+    def documents(self, batch: int) -> dict[str, list[list[int]]]:
+        """What global batch number `batch` is made of: source -> [file, row, first token, last + 1] of each piece."""
+        found: dict[str, list[list[int]]] = {}
+        for number in range(batch * self._global_batch_size, (batch + 1) * self._global_batch_size):
+            for piece in self.training.sequences.pieces(number):
+                found.setdefault(piece.source, []).append([piece.file, piece.row, piece.begin, piece.end])
+        return found
 
     def take(self, batch: int) -> list[MicroBatch]:
         """This process's share of global batch number `batch`, on the device. Raises UserError where there is none."""

@@ -15,6 +15,8 @@ import tomli
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from recipes.exit_codes import PREEMPTED
+
 ROOT = Path(__file__).resolve().parents[2]
 LOCK = (ROOT / "requirements.lock").read_text()
 PINS = {
@@ -200,13 +202,15 @@ import os, signal, sys, time
 rank, mode = os.environ["RANK"], sys.argv[1]
 stops = []
 signal.signal(signal.SIGINT, lambda number, frame: stops.append(number))
+if mode == "save":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the others as soon as one has ended
 os.write(1, b"ready\\n")
 while mode == "save" and not stops:
     time.sleep(0.02)
 if mode == "save":
     time.sleep(1)  # the rest of a step, and a checkpoint
     os.write(1, b"saved after %d signals\\n" % len(stops))
-    sys.exit(130)
+    sys.exit(75)
 if mode == "refuse":
     print("the recipe is bad", file=sys.stderr)
     sys.exit(2)
@@ -273,7 +277,7 @@ def test_interrupt_lets_workers_save_once(launch, times: int) -> None:
         process.send_signal(signal.SIGINT)
         time.sleep(0.3)
     output, errors = finish(process)
-    assert process.returncode == 130
+    assert process.returncode == PREEMPTED
     assert output.count("saved after 1 signals") == 2
     assert "Traceback" not in errors
     assert len(errors.splitlines()) == 1
