@@ -1,8 +1,10 @@
 """Which parameters decay, and that the groups do what their numbers say."""
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -189,3 +191,33 @@ def test_bfloat16_moments_with_weights_that_float8_wraps() -> None:
     assert curves[0][:2] == curves[1][:2]
     assert curves[0] == pytest.approx(curves[1], rel=1e-2)
     assert curves[0][-1] < curves[0][0]
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_a_step_that_must_not_count_changes_no_bit(state_dtype: Any) -> None:
+    """Parameters, moments and step counters, with gradients that are nan; and the step after it is as if without it."""
+    results = []
+    for bad_steps in (0, 1):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(5, 3)
+        optimizer: Any = build_optimizer(model, OptimizerConfig(state_dtype=state_dtype, betas=(0.9, 0.95)))
+        for step in range(3):
+            for _ in range(bad_steps if step == 2 else 0):
+                before = deepcopy([model.state_dict(), optimizer.state_dict()["state"]])
+                for parameter in model.parameters():
+                    parameter.grad = torch.full_like(parameter, torch.nan)
+                optimizer.found_inf = torch.tensor(1.0)
+                optimizer.step()
+                after = [model.state_dict(), optimizer.state_dict()["state"]]
+                assert all(map(torch.equal, flat(before), flat(after)))
+            for index, parameter in enumerate(model.parameters()):
+                parameter.grad = torch.full_like(parameter, 0.1 * (step + 1) + index)
+            optimizer.found_inf = torch.tensor(0.0)
+            optimizer.step()
+        results.append(flat([model.state_dict(), optimizer.state_dict()["state"]]))
+    assert all(map(torch.equal, *results))
+    assert [int(tensor) for tensor in results[0] if tensor.dim() == 0] == [3, 3]  # the step counters
+
+
+def flat(tree: Any) -> list[torch.Tensor]:
+    return torch.utils._pytree.tree_leaves(tree)
