@@ -12,10 +12,14 @@ import sys
 import time
 from pathlib import Path
 
+# Ctrl-C goes at once, as there is nothing to lose: torch's C++ turns an exception into an error of another kind.
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
 
 from parallel.errors import UserError  # noqa: E402
+from recipes.exit_codes import REFUSED  # noqa: E402
 
 
 def main(arguments: list[str]) -> int:
@@ -42,10 +46,7 @@ def main(arguments: list[str]) -> int:
             # Rank 0 most likely says the same, and then the launcher ends the others: leave it the time to speak.
             time.sleep(10)
         print(error if rank == "0" else f"rank {rank}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print()
-        return 128 + signal.SIGINT
+        return REFUSED
 
 
 def evaluate(options: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import os
 import signal
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
 
 from parallel.errors import UserError  # noqa: E402
+from recipes.exit_codes import REFUSED, ended_by  # noqa: E402
 
 
 def main(arguments: list[str]) -> int:
@@ -24,10 +26,7 @@ def main(arguments: list[str]) -> int:
         return _generate(options)
     except UserError as error:
         print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print()
-        return 128 + signal.SIGINT
+        return REFUSED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,6 +49,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _leave(number: int, frame: object) -> None:
+    """End the line of text and go. No exception: torch's C++ turns one that hits it into an error of another kind."""
+    os.write(1, b"\n")
+    os._exit(ended_by(number))
+
+
 def _generate(options: argparse.Namespace) -> int:
     from recipes.sampling import check_sampling  # torch, from here on
 
@@ -63,7 +68,7 @@ def _generate(options: argparse.Namespace) -> int:
     from recipes.console import CONTROLS
     from recipes.generate import choose_device, continue_text, open_model
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, _leave)
     device, dtype = choose_device(options.device, options.dtype)
     opened = open_model(options.model, dtype=dtype, device=device)
     length, longest = len(opened.prompt_ids(options.prompt)) + options.max_tokens, opened.facts.context_length

@@ -47,6 +47,7 @@ TORCH_FREE = {
     "recipes/data/sequences.py",
     "recipes/data/shards.py",
     "recipes/data/sources.py",
+    "recipes/exit_codes.py",
     "recipes/fields.py",
     "recipes/hardware.py",
     "recipes/hf_folder.py",

@@ -61,7 +61,7 @@ def state(trainer: Any) -> str:
 
 def scales(trainer: Any) -> list[float]:
     """Those that float8 all-gather works out after each step."""
-    found = [parameter.to_local() for parameter in trainer.parameters]
+    found = [parameter._local_tensor for parameter in trainer.parameters]
     return [t._precomputed_scale.item() for t in found if getattr(t, "_precomputed_scale", None) is not None]
 
 
@@ -192,7 +192,7 @@ def test_a_skipped_step_is_logged_and_too_many_stop_the_run(small: Recipe) -> No
     folder = Path(run.output) / "poisoned"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     skipped = [row for row in rows if row.get("skipped")]
-    # Steps 4 to 8 are five in a row; the host hears of them at step 8, whose own row is not made.
+    # Steps 4 to 8 are five in a row. The host hears of them at step 8, whose own row is not made any more.
     assert [row["step"] for row in skipped] == [4, 5, 6, 7, 8]
     assert [row["step"] for row in rows if "loss" in row] == [1, 4]
     assert [row["loss"] is None for row in rows if "loss" in row] == [False, True]
