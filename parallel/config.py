@@ -75,6 +75,8 @@ class Float8Config:
     """Linears to leave alone: every one whose dotted name contains one of these as a whole component."""
     emulate: bool = False
     """Compute in bf16/fp32 with float8 rounding, for devices without float8 matrix units. Slow; for tests."""
+    sample_every: Annotated[int, Ge(0)] = 0
+    """Steps between those whose overflow and underflow, cast by cast, go to float8.jsonl; 0 = off. Needs no compile."""
 
 
 @dataclass(frozen=True)

@@ -138,14 +138,9 @@ class MetricsWriter:
             self._wandb = _start_wandb(wandb_project, run_name, folder, recipe)
 
     def cut_back(self, step: int) -> None:
-        """Forget rows after `step`: a resumed run goes through those steps again."""
-        if not self._enabled or not self._path.exists():
-            return
-        rows = self._path.read_text(encoding="utf-8").splitlines()
-        kept = [row for row in rows if _step_of(row) is not None and _step_of(row) <= step]  # type: ignore[operator]
-        partial = self._path.with_suffix(".partial")
-        partial.write_text("".join(row + "\n" for row in kept), encoding="utf-8")
-        os.replace(partial, self._path)
+        """Forget rows after `step`."""
+        if self._enabled:
+            cut_back(self._path, step)
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one row. In the file, nan and inf, which JSON does not have, are null."""
@@ -162,6 +157,17 @@ class MetricsWriter:
     def close(self) -> None:
         if self._wandb is not None:
             self._wandb.finish()
+
+
+def cut_back(path: Path, step: int) -> None:
+    """Take the rows after `step` out of a .jsonl file, if it is there: a resumed run goes through those steps again."""
+    if not path.exists():
+        return
+    rows = path.read_text(encoding="utf-8").splitlines()
+    kept = [row for row in rows if _step_of(row) is not None and _step_of(row) <= step]  # type: ignore[operator]
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(row + "\n" for row in kept), encoding="utf-8")
+    os.replace(partial, path)
 
 
 def device_name(device: torch.device) -> str:

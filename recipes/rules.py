@@ -59,6 +59,8 @@ def violations(
         yield from float8_gathers(recipe.float8)
     if sound("float8", "run"):
         yield from float8_has_a_device(recipe.float8, device=recipe.run.device)
+    if sound("float8", "compile", "run"):
+        yield from float8_is_sampled(recipe.float8, compiled=recipe.compile.enabled, steps=recipe.run.steps)
     if sound("float8", "model"):
         yield from float8_fits(recipe.float8, model=recipe.model)
     if sound("checkpoint"):
@@ -263,6 +265,21 @@ def float8_has_a_device(float8: Float8Config, *, device: str) -> Iterator[Violat
             "float8.emulate",
             'must be true where run.device = "cpu", which has no float8 matrix units; write emulate = true',
         )
+
+
+def float8_is_sampled(float8: Float8Config, *, compiled: bool, steps: int) -> Iterator[Violation]:
+    """Casts are counted by hooks on the linears, and a block compiled as one graph takes none."""
+    if float8.sample_every == 0:
+        return
+    if float8.recipe == "none":
+        yield "float8.sample_every", 'samples casts, and recipe = "none" has none; write 0, or a recipe'
+    elif compiled:
+        yield (
+            "float8.sample_every",
+            "hooks into blocks, which compile.enabled = true closes; write 0, or enabled = false",
+        )
+    elif float8.sample_every > steps:
+        yield "float8.sample_every", f"samples no step of run.steps = {steps}; write at most {steps}"
 
 
 def float8_fits(float8: Float8Config, *, model: ModelConfig) -> Iterator[Violation]:

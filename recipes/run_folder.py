@@ -15,6 +15,8 @@ from recipes.schema import Recipe
 from recipes.weights import CHECKPOINTS
 
 RECIPE = "recipe.toml"
+FLOAT8_SHARES = "float8.jsonl"
+"""{"step", "linear", "tensor", "overflow", "underflow"} of sampled steps."""
 DATA = "data.json"
 """In a checkpoint: fingerprints of the tokens it was trained on."""
 

@@ -34,6 +34,7 @@ from recipes.firewall import Firewall, Poisoned, backward
 from recipes.hf_folder import Description
 from recipes.interruption import Interruption, forget_signals
 from recipes.metrics import AttentionLength, MetricsWriter, StepClock, Throughput, environment, peak_memory_gib
+from recipes.numerics import CastSampler
 from recipes.optimizer import build_optimizer
 from recipes.profile import StepProfiler
 from recipes.report import contents, farewell, introduction, step_line, summary
@@ -183,8 +184,9 @@ class Trainer:
         profiler = StepProfiler(
             recipe.profile, self.world, folder=self.folder / "profile", clock=self.clock, say=self.console.say
         )
+        sampler = CastSampler(self.model, recipe.float8, self.world, self.folder, clock=self.clock, done=self.step)
         while self.step < recipe.run.steps:
-            with profiler.step():
+            with profiler.step(), sampler.step(self.step + 1):
                 loss, norm = self._train_step()
             self.step += 1
             self.clock.count_step()

@@ -58,6 +58,7 @@ TORCH_FREE = {
     "recipes/run_folder.py",
     "recipes/schema.py",
     "recipes/sweep/loop.py",
+    "recipes/sweep/numerics.py",
     "recipes/sweep/pictures.py",
     "recipes/sweep/plan.py",
     "recipes/sweep/results.py",

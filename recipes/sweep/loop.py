@@ -8,6 +8,7 @@ from pathlib import Path
 
 from parallel.errors import UserError
 from recipes.load import to_toml
+from recipes.sweep.numerics import numerics_table
 from recipes.sweep.plan import Row, Sweep
 from recipes.sweep.results import TABLE, Result, append, current, read_results, result_of, table
 from recipes.sweep.runner import run
@@ -62,7 +63,8 @@ def write(sweep: Sweep) -> None:
     from recipes.sweep.pictures import draw  # matplotlib
 
     results = current(sweep, read_results(sweep.folder))
-    (sweep.folder / TABLE).write_text(table(sweep, results), encoding="utf-8")
+    page = [table(sweep, results), numerics_table(sweep, results)]
+    (sweep.folder / TABLE).write_text("\n".join(filter(None, page)), encoding="utf-8")
     draw(sweep, results)
 
 

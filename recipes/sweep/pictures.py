@@ -1,4 +1,7 @@
-"""A sweep's pictures: throughput and memory bars, loss curves and their gap to the reference. Imports no torch."""
+"""A sweep's pictures: throughput and memory bars, loss curves and their gap to the reference, what float8 loses.
+
+Imports no torch.
+"""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +14,7 @@ from recipes.sweep.results import Result, loss_gaps, reference
 
 BARS = "bars.png"
 LOSS = "loss.png"
+UNDERFLOW = "underflow.png"
 # Okabe and Ito's palette, told apart by most colour-blind readers; black is the reference.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#7F7F7F")
 DOTS_PER_INCH = 150
@@ -23,6 +27,8 @@ def draw(sweep: Sweep, results: dict[str, Result]) -> list[Path]:
         drawn.append(_save(bars(sweep, results), sweep.folder / BARS))
     if any(result["outcome"] == "done" for result in results.values()):
         drawn.append(_save(losses(sweep, results), sweep.folder / LOSS))
+    if any(result.get("float8") for result in results.values()):
+        drawn.append(_save(underflow(sweep, results), sweep.folder / UNDERFLOW))
     return drawn
 
 
@@ -94,6 +100,39 @@ def losses(sweep: Sweep, results: dict[str, Result]) -> Figure:
         _tidy(panels[1])
     figure.suptitle(_title(sweep, results), fontsize=11)
     return figure
+
+
+OPERANDS = {"input": "inputs", "weight": "weights", "grad_output": "output gradients"}
+
+
+def underflow(sweep: Sweep, results: dict[str, Result]) -> Figure:
+    """The largest share that any cast of a layer loses in a sampled step, over the layers; a panel for each operand."""
+    figure = Figure(figsize=(9, 7.2), layout="constrained")
+    panels = figure.subplots(len(OPERANDS), 1, sharex=True)
+    sampled = {label: result["float8"] for label, result in results.items() if result.get("float8")}
+    layers = list(dict.fromkeys(_layer(linear) for casts in sampled.values() for linear, *_ in casts))
+    for axes, (operand, words) in zip(panels, OPERANDS.items(), strict=True):
+        for (label, casts), colour in zip(sampled.items(), COLOURS * len(sampled), strict=False):
+            worst: dict[int, float] = {}
+            for linear, tensor, _, share in casts:
+                if tensor.partition("_for_")[0] == operand:
+                    layer = layers.index(_layer(linear))
+                    worst[layer] = max(worst.get(layer, 0.0), 100 * share)
+            axes.plot(list(worst), list(worst.values()), label=label, color=colour, marker=".", linewidth=1.4)
+        axes.set_ylabel(f"{words}\nthat become zero, %")
+        axes.set_ylim(bottom=0)
+        _tidy(axes)
+    every = -(-len(layers) // 20)  # no more than 20 names
+    panels[-1].set_xticks(range(0, len(layers), every), layers[::every])
+    panels[-1].set_xlabel("layer")
+    panels[0].legend(frameon=False, fontsize=9)
+    figure.suptitle(_title(sweep, results), fontsize=11)
+    return figure
+
+
+def _layer(linear: str) -> str:
+    """ "blocks.3.attention.q_proj" -> "3"; "lm_head" stays."""
+    return linear.split(".")[1] if linear.startswith("blocks.") else linear
 
 
 def _title(sweep: Sweep, results: dict[str, Result]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from recipes.fields import toml
 from recipes.hardware import bf16_peak
-from recipes.run_folder import identity_differences
+from recipes.run_folder import FLOAT8_SHARES, identity_differences
 from recipes.sweep.plan import Row, Sweep, windows
 from recipes.sweep.runner import Ended
 
@@ -71,8 +71,20 @@ def measure(row: Row, folder: Path, *, skip_steps: int) -> Result:
         "peak_memory_gib": max(logged["peak_memory_gib"] for logged in rows.values()),
         "final_loss": rows[max(rows)]["loss"],
         "curve": [[step, logged["tokens"], logged["loss"]] for step, logged in sorted(rows.items())],
+        "grad_norms": [[step, logged.get("grad_norm")] for step, logged in sorted(rows.items())],
+        "float8": _worst_casts(folder / FLOAT8_SHARES),
         "environment": environment,
     }
+
+
+def _worst_casts(path: Path) -> list[list[Any]]:
+    """[linear, tensor, overflow, underflow] of every cast: the largest shares in any sampled step."""
+    worst: dict[tuple[str, str], tuple[float, float]] = {}
+    for row in _json_lines(path) if path.is_file() else []:
+        name = row["linear"], row["tensor"]
+        overflow, underflow = worst.get(name, (0.0, 0.0))
+        worst[name] = max(overflow, row["overflow"]), max(underflow, row["underflow"])
+    return [[*name, *shares] for name, shares in worst.items()]
 
 
 def read_results(folder: Path) -> list[Result]:
@@ -125,8 +137,12 @@ def loss_gaps(sweep: Sweep, results: dict[str, Result]) -> dict[str, list[tuple[
 
 def mean_gap(gap: Sequence[tuple[int, float]]) -> float | None:
     """Mean over the last quarter of the logged steps; of one step it would say little."""
-    last = [difference for _, difference in gap[-max(1, len(gap) // 4) :]]
-    return fmean(last) if last else None
+    return fmean(difference for _, difference in last_quarter(gap)) if gap else None
+
+
+def last_quarter(gap: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
+    """What the mean is taken over."""
+    return gap[-max(1, len(gap) // 4) :]
 
 
 def table(sweep: Sweep, results: dict[str, Result]) -> str:

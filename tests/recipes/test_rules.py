@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from models.sizes import SIZES
-from parallel.config import AttentionConfig, Float8Config, MeshConfig
+from parallel.config import AttentionConfig, CompileConfig, Float8Config, MeshConfig
 from parallel.errors import UserError
 from recipes.load import load, to_toml
 from recipes.rules import require_valid, violations
@@ -217,6 +217,16 @@ def test_float8_gathers_are_tensorwise() -> None:
     rowwise = Recipe(float8=Float8Config(recipe="rowwise", all_gather=True))
     assert "write all_gather = false" in the_rule(rowwise, "float8.all_gather")
     assert not broken_by(Recipe(float8=Float8Config(recipe="tensorwise", all_gather=True)))
+
+
+def test_float8_is_sampled_where_hooks_are_called() -> None:
+    sampled = Recipe(run=RunConfig(steps=10), float8=Float8Config(recipe="rowwise", sample_every=10))
+    assert not broken_by(sampled)
+    key = "float8.sample_every"
+    assert "which compile.enabled = true closes" in the_rule(replace(sampled, compile=CompileConfig(True)), key)
+    assert not broken_by(Recipe(float8=Float8Config(recipe="rowwise"), compile=CompileConfig(True)))
+    assert 'recipe = "none" has none' in the_rule(Recipe(float8=Float8Config(sample_every=10)), key)
+    assert "write at most 9" in the_rule(replace(sampled, run=RunConfig(steps=9)), key)
 
 
 @pytest.mark.parametrize(

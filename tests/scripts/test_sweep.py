@@ -78,7 +78,8 @@ def test_a_twin_from_end_to_end(twin: Path, home: Path, corpus: Path) -> None:
         assert result["curve"][-1][2] < result["curve"][0][2] - 0.2  # it learns
     page = (folder / "table.md").read_text()
     assert out.endswith(page)
-    table = cells(page)
+    speed, _, numerics = page.partition("## Numerics")
+    table = cells(speed)
     assert list(table) == ["run", *(result["label"] for result in found)]
     for result, line in zip(found, list(table.values())[1:], strict=True):
         assert len(line) == 10
@@ -91,7 +92,21 @@ def test_a_twin_from_end_to_end(twin: Path, home: Path, corpus: Path) -> None:
         numbers = json.loads((folder / "runs/zero3/profile/breakdown.json").read_text())
         assert sum(numbers["seconds"].values()) == pytest.approx(numbers["step_seconds"], rel=0.02)
         assert numbers["steps"] == 2 and numbers["seconds"]["communication, exposed"] > 0
-    for name in ("bars.png", "loss.png"):
+    compared = {label: line for label, line in cells(numerics).items() if label != "against bf16"}
+    sampled = [result["label"] for result in found if result["float8"]]
+    if twin.stem in ("numerics", "fp8"):
+        assert list(compared) == [result["label"] for result in found[1:]]
+        assert all(math.isfinite(float(line[0])) and float(line[2]) > 0 for line in compared.values())
+        assert all(line[-1].startswith("pass") for line in compared.values())
+    if twin.stem == "numerics":
+        assert sampled == ["tensorwise", "tensorwise_gather", "rowwise", "rowwise_gw_hp"]
+        for label in sampled:
+            assert compared[label][3] == "0" and 0 < float(compared[label][4].partition(" in ")[0]) < 50
+            shares = [json.loads(line) for line in (folder / "runs" / label / "float8.jsonl").read_text().splitlines()]
+            assert {row["step"] for row in shares} == {6, 12}
+            assert len({row["linear"] for row in shares}) == 14
+    assert (folder / "underflow.png").exists() == bool(sampled)
+    for name in ("bars.png", "loss.png", *(["underflow.png"] if sampled else [])):
         pixels = imread(folder / name)
         assert 0.01 < (pixels[..., :3].min(axis=2) < 0.9).mean() < 0.6
 

@@ -164,7 +164,8 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_the_promised_sweeps_are_there() -> None:
-    promised = {"fp8", "activation_checkpointing", "zero", "micro_batch", "sequence_length", "compile"}
+    promised = {"fp8", "numerics", "activation_checkpointing", "zero", "micro_batch", "sequence_length", "compile"}
+    promised |= {"attention", "document_mask"}
     assert {path.stem for path in SWEEPS} == promised
     assert {path.stem for path in TWINS} == promised | {"tiny", "gpu_bench"}
 

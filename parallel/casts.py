@@ -1,0 +1,128 @@
+"""What float8 loses: shares of numbers that overflow or underflow where linears are cast, counted in a real step."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel.float8 import Cast, casts_of_linears, gathered_as_float8, scale_for
+from parallel.reduce import sum_over_processes
+
+Row = dict[str, str | float]
+"""{"linear", "tensor", "overflow", "underflow"}: shares, of all elements and of those that are not zero."""
+
+
+class CastCounts:
+    """Counts on the device, by hooks that are there for as long as counting() lasts and change nothing of the step."""
+
+    def __init__(self, model: nn.Module, *, device: torch.device) -> None:
+        self._model, self._device = model, device
+        self._linears = casts_of_linears(model)
+        names = [(name, cast.tensor) for name, (_, casts) in self._linears.items() for cast in casts]
+        self._rows = {name: row for row, name in enumerate(names)}
+        self._in_forward = False
+        self._restart()
+
+    def _restart(self) -> None:
+        # Of every cast: overflowed elements, all, those that became zero, those that were not.
+        self._counts = torch.zeros(len(self._rows), 4, dtype=torch.int64, device=self._device)
+        self._weights_counted: set[str] = set()
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Put it around the micro-batches of one step. All processes must."""
+        self._restart()
+        # The recomputation of activation checkpointing calls blocks, never the whole model: so it is told apart.
+        handles = [
+            self._model.register_forward_pre_hook(partial(self._set_in_forward, True)),
+            self._model.register_forward_hook(partial(self._set_in_forward, False)),
+        ]
+        for name, (linear, casts) in self._linears.items():
+            self._count_gathered(name, linear, casts)
+            handles.append(linear.register_forward_hook(partial(self._linear_ran, name, casts)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._in_forward = False
+
+    def shares(self) -> list[Row]:
+        """Of all processes together, in the order of the model. All processes must ask; the host waits."""
+        counts = sum_over_processes(self._counts.clone()).tolist()
+        return [
+            {
+                "linear": name,
+                "tensor": tensor,
+                "overflow": overflowed / max(1, elements),
+                "underflow": vanished / max(1, nonzero),
+            }
+            for (name, tensor), (overflowed, elements, vanished, nonzero) in zip(self._rows, counts, strict=True)
+        ]
+
+    def _set_in_forward(self, value: bool, *_: Any) -> None:
+        self._in_forward = value
+
+    def _linear_ran(self, name: str, casts: list[Cast], linear: nn.Linear, inputs: tuple[Tensor], out: Tensor) -> None:
+        if not self._in_forward:
+            return
+        self._count(name, casts, "input", inputs[0])
+        if name not in self._weights_counted:  # every micro-batch has the same
+            self._weights_counted.add(name)
+            self._count(name, casts, "weight", linear.weight)
+        if out.requires_grad:  # what is recomputed has outputs of its own, through which no gradient comes
+            out.register_hook(partial(self._count, name, casts, "grad_output"))
+
+    def _count_gathered(self, name: str, linear: nn.Linear, casts: list[Cast]) -> None:
+        """A weight that FSDP gathers in float8 is cast where it lies: each process counts its own part."""
+        gathered = gathered_as_float8(linear)
+        if gathered is None:
+            return
+        self._weights_counted.add(name)
+        part, scale = gathered[0].to(self._device), gathered[1]
+        for cast in casts:
+            if cast.operand == "weight":
+                if scale is None:
+                    largest = _largest(part, None)
+                    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+                    scale = scale_for(largest, cast)
+                self._counts[self._rows[name, cast.tensor]] += cast_counts(part, cast, scale.to(self._device))
+
+    @torch.no_grad()
+    def _count(self, name: str, casts: list[Cast], operand: str, values: Tensor) -> None:
+        values = values.detach().flatten(0, -2)  # (tokens, width)
+        for cast in casts:
+            if cast.operand == operand:
+                scale = scale_for(_largest(values, cast.axis), cast)
+                self._counts[self._rows[name, cast.tensor]] += cast_counts(values, cast, scale)
+
+
+def cast_counts(values: Tensor, cast: Cast, scale: Tensor) -> Tensor:
+    """(4,) integers: elements that overflowed, all, those that became zero, those that were not zero before.
+
+    Beyond the largest float8 number by less than half of its last bit is rounding. More is overflow: torchao cuts it
+    off. With a scale from the same numbers that takes one that is infinite or nan.
+    """
+    kind = torch.finfo(cast.dtype)
+    half_of_last_bit = kind.eps * 2.0 ** torch.tensor(kind.max).log2().floor().item() / 2
+    scaled = values.float() * scale  # as torchao does, in float32
+    magnitudes = scaled.abs()
+    overflowed = ~(magnitudes < kind.max + half_of_last_bit)  # nan too
+    nonzero = values != 0
+    vanished = nonzero & (magnitudes.clamp(max=kind.max).to(cast.dtype).float() == 0)
+    elements = torch.full_like(overflowed, True)
+    return torch.stack([found.sum() for found in (overflowed, elements, vanished, nonzero)])
+
+
+def _largest(values: Tensor, axis: int | None) -> Tensor:
+    """The largest magnitude of all, or along an axis, which stays.
+
+    Not by max() or amax(): "selective" activation checkpointing keeps what these return to use it again in the same
+    order (SAVED in activation_checkpoint.py), and the recomputation, which counts nothing, would get ours.
+    """
+    low, high = torch.aminmax(values) if axis is None else torch.aminmax(values, dim=axis, keepdim=True)
+    return torch.maximum(-low, high)

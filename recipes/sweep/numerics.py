@@ -1,0 +1,107 @@
+"""What float8 does to a run, against the reference on the same batches, and whether it passes. Imports no torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from recipes.sweep.plan import Row, Sweep
+from recipes.sweep.results import Result, last_quarter, loss_gaps, reference
+
+# The pass rule.
+LARGEST_LOSS_GAP = 0.005
+"""Mean over the last quarter of the logged steps, as a share of the reference's loss. DeepSeek-V3's report (arXiv
+2412.19437, section 3.3) has its float8 within 0.25% of bf16; runs of a few hundred steps are noisier."""
+NORM_RATIO = (0.9, 1.1)
+"""Median over the logged steps of the gradient norm, divided by the reference's."""
+RULE = (
+    "A row passes when all its losses and gradient norms are finite, its mean loss over the last quarter of the logged"
+    f" steps lies within {100 * LARGEST_LOSS_GAP:g}% of the reference's, the median over the logged steps of its"
+    f" gradient norm, divided by the reference's, lies from {NORM_RATIO[0]:g} to {NORM_RATIO[1]:g}, and no sampled cast"
+    " overflowed. Underflow has no limit of its own: what it costs shows in the loss. Overflow: the largest share of"
+    " numbers beyond the range of float8 among all casts of sampled steps; underflow: the largest share of numbers, not"
+    " zero before, that became zero, and where. A row without float8 shows what rounding elsewhere does."
+)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A row against the reference. None: not known, because numbers are missing or not finite."""
+
+    label: str
+    loss_gap: float | None
+    """Mean over the last quarter of the logged steps, as a share of the reference's mean loss there."""
+    largest_loss_gap: tuple[int, float] | None
+    """(step, loss minus the reference's) where that is largest in magnitude."""
+    norm_ratio: float | None
+    """Median of the gradient norm's ratio to the reference's."""
+    overflow: float | None
+    """The largest share among the sampled casts; None where none was sampled."""
+    underflow: tuple[float, str, str] | None
+    """(share, linear, tensor) of the sampled cast that loses most."""
+    verdict: str
+    """By RULE: "pass", or what is wrong."""
+
+
+def compare(sweep: Sweep, results: dict[str, Result]) -> list[Comparison]:
+    """Every finished row on the reference's batches, but the reference; none where no float8 is among them."""
+    base = reference(sweep, results)
+    gaps = loss_gaps(sweep, results)
+    rows = [row for row in sweep.rows if base is not None and row.label in gaps and row != base]
+    if base is None or all(row.recipe.float8.recipe == "none" for row in rows):
+        return []
+    return [_compared(results[base.label], results[row.label], gaps[row.label], row) for row in rows]
+
+
+def _compared(base: Result, result: Result, gap: Sequence[tuple[int, float]], row: Row) -> Comparison:
+    expected = {step: loss for step, _, loss in base["curve"]}
+    last = last_quarter(gap)
+    loss_gap = fmean(loss for _, loss in last) / fmean(expected[step] for step, _ in last) if last else None
+    norms = dict(base.get("grad_norms", []))
+    own = result.get("grad_norms", [])
+    ratios = [norm / norms[step] for step, norm in own if norm is not None and norms.get(step)]
+    ratio = median(ratios) if ratios else None
+    casts = result.get("float8", [])
+    overflow = max((overflow for _, _, overflow, _ in casts), default=None)
+    wrong = {
+        "not finite": None in [loss for _, _, loss in result["curve"]] + [norm for _, norm in own],
+        "loss": loss_gap is None or abs(loss_gap) > LARGEST_LOSS_GAP,
+        "gradient norm": ratio is None or not NORM_RATIO[0] <= ratio <= NORM_RATIO[1],
+        "overflow": overflow is not None and overflow > 0,
+    }
+    failures = ", ".join(name for name, failed in wrong.items() if failed)
+    unknown = ", casts not sampled" if row.recipe.float8.recipe != "none" and overflow is None else ""
+    return Comparison(
+        label=row.label,
+        loss_gap=loss_gap,
+        largest_loss_gap=max(gap, key=lambda point: abs(point[1]), default=None),
+        norm_ratio=ratio,
+        overflow=overflow,
+        underflow=max(((share, linear, tensor) for linear, tensor, _, share in casts), default=None),
+        verdict=f"FAIL: {failures}" if failures else f"pass{unknown}",
+    )
+
+
+def numerics_table(sweep: Sweep, results: dict[str, Result]) -> str:
+    """The section of the sweep's page, with the rule; empty where there is nothing to compare."""
+    found = compare(sweep, results)
+    base = reference(sweep, results)
+    if not found or base is None:
+        return ""
+    head = ("against", "loss gap, %", "largest gap", "gradient-norm ratio", "overflow", "underflow, %", "verdict")
+    lines = ["## Numerics", "", f"| {' | '.join(head)} |".replace("against", f"against {base.label}")]
+    lines.append("|---" + "|---:" * (len(head) - 2) + "|---|")
+    lines += [f"| {row.label} | {' | '.join(_cells(row))} |" for row in found]
+    return "\n".join([*lines, "", RULE, ""])
+
+
+def _cells(row: Comparison) -> list[str]:
+    step, gap = row.largest_loss_gap or (0, None)
+    share, linear, tensor = row.underflow or (None, "", "")
+    return [
+        "not finite" if row.loss_gap is None else f"{100 * row.loss_gap:+.3f}",
+        "not finite" if gap is None else f"{gap:+.4f} at step {step}",
+        "unknown" if row.norm_ratio is None else f"{row.norm_ratio:.3f}",
+        "not sampled" if row.overflow is None else f"{row.overflow:.2g}",
+        "not sampled" if share is None else f"{100 * share:.3g} in {linear}, {tensor}",
+        row.verdict,
+    ]
