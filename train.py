@@ -68,7 +68,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         check_output_folder(recipe)
         print(to_toml(recipe), end="")
         return FINISHED
-    from recipes.trainer import train  # torch, from here on
+    from recipes.run import train  # torch, from here on
 
     return train(recipe)
 

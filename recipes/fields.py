@@ -21,6 +21,8 @@ from recipes.schema import Recipe
 
 TYPE_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 VALUE_WORDS = {bool: "a boolean", int: "an integer", float: "a float", str: "a string", list: "a list", dict: "a table"}
+EXAMPLES = {"data.mixture": {"web.jsonl": 0.7, "code.jsonl": 0.3}}
+"""Where the default is no example of what may be written."""
 BOUNDS = ((ranges.Gt, ">", "gt"), (ranges.Ge, ">=", "ge"), (ranges.Lt, "<", "lt"), (ranges.Le, "<=", "le"))
 
 
@@ -119,9 +121,10 @@ def complaint(key: str, value: Any, *, flag: bool = False) -> str | None:
     if kind.endswith("_type") and not flag and not (get_origin(annotation) is tuple and isinstance(value, list)):
         rule += f", and {toml(value)} is {VALUE_WORDS.get(type(value), 'a ' + type(value).__name__)}"
     close = [candidate for candidate in _readings(annotation, value) if accepts(annotation, candidate)]
-    instead = close[0] if close else value_of(Recipe(), key)
+    instead = close[0] if close else EXAMPLES.get(key, value_of(Recipe(), key))
     example = "" if close else "for example "
     if flag:
+        instead = [word for item in instead.items() for word in item] if isinstance(instead, dict) else instead
         words = instead if isinstance(instead, list | tuple) else [instead]
         return f"{rule}; write {example}--{key} {' '.join(map(str, words))}".rstrip()
     return f"{rule}; write {example}{key.partition('.')[2]} = {toml(instead)}"

@@ -49,7 +49,8 @@ def load(
 
         overrides, wrong = command_line.parse(arguments, _assemble(given))
         given |= {key: (value, command_line.ORIGIN) for key, value in overrides.items()}
-        problems += wrong
+        names = {key.partition(".")[2] for key in overrides if key.startswith("data.")}
+        problems += wrong + _choose_source(given, names, command_line.ORIGIN)
     if not any(problem.key == "model.name" for problem in problems):
         problems += _check_size(given)
     recipe = _assemble(given)
@@ -63,10 +64,12 @@ def load(
 
 
 def to_toml(recipe: Recipe) -> str:
-    """The whole recipe, every field, as TOML that loads back to an equal one."""
+    """The whole recipe, every field that counts, as TOML that loads back to an equal one."""
+    tables = asdict(recipe)
+    del tables["data"]["source" if recipe.data.mixture else "mixture"]
     return "\n".join(
         "\n".join([f"[{section}]", *(f"{name} = {toml(value)}" for name, value in values.items()), ""])
-        for section, values in asdict(recipe).items()
+        for section, values in tables.items()
     )
 
 
@@ -89,7 +92,17 @@ def _take(tables: dict[str, Any], origin: str, given: Given) -> list[Problem]:
                     problems.append(Problem(key, wrong, toml(value), origin))
                 else:
                     given[key] = (accept(field_types()[key], value), origin)
-    return problems
+    return problems + _choose_source(given, set(tables.get("data", {})), origin)
+
+
+def _choose_source(given: Given, names: set[str], origin: str) -> list[Problem]:
+    """data.source and data.mixture say the same thing: the nearer one counts. names: fields of [data] of this layer."""
+    if {"source", "mixture"} <= names and given.get("data.mixture", ({}, ""))[0]:
+        message = "stands beside data.source in the same place, and says the same thing; leave one of them out"
+        return [Problem("data.mixture", message, "", origin)]
+    if "source" in names:
+        given.pop("data.mixture", None)
+    return []
 
 
 def _assemble(given: Given) -> Recipe:

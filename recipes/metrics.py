@@ -7,7 +7,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
@@ -129,13 +129,25 @@ class MetricsWriter:
     """metrics.jsonl, and Weights & Biases when asked. On ranks other than 0 it does nothing."""
 
     def __init__(
-        self, folder: Path, *, enabled: bool, wandb_project: str | None, run_name: str, recipe: dict[str, Any]
+        self,
+        folder: Path,
+        *,
+        enabled: bool,
+        wandb_project: str | None,
+        run_name: str,
+        recipe: dict[str, Any],
+        before: Mapping[str, Any],
     ) -> None:
+        """before: state() of the run so far, where it goes on."""
         self._path = folder / "metrics.jsonl"
         self._enabled = enabled
         self._wandb: Any = None
         if enabled and wandb_project is not None:
-            self._wandb = _start_wandb(wandb_project, run_name, folder, recipe)
+            self._wandb = _start_wandb(wandb_project, run_name, folder, recipe, run_id=before.get("wandb_id"))
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, so that a run that goes on is one run at Weights & Biases too."""
+        return {} if self._wandb is None else {"wandb_id": self._wandb.id}
 
     def cut_back(self, step: int) -> None:
         """Forget rows after `step`."""
@@ -222,11 +234,19 @@ def _step_of(row: str) -> int | None:
         return None
 
 
-def _start_wandb(project: str, name: str, folder: Path, recipe: dict[str, Any]) -> Any:
+def _start_wandb(project: str, name: str, folder: Path, recipe: dict[str, Any], *, run_id: str | None) -> Any:
     # It reports on itself over the network, also offline; where packets are dropped, the end of a run waits for that.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
     # Without a key wandb would ask for one on the terminal and stop the run.
     offline = "WANDB_MODE" not in os.environ and not wandb.login(prompt=False, verify=False)
-    return wandb.init(project=project, name=name, dir=folder, config=recipe, mode="offline" if offline else None)
+    return wandb.init(
+        project=project,
+        name=name,
+        dir=folder,
+        config=recipe,
+        mode="offline" if offline else None,
+        id=run_id,
+        resume=None if run_id is None else "allow",
+    )

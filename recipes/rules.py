@@ -1,6 +1,7 @@
 """The rules that span several fields of a recipe, or look at what it names. Imports no torch."""
 
 from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
 
 from models.config import ModelConfig
 from parallel.config import AttentionConfig, Float8Config, MeshConfig
@@ -112,6 +113,8 @@ def data_is_there(data: DataConfig, *, model: ModelConfig, run: RunConfig) -> It
             yield from prepared_fits(source, data)
         elif message := source_problem(source):
             yield "data.mixture" if data.mixture else "data.source", message
+    if len({Path(source).expanduser().resolve() for source in data.mixture}) < len(data.mixture):
+        yield "data.mixture", "names the same place twice; give each source one share"
     if len(data.mixture) > 1:
         from recipes.data.order import mixture_problem
 

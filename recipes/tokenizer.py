@@ -122,7 +122,7 @@ def training_sample(documents: Iterable[str], characters: int = TRAINING_CHARACT
     """The documents with the largest hashes whose lengths add up to that many characters: all of a small corpus.
 
     One pass and bounded memory, and the same sample in whatever order the documents come. The largest, because
-    recipes/data/tokens.py holds the smallest out for validation.
+    recipes/data/prepare.py holds the smallest out for validation.
     """
     kept: list[tuple[int, str]] = []  # a heap with the smallest hash on top
     size = 0

@@ -1,5 +1,6 @@
 """From a recipe to a trained model, top to bottom."""
 
+import gc
 import json
 import signal
 import time
@@ -16,7 +17,7 @@ from models.hf import TextFacts
 from models.loss import IGNORED
 from parallel.attention import choose_attention
 from parallel.config import MeshConfig
-from parallel.dist import World, lost_a_peer, on_all, on_main, on_main_first, start, stop
+from parallel.dist import World, on_all, on_main, on_main_first
 from parallel.errors import UserError
 from parallel.float8 import precompute_scales
 from parallel.materialize import materialize
@@ -31,8 +32,9 @@ from recipes.data.feed import Feed
 from recipes.evaluate import continuation, mean_loss
 from recipes.exit_codes import FINISHED, POISONED, PREEMPTED, ended_by
 from recipes.firewall import Firewall, Poisoned, backward
+from recipes.garbage import collected_by_hand
 from recipes.hf_folder import Description
-from recipes.interruption import Interruption, forget_signals
+from recipes.interruption import Interruption
 from recipes.metrics import AttentionLength, MetricsWriter, StepClock, Throughput, environment, peak_memory_gib
 from recipes.numerics import CastSampler
 from recipes.optimizer import build_optimizer
@@ -44,31 +46,6 @@ from recipes.schedule import learning_rate
 from recipes.schema import Recipe
 from recipes.tokenizer import Tokenizer
 from recipes.weights import CHECKPOINTS, FROM_WEIGHTS, Weights, checkpoint_files, starting_point, step_folder
-
-
-def train(recipe: Recipe) -> int:
-    """Run a recipe in this process, one of those the launcher started.
-
-    Returns the exit code, see recipes/exit_codes.py. A UserError that concerns all ranks is printed once, by rank 0.
-    """
-    world = start(recipe.run.device, seed=recipe.run.seed)
-    try:
-        with Console(silent=not world.is_main) as console:
-            return Trainer(recipe, world, console).run()
-    except UserError as error:
-        forget_signals()
-        if world.is_main:
-            raise
-        # Rank 0 most likely says the same, and then the launcher ends the others: leave it the time to speak.
-        time.sleep(10)
-        raise UserError(f"rank {world.rank}: {error}") from None
-    except Exception as error:
-        forget_signals()
-        if lost_a_peer(error):
-            time.sleep(10)  # the launcher ends this process before a traceback hides what became of the other
-        raise
-    finally:
-        stop()
 
 
 class Trainer:
@@ -140,7 +117,8 @@ class Trainer:
             files=checkpoint_files(self._description()) | {DATA: json.dumps(self.feed.facts, indent=2) + "\n"},
         )
         self.firewall = Firewall(recipe.run, device=world.device)
-        self.step = self._resume()
+        self.progress = self._resume()
+        self.step = self.progress.get("step", 0)
         if recipe.checkpoint.every and self.step < recipe.run.steps:
             self.checkpoints.require_room(self.parameters)
         # Only now: until here a signal ends the process, and a run that could not start leaves nothing behind.
@@ -154,6 +132,7 @@ class Trainer:
             wandb_project=recipe.metrics.wandb_project if recipe.metrics.wandb else None,
             run_name=recipe.run.name,
             recipe=asdict(recipe),
+            before=self.progress,
         )
         self.metrics.cut_back(self.step)
 
@@ -164,7 +143,8 @@ class Trainer:
         self.began, self.first_step = time.perf_counter(), self.step
         self.clock = StepClock(self.world.device)
         try:
-            number = self._loop()
+            with collected_by_hand():
+                number = self._loop()
             self.console.end_progress()
             return self._stop_early(number) if number else self._finish()
         except Poisoned as poisoned:
@@ -254,6 +234,7 @@ class Trainer:
             "lr": self._learning_rate(self.step - 1),
             "step_seconds": step_seconds,
             "data_seconds": data_seconds,
+            "epochs": self.feed.epochs(self.step),
             **self.throughput.row(step_seconds, attention_length=self.attention_length.take()),
             "peak_memory_gib": peak_memory_gib(self.world.device),
         }
@@ -261,6 +242,7 @@ class Trainer:
         self.feed.note_bad_rows()
         self.console.say(step_line(row, self.recipe.run.steps))
         self.console.progress(self.step, self.recipe.run.steps, f"loss {mean_loss:.3f}")
+        gc.collect()
         self.clock.restart()
 
     def _validate(self) -> None:
@@ -276,7 +258,7 @@ class Trainer:
         self._note_skipped()  # a run that goes on from here does not come by these steps again
         with self.clock.paused():
             progress = {"sequences": self.step * self.recipe.batch.global_batch_size, "tokens": self._tokens()}
-            progress |= self.firewall.state()
+            progress |= self.firewall.state() | self.metrics.state()
             self.checkpoints.save(self.model, self.optimizer, step=self.step, progress=progress)
 
     def _note_skipped(self) -> None:
@@ -325,16 +307,16 @@ class Trainer:
         facts = TextFacts(self.context_length, eos_token_id=self.feed.tokenizer.end_of_document)
         return Description(self.recipe.model, facts, self.feed.tokenizer.backend.to_str())
 
-    def _resume(self) -> int:
-        """Load the newest checkpoint of this run that is intact, if there is one. Returns the steps done."""
+    def _resume(self) -> dict[str, Any]:
+        """Load the newest checkpoint of this run that is intact, if there is one. Returns what it says of the run."""
         if self.resume_step is None:
-            return 0
+            return {}
         check = partial(require_same_data, facts=self.feed.facts)
         progress = self.checkpoints.resume(self.model, self.optimizer, step=self.resume_step, check=check)
         self.firewall.restore(progress)
         if self.recipe.float8.all_gather:
             precompute_scales(self.model)
-        return progress["step"]
+        return progress
 
     # The first and the last word
 

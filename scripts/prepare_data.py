@@ -63,6 +63,7 @@ def prepare(options: argparse.Namespace) -> None:
     from recipes.data.hub import pinned
     from recipes.data.prepare import Pieces, claim, preparation
     from recipes.data.shards import bad_rows, open_index
+    from recipes.data.sources import is_prepared
     from recipes.tokenizer import load_tokenizer
 
     if not 0 < options.validation_fraction < 1:
@@ -71,8 +72,17 @@ def prepare(options: argparse.Namespace) -> None:
         raise UserError(f"--bad-row-budget {options.bad_row_budget} must be a share from 0 to 1; write 0.01")
     if options.cores is not None and options.cores < 1:
         raise UserError(f"--cores {options.cores} must be at least 1")
+    folder = options.folder.expanduser()
+    if is_prepared(options.source):
+        raise UserError(f"'{options.source}' is prepared already")
+    if folder.resolve().is_relative_to(Path(options.source).expanduser().resolve()) and Path(options.source).is_dir():
+        raise UserError(
+            f"'{folder}' lies inside of '{options.source}' and would become part of it; give another folder"
+        )
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"'{folder}' is a file; give a folder, or a name that is free")
     source = pinned(options.source)
-    text_field, fraction, folder = options.text_field, options.validation_fraction, options.folder.expanduser()
+    text_field, fraction = options.text_field, options.validation_fraction
     tokenizer = load_tokenizer(
         options.tokenizer, sources=[source], text_field=text_field, cache=options.cache, report=print
     )
@@ -85,6 +95,8 @@ def prepare(options: argparse.Namespace) -> None:
     tokens = _write(folder, work, budget=options.bad_row_budget)
     seconds = time.perf_counter() - started
     index = open_index(str(folder))
+    if not any(shard.documents for shard in index.shards):
+        raise UserError(f"'{options.source}' holds no text for training; give another source")
     with (folder / "quarantine.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in bad_rows(folder, index.shards))
     _tell(folder, index)
@@ -100,8 +112,8 @@ def _write(folder: Path, work: "Preparation", *, budget: float) -> int:
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    from recipes.data.prepare import write_shards
-    from recipes.data.shards import require_few_bad_rows, whole_so_far
+    from recipes.data.prepare import whole_shards, write_shards
+    from recipes.data.shards import BadRowBudget
 
     console = Console()
     started, done = time.perf_counter(), 0
@@ -115,9 +127,12 @@ def _write(folder: Path, work: "Preparation", *, budget: float) -> int:
             rate = tokens / (time.perf_counter() - started)
             bar.update(task, description=f"{tokens / 1e6:,.1f} M tokens, {rate / 1e6:.2f} M tokens/s")
 
-        for _ in write_shards(folder, work, progress=progress):
-            require_few_bad_rows(folder, whole_so_far(folder), source=work.source, budget=budget)
-    require_few_bad_rows(folder, whole_so_far(folder), source=work.source, budget=budget)
+        shards = whole_shards(folder, keep_unread=False)
+        bad_rows = BadRowBudget(folder, source=work.source, budget=budget)
+        bad_rows.count(shards)
+        for shard in write_shards(folder, work, progress=progress):
+            shards.append(shard)
+            bad_rows.count(shards)
     return done
 
 

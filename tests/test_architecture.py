@@ -86,6 +86,7 @@ MAY_TAKE_A_RECIPE = {
     "recipes/load.py",
     "recipes/plan.py",
     "recipes/rules.py",
+    "recipes/run.py",
     "recipes/run_folder.py",
     "recipes/sweep/plan.py",
     "recipes/trainer.py",

@@ -205,6 +205,7 @@ def _stream(file: Path, tokenizer: Tokenizer, cache: Path, tokens: int) -> float
         tokenizer=tokenizer,
         sequence_length=LENGTH,
         seed=0,
+        goes_on=False,
         writes=True,
         report=lambda line: None,
     )

@@ -8,13 +8,14 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
 from recipes.data.prepare import Preparation, write_shards
-from recipes.data.shards import PROBLEM, write_whole
+from recipes.data.shards import PROBLEM, Shards, write_whole
 
 SECONDS_BETWEEN_LOOKS = 0.2
 EVERYTHING = 2**62
@@ -26,13 +27,7 @@ class Background:
     def __init__(self, folder: Path, work: Preparation) -> None:
         """folder: one that is there."""
         self.folder = folder
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / PROBLEM).unlink(missing_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"data.cache: cannot write below '{folder.parent}': {error}; give another folder"
-            ) from error
+        (folder / PROBLEM).unlink(missing_ok=True)
         # spawn: a forked child of a process with threads, as torch's are, may wait for ever.
         self._context = multiprocessing.get_context("spawn")
         self._work = work
@@ -50,16 +45,20 @@ class Background:
         self._wanted.value = max(self._wanted.value, tokens)
 
     def check(self) -> None:
-        """Raises UserError when the process has died without a word."""
+        """Raises UserError when the process has come to an end before its time."""
         code = self._process.exitcode
+        if code is None:
+            return
         if code == -signal.SIGTERM and not self._stopped:
             # A scheduler that wants the machine back tells every process, and the training has a step to finish.
             self._start()
             return
-        if code not in (None, 0) and not (self.folder / PROBLEM).exists():
-            reason = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        with suppress(FileNotFoundError):
+            raise UserError((self.folder / PROBLEM).read_text(encoding="utf-8"))
+        if code:
+            reason = f"signal {-code}" if code < 0 else f"exit code {code}"
             text = f"data.source: the process that tokenizes ended with {reason}; what it wrote is kept, start again"
-            write_whole(self.folder / PROBLEM, text)
+            _tell(self.folder, text)
             raise UserError(text)
 
     def stop(self) -> None:
@@ -74,18 +73,25 @@ def _work(folder: Path, work: Preparation, wanted: Any) -> None:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.nice(5)  # on a machine without GPUs it shares the cores with the training
-    there = 0
+    there = Shards(folder).tokens
     try:
         for shard in write_shards(folder, work):
             there += shard.train
             while there >= wanted.value:
                 time.sleep(SECONDS_BETWEEN_LOOKS)
     except UserError as error:
-        write_whole(folder / PROBLEM, str(error))
+        _tell(folder, str(error))
     except OSError as error:
-        write_whole(
-            folder / PROBLEM, f"data.cache: cannot write below '{folder}': {error}; make room or give another folder"
-        )
+        _tell(folder, f"data.cache: cannot write below '{folder}': {error}; make room or give another folder")
+
+
+def _tell(folder: Path, text: str) -> None:
+    """Tell all processes, on a disk that may be full: then the exit code must do."""
+    try:
+        write_whole(folder / PROBLEM, text)
+    except OSError:
+        if multiprocessing.parent_process() is not None:
+            os._exit(1)
 
 
 def _end_with_parent() -> None:

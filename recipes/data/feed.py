@@ -34,7 +34,8 @@ class Feed:
 
         Raises UserError for whatever is wrong with the sources, the tokenizer or what they hold.
         """
-        pinned = on_main(world, lambda: pinned_sources(data.sources, before()))
+        known = on_main(world, before)
+        pinned = on_main(world, lambda: pinned_sources(data.sources, known))
         opened = on_main_first(
             world,
             lambda: open_data(
@@ -43,6 +44,7 @@ class Feed:
                 tokenizer=tokenizer(),
                 sequence_length=batch.sequence_length,
                 seed=seed,
+                goes_on=bool(known),
                 writes=world.is_main,
                 report=say,
             ),
@@ -103,6 +105,11 @@ class Feed:
         except UserError:
             self.note_bad_rows()  # there may be too many
             raise
+
+    def epochs(self, batches: int) -> dict[str, float | None]:
+        """How often each source was read in so many batches; None while its length is not known."""
+        found = self.training.sequences.epochs(batches * self._global_batch_size)
+        return {name: None if times is None else round(times, 4) for name, times in found.items()}
 
     def list_bad_rows_in(self, file: Path) -> None:
         """From now on, note bad rows in this file."""

@@ -58,15 +58,17 @@ def open_data(
     tokenizer: str | Tokenizer,
     sequence_length: int,
     seed: int,
+    goes_on: bool,
     writes: bool,
     report: Callable[[str], None],
     pieces: Pieces = USUAL,
 ) -> Data:
     """Open all sources, and wait until the first sequences are there.
 
-    pinned: of pinned_sources(). tokenizer: that of the section, or one that is there already. writes: whether this
-    process tokenizes what is not there yet (one of all must, and be called first). `report` gets one line of text for
-    each thing done. Raises UserError for whatever is wrong with the fields.
+    pinned: of pinned_sources(). tokenizer: that of the section, or one that is there already. goes_on: whether the run
+    was trained on these sources before. writes: whether this process tokenizes what is not there yet (one of all must,
+    and be called first). `report` gets one line of text for each thing done. Raises UserError for whatever is wrong
+    with the fields.
     """
     cache, fraction = Path(section.cache).expanduser(), section.validation_fraction
     if isinstance(tokenizer, str):
@@ -93,7 +95,7 @@ def open_data(
             fingerprint, window = work.fingerprint, max(1, section.shuffle_tokens // sequence_length)
             about = describe(pinned[name])
             if writes:
-                there = _there(folder)
+                there = _there(folder, keep_unread=goes_on)
                 if there and there[-1].last:
                     report(f"tokens found in {folder}")
                 else:
@@ -115,10 +117,10 @@ def open_data(
     return Data(tokenizer, Sequences(training, weights), Sequences(validation, weights), facts)
 
 
-def _there(folder: Path) -> list[Shard]:
+def _there(folder: Path, *, keep_unread: bool) -> list[Shard]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return whole_shards(folder)
+        return whole_shards(folder, keep_unread=keep_unread)
     except OSError as error:
         raise UserError(f"data.cache: cannot write below '{folder.parent}': {error}; give another folder") from error
 

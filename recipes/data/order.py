@@ -58,7 +58,7 @@ class SequenceOrder:
                 window_firsts = numbers // self.window * self.window
                 sizes = np.where(first, np.minimum(self.window, sizes - window_firsts), sizes)
                 firsts = np.where(first, window_firsts, firsts)
-        # A key of its own for each epoch and window, which no other pair can have.
+        # A key for each epoch and window; that two of them fall together is possible, and about as likely as lightning.
         seed = np.uint64(xxhash.xxh3_64_intdigest(str(self.seed).encode()))  # of seeds of any size, and far apart
         keys = _mixed(_mixed(_u64(epochs) + seed) + _u64(firsts))
         sequences = firsts + permuted(numbers - firsts, sizes=sizes, keys=keys)
@@ -113,9 +113,11 @@ class Mixture:
         return (periods * self.quotas + begun).tolist()
 
     def available(self, counts: Sequence[int]) -> int:
-        """Sequences that can be read before a source with this many is read a second time."""
-        return min(
-            int(count // quota) * MIXTURE_PERIOD + int(np.flatnonzero(self._source == source)[count % quota])
+        """Sequences it takes to read all of every source, of which there are so many each."""
+        return max(
+            (count - 1) // quota * MIXTURE_PERIOD + int(np.flatnonzero(self._source == source)[(count - 1) % quota]) + 1
+            if count
+            else 0
             for source, (count, quota) in enumerate(zip(counts, self.quotas.tolist(), strict=True))
         )
 

@@ -21,6 +21,7 @@ import numpy as np
 import xxhash
 
 from parallel.errors import UserError
+from recipes.data.readers import UNREADABLE
 from recipes.data.rows import Row, RowStream, open_rows
 from recipes.data.shards import (
     ARRAYS,
@@ -29,6 +30,7 @@ from recipes.data.shards import (
     FORMAT_VERSION,
     INDEX,
     OWNER,
+    PROBLEM,
     TOKENIZER,
     TRAIN,
     VALIDATION,
@@ -99,8 +101,11 @@ def preparation(
     return Preparation(source, text_field, tokenizer, validation_fraction, found, pieces)
 
 
-def whole_shards(folder: Path) -> list[Shard]:
-    """The shards that are there without a gap. Damaged ones, and those behind them, are taken away to be made again."""
+def whole_shards(folder: Path, *, keep_unread: bool = True) -> list[Shard]:
+    """The shards that are there without a gap. Damaged ones, and those behind them, are taken away to be made again.
+
+    keep_unread: also those that miss a file which could not be read then, since a run was trained on them.
+    """
     for part in folder.glob(f".part-{platform.node()}-*"):
         process = part.name.removeprefix(f".part-{platform.node()}-").partition("-")[0]
         if not Path("/proc", process).exists():  # a killed process left it
@@ -113,7 +118,8 @@ def whole_shards(folder: Path) -> list[Shard]:
             for kind in ARRAYS
             if array_path(folder, len(shards), kind).exists()
         )
-        if size <= VERIFY_UP_TO_BYTES and damage(folder, len(shards), shard):
+        lacks = shard.unread and not keep_unread
+        if lacks or (size <= VERIFY_UP_TO_BYTES and damage(folder, len(shards), shard)):
             (folder / INDEX).unlink(missing_ok=True)
             number = len(shards)
             while shard_path(folder, number).exists():
@@ -167,9 +173,10 @@ def write_shards(
 def claim(folder: Path, work: Preparation) -> None:
     """Raises UserError where the folder holds something else than this work."""
     owner = folder / OWNER
-    if not owner.exists():
-        if any(not path.name.startswith(".part-") for path in folder.iterdir()):
-            raise UserError(f"'{folder}' holds other files; give an empty folder, or one that does not exist")
+    found = {path.name for path in folder.iterdir() if not path.name.startswith(".part-")}
+    if not owner.exists() and found:  # looked at in this order: another process may claim it just now
+        raise UserError(f"'{folder}' holds other files; give an empty folder, or one that does not exist")
+    if not owner.exists() or found <= {OWNER, TOKENIZER, PROBLEM}:  # nothing was made for whoever had it
         write_whole(owner, work.fingerprint)
     if owner.read_text(encoding="utf-8") != work.fingerprint:
         raise UserError(
@@ -265,6 +272,7 @@ class _ShardWriter:
         self._held_out_below = int(work.validation_fraction * HASHES)
         self._names = files
         self._held_out = self._empty = self._bad = 0
+        self._unread = False
         self._lowest, self._highest = 1.0, 0.0
 
     def __enter__(self) -> "_ShardWriter":
@@ -322,11 +330,13 @@ class _ShardWriter:
             highest=self._highest,
             cursor=batch.cursor,
             last=batch.last,
+            unread=self._unread,
             checksums=checksums,
         )
 
     def _note(self, row: Row) -> None:
-        self._bad += 1
+        self._bad += row.lost
+        self._unread |= row.kind == UNREADABLE
         place = {"file": self._names[row.file], "row": row.number, "reason": row.problem}
         self._bad_file.write(json.dumps(place) + "\n")
 

@@ -29,6 +29,9 @@ BATCH_ROWS = 128
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 NAMES_SHOWN = 20
+UNREADABLE = "unreadable file"
+# A page of the web is about as long. Else a lost file of a million rows would weigh no more than a broken line.
+BYTES_PER_LOST_ROW = 4096
 
 
 class Row(NamedTuple):
@@ -42,6 +45,8 @@ class Row(NamedTuple):
     """From 1: the line of .jsonl, the row of parquet or of a hub dataset's shard, the document of plain text."""
     problem: str = ""
     """Why the row is bad, beginning with the kind, which ends at the first colon or semicolon; "" = it is fine."""
+    lost: int = 1
+    """Of a bad row: how many rows are lost with it, where a part of a file or all of it cannot be read."""
 
     @property
     def kind(self) -> str:
@@ -70,8 +75,16 @@ def read_file(path: Path, *, text_field: str, start: Place) -> Rows:
             yield row, place
     except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's are among them
         # The place behind it is the next file: entered there, this row comes once.
-        problem = f"unreadable file: {reason(error)}; the rest of it is lost"
-        yield Row("", start.file, place.number + 1, problem), Place(start.file + 1)
+        problem = f"{UNREADABLE}: {reason(error)}; the rest of it is lost"
+        yield Row("", start.file, place.number + 1, problem, _rows_in(path, place)), Place(start.file + 1)
+
+
+def _rows_in(path: Path, place: Place) -> int:
+    """About how many rows there are behind a place in a file that does not say: one for every so many bytes."""
+    try:
+        return max(1, (path.stat().st_size - place.offset) // BYTES_PER_LOST_ROW)
+    except OSError:
+        return 1
 
 
 def unit(path: Path | str) -> str:
@@ -259,7 +272,7 @@ def _parquet(path: Path, *, text_field: str, start: Place) -> Rows:
         fields, rows = table.schema_arrow.names, table.metadata.num_rows
         if text_field not in fields and rows > start.number:
             problem = f"{no_such_field(text_field, fields)}; {rows} rows are lost"
-            yield Row("", start.file, start.number + 1, problem), Place(start.file, rows)
+            yield Row("", start.file, start.number + 1, problem, rows - start.number), Place(start.file, rows)
             return
         first = 0
         for group in range(table.num_row_groups):
@@ -283,7 +296,7 @@ def _row_group(table: Any, group: int, *, text_field: str, start: Place, first: 
             batch = next(batches, None)
         except (OSError, ValueError, NotImplementedError) as error:
             problem = f"broken row group: rows {number + 1} to {end} are lost: {reason(error)}"
-            yield Row("", start.file, number + 1, problem), Place(start.file, end)
+            yield Row("", start.file, number + 1, problem, end - number), Place(start.file, end)
             return
         if batch is None:
             return

@@ -14,7 +14,7 @@ import numpy as np
 from parallel.errors import UserError
 from recipes.data.background import EVERYTHING, Background
 from recipes.data.order import Mixture, SequenceOrder
-from recipes.data.shards import PROBLEM, TRAIN, Shards, bad_rows, require_few_bad_rows
+from recipes.data.shards import PROBLEM, TRAIN, BadRowBudget, Shards, bad_rows
 
 SECONDS_BETWEEN_LOOKS = 0.05
 
@@ -63,7 +63,7 @@ class Source:
         self.background: Background | None = None
         """What writes the shards, on the one process that started it."""
         self.closed = False
-        self._bad_row_budget = bad_row_budget
+        self._budget = BadRowBudget(shards.folder, source=name, budget=bad_row_budget)
         self.used_shards = 0
         """How many were needed so far."""
 
@@ -119,19 +119,18 @@ class Source:
             yield Piece(self.name, *place)
 
     def _look_for_trouble(self) -> None:
+        if self.background is not None:  # what another run's process came to is no matter of ours
+            self.background.check()
+            return
         try:
             raise UserError((self.shards.folder / PROBLEM).read_text(encoding="utf-8"))
         except FileNotFoundError:
             pass
-        if self.background is not None:
-            self.background.check()
 
     def _judge(self, used: int) -> None:
         # Shards in use, not those that happen to be there: so a run stops at the same step wherever it runs.
-        before, self.used_shards = self.used_shards, max(used, self.used_shards)
-        for count in range(before + 1, used + 1):
-            shards = self.shards.shards[:count]
-            require_few_bad_rows(self.shards.folder, shards, source=self.name, budget=self._bad_row_budget)
+        self.used_shards = max(used, self.used_shards)
+        self._budget.count(self.shards.shards[: self.used_shards])
 
 
 class Sequences:
@@ -145,7 +144,7 @@ class Sequences:
 
     @property
     def available(self) -> int:
-        """Sequences before any source that is there repeats."""
+        """Sequences until all of what is there was read; of a mixture, smaller sources repeat until then."""
         return self.mixture.available([source.sequences for source in self.sources])
 
     def require(self, first: int, count: int) -> None:

@@ -10,12 +10,14 @@
     tokenizer.json         what made the tokens
     owner.txt              fingerprint of the source, the tokenizer and the held-out share
 
-The bytes depend on the source, the tokenizer and the held-out share, and on nothing else. Imports no torch.
+The tokens depend on the source, the tokenizer and the held-out share, and on nothing else; beside them stand the names
+of the files as they were given. Imports no torch.
 """
 
 import json
 import os
 import platform
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -32,6 +34,8 @@ FORMAT_VERSION = 2
 
 TRAIN, VALIDATION, DOCUMENTS = "train", "validation", "documents"
 ARRAYS = (TRAIN, VALIDATION, DOCUMENTS)
+# Files that are mapped at a time: each takes a descriptor, of which a process usually has 1024.
+MAPS = 256
 INDEX, TOKENIZER, PROBLEM, OWNER = "index.json", "tokenizer.json", "problem.txt", "owner.txt"
 # `end` counts tokens from the beginning of the shard; `file` and `row` are those of recipes/data/rows.py.
 DOCUMENT = np.dtype([("end", "<u8"), ("file", "<u4"), ("row", "<u8")])
@@ -51,7 +55,7 @@ class Shard:
     empty: int
     """Rows without text."""
     bad: int
-    """Rows that are not what they should be."""
+    """Rows that are not what they should be, and those lost with a part of a file that cannot be read."""
     lowest: float
     """Smallest hash of a document, as a share of all hashes; below the held-out share it is held out."""
     highest: float
@@ -59,6 +63,8 @@ class Shard:
     """Where the source goes on behind this shard."""
     last: bool
     """Whether the source ends here."""
+    unread: bool = False
+    """Whether a file could not be read: perhaps it can be another time."""
     checksums: dict[str, str] = field(default_factory=dict)
     """xxh3 of each array's bytes, in hexadecimal."""
 
@@ -96,14 +102,6 @@ def read_shard(folder: Path, number: int) -> Shard | None:
         return Shard(**json.loads(shard_path(folder, number).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
-
-
-def whole_so_far(folder: Path) -> list[Shard]:
-    """The shards that are there, up to the first gap."""
-    shards: list[Shard] = []
-    while (shard := read_shard(folder, len(shards))) is not None:
-        shards.append(shard)
-    return shards
 
 
 @dataclass(frozen=True)
@@ -159,16 +157,29 @@ def bad_rows(folder: Path, shards: Sequence[Shard], *, first: int = 0) -> Iterat
                 yield json.loads(line)
 
 
-def require_few_bad_rows(folder: Path, shards: Sequence[Shard], *, source: str, budget: float) -> None:
-    """Raises UserError where more than this share of the rows is bad. source: what the user calls it."""
-    bad, rows = sum(shard.bad for shard in shards), sum(shard.rows for shard in shards)
-    if bad > budget * rows:
+class BadRowBudget:
+    """Keeps count of the bad rows of one source, shard by shard."""
+
+    def __init__(self, folder: Path, *, source: str, budget: float) -> None:
+        """source: what the user calls it. budget: share of the rows that may be bad."""
+        self._folder, self._source, self._budget = folder, source, budget
+        self._bad = self._rows = self._shards = 0
+
+    def count(self, shards: Sequence[Shard]) -> None:
+        """Take in the shards behind those counted already. Raises UserError where too many rows are bad."""
+        for shard in shards[self._shards :]:
+            self._bad, self._rows, self._shards = self._bad + shard.bad, self._rows + shard.rows, self._shards + 1
+            if self._bad > self._budget * self._rows:
+                raise UserError(self._complaint(shards[: self._shards]))
+
+    def _complaint(self, shards: Sequence[Shard]) -> str:
         listed = "".join(
-            f"\n  {row['file']}, {row['row']}: {row['reason']}" for row in islice(bad_rows(folder, shards), 5)
+            f"\n  {row['file']}, {row['row']}: {row['reason']}" for row in islice(bad_rows(self._folder, shards), 5)
         )
-        raise UserError(
-            f"data.bad_row_budget: {bad} of the first {rows} rows of {source!r} hold no usable text, a share of"
-            f" {bad / rows:.3g}, more than {budget}; repair the source or raise the budget. The first:{listed}"
+        return (
+            f"data.bad_row_budget: {self._bad} of the first {self._rows} rows of {self._source!r} hold no usable text,"
+            f" a share of {self._bad / self._rows:.3g}, more than {self._budget}; repair the source or raise the"
+            f" budget. The first:{listed}"
         )
 
 
@@ -205,7 +216,7 @@ class Shards:
         self.shards: list[Shard] = []
         self._closed = False
         self._ends = np.zeros(1, dtype=np.int64)  # (shards + 1,): tokens before each shard, and in all
-        self._arrays: dict[int, np.ndarray] = {}
+        self._maps: OrderedDict[int, np.ndarray] = OrderedDict()  # the one used last at the end
         if index := read_index(folder):
             self._take(index.shards)
         self.refresh()
@@ -284,16 +295,17 @@ class Shards:
             self._ends = np.cumsum([0, *(getattr(shard, self.kind) for shard in self.shards)], dtype=np.int64)
 
     def _array(self, number: int) -> np.ndarray:
-        if number not in self._arrays:
+        if number in self._maps:
+            self._maps.move_to_end(number)
+        else:
             file = array_path(self.folder, number, self.kind)
             try:
                 # As a plain array: numpy's class for maps makes each slice twenty times slower.
-                self._arrays[number] = np.asarray(np.load(file, mmap_mode="r"))
+                self._maps[number] = np.asarray(np.load(file, mmap_mode="r"))
             except (OSError, ValueError) as error:
-                raise UserError(
-                    f"data.source: cannot read the tokens in '{file}': {error}; remove {self.folder}"
-                ) from error
-            expected = int(self._ends[number + 1] - self._ends[number])
-            if self._arrays[number].shape != (expected,):
+                raise UserError(f"data.source: cannot read the tokens in '{file}': {error}") from error
+            if self._maps[number].shape != (int(self._ends[number + 1] - self._ends[number]),):
                 raise UserError(f"data.source: '{file}' holds other tokens than its index says; remove {self.folder}")
-        return self._arrays[number]
+            if len(self._maps) > MAPS:
+                self._maps.popitem(last=False)
+        return self._maps[number]

@@ -32,7 +32,8 @@ STDLIB_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "id
 
 def is_prepared(source: str) -> bool:
     """Whether the source is a folder of token shards, as scripts/prepare_data.py makes them."""
-    return (Path(source).expanduser() / "index.json").is_file()
+    folder = Path(source).expanduser()
+    return (folder / "owner.txt").is_file() and (folder / "index.json").is_file()
 
 
 def source_problem(source: str) -> str | None:
@@ -44,6 +45,8 @@ def source_problem(source: str) -> str | None:
             return None
         return f"this Python has no library sources under {_stdlib_folder()}; give a file, folder or glob of text"
     path = Path(source).expanduser()
+    if (path / "owner.txt").is_file() and not is_prepared(source):
+        return f"the preparation of {source!r} is not finished; run scripts/prepare_data.py for it again"
     is_glob = glob.has_magic(source) and not path.exists()
     if not is_glob and not path.exists():
         return f"{source!r} does not exist{_did_you_mean(path)}"
@@ -67,6 +70,8 @@ def source_problem(source: str) -> str | None:
 
 def fingerprint(source: str, *, text_field: str) -> str:
     """Identity of a source: equal for equal files at any place, different once a name, a size or a content differs.
+
+    Beyond HASH_CONTENTS_UP_TO bytes the time of change stands for the content: copies must keep it (cp -p, rsync -t).
 
     A dataset on the hub is identified by its commit. Raises UserError for a source with a problem, and where the hub
     does not answer.

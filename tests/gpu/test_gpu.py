@@ -37,7 +37,7 @@ def small(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
 
 
 def train_all(recipes: list[Recipe]) -> list[int]:
-    from recipes.trainer import train
+    from recipes.run import train
 
     return [train(recipe) for recipe in recipes]
 

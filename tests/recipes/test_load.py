@@ -425,3 +425,35 @@ def test_bases_in_a_circle_show_the_chain(tmp_path: Path) -> None:
     Path("sub/c.toml").write_text('base = "../b.toml"\n')
     assert "go in a circle: x.toml -> b.toml -> sub/c.toml -> b.toml; remove one" in refused('base = "b.toml"\n')
     assert "circle: x.toml -> x.toml" in refused('base = "./x.toml"\n')
+
+
+def test_the_nearer_of_source_and_mixture_counts(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "b.txt").write_text("some other text")
+    a, b = f"{tmp_path}/a.txt", f"{tmp_path}/b.txt"
+    (tmp_path / "mixed.toml").write_text(f'{MODEL}[data.mixture]\n"{a}" = 1\n"{b}" = 2\n')
+    (tmp_path / "child.toml").write_text(f'base = "mixed.toml"\n[data]\nsource = "{b}"\n')
+    (tmp_path / "grandchild.toml").write_text(f'base = "child.toml"\n[data]\nmixture = {{"{a}" = 1}}\n')
+    assert load(tmp_path / "mixed.toml").data.sources == {a: 1, b: 2}
+    assert load(tmp_path / "child.toml").data.sources == {b: 1.0}
+    assert load(tmp_path / "grandchild.toml").data.sources == {a: 1}
+    assert load(tmp_path / "mixed.toml", ["--data.source", b]).data.sources == {b: 1.0}
+    assert load(tmp_path / "child.toml", ["--data.mixture", a, "0.5", b, "0.5"]).data.sources == {a: 0.5, b: 0.5}
+    for name in ("mixed", "child"):
+        recipe = load(tmp_path / f"{name}.toml")
+        (tmp_path / "resolved.toml").write_text(to_toml(recipe))
+        assert load(tmp_path / "resolved.toml") == recipe
+    (tmp_path / "both.toml").write_text(f'{MODEL}[data]\nsource = "{a}"\nmixture = {{"{b}" = 1}}\n')
+    with pytest.raises(UserError, match=r"data\.mixture .* stands beside data\.source in the same place"):
+        load(tmp_path / "both.toml")
+
+
+def test_a_wrong_mixture_is_answered_with_a_right_one(tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_text(MODEL)
+    with pytest.raises(UserError) as caught:
+        load(tmp_path / "x.toml", ["--data.mixture", "a.txt", "many"])
+    assert "write for example --data.mixture web.jsonl 0.7 code.jsonl 0.3" in " ".join(str(caught.value).split())
+    (tmp_path / "a.txt").write_text("some text")
+    twice = ["--data.mixture", f"{tmp_path}/a.txt", "1", f"{tmp_path}/./a.txt", "1"]
+    with pytest.raises(UserError, match="names the same place twice"):
+        load(tmp_path / "x.toml", twice)

@@ -168,7 +168,7 @@ def test_peak_memory_is_in_gib() -> None:
 
 
 def writer(folder: Path, *, enabled: bool = True) -> MetricsWriter:
-    return MetricsWriter(folder, enabled=enabled, wandb_project=None, run_name="r", recipe={})
+    return MetricsWriter(folder, enabled=enabled, wandb_project=None, run_name="r", recipe={}, before={})
 
 
 def rows(folder: Path) -> list[Any]:
@@ -212,7 +212,7 @@ def test_cut_back_without_a_file_makes_none(tmp_path: Path) -> None:
 def test_other_ranks_touch_nothing(tmp_path: Path) -> None:
     writer(tmp_path).write({"step": 7})
     before = (tmp_path / "metrics.jsonl").read_bytes()
-    silent = MetricsWriter(tmp_path, enabled=False, wandb_project="p", run_name="r", recipe={})
+    silent = MetricsWriter(tmp_path, enabled=False, wandb_project="p", run_name="r", recipe={}, before={})
     silent.cut_back(0)
     silent.write({"step": 8})
     silent.close()
@@ -227,11 +227,16 @@ import sys
 from pathlib import Path
 from recipes.metrics import MetricsWriter
 facts = {"recipe": {"run": {"steps": 3}}, "run_name": "a run of ours"}
-writer = MetricsWriter(Path(sys.argv[1]), enabled=True, wandb_project="p", **facts)
+writer = MetricsWriter(Path(sys.argv[1]), enabled=True, wandb_project="p", before={}, **facts)
 writer.write({"step": 1, "loss": 3.0, "mfu": None})
 writer.write({"step": 1, "validation_loss": 3.5})
-writer.write({"step": 2, "loss": 2.0})
+state = writer.state()
 writer.close()
+writer = MetricsWriter(Path(sys.argv[1]), enabled=True, wandb_project="p", before=state, **facts)
+writer.write({"step": 2, "loss": 2.0})
+assert writer.state() == state and len(state["wandb_id"]) > 4
+writer.close()
+print(state["wandb_id"])
 """
 
 
@@ -252,7 +257,7 @@ def test_wandb_without_a_key_stays_offline(tmp_path: Path) -> None:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=120,
         )
         server.setblocking(False)
         with pytest.raises(BlockingIOError):  # nobody knocked
@@ -260,8 +265,10 @@ def test_wandb_without_a_key_stays_offline(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr and "Traceback" not in done.stderr
     assert [row["step"] for row in rows(tmp_path)] == [1, 1, 2]
-    [run] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    recorded = run.read_bytes()
+    files = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+    name = done.stdout.split()[-1]
+    assert {file.name for file in files} == {f"run-{name}.wandb"}  # one run, before and after it went on
+    recorded = b"".join(file.read_bytes() for file in files)
     for text in (b"a run of ours", b"validation_loss", b"loss", b"mfu"):
         assert text in recorded
 

@@ -37,6 +37,7 @@ def opened(cache: Path, mixture: Mapping[str, float], **changes: Any) -> Data:
         "tokenizer": "train:300",
         "sequence_length": LENGTH,
         "seed": 3,
+        "goes_on": False,
         "writes": True,
         "report": lambda line: None,
         "pieces": SMALL,
@@ -326,6 +327,71 @@ def spoil(path: Path, lines: list[int]) -> None:
     for line in lines:
         rows[line - 1] = '{"text": "cut off'
     path.write_text("\n".join(rows) + "\n")
+
+
+def test_a_lost_file_counts_with_all_its_rows(tmp_path: Path) -> None:
+    """Nine of ten files cut off: nine bad rows among a thousand good ones would pass for a small loss."""
+    (tmp_path / "in").mkdir()
+    for number in range(10):
+        file = tmp_path / "in" / f"{number}.parquet"
+        texts = [f"{number} {row} " + "word " * 300 for row in range(100)]
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), file, compression="none")
+        if number:
+            file.write_bytes(file.read_bytes()[:-200])
+    with pytest.raises(UserError, match=r"data.bad_row_budget: \d+ of the first \d+ rows"):
+        opened(tmp_path / "cache", {str(tmp_path / "in"): 1.0}, bad_row_budget=0.2)
+
+
+def test_a_file_that_could_not_be_read_is_tried_again_by_another_run(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for name in ("a", "b", "c"):
+        write_rows(tmp_path / "in" / f"{name}.jsonl", 100, name=name)
+    source, tokenizer = {str(tmp_path / "in"): 1.0}, tokenizer_for(tmp_path / "in" / "a.jsonl")
+    work = work_on(tmp_path / "in", tokenizer=tokenizer)
+    (tmp_path / "in" / "b.jsonl").rename(tmp_path / "b.jsonl")  # gone between the look at the files and their reading
+    folder = tmp_path / "cache" / "tokens" / work.fingerprint
+    for _ in write_shards(folder, replace(work, pieces=SMALL)):
+        pass
+    (tmp_path / "b.jsonl").rename(tmp_path / "in" / "b.jsonl")
+    options: dict[str, Any] = {"tokenizer": tokenizer, "bad_row_budget": 0.9}
+    again = opened(tmp_path / "cache", source, goes_on=True, **options)  # it was trained on this
+    again.training.sources[0].require(10**6)
+    documents = sum(shard.documents + shard.held_out for shard in again.training.sources[0].shards.shards)
+    assert documents == 200
+    again.training.close()
+    anew = opened(tmp_path / "cache", source, **options)
+    anew.training.sources[0].require(10**6)
+    shards = anew.training.sources[0].shards.shards
+    assert sum(shard.documents + shard.held_out for shard in shards) == 300
+    assert not any(shard.bad for shard in shards)
+    anew.training.close()
+
+
+def test_what_runs_ahead_is_bounded_after_a_resume_too(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", 6000)
+    tokenizer = tokenizer_for(tmp_path / "rows.jsonl")
+    there = []
+    for _ in range(3):
+        data = opened(tmp_path / "cache", {str(tmp_path / "rows.jsonl"): 1.0}, tokenizer=tokenizer)
+        time.sleep(2)
+        data.training.close()
+        shards = data.training.sources[0].shards
+        shards.refresh()
+        there.append(shards.tokens)
+    assert there[0] < 2 * 5000 + 2 * 4000
+    assert there[0] == there[1] == there[2]
+
+
+def test_small_sources_of_a_mixture_repeat_in_validation(tmp_path: Path) -> None:
+    write_rows(tmp_path / "large.jsonl", 600, name="Large")
+    write_rows(tmp_path / "small.jsonl", 60, name="Small")
+    mixture = {str(tmp_path / "large.jsonl"): 0.9, str(tmp_path / "small.jsonl"): 0.1}
+    data = opened(tmp_path / "cache", mixture, shuffle_tokens=10**6)
+    large, small = (source.sequences for source in data.validation.sources)
+    assert large > 5 * small > 0
+    consumed = data.validation.mixture.consumed(data.validation.available)
+    assert consumed[0] >= large and consumed[1] >= small
+    data.training.close()
 
 
 def test_bad_rows_within_the_budget_are_passed_over_beyond_it_the_run_stops(tmp_path: Path) -> None:

@@ -161,8 +161,9 @@ def test_what_was_consumed_and_what_is_left() -> None:
         assert mixture.consumed(count) == [(sources == 0).sum(), (sources == 1).sum()]
     for counts in ([0, 5], [1, 1], [30, 5], [100, 5], [7500, 2500], [7501, 2600], [100_000, 12]):
         available = mixture.available(counts)
-        assert all(used <= count for used, count in zip(mixture.consumed(available), counts, strict=True))
-        assert any(used > count for used, count in zip(mixture.consumed(available + 1), counts, strict=True))
+        assert all(used >= count for used, count in zip(mixture.consumed(available), counts, strict=True))
+        assert any(used < count for used, count in zip(mixture.consumed(available - 1), counts, strict=True))
+    assert mixture.available([0, 0]) == 0
 
 
 def test_the_mixture_is_at_any_place_at_once() -> None:

@@ -2,8 +2,9 @@
 
 import json
 import resource
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,19 @@ import pytest
 from parallel.errors import UserError
 from recipes.data.order import SequenceOrder
 from recipes.data.sequences import Sequences, Source
-from recipes.data.shards import ARRAYS, DOCUMENT, DOCUMENTS, TRAIN, VALIDATION, Shard, Shards, array_path, shard_path
+from recipes.data.shards import (
+    ARRAYS,
+    DOCUMENT,
+    DOCUMENTS,
+    TRAIN,
+    VALIDATION,
+    BadRowBudget,
+    Shard,
+    Shards,
+    array_path,
+    bad_rows_path,
+    shard_path,
+)
 
 
 def write(folder: Path, number: int, tokens: np.ndarray, *, last: bool) -> None:
@@ -62,6 +75,41 @@ def test_files_that_are_not_what_the_index_says(tmp_path: Path) -> None:
     array_path(tmp_path, 0, TRAIN).unlink()
     with pytest.raises(UserError, match="cannot read the tokens in"):
         Shards(tmp_path).read(0, np.empty(3, dtype=np.int64))
+
+
+def test_thousands_of_shards_take_few_descriptors(tmp_path: Path) -> None:
+    count = 600
+    for number in range(count):
+        write(tmp_path, number, np.full(8, number, dtype=np.uint16), last=number == count - 1)
+    shards = Shards(tmp_path)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    out = np.empty(1, dtype=np.int64)
+    for number in [*range(count), *range(0, count, 7), 0, 0]:
+        shards.read(number * 8, out)
+        assert out[0] == number
+    assert len(list(Path("/proc/self/fd").iterdir())) - before <= 257
+
+
+def test_a_budget_is_kept_of_thousands_of_shards(tmp_path: Path) -> None:
+    """Each is counted once: with sums over all of them for every one, a trillion tokens would take most of a minute."""
+    shard = Shard(10, 0, 95, 0, 0, 5, 0.0, 1.0, None, False)
+    looks = 0
+
+    class Counting(list[Shard]):
+        def __getitem__(self, place: Any) -> Any:
+            nonlocal looks
+            found = super().__getitem__(place)
+            looks += len(found)
+            return found
+
+    budget = BadRowBudget(tmp_path, source="x", budget=0.05)
+    shards = Counting([shard] * 5000)
+    for known in (1000, 3000, 5000, 5000):
+        budget.count(Counting(list(shards)[:known]))
+    assert looks == 5000
+    bad_rows_path(tmp_path, 5000).write_text('{"file": "f", "row": 7, "reason": "null"}\n')
+    with pytest.raises(UserError, match=r"25001 of the first 500001 rows of 'x' .*(.|\n)*The first:"):
+        budget.count([*([replace(shard, bad=0)] * 5000), replace(shard, documents=0, bad=1)])
 
 
 def test_a_trillion_tokens_are_read_at_once_and_in_little_memory(tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ def test_a_masked_mixture_goes_on_on_other_numbers_of_processes(small: Recipe, s
     for row, then in zip(found, expected, strict=True):
         assert row["loss"] == pytest.approx(then["loss"], rel=1e-5)
         assert row["attention_length"] == then["attention_length"]  # the very same documents
+        assert set(row["epochs"]) == set(mixture)
 
 
 def test_a_source_that_changed_is_noticed_on_the_way(small: Recipe, tmp_path: Path) -> None:  # noqa: F811

@@ -1,0 +1,28 @@
+"""The garbage collector stays off the step path."""
+
+import gc
+
+import pytest
+
+from recipes.garbage import collected_by_hand
+
+
+def test_only_what_is_asked_for_is_collected() -> None:
+    collections: list[str] = []
+
+    def note(phase: str, about: dict[str, int]) -> None:
+        collections.append(phase)
+
+    assert gc.isenabled()
+    with pytest.raises(ValueError, match="on the way"), collected_by_hand():
+        gc.callbacks.append(note)
+        try:
+            for _ in range(10_000):
+                cycle: list[object] = []
+                cycle.append(cycle)
+            assert collections == []
+            assert gc.collect() >= 9_999
+        finally:
+            gc.callbacks.remove(note)
+        raise ValueError("on the way out")
+    assert gc.isenabled() and gc.get_freeze_count() == 0
