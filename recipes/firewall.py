@@ -31,9 +31,11 @@ def backward(loss: Tensor) -> None:
 
 
 class Firewall:
-    """Says which steps to skip. Equal numbers on all ranks, so equal answers, without a message between them."""
+    """Says which steps to skip, on all ranks the same."""
 
-    def __init__(self, run: RunConfig, *, device: torch.device) -> None:
+    def __init__(self, run: RunConfig, *, device: torch.device, replicas: int = 1) -> None:
+        """replicas: of the sharded model. Each has a gradient norm of its own, and all must act as one."""
+        self._replicas = replicas
         self._too_many, self._spike_z = run.max_skipped_steps, run.loss_spike_z
         self._window = torch.full((WINDOW,), math.nan, device=device)
         self._in_a_row = 0
@@ -45,6 +47,8 @@ class Firewall:
         loss: this rank's part of the mean loss; norm: the gradient norm. The host waits for neither.
         """
         skip = ~norm.isfinite()
+        if self._replicas > 1:
+            skip = sum_over_processes(skip.to(torch.float32)) > 0
         if self._spike_z:
             mean_loss = sum_over_processes(loss.clone())
             # While the window is not full, nan in it makes the limit nan, and nothing is above that.

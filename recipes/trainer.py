@@ -116,7 +116,7 @@ class Trainer:
             tell=console.say,
             files=checkpoint_files(self._description()) | {DATA: json.dumps(self.feed.facts, indent=2) + "\n"},
         )
-        self.firewall = Firewall(recipe.run, device=world.device)
+        self.firewall = Firewall(recipe.run, device=world.device, replicas=self.mesh_degrees.replicate)
         self.progress = self._resume()
         self.step = self.progress.get("step", 0)
         if recipe.checkpoint.every and self.step < recipe.run.steps:

@@ -172,7 +172,7 @@ def test_nor_in_bfloat16_with_replicas_and_float8_all_gather(small: Recipe) -> N
         fsdp=replace(small.fsdp, param_dtype="bfloat16"),
         float8=replace(small.float8, recipe="tensorwise", emulate=True, all_gather=True),
     )
-    answers = run_processes(4, all_kinds, hybrid, ("left out", "embedding", "gradient", "loss"))
+    answers = run_processes(4, all_kinds, hybrid, ("left out", "embedding", "gradient", "shard", "loss"))
     assert all(answer["left out"]["scales"][0] for answer in answers)
     expect_no_trace(answers)
 
