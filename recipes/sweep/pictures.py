@@ -76,13 +76,13 @@ def losses(sweep: Sweep, results: dict[str, Result]) -> Figure:
     compared = base is not None and len(gaps) > 1
     figure = Figure(figsize=(9, 7.2 if compared else 4.6), layout="constrained")
     panels = figure.subplots(2, 1, height_ratios=(3, 2)) if compared else [figure.subplots()]
-    colours = iter(COLOURS * len(results))
+    colours = _colours(sweep, results)
     top = panels[0]
     for label, result in results.items():
         if result["outcome"] != "done":
             continue
         is_base = compared and base is not None and label == base.label
-        colour = "black" if is_base else next(colours)
+        colour = colours[label]
         points = [(tokens, loss) for _, tokens, loss in result["curve"] if loss is not None]
         name = f"{label} (reference)" if is_base else label
         style: dict[str, Any] = {"color": colour, "linewidth": 2.4 if is_base else 1.4, "zorder": 1 if is_base else 2}
@@ -110,17 +110,23 @@ def underflow(sweep: Sweep, results: dict[str, Result]) -> Figure:
     figure = Figure(figsize=(9, 7.2), layout="constrained")
     panels = figure.subplots(len(OPERANDS), 1, sharex=True)
     sampled = {label: result["float8"] for label, result in results.items() if result.get("float8")}
+    colours = _colours(sweep, results)
     layers = list(dict.fromkeys(_layer(linear) for casts in sampled.values() for linear, *_ in casts))
     for axes, (operand, words) in zip(panels, OPERANDS.items(), strict=True):
-        for (label, casts), colour in zip(sampled.items(), COLOURS * len(sampled), strict=False):
+        most = 0.0
+        for number, (label, casts) in enumerate(sampled.items()):
             worst: dict[int, float] = {}
             for linear, tensor, _, share in casts:
                 if tensor.partition("_for_")[0] == operand:
                     layer = layers.index(_layer(linear))
                     worst[layer] = max(worst.get(layer, 0.0), 100 * share)
-            axes.plot(list(worst), list(worst.values()), label=label, color=colour, marker=".", linewidth=1.4)
+            most = max(most, *worst.values(), 0.0)
+            # Rows often agree: those drawn first are wider, and their markers show around those of the others.
+            style: dict[str, Any] = {"color": colours[label], "linewidth": 3.0 - 2.0 * number / len(sampled)}
+            style |= {"marker": "os^D"[number % 4], "markersize": 6, "markerfacecolor": "none", "clip_on": False}
+            axes.plot(list(worst), list(worst.values()), label=label, **style)
         axes.set_ylabel(f"{words}\nthat become zero, %")
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(bottom=0, top=1.05 * most or 1)
         _tidy(axes)
     every = -(-len(layers) // 20)  # no more than 20 names
     panels[-1].set_xticks(range(0, len(layers), every), layers[::every])
@@ -128,6 +134,19 @@ def underflow(sweep: Sweep, results: dict[str, Result]) -> Figure:
     panels[0].legend(frameon=False, fontsize=9)
     figure.suptitle(_title(sweep, results), fontsize=11)
     return figure
+
+
+def _colours(sweep: Sweep, results: dict[str, Result]) -> dict[str, str]:
+    """Label -> colour, the same in all pictures; black is what others are compared with."""
+    base = reference(sweep, results)
+    gaps = loss_gaps(sweep, results)
+    compared = base is not None and any(gap for label, gap in gaps.items() if label != base.label)
+    colours = iter(COLOURS * len(results))
+    return {
+        label: "black" if compared and base is not None and label == base.label else next(colours)
+        for label, result in results.items()
+        if result["outcome"] == "done"
+    }
 
 
 def _layer(linear: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from recipes.sweep.numerics import compare, numerics_table
-from recipes.sweep.pictures import OPERANDS, UNDERFLOW, draw, underflow
+from recipes.sweep.pictures import OPERANDS, UNDERFLOW, draw, losses, underflow
 from recipes.sweep.plan import Sweep, read_sweep
 from recipes.sweep.results import Result, result_of
 from recipes.sweep.runner import Ended
@@ -143,6 +143,14 @@ def test_the_picture_shows_the_worst_of_each_layer(sweep: Sweep) -> None:
     assert list(inputs.get_ydata()) == pytest.approx([30.0, 5.0, 40.0]) and inputs.get_label() == "fp8"
     assert [label.get_text() for label in panels[-1].get_xticklabels()] == ["0", "1", "lm_head"]
     assert list(panels[2].get_lines()[0].get_ydata()) == [1.0]
-    results = {label: found | {"outcome": "crashed"} for label, found in results.items()}
+    loss = losses(sweep, results).axes[0].get_lines()
+    assert [line.get_color() for line in loss] == ["black", inputs.get_color()]
+
+
+def test_nothing_sampled_leaves_no_picture_of_it(sweep: Sweep) -> None:
     sweep.folder.mkdir(parents=True)
-    assert sweep.folder / UNDERFLOW in draw(sweep, {"fp8": results["fp8"]})
+    speed = {"final_loss": 4.0, "tokens_per_second_per_device": 1.0, "peak_memory_gib": 1.0}
+    times = {"step_seconds": 1.0, "step_seconds_least": 1.0, "step_seconds_most": 1.0}
+    for casts in ((), CLEAN):
+        found = result("fp8", casts=casts) | speed | times
+        assert (sweep.folder / UNDERFLOW in draw(sweep, {"fp8": found})) == bool(casts)
