@@ -73,12 +73,15 @@ def _work(folder: Path, work: Preparation, wanted: Any) -> None:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.nice(5)  # on a machine without GPUs it shares the cores with the training
-    there = Shards(folder).tokens
+    there, at_the_end = Shards(folder).tokens, False
     try:
-        for shard in write_shards(folder, work):
-            there += shard.train
-            while there >= wanted.value:
+        shards = write_shards(folder, work)
+        while True:
+            while there >= wanted.value and not at_the_end:
                 time.sleep(SECONDS_BETWEEN_LOOKS)
+            if (shard := next(shards, None)) is None:
+                return
+            there, at_the_end = there + shard.train, shard.last
     except UserError as error:
         _tell(folder, str(error))
     except OSError as error:

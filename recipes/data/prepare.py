@@ -21,6 +21,7 @@ import numpy as np
 import xxhash
 
 from parallel.errors import UserError
+from recipes.data.hub import is_hub
 from recipes.data.readers import UNREADABLE
 from recipes.data.rows import Row, RowStream, open_rows
 from recipes.data.shards import (
@@ -46,7 +47,7 @@ from recipes.data.shards import (
     tokens_fingerprint,
     write_whole,
 )
-from recipes.data.sources import document_hash, fingerprint
+from recipes.data.sources import document_hash, find_files, fingerprint
 from recipes.tokenizer import BATCH_CHARACTERS, Tokenizer, parallel_tokenizers
 
 # Batches given to the tokenizer at a time: the second keeps the cores busy while the first runs out of documents.
@@ -85,6 +86,8 @@ class Preparation:
     tokenizer: Tokenizer
     validation_fraction: float
     source_fingerprint: str
+    files: tuple[str, ...]
+    """Those that the fingerprint was taken of; of datasets on the hub, whose commit does not change, none."""
     pieces: Pieces
 
     @property
@@ -98,7 +101,8 @@ def preparation(
 ) -> Preparation:
     """Looks at the source's files. Raises UserError where something is wrong with them."""
     found = fingerprint(source, text_field=text_field)
-    return Preparation(source, text_field, tokenizer, validation_fraction, found, pieces)
+    files = () if is_hub(source) else tuple(map(str, find_files(source)))
+    return Preparation(source, text_field, tokenizer, validation_fraction, found, files, pieces)
 
 
 def whole_shards(folder: Path, *, keep_unread: bool = True) -> list[Shard]:
@@ -152,6 +156,8 @@ def write_shards(
     if read_index(folder) is not None:
         return
     rows = open_rows(work.source, text_field=work.text_field, cursor=shards[-1].cursor if shards else None)
+    if work.files and tuple(rows.files) != work.files:
+        raise UserError(f"data.source: files of {work.source!r} came or went just now; start again")
     if not (shards and shards[-1].last):
         with parallel_tokenizers():
             batches = _counted(_tokenized(rows, work.tokenizer, work.pieces), progress)

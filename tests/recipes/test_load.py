@@ -444,7 +444,7 @@ def test_the_nearer_of_source_and_mixture_counts(tmp_path: Path) -> None:
         (tmp_path / "resolved.toml").write_text(to_toml(recipe))
         assert load(tmp_path / "resolved.toml") == recipe
     (tmp_path / "both.toml").write_text(f'{MODEL}[data]\nsource = "{a}"\nmixture = {{"{b}" = 1}}\n')
-    with pytest.raises(UserError, match=r"data\.mixture .* stands beside data\.source in the same place"):
+    with pytest.raises(UserError, match=r"stands beside data\.source in the same place"):
         load(tmp_path / "both.toml")
 
 

@@ -338,8 +338,10 @@ def test_a_lost_file_counts_with_all_its_rows(tmp_path: Path) -> None:
         pyarrow.parquet.write_table(pyarrow.table({"text": texts}), file, compression="none")
         if number:
             file.write_bytes(file.read_bytes()[:-200])
+    data = opened(tmp_path / "cache", {str(tmp_path / "in"): 1.0}, bad_row_budget=0.2)
     with pytest.raises(UserError, match=r"data.bad_row_budget: \d+ of the first \d+ rows"):
-        opened(tmp_path / "cache", {str(tmp_path / "in"): 1.0}, bad_row_budget=0.2)
+        data.training.sources[0].require(10**6)
+    data.training.close()
 
 
 def test_a_file_that_could_not_be_read_is_tried_again_by_another_run(tmp_path: Path) -> None:
@@ -348,11 +350,14 @@ def test_a_file_that_could_not_be_read_is_tried_again_by_another_run(tmp_path: P
         write_rows(tmp_path / "in" / f"{name}.jsonl", 100, name=name)
     source, tokenizer = {str(tmp_path / "in"): 1.0}, tokenizer_for(tmp_path / "in" / "a.jsonl")
     work = work_on(tmp_path / "in", tokenizer=tokenizer)
-    (tmp_path / "in" / "b.jsonl").rename(tmp_path / "b.jsonl")  # gone between the look at the files and their reading
     folder = tmp_path / "cache" / "tokens" / work.fingerprint
-    for _ in write_shards(folder, replace(work, pieces=SMALL)):
-        pass
-    (tmp_path / "b.jsonl").rename(tmp_path / "in" / "b.jsonl")
+    shards = write_shards(folder, work)
+    next(shards)
+    (tmp_path / "in" / "c.jsonl").rename(tmp_path / "c.jsonl")  # gone before it is read
+    assert list(shards)[-1].unread
+    with pytest.raises(UserError, match=r"files of .* came or went just now; start again"):
+        list(write_shards(tmp_path / "other", work))
+    (tmp_path / "c.jsonl").rename(tmp_path / "in" / "c.jsonl")
     options: dict[str, Any] = {"tokenizer": tokenizer, "bad_row_budget": 0.9}
     again = opened(tmp_path / "cache", source, goes_on=True, **options)  # it was trained on this
     again.training.sources[0].require(10**6)

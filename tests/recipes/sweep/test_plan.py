@@ -180,6 +180,9 @@ def test_every_sweep_fits_one_gpu_and_eight_and_has_a_twin(path: Path, tmp_path:
             assert tokens >= 65_536 * (8 if path.stem == "zero" else 1)
             assert row.recipe.checkpoint.every == row.recipe.validation.every == 0
     twin = read_sweep(path.parent / "cpu" / path.name, output=tmp_path, processes=1)
+    if path.stem == "attention":  # CPUs have other kernels
+        assert [list(row.overrides) for row in twin.rows] == [["attention.backend"]] * 3
+        return
     assert len(twin.rows) == len(sweep.rows)
     assert [set(row.overrides) for row in twin.rows] == [set(row.overrides) for row in sweep.rows]
     if path.stem != "sequence_length":  # its twin's are shorter
