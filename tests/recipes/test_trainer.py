@@ -262,7 +262,7 @@ def test_masked_runs_repeat_the_curve_on_any_mesh(masked: Recipe) -> None:
     assert all(other == lengths[0] for other in lengths)
     assert all(5 < length < 60 for length in lengths[0])
     assert len(set(lengths[0])) == 6
-    assert "attention_length" not in rows(change(masked, run={"name": "no mask-1"}))[0]
+    assert "attention_length" not in rows(change(masked, run={"name": "masked, no mask-1"}))[0]
 
 
 # Saving and resuming
