@@ -12,8 +12,11 @@ RECIPE is looked for in the current directory, then in the checkout. Environment
   NPROC            processes on this node (default: one per GPU; 2 on a CPU machine)
   PYTHON           use this interpreter as it is instead of .venv
   OMP_NUM_THREADS  threads per process (default: cores / NPROC)
-  NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   several nodes: the same command on each, NODE_RANK from 0;
-                   MASTER_ADDR is node 0's address, MASTER_PORT defaults to 29500
+  HOSTFILE         several nodes, the same command on each: a file with the name or address of one node per line,
+                   the same on all; or, instead of it,
+  NNODES, NODE_RANK, MASTER_ADDR   the number of nodes, which this one is (from 0), and the address of node 0
+  MASTER_PORT      a free port of node 0 (default 29500)
+With NPROC or several nodes, --check is for that many processes. Under SLURM: scripts/slurm.sbatch
 END
 }
 
@@ -30,9 +33,41 @@ if [ "$#" -gt 0 ] && [ ! -e "$1" ] && [ -e "$ROOT/$1" ]; then
     set -- "$ROOT/$1" "${@:2}"
 fi
 
+check=
 case " $* " in
-    "  " | *" --help "* | *" -h "* | *" --check "*) exec "$PYTHON" "$ROOT/train.py" "$@" ;;
+    "  " | *" --help "* | *" -h "*) exec "$PYTHON" "$ROOT/train.py" "$@" ;;
+    *" --check "*) check=1 ;;
 esac
+
+# Sets NNODES, NODE_RANK and MASTER_ADDR from HOSTFILE.
+read_hosts() {
+    local hosts own host rank=0 words
+    hosts=$(sed 's/#.*//' "$HOSTFILE" | awk 'NF { print $1 }') || return
+    own=" localhost 127.0.0.1 $(hostname) $(hostname -s 2>/dev/null) $(hostname -f 2>/dev/null) $(hostname -I 2>/dev/null) "
+    words=$(echo "$hosts" | tr '\n' ' ')
+    [ -n "$hosts" ] || { echo "HOSTFILE=$HOSTFILE names no node" >&2; return 2; }
+    NNODES=$(echo "$hosts" | wc -l)
+    MASTER_ADDR=${MASTER_ADDR:-${hosts%%$'\n'*}}
+    [ -z "${NODE_RANK:-}" ] || return 0
+    for host in $hosts; do
+        case $own in *" $host "*) NODE_RANK=$rank && return 0 ;; esac
+        rank=$((rank + 1))
+    done
+    echo "HOSTFILE=$HOSTFILE names ${words}but not this node:$own" >&2
+    echo "write one of these names into it, or set NODE_RANK on each node" >&2
+    return 2
+}
+if [ -n "${HOSTFILE:-}" ]; then
+    read_hosts || exit 2
+fi
+NNODES=${NNODES:-1}
+if ! [ "$NNODES" -gt 0 ] 2>/dev/null; then
+    echo "NNODES=$NNODES: must be a number of nodes, 1 or more" >&2
+    exit 2
+fi
+if [ -n "$check" ] && [ "$NNODES" -eq 1 ] && [ -z "${NPROC:-}" ]; then
+    exec "$PYTHON" "$ROOT/train.py" "$@"
+fi
 
 gpus() {
     case ${CUDA_VISIBLE_DEVICES-unset} in
@@ -50,6 +85,17 @@ if ! [ "$NPROC" -gt 0 ] 2>/dev/null; then
     exit 2
 fi
 
+# A bad recipe fails here, in a second and once, instead of in every process after torch is loaded.
+checked() { "$PYTHON" "$ROOT/train.py" "$@" --check --processes "$((NPROC * NNODES))"; }
+if [ -n "$check" ]; then
+    case " $* " in
+        *" --processes"[\ =]*) exec "$PYTHON" "$ROOT/train.py" "$@" ;;
+    esac
+    checked "$@"
+    exit
+fi
+checked "$@" >/dev/null
+
 if [ -z "${OMP_NUM_THREADS:-}" ]; then
     cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
     OMP_NUM_THREADS=$((cores > NPROC ? cores / NPROC : 1))
@@ -57,13 +103,20 @@ fi
 export OMP_NUM_THREADS
 
 nodes=(--standalone)
-if [ "${NNODES:-1}" -gt 1 ]; then
-    : "${NODE_RANK:?several nodes need NODE_RANK, 0 to NNODES - 1}"
-    : "${MASTER_ADDR:?several nodes need MASTER_ADDR, the address of node 0}"
+if [ "$NNODES" -gt 1 ]; then
+    for name in NODE_RANK MASTER_ADDR; do
+        if [ -z "${!name:-}" ]; then
+            echo "NNODES=$NNODES: several nodes need NODE_RANK (0 to NNODES - 1) and MASTER_ADDR (the address of node 0)" >&2
+            exit 2
+        fi
+    done
+    if ! [ "$NODE_RANK" -ge 0 ] 2>/dev/null || [ "$NODE_RANK" -ge "$NNODES" ]; then
+        echo "NODE_RANK=$NODE_RANK: with NNODES=$NNODES it is a number from 0 to $((NNODES - 1))" >&2
+        exit 2
+    fi
+    # By number, so that ranks follow the order in which the nodes are named, as the scheduler laid them out.
+    # torchrun's c10d rendezvous would sort them by host name, "node10" before "node9".
     nodes=(--nnodes="$NNODES" --node-rank="$NODE_RANK" --master-addr="$MASTER_ADDR" --master-port="${MASTER_PORT:-29500}")
 fi
-
-# A bad recipe fails here, in a second and once, instead of in every process after torch is loaded.
-"$PYTHON" "$ROOT/train.py" "$@" --check --processes "$((NPROC * ${NNODES:-1}))" >/dev/null
 
 exec "$PYTHON" "$ROOT/scripts/launch.py" "${nodes[@]}" --nproc-per-node="$NPROC" "$ROOT/train.py" "$@"

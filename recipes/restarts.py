@@ -1,0 +1,98 @@
+"""What follows when the processes of a job have ended: nothing, the same again, or a person. Imports no torch."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+
+
+class End(str, Enum):
+    """How the processes of an attempt ended."""
+
+    DONE = "done"
+    FINAL = "ended for a reason that a restart does not mend"
+    PREEMPTED = "preempted"
+    CRASHED = "crashed"
+    TAKEN = "ended by the scheduler"
+    """Which cancels the job or requeues it by itself: neither the job's fault nor its decision."""
+
+
+# The one place that knows exit codes, those of a launcher (128 + n: ended by signal n). What is not here is a crash.
+FINAL_CODES = {
+    2: "the recipe, its data or its folder must be mended first (exit code 2)",
+    74: "the disk is full (exit code 74)",
+    76: "the run is poisoned (exit code 76)",
+}
+PREEMPTED_CODES = {75, 128 + 1, 128 + 2, 128 + 10, 128 + 15}  # saved; SIGHUP, SIGINT, SIGUSR1, SIGTERM
+
+
+def end_of(codes: Sequence[int | None]) -> tuple[End, int]:
+    """What the nodes' exit codes mean together, and the code that says it. None = killed before it could tell.
+
+    A node that ends takes the others with it, so most of the codes tell of the consequence: the cause goes first.
+    """
+    known = [code for code in codes if code is not None]
+    for final in FINAL_CODES:
+        if final in known:
+            return End.FINAL, final
+    if known and all(code == 0 for code in codes):
+        return End.DONE, 0
+    if known and all(code in PREEMPTED_CODES for code in codes):
+        return End.PREEMPTED, max(known)
+    return End.CRASHED, next((code for code in known if code not in {0, *PREEMPTED_CODES}), 1)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of all processes."""
+
+    step: int
+    """Of the newest checkpoint when it began; 0 = none."""
+    end: End | None = None
+    """None: the node that would have written it is gone."""
+
+
+def reason_to_stop(attempts: Sequence[Attempt], *, step: int, restarts: int) -> str | None:
+    """Why the job should not start once more after these attempts; None where it should.
+
+    step: of the newest checkpoint now. restarts: how many times crashes may be answered with a restart.
+    """
+    if attempts and attempts[-1].end in (End.DONE, End.FINAL):
+        return attempts[-1].end.value
+    crashes = sum(attempt.end in (End.CRASHED, None) for attempt in attempts)
+    if crashes > restarts:
+        return f"it crashed {crashes} times, and RESTARTS={restarts}"
+    ours = [(attempt, index > 0) for index, attempt in enumerate(attempts) if attempt.end != End.TAKEN]
+    in_vain = 0
+    for attempt, is_restart in reversed(ours):
+        if attempt.step != step:
+            break
+        in_vain += is_restart
+    if in_vain >= 2:
+        return f"two restarts came no further than step {step} (a crash loop, or checkpoints too far apart)"
+    return None
+
+
+class History:
+    """The attempts of a job, in a file that outlives it: a requeued job goes on counting."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.attempts: list[Attempt] = []
+        if path.exists():
+            for item in json.loads(path.read_text(encoding="utf-8")):
+                self.attempts.append(Attempt(item["step"], End(item["end"]) if item["end"] else None))
+
+    def begin(self, step: int) -> None:
+        self.attempts.append(Attempt(step))
+        self._write()
+
+    def end(self, end: End) -> None:
+        self.attempts[-1] = Attempt(self.attempts[-1].step, end)
+        self._write()
+
+    def _write(self) -> None:
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(json.dumps([asdict(attempt) for attempt in self.attempts], indent=1), encoding="utf-8")
+        partial.replace(self._path)
