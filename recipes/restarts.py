@@ -3,11 +3,11 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 
 
-class End(str, Enum):
+class End(StrEnum):
     """How the processes of an attempt ended."""
 
     DONE = "done"

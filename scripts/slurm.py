@@ -24,6 +24,7 @@ from recipes.weights import CHECKPOINTS, checkpoint_steps  # noqa: E402
 
 RUN = ["bash", str(ROOT / "scripts" / "run.sh")]
 MISTAKE, PREEMPTED = 2, 75
+STOPPING = "stopping\n"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -113,12 +114,14 @@ class Job:
             signal.signal(signal.SIGTERM, before)
 
     def _explain(self, codes: dict[str, int | None]) -> None:
-        """Each way to end with a node that ended so, and the last words of the nodes that failed first."""
-        by_code: dict[int | None, list[str]] = {}
+        """Each way to end with the nodes that ended so, and the last words of the first of them."""
+        by_end: dict[str, list[str]] = {}
         for name, code in codes.items():
-            by_code.setdefault(code, []).append(name)
-        for ended, names in by_code.items():
-            what = "killed before it could tell" if ended is None else f"exit code {ended}"
+            lost = (
+                "killed while stopping" if exit_file(self.logs, name).exists() else "lost: killed, or the node failed"
+            )
+            by_end.setdefault(lost if code is None else f"exit code {code}", []).append(name)
+        for what, names in by_end.items():
             more = f" and {len(names) - 4} more" if len(names) > 4 else ""
             say(f"  {what}: {' '.join(names[:4])}{more}")
             for word in last_words(self.logs / f"{names[0]}.log"):
@@ -151,6 +154,7 @@ def run_node(logs: Path, command: list[str]) -> int:
         )
 
         def relay(number: int, frame: FrameType | None) -> None:
+            exit_file(logs, name).write_text(STOPPING)
             child.send_signal(signal.SIGTERM)
 
         # Depending on its configuration SLURM signals this process alone, or all of the step: the launcher takes
@@ -170,7 +174,7 @@ def run_node(logs: Path, command: list[str]) -> int:
 
 
 def exit_file(logs: Path, name: str) -> Path:
-    """Where a node leaves its exit code."""
+    """Where a node leaves its exit code; until then there is nothing, or STOPPING once it was told to stop."""
     return logs / f"{name}.exit"
 
 

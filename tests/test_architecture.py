@@ -54,6 +54,7 @@ TORCH_FREE = {
     "recipes/load.py",
     "recipes/plan.py",
     "recipes/problems.py",
+    "recipes/restarts.py",
     "recipes/rules.py",
     "recipes/run_folder.py",
     "recipes/schema.py",
@@ -66,6 +67,7 @@ TORCH_FREE = {
     "recipes/weights.py",
     "scripts/checkpoint.py",
     "scripts/prepare_data.py",
+    "scripts/slurm.py",
     "scripts/sweep.py",
     "scripts/write_docs.py",
 }
@@ -85,6 +87,7 @@ MAY_TAKE_A_RECIPE = {
     "recipes/fields.py",
     "recipes/load.py",
     "recipes/plan.py",
+    "recipes/restarts.py",
     "recipes/rules.py",
     "recipes/run.py",
     "recipes/run_folder.py",

@@ -1,0 +1,55 @@
+"""What the tests of several nodes share: a run of seconds, and how its curve is read."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 40
+EVERY = 4
+"""Steps between checkpoints."""
+
+
+def arguments(folder: Path, corpus: Path, name: str, *overrides: str) -> list[str]:
+    """A recipe and its overrides: a small model, every step logged, in folder/runs/name."""
+    values = {
+        "run.name": name,
+        "run.output": str(folder / "runs"),
+        "run.steps": str(STEPS),
+        "run.device": "cpu",
+        "model.layers": "2",
+        "model.width": "64",
+        "model.feed_forward_width": "96",
+        "model.heads": "4",
+        "model.key_value_heads": "2",
+        "model.head_width": "16",
+        "data.source": str(corpus),
+        "data.tokenizer": "train:512",
+        "data.cache": str(folder / "cache"),
+        "batch.sequence_length": "32",
+        "batch.global_batch_size": "8",
+        "batch.micro_batch_size": "1",
+        "schedule.kind": "constant",
+        "schedule.warmup_steps": "2",
+        "schedule.decay_steps": "0",
+        "fsdp.param_dtype": "float32",
+        "checkpoint.every": str(EVERY),
+        "metrics.every": "1",
+        "validation.every": "0",
+        "validation.sample_tokens": "0",
+    }
+    return ["configs/smollm3_debug.toml", *(part for key in values for part in (f"--{key}", values[key])), *overrides]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Nothing of this machine but its programs."""
+    own = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    return own | more
+
+
+def losses(folder: Path, name: str) -> list[tuple[int, float]]:
+    """Step and loss of each logged step, as they stand in the file."""
+    path = folder / "runs" / name / "metrics.jsonl"
+    rows = (json.loads(line) for line in path.read_text().splitlines()) if path.exists() else ()
+    return [(row["step"], row["loss"]) for row in rows]

@@ -1,0 +1,107 @@
+"""Several nodes without a scheduler: one launcher for each, all on this machine."""
+
+import re
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.scripts.nodes import ROOT, STEPS, arguments, environment, losses
+
+
+def launch(folder: Path, words: list[str], **variables: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        ["bash", str(ROOT / "scripts/run.sh"), *words],
+        cwd=folder,
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(folder: Path, words: list[str], **variables: str) -> tuple[int, str, str]:
+    out, err = (process := launch(folder, words, **variables)).communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def test_two_launchers_train_as_one(tmp_path: Path, corpus: Path) -> None:
+    code, _, err = run(tmp_path, arguments(tmp_path, corpus, "one"), NPROC="4")
+    assert (code, err) == (0, "")
+    hosts = tmp_path / "hosts"
+    hosts.write_text("# the first node\n127.0.0.1 slots=2\n\nlocalhost\n")
+    port = free_port()
+    words = arguments(tmp_path, corpus, "two")
+    nodes = [
+        launch(tmp_path, words, NPROC="2", NODE_RANK="0", HOSTFILE=str(hosts), MASTER_PORT=port),
+        launch(tmp_path, words, NPROC="2", NODE_RANK="1", NNODES="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
+    ]
+    try:
+        (out, err), (other_out, other_err) = (process.communicate(timeout=120) for process in nodes)
+    finally:
+        for process in nodes:
+            process.kill()
+    assert [process.returncode for process in nodes] == [0, 0], err + other_err
+    assert (err, other_out, other_err) == ("", "", "")  # rank 0 speaks for all
+    assert "= 4 processes on cpu" in out
+    assert len(losses(tmp_path, "two")) == STEPS
+    assert losses(tmp_path, "two") == losses(tmp_path, "one")
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"NNODES": "2"}, "several nodes need NODE_RANK (0 to NNODES - 1) and MASTER_ADDR"),
+        (
+            {"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"},
+            "NODE_RANK=2: with NNODES=2 it is a number from 0 to 1",
+        ),
+        ({"NNODES": "none"}, "NNODES=none: must be a number of nodes"),
+        ({"HOSTFILE": "no-such-file"}, "no-such-file"),
+        ({"HOSTFILE": "empty"}, "HOSTFILE=empty names no node"),
+        ({"HOSTFILE": "others"}, "HOSTFILE=others names this.invalid that.invalid but not this node: localhost"),
+    ],
+)
+def test_nodes_that_do_not_add_up(variables: dict[str, str], message: str, tmp_path: Path, corpus: Path) -> None:
+    (tmp_path / "empty").write_text("# nobody\n")
+    (tmp_path / "others").write_text("this.invalid\nthat.invalid\n")
+    code, out, err = run(tmp_path, arguments(tmp_path, corpus, "none"), NPROC="2", **variables)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_host_file_tells_which_node_this_is(tmp_path: Path, corpus: Path) -> None:
+    """Only node 1 of the two is started, which then waits for the other."""
+    (tmp_path / "hosts").write_text(f"127.9.9.9\n{socket.gethostname()}\n")
+    process = launch(
+        tmp_path, arguments(tmp_path, corpus, "none"), NPROC="2", HOSTFILE="hosts", MASTER_PORT=free_port()
+    )
+    try:
+        for _ in range(600):
+            words = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
+            if b"--node-rank=1" in words:
+                break
+            assert process.poll() is None
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(timeout=0.1)
+        assert {b"--nnodes=2", b"--node-rank=1", b"--master-addr=127.9.9.9"} <= set(words)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_recipe_is_checked_for_all_processes(tmp_path: Path, corpus: Path) -> None:
+    words = [*arguments(tmp_path, corpus, "none"), "--check"]
+    assert run(tmp_path, words)[0] == 0  # for any number of them
+    assert run(tmp_path, words, NPROC="4", NNODES="2")[0] == 0
+    code, out, err = run(tmp_path, words, NPROC="4", NNODES="3")
+    assert (code, out) == (2, "")
+    assert re.search(r"multiple of\s+micro_batch_size 1 x 12 data-parallel\s+processes", err)

@@ -1,0 +1,190 @@
+"""scripts/slurm.sbatch on real daemons: two nodes of two processes each, all on this machine."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.scripts.cluster import Cluster, missing, wait_for
+from tests.scripts.nodes import EVERY, ROOT, STEPS, arguments, environment, losses
+
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.skipif(missing() is not None, reason=str(missing())),
+]
+SEEN = EVERY + 2
+"""Steps to wait for before something happens: one checkpoint is there, and some steps after it."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where jobs are submitted from, and where their runs go."""
+    return tmp_path_factory.mktemp("jobs")
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, corpus: Path) -> list[tuple[int, float]]:
+    """The curve of four processes on one node, without SLURM."""
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts/run.sh"), *arguments(folder, corpus, "whole")],
+        cwd=folder,
+        env=environment(NPROC="4"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    found = losses(folder, "whole")
+    assert [step for step, _ in found] == list(range(1, STEPS + 1))
+    return found
+
+
+class Job:
+    """A run on both nodes."""
+
+    def __init__(self, cluster: Cluster, folder: Path, corpus: Path, name: str, *overrides: str) -> None:
+        self.cluster, self.folder, self.name = cluster, folder, name
+        words = arguments(folder, corpus, name, *overrides)
+        self.number = cluster.submit(
+            ROOT / "scripts/slurm.sbatch", words, folder=folder, flags=["--nodes=2"], variables=environment(NPROC="2")
+        )
+
+    @property
+    def log(self) -> str:
+        """The main log."""
+        path = self.folder / f"slurm-{self.number}.out"
+        return path.read_text() if path.exists() else ""
+
+    @property
+    def losses(self) -> list[tuple[int, float]]:
+        return losses(self.folder, self.name)
+
+    def reach(self, step: int) -> None:
+        def reached() -> bool:
+            assert self.cluster.job(self.number)["JobState"] not in ("FAILED", "COMPLETED"), self.log
+            return len(self.losses) >= step
+
+        wait_for(f"step {step} of {self.name}", reached)
+
+    def finish(self) -> tuple[str, str]:
+        """State and exit code at the end."""
+
+        def ended() -> bool:
+            return self.cluster.job(self.number)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
+
+        wait_for(f"the end of {self.name}", ended, seconds=240)
+        job = self.cluster.job(self.number)
+        return job["JobState"], job["ExitCode"]
+
+
+def test_two_nodes_train_as_one(cluster: Cluster, folder: Path, corpus: Path, whole: list[tuple[int, float]]) -> None:
+    job = Job(cluster, folder, corpus, "two")
+    assert job.finish() == ("COMPLETED", "0:0"), job.log
+    assert "attempt 1 on node[0-1], from the beginning\n" in job.log
+    assert "= 4 processes on cpu" in job.log
+    assert f"done: {STEPS} steps" in job.log
+    assert job.losses == whole
+    logs = folder / f"slurm-{job.number}"
+    assert f"done: {STEPS} steps" in (logs / "node0.log").read_text()
+    assert (logs / "node1.log").read_text() == ""
+
+
+def test_a_preempted_job_goes_on_by_itself_and_loses_nothing(
+    cluster: Cluster, folder: Path, corpus: Path, whole: list[tuple[int, float]]
+) -> None:
+    """Once as --signal does before the time is up, and once as SLURM takes nodes away."""
+    job = Job(cluster, folder, corpus, "preempted")
+    job.reach(SEEN)
+    cluster.do("scancel", "--signal=USR1", job.number)
+    wait_for("the first requeue", lambda: cluster.job(job.number)["Restarts"] == "1")
+    first = saved(job.log)
+    assert f"attempt 1 preempted; newest checkpoint: step {first[0]}\n" in job.log
+    assert "requeued; goes on from the checkpoint\n" in job.log
+    job.reach(first[0] + SEEN)
+    cluster.do("scontrol", "requeue", job.number)
+    assert job.finish() == ("COMPLETED", "0:0"), job.log
+    first, second = saved(job.log), saved(job.log)[1:]
+    assert len(first) == 2, job.log
+    assert "ended by SLURM, which cancels the job or requeues it\n" in job.log
+    assert f"attempt 2 on node[0-1], from step {first[0]}\n" in job.log
+    assert f"attempt 3 on node[0-1], from step {second[0]}\n" in job.log
+    assert job.losses == whole
+
+
+def saved(log: str) -> list[int]:
+    """Steps after which a run was interrupted, which it says when they are saved."""
+    lines = [line for line in log.splitlines() if line.startswith("interrupted after step ")]
+    assert all(line.endswith("; the same command goes on from there") for line in lines)
+    return [int(line.split()[3].rstrip(";")) for line in lines]
+
+
+def test_a_lost_node_costs_the_steps_since_the_checkpoint_and_no_sleep(
+    cluster: Cluster, folder: Path, corpus: Path, whole: list[tuple[int, float]]
+) -> None:
+    job = Job(cluster, folder, corpus, "lost")
+    job.reach(SEEN)
+    killed = cluster.processes("node1")
+    assert len(killed) >= 4  # what srun started, the launcher and two workers
+    for process in killed:
+        try:
+            os.kill(process, signal.SIGKILL)
+        except ProcessLookupError:  # one follows the other
+            pass
+    assert job.finish() == ("COMPLETED", "0:0"), job.log
+    assert cluster.job(job.number)["Restarts"] == "0"  # on the nodes it had
+    assert "slurm: attempt 1 crashed; newest checkpoint: step " in job.log
+    assert "slurm:   lost: killed, or the node failed: node1\n" in job.log
+    assert "attempt 2 on node[0-1], from step " in job.log and "attempt 3 " not in job.log
+    assert job.losses == whole
+
+
+def test_a_crash_loop_ends_with_its_reason(cluster: Cluster, folder: Path, corpus: Path) -> None:
+    """A worker that crashes at once: on the node, since the check has no fault to find."""
+    broken = folder / "broken"
+    broken.mkdir()
+    (broken / "torch.py").write_text("raise SystemExit(3)")
+    number = cluster.submit(
+        ROOT / "scripts/slurm.sbatch",
+        arguments(folder, corpus, "loop"),
+        folder=folder,
+        flags=["--nodes=2"],
+        variables=environment(NPROC="2", PYTHONPATH=str(broken)),
+    )
+    wait_for("the end", lambda: cluster.job(number)["JobState"] == "FAILED")
+    log = (folder / f"slurm-{number}.out").read_text()
+    assert cluster.job(number)["ExitCode"] == "3:0"
+    assert log.count("slurm: attempt ") == 6
+    assert "slurm:   exit code 3: node" in log
+    assert log.endswith(
+        "stopped: two restarts came no further than step 0 (a crash loop, or checkpoints too far apart)\n"
+    )
+
+
+def test_a_bad_recipe_is_refused_before_anything_starts(cluster: Cluster, folder: Path, corpus: Path) -> None:
+    job = Job(cluster, folder, corpus, "bad", "--batch.global_batch_size", "6")
+    assert job.finish() == ("FAILED", "2:0")
+    assert "multiple of micro_batch_size 1 x 4 data-parallel" in job.log
+    assert job.log.endswith("slurm: refused: nothing was started\n")
+    assert job.log.count("slurm: ") == 1
+    assert cluster.job(job.number)["Restarts"] == "0"
+    assert not (folder / "runs" / "bad").exists() and not (folder / f"slurm-{job.number}").exists()
+
+
+def test_a_dry_run_starts_nothing(cluster: Cluster, folder: Path, corpus: Path) -> None:
+    job = Job(cluster, folder, corpus, "dry", "--check")
+    assert job.finish() == ("COMPLETED", "0:0")
+    assert job.log == "slurm: the recipe fits 2 nodes\n"
+    assert not (folder / "runs" / "dry").exists()
