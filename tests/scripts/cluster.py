@@ -33,7 +33,7 @@ def free_ports(count: int) -> list[int]:
         return [probe.getsockname()[1] for probe in sockets]
 
 
-def wait_for(what: str, condition: Callable[[], object], *, seconds: float = 120) -> None:
+def wait_for(what: str, condition: Callable[[], object], *, seconds: float = 300) -> None:
     """Fails after a time that only a hang can take."""
     end = time.monotonic() + seconds
     while not condition():
@@ -79,8 +79,8 @@ SlurmctldPort={control}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-# A requeued job may start again when this credential has expired, by default after two minutes.
-AuthInfo=socket={self.folder}/munge/socket,cred_expire=2
+# A requeued job may start again when this credential has expired: 120 s by default, which less than 5 stand for too.
+AuthInfo=socket={self.folder}/munge/socket,cred_expire=5
 StateSaveLocation={self.folder}/state
 SlurmdSpoolDir={self.folder}/spool-%n
 SlurmctldPidFile={self.folder}/slurmctld.pid
