@@ -18,6 +18,7 @@ from types import FrameType
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
 
+from parallel.errors import UserError  # noqa: E402
 from recipes.restarts import End, History, end_of, reason_to_stop  # noqa: E402
 from recipes.schema import RunConfig  # noqa: E402
 from recipes.weights import CHECKPOINTS, checkpoint_steps  # noqa: E402
@@ -40,7 +41,7 @@ class Job:
         self.id, self.nodes = int(environment["SLURM_JOB_ID"]), int(environment["SLURM_JOB_NUM_NODES"])
         self.node_list = environment["SLURM_JOB_NODELIST"]
         self.logs = Path(f"slurm-{self.id}").absolute()
-        self.restarts = int(environment.get("RESTARTS", "10"))
+        self.restarts = number_of_restarts(environment.get("RESTARTS", "10"))
         self.environment = {**environment, "NNODES": str(self.nodes)}
         self.taken = False
 
@@ -173,6 +174,13 @@ def run_node(logs: Path, command: list[str]) -> int:
     return 0 if end_of([code])[0] == End.PREEMPTED else code
 
 
+def number_of_restarts(text: str) -> int:
+    """What RESTARTS says. Raises UserError."""
+    if not text.isdecimal():
+        raise UserError(f"RESTARTS={text}: must be a number of restarts, 0 or more")
+    return int(text)
+
+
 def exit_file(logs: Path, name: str) -> Path:
     """Where a node leaves its exit code; until then there is nothing, or STOPPING once it was told to stop."""
     return logs / f"{name}.exit"
@@ -213,8 +221,12 @@ def address(node: str) -> str:
 def main(arguments: list[str]) -> int:
     if arguments[:1] == ["--node"]:
         return run_node(Path(arguments[1]), arguments[2:])
-    job = Job([word for word in arguments if word != "--check"], os.environ)
-    folder = job.check()
+    try:
+        job = Job([word for word in arguments if word != "--check"], os.environ)
+        folder = job.check()
+    except UserError as error:
+        say(str(error))
+        folder = None
     if folder is None:
         say("refused: nothing was started")
         return MISTAKE

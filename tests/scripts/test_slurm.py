@@ -150,6 +150,17 @@ def test_a_lost_node_costs_the_steps_since_the_checkpoint_and_no_sleep(
     assert job.losses == whole
 
 
+def test_a_cancelled_job_saves_and_stays_away(cluster: Cluster, folder: Path, corpus: Path) -> None:
+    job = Job(cluster, folder, corpus, "cancelled")
+    job.reach(SEEN)
+    cluster.do("scancel", job.number)
+    assert job.finish()[0] == "CANCELLED"
+    wait_for("no process of the job", lambda: not cluster.processes("node0") and not cluster.processes("node1"))
+    [step] = saved(job.log)
+    assert job.losses[-1][0] == step
+    assert cluster.job(job.number)["Restarts"] == "0" and "attempt 2" not in job.log
+
+
 def test_a_crash_loop_ends_with_its_reason(cluster: Cluster, folder: Path, corpus: Path) -> None:
     """A worker that crashes at once: on the node, since the check has no fault to find."""
     broken = folder / "broken"
