@@ -85,6 +85,12 @@ if ! [ "$NPROC" -gt 0 ] 2>/dev/null; then
     exit 2
 fi
 
+if [ -z "${OMP_NUM_THREADS:-}" ]; then
+    cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+    OMP_NUM_THREADS=$((cores > NPROC ? cores / NPROC : 1))
+fi
+export OMP_NUM_THREADS
+
 # A bad recipe fails here, in a second and once, instead of in every process after torch is loaded.
 checked() { "$PYTHON" "$ROOT/train.py" "$@" --check --processes "$((NPROC * NNODES))"; }
 if [ -n "$check" ]; then
@@ -95,12 +101,6 @@ if [ -n "$check" ]; then
     exit
 fi
 checked "$@" >/dev/null
-
-if [ -z "${OMP_NUM_THREADS:-}" ]; then
-    cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
-    OMP_NUM_THREADS=$((cores > NPROC ? cores / NPROC : 1))
-fi
-export OMP_NUM_THREADS
 
 nodes=(--standalone)
 if [ "$NNODES" -gt 1 ]; then
