@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2
+
+from recipes.exit_codes import POISONED, PREEMPTED, REFUSED, ended_by
 
 
 class End(StrEnum):
@@ -18,13 +21,14 @@ class End(StrEnum):
     """Which cancels the job or requeues it by itself: neither the job's fault nor its decision."""
 
 
-# The one place that knows exit codes, those of a launcher (128 + n: ended by signal n). What is not here is a crash.
+# What is not here is a crash; 74 is reserved in recipes/exit_codes.py.
 FINAL_CODES = {
-    2: "the recipe, its data or its folder must be mended first (exit code 2)",
+    REFUSED: "the recipe, its data or its folder must be mended first (exit code 2)",
     74: "the disk is full (exit code 74)",
-    76: "the run is poisoned (exit code 76)",
+    POISONED: "the run is poisoned (exit code 76)",
 }
-PREEMPTED_CODES = {75, 128 + 1, 128 + 2, 128 + 10, 128 + 15}  # saved; SIGHUP, SIGINT, SIGUSR1, SIGTERM
+# Saved; or ended by a signal with nothing to save yet, which the same command does over.
+PREEMPTED_CODES = {PREEMPTED, *(ended_by(number) for number in (SIGHUP, SIGINT, SIGUSR1, SIGUSR2, SIGTERM))}
 
 
 def end_of(codes: Sequence[int | None]) -> tuple[End, int]:
