@@ -19,14 +19,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
 
 from parallel.errors import UserError  # noqa: E402
+from recipes.exit_codes import PREEMPTED, REFUSED  # noqa: E402
 from recipes.restarts import End, History, end_of, reason_to_stop  # noqa: E402
 from recipes.schema import RunConfig  # noqa: E402
 from recipes.weights import CHECKPOINTS, checkpoint_steps  # noqa: E402
 
 RUN = ["bash", str(ROOT / "scripts" / "run.sh")]
-MISTAKE, PREEMPTED = 2, 75
 STOPPING = "stopping\n"
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
 
 def say(text: str) -> None:
@@ -156,10 +156,10 @@ def run_node(logs: Path, command: list[str]) -> int:
 
         def relay(number: int, frame: FrameType | None) -> None:
             exit_file(logs, name).write_text(STOPPING)
-            child.send_signal(signal.SIGTERM)
+            child.send_signal(number)
 
-        # Depending on its configuration SLURM signals this process alone, or all of the step: the launcher takes
-        # the first signal it gets, and passes it to the workers.
+        # Depending on its configuration SLURM signals this process alone, or all of the step: to the launcher the same
+        # signal again is an echo, another one would mean haste.
         for number in STOP_SIGNALS:
             signal.signal(number, relay)
         if child.stdout is not None:
@@ -229,7 +229,7 @@ def main(arguments: list[str]) -> int:
         folder = None
     if folder is None:
         say("refused: nothing was started")
-        return MISTAKE
+        return REFUSED
     if "--check" in arguments:
         say(f"the recipe fits {job.nodes} nodes")
         return 0

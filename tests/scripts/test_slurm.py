@@ -112,6 +112,7 @@ def test_a_preempted_job_goes_on_by_itself_and_loses_nothing(
     cluster.do("scancel", "--signal=USR1", job.number)
     wait_for("the first requeue", lambda: cluster.job(job.number)["Restarts"] == "1")
     first = saved(job.log)
+    assert first, job.log
     assert f"attempt 1 preempted; newest checkpoint: step {first[0]}\n" in job.log
     assert "requeued; goes on from the checkpoint\n" in job.log
     job.reach(first[0] + 2)
@@ -127,9 +128,9 @@ def test_a_preempted_job_goes_on_by_itself_and_loses_nothing(
 
 def saved(log: str) -> list[int]:
     """Steps after which a run was interrupted, which it says when they are saved."""
-    lines = [line for line in log.splitlines() if line.startswith("interrupted after step ")]
+    lines = [line for line in log.splitlines() if ": interrupted after step " in line]
     assert all(line.endswith("; the same command goes on from there") for line in lines)
-    return [int(line.split()[3].rstrip(";")) for line in lines]
+    return [int(line.split()[4].rstrip(";")) for line in lines]
 
 
 def test_a_lost_node_costs_the_steps_since_the_checkpoint_and_no_sleep(
