@@ -17,6 +17,8 @@ class End(StrEnum):
     FINAL = "ended for a reason that a restart does not mend"
     PREEMPTED = "preempted"
     CRASHED = "crashed"
+    UNSTARTED = "did not start on all nodes"
+    """A node does not answer: a crash of the node, which other nodes mend and no change of the run would."""
     TAKEN = "ended by the scheduler"
     """Which cancels the job or requeues it by itself: neither the job's fault nor its decision."""
 
@@ -64,10 +66,12 @@ def reason_to_stop(attempts: Sequence[Attempt], *, step: int, restarts: int) -> 
     """
     if attempts and attempts[-1].end in (End.DONE, End.FINAL):
         return attempts[-1].end.value
-    crashes = sum(attempt.end in (End.CRASHED, None) for attempt in attempts)
+    crashes = sum(attempt.end in (End.CRASHED, End.UNSTARTED, None) for attempt in attempts)
     if crashes > restarts:
         return f"it crashed {crashes} times, and RESTARTS={restarts}"
-    ours = [(attempt, index > 0) for index, attempt in enumerate(attempts) if attempt.end != End.TAKEN]
+    ours = [
+        (attempt, index > 0) for index, attempt in enumerate(attempts) if attempt.end not in (End.TAKEN, End.UNSTARTED)
+    ]
     in_vain = 0
     for attempt, is_restart in reversed(ours):
         if attempt.step != step:

@@ -25,7 +25,8 @@ from recipes.schema import RunConfig  # noqa: E402
 from recipes.weights import CHECKPOINTS, checkpoint_steps  # noqa: E402
 
 RUN = ["bash", str(ROOT / "scripts" / "run.sh")]
-STOPPING = "stopping\n"
+STARTED, STOPPING = "started\n", "stopping\n"
+STATES = {STARTED: "lost: killed, or the node failed", STOPPING: "killed while stopping"}
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
 
@@ -74,13 +75,20 @@ class Job:
                 say("ended by SLURM, which cancels the job or requeues it")
                 return PREEMPTED
             end, code = end_of([*codes.values()])
+            absent = [name for name in codes if not exit_file(self.logs, name).exists()]
+            if absent and end == End.CRASHED:
+                end = End.UNSTARTED
             history.end(end)
             if end == End.DONE:
                 return 0
             say(f"attempt {attempt} {end.value}; newest checkpoint: step {newest_step(folder)}")
             if end != End.PREEMPTED:
                 self._explain(codes)
-            elif not reason_to_stop(history.attempts, step=newest_step(folder), restarts=self.restarts):
+            if absent:
+                say(f"  does not answer: {' '.join(absent)}")
+            if end in (End.PREEMPTED, End.UNSTARTED) and not reason_to_stop(
+                history.attempts, step=newest_step(folder), restarts=self.restarts
+            ):
                 return self._requeue()
 
     def _run(self, attempt: int) -> dict[str, int | None]:
@@ -118,9 +126,7 @@ class Job:
         """Each way to end with the nodes that ended so, and the last words of the first of them."""
         by_end: dict[str, list[str]] = {}
         for name, code in codes.items():
-            lost = (
-                "killed while stopping" if exit_file(self.logs, name).exists() else "lost: killed, or the node failed"
-            )
+            lost = STATES.get(read_state(exit_file(self.logs, name)), "not started")
             by_end.setdefault(lost if code is None else f"exit code {code}", []).append(name)
         for what, names in by_end.items():
             more = f" and {len(names) - 4} more" if len(names) > 4 else ""
@@ -145,6 +151,7 @@ def run_node(logs: Path, command: list[str]) -> int:
     Returns 0 after a pre-emption too, or srun would end the nodes that are still saving.
     """
     name, rank = os.environ["SLURMD_NODENAME"], os.environ["SLURM_NODEID"]
+    exit_file(logs, name).write_text(STARTED)
     with (logs / f"{name}.log").open("ab") as log:
         main = rank == "0"
         child = subprocess.Popen(
@@ -182,15 +189,17 @@ def number_of_restarts(text: str) -> int:
 
 
 def exit_file(logs: Path, name: str) -> Path:
-    """Where a node leaves its exit code; until then there is nothing, or STOPPING once it was told to stop."""
+    """Where a node leaves its exit code; until then STARTED, or STOPPING once it was told to stop."""
     return logs / f"{name}.exit"
 
 
+def read_state(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
 def read_code(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (FileNotFoundError, ValueError):
-        return None
+    text = read_state(path).strip()
+    return int(text) if text.isdecimal() else None
 
 
 def newest_step(folder: Path) -> int:

@@ -52,6 +52,11 @@ def test_what_the_scheduler_takes_away_is_no_crash() -> None:
     assert stops([(0, CRASHED), (0, TAKEN), (0, CRASHED), (0, TAKEN), (0, None)], step=0)
 
 
+def test_a_node_that_does_not_answer_is_no_crash_loop() -> None:
+    assert stops([(0, CRASHED), (0, End.UNSTARTED), (0, End.UNSTARTED)], step=0) is None
+    assert stops([(0, End.UNSTARTED)] * 3, step=0, restarts=2) == "it crashed 3 times, and RESTARTS=2"
+
+
 def test_crashes_are_counted_and_preemptions_are_not() -> None:
     often: list[tuple[int, End | None]] = [(step, PREEMPTED) for step in range(50)]
     assert stops(often, step=50, restarts=0) is None
