@@ -102,6 +102,8 @@ def _choose_source(given: Given, names: set[str], origin: str) -> list[Problem]:
         return [Problem("data.mixture", message, "", origin)]
     if "source" in names:
         given.pop("data.mixture", None)
+    elif "mixture" in names:
+        given.pop("data.source", None)
     return []
 
 

@@ -76,9 +76,7 @@ def prepare(options: argparse.Namespace) -> None:
     if is_prepared(options.source):
         raise UserError(f"'{options.source}' is prepared already")
     if folder.resolve().is_relative_to(Path(options.source).expanduser().resolve()) and Path(options.source).is_dir():
-        raise UserError(
-            f"'{folder}' lies inside of '{options.source}' and would become part of it; give another folder"
-        )
+        raise UserError(f"'{folder}' lies inside of '{options.source}' and would be part of it; give another folder")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"'{folder}' is a file; give a folder, or a name that is free")
     source = pinned(options.source)

@@ -311,6 +311,7 @@ def test_what_a_run_leaves_behind(reference: dict[str, list[float]], small: Reci
         "lr",
         "step_seconds",
         "data_seconds",
+        "epochs",
         "tokens_per_second",
         "tokens_per_second_per_device",
         "tflops_per_device",

@@ -101,7 +101,8 @@ def test_too_many_bad_rows_stop_it(tmp_path: Path) -> None:
         (("ROWS", "OUT", "--tokenizer", "train:300", "--cores", "0"), "must be at least 1"),
         (("ROWS", "FULL", "--tokenizer", "train:300"), "holds other files; give an empty folder"),
         (("ROWS", "OTHER", "--tokenizer", "train:300"), "holds tokens of another source, tokenizer or held-out share"),
-        (("ROWS", "ROWS", "--tokenizer", "train:300"), "cannot write"),
+        (("ROWS", "ROWS", "--tokenizer", "train:300"), "is a file; give a folder, or a name that is free"),
+        (("HERE", "INSIDE", "--tokenizer", "train:300"), "and would be part of it; give another folder"),
     ],
 )
 def test_what_can_be_mended_is_said_in_a_line(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -110,7 +111,8 @@ def test_what_can_be_mended_is_said_in_a_line(tmp_path: Path, arguments: tuple[s
     (tmp_path / "full" / "mine.txt").write_text("mine")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "owner.txt").write_text("someone else")
-    places = {"ROWS": "rows.jsonl", "OUT": "out", "FULL": "full", "OTHER": "other"}
+    (tmp_path / "other" / "00000.json").write_text("{}")
+    places = {"ROWS": "rows.jsonl", "OUT": "out", "FULL": "full", "OTHER": "other", "HERE": ".", "INSIDE": "inside"}
     words = [str(tmp_path / places[word]) if word in places else word for word in arguments]
     said = run(*words, "--cache", tmp_path / "cache", code=2)
     assert message in said

@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from recipes.schema import Recipe
+from recipes.schema import DataConfig, Recipe
 from tests.processes import run_processes
 from tests.recipes.data.test_hub import c4, tiny_stories
 from tests.recipes.data.texts import write_rows
@@ -59,6 +59,7 @@ def test_a_masked_mixture_goes_on_on_other_numbers_of_processes(small: Recipe, s
         small,
         run={"name": "whole", "steps": 10},
         data={
+            "source": DataConfig().source,
             "mixture": mixture,
             "tokenizer": "train:300",
             "validation_fraction": 0.2,
