@@ -120,12 +120,22 @@ def test_a_killed_preparation_leaves_nothing_that_looks_whole(tmp_path: Path) ->
     )
     folder = tmp_path / "killed"
     process = subprocess.Popen([sys.executable, "-c", code, tmp_path / "rows.jsonl", folder], cwd=ROOT)
-    while read_shard(folder, 1) is None:  # two shards are whole
+
+    def amid_a_shard() -> bool:
+        return any(path.name.startswith(".part-") for path in folder.iterdir())
+
+    while True:  # until two shards are whole and the third is not
         assert process.poll() is None
+        if read_shard(folder, 1) is not None and amid_a_shard():
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(0.1)
+            if amid_a_shard():
+                break
+            process.send_signal(signal.SIGCONT)
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert any(path.name.startswith(".part-") for path in folder.iterdir())
+    assert amid_a_shard()
     shards_in(folder, work)
     shards_in(tmp_path / "whole", work)
     assert contents(folder) == contents(tmp_path / "whole")
