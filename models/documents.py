@@ -64,12 +64,15 @@ class Documents:
         return self.squared_lengths / self.positions.numel()
 
     def to(self, device: torch.device) -> "Documents":
-        """A copy on the device; the host does not wait for a GPU."""
-        tensors = (self.positions, self.cumulative_lengths)
-        if device.type == "cuda":
-            tensors = (tensors[0].pin_memory(), tensors[1].pin_memory())
-        positions, cumulative = (tensor.to(device, non_blocking=True) for tensor in tensors)
+        """A copy on the device; from pinned memory the host does not wait for a GPU."""
+        positions, cumulative = (
+            tensor.to(device, non_blocking=True) for tensor in (self.positions, self.cumulative_lengths)
+        )
         return Documents(positions, cumulative, self.squared_lengths)
+
+    def pin_memory(self) -> "Documents":
+        """A copy in memory that a GPU reads by itself."""
+        return Documents(self.positions.pin_memory(), self.cumulative_lengths.pin_memory(), self.squared_lengths)
 
     def for_attention_in(self, dtype: torch.dtype) -> Mask | Lengths:
         """What attention over activations of this type needs, on the device where the documents are.

@@ -79,19 +79,17 @@ class Batches:
             targets = targets.clone()
             targets[max(0, available - first) :] = IGNORED
         size = self._micro_batch_size
-        return [
-            (
-                self._pinned(own_inputs),
-                self._pinned(own_targets),
-                None
-                if self._end_of_document is None
-                else Documents.of(own_inputs, end_of_document=self._end_of_document),
-            )
-            for own_inputs, own_targets in zip(inputs.split(size), targets.split(size), strict=True)
-        ]
+        pairs = zip(inputs.split(size), targets.split(size), strict=True)
+        return [self._micro_batch(own_inputs, own_targets) for own_inputs, own_targets in pairs]
 
-    def _pinned(self, tensor: Tensor) -> Tensor:
-        return tensor.contiguous().pin_memory() if self._device.type == "cuda" else tensor
+    def _micro_batch(self, inputs: Tensor, targets: Tensor) -> MicroBatch:
+        end = self._end_of_document
+        documents = None if end is None else Documents.of(inputs, end_of_document=end)
+        if self._device.type != "cuda":
+            return inputs, targets, documents
+        # Here, in the reading thread: pinning takes the time of a copy.
+        pinned = None if documents is None else documents.pin_memory()
+        return inputs.contiguous().pin_memory(), targets.contiguous().pin_memory(), pinned
 
     def _on_device(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         return [
