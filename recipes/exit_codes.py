@@ -3,6 +3,7 @@
 Imports no torch.
 """
 
+import os
 import signal
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -19,6 +20,17 @@ POISONED = 76
 """run.max_skipped_steps in a row were skipped; the last checkpoint is as it was."""
 
 # Reserved, and returned by nothing yet: 74 for a full disk (EX_IOERR), 77 for processes that wait for ever.
+
+
+def is_there(process: int) -> bool:
+    """Whether a process of this machine has this id."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        pass
+    return True
 
 
 def ended_by(number: int) -> int:

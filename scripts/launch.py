@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from recipes.exit_codes import ECHO_SECONDS, POISONED, PREEMPTED, REFUSED, SIGNALS, ended_by
+from recipes.exit_codes import ECHO_SECONDS, POISONED, PREEMPTED, REFUSED, SIGNALS, ended_by, is_there
 
 EXPLAINED = {REFUSED, PREEMPTED, POISONED, *map(ended_by, SIGNALS)}
 """The worker has said why itself."""
@@ -97,14 +97,6 @@ class Workers:
         code = failure.exitcode
         ended_first = self.ended_first is None or failure.pid in self.ended_first
         return not ended_first, 0 if code in EXPLAINED else 1 if code < 0 else 2, failure.timestamp
-
-
-def is_there(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def main() -> int:

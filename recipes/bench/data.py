@@ -24,7 +24,7 @@ import torch
 import xxhash
 
 from recipes.data.batches import Batches
-from recipes.data.opening import open_data, pinned_sources
+from recipes.data.opening import Data, open_data, pinned_sources
 from recipes.data.order import SequenceOrder
 from recipes.data.prepare import Pieces, preparation, write_shards
 from recipes.data.rows import documents
@@ -89,7 +89,7 @@ def _reading(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, An
     """Prepared shards to ready batches, from the page cache."""
     _random_shards(folder / "shards", options.tokens)
     for what, mask, target in (("", None, "100"), (" with document positions", END, "20")):
-        batches = _batches(folder / "shards", global_batch_size=16, mask=mask)
+        batches = _batches(_sequences(folder / "shards"), global_batch_size=16, mask=mask)
         count = max(1, options.tokens // LENGTH // 16)
         rates = []
         for repeat in range(options.repeats + 1):
@@ -113,7 +113,7 @@ def _reading(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, An
         "target": "under a second",
         "all": seconds,
     }
-    batches = _batches(folder / "shards", global_batch_size=1, mask=None)
+    batches = _batches(_sequences(folder / "shards"), global_batch_size=1, mask=None)
     for batch in range(1000):
         batches.take(batch)
     before = _own_memory()
@@ -148,9 +148,7 @@ def _random_shards(folder: Path, tokens: int) -> None:
 def _resume(folder: Path, count: int, *, first: bool) -> float:
     """Seconds from a recipe's data section to a batch far out. The shards are one file under many names."""
     shards = folder / "many"
-    tokenizer = load_tokenizer(
-        "train:300", sources=["python-stdlib"], text_field="text", cache=folder / "cache", report=lambda line: None
-    )
+    tokenizer = _tokenizer(folder, 300)
     section = DataConfig(source=str(shards), cache=str(folder / "cache"))
     if first:
         shards.mkdir()
@@ -169,16 +167,7 @@ def _resume(folder: Path, count: int, *, first: bool) -> float:
         Index(FORMAT_VERSION, "", "source", tokenizer.fingerprint, share, ("",), found).write(shards)
         (shards / OWNER).write_text("the benchmark")
     started = perf_counter()
-    data = open_data(
-        section,
-        pinned=pinned_sources(section.sources, {}),
-        tokenizer=tokenizer,
-        sequence_length=LENGTH,
-        seed=0,
-        goes_on=True,
-        writes=True,
-        report=lambda line: None,
-    )
+    data = _open(section, tokenizer)
     data.training.require(10**9, 16)
     data.training.rows(10**9, 16)
     seconds = perf_counter() - started
@@ -186,10 +175,31 @@ def _resume(folder: Path, count: int, *, first: bool) -> float:
     return seconds
 
 
-def _batches(folder: Path, *, global_batch_size: int, mask: int | None) -> Batches:
-    source = Source("shards", Shards(folder), SequenceOrder(LENGTH, 0, None))
+def _open(section: DataConfig, tokenizer: Tokenizer) -> Data:
+    return open_data(
+        section,
+        pinned=pinned_sources(section.sources, {}),
+        tokenizer=tokenizer,
+        sequence_length=LENGTH,
+        seed=0,
+        goes_on=False,
+        writes=True,
+        report=lambda line: None,
+    )
+
+
+def _tokenizer(folder: Path, entries: int) -> Tokenizer:
+    places: dict[str, Any] = {"sources": ["python-stdlib"], "text_field": "text", "cache": folder / "cache"}
+    return load_tokenizer(f"train:{entries}", report=lambda line: None, **places)
+
+
+def _sequences(folder: Path) -> Sequences:
+    return Sequences([Source("shards", Shards(folder), SequenceOrder(LENGTH, 0, None))], [1.0])
+
+
+def _batches(sequences: Sequences, *, global_batch_size: int, mask: int | None) -> Batches:
     return Batches(
-        Sequences([source], [1.0]),
+        sequences,
         global_batch_size=global_batch_size,
         micro_batch_size=1,
         rank=0,
@@ -215,9 +225,7 @@ def _corpus(folder: Path, copies: int) -> tuple[Path, list[str], Tokenizer]:
     file = folder / "corpus.jsonl"
     if not file.exists():
         file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    tokenizer = load_tokenizer(
-        "train:32000", sources=["python-stdlib"], text_field="text", cache=folder / "cache", report=lambda line: None
-    )
+    tokenizer = _tokenizer(folder, 32000)
     return file, texts, tokenizer
 
 
@@ -251,25 +259,8 @@ def _tokenizing(folder: Path, options: argparse.Namespace) -> Iterator[dict[str,
 def _stream(file: Path, tokenizer: Tokenizer, cache: Path, tokens: int) -> float:
     started = perf_counter()
     section = DataConfig(source=str(file), cache=str(cache), shuffle_tokens=2**22)
-    data = open_data(
-        section,
-        pinned=pinned_sources(section.sources, {}),
-        tokenizer=tokenizer,
-        sequence_length=LENGTH,
-        seed=0,
-        goes_on=False,
-        writes=True,
-        report=lambda line: None,
-    )
-    batches = Batches(
-        data.training,
-        global_batch_size=16,
-        micro_batch_size=1,
-        rank=0,
-        ranks=1,
-        end_of_document=None,
-        device=torch.device("cpu"),
-    )
+    data = _open(section, tokenizer)
+    batches = _batches(data.training, global_batch_size=16, mask=None)
     for batch in range(int(tokens * (1 - section.validation_fraction)) // LENGTH // 16):
         batches.take(batch)
     seconds = perf_counter() - started
@@ -353,9 +344,7 @@ def _in_child(what: str, file: Path, folder: Path, *, cores: int | None) -> floa
 
 def child(what: str, file: Path, folder: Path) -> float:
     """One side of a comparison, timed without the imports."""
-    tokenizer = load_tokenizer(
-        "train:32000", sources=["python-stdlib"], text_field="text", cache=folder / "cache", report=lambda line: None
-    )
+    tokenizer = _tokenizer(folder, 32000)
     with tempfile.TemporaryDirectory(dir=folder) as own:
         if what == "prepare":
             started = perf_counter()

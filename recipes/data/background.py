@@ -17,7 +17,9 @@ from parallel.errors import UserError
 from recipes.data.prepare import Preparation, write_shards
 from recipes.data.shards import PROBLEM, Shards, write_whole
 
-SECONDS_BETWEEN_LOOKS = 0.2
+SECONDS_BETWEEN_LOOKS = 0.02
+# When not even the reason can be written. EX_IOERR of sysexits.h.
+CANNOT_WRITE = 74
 EVERYTHING = 2**62
 
 
@@ -55,10 +57,13 @@ class Background:
             return
         with suppress(FileNotFoundError):
             raise UserError((self.folder / PROBLEM).read_text(encoding="utf-8"))
+        if code == CANNOT_WRITE:
+            raise UserError(f"data.cache: cannot write below '{self.folder}'; make room or give another folder")
         if code:
             reason = f"signal {-code}" if code < 0 else f"exit code {code}"
             text = f"data.source: the process that tokenizes ended with {reason}; what it wrote is kept, start again"
-            _tell(self.folder, text)
+            with suppress(OSError):
+                write_whole(self.folder / PROBLEM, text)
             raise UserError(text)
 
     def stop(self) -> None:
@@ -89,12 +94,11 @@ def _work(folder: Path, work: Preparation, wanted: Any) -> None:
 
 
 def _tell(folder: Path, text: str) -> None:
-    """Tell all processes, on a disk that may be full: then the exit code must do."""
+    """Tell all processes why this one ends."""
     try:
         write_whole(folder / PROBLEM, text)
     except OSError:
-        if multiprocessing.parent_process() is not None:
-            os._exit(1)
+        os._exit(CANNOT_WRITE)
 
 
 def _end_with_parent() -> None:

@@ -106,7 +106,7 @@ def open_data(
         try:
             _wait_for_the_first(source, report)
             training.append(source)
-            validation.append(_held_out(source, folder))
+            validation.append(_held_out(source))
             _require_enough(source, validation[-1], validation_fraction=fraction)
         except BaseException:
             if background is not None:
@@ -165,10 +165,9 @@ def _wait_for_the_first(source: Source, report: Callable[[str], None]) -> None:
         )
 
 
-def _held_out(source: Source, folder: Path) -> Source:
+def _held_out(source: Source) -> Source:
     """The held-out text beside the first window of training text, or beside all of it where that is there at once."""
-    shards = Shards(folder, VALIDATION)
-    shards.close_after(source.used(0))
+    shards = Shards(source.shards.folder, VALIDATION, only=source.shards.shards[: source.used(0)])
     # Shuffled too, so that a few batches are a fair sample; whatever the seed of the run, always the same one.
     return Source(source.name, shards, SequenceOrder(source.order.sequence_length, 0, None))
 

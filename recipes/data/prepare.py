@@ -48,6 +48,7 @@ from recipes.data.shards import (
     write_whole,
 )
 from recipes.data.sources import document_hash, find_files, fingerprint
+from recipes.exit_codes import is_there
 from recipes.tokenizer import BATCH_CHARACTERS, Tokenizer, parallel_tokenizers
 
 # Batches given to the tokenizer at a time: the second keeps the cores busy while the first runs out of documents.
@@ -112,7 +113,7 @@ def whole_shards(folder: Path, *, keep_unread: bool = True) -> list[Shard]:
     """
     for part in folder.glob(f".part-{platform.node()}-*"):
         process = part.name.removeprefix(f".part-{platform.node()}-").partition("-")[0]
-        if not Path("/proc", process).exists():  # a killed process left it
+        if not is_there(int(process)):  # a killed process left it
             shutil.rmtree(part) if part.is_dir() else part.unlink()
     shards: list[Shard] = []
     size = 0
@@ -307,7 +308,9 @@ class _ShardWriter:
             elif not has_text(row):
                 self._empty += 1
             else:
-                tokens = np.array([*next(ids), self._end], dtype=self._tokens)
+                document = next(ids)
+                document.append(self._end)
+                tokens = np.array(document, dtype=self._tokens)
                 # By its contents a document is held out or not whatever stands beside it, and so are its copies.
                 number = document_hash(row.text)
                 self._lowest, self._highest = min(self._lowest, number / HASHES), max(self._highest, number / HASHES)

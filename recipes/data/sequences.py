@@ -129,15 +129,16 @@ class Source:
 
     def _judge(self, used: int) -> None:
         # Shards in use, not those that happen to be there: so a run stops at the same step wherever it runs.
-        self.used_shards = max(used, self.used_shards)
-        self._budget.count(self.shards.shards[: self.used_shards])
+        if used > self.used_shards:
+            self.used_shards = used
+            self._budget.count(self.shards.shards[:used])
 
 
 class Sequences:
     """The sequences of all sources in the order of the run."""
 
     def __init__(self, sources: Sequence[Source], weights: Sequence[float]) -> None:
-        """weights: shares of the tokens, of any sum. Raises ValueError where one is too small."""
+        """weights: shares of the tokens, as Mixture takes them."""
         self.sources = list(sources)
         self.mixture = Mixture(weights)
         self.sequence_length = self.sources[0].order.sequence_length

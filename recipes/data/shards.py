@@ -209,15 +209,17 @@ class Shards:
     Tokens are mapped, not read: what stays in memory is for the operating system to decide.
     """
 
-    def __init__(self, folder: Path, kind: str = TRAIN) -> None:
-        """kind: TRAIN or VALIDATION."""
+    def __init__(self, folder: Path, kind: str = TRAIN, *, only: Sequence[Shard] | None = None) -> None:
+        """kind: TRAIN or VALIDATION. only: these first shards of the folder, as if the source ended with them."""
         self.folder = folder
         self.kind = kind
         self.shards: list[Shard] = []
-        self._closed = False
+        self._closed = only is not None
         self._ends = np.zeros(1, dtype=np.int64)  # (shards + 1,): tokens before each shard, and in all
         self._maps: OrderedDict[int, np.ndarray] = OrderedDict()  # the one used last at the end
-        if index := read_index(folder):
+        if only is not None:
+            self._take(only)
+        elif index := read_index(folder):
             self._take(index.shards)
         self.refresh()
 
@@ -245,12 +247,6 @@ class Shards:
     def covering(self, tokens: int) -> int:
         """How many shards it takes to hold the first so many tokens; all there are where there are fewer tokens."""
         return min(int(np.searchsorted(self._ends, tokens, side="left")), len(self.shards))
-
-    def close_after(self, count: int) -> None:
-        """Forget the shards beyond the first `count`, as if the source ended there."""
-        self.shards = self.shards[:count]
-        self._ends = self._ends[: count + 1]
-        self._closed = True
 
     def read(self, start: int, out: np.ndarray) -> None:
         """Copy tokens start .. start + len(out) - 1 into `out`, any integer type. The first follows the last."""
@@ -289,7 +285,7 @@ class Shards:
             start += stop - offset
             count -= stop - offset
 
-    def _take(self, shards: "list[Shard] | tuple[Shard, ...]") -> None:
+    def _take(self, shards: Sequence[Shard]) -> None:
         if shards:
             self.shards += shards
             self._ends = np.cumsum([0, *(getattr(shard, self.kind) for shard in self.shards)], dtype=np.int64)
