@@ -39,11 +39,6 @@ IDENTITY = (
 )
 
 
-def run_folder(recipe: Recipe) -> Path:
-    """Where the files of the run go."""
-    return recipe.run.folder
-
-
 def identity_differences(old: Recipe, new: Recipe) -> list[str]:
     """What makes `new` another run than `old`, the one whose folder it would continue in; one line each."""
     return [
@@ -62,7 +57,7 @@ def holds_results(folder: Path) -> bool:
 
 def check_output_folder(recipe: Recipe) -> None:
     """Raises UserError where the run's files cannot go, or where something is that it must not touch."""
-    folder = run_folder(recipe)
+    folder = recipe.run.folder
     remedy = "give this run another name (--run.name OTHER)"
     if folder.is_file():
         raise UserError(f"{folder} is a file, but the run's files go there; {remedy}")
@@ -99,7 +94,7 @@ def claim_run_folder(recipe: Recipe, *, done: int, environment: dict[str, Any]) 
     checkpoint continues move aside with their folder, and a recipe that changes on the way stays under another name.
     Raises UserError where the folder cannot be written.
     """
-    folder, notes = run_folder(recipe), []
+    folder, notes = recipe.run.folder, []
     if folder.is_symlink():  # what is set aside stays where the link points, and so does what is new
         folder = folder.resolve()
     try:

@@ -117,8 +117,8 @@ class Trainer:
             files=checkpoint_files(self._description()) | {DATA: json.dumps(self.feed.facts, indent=2) + "\n"},
         )
         self.firewall = Firewall(recipe.run, device=world.device, replicas=self.mesh_degrees.replicate)
-        self.progress = self._resume()
-        self.step = self.progress.get("step", 0)
+        progress = self._resume()
+        self.step: int = progress.get("step", 0)
         if recipe.checkpoint.every and self.step < recipe.run.steps:
             self.checkpoints.require_room(self.parameters)
         # Only now: until here a signal ends the process, and a run that could not start leaves nothing behind.
@@ -132,7 +132,7 @@ class Trainer:
             wandb_project=recipe.metrics.wandb_project if recipe.metrics.wandb else None,
             run_name=recipe.run.name,
             recipe=asdict(recipe),
-            before=self.progress,
+            before=progress,
         )
         self.metrics.cut_back(self.step)
 
@@ -226,7 +226,7 @@ class Trainer:
         mean_loss = sum_over_processes(loss).item()  # here the host waits for the device
         step_seconds, data_seconds = self.clock.seconds_per_step()
         self._note_skipped()
-        row = {
+        row: dict[str, Any] = {
             "step": self.step,
             "tokens": self._tokens(),
             "loss": mean_loss,

@@ -14,6 +14,7 @@ from typing import IO
 import pytest
 
 from recipes.exit_codes import PREEMPTED, SIGNALS, ended_by
+from scripts.chaos import descendants
 from tests.test_run import ROOT, command, environment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
@@ -118,21 +119,6 @@ def words(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:-1]
     except OSError:
         return []
-
-
-def descendants(of: int) -> list[int]:
-    """Process ids of a process's children, theirs, and so on."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue  # gone meanwhile
-    found = [of]
-    for process in found:
-        found += [child for child, parent in parents.items() if parent == process]
-    return found[1:]
 
 
 @pytest.fixture

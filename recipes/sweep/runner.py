@@ -17,7 +17,7 @@ MARK = "SHARDWRIGHT_SWEEP_RUN"
 """Environment variable by which all processes of a run are found again, wherever they moved to: torchrun gives each
 worker a session of its own, out of reach of the launcher's process group."""
 POLITE_SECONDS = 35.0
-"""How long an interrupted run may take to end by itself; the launcher gives its workers 30 s."""
+"""How long an interrupted run may take to finish its step and end by itself."""
 LONGEST_REASON = 300
 
 OUT_OF_MEMORY = re.compile(

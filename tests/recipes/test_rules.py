@@ -18,7 +18,6 @@ from recipes.run_folder import (
     claim_run_folder,
     identity_differences,
     require_same_data,
-    run_folder,
 )
 from recipes.schema import (
     BatchConfig,
@@ -288,7 +287,7 @@ def named(output: Path, **sections: Any) -> Recipe:
 
 def begin(recipe: Recipe) -> None:
     """What a run leaves that broke off before its first logged step."""
-    folder = run_folder(recipe)
+    folder = recipe.run.folder
     (folder / "checkpoints" / ".partial-00000001").mkdir(parents=True)
     (folder / "recipe.toml").write_text(to_toml(recipe))
     for name in ("environment.json", "log.txt"):
@@ -299,7 +298,7 @@ def begin(recipe: Recipe) -> None:
 def occupy(recipe: Recipe) -> None:
     """The same after one logged step."""
     begin(recipe)
-    (run_folder(recipe) / "metrics.jsonl").write_text('{"step": 1}\n')
+    (recipe.run.folder / "metrics.jsonl").write_text('{"step": 1}\n')
 
 
 def refusal_of(recipe: Recipe) -> str:
@@ -311,7 +310,7 @@ def refusal_of(recipe: Recipe) -> str:
 def test_a_free_folder_is_fine(tmp_path: Path) -> None:
     recipe = named(tmp_path)
     check_output_folder(recipe)
-    run_folder(recipe).mkdir()
+    recipe.run.folder.mkdir()
     check_output_folder(recipe)
 
 
@@ -325,7 +324,7 @@ def test_a_folder_without_results_may_go_to_another_recipe(tmp_path: Path) -> No
         {"checkpoint": CheckpointConfig(resume="never")},
     ):
         check_output_folder(named(tmp_path, **sections))
-    (run_folder(old) / "recipe.toml").write_text("[run]\nold_key = 1\n")
+    (old.run.folder / "recipe.toml").write_text("[run]\nold_key = 1\n")
     check_output_folder(old)
 
 
@@ -334,9 +333,9 @@ def test_each_kind_of_result_keeps_another_recipe_out(result: str, tmp_path: Pat
     old = named(tmp_path)
     begin(old)
     if result == "metrics.jsonl":
-        (run_folder(old) / result).write_text('{"step": 1, "lo')
+        (old.run.folder / result).write_text('{"step": 1, "lo')
     else:
-        (run_folder(old) / result).mkdir()
+        (old.run.folder / result).mkdir()
     check_output_folder(old)
     assert "belongs to a different recipe" in refusal_of(named(tmp_path, optimizer=OptimizerConfig(lr=1e-3)))
     assert "already holds this run" in refusal_of(named(tmp_path, checkpoint=CheckpointConfig(resume="never")))
@@ -361,8 +360,8 @@ def claim(recipe: Recipe, done: int) -> list[str]:
 def test_a_new_run_makes_its_folder(tmp_path: Path) -> None:
     recipe = named(tmp_path / "new")
     assert claim(recipe, 0) == []
-    assert load(run_folder(recipe) / "recipe.toml", rules=False) == recipe
-    assert (run_folder(recipe) / "environment.json").read_text() == '{\n  "done": 0\n}\n'
+    assert load(recipe.run.folder / "recipe.toml", rules=False) == recipe
+    assert (recipe.run.folder / "environment.json").read_text() == '{\n  "done": 0\n}\n'
 
 
 def test_results_without_a_checkpoint_move_aside(tmp_path: Path) -> None:
@@ -435,7 +434,7 @@ def test_another_text_or_tokenizer_is_noticed(tmp_path: Path) -> None:
 
 def test_a_home_folder_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/somewhere")
-    assert run_folder(Recipe(run=RunConfig(name="r", output="~/runs"))) == Path("/somewhere/runs/r")
+    assert RunConfig(name="r", output="~/runs").folder == Path("/somewhere/runs/r")
 
 
 def test_the_same_run_may_continue_under_other_circumstances(tmp_path: Path) -> None:
@@ -496,21 +495,21 @@ def test_never_refuses_a_folder_with_a_run(tmp_path: Path) -> None:
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     recipe = named(tmp_path)
-    run_folder(recipe).mkdir()
-    (run_folder(recipe) / "thesis.tex").touch()
+    recipe.run.folder.mkdir()
+    (recipe.run.folder / "thesis.tex").touch()
     assert "is not empty and holds no recipe.toml, so it is not a run's folder; give this run" in refusal_of(recipe)
 
 
 def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
     recipe = named(tmp_path)
-    run_folder(recipe).touch()
+    recipe.run.folder.touch()
     assert "is a file" in refusal_of(recipe)
 
 
 def test_a_recipe_that_no_longer_loads_is_refused(tmp_path: Path) -> None:
     recipe = named(tmp_path)
     occupy(recipe)
-    (run_folder(recipe) / "recipe.toml").write_text('[model]\nname = "smollm3_debug"\n[run]\nold_key = 1\n')
+    (recipe.run.folder / "recipe.toml").write_text('[model]\nname = "smollm3_debug"\n[run]\nold_key = 1\n')
     message = refusal_of(recipe)
     assert "belongs to another version of the recipe schema" in message and "run.old_key" in message
 

@@ -58,12 +58,17 @@ def evaluate(*arguments: object, processes: int = 1) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_the_numbers_are_those_of_transformers_on_any_number_of_processes(folder: Path, text: Path) -> None:
-    length = 48
+def theirs(folder: Path, text: Path) -> tuple[LlamaForCausalLM, list[str], list[int]]:
+    """transformers' model, the documents, and all of their tokens."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    model = LlamaForCausalLM.from_pretrained(folder)
     texts = list(documents(str(text), text_field="text"))
     ids = [token for text in texts for token in (*tokenizer(text)["input_ids"], tokenizer.eos_token_id)]
+    return LlamaForCausalLM.from_pretrained(folder), texts, ids
+
+
+def test_the_numbers_are_those_of_transformers_on_any_number_of_processes(folder: Path, text: Path) -> None:
+    length = 48
+    model, texts, ids = theirs(folder, text)
     nats = 0.0
     for start in range(0, len(ids) - 1, length):
         piece = torch.tensor([ids[start : start + length + 1]])
@@ -87,14 +92,12 @@ def test_the_numbers_are_those_of_transformers_on_any_number_of_processes(folder
 def test_documents_by_themselves(folder: Path, text: Path) -> None:
     """transformers gets each document alone, from where it or its sequence begins."""
     length = 48
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    model = LlamaForCausalLM.from_pretrained(folder)
-    texts = list(documents(str(text), text_field="text"))
-    ids = [token for text in texts for token in (*tokenizer(text)["input_ids"], tokenizer.eos_token_id)]
+    model, _, ids = theirs(folder, text)
+    end = ids[-1]
     nats = 0.0
     begin = 0
     for position in range(1, len(ids)):
-        if position % length == 0 or ids[position - 1] == tokenizer.eos_token_id or position == len(ids) - 1:
+        if position % length == 0 or ids[position - 1] == end or position == len(ids) - 1:
             with torch.no_grad():
                 logits = model(torch.tensor([ids[begin:position]])).logits[0].double()
             targets = torch.tensor(ids[begin + 1 : position + 1])
