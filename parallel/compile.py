@@ -24,6 +24,8 @@ def compile_blocks(model: nn.Module, config: CompileConfig, *, device_type: str)
             "; install one or write compile.enabled = false"
         )
     blocks = list(model.get_submodule("blocks").children())
+    # Autotuned with CUDA graphs it would be "max-autotune"; docs/benchmarks/step.md says why not.
+    mode = "max-autotune-no-cudagraphs" if config.autotune else None
     for block in blocks:
-        block.compile(fullgraph=True)
-    return f"compile: {len(blocks)} blocks in place, during the first step"
+        block.compile(fullgraph=True, mode=mode)
+    return f"compile: {len(blocks)} blocks in place, {'autotuned ' if config.autotune else ''}during the first step"

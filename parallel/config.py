@@ -101,6 +101,8 @@ class CompileConfig:
 
     enabled: bool = False
     """Compile every block in place with fullgraph=True."""
+    autotune: bool = False
+    """Time several kernels for each product and fused loop in the first step, minutes for a large model; GPUs."""
 
 
 @dataclass(frozen=True)
@@ -113,5 +115,7 @@ class FSDPConfig:
     """Precision of gathered weights and of the computation; the sharded master weights are float32."""
     reduce_dtype: Literal["bfloat16", "float32"] = "float32"
     """Precision of the gradient reduction."""
+    prefetch: Annotated[int, Ge(1)] = 1
+    """Blocks whose weights are gathered ahead of the one that computes; each more holds another block's weights."""
     cpu_offload: bool = False
     """Keep sharded parameters, gradients and optimizer states in host memory, and step there."""

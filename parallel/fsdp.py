@@ -1,6 +1,5 @@
 """FSDP2: shard parameters, gradients and optimizer states, with the mixed-precision policy."""
 
-from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -51,12 +50,16 @@ def shard_blocks_and_root(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig
             module.set_gradient_divide_factor(1.0)
             # Else a factor of one still takes NCCL's slower pre-multiplied sum, which gloo does not have.
             module.set_force_sum_reduction_for_comms(True)
-    for block, following in pairwise(blocks):
-        # Ask for the next block's weights before this one computes, so that a slow host does not expose the gather.
-        cast(FSDPModule, block).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
+    units = [cast(FSDPModule, block) for block in blocks]
+    for index, unit in enumerate(units):
+        # Ask for the next blocks' weights before this one computes, so that a slow host does not expose the gather.
+        unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + config.prefetch])
+        if config.prefetch > 1:  # one block ahead FSDP2 looks by itself in the backward pass
+            unit.set_modules_to_backward_prefetch(units[max(0, index - config.prefetch) : index][::-1])
 
     stage = "ZeRO-3" if config.reshard_after_forward else "ZeRO-2"
     layout = f"{stage} over {shard}" if shard > 1 else "no sharding"
     copies = f" x {replicate} replicas" if replicate > 1 else ""
     offload = ", offloaded to the host" if config.cpu_offload else ""
-    return f"fsdp: {layout}{copies}, {config.param_dtype} compute, {config.reduce_dtype} reduction{offload}"
+    ahead = f", {config.prefetch} blocks gathered ahead" if config.prefetch > 1 else ""
+    return f"fsdp: {layout}{copies}, {config.param_dtype} compute, {config.reduce_dtype} reduction{ahead}{offload}"

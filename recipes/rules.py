@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from models.config import ModelConfig
-from parallel.config import AttentionConfig, Float8Config, MeshConfig
+from parallel.config import AttentionConfig, CompileConfig, Float8Config, MeshConfig
 from parallel.errors import UserError
 from recipes.fields import toml
 from recipes.hf_folder import stored_tensors
@@ -60,6 +60,8 @@ def violations(
         yield from float8_gathers(recipe.float8)
     if sound("float8", "run"):
         yield from float8_has_a_device(recipe.float8, device=recipe.run.device)
+    if sound("compile"):
+        yield from autotune_has_a_compiler(recipe.compile)
     if sound("float8", "compile", "run"):
         yield from float8_is_sampled(recipe.float8, compiled=recipe.compile.enabled, steps=recipe.run.steps)
     if sound("float8", "model"):
@@ -268,6 +270,12 @@ def float8_has_a_device(float8: Float8Config, *, device: str) -> Iterator[Violat
             "float8.emulate",
             'must be true where run.device = "cpu", which has no float8 matrix units; write emulate = true',
         )
+
+
+def autotune_has_a_compiler(compile: CompileConfig) -> Iterator[Violation]:
+    """What is not compiled takes the kernels that torch has."""
+    if compile.autotune and not compile.enabled:
+        yield "compile.autotune", "times kernels while it compiles, and enabled = false; write false, or enabled = true"
 
 
 def float8_is_sampled(float8: Float8Config, *, compiled: bool, steps: int) -> Iterator[Violation]:

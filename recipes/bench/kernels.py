@@ -65,13 +65,15 @@ def measured(facts: Measurement, call: Callable[[], Any], device: torch.device, 
 def matmuls(model: ModelConfig, *, tokens: int, device: torch.device, repeats: int) -> Iterator[Measurement]:
     """Each kind of linear of the model, forward and both backward products, in bf16 and float8 (e4m3, e5m2 gradients).
 
-    float8's casts are not in it.
+    float8's casts are not in it. Those "as one" are not the model's: they say what fused projections would bring.
     """
     width, query, key = model.width, model.heads * model.head_width, model.key_value_heads * model.head_width
     linears = {
         "q_proj, o_proj": (width, query),
         "k_proj, v_proj": (width, key),
+        "q, k, v as one": (width, query + 2 * key),
         "gate_proj, up_proj": (width, model.feed_forward_width),
+        "gate, up as one": (width, 2 * model.feed_forward_width),
         "down_proj": (model.feed_forward_width, width),
         "lm_head": (width, model.vocabulary),
     }

@@ -14,7 +14,7 @@ from models.sizes import SIZES
 from parallel.config import Float8Config, FSDPConfig, MeshConfig
 from parallel.dist import start, stop
 from parallel.errors import UserError
-from parallel.float8 import precompute_scales
+from parallel.float8 import convert_linears, precompute_scales
 from parallel.materialize import plain_name
 from recipes.load import load
 from tests.build import build_model
@@ -210,6 +210,50 @@ def test_initial_weights_depend_on_seed_and_name_alone() -> None:
 def test_another_seed_gives_other_weights(alone) -> None:
     one, two = (build(seed=seed)[0].embedding.weight.to_local() for seed in (1, 2))
     assert not torch.equal(one, two)
+
+
+def gathered_ahead(prefetch: int) -> tuple[list[int], list[bytes]]:
+    """Which blocks each block asks for in the forward pass, and the gradients."""
+    start("cpu", seed=0)
+    model, _ = build(fsdp=FSDPConfig(param_dtype="float32", prefetch=prefetch))
+    x = torch.randint(0, DEBUG.vocabulary, (2, 65), generator=torch.Generator().manual_seed(3))
+    model(x[:, :-1], x[:, 1:]).backward()
+    states = [block._get_fsdp_state() for block in model.blocks]
+    asked = [[states.index(state) for state in own._states_to_forward_prefetch] for own in states]
+    gradients = [parameter.grad.to_local().numpy().tobytes() for parameter in model.parameters()]
+    stop()
+    return asked, gradients
+
+
+def test_gathering_further_ahead_changes_no_bit() -> None:
+    one, three = run_processes(2, gathered_ahead, 1), run_processes(2, gathered_ahead, 3)
+    for (asked_one, gradients_one), (asked_three, gradients_three) in zip(one, three, strict=True):
+        assert (asked_one, asked_three) == ([[1], [2], [3], []], [[1, 2, 3], [2, 3], [3], []])
+        assert gradients_one == gradients_three
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_compiling_casts_what_several_linears_share_once(recipe: str) -> None:
+    """q, k, v read one float8 copy of their input, gate and up another: fusing them would save no cast."""
+    from functorch.compile import min_cut_rematerialization_partition  # as torch.compile's own backend partitions
+    from torch._dynamo.backends.common import aot_autograd
+
+    model = Decoder(replace(DEBUG, layers=1))
+    convert_linears(model, Float8Config(recipe=recipe, emulate=True), device_type="cpu")
+    model.to(torch.bfloat16)
+    casts: list[tuple[int, ...]] = []
+
+    def note_casts(graph: torch.fx.GraphModule, inputs: list) -> torch.fx.GraphModule:
+        values = [node.meta.get("val") for node in graph.graph.nodes if "_to_copy" in str(node.target)]
+        casts.extend(tuple(value.shape) for value in values if value.dtype == torch.float8_e4m3fn)
+        return graph
+
+    backend = aot_autograd(fw_compiler=note_casts, partition_fn=min_cut_rematerialization_partition)
+    model.blocks[0].compile(fullgraph=True, backend=backend)
+    x = torch.randint(0, DEBUG.vocabulary, (2, 65), generator=torch.Generator().manual_seed(3))
+    model(x[:, :-1], x[:, 1:])
+    assert casts.count((2, 64, DEBUG.width)) == 3  # inputs of q, k, v; of o; of gate, up
+    assert casts.count((2, 64, DEBUG.feed_forward_width)) == 1  # of down
 
 
 # Refusals: what was asked for happens, or it raises.

@@ -218,6 +218,13 @@ def test_float8_gathers_are_tensorwise() -> None:
     assert not broken_by(Recipe(float8=Float8Config(recipe="tensorwise", all_gather=True)))
 
 
+def test_only_what_is_compiled_is_autotuned() -> None:
+    assert not broken_by(Recipe(compile=CompileConfig(enabled=True, autotune=True)))
+    assert "write false, or enabled = true" in the_rule(
+        Recipe(compile=CompileConfig(autotune=True)), "compile.autotune"
+    )
+
+
 def test_float8_is_sampled_where_hooks_are_called() -> None:
     sampled = Recipe(run=RunConfig(steps=10), float8=Float8Config(recipe="rowwise", sample_every=10))
     assert not broken_by(sampled)

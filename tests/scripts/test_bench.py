@@ -53,7 +53,7 @@ def record(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[dict
 def test_the_record_has_every_measurement(record: tuple[dict[str, Any], str]) -> None:
     found, _ = record
     products = {(row["model"], row["linear"], row["product"], row["kind"]) for row in found["matmuls"]}
-    assert len(products) == len(found["matmuls"]) == 2 * 5 * 3 * 3
+    assert len(products) == len(found["matmuls"]) == 2 * 7 * 3 * 3
     for row in found["matmuls"]:
         rows, inner, columns = row["shape"]
         assert row["tflops"] == pytest.approx(2 * rows * inner * columns / row["seconds"] / 1e12)
