@@ -65,22 +65,24 @@ def run_and_copy(first: list[Recipe], copies: list[tuple[Path, Path]], then: lis
 
 def test_a_run_goes_on_on_any_mesh(small: Recipe) -> None:
     """Saved on 2 x 2 processes; the rest of the curve is that of the uninterrupted run."""
+    small = change(small, batch={"global_batch_size": 12})  # of which three processes have their share too
     saving = change(small, mesh={"replicate": 2, "shard": 2})
     whole, half = (change(saving, run={"name": n, "steps": steps}) for n, steps in (("whole", STEPS), ("half", HALF)))
     variants = {
         "same": saving,
         "4x1": change(small, mesh={"replicate": 4, "shard": 1}),
         "ZeRO-2": change(small, fsdp={"reshard_after_forward": False}),
+        "three": small,
         "two": small,
         "one": change(small, activation_checkpointing={"mode": "full"}, batch={"micro_batch_size": 2}),
         "float8": change(small, float8={"recipe": "tensorwise", "emulate": True, "exclude": ("lm_head",)}),
     }
     variants = {name: change(recipe, run={"name": name}) for name, recipe in variants.items()}
     copies = [(folder_of(small, "half"), folder_of(small, name)) for name in variants]
-    on = {4: ["same", "4x1", "ZeRO-2"], 2: ["two"], 1: ["one", "float8"]}
+    on = {4: ["same", "4x1", "ZeRO-2"], 3: ["three"], 2: ["two"], 1: ["one", "float8"]}
     for codes in run_processes(4, run_and_copy, [whole, half], copies, [variants[name] for name in on[4]]):
         assert codes == [0] * 5
-    for processes in (2, 1):
+    for processes in (3, 2, 1):
         for codes in run_processes(processes, run_all, [variants[name] for name in on[processes]]):
             assert codes == [0] * len(on[processes])
     expected = curve(whole)
