@@ -7,7 +7,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
@@ -48,6 +48,7 @@ class Cluster:
         self.folder = folder
         self.environment = {"PATH": PATH, "SLURM_CONF": str(folder / "slurm.conf"), "HOME": str(folder)}
         self._daemons: list[subprocess.Popen[bytes]] = []
+        self._nodes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
         for name in ("munge", "state", "spool-node0", "spool-node1"):
@@ -63,8 +64,21 @@ class Cluster:
         wait_for("munged", (self.folder / "munge" / "socket").exists, seconds=30)
         self._daemon("slurmctld", "-D")
         for node in ("node0", "node1"):
-            self._daemon("slurmd", "-D", "-N", node)
+            self.start_node(node)
         wait_for("two idle nodes", lambda: self._ask("sinfo", "-h", "-N", "-o", "%t") == "idle\nidle\n", seconds=60)
+
+    def start_node(self, node: str) -> None:
+        self._nodes[node] = self._daemon("slurmd", "-D", "-N", node)
+
+    def lose(self, node: str) -> None:
+        """What a node does that loses its power: the daemon, its helpers and all tasks are gone at once."""
+        daemon = self._nodes[node]
+        daemon.kill()
+        for process in self.processes(node, daemons=True):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        daemon.wait()
+        self._daemons.remove(daemon)
 
     def _configuration(self) -> str:
         host, (control, first, second) = socket.gethostname(), free_ports(3)
@@ -96,12 +110,14 @@ AccountingStorageType=accounting_storage/none
 SchedulerParameters=sched_interval=1,bf_interval=1
 ReturnToService=2
 KillWait={KILL_WAIT}
+SlurmdTimeout=10
 {nodes}PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
-    def _daemon(self, *command: str) -> None:
+    def _daemon(self, *command: str) -> subprocess.Popen[bytes]:
         with (self.folder / "daemons.log").open("ab") as log:
             self._daemons.append(subprocess.Popen(command, env=self.environment, stdout=log, stderr=log))
+        return self._daemons[-1]
 
     def stop(self) -> None:
         """End all jobs, then the daemons, the last one first; then nothing may be left."""
@@ -147,8 +163,8 @@ KillWait={KILL_WAIT}
         words = self.do("scontrol", "--oneliner", "show", "job", number).split()
         return {key: value for key, _, value in (word.partition("=") for word in words)}
 
-    def processes(self, node: str | None = None) -> list[int]:
-        """Everything that runs with this configuration; node: of the tasks on that node alone."""
+    def processes(self, node: str | None = None, *, daemons: bool = False) -> list[int]:
+        """Everything that runs with this configuration; node: of the tasks on that node alone, or its daemons too."""
         found = []
         for path in Path("/proc").glob("[0-9]*"):
             try:
@@ -157,7 +173,9 @@ KillWait={KILL_WAIT}
             except OSError:  # it has just ended
                 continue
             ours = f"SLURM_CONF={self.environment['SLURM_CONF']}".encode() in variables
-            there = node is None or (f"SLURMD_NODENAME={node}".encode() in variables and b"slurmstepd" not in command)
+            there = node is None or (
+                f"SLURMD_NODENAME={node}".encode() in variables and (daemons or b"slurmstepd" not in command)
+            )
             if ours and there and command:
                 found.append(int(path.name))
         return found

@@ -151,6 +151,22 @@ def test_a_lost_node_costs_the_steps_since_the_checkpoint_and_no_sleep(
     assert job.losses == whole
 
 
+def test_a_node_that_is_gone_with_its_daemon_is_waited_for_in_the_queue(
+    cluster: Cluster, folder: Path, corpus: Path, whole: list[tuple[int, float]]
+) -> None:
+    job = Job(cluster, folder, corpus, "gone")
+    job.reach(SEEN)
+    cluster.lose("node1")
+    try:
+        wait_for("the requeue", lambda: cluster.job(job.number)["JobState"] == "PENDING")
+        assert cluster.job(job.number)["Restarts"] == "1"
+    finally:
+        cluster.start_node("node1")
+    assert job.finish() == ("COMPLETED", "0:0"), job.log
+    assert "attempt 2 on node[0-1], from step " in job.log
+    assert job.losses == whole
+
+
 def test_a_cancelled_job_saves_and_stays_away(cluster: Cluster, folder: Path, corpus: Path) -> None:
     job = Job(cluster, folder, corpus, "cancelled")
     job.reach(SEEN)
