@@ -1,12 +1,14 @@
 """Train what a recipe says: `train.py RECIPE [--section.field value ...]`, alone or as one of several processes."""
 
-import argparse
-import os
 import signal
-import sys
-from pathlib import Path
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: go at once, without a traceback, until there is work to save
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # scripts/launch.py has it wait for the line above
+
+import argparse  # noqa: E402
+import os  # noqa: E402
+import sys  # noqa: E402
+from pathlib import Path  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too

@@ -58,7 +58,10 @@ class Workers:
 
         def watched_start(context: Any) -> None:
             self.starting = True
+            # Python answers an early Ctrl-C with a traceback; a worker takes it when it has said how (train.py).
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             start(context)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
             self._context = context
             if self.signal:
                 self._send(self.signal)

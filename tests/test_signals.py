@@ -23,6 +23,7 @@ PHASES = ("import", "start-up", "compile", "step", "validation", "save")
 TARGETS = ("one worker", "all", "launcher")
 FEW = [
     ("import", "SIGTERM", "all"),
+    ("import", "SIGINT", "launcher"),
     ("start-up", "SIGUSR1", "launcher"),
     ("start-up", "SIGTERM", "one worker"),
     ("compile", "SIGINT", "launcher"),
