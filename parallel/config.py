@@ -83,7 +83,7 @@ class Float8Config:
 class AttentionConfig:
     """Kernels of attention without document masks; those have their own, for documents of various lengths."""
 
-    backend: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
+    backend: Literal["auto", "flash", "cudnn", "math"] = "auto"
     """What scaled_dot_product_attention may use; "auto" = what torch thinks best. It takes no other than asked for."""
 
 

@@ -10,6 +10,7 @@ import re
 BF16_PEAKS: tuple[tuple[str, float, str], ...] = (
     ("GB200", 2500e12, "NVIDIA GB200 NVL72 data sheet: 5,000 TFLOP/s bf16 sparse per GPU"),
     ("B200", 2250e12, "NVIDIA DGX B200 data sheet: 36 PFLOP/s bf16 sparse for 8 GPUs"),
+    ("H200 NVL", 835.5e12, "NVIDIA H200 data sheet, NVL: 1,671 TFLOP/s bf16 sparse"),
     ("H200", 989.4e12, "NVIDIA H200 data sheet: 1,979 TFLOP/s bf16 sparse"),
     ("GH200", 989.4e12, "NVIDIA GH200 data sheet: 1,979 TFLOP/s bf16 sparse"),
     ("H100 PCIe", 756.4e12, "NVIDIA H100 data sheet, PCIe: 1,513 TFLOP/s bf16 sparse"),

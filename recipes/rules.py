@@ -247,10 +247,10 @@ def profile_fits(profile: ProfileConfig, *, steps: int) -> Iterator[Violation]:
 
 
 def attention_has_a_kernel(attention: AttentionConfig, *, masked: bool, device: str) -> Iterator[Violation]:
-    """Document masks are computed by kernels of their own; two backends are CUDA's. (See parallel/attention.py.)"""
+    """Document masks are computed by kernels of their own; "cudnn" is CUDA's. (See parallel/attention.py.)"""
     if masked and attention.backend != "auto":
         yield "attention.backend", 'has no say over document_mask = true, which has kernels of its own; write "auto"'
-    elif device == "cpu" and attention.backend in ("cudnn", "efficient"):
+    elif device == "cpu" and attention.backend == "cudnn":
         yield "attention.backend", 'is for CUDA devices, and run.device = "cpu"; write "auto", "flash" or "math"'
 
 

@@ -26,7 +26,6 @@ BACKENDS = {
     "cuda": {
         "flash": SDPBackend.FLASH_ATTENTION,
         "cudnn": SDPBackend.CUDNN_ATTENTION,
-        "efficient": SDPBackend.EFFICIENT_ATTENTION,
     },
     "cpu": {"flash": SDPBackend.FLASH_ATTENTION, "math": SDPBackend.MATH},
 }

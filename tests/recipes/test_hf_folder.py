@@ -19,7 +19,7 @@ from models.config import ModelConfig
 from models.decoder import Decoder
 from models.hf import TextFacts, hf_name, parameter_shapes
 from models.sizes import SIZES
-from parallel.config import Float8Config, MeshConfig
+from parallel.config import Float8Config, FSDPConfig, MeshConfig
 from parallel.dist import start, stop
 from parallel.errors import UserError
 from parallel.materialize import plain_name
@@ -275,6 +275,38 @@ def test_what_torchao_wraps_is_written_plain(tmp_path: Path) -> None:
         plain, _ = build_model(wide, seed=2)
         checkpoints.load(plain, build_optimizer(plain, OptimizerConfig()), step=1)
         assert digests(plain) == expected(wide)
+    finally:
+        stop()
+
+
+@pytest.mark.parametrize(
+    ("parts", "state_dtype"),
+    [
+        ({"loss_chunks": 4}, "float32"),
+        ({"fsdp": FSDPConfig(prefetch=2)}, "float32"),
+        ({"fsdp": FSDPConfig(reshard_after_forward=False), "mode": "selective"}, "bfloat16"),
+    ],
+    ids=["loss chunks", "prefetch", "bfloat16 moments"],
+)
+def test_what_an_option_trained_goes_out_and_comes_back(
+    parts: dict[str, Any], state_dtype: Any, folder: Path, tmp_path: Path
+) -> None:
+    """Options of speed and memory leave no trace in names, shapes and types."""
+    world = start("cpu", seed=0)
+    try:
+        model, _ = build_model(SMALL, **parts)
+        load_weights(model, find_weights(folder))
+        optimizer = build_optimizer(model, OptimizerConfig(state_dtype=state_dtype))
+        x = torch.arange(64).reshape(2, 32)
+        model(x, x).backward()
+        optimizer.step()
+        trained = digests(model)
+        assert trained != expected(SMALL)
+        export_model(model, tmp_path / "out", Description(SMALL, FACTS, TOKENIZER), world=world)
+        plain, _ = build_model(SMALL, seed=2)
+        load_weights(plain, find_weights(tmp_path / "out"))
+        assert digests(plain) == trained
+        assert tensors(tmp_path / "out").keys() == tensors(folder).keys()
     finally:
         stop()
 
