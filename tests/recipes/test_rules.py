@@ -11,6 +11,7 @@ import pytest
 from models.sizes import SIZES
 from parallel.config import AttentionConfig, CompileConfig, Float8Config, MeshConfig
 from parallel.errors import UserError
+from parallel.nodes import arrange
 from recipes.load import load, to_toml
 from recipes.rules import require_valid, violations
 from recipes.run_folder import (
@@ -270,10 +271,10 @@ def test_every_published_size_can_use_float8() -> None:
 
 
 def test_require_valid_lists_everything() -> None:
-    require_valid(Recipe(), processes=4)
+    require_valid(Recipe(), nodes=arrange([("host", 0)] * 4))
     bad = Recipe(run=RunConfig(name="r", steps=1), schedule=ScheduleConfig(warmup_steps=2), mesh=MeshConfig(shard=2))
     with pytest.raises(UserError) as refusal:
-        require_valid(bad, processes=4)
+        require_valid(bad, nodes=arrange([("host", 0)] * 4))
     assert str(refusal.value).startswith("2 problems in the recipe of run r on 4 processes\n  mesh\n    replicate 1 x")
     assert "schedule.warmup_steps" in str(refusal.value)
 
