@@ -18,7 +18,7 @@ usage: train.py RECIPE [--section.field value ...]
 
   train.py RECIPE                          train; scripts/run.sh: on all devices
   train.py RECIPE --optimizer.lr 1e-3      ... with another value of any field
-  train.py RECIPE --check [--processes N [--nodes M]]  print it resolved, and stop
+  train.py RECIPE --check [--processes N [--nodes M]]  print it resolved
   train.py [RECIPE] --help                 list all fields with their values
 
 Recipes are in configs/; docs/recipes.md says what they can hold."""

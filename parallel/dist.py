@@ -68,8 +68,9 @@ def start(device: str, *, seed: int) -> World:
     torch.manual_seed(seed)
     patient = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
     places: list[tuple[str, int]] = [("", 0)] * size
-    # Two launchers on one host are two nodes, as is a host whose name another one has too.
-    dist.all_gather_object(places, (socket.gethostname(), int(os.environ.get("GROUP_RANK", "0"))), group=patient)
+    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()  # the name that sbatch --exclude takes
+    # Two launchers on one host are two nodes, as are two hosts of one name.
+    dist.all_gather_object(places, (host, int(os.environ.get("GROUP_RANK", "0"))), group=patient)
     return World(rank, size, own, patient, nodes=arrange(places))
 
 

@@ -67,9 +67,8 @@ def placement(degrees: MeshDegrees, nodes: Sequence[Node]) -> list[str]:
     elif max(spans) == 1:
         where = "each shard group is inside one node"
     elif min(spans) == 1:
-        where = (
-            f"{sum(span > 1 for span in spans)} of {len(spans)} shard groups cross nodes, up to {max(spans)} of them"
-        )
+        crossing = sum(span > 1 for span in spans)
+        where = f"{crossing} of {len(spans)} shard groups {'crosses' if crossing == 1 else 'cross'} nodes"
     else:
         span = f"{min(spans)}" if min(spans) == max(spans) else f"{min(spans)} to {max(spans)}"
         where = f"each shard group spans {span} nodes"

@@ -1,5 +1,6 @@
 """Before the first step: are the nodes alike, do they see one folder, does what lies between them work?"""
 
+import os
 import platform
 import re
 import secrets
@@ -24,6 +25,7 @@ from parallel.links import BUFFER, Links, clock_bounds, measure_links
 from parallel.nodes import Node, listed
 from recipes.checkpoint.space import size
 from recipes.metrics import device_name
+from recipes.run_folder import holds_results
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 10.0
@@ -210,13 +212,14 @@ def require_one_folder(folder: Path, world: World, *, patience: float = PATIENCE
     probe = _places(folder)[level] / name
     try:
         end = time.monotonic() + patience
-        while not (seen := probe.exists()) and time.monotonic() < end:
+        while not (seen := os.path.exists(probe)) and time.monotonic() < end:  # False also where it may not look
             time.sleep(0.2)
         everyone = [(seen, "")] * world.size
         dist.all_gather_object(everyone, (seen, str(probe.parent)), group=world.patient)
     finally:
         if world.is_main:
-            probe.unlink(missing_ok=True)
+            with suppress(OSError):
+                probe.unlink()
     blind = {node.name: everyone[node.ranks[0]][1] for node in world.nodes if not everyone[node.ranks[0]][0]}
     if blind:
         main = everyone[0][1]
@@ -238,7 +241,7 @@ def _places(folder: Path) -> list[Path]:
 
 def _level(folder: Path) -> int:
     """Which of its places is there already."""
-    return next(level for level, place in enumerate(_places(folder)) if place.is_dir())
+    return next(level for level, place in enumerate(_places(folder)) if os.path.isdir(place))
 
 
 def _leave_probe(folder: Path) -> tuple[int, str]:
@@ -247,11 +250,10 @@ def _leave_probe(folder: Path) -> tuple[int, str]:
     Not into a run's folder that is there but empty: a file left behind by a kill would spoil it for the run.
     """
     level = _level(folder)
-    if level == 0 and not any(folder.iterdir()):
+    if level == 0 and not holds_results(folder):
         level = 1
-    name = (
-        f".preflight-{secrets.token_hex(8)}"  # no other node can have looked for it and remember that it is not there
-    )
+    # A new name each time: no other node can have looked for it, and remember that it is not there.
+    name = f".preflight-{secrets.token_hex(8)}"
     try:
         (_places(folder)[level] / name).write_text("")
         return level, name
