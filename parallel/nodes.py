@@ -40,7 +40,7 @@ def require_like_nodes(nodes: Sequence[Node]) -> None:
     for node in nodes:
         by_size.setdefault(len(node.ranks), []).append(node.name)
     if len(by_size) > 1:
-        sizes = "; ".join(f"{size} on {listed(names)}" for size, names in sorted(by_size.items()))
+        sizes = " and ".join(f"{size} on {listed(names)}" for size, names in sorted(by_size.items()))
         raise UserError(
             f'mesh.shard = "node" needs as many processes on each node, but there are {sizes}'
             "; start as many on each (NPROC), leave the odd nodes out, or write a number"

@@ -23,7 +23,7 @@ def test_like_nodes_are_required() -> None:
     require_like_nodes(nodes(8))
     require_like_nodes(nodes(8, 8, 8))
     with pytest.raises(
-        UserError, match=r"but there are 7 on gpu-2; 8 on gpu-0, gpu-1; start as many on each \(NPROC\)"
+        UserError, match=r"but there are 7 on gpu-2 and 8 on gpu-0, gpu-1; start as many on each \(NPROC\)"
     ):
         require_like_nodes(nodes(8, 8, 7))
     with pytest.raises(UserError, match=r"neighbouring ranks on each node, but those of a, b are scattered"):

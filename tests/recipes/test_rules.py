@@ -143,7 +143,7 @@ def test_shards_inside_nodes_fit_what_is_known() -> None:
 def test_shards_inside_nodes_need_like_nodes() -> None:
     """Nodes are named before the arithmetic is found not to work out."""
     places = [("gpu-0", 0), ("gpu-0", 0), ("gpu-1", 1)]
-    with pytest.raises(UserError, match="there are 1 on gpu-1; 2 on gpu-0"):
+    with pytest.raises(UserError, match="there are 1 on gpu-1 and 2 on gpu-0"):
         require_valid(Recipe(mesh=MeshConfig(shard="node")), nodes=arrange(places))
     batch = BatchConfig(global_batch_size=3)
     require_valid(Recipe(batch=batch), nodes=arrange(places))
