@@ -10,8 +10,7 @@ import os  # noqa: E402
 import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-ROOT = Path(__file__).resolve().parent
-sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # first: others install a top-level `recipes` too
 
 from parallel.errors import UserError  # noqa: E402
 from recipes.exit_codes import FINISHED, REFUSED  # noqa: E402
@@ -21,9 +20,8 @@ usage: train.py RECIPE [--section.field value ...]
 
   train.py RECIPE                          train; scripts/run.sh: on all devices
   train.py RECIPE --optimizer.lr 1e-3      ... with another value of any field
-  train.py RECIPE --check [--processes N]  print the resolved recipe and stop
-  train.py RECIPE --help                   list all fields with their values
-  train.py --help                          list all fields with their defaults
+  train.py RECIPE --check [--processes N [--nodes M]]  print it resolved
+  train.py [RECIPE] --help                 list all fields with their values
 
 Recipes are in configs/; docs/recipes.md says what they can hold."""
 
@@ -37,6 +35,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--processes", type=int)
+    parser.add_argument("--nodes", type=int)
     try:
         return run(*parser.parse_known_args(arguments))
     except UserError as error:
@@ -50,7 +49,8 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
     if arguments and arguments[0].startswith("-"):
         raise UserError(f"the recipe comes first: train.py RECIPE {' '.join(arguments)}")
-    if options.processes is not None and (options.processes < 1 or not options.check):
+    counts = [count for count in (options.processes, options.nodes) if count is not None]
+    if counts and (min(counts) < 1 or not options.check):
         raise UserError("--processes N, N at least 1, belongs to --check; NPROC=N scripts/run.sh trains on N processes")
     if options.help or options.check:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         return FINISHED
     if not arguments:
         raise UserError("which recipe? The recipes are in configs/: train.py configs/smollm3_debug.toml --check")
-    recipe = load(arguments[0], arguments[1:], processes=options.processes)
+    recipe = load(arguments[0], arguments[1:], processes=options.processes, nodes=options.nodes)
     if options.check:
         from recipes.run_folder import check_output_folder
 

@@ -1,6 +1,6 @@
 """What a recipe may ask of the parallel room. Imports no torch."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from annotated_types import Ge
@@ -9,27 +9,36 @@ from parallel.errors import UserError
 
 
 @dataclass(frozen=True)
+class MeshDegrees:
+    """The layout of so many processes. Neighbouring ranks are in the same shard group."""
+
+    replicate: int
+    shard: int
+
+    @property
+    def data_parallel(self) -> int:
+        """Number of processes that see different sequences."""
+        return self.replicate * self.shard
+
+
+@dataclass(frozen=True)
 class MeshConfig:
     """How the processes are laid out. The product of the degrees is the number of processes."""
 
     replicate: Annotated[int, Ge(-1)] = 1
     """Copies of the sharded model (hybrid sharding); gradients are all-reduced across them. -1 = the rest."""
-    shard: Annotated[int, Ge(-1)] = -1
-    """Sharding degree of FSDP; 1 = no sharding, every process holds the whole model. -1 = the rest."""
+    shard: Annotated[int, Ge(-1)] | Literal["node"] = -1
+    """Sharding degree of FSDP; 1 = none, -1 = the rest, "node" = the processes of a node, with a copy on each node."""
     tensor: Annotated[int, Ge(1)] = 1
     """Tensor-parallel degree. Not built yet: must be 1."""
     context: Annotated[int, Ge(1)] = 1
     """Context-parallel degree. Not built yet: must be 1."""
 
-    @property
-    def data_parallel(self) -> int:
-        """Number of processes that see different sequences; only meaningful once -1 is resolved."""
-        return self.replicate * self.shard
+    def fit(self, world_size: int, *, nodes: int | None = None) -> MeshDegrees:
+        """The degrees with -1 and "node" replaced, so that they multiply to `world_size`.
 
-    def fit(self, world_size: int) -> "MeshConfig":
-        """The same layout with -1 replaced, so that the degrees multiply to `world_size`.
-
-        Raises UserError, with the arithmetic, when no layout of that many processes fits; one line for each problem.
+        nodes: how many these processes are on; shard = "node" needs to know. Raises UserError, with the arithmetic,
+        when no layout of that many processes fits; one line for each problem.
         """
         asked = f"replicate {self.replicate} x shard {self.shard} x tensor {self.tensor} x context {self.context}"
         problems = [
@@ -43,24 +52,43 @@ class MeshConfig:
         ]
         if problems:
             raise UserError("\n".join(problems))
+        if self.shard == "node":
+            assert nodes is not None
+            return self._inside_nodes(world_size, nodes)
         if self.replicate == self.shard == -1:
             raise UserError(
                 "mesh: replicate and shard are both -1; only one can be the rest, write a degree for the other"
             )
         if -1 in (self.replicate, self.shard):
-            open_axis, fixed = ("replicate", self.shard) if self.replicate == -1 else ("shard", self.replicate)
+            fixed = self.shard if self.replicate == -1 else self.replicate
             if world_size % fixed:
                 raise UserError(
                     f"mesh: {asked} does not fit {world_size} processes: {world_size} / {fixed} is not a whole number"
                     f"; start a multiple of {fixed} processes (NPROC) or change the degrees"
                 )
-            return replace(self, **{open_axis: world_size // fixed})
-        if self.data_parallel != world_size:
+            rest = world_size // fixed
+            return MeshDegrees(rest, self.shard) if self.replicate == -1 else MeshDegrees(self.replicate, rest)
+        degrees = MeshDegrees(self.replicate, self.shard)
+        if degrees.data_parallel != world_size:
             raise UserError(
-                f"mesh: {asked} = {self.data_parallel} processes, but {world_size} were started"
-                f"; start {self.data_parallel} (NPROC) or write shard = -1 to take the rest"
+                f"mesh: {asked} = {degrees.data_parallel} processes, but {world_size} were started"
+                f"; start {degrees.data_parallel} (NPROC) or write shard = -1 to take the rest"
             )
-        return self
+        return degrees
+
+    def _inside_nodes(self, world_size: int, nodes: int) -> MeshDegrees:
+        """A replica for each node, whose processes share it. replicate may say so too; 1, its default, is no wish."""
+        if self.replicate not in (1, -1, nodes):
+            raise UserError(
+                f'mesh.replicate = {self.replicate}: shard = "node" makes one copy for each node, and there are {nodes}'
+                "; leave replicate out"
+            )
+        if world_size % nodes:
+            raise UserError(
+                f'mesh.shard = "node": {world_size} processes on {nodes} nodes are not as many on each'
+                "; start as many on each (NPROC), or write a number"
+            )
+        return MeshDegrees(nodes, world_size // nodes)
 
 
 @dataclass(frozen=True)

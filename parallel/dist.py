@@ -1,6 +1,7 @@
 """Processes: who am I, how many are we, which device is mine. The only reader of the launcher's environment."""
 
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.errors import UserError
+from parallel.nodes import Node, arrange
 
 Result = TypeVar("Result")
 
@@ -28,6 +30,8 @@ class World:
     device: torch.device
     patient: dist.ProcessGroup
     """All processes, over gloo, with hours before a wait counts as a hang: rank 0 may be tokenizing a corpus."""
+    nodes: tuple[Node, ...]
+    """Where they all are."""
 
     @property
     def is_main(self) -> bool:
@@ -62,7 +66,12 @@ def start(device: str, *, seed: int) -> World:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(seed)
-    return World(rank, size, own, patient=dist.new_group(backend="gloo", timeout=timedelta(hours=6)))
+    patient = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
+    places: list[tuple[str, int]] = [("", 0)] * size
+    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()  # the name that sbatch --exclude takes
+    # Two launchers on one host are two nodes, as are two hosts of one name.
+    dist.all_gather_object(places, (host, int(os.environ.get("GROUP_RANK", "0"))), group=patient)
+    return World(rank, size, own, patient, nodes=arrange(places))
 
 
 def stop() -> None:

@@ -13,7 +13,7 @@ from recipes.problems import Problem
 from recipes.schema import Recipe
 
 ORIGIN = "command line"
-OPTIONS = ("check", "processes", "help")
+OPTIONS = ("check", "processes", "nodes", "help")
 """What train.py itself understands."""
 
 

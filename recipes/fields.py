@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import cache
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import annotated_types as ranges
 import tomli
@@ -75,6 +75,9 @@ def describe(annotation: Any) -> str:
             f"{sign} {getattr(part, at)}" for part in parts for kind, sign, at in BOUNDS if isinstance(part, kind)
         ]
         return f"{describe(base)} {' and '.join(bounds)}"
+    if get_origin(annotation) is Union:  # of numbers and a word
+        *others, word = get_args(annotation)
+        return " or ".join([*map(describe, others), *map(toml, get_args(word))])
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(map(toml, get_args(annotation)))
     if get_origin(annotation) is tuple:
@@ -136,8 +139,9 @@ def _readings(annotation: Any, value: Any) -> list[Any]:
     if isinstance(value, str):
         with suppress(tomli.TOMLDecodeError):  # "3e-4", "True"
             readings.append(tomli.loads(f"v = {value.lower()}")["v"])
-        if get_origin(annotation) is Literal:
-            readings += get_close_matches(value.lower(), get_args(annotation), n=1, cutoff=0.5)
+        choices = get_args(annotation) if get_origin(annotation) is Union else (annotation,)
+        words = [word for choice in choices if get_origin(choice) is Literal for word in get_args(choice)]
+        readings += get_close_matches(value.lower(), words, n=1, cutoff=0.5)
     readings += [int(x) for x in (value, *readings) if isinstance(x, float) and x.is_integer()]  # 1e3
     if get_origin(annotation) is tuple and not isinstance(value, list | dict):
         readings += [[x] for x in (value, *readings)]

@@ -32,13 +32,15 @@ def load(
     *,
     over: Sequence[Layer] = (),
     processes: int | None = None,
+    nodes: int | None = None,
     rules: bool = True,
 ) -> Recipe:
     """The recipe of a file, with the overrides among the command line's `arguments` (`--section.field value`).
 
     The nearer layer wins: command line, the last of `over`, file, its base, that one's base, the model size, the
-    schema's defaults. Raises one UserError that lists everything wrong. processes: check that the layout fits so many.
-    rules=False leaves the rules across fields and the look at the data out, for a recipe that is only read.
+    schema's defaults. Raises one UserError that lists everything wrong. processes, nodes: check that the layout
+    fits so many. rules=False leaves the rules across fields and the look at the data out, for a recipe that is only
+    read.
     """
     given: Given = {}
     problems: list[Problem] = []
@@ -56,7 +58,7 @@ def load(
     recipe = _assemble(given)
     if rules:
         broken = {problem.key.partition(".")[0] for problem in problems}
-        for key, message in violations(recipe, processes=processes, broken=broken):
+        for key, message in violations(recipe, processes=processes, nodes=nodes, broken=broken):
             problems.append(_located(key, message, recipe, given))
     if problems:
         raise refusal(problems, where=shown(Path(path)))

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Protocol
 
 from models.config import ModelConfig
-from parallel.config import MeshConfig
+from parallel.config import MeshDegrees
 from recipes.schema import BatchConfig, DataConfig
 
 
@@ -22,7 +22,7 @@ def introduction(
     model: ModelConfig,
     data: DataConfig,
     batch: BatchConfig,
-    degrees: MeshConfig,
+    degrees: MeshDegrees,
     yardstick: Yardstick,
     parts: Sequence[str],
 ) -> list[str]:

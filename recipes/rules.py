@@ -1,11 +1,12 @@
 """The rules that span several fields of a recipe, or look at what it names. Imports no torch."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from models.config import ModelConfig
-from parallel.config import AttentionConfig, CompileConfig, Float8Config, MeshConfig
+from parallel.config import AttentionConfig, CompileConfig, Float8Config, MeshConfig, MeshDegrees
 from parallel.errors import UserError
+from parallel.nodes import Node, require_like_nodes
 from recipes.fields import toml
 from recipes.hf_folder import stored_tensors
 from recipes.problems import Problem, one_line, refusal
@@ -25,17 +26,24 @@ Violation = tuple[str, str]
 """(dotted key, the rule it breaks and what to write instead)."""
 
 
-def require_valid(recipe: Recipe, *, processes: int) -> None:
-    """Raises one UserError with every rule that the recipe breaks on this number of processes."""
-    found = [Problem(key, message) for key, message in violations(recipe, processes=processes)]
+def require_valid(recipe: Recipe, *, nodes: Sequence[Node]) -> None:
+    """Raises one UserError with every rule that the recipe breaks on the processes of these nodes."""
+    if recipe.mesh.shard == "node":
+        require_like_nodes(nodes)
+    processes = sum(len(node.ranks) for node in nodes)
+    found = [Problem(key, message) for key, message in violations(recipe, processes=processes, nodes=len(nodes))]
     if found:
         raise refusal(found, where=f"the recipe of run {recipe.run.name} on {processes} processes")
 
 
 def violations(
-    recipe: Recipe, *, processes: int | None = None, broken: Collection[str] = frozenset()
+    recipe: Recipe,
+    *,
+    processes: int | None = None,
+    nodes: int | None = None,
+    broken: Collection[str] = frozenset(),
 ) -> Iterator[Violation]:
-    """Every rule the recipe breaks. processes: their number, where it is known.
+    """Every rule the recipe breaks. processes, nodes: their numbers, where they are known.
 
     broken: sections with wrong values, which the rules about them must not look at.
     """
@@ -51,9 +59,9 @@ def violations(
     if sound("data", "model"):
         yield from data_is_there(recipe.data, model=recipe.model, run=recipe.run)
     if sound("mesh"):
-        yield from mesh_fits(recipe.mesh, processes=processes)
+        yield from mesh_fits(recipe.mesh, processes=processes, nodes=nodes)
     if sound("batch", "mesh"):
-        yield from batch_divides(recipe.batch, mesh=recipe.mesh, processes=processes)
+        yield from batch_divides(recipe.batch, mesh=recipe.mesh, processes=processes, nodes=nodes)
     if sound("attention", "data", "run"):
         yield from attention_has_a_kernel(recipe.attention, masked=recipe.data.document_mask, device=recipe.run.device)
     if sound("float8"):
@@ -179,20 +187,22 @@ def there_is_one_to_keep(checkpoint: CheckpointConfig) -> Iterator[Violation]:
         yield "checkpoint.keep_every", f"must be a multiple of checkpoint.every = {every}, or 0 to keep none for good"
 
 
-def mesh_fits(mesh: MeshConfig, *, processes: int | None) -> Iterator[Violation]:
+def mesh_fits(mesh: MeshConfig, *, processes: int | None, nodes: int | None) -> Iterator[Violation]:
     """The degrees multiply to the number of processes."""
     try:
-        _fitted(mesh, processes)
+        _fitted(mesh, processes, nodes)
     except UserError as error:
         for line in str(error).splitlines():  # "mesh.tensor = 2: what is wrong" or "mesh: what is wrong"
             place, _, message = line.partition(": ")
             yield place.partition(" ")[0], message
 
 
-def batch_divides(batch: BatchConfig, *, mesh: MeshConfig, processes: int | None) -> Iterator[Violation]:
+def batch_divides(
+    batch: BatchConfig, *, mesh: MeshConfig, processes: int | None, nodes: int | None
+) -> Iterator[Violation]:
     """Every process does the same number of full micro-batches in every step."""
     try:
-        data_parallel = _fitted(mesh, processes).data_parallel
+        data_parallel = _fitted(mesh, processes, nodes).data_parallel
     except UserError:  # mesh_fits says so
         data_parallel = 1
     batch_size, micro = batch.global_batch_size, batch.micro_batch_size
@@ -314,8 +324,11 @@ def float8_fits(float8: Float8Config, *, model: ModelConfig) -> Iterator[Violati
             )
 
 
-def _fitted(mesh: MeshConfig, processes: int | None) -> MeshConfig:
-    """The mesh with -1 replaced; with an unknown number of processes, as small as its degrees allow."""
+def _fitted(mesh: MeshConfig, processes: int | None, nodes: int | None) -> MeshDegrees:
+    """The mesh with -1 and "node" replaced; with unknown numbers, as small as its degrees allow."""
+    if mesh.shard == "node":
+        nodes = nodes or max(1, mesh.replicate)
+        return mesh.fit(processes or nodes, nodes=nodes)
     return mesh.fit(processes or max(1, abs(mesh.replicate * mesh.shard)))
 
 

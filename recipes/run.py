@@ -6,6 +6,7 @@ from parallel.dist import lost_a_peer, start, stop
 from parallel.errors import UserError
 from recipes.console import Console
 from recipes.interruption import forget_signals
+from recipes.preflight import preflight
 from recipes.schema import Recipe
 from recipes.trainer import Trainer
 
@@ -18,6 +19,7 @@ def train(recipe: Recipe) -> int:
     world = start(recipe.run.device, seed=recipe.run.seed)
     try:
         with Console(silent=not world.is_main) as console:
+            preflight(recipe.run.folder, world, say=console.say)
             return Trainer(recipe, world, console).run()
     except UserError as error:
         forget_signals()

@@ -16,12 +16,13 @@ from models.decoder import Decoder
 from models.hf import TextFacts
 from models.loss import IGNORED
 from parallel.attention import choose_attention
-from parallel.config import MeshConfig
+from parallel.config import MeshDegrees
 from parallel.dist import World, on_all, on_main, on_main_first
 from parallel.errors import UserError
 from parallel.float8 import precompute_scales
 from parallel.materialize import materialize
 from parallel.mesh import build_mesh
+from parallel.nodes import placement
 from parallel.order import parallelize
 from parallel.reduce import clip_gradients, gradient_norm, sum_over_processes
 from recipes.checkpoint.checkpoints import Checkpoints
@@ -53,16 +54,17 @@ class Trainer:
 
     def __init__(self, recipe: Recipe, world: World, console: Console) -> None:
         self.recipe, self.world, self.console = recipe, world, console
-        require_valid(recipe, processes=world.size)
+        require_valid(recipe, nodes=world.nodes)
         on_main_first(world, lambda: check_output_folder(recipe))
         self.folder = recipe.run.folder
         self.resume_step = on_main(world, lambda: newest_whole(self.folder / CHECKPOINTS, tell=console.say))
-        self.mesh_degrees: MeshConfig = recipe.mesh.fit(world.size)
+        self.mesh_degrees: MeshDegrees = recipe.mesh.fit(world.size, nodes=len(world.nodes))
 
-        mesh = build_mesh(recipe.mesh, world_size=world.size, device_type=world.device.type)
+        mesh = build_mesh(self.mesh_degrees, device_type=world.device.type)
         with torch.device("meta"):
             self.model = Decoder(recipe.model, loss_chunks=recipe.batch.loss_chunks)
-        report = choose_attention(recipe.attention, device_type=world.device.type)
+        report = placement(self.mesh_degrees, world.nodes)
+        report += choose_attention(recipe.attention, device_type=world.device.type)
         report += parallelize(
             self.model,
             mesh,

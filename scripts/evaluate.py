@@ -79,7 +79,7 @@ def evaluate(options: argparse.Namespace) -> int:
             model = Decoder(weights.model)
         parallelize(
             model,
-            build_mesh(MeshConfig(), world_size=world.size, device_type=world.device.type),
+            build_mesh(MeshConfig().fit(world.size), device_type=world.device.type),
             float8=Float8Config(),
             activation_checkpointing=ActivationCheckpointingConfig(),
             compile=CompileConfig(),

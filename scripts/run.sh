@@ -92,7 +92,7 @@ fi
 export OMP_NUM_THREADS
 
 # A bad recipe fails here, in a second and once, instead of in every process after torch is loaded.
-checked() { "$PYTHON" "$ROOT/train.py" "$@" --check --processes "$((NPROC * NNODES))"; }
+checked() { "$PYTHON" "$ROOT/train.py" "$@" --check --processes "$((NPROC * NNODES))" --nodes "$NNODES"; }
 if [ -n "$check" ]; then
     case " $* " in
         *" --processes"[\ =]*) exec "$PYTHON" "$ROOT/train.py" "$@" ;;

@@ -31,7 +31,7 @@ def build_model(
         model = Decoder(config, loss_chunks=loss_chunks)
     report = parallelize(
         model,
-        build_mesh(mesh, world_size=dist.get_world_size(), device_type="cpu"),
+        build_mesh(mesh.fit(dist.get_world_size()), device_type="cpu"),
         float8=float8,
         activation_checkpointing=ActivationCheckpointingConfig(mode),
         compile=CompileConfig(compiled),

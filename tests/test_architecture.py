@@ -30,6 +30,7 @@ TORCH_FREE = {
     "models/sizes.py",
     "parallel/config.py",
     "parallel/errors.py",
+    "parallel/nodes.py",
     "recipes/breakdown.py",
     "recipes/checkpoint/files.py",
     "recipes/checkpoint/folder.py",

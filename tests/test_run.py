@@ -91,7 +91,7 @@ def whole(folder: Path, corpus: Path) -> str:
 
 
 def test_a_run_says_what_came_out(whole: str, folder: Path) -> None:
-    assert whole.startswith("whole: smollm3_debug with ")
+    assert re.match(r"pre-flight: 2 processes on 1 node agree; all-reduce .*\nwhole: smollm3_debug with ", whole)
     assert len(re.findall(r"^step +\d+/30  loss \d+\.\d{4}  .* [\d,]+ tokens/s  ", whole, flags=re.MULTILINE)) == STEPS
     assert len(re.findall(r"^step +\d+  validation loss \d\.\d{4}$", whole, flags=re.MULTILINE)) == 2
     end = whole[whole.index("a held-out text, and how the model goes on:") :]
@@ -177,7 +177,8 @@ def refused(folder: Path, arguments: list[str]) -> str:
     """The message of a command that must not do anything."""
     before = contents(folder / "runs") if (folder / "runs").exists() else None
     code, out, err = run(folder, arguments)
-    assert (code, out) == (2, "")
+    # What shows only when the model is built comes after the look at the processes, and after nothing else.
+    assert code == 2 and re.fullmatch(r"(pre-flight: 2 processes on 1 node agree; .*\n)?", out)
     assert "Traceback" not in err and len(err.splitlines()) < 20
     assert (contents(folder / "runs") if (folder / "runs").exists() else None) == before
     return err

@@ -105,7 +105,7 @@ class Bench:
 
     def __init__(self, folder: Path, width: int) -> None:
         self.folder = folder
-        mesh = build_mesh(MeshConfig(), world_size=dist.get_world_size(), device_type="cpu")
+        mesh = build_mesh(MeshConfig().fit(dist.get_world_size()), device_type="cpu")
         self.model = nn.Sequential(*(Block(width) for _ in range(12)))
         for block in self.model:
             fully_shard(block, mesh=mesh)

@@ -23,6 +23,27 @@ def test_fit(asked: MeshConfig, processes: int, degrees: tuple[int, int]) -> Non
     assert fitted.data_parallel == processes
 
 
+@pytest.mark.parametrize("replicate", [1, -1, 3])
+def test_shards_inside_nodes(replicate: int) -> None:
+    """Left out, the rest, or the number that there are anyway."""
+    degrees = MeshConfig(replicate, "node").fit(12, nodes=3)
+    assert (degrees.replicate, degrees.shard) == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "nodes", "message"),
+    [
+        (MeshConfig(2, "node"), 3, 'mesh.replicate = 2: shard = "node" makes one copy for each node, and there are 3'),
+        (MeshConfig(1, "node"), 5, 'mesh.shard = "node": 12 processes on 5 nodes are not as many on each'),
+        (MeshConfig(0, "node"), 3, "mesh.replicate = 0"),
+        (MeshConfig(shard="node", tensor=2), 3, "mesh.tensor = 2"),
+    ],
+)
+def test_nodes_that_do_not_fit(mesh: MeshConfig, nodes: int, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        mesh.fit(12, nodes=nodes)
+
+
 @pytest.mark.parametrize(
     ("asked", "processes", "message"),
     [

@@ -42,18 +42,19 @@ SHIPPED = {
 every_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 
 
-def processes(name: str) -> int:
-    """The number of processes that the name of a recipe promises."""
+def layout(name: str) -> dict[str, int]:
+    """The numbers of processes and nodes that the name of a recipe promises."""
     hardware = re.search(r"_(?:(\d+)x)?(?:(\d+)x?)?h100", name)
     if hardware is None:
-        return 4 if name.endswith("everything") else 2
-    return int(hardware[1] or 1) * int(hardware[2] or 1)
+        return {"processes": 4 if name.endswith("everything") else 2, "nodes": 1}
+    nodes, each = (int(hardware[1]), int(hardware[2])) if hardware[2] else (1, int(hardware[1] or 1))
+    return {"processes": nodes * each, "nodes": nodes}
 
 
 def test_names_and_processes() -> None:
-    assert processes("a_h100") == 1
-    assert processes("a_4xh100_trick") == 4
-    assert processes("a_48x8h100") == 384
+    assert layout("a_h100") == {"processes": 1, "nodes": 1}
+    assert layout("a_4xh100_trick") == {"processes": 4, "nodes": 1}
+    assert layout("a_48x8h100") == {"processes": 384, "nodes": 48}
 
 
 def test_the_promised_recipes_are_there() -> None:
@@ -62,7 +63,7 @@ def test_the_promised_recipes_are_there() -> None:
 
 @every_config
 def test_loads_on_the_hardware_of_its_name(path: Path) -> None:
-    recipe = load(path, processes=processes(path.stem))
+    recipe = load(path, **layout(path.stem))
     assert recipe.run.name == path.stem
     assert recipe.model.name == max(
         (name for name in ("smollm3_debug", "llama3_debug", "smollm3_3b", "llama2_7b", "llama3_8b", "llama3_70b")
@@ -74,16 +75,18 @@ def test_loads_on_the_hardware_of_its_name(path: Path) -> None:
 @every_config
 def test_builds_on_meta_and_shards_over_the_hardware_of_its_name(path: Path) -> None:
     """As rank 0 of all its processes, which the fake backend pretends are there."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes(path.stem))
+    hardware = layout(path.stem)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=hardware["processes"])
     try:
-        recipe = load(path, processes=dist.get_world_size())
+        recipe = load(path, **hardware)
+        degrees = recipe.mesh.fit(hardware["processes"], nodes=hardware["nodes"])
         with torch.device("meta"):
             model = Decoder(recipe.model)
         names = list(model.state_dict())
         assert sum(parameter.numel() for parameter in model.parameters()) == recipe.model.num_params()
         report = parallelize(
             model,
-            build_mesh(recipe.mesh, world_size=dist.get_world_size(), device_type="cpu"),
+            build_mesh(degrees, device_type="cpu"),
             float8=replace(recipe.float8, emulate=True),  # no GPU is needed to build it
             activation_checkpointing=recipe.activation_checkpointing,
             compile=recipe.compile,
@@ -95,7 +98,7 @@ def test_builds_on_meta_and_shards_over_the_hardware_of_its_name(path: Path) -> 
             converted, all_linears = 7 * recipe.model.layers, 7 * recipe.model.layers + (model.lm_head is not None)
             assert f"{converted} of {all_linears} linears converted" in report[0]
         local = sum(parameter.to_local().numel() for parameter in model.parameters() if isinstance(parameter, DTensor))
-        share = recipe.model.num_params() / recipe.mesh.fit(dist.get_world_size()).shard
+        share = recipe.model.num_params() / degrees.shard
         assert local == pytest.approx(share, rel=0.01)  # rank 0 has a row more of what does not divide
     finally:
         dist.destroy_process_group()
@@ -137,7 +140,7 @@ def test_the_first_command_runs_on_any_machine(count: int) -> None:
 
 
 def test_smollm3_48x8_has_the_published_hyper_parameters() -> None:
-    recipe = load(ROOT / "configs" / "smollm3_3b_48x8h100.toml", processes=384)
+    recipe = load(ROOT / "configs" / "smollm3_3b_48x8h100.toml", processes=384, nodes=48)
     tokens_per_step = recipe.batch.global_batch_size * recipe.batch.sequence_length
     assert recipe.run.steps * tokens_per_step == 4_720_000 * 576 * 4096
     assert recipe.schedule.decay_steps * tokens_per_step == 522_000 * 576 * 4096

@@ -85,6 +85,8 @@ def test_an_override_equal_to_the_default_counts_as_given() -> None:
         (["--optimizer.lr", "1"], "optimizer.lr", 1.0),
         (["--optimizer.lr", "1e-3"], "optimizer.lr", 1e-3),
         (["--mesh.shard", "-1"], "mesh.shard", -1),
+        (["--mesh.shard", "4"], "mesh.shard", 4),
+        (["--mesh.shard", "node"], "mesh.shard", "node"),
         (["--run.name=-x=y"], "run.name", "-x=y"),
         (["--run.name", "two words"], "run.name", "two words"),
     ],
@@ -122,6 +124,7 @@ def test_the_resolved_recipe_loads_back() -> None:
 
 # Values
 
+SHARD = "[mesh]\nshard = {}\n"
 LR, STEPS = "[optimizer]\nlr = {}\n", "[run]\nsteps = {}\n"
 
 
@@ -132,6 +135,14 @@ LR, STEPS = "[optimizer]\nlr = {}\n", "[run]\nsteps = {}\n"
             LR.format('"3e-4"'),
             'optimizer.lr = "3e-4" (x.toml) must be a number > 0, and "3e-4" is a string; write lr = 0.0003',
         ),
+        (
+            SHARD.format('"nodes"'),
+            'mesh.shard = "nodes" (x.toml) must be an integer >= -1 or "node", and "nodes" is a string;'
+            ' write shard = "node"',
+        ),
+        (SHARD.format('"4"'), 'must be an integer >= -1 or "node", and "4" is a string; write shard = 4'),
+        (SHARD.format("-2"), 'must be an integer >= -1 or "node"; write for example shard = -1'),
+        (SHARD.format("true"), "and true is a boolean; write for example shard = -1"),
         (LR.format("true"), "must be a number > 0, and true is a boolean; write for example lr = 0.0003"),
         (LR.format("0"), "optimizer.lr = 0 (x.toml) must be a number > 0; write for example lr = 0.0003"),
         (LR.format("nan"), "optimizer.lr = nan (x.toml) must be a finite number > 0; write"),

@@ -11,6 +11,7 @@ import pytest
 from models.sizes import SIZES
 from parallel.config import AttentionConfig, CompileConfig, Float8Config, MeshConfig
 from parallel.errors import UserError
+from parallel.nodes import arrange
 from recipes.load import load, to_toml
 from recipes.rules import require_valid, violations
 from recipes.run_folder import (
@@ -123,6 +124,29 @@ def test_mesh_must_fit_the_processes() -> None:
     assert not broken_by(
         Recipe(mesh=MeshConfig(replicate=3, shard=-1), batch=BatchConfig(global_batch_size=9)), processes=9
     )
+
+
+def test_shards_inside_nodes_fit_what_is_known() -> None:
+    recipe = Recipe(mesh=MeshConfig(shard="node"), batch=BatchConfig(global_batch_size=16))
+    assert not broken_by(recipe) and not broken_by(recipe, processes=16)
+    assert not list(violations(recipe, processes=16, nodes=4))
+    [(key, message)] = violations(recipe, processes=16, nodes=3)
+    assert key == "mesh.shard" and "16 processes on 3 nodes are not as many on each" in message
+    # The batch is divided by all processes, whatever the nodes.
+    assert "1 x 6 data-parallel processes" in the_rule(recipe, "batch.global_batch_size", processes=6)
+    twice = replace(recipe, mesh=MeshConfig(replicate=2, shard="node"))
+    assert not broken_by(twice) and not broken_by(twice, processes=8)
+    [(key, message)] = violations(twice, processes=8, nodes=4)
+    assert key == "mesh.replicate" and "there are 4; leave replicate out" in message
+
+
+def test_shards_inside_nodes_need_like_nodes() -> None:
+    """Nodes are named before the arithmetic is found not to work out."""
+    places = [("gpu-0", 0), ("gpu-0", 0), ("gpu-1", 1)]
+    with pytest.raises(UserError, match="there are 1 on gpu-1 and 2 on gpu-0"):
+        require_valid(Recipe(mesh=MeshConfig(shard="node")), nodes=arrange(places))
+    batch = BatchConfig(global_batch_size=3)
+    require_valid(Recipe(batch=batch), nodes=arrange(places))
 
 
 # Batch
@@ -277,10 +301,10 @@ def test_every_published_size_can_use_float8() -> None:
 
 
 def test_require_valid_lists_everything() -> None:
-    require_valid(Recipe(), processes=4)
+    require_valid(Recipe(), nodes=arrange([("host", 0)] * 4))
     bad = Recipe(run=RunConfig(name="r", steps=1), schedule=ScheduleConfig(warmup_steps=2), mesh=MeshConfig(shard=2))
     with pytest.raises(UserError) as refusal:
-        require_valid(bad, processes=4)
+        require_valid(bad, nodes=arrange([("host", 0)] * 4))
     assert str(refusal.value).startswith("2 problems in the recipe of run r on 4 processes\n  mesh\n    replicate 1 x")
     assert "schedule.warmup_steps" in str(refusal.value)
 

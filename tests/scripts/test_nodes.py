@@ -55,6 +55,69 @@ def test_two_launchers_train_as_one(tmp_path: Path, corpus: Path) -> None:
     assert losses(tmp_path, "two") == losses(tmp_path, "one")
 
 
+def test_shards_stay_inside_nodes(tmp_path: Path, corpus: Path) -> None:
+    """The curve is that of the same mesh on one node; the run goes on there, where the mesh is another one."""
+    explicit = ("--mesh.replicate", "2", "--mesh.shard", "2", "--run.steps", "20")
+    code, out, err = run(tmp_path, arguments(tmp_path, corpus, "one", *explicit), NPROC="4")
+    assert (code, err) == (0, "")
+    assert "\n  nodes: " not in out and out.startswith("pre-flight: 4 processes on 1 node agree; all-reduce ")
+    port = free_port()
+    words = arguments(tmp_path, corpus, "two", "--mesh.shard", "node")
+    nodes = [
+        launch(
+            tmp_path,
+            [*words, "--run.steps", "20"],
+            NPROC="2",
+            NNODES="2",
+            NODE_RANK=rank,
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+        )
+        for rank in ("0", "1")
+    ]
+    try:
+        (out, err), (other_out, other_err) = (process.communicate(timeout=120) for process in nodes)
+    finally:
+        for process in nodes:
+            process.kill()
+    assert [process.returncode for process in nodes] == [0, 0], err + other_err
+    assert (err, other_out, other_err) == ("", "", "")
+    host = socket.gethostname()
+    assert out.startswith("pre-flight: 4 processes on 2 nodes agree: cpu, ")
+    assert f"\n  {host}#0  0-1 " in out and f"\n  {host}#1  2-3 " in out
+    assert "  mesh: replicate 2 x shard 2 = 4 processes on cpu\n" in out
+    assert f"  nodes: 2 of 2 processes ({host}#0, {host}#1); each shard group is inside one node\n" in out
+    assert len(losses(tmp_path, "two")) == 20
+    assert losses(tmp_path, "two") == losses(tmp_path, "one")
+    assert 'shard = "node"\n' in (tmp_path / "runs" / "two" / "recipe.toml").read_text()
+
+    code, out, err = run(tmp_path, words, NPROC="2")
+    assert (code, err) == (0, "")
+    assert "  mesh: replicate 1 x shard 2 = 2 processes on cpu\n" in out
+    assert [step for step, _ in losses(tmp_path, "two")] == list(range(1, STEPS + 1))
+
+
+def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path, corpus: Path) -> None:
+    """A relative path, from another folder on each node."""
+    port, host = free_port(), socket.gethostname()
+    words = arguments(tmp_path, corpus, "two", "--run.output", "runs")
+    nodes = []
+    for rank in ("0", "1"):
+        (folder := tmp_path / rank).mkdir()
+        variables = {"NPROC": "1", "NNODES": "2", "NODE_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        nodes.append(launch(folder, words, **variables))
+    try:
+        (_, err), (_, other_err) = (process.communicate(timeout=120) for process in nodes)
+    finally:
+        for process in nodes:
+            process.kill()
+    assert [process.returncode for process in nodes] == [2, 2], err + other_err
+    assert err.startswith("pre-flight: the nodes do not share the run's folder; nothing was started\n")
+    assert f"what {host}#0 writes into {tmp_path}/0 (which is {tmp_path}/1 there" in err
+    assert f"does not show on {host}#1 within 10 s; write a run.output" in err
+    assert not list((tmp_path / "0").iterdir()) and not list((tmp_path / "1").iterdir())
+
+
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
@@ -102,6 +165,9 @@ def test_a_recipe_is_checked_for_all_processes(tmp_path: Path, corpus: Path) -> 
     words = [*arguments(tmp_path, corpus, "none"), "--check"]
     assert run(tmp_path, words)[0] == 0  # for any number of them
     assert run(tmp_path, words, NPROC="4", NNODES="2")[0] == 0
+    code, out, err = run(tmp_path, [*words, "--mesh.shard", "node", "--mesh.replicate", "3"], NPROC="4", NNODES="2")
+    assert (code, out) == (2, "")
+    assert 'shard = "node" makes one copy for each node, and there are 2; leave replicate out' in err
     code, out, err = run(tmp_path, words, NPROC="4", NNODES="3")
     assert (code, out) == (2, "")
     assert re.search(r"multiple of\s+micro_batch_size 1 x 12 data-parallel\s+processes", err)

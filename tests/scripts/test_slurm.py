@@ -96,6 +96,7 @@ def test_two_nodes_train_as_one(cluster: Cluster, folder: Path, corpus: Path, wh
     assert job.finish() == ("COMPLETED", "0:0"), job.log
     assert "attempt 1 on node[0-1], from the beginning\n" in job.log
     assert "= 4 processes on cpu" in job.log
+    assert "  nodes: 2 of 2 processes (node0, node1); each shard group spans 2 nodes\n" in job.log
     assert f"done: {STEPS} steps" in job.log
     assert job.losses == whole
     logs = folder / f"slurm-{job.number}"
@@ -211,7 +212,7 @@ def test_a_bad_recipe_is_refused_before_anything_starts(cluster: Cluster, folder
 
 
 def test_a_dry_run_starts_nothing(cluster: Cluster, folder: Path, corpus: Path) -> None:
-    job = Job(cluster, folder, corpus, "dry", "--check")
+    job = Job(cluster, folder, corpus, "dry", "--mesh.shard", "node", "--check")
     assert job.finish() == ("COMPLETED", "0:0")
     assert job.log == "slurm: the recipe fits 2 nodes\n"
     assert not (folder / "runs" / "dry").exists()

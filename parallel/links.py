@@ -1,0 +1,167 @@
+"""What lies between the processes: whether collectives are exact, how fast they are, how far the clocks are apart."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel.dist import World
+from parallel.nodes import Node
+
+BUFFER = {"cuda": 64 * 2**20, "cpu": 4 * 2**20}
+"""Bytes that are sent at once: enough for the full speed of a link, little beside what a model takes."""
+REPEATS = {"cuda": 10, "cpu": 3}
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+
+
+@dataclass(frozen=True)
+class Links:
+    """What one process found."""
+
+    wrong_sum: bool
+    """Of all-reduce."""
+    wrong_parts: tuple[int, ...]
+    """Ranks whose part all-gather brought here changed."""
+    all_reduce_seconds: float
+    all_gather_seconds: float
+    exchanges: dict[int, float]
+    """Rank on a neighbouring node -> bytes per second in each direction between it and this one."""
+
+
+def clock_bounds(world: World) -> list[tuple[float, float]]:
+    """For each rank, how many seconds its clock is at least and at most ahead of rank 0's.
+
+    Nobody leaves a barrier before all have come to it. So either clock's reading on entry is earlier than the other's
+    on leaving, whatever the delays between: bounds that are certain, and as wide as the network is slow.
+    """
+    stamps = []
+    for _ in range(4):
+        entered = time.time()
+        dist.barrier(group=world.patient)
+        stamps.append((entered, time.time()))
+    everyone: list[list[tuple[float, float]]] = [[] for _ in range(world.size)]
+    dist.all_gather_object(everyone, stamps, group=world.patient)
+    return [_bounds(theirs, everyone[0]) for theirs in everyone]
+
+
+def _bounds(theirs: Sequence[tuple[float, float]], main: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    pairs = list(zip(theirs, main, strict=True))
+    least = max(entered - left for (entered, _), (_, left) in pairs)
+    most = min(left - entered for (_, left), (entered, _) in pairs)
+    return least, most
+
+
+def measure_links(world: World) -> list[Links]:
+    """What each rank found, by rank, on all of them. Every process must call it; it takes a second or less."""
+    mine = _measured(world)
+    if world.device.type == "cuda":  # nothing of this is the run's
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(world.device)
+    found = [mine] * world.size
+    dist.all_gather_object(found, mine, group=world.patient)
+    return found
+
+
+def _measured(world: World) -> Links:
+    device = world.device
+    length = BUFFER[device.type] // 4
+    part = length // world.size
+    reduced = summand(world.rank, length, device)
+    dist.all_reduce(reduced)
+    own, gathered = contribution(world.rank, part, device), torch.empty(part * world.size, device=device)
+    _all_gather(gathered, own)
+    wrong_sum, wrong_parts = is_wrong_sum(reduced, world.size), wrong_ranks(gathered, world.size)
+    reduced.zero_()  # it is summed again and again
+    return Links(
+        wrong_sum,
+        wrong_parts,
+        _seconds(world, lambda: dist.all_reduce(reduced)),
+        _seconds(world, lambda: _all_gather(gathered, own)),
+        _exchange(world, reduced),
+    )
+
+
+def summand(rank: int, length: int, device: torch.device) -> Tensor:
+    """What a rank adds: whole numbers, of which the sum over thousands of ranks is exact in float32 in any order."""
+    return _pattern(length, device) * (rank % 61 + 1)
+
+
+def is_wrong_sum(reduced: Tensor, ranks: int) -> bool:
+    """Whether this is not the sum of all summands."""
+    weights = sum(rank % 61 + 1 for rank in range(ranks))
+    return not torch.equal(reduced, _pattern(len(reduced), reduced.device) * weights)
+
+
+def contribution(rank: int, length: int, device: torch.device) -> Tensor:
+    """What a rank hands to all others: other whole numbers for each rank."""
+    return _pattern(length, device) + 8 * rank
+
+
+def wrong_ranks(gathered: Tensor, ranks: int) -> tuple[int, ...]:
+    """Ranks whose contribution is not what they gave."""
+    rows = gathered.view(ranks, -1)
+    pattern = _pattern(rows.shape[1], gathered.device)
+    right = [torch.equal(row, pattern + 8 * rank) for rank, row in enumerate(rows)]
+    return tuple(rank for rank, is_right in enumerate(right) if not is_right)
+
+
+def _pattern(length: int, device: torch.device) -> Tensor:
+    return torch.arange(length, dtype=torch.float32, device=device).remainder_(7).add_(1)  # BUFFER holds 2^24 at most
+
+
+def _seconds(world: World, work: Callable[[], object]) -> float:
+    """How long one of several in a row takes here, once everybody is there and connected."""
+    work()
+    _finish(world.device)
+    dist.barrier(group=world.patient)
+    begin = time.perf_counter()
+    for _ in range(REPEATS[world.device.type]):
+        work()
+    _finish(world.device)
+    return (time.perf_counter() - begin) / REPEATS[world.device.type]
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _exchange(world: World, buffer: Tensor) -> dict[int, float]:
+    """Swap the buffer with the process that has the same place on the next node, and on the one before."""
+    found = {}
+    received = torch.empty_like(buffer)
+    for partners in rounds(world.nodes):
+        partner = partners.get(world.rank)
+        seconds = _seconds(world, _nothing if partner is None else partial(_swap, buffer, received, partner))
+        if partner is not None:
+            found[partner] = buffer.nbytes / seconds
+    return found
+
+
+def rounds(nodes: Sequence[Node]) -> list[dict[int, int]]:
+    """Rank -> its partner, round by round.
+
+    Nodes stand in a circle, and none has two partners at once: one that is slow is slow with both its neighbours, who
+    are fast with their others.
+    """
+    count = len(nodes)
+    found: list[dict[int, int]] = [{}, {}, {}]
+    for edge in range(count if count > 2 else count - 1):
+        number = 2 if count % 2 and edge == count - 1 else edge % 2  # an odd circle takes a third round
+        for one, other in zip(nodes[edge].ranks, nodes[(edge + 1) % count].ranks, strict=False):
+            found[number] |= {one: other, other: one}
+    return [partners for partners in found if partners]
+
+
+def _swap(buffer: Tensor, received: Tensor, partner: int) -> None:
+    operations = [dist.P2POp(dist.isend, buffer, partner), dist.P2POp(dist.irecv, received, partner)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,82 @@
+"""Which processes share a node, and what that makes of the mesh. Imports no torch."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from parallel.config import MeshDegrees
+from parallel.errors import UserError
+
+FEW = 6
+"""So many names fit into a sentence."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """The processes that one launcher started on one host."""
+
+    name: str
+    """The host's, with the launcher's number where a host has several."""
+    ranks: tuple[int, ...]
+
+
+def arrange(places: Sequence[tuple[str, int]]) -> tuple[Node, ...]:
+    """The nodes in the order of their first ranks. places: of each rank, its host and the number of its launcher."""
+    ranks: dict[tuple[str, int], list[int]] = {}
+    for rank, place in enumerate(places):
+        ranks.setdefault(place, []).append(rank)
+    launchers = Counter(host for host, _ in ranks)
+    return tuple(
+        Node(host if launchers[host] == 1 else f"{host}#{number}", tuple(own)) for (host, number), own in ranks.items()
+    )
+
+
+def require_like_nodes(nodes: Sequence[Node]) -> None:
+    """What mesh.shard = "node" rests on. Raises UserError, with the hosts, unless
+
+    every node has as many processes as the others, and they have neighbouring ranks.
+    """
+    by_size: dict[int, list[str]] = {}
+    for node in nodes:
+        by_size.setdefault(len(node.ranks), []).append(node.name)
+    if len(by_size) > 1:
+        sizes = " and ".join(f"{size} on {listed(names)}" for size, names in sorted(by_size.items()))
+        raise UserError(
+            f'mesh.shard = "node" needs as many processes on each node, but there are {sizes}'
+            "; start as many on each (NPROC), leave the odd nodes out, or write a number"
+        )
+    scattered = [node.name for node in nodes if node.ranks[-1] - node.ranks[0] >= len(node.ranks)]
+    if scattered:
+        raise UserError(
+            f'mesh.shard = "node" needs neighbouring ranks on each node, but those of {listed(scattered)} are'
+            " scattered; start the processes with scripts/run.sh or torchrun, or write a number"
+        )
+
+
+def placement(degrees: MeshDegrees, nodes: Sequence[Node]) -> list[str]:
+    """A line about where the shard groups are; none where there is one node."""
+    if len(nodes) == 1:
+        return []
+    node_of = {rank: number for number, node in enumerate(nodes) for rank in node.ranks}
+    firsts = range(0, degrees.data_parallel, degrees.shard)
+    spans = [len({node_of[rank] for rank in range(first, first + degrees.shard)}) for first in firsts]
+    sizes = sorted({len(node.ranks) for node in nodes})
+    processes = " or ".join(map(str, sizes)) + (" process" if sizes == [1] else " processes")
+    if degrees.shard == 1:
+        where = "nothing is sharded"
+    elif max(spans) == 1:
+        where = "each shard group is inside one node"
+    elif min(spans) == 1:
+        crossing = sum(span > 1 for span in spans)
+        where = f"{crossing} of {len(spans)} shard groups {'crosses' if crossing == 1 else 'cross'} nodes"
+    else:
+        span = f"{min(spans)}" if min(spans) == max(spans) else f"{min(spans)} to {max(spans)}"
+        where = f"each shard group spans {span} nodes"
+    return [f"nodes: {len(nodes)} of {processes} ({listed([node.name for node in nodes])}); {where}"]
+
+
+def listed(names: Sequence[str]) -> str:
+    """The names, or the first and the last of many."""
+    if len(names) <= FEW:
+        return ", ".join(names)
+    return f"{', '.join(names[: FEW // 2])}, ... {names[-1]}: {len(names)} in all"

@@ -1,0 +1,76 @@
+"""The network between real processes: exact, timed, and caught when it lies."""
+
+import math
+import os
+import time
+
+import pytest
+import torch
+
+from parallel import links
+from parallel.dist import start, stop
+from parallel.links import Links, clock_bounds, contribution, is_wrong_sum, measure_links, rounds, summand, wrong_ranks
+from parallel.nodes import arrange
+from tests.processes import run_processes
+
+CPU = torch.device("cpu")
+AHEAD = 1000.0
+"""Seconds that rank 1's clock is ahead: far more than any delay here."""
+
+
+def look() -> tuple[list[tuple[float, float]], list[Links], list[Links]]:
+    """As one of two nodes of two processes: clocks, of which rank 1's is wrong, links, and links with a liar at 2."""
+    rank = int(os.environ["RANK"])
+    os.environ["GROUP_RANK"] = str(rank // 2)
+    if rank == 1:
+        own = time.time
+        time.time = lambda: own() + AHEAD
+    world = start("cpu", seed=0)
+    assert [node.ranks for node in world.nodes] == [(0, 1), (2, 3)]
+    clocks, honest = clock_bounds(world), measure_links(world)
+    if rank == 2:
+        right = links._pattern
+        links.summand = links.contribution = lambda rank, length, device: right(length, device) - 1
+    deceived = measure_links(world)
+    stop()
+    return clocks, honest, deceived
+
+
+def test_links_between_processes() -> None:
+    answers = run_processes(4, look)
+    assert all(answer == answers[0] for answer in answers)  # all know the same, and can decide the same
+    clocks, honest, deceived = answers[0]
+    assert all(least <= true <= most for (least, most), true in zip(clocks, (0, AHEAD, 0, 0), strict=True))
+    assert all(most - least < AHEAD for least, most in clocks)
+    for rank, link in enumerate(honest):
+        assert not link.wrong_sum and not link.wrong_parts
+        assert list(link.exchanges) == [(rank + 2) % 4]
+        speeds = [link.all_reduce_seconds, link.all_gather_seconds, *link.exchanges.values()]
+        assert all(math.isfinite(speed) and speed > 0 for speed in speeds)
+    assert [(link.wrong_sum, link.wrong_parts) for link in deceived] == [(True, (2,))] * 4
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 130])
+def test_results_are_told_from_wrong_ones(ranks: int) -> None:
+    total = torch.stack([summand(rank, 40, CPU) for rank in range(ranks)]).sum(0)
+    assert not is_wrong_sum(total, ranks)
+    total[39] += 1
+    assert is_wrong_sum(total, ranks)
+    gathered = torch.cat([contribution(rank, 40, CPU) for rank in range(ranks)])
+    assert wrong_ranks(gathered, ranks) == ()
+    gathered[-1] += 1
+    assert wrong_ranks(gathered, ranks) == (ranks - 1,)
+    if ranks > 1:
+        swapped = torch.cat([contribution(rank, 40, CPU) for rank in (1, 0, *range(2, ranks))])
+        assert wrong_ranks(swapped, ranks) == (0, 1)
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_everybody_meets_both_neighbours_and_one_at_a_time(count: int) -> None:
+    nodes = arrange([(f"gpu-{number}", number) for number in range(count) for _ in range(2)])
+    met = set()
+    for partners in rounds(nodes):
+        assert all(partners[other] == one and one != other for one, other in partners.items())
+        met |= set(partners.items())
+    neighbours = {(n, (n + step) % count) for n in range(count) for step in (1, -1)} if count > 1 else set()
+    assert met == {(one * 2 + local, other * 2 + local) for one, other in neighbours for local in (0, 1)}
