@@ -4,12 +4,12 @@ import argparse
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: go at once, without a traceback, until there is work to save
 
-ROOT = Path(__file__).resolve().parent
-sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # first: other distributions install a top-level `recipes` too
 
 from parallel.errors import UserError  # noqa: E402
 from recipes.exit_codes import FINISHED, REFUSED  # noqa: E402
@@ -28,6 +28,7 @@ Recipes are in configs/; docs/recipes.md says what they can hold."""
 
 def main(arguments: list[str]) -> int:
     """Returns the exit code, see recipes/exit_codes.py."""
+    began = time.monotonic()
     if not arguments:
         print(USAGE, file=sys.stderr)
         return REFUSED
@@ -36,13 +37,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--processes", type=int)
     try:
-        return run(*parser.parse_known_args(arguments))
+        return run(*parser.parse_known_args(arguments), began=began)
     except UserError as error:
         print(error, file=sys.stderr)
         return REFUSED
 
 
-def run(options: argparse.Namespace, arguments: list[str]) -> int:
+def run(options: argparse.Namespace, arguments: list[str], *, began: float) -> int:
     """What main says; arguments: the recipe and its overrides. Raises UserError."""
     from recipes.load import load, to_toml
 
@@ -70,7 +71,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         return FINISHED
     from recipes.run import train  # torch, from here on
 
-    return train(recipe)
+    return train(recipe, began=began)
 
 
 if __name__ == "__main__":

@@ -35,9 +35,10 @@ from recipes.firewall import Firewall, Poisoned, backward
 from recipes.garbage import collected_by_hand
 from recipes.hf_folder import Description
 from recipes.interruption import Interruption
-from recipes.metrics import AttentionLength, MetricsWriter, StepClock, Throughput, environment, peak_memory_gib
+from recipes.metrics import AttentionLength, MetricsWriter, Throughput, environment, peak_memory_gib
 from recipes.numerics import CastSampler
 from recipes.optimizer import build_optimizer
+from recipes.phases import END, FIRST_STEP, LOADING, LOG, SAVE, VALIDATION, Phases
 from recipes.profile import StepProfiler
 from recipes.report import contents, farewell, introduction, step_line, summary
 from recipes.rules import require_valid
@@ -51,8 +52,9 @@ from recipes.weights import CHECKPOINTS, FROM_WEIGHTS, Weights, checkpoint_files
 class Trainer:
     """One run: builds everything in the order of ARCHITECTURE.md, then steps."""
 
-    def __init__(self, recipe: Recipe, world: World, console: Console) -> None:
+    def __init__(self, recipe: Recipe, world: World, console: Console, phases: Phases | None = None) -> None:
         self.recipe, self.world, self.console = recipe, world, console
+        self.phases = phases or Phases(world.device)
         require_valid(recipe, processes=world.size)
         on_main_first(world, lambda: check_output_folder(recipe))
         self.folder = recipe.run.folder
@@ -118,7 +120,7 @@ class Trainer:
         )
         self.firewall = Firewall(recipe.run, device=world.device, replicas=self.mesh_degrees.replicate)
         progress = self._resume()
-        self.step: int = progress.get("step", 0)
+        self.phases.step = progress.get("step", 0)
         if recipe.checkpoint.every and self.step < recipe.run.steps:
             self.checkpoints.require_room(self.parameters)
         # Only now: until here a signal ends the process, and a run that could not start leaves nothing behind.
@@ -138,12 +140,17 @@ class Trainer:
 
     # The loop
 
+    @property
+    def step(self) -> int:
+        """Steps that are done."""
+        return self.phases.step
+
     def run(self) -> int:
         """Train to the last step; returns the exit code."""
         self.began, self.first_step = time.perf_counter(), self.step
-        self.clock = StepClock(self.world.device)
+        self.phases.begin(END)  # what follows the loop, whichever way that ends
         try:
-            with collected_by_hand():
+            with collected_by_hand(), self.phases(FIRST_STEP):
                 number = self._loop()
             self.console.end_progress()
             return self._stop_early(number) if number else self._finish()
@@ -162,14 +169,13 @@ class Trainer:
         """Train to the last step, or to the signal that is returned."""
         recipe = self.recipe
         profiler = StepProfiler(
-            recipe.profile, self.world, folder=self.folder / "profile", clock=self.clock, say=self.console.say
+            recipe.profile, self.world, folder=self.folder / "profile", phases=self.phases, say=self.console.say
         )
-        sampler = CastSampler(self.model, recipe.float8, self.world, self.folder, clock=self.clock, done=self.step)
+        sampler = CastSampler(self.model, recipe.float8, self.world, self.folder, phases=self.phases, done=self.step)
         while self.step < recipe.run.steps:
             with profiler.step(), sampler.step(self.step + 1):
                 loss, norm = self._train_step()
-            self.step += 1
-            self.clock.count_step()
+            self.phases.count_step()
             if self._due(recipe.metrics.every) or self.step == self.first_step + 1:
                 self._log(loss, norm)
             if self._due(recipe.validation.every):
@@ -186,13 +192,13 @@ class Trainer:
         recipe = self.recipe
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate(self.step)
-        with self.clock.loading():
+        with self.phases(LOADING):
             batches = self.feed.take(self.step)
         self.attention_length.count(documents for _, _, documents in batches)
         counts = [(targets != IGNORED).sum() for _, targets, _ in batches]
         target_tokens = sum_over_processes(torch.stack(counts).sum())
         loss = torch.zeros((), device=self.world.device)
-        for index, (inputs, targets, documents) in enumerate(batches):
+        for index, (inputs, targets, documents) in enumerate(self.phases.go_through(batches)):
             last = index == len(batches) - 1
             self.sharded.set_requires_gradient_sync(last)  # inner micro-batches reduce no gradients
             if not recipe.fsdp.reshard_after_forward:
@@ -224,30 +230,31 @@ class Trainer:
 
     def _log(self, loss: Tensor, norm: Tensor) -> None:
         mean_loss = sum_over_processes(loss).item()  # here the host waits for the device
-        step_seconds, data_seconds = self.clock.seconds_per_step()
-        self._note_skipped()
-        row: dict[str, Any] = {
-            "step": self.step,
-            "tokens": self._tokens(),
-            "loss": mean_loss,
-            "grad_norm": norm.item(),
-            "lr": self._learning_rate(self.step - 1),
-            "step_seconds": step_seconds,
-            "data_seconds": data_seconds,
-            "epochs": self.feed.epochs(self.step),
-            **self.throughput.row(step_seconds, attention_length=self.attention_length.take()),
-            "peak_memory_gib": peak_memory_gib(self.world.device),
-        }
-        self.metrics.write(row)
-        self.feed.note_bad_rows()
-        self.console.say(step_line(row, self.recipe.run.steps))
-        self.console.progress(self.step, self.recipe.run.steps, f"loss {mean_loss:.3f}")
-        gc.collect()
-        self.clock.restart()
+        step_seconds, data_seconds = self.phases.seconds_per_step()
+        with self.phases(LOG):
+            self._note_skipped()
+            row: dict[str, Any] = {
+                "step": self.step,
+                "tokens": self._tokens(),
+                "loss": mean_loss,
+                "grad_norm": norm.item(),
+                "lr": self._learning_rate(self.step - 1),
+                "step_seconds": step_seconds,
+                "data_seconds": data_seconds,
+                "epochs": self.feed.epochs(self.step),
+                **self.throughput.row(step_seconds, attention_length=self.attention_length.take()),
+                "peak_memory_gib": peak_memory_gib(self.world.device),
+            }
+            self.metrics.write(row)
+            self.feed.note_bad_rows()
+            self.console.say(step_line(row, self.recipe.run.steps))
+            self.console.progress(self.step, self.recipe.run.steps, f"loss {mean_loss:.3f}")
+            gc.collect()
+        self.phases.restart()
 
     def _validate(self) -> None:
-        with self.clock.paused():
-            held_out = self.feed.held_out(self.recipe.validation.batches)
+        with self.phases.apart(VALIDATION):
+            held_out = self.phases.go_through(self.feed.held_out(self.recipe.validation.batches))
             self.validation_loss = mean_loss(self.model, held_out, device=self.world.device)
             if self.step > self.first_step:  # else a finished run was started again, and has this row
                 row = {"step": self.step, "tokens": self._tokens(), "validation_loss": self.validation_loss}
@@ -256,7 +263,7 @@ class Trainer:
 
     def _save(self) -> None:
         self._note_skipped()  # a run that goes on from here does not come by these steps again
-        with self.clock.paused():
+        with self.phases.apart(SAVE):
             progress = {"sequences": self.step * self.recipe.batch.global_batch_size, "tokens": self._tokens()}
             progress |= self.firewall.state() | self.metrics.state()
             self.checkpoints.save(self.model, self.optimizer, step=self.step, progress=progress)

@@ -17,10 +17,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from recipes.exit_codes import ECHO_SECONDS, POISONED, PREEMPTED, REFUSED, SIGNALS, ended_by, is_there
+from recipes.exit_codes import ECHO_SECONDS, HUNG, POISONED, PREEMPTED, REFUSED, SIGNALS, ended_by, is_there
 
-EXPLAINED = {REFUSED, PREEMPTED, POISONED, *map(ended_by, SIGNALS)}
+EXPLAINED = {REFUSED, PREEMPTED, POISONED, HUNG, *map(ended_by, SIGNALS)}
 """The worker has said why itself."""
+FROZEN_SECONDS = 5
+"""How long torchrun waits for a worker to stop, where another has ended because it does nothing any more."""
 DIE_WITH_PARENT = ["setpriv", "--pdeathsig", "TERM"]  # util-linux >= 2.33: not on macOS, not on RHEL 8
 
 
@@ -31,7 +33,7 @@ def say(text: str) -> None:
 class OnlyKills(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if record.getMessage().startswith("Unable to shutdown process"):
-            say("a worker did not stop within 30 s and was killed")
+            say("a worker did not stop in time and was killed")
 
 
 class Workers:
@@ -66,6 +68,8 @@ class Workers:
         def watched_close(context: Any, *arguments: Any, **options: Any) -> None:
             if self.ended_first is None:
                 self.ended_first = {process for process in context.pids().values() if not is_there(process)}
+                if any(handler.proc.poll() == HUNG for handler in context.subprocess_handlers.values()):
+                    options["timeout"] = FROZEN_SECONDS
             close(context, *arguments, **options)
 
         PContext.start = watched_start  # type: ignore[assignment, method-assign]

@@ -161,7 +161,6 @@ def count_collectives(recipe: Recipe) -> dict[str, int]:
 
     from parallel.dist import start, stop
     from recipes.console import Console
-    from recipes.metrics import StepClock
     from recipes.trainer import Trainer
 
     class Collectives(TorchDispatchMode):
@@ -175,7 +174,6 @@ def count_collectives(recipe: Recipe) -> dict[str, int]:
     world = start("cpu", seed=0)
     with Console(silent=True) as console:
         trainer = Trainer(recipe, world, console)
-        trainer.clock = StepClock(world.device)
         trainer._train_step()  # FSDP sets itself up in the first
         with Collectives() as collectives:
             trainer._train_step()
