@@ -102,9 +102,7 @@ def on_all(world: World, work: Callable[[], Result]) -> Result:
         result = work()
     except UserError as raised:
         error = str(raised)
-    errors = [""] * world.size
-    dist.all_gather_object(errors, error, group=world.patient)
-    if first := next(filter(None, errors), ""):
+    if first := next(filter(None, from_all(world, error)), ""):
         raise UserError(first)
     return cast(Result, result)
 
@@ -125,6 +123,13 @@ def from_main(world: World, value: Result) -> Result:
     values = [value]
     dist.broadcast_object_list(values, group=world.patient)
     return values[0]
+
+
+def from_all(world: World, value: Result) -> list[Result]:
+    """Every process's value, which is small, by rank."""
+    values: list[Result] = [value] * world.size
+    dist.all_gather_object(values, value, group=world.patient)
+    return values
 
 
 class Agreement:

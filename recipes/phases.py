@@ -34,13 +34,18 @@ class Phases:
         """Whether this process has done a step: what is compiled at first is compiled."""
         self.seconds: dict[str, float] = defaultdict(float)
         self._device, self._since = device, self.began
+        self._worked, self._processor = 0.0, time.thread_time()
+        """Processor time of this thread in steps, that for data left out."""
         self.restart()
 
     def begin(self, phase: str) -> None:
         """What was until now is over."""
         now = time.monotonic()
+        processor = time.thread_time()
         self.seconds[self.now] += now - self._since
-        self.now, self._since, self.moved_at = phase, now, now
+        if self.now in (FIRST_STEP, STEP):
+            self._worked += processor - self._processor
+        self.now, self._since, self._processor, self.moved_at = phase, now, processor, now
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -70,20 +75,26 @@ class Phases:
 
     def count_step(self) -> None:
         self.step += 1
-        self._steps += 1
+        self.steps += 1
         if not self.steady:
             self.steady = True
             self.begin(STEP)
 
     def restart(self) -> None:
         """Begin a new mean over steps."""
-        self._steps, self._before = 0, self.elapsed()
+        self.steps, self._before = 0, self.elapsed()
+        self._worked_before = self._worked
 
     def seconds_per_step(self) -> tuple[float, float]:
         """(whole step, its wait for data), mean since restart(). On CUDA ask only after waiting for the device."""
         now = self.elapsed()
         spent = {phase: now.get(phase, 0.0) - self._before.get(phase, 0.0) for phase in IN_A_STEP}
-        return sum(spent.values()) / self._steps, spent[LOADING] / self._steps
+        return sum(spent.values()) / self.steps, spent[LOADING] / self.steps
+
+    def worked_per_step(self) -> float:
+        """Processor time of this thread, data left out, mean since restart()."""
+        self.begin(self.now)
+        return (self._worked - self._worked_before) / self.steps
 
     def elapsed(self) -> dict[str, float]:
         """Seconds of each phase until now; they add up to the time since the process began."""

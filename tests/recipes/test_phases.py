@@ -15,6 +15,9 @@ class Time:
     def __init__(self) -> None:
         self.now = 100.0
 
+    def thread_time(self) -> float:
+        return self.now / 2
+
     def monotonic(self) -> float:
         return self.now
 
