@@ -28,7 +28,6 @@ Recipes are in configs/; docs/recipes.md says what they can hold."""
 
 def main(arguments: list[str]) -> int:
     """Returns the exit code, see recipes/exit_codes.py."""
-    began = time.monotonic()
     if not arguments:
         print(USAGE, file=sys.stderr)
         return REFUSED
@@ -37,13 +36,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--processes", type=int)
     try:
-        return run(*parser.parse_known_args(arguments), began=began)
+        return run(*parser.parse_known_args(arguments, argparse.Namespace(began=time.monotonic())))
     except UserError as error:
         print(error, file=sys.stderr)
         return REFUSED
 
 
-def run(options: argparse.Namespace, arguments: list[str], *, began: float) -> int:
+def run(options: argparse.Namespace, arguments: list[str]) -> int:
     """What main says; arguments: the recipe and its overrides. Raises UserError."""
     from recipes.load import load, to_toml
 
@@ -71,7 +70,7 @@ def run(options: argparse.Namespace, arguments: list[str], *, began: float) -> i
         return FINISHED
     from recipes.run import train  # torch, from here on
 
-    return train(recipe, began=began)
+    return train(recipe, began=options.began)
 
 
 if __name__ == "__main__":

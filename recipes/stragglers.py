@@ -19,10 +19,10 @@ from parallel.dist import World, from_all
 from parallel.reduce import gather_over_processes
 from recipes.phases import Phases
 
-WINDOW = 10
-"""Logged steps whose median counts: what a noisy machine does to a few of them is no matter."""
-IN_A_ROW = 3
-"""Logged steps at which the median must be too high."""
+WINDOW = 15
+"""Logged steps whose lower quartile counts: noise only adds time, and who is slow is slow in most of them."""
+IN_A_ROW = 4
+"""Logged steps at which that must be too long."""
 SLOWER = 1.3
 """Than the median process."""
 MATTERS = 0.05
@@ -71,7 +71,7 @@ class Comparison:
 
     def _slow(self) -> Iterator[Straggler]:
         for phase, history in self._seconds.items():
-            by_rank = [median(values) for values in zip(*history, strict=True)]
+            by_rank = [sorted(values)[len(values) // 4] for values in zip(*history, strict=True)]
             usual = median_low(by_rank)  # of two processes the faster one
             matters = MATTERS * median(self._steps) if phase == DATA else 0.0
             for rank, seconds in enumerate(by_rank):

@@ -50,9 +50,10 @@ def main(fault: str, ill: int, begin: int) -> None:
         Feed.take = locals()[fault]  # type: ignore[method-assign]
     elif fault in ("stuck", "slow_in_work"):
         Trainer._train_step = locals()[fault]  # type: ignore[method-assign]
-    else:
-        assert fault == "left_out"
+    elif fault == "left_out":
         trainer.sum_over_processes = left_out
+    else:
+        assert fault == "well"
 
 
 if __name__ == "__main__":

@@ -316,6 +316,8 @@ def test_what_a_run_leaves_behind(reference: dict[str, list[float]], small: Reci
         "mfu",
         "mfu_full",
         "peak_memory_gib",
+        "goodput",
+        "wall_seconds",
     ]
     last = logged[-1]
     assert (last["step"], last["tokens"]) == (STEPS, STEPS * 8 * 64)
