@@ -16,6 +16,8 @@ from parallel.errors import UserError
 Result = TypeVar("Result")
 PREFIX = "shardwright/"
 """Of our keys in the launcher's store."""
+SPOKEN = "spoken"
+"""What Heartbeats tell once a hang has been explained, and all processes leave."""
 
 
 class SilentUserError(UserError):

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from parallel.dist import Heartbeats, World, flight_record
+from parallel.dist import SPOKEN, Heartbeats, World, flight_record
 from recipes.exit_codes import HUNG
 from recipes.phases import LOADING, START, STEP, Phases
 from recipes.run_folder import RECIPE
@@ -190,8 +190,8 @@ class Watchdog:
                 if speaker == self._world.rank:
                     place = self._folder / FOLDER
                     self._say(f"{text}\n  Python stacks of every process: {place if place.exists() else 'above'}")
-                    self._beats.tell("spoken", "yes")
-                spoken = bool(self._beats.told("spoken"))
+                    self._beats.tell(SPOKEN, "yes")
+                spoken = bool(self._beats.told(SPOKEN))
             time.sleep(self._period / 4)
 
     def _say(self, text: str) -> None:

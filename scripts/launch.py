@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import FrameType
@@ -49,6 +50,7 @@ class Workers:
         """The one that came first."""
         self.ended_first: set[int] | None = None
         """Processes that ended by themselves, before torchrun ended the others."""
+        self.killed_as_hung = False
         self._signal_at = 0.0
         self._context: Any = None
 
@@ -74,6 +76,32 @@ class Workers:
 
         PContext.start = watched_start  # type: ignore[assignment, method-assign]
         PContext.close = watched_close  # type: ignore[assignment, method-assign]
+
+    def heed_others(self, address: str, port: int) -> None:
+        """End the workers here if those of other nodes have hung on them, or node 0's launcher, and its store, is gone.
+
+        torchrun sees no more than its own workers: where all of these are frozen it would wait for ever.
+        """
+        from torch.distributed import TCPStore
+
+        from parallel.dist import PREFIX, SPOKEN
+
+        def look() -> None:
+            store = None
+            while True:
+                time.sleep(1)
+                try:
+                    store = store or TCPStore(address, port, is_master=False, wait_for_workers=False)
+                    if store.check([PREFIX + SPOKEN]):
+                        break
+                except RuntimeError:
+                    if store is not None and self._context:
+                        break
+            time.sleep(2 * FROZEN_SECONDS)  # all who can leave do so now
+            self.killed_as_hung = True
+            self._send(signal.SIGKILL, group=True)
+
+        threading.Thread(target=look, daemon=True, name="heeds others").start()
 
     def stop(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal."""
@@ -109,7 +137,13 @@ def main() -> int:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup stays in force
             signal.signal(number, workers.stop)
 
+    # Read at the import. A store that has gone, as node 0's does at the end, is no matter here; the workers may warn.
+    quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch.distributed  # installs log handlers, so ours come after it; what follows already logs
+
+    if quiet:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]
 
     if "LOGLEVEL" not in os.environ:
         log = logging.getLogger("torch.distributed")
@@ -128,11 +162,16 @@ def main() -> int:
     except FileNotFoundError:
         pass
     workers.watch()
+    if args.nnodes != "1" and args.node_rank:
+        workers.heed_others(args.master_addr, args.master_port)
     try:
         run(args)
     except SignalException as error:
         return ended_by(error.sigval)
     except ChildFailedError as error:
+        if workers.killed_as_hung:
+            say("HUNG: the workers of this node did not go on, or not end, with those of the others and were killed")
+            return HUNG
         rank, failure = min(error.failures.items(), key=lambda item: workers.blame(item[1]))
         return verdict(rank, failure.exitcode, told=workers.signal)
     except (torch.distributed.DistError, RendezvousError) as error:
