@@ -1,6 +1,7 @@
 """scripts/slurm.sbatch on real daemons: two nodes of two processes each, all on this machine."""
 
 import os
+import platform
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -149,6 +150,28 @@ def test_a_lost_node_costs_the_steps_since_the_checkpoint_and_no_sleep(
     assert "slurm:   lost: killed, or the node failed: node1\n" in job.log
     assert "attempt 2 on node[0-1], from step " in job.log and "attempt 3 " not in job.log
     assert job.losses == whole
+
+
+def test_a_frozen_process_is_named_and_the_job_goes_on(
+    cluster: Cluster, folder: Path, corpus: Path, whole: list[tuple[int, float]]
+) -> None:
+    job = Job(cluster, folder, corpus, "frozen", "--run.hang_timeout", "5")
+    job.reach(SEEN)
+    workers = [pid for pid in cluster.processes("node1") if rank_of(pid) is not None]
+    os.kill(workers[0], signal.SIGSTOP)
+    ill = rank_of(workers[0])
+    assert job.finish() == ("COMPLETED", "0:0"), job.log
+    assert "HUNG: no progress for " in job.log and f"  rank {ill} on {platform.node()}: last seen in phase " in job.log
+    assert "slurm: attempt 1 crashed; newest checkpoint: step " in job.log
+    assert "slurm:   exit code 77: node" in job.log
+    assert "attempt 2 on node[0-1], from step " in job.log and "attempt 3 " not in job.log
+    assert job.losses == whole
+
+
+def rank_of(process: int) -> int | None:
+    """Of a process that torchrun has started."""
+    variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+    return next((int(value[5:]) for value in variables if value.startswith(b"RANK=")), None)
 
 
 def test_a_cancelled_job_saves_and_stays_away(cluster: Cluster, folder: Path, corpus: Path) -> None:
