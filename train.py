@@ -8,6 +8,7 @@ signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # scripts/launch.py
 import argparse  # noqa: E402
 import os  # noqa: E402
 import sys  # noqa: E402
+import time  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # first: others install a top-level `recipes` too
@@ -28,16 +29,13 @@ Recipes are in configs/; docs/recipes.md says what they can hold."""
 
 def main(arguments: list[str]) -> int:
     """Returns the exit code, see recipes/exit_codes.py."""
-    if not arguments:
-        print(USAGE, file=sys.stderr)
-        return REFUSED
     parser = argparse.ArgumentParser(usage=USAGE.removeprefix("usage: "), add_help=False, allow_abbrev=False)
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--processes", type=int)
     parser.add_argument("--nodes", type=int)
     try:
-        return run(*parser.parse_known_args(arguments))
+        return run(*parser.parse_known_args(arguments, argparse.Namespace(began=time.monotonic())))
     except UserError as error:
         print(error, file=sys.stderr)
         return REFUSED
@@ -62,7 +60,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         print(USAGE)
         return FINISHED
     if not arguments:
-        raise UserError("which recipe? The recipes are in configs/: train.py configs/smollm3_debug.toml --check")
+        raise UserError(f"which recipe? As in train.py configs/smollm3_debug.toml --check\n\n{USAGE}")
     recipe = load(arguments[0], arguments[1:], processes=options.processes, nodes=options.nodes)
     if options.check:
         from recipes.run_folder import check_output_folder
@@ -72,7 +70,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         return FINISHED
     from recipes.run import train  # torch, from here on
 
-    return train(recipe)
+    return train(recipe, began=options.began)
 
 
 if __name__ == "__main__":

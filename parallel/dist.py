@@ -5,6 +5,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
@@ -15,6 +16,10 @@ from parallel.errors import UserError
 from parallel.nodes import Node, arrange
 
 Result = TypeVar("Result")
+PREFIX = "shardwright/"
+"""Of our keys in the launcher's store."""
+SPOKEN = "spoken"
+"""What Heartbeats tell once a hang has been explained, and all processes leave."""
 
 
 class SilentUserError(UserError):
@@ -33,18 +38,25 @@ class World:
     nodes: tuple[Node, ...]
     """Where they all are."""
 
+    def node_of(self, rank: int) -> str:
+        """The name of the node that a process is on."""
+        return next(node.name for node in self.nodes if rank in node.ranks)
+
     @property
     def is_main(self) -> bool:
         """Rank 0 speaks for all."""
         return self.rank == 0
 
 
-def start(device: str, *, seed: int) -> World:
+def start(device: str, *, seed: int, timeout: timedelta | None = None, flight_recorder: Path | None = None) -> World:
     """Join the process group that torchrun announced, or be a group of one, and seed torch's global generator.
 
     device: "cpu", "cuda" or "auto" (the GPUs where there are any). On CUDA the group carries gloo too, for host-side
-    messages that must not wait for the device. Raises UserError where the device is not there.
+    messages that must not wait for the device. timeout: of its collectives; None = torch's. flight_recorder: where
+    NCCL's goes when that is over. Raises UserError where the device is not there.
     """
+    if flight_recorder is not None:
+        _switch_flight_recorder_on(flight_recorder)
     launched = "RANK" in os.environ
     rank, local_rank, size = (
         (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")) if launched else (0, 0, 1)
@@ -62,7 +74,7 @@ def start(device: str, *, seed: int) -> World:
     own = torch.device(device, local_rank) if device == "cuda" else torch.device("cpu")
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     if launched:
-        dist.init_process_group(backend, device_id=own if device == "cuda" else None)
+        dist.init_process_group(backend, timeout=timeout, device_id=own if device == "cuda" else None)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(seed)
@@ -105,9 +117,7 @@ def on_all(world: World, work: Callable[[], Result]) -> Result:
         result = work()
     except UserError as raised:
         error = str(raised)
-    errors = [""] * world.size
-    dist.all_gather_object(errors, error, group=world.patient)
-    if first := next(filter(None, errors), ""):
+    if first := next(filter(None, from_all(world, error)), ""):
         raise UserError(first)
     return cast(Result, result)
 
@@ -128,6 +138,13 @@ def from_main(world: World, value: Result) -> Result:
     values = [value]
     dist.broadcast_object_list(values, group=world.patient)
     return values[0]
+
+
+def from_all(world: World, value: Result) -> list[Result]:
+    """Every process's value, which is small, by rank."""
+    values: list[Result] = [value] * world.size
+    dist.all_gather_object(values, value, group=world.patient)
+    return values
 
 
 class Agreement:
@@ -160,3 +177,58 @@ class Agreement:
 def lost_a_peer(error: Exception) -> bool:
     """Whether an error says no more than that another process has gone."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+class Heartbeats:
+    """A word of every process to all others while collectives hang, and whatever the file system does.
+
+    It goes through the store of the launcher of node 0, over a connection of its own: a process that is frozen, be it
+    rank 0, holds up none of the others. Errors of the store are RuntimeErrors.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._rank, self._size = world.rank, world.size
+        self._store: dist.Store = dist.HashStore()
+        if world.size > 1:
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            self._store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
+
+    def post(self, word: str) -> None:
+        """Leave a word of this process, in place of the one before."""
+        self.tell(f"rank {self._rank}", word)
+
+    def of(self, rank: int) -> str:
+        """The last word of that process; "" if there was none."""
+        return self.told(f"rank {rank}")
+
+    def all(self) -> list[str]:
+        """The last words of all, by rank."""
+        return [self.of(rank) for rank in range(self._size)]
+
+    def tell(self, subject: str, word: str) -> None:
+        """Leave a word for all."""
+        self._store.set(PREFIX + subject, word)
+
+    def told(self, subject: str) -> str:
+        """What was left under this subject; "" if nothing was. Waits for nobody."""
+        key = PREFIX + subject
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def is_first(self, subject: str) -> bool:
+        """Whether no process has asked this before."""
+        return self._store.add(PREFIX + subject, 1) == 1
+
+
+def flight_record() -> bytes:
+    """The last collectives of this process on CUDA, for `torchfrtrace`. Waits neither for the device nor for others."""
+    return torch._C._distributed_c10d._dump_nccl_trace()  # type: ignore[attr-defined]  # in CUDA builds
+
+
+def _switch_flight_recorder_on(file: Path) -> None:
+    """Process-wide: NCCL keeps its last collectives, and writes them to FILE + rank when it runs into its own time-out.
+
+    What is set in the environment already stays.
+    """
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(file.absolute()))

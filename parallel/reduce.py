@@ -18,6 +18,13 @@ def sum_over_processes(value: Tensor) -> Tensor:
     return value
 
 
+def gather_over_processes(values: Tensor) -> Tensor:
+    """The values (n,) of every process, (processes, n); the host does not wait for the device."""
+    gathered = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, values)
+    return torch.stack(gathered)
+
+
 @record_function("gradient norm")
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The global L2 norm of all gradients, a float32 scalar, equal on all processes.

@@ -4,7 +4,7 @@ B batch, T tokens, S sequence length.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -17,7 +17,9 @@ from parallel.dist import World
 from parallel.errors import UserError
 from parallel.reduce import sum_over_processes
 from recipes.data.batches import MicroBatch
+from recipes.data.feed import Feed
 from recipes.sampling import next_token
+from recipes.schema import BatchConfig
 from recipes.tokenizer import Tokenizer, parallel_tokenizers, text_batches
 
 
@@ -169,3 +171,23 @@ def continuation(
             break
         text.append(next_token(logits, temperature=temperature, generator=generator))
     return text[len(prompt) :]
+
+
+def show_sample(
+    model: nn.Module,
+    feed: Feed,
+    batch: BatchConfig,
+    tokens: int,
+    *,
+    device: torch.device,
+    seed: int,
+    say: Callable[..., None],
+) -> None:
+    """Let the model continue the beginning of a held-out document, by so many tokens, and say both."""
+    prompt = feed.opening(min(32, batch.sequence_length // 2))
+    shape = batch.micro_batch_size, batch.sequence_length
+    boundary = feed.document_boundary
+    answer = continuation(model, prompt, tokens=tokens, shape=shape, device=device, seed=seed, end_of_document=boundary)
+    say("a held-out text, and how the model goes on:", style="bold")
+    say(feed.tokenizer.decode(prompt), style="dim")
+    say(feed.tokenizer.decode(answer))

@@ -18,8 +18,10 @@ PREEMPTED = 75
 """A signal; the state is saved, and the same command goes on from there. (EX_TEMPFAIL: try again.)"""
 POISONED = 76
 """run.max_skipped_steps in a row were skipped; the last checkpoint is as it was."""
+HUNG = 77
+"""No progress for run.hang_timeout; who held up the others is said."""
 
-# Reserved, and returned by nothing yet: 74 for a full disk (EX_IOERR), 77 for processes that wait for ever.
+# Reserved, and returned by nothing yet: 74 for a full disk (EX_IOERR).
 
 
 def is_there(process: int) -> bool:

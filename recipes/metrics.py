@@ -6,9 +6,7 @@ import platform
 import resource
 import subprocess
 import sys
-import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
 from pathlib import Path
@@ -22,42 +20,6 @@ from parallel.reduce import sum_over_processes
 from recipes.hardware import bf16_peak
 
 PACKAGES = ("torch", "torchao", "datasets", "tokenizers", "safetensors", "numpy", "wandb")
-
-
-class StepClock:
-    """Mean seconds per step since the last logged step, validation and checkpoints left out."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.restart()
-
-    def restart(self) -> None:
-        self._start = time.perf_counter()
-        self._paused = self._data = 0.0
-        self._steps = 0
-
-    def count_step(self) -> None:
-        self._steps += 1
-
-    def seconds_per_step(self) -> tuple[float, float]:
-        """(whole step, its wait for data). On CUDA ask only after waiting for the device."""
-        return (time.perf_counter() - self._start - self._paused) / self._steps, self._data / self._steps
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave what happens inside out of the step time."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()  # else the queued steps' time would fall into the pause
-        start = time.perf_counter()
-        yield
-        self._paused += time.perf_counter() - start
-
-    @contextmanager
-    def loading(self) -> Iterator[None]:
-        """Count what happens inside as time spent on data."""
-        start = time.perf_counter()
-        yield
-        self._data += time.perf_counter() - start
 
 
 class AttentionLength:

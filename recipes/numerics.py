@@ -10,7 +10,8 @@ from torch import nn
 from parallel.casts import CastCounts
 from parallel.config import Float8Config
 from parallel.dist import World
-from recipes.metrics import StepClock, cut_back
+from recipes.metrics import cut_back
+from recipes.phases import LOG, Phases
 from recipes.run_folder import FLOAT8_SHARES
 
 
@@ -21,9 +22,9 @@ class CastSampler:
     """
 
     def __init__(
-        self, model: nn.Module, config: Float8Config, world: World, folder: Path, *, clock: StepClock, done: int
+        self, model: nn.Module, config: Float8Config, world: World, folder: Path, *, phases: Phases, done: int
     ) -> None:
-        self._every, self._world, self._clock = config.sample_every, world, clock
+        self._every, self._world, self._phases = config.sample_every, world, phases
         self._path = folder / FLOAT8_SHARES
         if self._every:
             self._counts = CastCounts(model, device=world.device)
@@ -38,7 +39,7 @@ class CastSampler:
             return
         with self._counts.counting():
             yield
-        with self._clock.paused():
+        with self._phases.apart(LOG):
             rows = self._counts.shares()
             if self._world.is_main:
                 with self._path.open("a", encoding="utf-8") as file:

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from parallel.dist import World
 from recipes.breakdown import STEP, break_down, read_trace, table
-from recipes.metrics import StepClock
+from recipes.phases import LOG, Phases
 from recipes.schema import ProfileConfig
 
 TRACE, TABLE, NUMBERS = "trace.json.gz", "breakdown.md", "breakdown.json"
@@ -31,12 +31,12 @@ class StepProfiler:
         world: World,
         *,
         folder: Path,
-        clock: StepClock,
+        phases: Phases,
         say: Callable[[str], None],
     ) -> None:
         self._first = config.after + 1
         self._last = config.after + config.trace_steps if world.is_main else 0
-        self._folder, self._device, self._clock, self._say = folder, world.device, clock, say
+        self._folder, self._device, self._phases, self._say = folder, world.device, phases, say
         self._steps = 0
         self._profile: profile | None = None
 
@@ -57,7 +57,7 @@ class StepProfiler:
             yield
             self._wait()
         if self._steps == self._last:
-            with self._clock.paused():
+            with self._phases.apart(LOG):
                 self._finish(self._profile)
 
     def _wait(self) -> None:

@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2
 
-from recipes.exit_codes import POISONED, PREEMPTED, REFUSED, ended_by
+from recipes.exit_codes import HUNG, POISONED, PREEMPTED, REFUSED, ended_by
 
 
 class End(StrEnum):
@@ -46,6 +46,8 @@ def end_of(codes: Sequence[int | None]) -> tuple[End, int]:
         return End.DONE, 0
     if known and all(code in PREEMPTED_CODES for code in codes):
         return End.PREEMPTED, max(known)
+    if HUNG in known:  # who was frozen is killed, and others may notice no more than that their peers have gone
+        return End.CRASHED, HUNG
     return End.CRASHED, next((code for code in known if code not in {0, *PREEMPTED_CODES}), 1)
 
 

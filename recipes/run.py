@@ -1,26 +1,39 @@
 """One run in one process: what the launcher starts, and how it ends."""
 
 import time
+from datetime import timedelta
 
 from parallel.dist import lost_a_peer, start, stop
 from parallel.errors import UserError
 from recipes.console import Console
 from recipes.interruption import forget_signals
+from recipes.phases import Phases
 from recipes.preflight import preflight
 from recipes.schema import Recipe
 from recipes.trainer import Trainer
+from recipes.watchdog import SLOW_LIMIT, Watchdog
 
 
-def train(recipe: Recipe) -> int:
+def train(recipe: Recipe, *, began: float) -> int:
     """Run a recipe in this process, one of those the launcher started.
 
-    Returns the exit code, see recipes/exit_codes.py. A UserError that concerns all ranks is printed once, by rank 0.
+    began: when the process did, by time.monotonic(). Returns the exit code, see recipes/exit_codes.py. A UserError that
+    concerns all ranks is printed once, by rank 0.
     """
-    world = start(recipe.run.device, seed=recipe.run.seed)
+    folder, limit = recipe.run.folder, recipe.run.hang_timeout
+    world = start(
+        recipe.run.device,
+        seed=recipe.run.seed,
+        # The watchdog comes first and knows more: torch's 10 minutes on CUDA are less than a first step may take.
+        timeout=timedelta(seconds=SLOW_LIMIT + 2 * limit) if limit else None,
+        flight_recorder=folder / "flight-recorder-",
+    )
+    phases = Phases(world.device, began=began)
+    watchdog = Watchdog(phases, world, timeout=limit, folder=folder)
     try:
         with Console(silent=not world.is_main) as console:
             preflight(recipe.run.folder, world, say=console.say)
-            return Trainer(recipe, world, console).run()
+            return Trainer(recipe, world, console, phases).run()
     except UserError as error:
         forget_signals()
         if world.is_main:
@@ -35,3 +48,4 @@ def train(recipe: Recipe) -> int:
         raise
     finally:
         stop()
+        watchdog.close()

@@ -30,21 +30,24 @@ from recipes.checkpoint.folder import newest_whole
 from recipes.console import Console
 from recipes.convert import export_model, load_weights
 from recipes.data.feed import Feed
-from recipes.evaluate import continuation, mean_loss
+from recipes.evaluate import mean_loss, show_sample
 from recipes.exit_codes import FINISHED, POISONED, PREEMPTED, ended_by
 from recipes.firewall import Firewall, Poisoned, backward
 from recipes.garbage import collected_by_hand
+from recipes.goodput import SKIPPED, Goodput
 from recipes.hf_folder import Description
 from recipes.interruption import Interruption
-from recipes.metrics import AttentionLength, MetricsWriter, StepClock, Throughput, environment, peak_memory_gib
+from recipes.metrics import AttentionLength, MetricsWriter, Throughput, environment, peak_memory_gib
 from recipes.numerics import CastSampler
 from recipes.optimizer import build_optimizer
+from recipes.phases import END, FIRST_STEP, LOADING, LOG, SAVE, STEP, VALIDATION, Phases
 from recipes.profile import StepProfiler
 from recipes.report import contents, farewell, introduction, step_line, summary
 from recipes.rules import require_valid
 from recipes.run_folder import DATA, check_output_folder, claim_run_folder, read_data_facts, require_same_data
 from recipes.schedule import learning_rate
 from recipes.schema import Recipe
+from recipes.stragglers import Stragglers
 from recipes.tokenizer import Tokenizer
 from recipes.weights import CHECKPOINTS, FROM_WEIGHTS, Weights, checkpoint_files, starting_point, step_folder
 
@@ -52,8 +55,9 @@ from recipes.weights import CHECKPOINTS, FROM_WEIGHTS, Weights, checkpoint_files
 class Trainer:
     """One run: builds everything in the order of ARCHITECTURE.md, then steps."""
 
-    def __init__(self, recipe: Recipe, world: World, console: Console) -> None:
+    def __init__(self, recipe: Recipe, world: World, console: Console, phases: Phases | None = None) -> None:
         self.recipe, self.world, self.console = recipe, world, console
+        self.phases = phases or Phases(world.device)
         require_valid(recipe, nodes=world.nodes)
         on_main_first(world, lambda: check_output_folder(recipe))
         self.folder = recipe.run.folder
@@ -120,7 +124,9 @@ class Trainer:
         )
         self.firewall = Firewall(recipe.run, device=world.device, replicas=self.mesh_degrees.replicate)
         progress = self._resume()
-        self.step: int = progress.get("step", 0)
+        self.phases.step = progress.get("step", 0)
+        self.goodput = Goodput(self.phases, before=progress)
+        self.stragglers = Stragglers(world, self.phases, model=self.model, head=self.model.norm)
         if recipe.checkpoint.every and self.step < recipe.run.steps:
             self.checkpoints.require_room(self.parameters)
         # Only now: until here a signal ends the process, and a run that could not start leaves nothing behind.
@@ -140,12 +146,17 @@ class Trainer:
 
     # The loop
 
+    @property
+    def step(self) -> int:
+        """Steps that are done."""
+        return self.phases.step
+
     def run(self) -> int:
         """Train to the last step; returns the exit code."""
         self.began, self.first_step = time.perf_counter(), self.step
-        self.clock = StepClock(self.world.device)
+        self.phases.begin(END)  # what follows the loop, whichever way that ends
         try:
-            with collected_by_hand():
+            with collected_by_hand(), self.phases(FIRST_STEP):
                 number = self._loop()
             self.console.end_progress()
             return self._stop_early(number) if number else self._finish()
@@ -164,14 +175,13 @@ class Trainer:
         """Train to the last step, or to the signal that is returned."""
         recipe = self.recipe
         profiler = StepProfiler(
-            recipe.profile, self.world, folder=self.folder / "profile", clock=self.clock, say=self.console.say
+            recipe.profile, self.world, folder=self.folder / "profile", phases=self.phases, say=self.console.say
         )
-        sampler = CastSampler(self.model, recipe.float8, self.world, self.folder, clock=self.clock, done=self.step)
+        sampler = CastSampler(self.model, recipe.float8, self.world, self.folder, phases=self.phases, done=self.step)
         while self.step < recipe.run.steps:
             with profiler.step(), sampler.step(self.step + 1):
                 loss, norm = self._train_step()
-            self.step += 1
-            self.clock.count_step()
+            self.phases.count_step()
             if self._due(recipe.metrics.every) or self.step == self.first_step + 1:
                 self._log(loss, norm)
             if self._due(recipe.validation.every):
@@ -188,13 +198,13 @@ class Trainer:
         recipe = self.recipe
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate(self.step)
-        with self.clock.loading():
+        with self.phases(LOADING):
             batches = self.feed.take(self.step)
         self.attention_length.count(documents for _, _, documents in batches)
         counts = [(targets != IGNORED).sum() for _, targets, _ in batches]
         target_tokens = sum_over_processes(torch.stack(counts).sum())
         loss = torch.zeros((), device=self.world.device)
-        for index, (inputs, targets, documents) in enumerate(batches):
+        for index, (inputs, targets, documents) in enumerate(self.phases.go_through(batches)):
             last = index == len(batches) - 1
             self.sharded.set_requires_gradient_sync(last)  # inner micro-batches reduce no gradients
             if not recipe.fsdp.reshard_after_forward:
@@ -225,31 +235,38 @@ class Trainer:
     # At logged steps, validations, checkpoints
 
     def _log(self, loss: Tensor, norm: Tensor) -> None:
-        mean_loss = sum_over_processes(loss).item()  # here the host waits for the device
-        step_seconds, data_seconds = self.clock.seconds_per_step()
-        self._note_skipped()
-        row: dict[str, Any] = {
-            "step": self.step,
-            "tokens": self._tokens(),
-            "loss": mean_loss,
-            "grad_norm": norm.item(),
-            "lr": self._learning_rate(self.step - 1),
-            "step_seconds": step_seconds,
-            "data_seconds": data_seconds,
-            "epochs": self.feed.epochs(self.step),
-            **self.throughput.row(step_seconds, attention_length=self.attention_length.take()),
-            "peak_memory_gib": peak_memory_gib(self.world.device),
-        }
-        self.metrics.write(row)
-        self.feed.note_bad_rows()
-        self.console.say(step_line(row, self.recipe.run.steps))
-        self.console.progress(self.step, self.recipe.run.steps, f"loss {mean_loss:.3f}")
-        gc.collect()
-        self.clock.restart()
+        mean_loss = self.stragglers.gather(loss)  # here the host waits for the device
+        step_seconds, data_seconds = self.phases.seconds_per_step()
+        with self.phases(LOG):
+            self.goodput.move(STEP, LOADING, self.stragglers.waited_for_data())
+            self._note_skipped()
+            slow, names = self.stragglers.compare(step_seconds)
+            row: dict[str, Any] = {
+                "step": self.step,
+                "tokens": self._tokens(),
+                "loss": mean_loss,
+                "grad_norm": norm.item(),
+                "lr": self._learning_rate(self.step - 1),
+                "step_seconds": step_seconds,
+                "data_seconds": data_seconds,
+                "epochs": self.feed.epochs(self.step),
+                **self.throughput.row(step_seconds, attention_length=self.attention_length.take()),
+                "peak_memory_gib": peak_memory_gib(self.world.device),
+                **self.goodput.row(),
+                **slow,
+            }
+            self.metrics.write(row)
+            self.feed.note_bad_rows()
+            self.console.say(step_line(row, self.recipe.run.steps))
+            for name in names:
+                self.console.say(f"step {self.step:>6}  {name}")
+            self.console.progress(self.step, self.recipe.run.steps, f"loss {mean_loss:.3f}")
+            gc.collect()
+        self.phases.restart()
 
     def _validate(self) -> None:
-        with self.clock.paused():
-            held_out = self.feed.held_out(self.recipe.validation.batches)
+        with self.phases.apart(VALIDATION):
+            held_out = self.phases.go_through(self.feed.held_out(self.recipe.validation.batches))
             self.validation_loss = mean_loss(self.model, held_out, device=self.world.device)
             if self.step > self.first_step:  # else a finished run was started again, and has this row
                 row = {"step": self.step, "tokens": self._tokens(), "validation_loss": self.validation_loss}
@@ -258,14 +275,16 @@ class Trainer:
 
     def _save(self) -> None:
         self._note_skipped()  # a run that goes on from here does not come by these steps again
-        with self.clock.paused():
+        with self.phases.apart(SAVE):
             progress = {"sequences": self.step * self.recipe.batch.global_batch_size, "tokens": self._tokens()}
             progress |= self.firewall.state() | self.metrics.state()
+            progress |= self.goodput.state(finished=self.step == self.recipe.run.steps)
             self.checkpoints.save(self.model, self.optimizer, step=self.step, progress=progress)
 
     def _note_skipped(self) -> None:
         """Log the steps that were skipped since the last call. Raises Poisoned where they were too many."""
         for step, norm in self.firewall.skipped():
+            self.goodput.move(STEP, SKIPPED, self.phases.seconds_per_step()[0])
             row = {"step": step, "tokens": self._tokens(step), "skipped": True, "grad_norm": norm}
             self.metrics.write(row | {"documents": self.feed.documents(step - 1)})
             self.console.say(f"step {step:>6}  SKIPPED, gradient norm {norm:.2f}; metrics.jsonl names its documents")
@@ -353,7 +372,10 @@ class Trainer:
             if recipe.validation.every:
                 self._validate()
         if recipe.validation.sample_tokens:
-            self._sample()
+            device, seed, say = self.world.device, recipe.run.seed, self.console.say
+            show_sample(
+                self.model, self.feed, recipe.batch, recipe.validation.sample_tokens, device=device, seed=seed, say=say
+            )
         if recipe.checkpoint.export_hf:
             export_model(self.model, self.folder / "hf", self._description(), world=self.world)
         if done:
@@ -365,26 +387,11 @@ class Trainer:
         return FINISHED
 
     def _end(self, last_word: str) -> None:
+        self.console.say(self.goodput.line())
         self.console.say(last_word)
         self.feed.close()
         self.metrics.close()
         self.interruption.end()
-
-    def _sample(self) -> None:
-        """Let the model continue the beginning of a held-out document."""
-        prompt = self.feed.opening(min(32, self.recipe.batch.sequence_length // 2))
-        answer = continuation(
-            self.model,
-            prompt,
-            tokens=self.recipe.validation.sample_tokens,
-            shape=(self.recipe.batch.micro_batch_size, self.recipe.batch.sequence_length),
-            device=self.world.device,
-            seed=self.recipe.run.seed,
-            end_of_document=self.feed.document_boundary,
-        )
-        self.console.say("a held-out text, and how the model goes on:", style="bold")
-        self.console.say(self.feed.tokenizer.decode(prompt), style="dim")
-        self.console.say(self.feed.tokenizer.decode(answer))
 
     def _tokens(self, step: int | None = None) -> int:
         """Seen after so many steps, else by now."""

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import FrameType
@@ -17,10 +18,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from recipes.exit_codes import ECHO_SECONDS, POISONED, PREEMPTED, REFUSED, SIGNALS, ended_by, is_there
+from recipes.exit_codes import ECHO_SECONDS, HUNG, POISONED, PREEMPTED, REFUSED, SIGNALS, ended_by, is_there
 
-EXPLAINED = {REFUSED, PREEMPTED, POISONED, *map(ended_by, SIGNALS)}
+EXPLAINED = {REFUSED, PREEMPTED, POISONED, HUNG, *map(ended_by, SIGNALS)}
 """The worker has said why itself."""
+FROZEN_SECONDS = 5
+"""How long torchrun waits for a worker to stop, where another has ended because it does nothing any more."""
 DIE_WITH_PARENT = ["setpriv", "--pdeathsig", "TERM"]  # util-linux >= 2.33: not on macOS, not on RHEL 8
 
 
@@ -31,7 +34,7 @@ def say(text: str) -> None:
 class OnlyKills(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if record.getMessage().startswith("Unable to shutdown process"):
-            say("a worker did not stop within 30 s and was killed")
+            say("a worker did not stop in time and was killed")
 
 
 class Workers:
@@ -47,6 +50,7 @@ class Workers:
         """The one that came first."""
         self.ended_first: set[int] | None = None
         """Processes that ended by themselves, before torchrun ended the others."""
+        self.killed_as_hung = False
         self._signal_at = 0.0
         self._context: Any = None
 
@@ -69,10 +73,38 @@ class Workers:
         def watched_close(context: Any, *arguments: Any, **options: Any) -> None:
             if self.ended_first is None:
                 self.ended_first = {process for process in context.pids().values() if not is_there(process)}
+                if any(handler.proc.poll() == HUNG for handler in context.subprocess_handlers.values()):
+                    options["timeout"] = FROZEN_SECONDS
             close(context, *arguments, **options)
 
         PContext.start = watched_start  # type: ignore[assignment, method-assign]
         PContext.close = watched_close  # type: ignore[assignment, method-assign]
+
+    def heed_others(self, address: str, port: int) -> None:
+        """End the workers here if those of other nodes have hung on them, or node 0's launcher, and its store, is gone.
+
+        torchrun sees no more than its own workers: where all of these are frozen it would wait for ever.
+        """
+        from torch.distributed import TCPStore
+
+        from parallel.dist import PREFIX, SPOKEN
+
+        def look() -> None:
+            store = None
+            while True:
+                time.sleep(1)
+                try:
+                    store = store or TCPStore(address, port, is_master=False, wait_for_workers=False)
+                    if store.check([PREFIX + SPOKEN]):
+                        break
+                except RuntimeError:
+                    if store is not None and self._context:
+                        break
+            time.sleep(2 * FROZEN_SECONDS)  # all who can leave do so now
+            self.killed_as_hung = True
+            self._send(signal.SIGKILL, group=True)
+
+        threading.Thread(target=look, daemon=True, name="heeds others").start()
 
     def stop(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal."""
@@ -108,7 +140,13 @@ def main() -> int:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup stays in force
             signal.signal(number, workers.stop)
 
+    # Read at the import. A store that has gone, as node 0's does at the end, is no matter here; the workers may warn.
+    quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch.distributed  # installs log handlers, so ours come after it; what follows already logs
+
+    if quiet:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]
 
     if "LOGLEVEL" not in os.environ:
         log = logging.getLogger("torch.distributed")
@@ -127,11 +165,16 @@ def main() -> int:
     except FileNotFoundError:
         pass
     workers.watch()
+    if args.nnodes != "1" and args.node_rank:
+        workers.heed_others(args.master_addr, args.master_port)
     try:
         run(args)
     except SignalException as error:
         return ended_by(error.sigval)
     except ChildFailedError as error:
+        if workers.killed_as_hung:
+            say("HUNG: the workers of this node did not go on, or not end, with those of the others and were killed")
+            return HUNG
         rank, failure = min(error.failures.items(), key=lambda item: workers.blame(item[1]))
         return verdict(rank, failure.exitcode, told=workers.signal)
     except (torch.distributed.DistError, RendezvousError) as error:

@@ -50,6 +50,7 @@ TORCH_FREE = {
     "recipes/data/sources.py",
     "recipes/exit_codes.py",
     "recipes/fields.py",
+    "recipes/goodput.py",
     "recipes/hardware.py",
     "recipes/hf_folder.py",
     "recipes/load.py",

@@ -48,7 +48,7 @@ def test_check_prints_the_resolved_recipe_without_torch(folder: Path) -> None:
 def test_no_arguments_say_how(folder: Path) -> None:
     code, out, err = train(folder)
     assert (code, out) == (2, "")
-    assert err.startswith("usage: train.py RECIPE")
+    assert err.startswith("which recipe? As in ") and "\nusage: train.py RECIPE" in err
     assert all(len(line) <= 80 for line in err.splitlines())
 
 

@@ -154,8 +154,8 @@ def record(folder: str) -> list[float]:
 
     from parallel.dist import start, stop
     from parallel.reduce import clip_gradients, gradient_norm
-    from recipes.metrics import StepClock
     from recipes.optimizer import build_optimizer
+    from recipes.phases import Phases
     from recipes.profile import StepProfiler
     from tests.build import build_model
 
@@ -166,7 +166,7 @@ def record(folder: str) -> list[float]:
         tokens = torch.randint(0, 4096, (4, 128))
         say: Callable[[str], None] = lambda line: None  # noqa: E731
         profiler = StepProfiler(
-            ProfileConfig(trace_steps=2, after=2), world, folder=Path(folder), clock=StepClock(world.device), say=say
+            ProfileConfig(trace_steps=2, after=2), world, folder=Path(folder), phases=Phases(world.device), say=say
         )
         seconds = []
         for _ in range(5):

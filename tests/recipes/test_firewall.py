@@ -111,22 +111,20 @@ def poison(trainer: Any, kind: str) -> Callable[[], None]:
 def steps(recipe: Recipe, kind: str, world: Any) -> dict[str, Any]:
     """Hashes after every step, where the third one is poisoned; "left out": where it is not taken at all."""
     from recipes.console import Console
-    from recipes.metrics import StepClock
     from recipes.trainer import Trainer
 
     with Console(silent=True) as console:
         trainer: Any = Trainer(replace(recipe, run=replace(recipe.run, name=kind)), world, console)
-        trainer.clock = StepClock(world.device)
         hashes, seen_scales, losses = [], [], []
         for number in range(recipe.run.steps):
             if number == BAD and kind == "left out":
-                trainer.step += 1
+                trainer.phases.count_step()
                 continue
             cure = poison(trainer, kind) if number == BAD else None
             loss, _ = trainer._train_step()
             if cure:
                 cure()
-            trainer.step += 1
+            trainer.phases.count_step()
             hashes.append(state(trainer))
             seen_scales.append(scales(trainer))
             losses.append(loss.item())
@@ -238,7 +236,6 @@ def count_waits(recipes: list[Recipe]) -> list[int]:
     """How often the host asks for a number of the device in a step that is not logged."""
     from parallel.dist import start, stop
     from recipes.console import Console
-    from recipes.metrics import StepClock
     from recipes.trainer import Trainer
 
     class Waits(TorchDispatchMode):
@@ -254,7 +251,6 @@ def count_waits(recipes: list[Recipe]) -> list[int]:
     for recipe in recipes:
         with Console(silent=True) as console:
             trainer: Any = Trainer(recipe, world, console)
-            trainer.clock = StepClock(world.device)
             trainer._train_step()
             with Waits() as waits:
                 trainer._train_step()

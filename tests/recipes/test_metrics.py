@@ -19,7 +19,6 @@ from recipes.metrics import (
     PACKAGES,
     AttentionLength,
     MetricsWriter,
-    StepClock,
     Throughput,
     environment,
     peak_memory_gib,
@@ -28,54 +27,6 @@ from tests.processes import run_processes
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]
-
-
-# Time
-
-
-class Time:
-    """Stands in for the clock on the wall."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> Time:
-    time = Time()
-    monkeypatch.setattr(metrics, "time", time)
-    return time
-
-
-def test_loading_is_part_of_a_step_and_a_pause_is_not(time: Time) -> None:
-    clock = StepClock(CPU)
-    for seconds_of_data in (1.0, 0.5):
-        with clock.loading():
-            time.now += seconds_of_data
-        time.now += 2.0
-        clock.count_step()
-    with clock.paused():
-        time.now += 1000.0
-    assert clock.seconds_per_step() == ((1.0 + 2.0 + 0.5 + 2.0) / 2, 1.5 / 2)
-    with clock.paused():
-        time.now += 50.0
-    time.now += 0.5
-    assert clock.seconds_per_step() == (6.0 / 2, 1.5 / 2)
-
-
-def test_a_logged_step_begins_a_new_mean(time: Time) -> None:
-    clock = StepClock(CPU)
-    with clock.loading(), clock.paused():
-        time.now += 7.0
-    clock.count_step()
-    clock.restart()
-    for _ in range(4):
-        time.now += 3.0
-        clock.count_step()
-    assert clock.seconds_per_step() == (3.0, 0.0)
 
 
 # Rates

@@ -18,6 +18,7 @@ CRASHED, PREEMPTED, TAKEN = End.CRASHED, End.PREEMPTED, End.TAKEN
         ([75, 143, 138], (PREEMPTED, 143)),
         ([143, None], (CRASHED, 1)),  # one node is lost, and the other was stopped for it
         ([143, 137], (CRASHED, 137)),
+        ([137, 1, 77, None], (CRASHED, 77)),  # the frozen process was killed
         ([0, None], (CRASHED, 1)),
         ([0, 1], (CRASHED, 1)),
         ([None, None], (CRASHED, 1)),

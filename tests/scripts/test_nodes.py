@@ -1,12 +1,16 @@
 """Several nodes without a scheduler: one launcher for each, all on this machine."""
 
+import os
 import re
+import signal
 import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from recipes.exit_codes import HUNG, is_there
+from scripts.chaos import descendants
 from tests.scripts.nodes import ROOT, STEPS, arguments, environment, losses
 
 
@@ -116,6 +120,28 @@ def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path, corpus: Path) ->
     assert f"what {host}#0 writes into {tmp_path}/0 (which is {tmp_path}/1 there" in err
     assert f"does not show on {host}#1 within 10 s; write a run.output" in err
     assert not list((tmp_path / "0").iterdir()) and not list((tmp_path / "1").iterdir())
+
+
+def test_a_node_whose_every_process_is_frozen_ends_with_the_others(tmp_path: Path, corpus: Path) -> None:
+    port = free_port()
+    words = [*arguments(tmp_path, corpus, "frozen", "--run.steps", "100000"), "--run.hang_timeout", "5"]
+    shared = {"NPROC": "1", "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    nodes = [launch(tmp_path, words, NODE_RANK=rank, **shared) for rank in ("0", "1")]
+    try:
+        assert nodes[0].stdout is not None
+        while not (line := nodes[0].stdout.readline()).startswith("step      2/"):
+            assert line
+        family = [process for node in nodes for process in descendants(node.pid)]
+        for process in descendants(nodes[1].pid):
+            os.kill(process, signal.SIGSTOP)
+        (_, err), (_, other_err) = (process.communicate(timeout=120) for process in nodes)
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [node.returncode for node in nodes] == [HUNG, HUNG], err + other_err
+    assert f"  rank 1 on {socket.gethostname()}#1: last seen in phase " in err
+    assert other_err.startswith("launch: HUNG: the workers of this node did not")
+    assert not [process for process in family if is_there(process)]
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,28 @@ def test_a_node_that_is_gone_with_its_daemon_is_waited_for_in_the_queue(
     assert job.losses == whole
 
 
+def test_a_frozen_process_is_named_and_the_job_goes_on(
+    cluster: Cluster, folder: Path, corpus: Path, whole: list[tuple[int, float]]
+) -> None:
+    job = Job(cluster, folder, corpus, "frozen", "--run.hang_timeout", "5")
+    job.reach(SEEN)
+    workers = [pid for pid in cluster.processes("node1") if rank_of(pid) is not None]
+    os.kill(workers[0], signal.SIGSTOP)
+    ill = rank_of(workers[0])
+    assert job.finish() == ("COMPLETED", "0:0"), job.log
+    assert "HUNG: no progress for " in job.log and f"  rank {ill} on node1: last seen in phase " in job.log
+    assert "slurm: attempt 1 crashed; newest checkpoint: step " in job.log
+    assert "slurm:   exit code 77: node" in job.log
+    assert "attempt 2 on node[0-1], from step " in job.log and "attempt 3 " not in job.log
+    assert job.losses == whole
+
+
+def rank_of(process: int) -> int | None:
+    """Of a process that torchrun has started."""
+    variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+    return next((int(value[5:]) for value in variables if value.startswith(b"RANK=")), None)
+
+
 def test_a_cancelled_job_saves_and_stays_away(cluster: Cluster, folder: Path, corpus: Path) -> None:
     job = Job(cluster, folder, corpus, "cancelled")
     job.reach(SEEN)

@@ -1,0 +1,63 @@
+"""train.py with a fault in one rank, for tests: `ill_train.py FAULT RANK STEP [train.py's arguments]`."""
+
+import os
+import runpy
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+
+def main(fault: str, ill: int, begin: int) -> None:
+    from recipes import trainer
+    from recipes.data.feed import Feed
+    from recipes.trainer import Trainer
+
+    if int(os.environ.get("RANK", "0")) != ill:
+        return
+    take, step, add = Feed.take, Trainer._train_step, trainer.sum_over_processes
+    state = {"steps": 0}
+
+    def stuck_in_data(self: Feed, batch: int) -> Any:
+        if batch >= begin:
+            threading.Event().wait()
+        return take(self, batch)
+
+    def slow_in_data(self: Feed, batch: int) -> Any:
+        time.sleep(0.03 if batch >= begin else 0)
+        return take(self, batch)
+
+    def stuck(self: Trainer) -> Any:
+        if self.step >= begin:
+            threading.Lock().acquire() and threading.Event().wait()
+        return step(self)
+
+    def slow_in_work(self: Trainer) -> Any:
+        end = time.thread_time() + (0.03 if self.step >= begin else 0)
+        while time.thread_time() < end:
+            pass
+        return step(self)
+
+    def left_out(value: Any) -> Any:
+        state["steps"] += 1
+        return value if state["steps"] == begin else add(value)
+
+    if fault in ("stuck_in_data", "slow_in_data"):
+        Feed.take = locals()[fault]  # type: ignore[method-assign]
+    elif fault in ("stuck", "slow_in_work"):
+        Trainer._train_step = locals()[fault]  # type: ignore[method-assign]
+    elif fault == "left_out":
+        trainer.sum_over_processes = left_out
+    else:
+        assert fault == "well"
+
+
+if __name__ == "__main__":
+    name, rank, first = sys.argv[1:4]
+    main(name, int(rank), int(first))
+    sys.argv[:] = [str(ROOT / "train.py"), *sys.argv[4:]]
+    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")

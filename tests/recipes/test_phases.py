@@ -1,0 +1,97 @@
+"""Where time goes, by a clock that stands still unless told to go on."""
+
+import pytest
+import torch
+
+from recipes import phases as room
+from recipes.phases import END, FIRST_STEP, LOADING, LOG, SAVE, START, STEP, Phases
+
+CPU = torch.device("cpu")
+
+
+class Time:
+    """Stands in for the clock on the wall."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def thread_time(self) -> float:
+        return self.now / 2
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    time = Time()
+    monkeypatch.setattr(room, "time", time)
+    return time
+
+
+def test_every_second_belongs_to_the_innermost_phase(time: Time) -> None:
+    phases = Phases(CPU, began=90.0)
+    time.now += 3.0
+    phases.begin(END)
+    with phases(FIRST_STEP):
+        time.now += 1.0
+        with phases(LOADING):
+            time.now += 0.5
+            with pytest.raises(ZeroDivisionError), phases(SAVE):
+                time.now += 7.0
+                raise ZeroDivisionError
+            time.now += 0.25
+        phases.count_step()
+        assert phases.now == STEP
+        time.now += 2.0
+        with phases(LOG):
+            time.now += 0.125
+        assert phases.now == STEP
+    time.now += 4.0
+    found = phases.elapsed()
+    expected = {START: 13.0, FIRST_STEP: 1.0, LOADING: 0.75, SAVE: 7.0, STEP: 2.0, LOG: 0.125, END: 4.0}
+    assert {phase: seconds for phase, seconds in found.items() if seconds} == expected
+    assert sum(found.values()) == time.now - 90.0
+
+
+def test_loading_is_part_of_a_step_and_a_pause_is_not(time: Time) -> None:
+    phases = Phases(CPU)
+    phases.begin(FIRST_STEP)
+    for seconds_of_data in (1.0, 0.5):
+        with phases(LOADING):
+            time.now += seconds_of_data
+        time.now += 2.0
+        phases.count_step()
+    with phases.apart(SAVE):
+        time.now += 1000.0
+    assert phases.seconds_per_step() == ((1.0 + 2.0 + 0.5 + 2.0) / 2, 1.5 / 2)
+    with phases.apart(SAVE):
+        time.now += 50.0
+    time.now += 0.5
+    assert phases.seconds_per_step() == (6.0 / 2, 1.5 / 2)
+
+
+def test_a_logged_step_begins_a_new_mean(time: Time) -> None:
+    phases = Phases(CPU)
+    phases.begin(STEP)
+    time.now += 7.0
+    phases.count_step()
+    phases.restart()
+    for _ in range(4):
+        time.now += 3.0
+        phases.count_step()
+    assert phases.seconds_per_step() == (3.0, 0.0)
+    assert phases.step == 5
+
+
+def test_whatever_changes_is_progress(time: Time) -> None:
+    phases = Phases(CPU)
+    time.now += 1.0
+    with phases(LOADING):
+        assert phases.moved_at == time.now
+        time.now += 1.0
+    assert phases.moved_at == time.now
+    for _ in phases.go_through("ab"):
+        assert phases.moved_at == time.now
+        time.now += 1.0
+    assert phases.moved_at == time.now - 1.0

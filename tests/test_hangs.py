@@ -1,0 +1,115 @@
+"""Runs that come to a halt, in real processes: they end with code 77, and say which process held up the others."""
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from recipes.exit_codes import HUNG
+from scripts.chaos import descendants
+from tests.scripts.nodes import ROOT, arguments
+from tests.scripts.nodes import environment as plain_environment
+from tests.test_signals import Started, start, words
+
+__all__ = ["start"]  # a fixture
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
+TIMEOUT = 5.0
+"""Seconds; a step takes some hundredths on an idle machine."""
+SHORT = ("--run.hang_timeout", str(TIMEOUT))
+
+
+def rank_of(process: int) -> int:
+    variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+    return next(int(value[5:]) for value in variables if value.startswith(b"RANK="))
+
+
+@pytest.mark.parametrize("ill", [0, 1])
+def test_a_frozen_process_is_named_and_ended(ill: int, start: Callable[..., Started]) -> None:
+    run = start(*SHORT, "--run.steps", "100000")
+    run.read_until("step      2/")
+    family = [run.process.pid, *descendants(run.process.pid)]
+    [frozen] = [process for process in run.workers() if rank_of(process) == ill]
+    os.kill(frozen, signal.SIGSTOP)
+    code, _, err = run.end()
+    assert code == HUNG, err
+    assert "does not answer, frozen or with its node gone:\n" in err
+    assert f"  rank {ill} on {platform.node()}: last seen in phase " in err
+    assert f"  1 of 2 processes wait for that, rank {1 - ill} on {platform.node()} in phase " in err
+    assert "Traceback" not in err and "launch: a worker did not stop in time and was killed\n" in err
+    log = (run.folder / "log.txt").read_text()
+    assert log.count("HUNG: no progress for ") == 1 and f"  rank {ill} on {platform.node()}: last seen" in log
+    [stacks] = (run.folder / "hang").iterdir()  # who is frozen writes none
+    assert stacks.name == f"rank-{1 - ill}.txt"
+    assert "most recent call first" in stacks.read_text() and "in _loop\n" in stacks.read_text()
+    assert not [pid for pid in family if words(pid)]
+
+
+def test_all_processes_stopped_and_continued_go_on(start: Callable[..., Started]) -> None:
+    """Ctrl-Z, a debugger: nothing hung, for all the time that went by."""
+    run = start(*SHORT, "--checkpoint.every", "0", "--run.steps", "100000")
+    run.read_until("step      2/")
+    family = [run.process.pid, *descendants(run.process.pid)]
+    for process in family:
+        os.kill(process, signal.SIGSTOP)
+    time.sleep(1.5 * TIMEOUT)
+    for process in family:
+        os.kill(process, signal.SIGCONT)
+    for _ in range(20):
+        run.read_until("step ")
+    time.sleep(TIMEOUT)
+    run.send(signal.SIGTERM, "launcher")
+    code, _, err = run.end()
+    assert code == 128 + signal.SIGTERM and "HUNG" not in err, err
+
+
+def ill_run(folder: Path, corpus: Path, fault: str, *overrides: str) -> tuple[int, str]:
+    """Exit code and standard error of a run of two, whose rank 1 has a fault at step 6."""
+    launcher = [sys.executable, str(ROOT / "scripts/launch.py"), "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launcher, str(ROOT / "tests/ill_train.py"), fault, "1", "5", *arguments(folder, corpus, "ill", *overrides)],
+        cwd=ROOT,
+        env=plain_environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(("fault", "phase"), [("stuck_in_data", "data"), ("stuck", "step")])
+def test_a_stuck_process_is_named_with_its_phase(fault: str, phase: str, tmp_path: Path, corpus: Path) -> None:
+    code, err = ill_run(tmp_path, corpus, fault, *SHORT)
+    assert code == HUNG, err
+    assert "in work of its own, while others wait for it:\n" in err
+    assert f"  rank 1 on {platform.node()}: phase {phase} of step 6, at tests/ill_train.py:" in err
+    assert f"  1 of 2 processes wait for that, rank 0 on {platform.node()} in phase step of step 6, at parallel/" in err
+    assert len(err.splitlines()) == 4
+    hang = tmp_path / "runs" / "ill" / "hang"
+    assert {path.name for path in hang.iterdir()} == {"rank-0.txt", "rank-1.txt"}
+    assert f" {fault}\n" in (hang / "rank-1.txt").read_text()
+
+
+def test_a_left_out_collective_shows_where_each_waits(tmp_path: Path, corpus: Path) -> None:
+    code, err = ill_run(tmp_path, corpus, "left_out", *SHORT)
+    assert code == HUNG, err
+    assert "the processes wait for each other in different places:\n" in err
+    assert "  rank 0 on " in err and ": phase step of step 5, at parallel/reduce.py:" in err
+    assert "  rank 1 on " in err and ": phase step of step 5, at recipes/trainer.py:" in err
+
+
+def test_a_compilation_is_no_hang(start: Callable[..., Started]) -> None:
+    """It takes longer than the limit of the steps behind it, in which nothing is said."""
+    run = start("--run.hang_timeout", "2", "--compile.enabled", "true", "--run.steps", "40", "--validation.every", "20")
+    code, out, err = run.end()
+    assert (code, err) == (0, ""), out
+    first = json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["step_seconds"] > 2
+    assert not (run.folder / "hang").exists()
