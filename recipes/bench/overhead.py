@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,9 @@ def loops(overrides: list[str], *, rounds: int, steps: int) -> dict[str, Any]:
         for number in range(rounds):
             trainer = _run(folder, [*overrides, "--run.steps", str(steps), "--run.name", f"round-{number}"])
             rows = [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()]
-            ours += [row["step_seconds"] for row in rows if row["step"] > WINDOW]
+            # All of the wall time between two logged steps, logging included, which a step's own time leaves out.
+            walls = [sum(row["wall_seconds"].values()) for row in rows if row["step"] >= WINDOW]
+            ours += [(then - now) / WINDOW for now, then in pairwise(walls)]
             barest += _barest(trainer, windows=steps // WINDOW - 1)
             stop()
     middle = {"ours": statistics.median(ours), "barest": statistics.median(barest)}
