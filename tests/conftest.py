@@ -1,7 +1,9 @@
 """Fixtures for all tests."""
 
 import sysconfig
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,28 @@ def seeded() -> Iterator[None]:
 
     torch.manual_seed(0)
     yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nobody_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What a file's tests start ends with them, whoever is its parent by then. (Looks into /proc: not on macOS.)"""
+    yield
+    folder = str(tmp_path_factory.getbasetemp())
+    end = time.monotonic() + 20
+    while (left := processes_in(folder)) and time.monotonic() < end:
+        time.sleep(0.2)
+    assert not left, left
+
+
+def processes_in(folder: str) -> dict[int, str]:
+    """Processes that are somewhere in this folder, or were given a path in it: number -> command."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has just ended
+            command = (process / "cmdline").read_text().replace("\0", " ")
+            if command and (folder in command or str((process / "cwd").readlink()).startswith(folder)):
+                found[int(process.name)] = command
+    return found
 
 
 @pytest.fixture(scope="session")
