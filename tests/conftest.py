@@ -34,7 +34,7 @@ def processes_in(folder: str) -> dict[int, str]:
     found = {}
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has just ended
-            command = (process / "cmdline").read_text().replace("\0", " ")
+            command = (process / "cmdline").read_text(errors="replace").replace("\0", " ")
             if command and (folder in command or str((process / "cwd").readlink()).startswith(folder)):
                 found[int(process.name)] = command
     return found
