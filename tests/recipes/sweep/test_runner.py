@@ -68,7 +68,7 @@ def test_memory_that_really_is_not_there(tmp_path: Path) -> None:
         (1, "x.py:3: UserWarning: this may run out of memory soon\nValueError: a", "crashed", "ValueError: a"),
         (
             1,
-            "UserWarning: CUDA out of memory, smaller blocks follow\nValueError: a",
+            "UserWarning: CUDA out of memory, smaller blocks\nValueError: a",
             "crashed",
             "ValueError: a",
         ),
@@ -90,8 +90,8 @@ def test_memory_that_really_is_not_there(tmp_path: Path) -> None:
         ),
         (
             1,
-            "RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you"
-            " tried to allocate 256000000000000 bytes. Error code 12 (Cannot allocate memory)",
+            "RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory:"
+            " you tried to allocate 256000000000000 bytes. Error code 12 (Cannot allocate memory)",
             "out of memory",
             None,
         ),
