@@ -9,6 +9,7 @@ up to the step.
 import gzip
 import json
 import re
+import zlib
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -45,9 +46,20 @@ LOSS_SCOPES = re.compile(r"cross_entropy|nll_loss|NllLoss|log_softmax|LogSoftmax
 OPTIMIZER_SCOPES = re.compile(r"^Optimizer\.|^gradient (norm|clipping)$|adamw?_")
 PACKING_SCOPES = re.compile(r"^fsdp::|split_with_sizes_copy|_foreach_copy_|^aten::_chunk_cat")
 CAST_SCOPES = re.compile(r"^aten::_to_copy$|^ToCopyBackward0$|float8", re.IGNORECASE)
-TRITON_NAME = re.compile(r"^triton_\w+?_fused_(.*?)_?\d*$")
-# What a compiled kernel that only casts is made of, float8's scale and saturation included.
-CAST_PARTS = {"to_copy", "abs", "amax", "clamp", "reciprocal", "view", "t", "transpose", "clone", "mul", "div", "max"}
+# Inductor names the kernels that it fuses after the operators that they are made of and, where values pass between
+# them, after the operators beside them, all in alphabetical order. Templates ("triton_tem_") are matrix products.
+FUSED_NAME = re.compile(r"^triton_(?!tem_)[a-z]+_fused_(.*?)_?\d*$")
+# Never fused themselves, so their names in a fused kernel are those of neighbours.
+NEIGHBOURS = re.compile(
+    r"_?scaled_dot_product_[a-z_]*?attention(_forward|_backward|_for_cpu)*|_?(flash|cudnn|efficient)_attention(_forward|_backward)?"
+    r"|_scaled_mm|(?<![a-z])(addmm|baddbmm|bmm|mm)(?![a-z])"
+)
+CONVERSION = re.compile(r"_to_copy|(prims_)?convert_element_type")
+# What a cast is made of: the largest magnitude, the scale from it (row-wise: a power of two), scaling and saturating.
+CAST_PARTS = {"cast", "abs", "amax", "max", "clamp", "reciprocal", "div", "mul", "exp2", "floor", "log2"}
+VIEW_PARTS = {"view", "unsafe", "reshape", "t", "transpose", "permute", "clone", "expand", "repeat", "new", "ones"}
+# Scaling alone is no sign of a cast: what is multiplied may be anything. These are.
+SCALE_PARTS = ({"clamp"}, {"reciprocal"}, {"abs", "max"}, {"abs", "amax"})
 
 
 @dataclass(frozen=True)
@@ -68,9 +80,13 @@ def read_trace(path: Path) -> list[Event]:
     """The events of an exported trace, gzipped or not. Raises UserError where it is none."""
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
-            return json.load(file)["traceEvents"]
-    except (OSError, ValueError, KeyError, EOFError) as error:
+            whole = json.load(file)
+    except (OSError, ValueError, EOFError, zlib.error) as error:
         raise UserError(f"{path} is no trace of torch.profiler: {error}") from None
+    events = whole.get("traceEvents") if isinstance(whole, dict) else None
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+        raise UserError(f'{path} is no trace of torch.profiler: it holds no list "traceEvents" of events')
+    return events
 
 
 def break_down(events: Iterable[Event]) -> Breakdown:
@@ -209,24 +225,30 @@ def _kind(name: str, around: Sequence[str]) -> str:
         return COMMUNICATION
     if any(OPTIMIZER_SCOPES.search(scope) for scope in scopes):
         return OPTIMIZER
-    if any(ATTENTION_NAMES.search(scope) for scope in scopes[:6]):
+    fused = FUSED_NAME.match(name)
+    if fused is None and any(ATTENTION_NAMES.search(scope) for scope in scopes[:6]):
         return ATTENTION
-    if MATMUL_NAMES.search(name) or any(MATMUL_NAMES.search(scope) for scope in around[:1]):
+    if fused is None and any(MATMUL_NAMES.search(scope) for scope in scopes[:2]):
         return MATMUL
     if any(LOSS_SCOPES.search(scope) for scope in scopes):
         return LOSS
     if any(PACKING_SCOPES.search(scope) for scope in scopes):
         return COPIES
-    if (fused := TRITON_NAME.match(name)) is not None:
+    if fused is not None:
         return CASTS if _only_casts(fused[1]) else REST
     return CASTS if any(CAST_SCOPES.search(scope) for scope in scopes[:5]) else REST
 
 
-def _only_casts(parts: str) -> bool:
-    """Whether a compiled kernel, by the operators in its name ("_to_copy_abs_amax"), does nothing but cast."""
-    left = parts.replace("_to_copy", " to_copy ")
-    words = {word for part in left.split() for word in ([part] if part == "to_copy" else part.split("_")) if word}
-    return "to_copy" in words and words <= CAST_PARTS
+def _only_casts(operators: str) -> bool:
+    """Whether a fused kernel, by the operators in its name ("_scaled_mm__to_copy_abs_max_t"), does nothing but cast.
+
+    The first of the two kernels of a cast only finds the scale, and converts nothing.
+    """
+    own = CONVERSION.sub(" cast ", NEIGHBOURS.sub(" ", operators)).replace("_", " ").split()
+    words = set(own) - VIEW_PARTS
+    if not words <= CAST_PARTS:
+        return False
+    return words == {"cast"} or any(parts <= words for parts in SCALE_PARTS)
 
 
 def _kernels(names: Sequence[tuple[Event, str]], steps: Sequence[tuple[float, float]]) -> dict[str, Any]:

@@ -2,15 +2,15 @@
 
 import argparse
 import os
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
 
 from parallel.errors import UserError  # noqa: E402
+from recipes.exit_codes import ended_by  # noqa: E402
+from recipes.sweep.runner import Stopped, say_stopped, stop_signals  # noqa: E402
 
 EPILOG = """\
 Every row is a run of its own, as scripts/run.sh starts one. What runs out of memory, crashes, is refused or does not
@@ -20,7 +20,7 @@ Sweeps are in configs/sweeps/, and in configs/sweeps/cpu/ their twins for any ma
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code: 0, 1 when no row could be measured, 2 for what the user can mend, 130 after Ctrl-C."""
+    """Returns the exit code: 0, 1 when no row was measured, 2 for what the user can mend, 128 + n after signal n."""
     parser = argparse.ArgumentParser(
         description="Run the rows of a sweep and compare them.",
         epilog=EPILOG,
@@ -33,19 +33,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--retry", action="store_true", help="also run again what did not run to its end")
     parser.add_argument("--output", type=Path, default=Path("runs/sweeps"), help="(%(default)s)")
     options, overrides = parser.parse_known_args(arguments)
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)
     try:
-        return sweep(options, overrides)
+        with stop_signals():
+            return sweep(options, overrides)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on from here", file=sys.stderr)
-        return 128 + signal.SIGINT
+    except Stopped as stop:
+        say_stopped("interrupted; the same command goes on from here")
+        return ended_by(stop.number)
 
 
 def sweep(options: argparse.Namespace, overrides: list[str]) -> int:

@@ -1,4 +1,7 @@
-"""What one GPU does, from a matrix product to a whole training step: `bench.py --suite gpu`. Under 8 minutes."""
+"""What one GPU does, from a matrix product to a whole training step: `bench.py --suite gpu`.
+
+About 9 minutes by our estimate; a run of full steps that takes longer than 5 is ended, and its row says so.
+"""
 
 import argparse
 import json
@@ -17,6 +20,7 @@ from models.config import ModelConfig
 from models.sizes import SIZES
 from parallel.errors import UserError
 from recipes.bench import kernels
+from recipes.exit_codes import ended_by
 from recipes.hardware import bf16_peak
 from recipes.load import CONFIGS
 from recipes.metrics import environment
@@ -24,12 +28,13 @@ from recipes.schema import OptimizerConfig
 from recipes.sweep.loop import run_sweep
 from recipes.sweep.plan import read_sweep
 from recipes.sweep.results import table
+from recipes.sweep.runner import Stopped, say_stopped, stop_signals
 
 PAGES = CONFIGS.parent / "docs" / "benchmarks"
 
 
 def main(arguments: list[str]) -> int:
-    """Measure and write NAME.json and NAME.md; returns the exit code, 2 for what the user can mend."""
+    """Measure and write NAME.json and NAME.md; returns the exit code, 2 for what the user can mend, or 128 + signal."""
     parser = argparse.ArgumentParser(
         prog="bench.py --suite gpu",
         description=__doc__,
@@ -42,10 +47,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--runs", type=Path, default=Path("runs/bench"), help="folder of the full steps (%(default)s)")
     options, overrides = parser.parse_known_args(arguments)
     try:
-        return _measure(options, overrides)
+        with stop_signals():
+            return _measure(options, overrides)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
+    except Stopped as stop:
+        say_stopped("interrupted; what was not measured yet is missing in the record")
+        return ended_by(stop.number)
 
 
 def _measure(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -53,26 +62,44 @@ def _measure(options: argparse.Namespace, overrides: list[str]) -> int:
     if not options.tiny and not torch.cuda.is_available():
         raise UserError("this machine has no GPU to measure; --tiny goes through the suite on a CPU")
     device = torch.device("cpu" if options.tiny else "cuda:0")
+    # What is wrong with folder or overrides is found out before minutes of measuring.
+    _make_folder(options.output)
+    path = CONFIGS / "sweeps" / ("cpu/gpu_bench.toml" if options.tiny else "gpu_bench.toml")
+    fresh = options.runs / time.strftime("%Y%m%d-%H%M%S")  # a sweep would keep the numbers that it has
+    sweep = read_sweep(path, overrides, output=fresh, processes=1, device=device.type)
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's log is for its own developers
     record: dict[str, Any] = {"suite": "gpu", "environment": environment(world_size=1, device=device)}
     record |= measure_kernels(device, tiny=options.tiny)
-    steps_page = ""
+    record["seconds"] = time.monotonic() - begin
+    place = _write(record, "", options.output)  # kept, whatever becomes of the full steps
     if not options.no_steps:
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the full steps are processes of their own
-        path = CONFIGS / "sweeps" / ("cpu/gpu_bench.toml" if options.tiny else "gpu_bench.toml")
-        fresh = options.runs / time.strftime("%Y%m%d-%H%M%S")  # a sweep would keep the numbers that it has
-        sweep = read_sweep(path, overrides, output=fresh, processes=1, device=device.type)
         results = run_sweep(sweep, retry=False, say=lambda line: print(line, flush=True))
         record["steps"] = list(results.values())
-        steps_page = table(sweep, results).partition("\n")[2]
-    record["seconds"] = time.monotonic() - begin
-    name = "gpu-" + re.sub(r"[^a-z0-9]+", "-", record["environment"]["device"].lower()).strip("-")
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    (options.output / f"{name}.md").write_text(page(record, steps_page), encoding="utf-8")
-    print(f"written: {options.output / name}.json and .md, after {record['seconds']:.0f} s")
+        record["seconds"] = time.monotonic() - begin
+        _write(record, table(sweep, results).partition("\n")[2], options.output)
+    print(f"written: {place}.json and .md, after {record['seconds']:.0f} s")
     return 0
+
+
+def _make_folder(folder: Path) -> None:
+    """Raises UserError where nothing can be written."""
+    remedy = "write another --output"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be made: {error.strerror}; {remedy}") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"{folder} may not be written to; {remedy}")
+
+
+def _write(record: dict[str, Any], steps_page: str, folder: Path) -> Path:
+    """Both files; returns their path without an ending."""
+    name = "gpu-" + re.sub(r"[^a-z0-9]+", "-", record["environment"]["device"].lower()).strip("-")
+    (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (folder / f"{name}.md").write_text(page(record, steps_page), encoding="utf-8")
+    return folder / name
 
 
 def measure_kernels(device: torch.device, *, tiny: bool) -> dict[str, Any]:

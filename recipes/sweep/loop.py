@@ -1,8 +1,10 @@
 """Run the rows of a sweep that have no result yet, one after the other. Imports no torch."""
 
+import fcntl
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 
@@ -14,19 +16,39 @@ from recipes.sweep.results import TABLE, Result, append, current, read_results, 
 from recipes.sweep.runner import run
 
 ROOT = Path(__file__).resolve().parents[2]
+LOCK = "lock"
+"""Held by the process that runs the rows: two would measure each other, and move each other's folders."""
 
 
 def run_sweep(sweep: Sweep, *, retry: bool, say: Callable[[str], None]) -> dict[str, Result]:
     """Run what has no result yet (retry: also what did not run to its end); results by label, in the order of the rows.
 
-    The table and the pictures are written after every row. Raises UserError where the folder cannot be written.
+    The table and the pictures are written after every row. Raises UserError where the folder cannot be written, and
+    where another process is at work in it.
     """
-    try:
-        (sweep.folder / "recipes").mkdir(parents=True, exist_ok=True)
-        (sweep.folder / "logs").mkdir(exist_ok=True)
-        write(sweep)
-    except OSError as error:
-        raise UserError(f"{sweep.folder} cannot be written: {error.strerror}; write another --output") from None
+    with _claimed(sweep):
+        return _run_all(sweep, retry=retry, say=say)
+
+
+@contextmanager
+def _claimed(sweep: Sweep) -> Iterator[None]:
+    """Hold the sweep's folder, with what can be said of it before the first row starts."""
+    with ExitStack() as opened:
+        try:
+            (sweep.folder / "recipes").mkdir(parents=True, exist_ok=True)
+            (sweep.folder / "logs").mkdir(exist_ok=True)
+            lock = opened.enter_context((sweep.folder / LOCK).open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed, however this process ends
+            write(sweep)
+        except BlockingIOError:
+            remedy = "wait for it, or write another --output"
+            raise UserError(f"another sweep is at work in {sweep.folder}; {remedy}") from None
+        except OSError as error:
+            raise UserError(f"{sweep.folder} cannot be written: {error.strerror}; write another --output") from None
+        yield
+
+
+def _run_all(sweep: Sweep, *, retry: bool, say: Callable[[str], None]) -> dict[str, Result]:
     for number, row in enumerate(sweep.rows, 1):
         place = f"[{number}/{len(sweep.rows)}] {row.label}"
         known = current(sweep, read_results(sweep.folder)).get(row.label)
@@ -34,14 +56,14 @@ def run_sweep(sweep: Sweep, *, retry: bool, say: Callable[[str], None]) -> dict[
             say(f"{place}: as before, {in_words(known)}")
             continue
         say(f"{place}: running, at most {row.timeout:g} s")
-        result = run_row(row, folder=sweep.folder, skip_steps=sweep.skip_steps)
+        result = run_row(row, folder=sweep.folder)
         append(sweep.folder, result)
         say(f"{place}: {in_words(result)}")
         write(sweep)
     return current(sweep, read_results(sweep.folder))
 
 
-def run_row(row: Row, *, folder: Path, skip_steps: int) -> Result:
+def run_row(row: Row, *, folder: Path) -> Result:
     """Train what the row says in processes of its own, as scripts/run.sh starts them."""
     recipe = folder / "recipes" / f"{row.label}.toml"
     recipe.write_text(to_toml(row.recipe), encoding="utf-8")
@@ -55,7 +77,7 @@ def run_row(row: Row, *, folder: Path, skip_steps: int) -> Result:
         timeout=row.timeout,
         environment={"OMP_NUM_THREADS": str(threads), **os.environ},
     )
-    return result_of(row, ended, skip_steps=skip_steps)
+    return result_of(row, ended)
 
 
 def write(sweep: Sweep) -> None:

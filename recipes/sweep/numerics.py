@@ -11,16 +11,25 @@ from recipes.sweep.results import Result, last_quarter, loss_gaps, reference
 LARGEST_LOSS_GAP = 0.005
 """Mean over the last quarter of the logged steps, as a share of the reference's loss. DeepSeek-V3's report (arXiv
 2412.19437, section 3.3) has its float8 within 0.25% of bf16; runs of a few hundred steps are noisier."""
+LARGEST_NOISE = 0.05
+"""Where rounding elsewhere in bf16 does more than this, the runs tell nothing about float8."""
 NORM_RATIO = (0.9, 1.1)
 """Median over the logged steps of the gradient norm, divided by the reference's."""
 RULE = (
-    "A row passes when all its losses and gradient norms are finite, its mean loss over the last quarter of the logged"
-    f" steps lies within {100 * LARGEST_LOSS_GAP:g}% of the reference's, the median over the logged steps of its"
-    f" gradient norm, divided by the reference's, lies from {NORM_RATIO[0]:g} to {NORM_RATIO[1]:g}, and no sampled cast"
-    " overflowed. Underflow has no limit of its own: what it costs shows in the loss. Overflow: the largest share of"
-    " numbers beyond the range of float8 among all casts of sampled steps; underflow: the largest share of numbers, not"
-    " zero before, that became zero, and where. A row without float8 shows what rounding elsewhere does."
+    "A row passes when no step was skipped, all its losses and gradient norms are finite, the magnitude of its loss gap"
+    " is no larger than the limit, the median over the logged steps of its gradient norm, divided by the reference's,"
+    f" lies from {NORM_RATIO[0]:g} to {NORM_RATIO[1]:g}, and no sampled cast overflowed. Loss gap: of the mean loss"
+    " over the last quarter of the logged steps to the reference's. A row without float8 is a yardstick and has no"
+    " verdict: on the same batches, rounded elsewhere, its gap is what rounding alone does to the loss. Limit:"
+    f" {100 * LARGEST_LOSS_GAP:g}%, or the largest gap of a yardstick where that is more; a yardstick that skipped a"
+    f" step, is not finite, leaves the range of the norms or is more than {100 * LARGEST_NOISE:g}% away does not count."
+    " Underflow has no limit of its own: what it costs shows in the loss. Overflow: the largest share of numbers beyond"
+    " the range of float8 among all casts of sampled steps; underflow: the largest share of numbers, not zero before,"
+    " that became zero, and where."
 )
+YARDSTICK = "yardstick"
+MOST_NAMED = 5
+"""Of skipped steps."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,8 @@ class Comparison:
     """The largest share among the sampled casts; None where none was sampled."""
     underflow: tuple[float, str, str] | None
     """(share, linear, tensor) of the sampled cast that loses most."""
+    limit: float | None
+    """The largest magnitude of loss_gap that passes; None for a yardstick."""
     verdict: str
     """By RULE: "pass", or what is wrong."""
 
@@ -49,10 +60,17 @@ def compare(sweep: Sweep, results: dict[str, Result]) -> list[Comparison]:
     rows = [row for row in sweep.rows if base is not None and row.label in gaps and row != base]
     if base is None or all(row.recipe.float8.recipe == "none" for row in rows):
         return []
-    return [_compared(results[base.label], results[row.label], gaps[row.label], row) for row in rows]
+    limit = LARGEST_LOSS_GAP
+    found = {}
+    # Yardsticks first: the others' limit is theirs.
+    for row in sorted(rows, key=lambda row: row.recipe.float8.recipe != "none"):
+        found[row.label] = one = _compared(results[base.label], results[row.label], gaps[row.label], row, limit=limit)
+        if one.verdict == YARDSTICK and one.loss_gap is not None:
+            limit = max(limit, abs(one.loss_gap))
+    return [found[row.label] for row in rows]
 
 
-def _compared(base: Result, result: Result, gap: Sequence[tuple[int, float]], row: Row) -> Comparison:
+def _compared(base: Result, result: Result, gap: Sequence[tuple[int, float]], row: Row, *, limit: float) -> Comparison:
     expected = {step: loss for step, _, loss in base["curve"]}
     last = last_quarter(gap)
     loss_gap = fmean(loss for _, loss in last) / fmean(expected[step] for step, _ in last) if last else None
@@ -62,14 +80,20 @@ def _compared(base: Result, result: Result, gap: Sequence[tuple[int, float]], ro
     ratio = median(ratios) if ratios else None
     casts = result.get("float8", [])
     overflow = max((overflow for _, _, overflow, _ in casts), default=None)
+    float8 = row.recipe.float8.recipe != "none"
     wrong = {
+        **_skipped(base, "the reference skipped"),
+        **_skipped(result, "skipped"),
         "not finite": None in [loss for _, _, loss in result["curve"]] + [norm for _, norm in own],
-        "loss": loss_gap is None or abs(loss_gap) > LARGEST_LOSS_GAP,
+        "loss": loss_gap is None or abs(loss_gap) > (limit if float8 else LARGEST_NOISE),
         "gradient norm": ratio is None or not NORM_RATIO[0] <= ratio <= NORM_RATIO[1],
         "overflow": overflow is not None and overflow > 0,
     }
     failures = ", ".join(name for name, failed in wrong.items() if failed)
-    unknown = ", casts not sampled" if row.recipe.float8.recipe != "none" and overflow is None else ""
+    if float8:
+        verdict = f"FAIL: {failures}" if failures else "pass" if overflow is not None else "pass, casts not sampled"
+    else:
+        verdict = f"no {YARDSTICK}: {failures}" if failures else YARDSTICK
     return Comparison(
         label=row.label,
         loss_gap=loss_gap,
@@ -77,8 +101,16 @@ def _compared(base: Result, result: Result, gap: Sequence[tuple[int, float]], ro
         norm_ratio=ratio,
         overflow=overflow,
         underflow=max(((share, linear, tensor) for linear, tensor, _, share in casts), default=None),
-        verdict=f"FAIL: {failures}" if failures else f"pass{unknown}",
+        limit=limit if float8 else None,
+        verdict=verdict,
     )
+
+
+def _skipped(result: Result, who: str) -> dict[str, bool]:
+    """What is wrong with a run that skipped steps, by name."""
+    steps = result.get("skipped_steps", [])
+    words = f"{who} step{'s' * (len(steps) > 1)} {', '.join(map(str, steps[:MOST_NAMED]))}"
+    return {words + f" and {len(steps) - MOST_NAMED} more" * (len(steps) > MOST_NAMED): True} if steps else {}
 
 
 def numerics_table(sweep: Sweep, results: dict[str, Result]) -> str:
@@ -87,7 +119,16 @@ def numerics_table(sweep: Sweep, results: dict[str, Result]) -> str:
     base = reference(sweep, results)
     if not found or base is None:
         return ""
-    head = ("against", "loss gap, %", "largest gap", "gradient-norm ratio", "overflow", "underflow, %", "verdict")
+    head = (
+        "against",
+        "loss gap, %",
+        "limit, %",
+        "largest gap",
+        "gradient-norm ratio",
+        "overflow",
+        "underflow, %",
+        "verdict",
+    )
     lines = ["## Numerics", "", f"| {' | '.join(head)} |".replace("against", f"against {base.label}")]
     lines.append("|---" + "|---:" * (len(head) - 2) + "|---|")
     lines += [f"| {row.label} | {' | '.join(_cells(row))} |" for row in found]
@@ -99,6 +140,7 @@ def _cells(row: Comparison) -> list[str]:
     share, linear, tensor = row.underflow or (None, "", "")
     return [
         "not finite" if row.loss_gap is None else f"{100 * row.loss_gap:+.3f}",
+        "none" if row.limit is None else f"{100 * row.limit:.3f}",
         "not finite" if gap is None else f"{gap:+.4f} at step {step}",
         "unknown" if row.norm_ratio is None else f"{row.norm_ratio:.3f}",
         "not sampled" if row.overflow is None else f"{row.overflow:.2g}",

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from recipes.sweep.plan import Sweep
-from recipes.sweep.results import Result, loss_gaps, reference
+from recipes.sweep.results import Result, baseline, loss_gaps, reference
 
 BARS = "bars.png"
 LOSS = "loss.png"
@@ -38,7 +38,8 @@ def bars(sweep: Sweep, results: dict[str, Result]) -> Figure:
     left, right = figure.subplots(1, 2, sharey=True)
     left.invert_yaxis()  # the first row on top, in both panels
     left.set_yticks(range(len(results)), list(results))
-    first = results.get(sweep.rows[0].label, {}).get("tokens_per_second_per_device")
+    slow = baseline(sweep, results)
+    first = results[slow.label]["tokens_per_second_per_device"] if slow else None
     for bar, (label, result) in enumerate(results.items()):
         if result["outcome"] != "done":
             _bar(left, bar, 0, 0, result["outcome"], colour="#B00020")
@@ -48,7 +49,7 @@ def bars(sweep: Sweep, results: dict[str, Result]) -> Figure:
             result[name] for name in ("tokens_per_second_per_device", "step_seconds", "peak_memory_gib")
         )
         slowest, fastest = (rate * seconds / result[f"step_seconds_{end}"] for end in ("most", "least"))
-        faster = f"  ({rate / first:.2f}x)" if first and label != sweep.rows[0].label else ""
+        faster = f"  ({rate / first:.2f}x)" if first and slow and label != slow.label else ""
         _bar(left, bar, rate, fastest, f"{rate:,.0f}{faster}", colour=COLOURS[0])
         left.plot([slowest, fastest], [bar, bar], color="black", linewidth=1.2, marker="|", markersize=6)
         _bar(right, bar, memory, memory, f"{memory:.2f}", colour=COLOURS[4])

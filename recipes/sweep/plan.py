@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
-from recipes.fields import field_types, sections, toml, unknown_key, unknown_section
+from recipes.fields import field_types, sections, toml, unknown_key, unknown_section, value_of
 from recipes.load import CONFIGS, Layer, load, read_toml, shown, to_toml
 from recipes.problems import Problem, refusal
 from recipes.rules import float8_has_a_device
@@ -22,7 +22,11 @@ SWEEPS = CONFIGS / "sweeps"
 LEAST_WINDOWS = 3
 """Fewer have neither a median nor a spread."""
 SET_BY_THE_SWEEP = ("run.name", "run.output")
+LONGEST_LABEL = 200
+"""Bytes. File systems take 255; endings and numbers come behind it."""
 Tables = dict[str, dict[str, Any]]
+Variant = tuple[str, str, Tables, int]
+"""(where it is written, label, overrides, timeout) of a row."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,10 @@ class Row:
     """Its name, and that of its folder."""
     recipe: Recipe
     overrides: dict[str, Any]
-    """Dotted key -> value: what this row says beyond the base and [fixed]."""
+    """Dotted key -> value, the one that runs, of what the file says of this row beyond the base and [fixed]."""
     processes: int
+    skip_steps: int
+    """Steps before the first one that is measured."""
     timeout: float
     """Seconds after which the run counts as hung."""
 
@@ -42,7 +48,7 @@ class Row:
     def fingerprint(self) -> str:
         """Of everything that the numbers of the row depend on, except code and machine."""
         anywhere = replace(self.recipe, run=replace(self.recipe.run, output=RunConfig().output))
-        text = f"{to_toml(anywhere)}\nprocesses = {self.processes}\n"
+        text = f"{to_toml(anywhere)}\nprocesses = {self.processes}\nskip_steps = {self.skip_steps}\n"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -55,8 +61,6 @@ class Sweep:
     base: str
     folder: Path
     rows: tuple[Row, ...]
-    skip_steps: int
-    """Steps before the first one that is measured."""
 
 
 def read_sweep(
@@ -65,7 +69,8 @@ def read_sweep(
     """The sweep of a file. Raises one UserError with everything wrong in it and in all of its rows.
 
     arguments: overrides of all rows, `--section.field value`, as train.py takes them. processes: of a run, where the
-    file does not say. device: what "auto" will be ("cpu" or "cuda"), where it is known.
+    file does not say. device: what "auto" will be ("cpu" or "cuda"), where it is known. A key that the command line
+    sets has its value in every row: no label is made from it, and rows that differed in nothing else are refused.
     """
     if not path.is_file():
         raise UserError(f"{shown(path)} is no file; {_similar(path)}")
@@ -74,12 +79,18 @@ def read_sweep(
     settings = _settings(written, file)
     base = path.parent / settings["base"]
     processes = settings.get("processes", processes)
+    if processes < settings["least_processes"]:
+        raise UserError(
+            f"{file}: its rows do not differ on {processes} processes; it takes {settings['least_processes']} or more:"
+            " run it where so many GPUs are, or set NPROC"
+        )
     fixed = nested(settings.get("fixed", {}))
-    variants = list(_variants(settings, file))
+    given = _given(arguments)
+    variants = list(_variants(settings, file, given))
     _require_known(
         [(f"{file} [fixed]", fixed), *((f"{file} {where}", tables) for where, _, tables, _ in variants)], file
     )
-    _require_unique([label for _, label, _, _ in variants], file)
+    _require_unique(variants, file, given)
     inside = path.resolve().is_relative_to(SWEEPS)
     name = path.resolve().relative_to(SWEEPS).with_suffix("").as_posix() if inside else path.stem
     folder = output / name
@@ -95,19 +106,14 @@ def read_sweep(
         except UserError as error:
             wrong.setdefault(str(error), []).append(label)
             continue
-        rows.append(Row(label, recipe, dict(dotted(tables)), processes, timeout))
+        overrides = {key: value_of(recipe, key) if key in given else value for key, value in dotted(tables)}
+        rows.append(Row(label, recipe, overrides, processes, settings["skip_steps"], timeout))
     if wrong:
         count = len(variants) - len(rows)
         head = f"{count} of {len(variants)} rows of {file} cannot run, so none was started"
         raise UserError("\n".join([head, *(f"{', '.join(labels)}: {message}" for message, labels in wrong.items())]))
-    return Sweep(
-        name=name,
-        file=file,
-        base=shown(base),
-        folder=folder,
-        rows=tuple(rows),
-        skip_steps=settings["skip_steps"],
-    )
+    _require_different(rows, [dict(dotted(tables)) for _, _, tables, _ in variants], file, given)
+    return Sweep(name=name, file=file, base=shown(base), folder=folder, rows=tuple(rows))
 
 
 def windows(*, steps: int, every: int, skip: int) -> list[tuple[int, int]]:
@@ -153,8 +159,19 @@ def dotted(tables: Tables) -> Iterator[tuple[str, Any]]:
             yield f"{section}.{name}", value
 
 
-def _variants(settings: dict[str, Any], file: str) -> Iterator[tuple[str, str, Tables, int]]:
-    """(where it is written, label, overrides, timeout) of every row; the last axis turns fastest."""
+def _given(arguments: Sequence[str]) -> set[str]:
+    """The keys that the command line sets. What is wrong with it, load() says."""
+    if not arguments:
+        return set()
+    from recipes import command_line  # tyro takes a while
+
+    keys = set(command_line.parse(arguments, Recipe())[0])
+    text = {"data.source", "data.mixture"}  # each takes the other's place
+    return keys | text if keys & text else keys
+
+
+def _variants(settings: dict[str, Any], file: str, given: set[str]) -> Iterator[Variant]:
+    """Every row; the last axis turns fastest. given: keys that the command line sets, which no label is made from."""
     if "axes" in settings:
         axes = dict(dotted(_sections_only(nested(settings["axes"]), f"{file} [axes]")))
         for key, values in axes.items():
@@ -162,25 +179,27 @@ def _variants(settings: dict[str, Any], file: str) -> Iterator[tuple[str, str, T
                 raise UserError(f"{file}: [axes] {key} = {toml(values)} must be a list of values, one for each row")
         for chosen in itertools.product(*axes.values()):
             values = dict(zip(axes, chosen, strict=True))
-            yield "[axes]", _label(values), nested(values), settings["timeout"]
+            label = _label(values, given)
+            _require_file_name(label, f"{file} [axes]", "use [[runs]], where each row has a name of its own")
+            yield "[axes]", label, nested(values), settings["timeout"]
         return
     for number, run in enumerate(settings["runs"], 1):
         tables = nested({key: value for key, value in run.items() if key not in ("name", "timeout")})
         label = run.get("name")
         where = f"[[runs]] {number if label is None else label}"
         if label is None:
-            label = _label(dict(dotted(_sections_only(tables, f"{file} {where}"))))
-        if not isinstance(label, str) or not label or "/" in label or label.startswith("."):
-            raise UserError(f'{file}: {where}: name = {toml(label)} must name a folder; write name = "run_{number}"')
+            label = _label(dict(dotted(_sections_only(tables, f"{file} {where}"))), given)
+        _require_file_name(label, f"{file}: {where}", f'write name = "run_{number}"')
         timeout = run.get("timeout", settings["timeout"])
         if not isinstance(timeout, int) or isinstance(timeout, bool) or timeout < 1:
             raise UserError(f"{file}: {where}: timeout = {toml(timeout)} must be seconds, 1 or more")
         yield where, label, tables, timeout
 
 
-def _label(values: dict[str, Any]) -> str:
-    """Such as "recipe=tensorwise,all_gather=true"."""
-    words = (f"{key.partition('.')[2]}={toml(value)}".replace('"', "") for key, value in values.items())
+def _label(values: dict[str, Any], given: set[str]) -> str:
+    """Such as "recipe=tensorwise,all_gather=true", without the keys that the command line sets."""
+    kept = {key: value for key, value in values.items() if key not in given}
+    words = (f"{key.partition('.')[2]}={toml(value)}".replace('"', "") for key, value in kept.items())
     return ",".join(words).replace("/", "_").replace(" ", "") or "base"
 
 
@@ -191,6 +210,7 @@ def _settings(written: dict[str, Any], file: str) -> dict[str, Any]:
         "processes": (int, "processes per run, 1 or more: processes = 8"),
         "timeout": (int, "seconds after which a run counts as hung, 1 or more: timeout = 1800"),
         "skip_steps": (int, "steps before the first measured one, 1 or more: skip_steps = 10"),
+        "least_processes": (int, "processes without which the rows do not differ, 1 or more: least_processes = 2"),
         "fixed": (dict, "a table of overrides of all rows: [fixed]"),
         "axes": (dict, "a table of lists, whose combinations are the rows: [axes]"),
         "runs": (list, "a list of tables, one for each row, with overrides and its own name and timeout: [[runs]]"),
@@ -216,7 +236,7 @@ def _settings(written: dict[str, Any], file: str) -> dict[str, Any]:
         problems.append(Problem("axes" if "axes" in written else "runs", "is empty, so there is no row", "", file))
     if problems:
         raise refusal(problems, where=file)
-    return {"timeout": 1800, "skip_steps": 10, **written}
+    return {"timeout": 1800, "skip_steps": 10, "least_processes": 1, **written}
 
 
 def _sections_only(tables: Tables, where: str) -> Tables:
@@ -250,10 +270,45 @@ def _require_known(layers: Sequence[tuple[str, Tables]], file: str) -> None:
         raise refusal(list(problems.values()), where=file)
 
 
-def _require_unique(labels: Sequence[str], file: str) -> None:
-    twice = sorted({label for label in labels if labels.count(label) > 1})
-    if twice:
-        raise UserError(f"{file}: several rows are called {', '.join(twice)}; give each another name")
+def _require_file_name(label: Any, where: str, remedy: str) -> None:
+    """A row's name is that of its folder and of its files, and a cell of a Markdown table."""
+    fits = isinstance(label, str) and label and not label.startswith(".") and not re.search(r"[/|\x00-\x1f]", label)
+    if not fits:
+        raise UserError(f'{where}: name = {toml(label)} must name a folder, without "|"; {remedy}')
+    if len(label.encode()) > LONGEST_LABEL:
+        raise UserError(
+            f"{where}: name = {toml(label[:40] + '...')} has {len(label.encode())} bytes, and its files' names take no"
+            f" more than {LONGEST_LABEL}; {remedy}"
+        )
+
+
+def _require_unique(variants: Sequence[Variant], file: str, given: set[str]) -> None:
+    labels = [label for _, label, _, _ in variants]
+    for label in dict.fromkeys(label for label in labels if labels.count(label) > 1):
+        tables = [dict(dotted(tables)) for _, other, tables, _ in variants if other == label]
+        if keys := _differing(tables) & given:
+            raise UserError(f"{file}: {_same_run(keys, f'the {len(tables)} rows of {label}')}")
+        raise UserError(f"{file}: several rows are called {label}; give each another name")
+
+
+def _require_different(rows: Sequence[Row], tables: Sequence[dict[str, Any]], file: str, given: set[str]) -> None:
+    """Raises UserError where the command line has made two rows one. The file may ask for the same row twice."""
+    for (one, before), (other, after) in itertools.combinations(zip(rows, tables, strict=True), 2):
+        keys = _differing([before, after]) & given
+        renamed = replace(other.recipe, run=replace(other.recipe.run, name=one.recipe.run.name))
+        if keys and renamed == one.recipe:
+            raise UserError(f"{file}: {_same_run(keys, f'{one.label} and {other.label}')}")
+
+
+def _differing(tables: Sequence[dict[str, Any]]) -> set[str]:
+    """The keys that are not the same in all tables."""
+    keys = {key for table in tables for key in table}
+    return {key for key in keys if any(key not in table or table[key] != tables[0].get(key) for table in tables)}
+
+
+def _same_run(keys: set[str], rows: str) -> str:
+    flags = " and ".join(f"--{key}" for key in sorted(keys))
+    return f"{flags} makes {rows} the same run; leave it out, or write a sweep without the rows that differ in it"
 
 
 def _require_device(recipe: Recipe, device: str | None) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from parallel.errors import UserError
 from recipes.fields import toml
 from recipes.hardware import bf16_peak
 from recipes.run_folder import FLOAT8_SHARES, identity_differences
@@ -20,7 +21,7 @@ Result = dict[str, Any]
 that is done also what measure() returns."""
 
 
-def result_of(row: Row, ended: Ended, *, skip_steps: int) -> Result:
+def result_of(row: Row, ended: Ended) -> Result:
     """The line of a row that ended."""
     result: Result = {
         "label": row.label,
@@ -33,7 +34,7 @@ def result_of(row: Row, ended: Ended, *, skip_steps: int) -> Result:
     }
     folder = row.recipe.run.folder
     if ended.outcome == "done":
-        return result | measure(row, folder, skip_steps=skip_steps)
+        return result | measure(row, folder)
     if ended.outcome in ("timed out", "crashed", "out of memory"):
         rows = _logged(folder / "metrics.jsonl")
         last = f"last logged step {rows[-1]['step']} of {row.recipe.run.steps}" if rows else "no step was logged"
@@ -41,20 +42,23 @@ def result_of(row: Row, ended: Ended, *, skip_steps: int) -> Result:
     return result
 
 
-def measure(row: Row, folder: Path, *, skip_steps: int) -> Result:
+def measure(row: Row, folder: Path) -> Result:
     """The numbers of a finished run, from its folder.
 
     step_seconds is the median over windows of steps (see plan.windows): seconds per step and device, each window's the
-    mean of its steps. Rates follow from it. Memory is rank 0's.
+    mean of its steps. Rates follow from it. attention_length: what FLOPs are counted with, the mean length of the
+    documents that the measured windows logged where documents are masked, else that of a sequence. Memory is rank 0's.
     """
     recipe = row.recipe
     rows = {logged["step"]: logged for logged in _logged(folder / "metrics.jsonl")}
-    spans = windows(steps=recipe.run.steps, every=recipe.metrics.every, skip=skip_steps)
+    spans = windows(steps=recipe.run.steps, every=recipe.metrics.every, skip=row.skip_steps)
     times = [rows[end]["step_seconds"] for _, end in spans]
     middle = median(times)
     length = recipe.batch.sequence_length
     rate = recipe.batch.global_batch_size * length / middle / row.processes  # tokens per second and device
-    flops, flops_full = (recipe.model.flops_per_token(length, kind) for kind in ("causal", "full"))
+    lengths = [(end - begin, rows[end].get("attention_length", length)) for begin, end in spans]
+    attended = sum(steps * mean for steps, mean in lengths) / sum(steps for steps, _ in lengths)
+    flops, flops_full = (recipe.model.flops_per_token(attended, kind) for kind in ("causal", "full"))
     environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
     peak = bf16_peak(environment["device"])
     return {
@@ -64,6 +68,7 @@ def measure(row: Row, folder: Path, *, skip_steps: int) -> Result:
         "windows": [[begin, end, seconds] for (begin, end), seconds in zip(spans, times, strict=True)],
         "data_seconds": median(rows[end]["data_seconds"] for _, end in spans),
         "first_step_seconds": rows[min(rows)]["step_seconds"],
+        "attention_length": attended,
         "tokens_per_second_per_device": rate,
         "tflops_per_device": rate * flops / 1e12,
         "mfu": rate * flops / peak if peak else None,
@@ -72,6 +77,7 @@ def measure(row: Row, folder: Path, *, skip_steps: int) -> Result:
         "final_loss": rows[max(rows)]["loss"],
         "curve": [[step, logged["tokens"], logged["loss"]] for step, logged in sorted(rows.items())],
         "grad_norms": [[step, logged.get("grad_norm")] for step, logged in sorted(rows.items())],
+        "skipped_steps": [logged["step"] for logged in _json_lines(folder / "metrics.jsonl") if "skipped" in logged],
         "float8": _worst_casts(folder / FLOAT8_SHARES),
         "environment": environment,
     }
@@ -88,9 +94,17 @@ def _worst_casts(path: Path) -> list[list[Any]]:
 
 
 def read_results(folder: Path) -> list[Result]:
-    """All lines there are, oldest first; a line that was cut off while it was written does not count."""
+    """All lines there are, oldest first; a line that was cut off while it was written does not count.
+
+    Raises UserError for a line that is something else.
+    """
     path = folder / RESULTS
-    return _json_lines(path) if path.is_file() else []
+    found = _json_lines(path) if path.is_file() else []
+    for result in found:
+        if not isinstance(result, dict) or not {"label", "fingerprint", "outcome"} <= set(result):
+            start = json.dumps(result)[:60]
+            raise UserError(f"{path}: a line is no result of a sweep: {start}; remove it, or write another --output")
+    return found
 
 
 def append(folder: Path, result: Result) -> None:
@@ -135,6 +149,11 @@ def loss_gaps(sweep: Sweep, results: dict[str, Result]) -> dict[str, list[tuple[
     }
 
 
+def baseline(sweep: Sweep, results: dict[str, Result]) -> Row | None:
+    """The row that speeds are compared with: the first one that was measured."""
+    return next((row for row in sweep.rows if results.get(row.label, {}).get("outcome") == "done"), None)
+
+
 def mean_gap(gap: Sequence[tuple[int, float]]) -> float | None:
     """Mean over the last quarter of the logged steps; of one step it would say little."""
     return fmean(difference for _, difference in last_quarter(gap)) if gap else None
@@ -150,7 +169,8 @@ def table(sweep: Sweep, results: dict[str, Result]) -> str:
     done = [result for result in results.values() if result["outcome"] == "done"]
     gaps = loss_gaps(sweep, results)
     base = reference(sweep, results)
-    first = results.get(sweep.rows[0].label, {}).get("tokens_per_second_per_device")
+    slow = baseline(sweep, results)
+    first = results[slow.label]["tokens_per_second_per_device"] if slow else None
     head = (
         "run",
         "tokens/s/device",
@@ -181,7 +201,11 @@ def table(sweep: Sweep, results: dict[str, Result]) -> str:
     if failed:
         lines += ["", "What did not run to its end:", ""]
         lines += [f"- {result['label']}: {result['outcome']}: {result['reason']}" for result in failed]
-    return "\n".join([*lines, "", *_how_to_read(sweep, base), ""])
+    skipping = [result for result in done if result.get("skipped_steps")]
+    if skipping:
+        lines += ["", "What skipped optimizer steps, because gradients were not finite or far too large:", ""]
+        lines += [f"- {result['label']}: {', '.join(map(str, result['skipped_steps']))}" for result in skipping]
+    return "\n".join([*lines, "", *_how_to_read(sweep, base, slow), ""])
 
 
 def _cells(result: Result, first: float | None, gap: Sequence[tuple[int, float]] | None) -> list[str]:
@@ -221,16 +245,18 @@ def _conditions(sweep: Sweep, done: Sequence[Result]) -> list[str]:
     return [" ".join(lines)]
 
 
-def _how_to_read(sweep: Sweep, base: Row | None) -> list[str]:
-    recipe = sweep.rows[0].recipe
+def _how_to_read(sweep: Sweep, base: Row | None, slow: Row | None) -> list[str]:
+    first = sweep.rows[0]
     compared = f"row {base.label}" if base else "none: no row without float8 has finished"
     return [
-        f"A step's time is the median over windows of `metrics.every` = {toml(recipe.metrics.every)} steps (first row),"
-        f" the only times at which the loop waits for the device; windows that begin before step {sweep.skip_steps},"
-        " compilation among them, are left out. Spread: fastest and slowest window against the median. TFLOP/s counts"
-        " causal attention and no recomputation. MFU: share of the dense bf16 peak, also for float8. Memory: rank 0's"
-        " peak, on a CPU that of the whole process. Loss gap: mean difference over the last quarter of the logged steps"
-        f" to {compared}."
+        f"A step's time is the median over windows of `metrics.every` = {toml(first.recipe.metrics.every)} steps (first"
+        " row), the only times at which the loop waits for the device; windows that begin before step"
+        f" {first.skip_steps}, compilation among them, are left out. Speed-up: over"
+        f" {f'row {slow.label}' if slow else 'nothing yet'}. Spread: fastest and slowest window against the median."
+        " TFLOP/s counts causal attention and no recomputation. MFU: share of the dense bf16 peak, also for float8."
+        " Where documents are masked, TFLOP/s and both MFUs count attention at the mean length of the documents, as the"
+        " run logged it. Memory: rank 0's peak, on a CPU that of the whole process. Loss gap: mean difference over the"
+        f" last quarter of the logged steps to {compared}."
     ]
 
 

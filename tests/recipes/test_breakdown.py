@@ -1,5 +1,6 @@
 """The table of where a step's time went: a hand-made trace of a GPU, and a recorded one of a CPU."""
 
+import gzip
 import json
 import time
 from collections.abc import Callable
@@ -113,6 +114,43 @@ def test_every_instant_of_a_gpu_step_belongs_to_one_kind() -> None:
     ]
 
 
+# As Inductor names them: after what they do and after what is beside them.
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("triton_poi_fused__scaled_mm__to_copy_clamp_mul_reciprocal_t_view_4", CASTS),
+        (
+            "triton_poi_fused__scaled_dot_product_cudnn_attention__scaled_mm__to_copy_clamp_mul_t_transpose_view_7",
+            CASTS,
+        ),
+        ("triton_red_fused_abs_max_2", CASTS),  # the scale of a whole tensor
+        ("triton_per_fused__to_copy_abs_amax_clamp_exp2_floor_log2_mul_reciprocal_3", CASTS),  # of each row
+        ("triton_poi_fused__scaled_mm__to_copy_abs_amax_clamp_clone_max_mul_new_ones_reciprocal_t_view_0", CASTS),
+        ("triton_poi_fused__to_copy_mul_reciprocal_t_15", CASTS),
+        ("triton_poi_fused__to_copy_0", CASTS),
+        ("triton_poi_fused__to_copy_mm_t_5", CASTS),  # of a weight, for a product of bf16
+        ("triton_red_fused__scaled_mm__to_copy_abs_add_clamp_max_mean_mul_pow_reciprocal_rsqrt_t_view_1", REST),
+        ("triton_poi_fused__scaled_mm__to_copy_clamp_mul_reciprocal_silu_view_2", REST),
+        ("triton_poi_fused__scaled_dot_product_cudnn_attention_add_cat_mul_neg_slice_transpose_view_3", REST),
+        ("triton_poi_fused__scaled_dot_product_flash_attention_for_cpu_backward_transpose_view_2", REST),
+        ("triton_poi_fused__scaled_dot_product_flash_attention_backward_add_transpose_6", REST),
+        ("triton_poi_fused_mm_mul_silu_3", REST),
+        ("triton_poi_fused__to_copy_mul_5", REST),  # no sign of a scale
+        ("triton_poi_fused_addmm_view_5", REST),
+        ("triton_tem_fused__scaled_mm__to_copy_t_3", MATMUL),
+        ("triton_tem_fused_mm_3", MATMUL),
+    ],
+)
+def test_a_compiled_kernel_is_what_it_does_whatever_is_beside_it(name: str, kind: str) -> None:
+    step = cpu(STEP, 0, 100, cat="user_annotation")
+    backward = [
+        cpu("autograd::engine::evaluate_function: CompiledFunctionBackward", 1, 50),
+        cpu("CompiledFunctionBackward", 2, 40),
+    ]
+    found = break_down([step, *backward, *launched(name, 10, 60, at=3)])
+    assert {kind: round(1e6 * seconds) for kind, seconds in found.seconds.items() if seconds} == {kind: 60, IDLE: 40}
+
+
 def test_what_lies_outside_of_the_steps_does_not_count() -> None:
     found = break_down([*gpu_step(0), *launched("gemm", 990, 500, at=300), *launched("gemm", 3000, 500, at=2500)])
     assert found.seconds[MATMUL] == pytest.approx((350 + 10) * 1e-6)
@@ -141,6 +179,13 @@ def test_what_is_no_trace_is_said(tmp_path: Path) -> None:
     path.write_text("[]]")
     with pytest.raises(UserError, match=r"trace\.json is no trace of torch\.profiler"):
         read_trace(path)
+    for text in ("[1]", "{}", '{"traceEvents": 1}', '{"traceEvents": [1]}'):
+        path.write_text(text)
+        with pytest.raises(UserError, match=r'it holds no list "traceEvents" of events'):
+            read_trace(path)
+    (tmp_path / "trace.json.gz").write_bytes(gzip.compress(b"[]" * 1000)[:15] + b"no bytes of a compressed file")
+    with pytest.raises(UserError, match=r"trace\.json\.gz is no trace of torch\.profiler"):
+        read_trace(tmp_path / "trace.json.gz")
     with pytest.raises(UserError, match=r"it is not of a run with \[profile\]"):
         break_down([cpu("aten::mm", 0, 1)])
 

@@ -3,8 +3,10 @@
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,55 @@ def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
     assert (code, out) == (2, "")
     assert err == "this machine has no GPU to measure; --tiny goes through the suite on a CPU\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_wrong_is_said_before_minutes_of_measuring(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for arguments, message in [
+        (["--output", "file"], "file cannot be made: File exists; write another --output\n"),
+        (["--output", "/proc/x"], "/proc/x cannot be made: No such file or directory; write another --output\n"),
+        (["--output", "record", "--model.name", "smollm4"], "model.name"),
+    ]:
+        code, out, err = bench(tmp_path, "--suite", "gpu", "--tiny", *arguments)
+        assert (code, out) == (2, "")
+        assert message in err and "Traceback" not in err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes as Linux shows them")
+def test_a_signal_ends_the_full_steps_and_keeps_what_was_measured(tmp_path: Path, corpus: Path) -> None:
+    endless = ["--run.steps", "100000000", "--data.source", str(corpus)]
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "scripts/bench.py"), "--suite", "gpu", "--tiny", "--output", "record", *endless],
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    end = time.monotonic() + 200
+    while not (logged := list(tmp_path.rglob("metrics.jsonl"))) and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.1)
+    assert len(logged) == 1
+    process.terminate()
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert err == "\ninterrupted; what was not measured yet is missing in the record\n"
+    size = logged[0].stat().st_size
+    found = json.loads((tmp_path / "record/gpu-cpu.json").read_text())
+    assert len(found["matmuls"]) == 2 * 7 * 3 * 3 and "steps" not in found
+    assert (tmp_path / "record/gpu-cpu.md").read_text().endswith("## Full training steps\n\nnot measured\n")
+    home = f"HOME={tmp_path}".encode()
+    assert not [place for place in Path("/proc").glob("[0-9]*/environ") if home in variables(place)]
+    assert logged[0].stat().st_size == size
+
+
+def variables(place: Path) -> list[bytes]:
+    """Of a process; none where it is another user's, or gone."""
+    try:
+        return place.read_bytes().split(b"\0")
+    except OSError:
+        return []
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +142,7 @@ def test_the_record_says_what_made_it(record: tuple[dict[str, Any], str]) -> Non
 def test_the_page_shows_it(record: tuple[dict[str, Any], str]) -> None:
     found, page = record
     assert page.startswith("# One cpu\n")
-    assert page.count("| gradient of the weight |") == 10
+    assert page.count("| gradient of the weight |") == 2 * 7
     assert f"AdamW, {found['optimizer'][0]['parameters']:,} parameters, bfloat16 moments | " in page
     assert "| smollm3_tiny_float8 | " in page
     assert "not measured" not in page

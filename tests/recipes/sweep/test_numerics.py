@@ -43,12 +43,15 @@ def sweep(tmp_path: Path) -> Sweep:
     return read_sweep(tmp_path / "mine.toml", output=tmp_path, processes=1)
 
 
-def result(label: str, *, losses: Any = (4.0,) * 9, norms: Any = (1.0,) * 9, casts: Any = ()) -> Result:
+def result(
+    label: str, *, losses: Any = (4.0,) * 9, norms: Any = (1.0,) * 9, casts: Any = (), skipped: Any = ()
+) -> Result:
     return {
         "label": label,
         "outcome": "done",
         "curve": [[step, 100 * step, loss] for step, loss in zip(STEPS, losses, strict=True)],
         "grad_norms": [list(point) for point in zip(STEPS, norms, strict=True)],
+        "skipped_steps": list(skipped),
         "float8": [list(cast) for cast in casts],
         "processes": 1,
         "environment": {"device": "cpu"},
@@ -80,6 +83,11 @@ def verdict(sweep: Sweep, **numbers: Any) -> str:
         ({"norms": (1.0,) * 8 + (None,)}, "FAIL: not finite"),
         ({"casts": (*CLEAN, ("lm_head", "input", 1e-9, 0.0))}, "FAIL: overflow"),
         ({"losses": (5.0,) * 9, "norms": (2.0,) * 9}, "FAIL: loss, gradient norm"),
+        ({"skipped": [7]}, "FAIL: skipped step 7"),
+        (
+            {"skipped": [1, 2, 3, 4, 5, 6, 7], "losses": (5.0,) * 9},
+            "FAIL: skipped steps 1, 2, 3, 4, 5 and 2 more, loss",
+        ),
     ],
 )
 def test_the_pass_rule(sweep: Sweep, numbers: dict[str, Any], expected: str) -> None:
@@ -95,10 +103,39 @@ def test_what_is_compared(sweep: Sweep) -> None:
     assert fp8.largest_loss_gap == (4, -0.5)
     assert (fp8.norm_ratio, fp8.overflow) == (1.05, 0.0)
     assert fp8.underflow == (0.5, "blocks.1.attention.q_proj", "weight")
-    assert (again.underflow, again.verdict) == (None, "pass")
+    assert (again.underflow, again.limit, again.verdict) == (None, None, "yardstick")
     page = numerics_table(sweep, results)
-    cells = "+0.250 | -0.5000 at step 4 | 1.050 | 0 | 50 in blocks.1.attention.q_proj, weight | pass |"
-    assert f"| fp8 | {cells}\n| again | +0.000 |" in page and "within 0.5% of the reference's" in page
+    cells = "+0.250 | 0.500 | -0.5000 at step 4 | 1.050 | 0 | 50 in blocks.1.attention.q_proj, weight | pass |"
+    assert f"| fp8 | {cells}\n| again | +0.000 | none | " in page and "Limit: 0.5%, or the largest gap of a" in page
+
+
+def test_a_row_in_bf16_that_rounds_elsewhere_is_the_yardstick(sweep: Sweep) -> None:
+    """Losses of 4: a gap of 0.04 is 1%."""
+
+    def verdicts(again: Result, fp8: float) -> list[tuple[float | None, str]]:
+        rows = {"bf16": result("bf16"), "fp8": result("fp8", losses=(4 + fp8,) * 9, casts=CLEAN), "again": again}
+        return [(row.limit, row.verdict) for row in compare(sweep, rows)]
+
+    far = result("again", losses=(3.96,) * 9)
+    assert verdicts(far, 0.039) == [(pytest.approx(0.01), "pass"), (None, "yardstick")]
+    assert verdicts(far, 0.041) == [(pytest.approx(0.01), "FAIL: loss"), (None, "yardstick")]
+    near = result("again", losses=(4.001,) * 9)
+    assert verdicts(near, 0.019) == [(0.005, "pass"), (None, "yardstick")]
+    assert verdicts(near, 0.021) == [(0.005, "FAIL: loss"), (None, "yardstick")]
+    for wrong, why in [
+        ({"losses": (4.21,) * 9}, "loss"),
+        ({"losses": (3.96,) * 8 + (None,)}, "not finite"),
+        ({"losses": (3.96,) * 9, "norms": (1.2,) * 9}, "gradient norm"),
+        ({"losses": (3.96,) * 9, "skipped": [5]}, "skipped step 5"),
+    ]:
+        broken = result("again", **wrong)
+        assert verdicts(broken, 0.03) == [(0.005, "FAIL: loss"), (None, f"no yardstick: {why}")]
+
+
+def test_a_reference_that_skipped_steps_passes_nothing(sweep: Sweep) -> None:
+    rows = {"bf16": result("bf16", skipped=[3, 4]), "fp8": result("fp8", casts=CLEAN), "again": result("again")}
+    why = "the reference skipped steps 3, 4"
+    assert [row.verdict for row in compare(sweep, rows)] == [f"FAIL: {why}", f"no yardstick: {why}"]
 
 
 def test_without_float8_or_a_reference_there_is_nothing_to_say(sweep: Sweep) -> None:
@@ -124,7 +161,7 @@ def test_a_row_keeps_norms_and_the_worst_casts(sweep: Sweep) -> None:
         for step, name, overflow, underflow in sampled
     ]
     (folder / "float8.jsonl").write_text("\n".join(lines))
-    found = result_of(row, Ended("done", "", 1.0), skip_steps=4)
+    found = result_of(row, Ended("done", "", 1.0))
     assert found["grad_norms"] == [[step, step / 2] for step in STEPS]
     assert found["float8"] == [["a", "input", 0.125, 0.5], ["b", "input", 0.25, 0.0]]
 

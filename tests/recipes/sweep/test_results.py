@@ -9,6 +9,7 @@ import pytest
 from matplotlib.image import imread
 
 from models.sizes import SIZES
+from parallel.errors import UserError
 from recipes.sweep.pictures import BARS, LOSS, bars, draw, losses
 from recipes.sweep.plan import Sweep, read_sweep
 from recipes.sweep.results import append, current, loss_gaps, mean_gap, read_results, result_of, table
@@ -42,7 +43,7 @@ optimizer.lr = 1.0
 SECONDS = {1: 30.0, 4: 3.0, 8: 0.5, 12: 0.4, 16: 0.6, 18: 0.7}  # of a step, by the last step of its window
 
 
-def logged(folder: Path, *, tokens_per_step: int, offset: float, nan_at: int | None = None) -> None:
+def logged(folder: Path, *, tokens_per_step: int, offset: float, nan_at: int | None = None, **more: float) -> None:
     """What a run would have left: losses 5 - step / 10 + offset."""
     folder.mkdir(parents=True)
     rows = [
@@ -53,6 +54,7 @@ def logged(folder: Path, *, tokens_per_step: int, offset: float, nan_at: int | N
             "step_seconds": seconds,
             "data_seconds": 0.01,
             "peak_memory_gib": 1 + step / 100,
+            **more,
         }
         for step, seconds in SECONDS.items()
     ]
@@ -75,9 +77,9 @@ def sweep(tmp_path: Path) -> Sweep:
     for row, offset in zip(sweep.rows, (0.0, 0.02, -1.0), strict=False):
         tokens = row.recipe.batch.global_batch_size * row.recipe.batch.sequence_length
         logged(row.recipe.run.folder, tokens_per_step=tokens, offset=offset)
-        append(sweep.folder, result_of(row, Ended("done", "", 40.0), skip_steps=4))
+        append(sweep.folder, result_of(row, Ended("done", "", 40.0)))
     failed = Ended("out of memory", "OutOfMemoryError: tried", 5.0)
-    append(sweep.folder, result_of(sweep.rows[3], failed, skip_steps=4))
+    append(sweep.folder, result_of(sweep.rows[3], failed))
     return sweep
 
 
@@ -96,6 +98,55 @@ def test_a_rows_numbers(sweep: Sweep) -> None:
     assert result["final_loss"] == pytest.approx(3.2)
     assert result["curve"][0] == [1, 4096, 4.9]
     assert len(result["curve"]) == len(SECONDS)
+
+
+def test_attention_inside_documents_is_counted_at_the_length_that_the_run_logged(sweep: Sweep) -> None:
+    row = sweep.rows[4]
+    logged(row.recipe.run.folder, tokens_per_step=4096, offset=0.0)
+    path = row.recipe.run.folder / "metrics.jsonl"
+    lengths = {1: 1.0, 4: 1.0, 8: 100.0, 12: 50.0, 16: 60.0, 18: 140.0}
+    rows = [json.loads(line) for line in path.read_text().splitlines()[: len(SECONDS)]]
+    path.write_text("\n".join(json.dumps(row | {"attention_length": lengths[row["step"]]}) for row in rows))
+    result = result_of(row, Ended("done", "", 40.0))
+    mean = (4 * 100 + 4 * 50 + 4 * 60 + 2 * 140) / 14  # of the measured steps
+    assert result["attention_length"] == pytest.approx(mean)
+    rate, model = result["tokens_per_second_per_device"], SIZES["smollm3_debug"]
+    assert result["tflops_per_device"] == pytest.approx(rate * model.flops_per_token(mean, "causal") / 1e12)
+    assert result["mfu"] == pytest.approx(rate * model.flops_per_token(mean, "causal") / 989.4e12)
+    assert result["mfu_full"] == pytest.approx(rate * model.flops_per_token(mean, "full") / 989.4e12)
+    whole = current(sweep, read_results(sweep.folder))["bf16"]
+    assert whole["attention_length"] == 256 and result["tflops_per_device"] < whole["tflops_per_device"]
+    assert "count attention at the mean length of the documents, as the run logged it" in table(sweep, {})
+
+
+def test_speeds_are_compared_with_the_first_row_that_was_measured(sweep: Sweep) -> None:
+    results = current(sweep, read_results(sweep.folder))
+    assert "Speed-up: over row bf16." in table(sweep, results)
+    results["bf16"] = results["bf16"] | {"outcome": "crashed", "reason": "x"}
+    page = table(sweep, results)
+    assert "Speed-up: over row fp8." in page
+    assert [line[1] for line in cells(page).values()] == ["speed-up", "", "1.00", "2.00", "", ""]
+    written = [text.get_text() for text in bars(sweep, results).axes[0].texts]
+    assert written == ["crashed", "3,724", "7,447  (2.00x)", "out of memory"]
+    assert "Speed-up: over nothing yet." in table(sweep, {})
+
+
+def test_skipped_steps_are_named(sweep: Sweep) -> None:
+    row = sweep.rows[1]
+    with (row.recipe.run.folder / "metrics.jsonl").open("a") as file:
+        file.write('\n{"step": 7, "tokens": 7, "skipped": true, "grad_norm": null}\n{"step": 9, "skipped": true}\n')
+    append(sweep.folder, result_of(row, Ended("done", "", 40.0)))
+    results = current(sweep, read_results(sweep.folder))
+    assert [results[label]["skipped_steps"] for label in ("bf16", "fp8")] == [[], [7, 9]]
+    assert "What skipped optimizer steps" in table(sweep, results) and "\n- fp8: 7, 9\n" in table(sweep, results)
+
+
+@pytest.mark.parametrize("line", ['{"outcome": "done"}', "[1]", "3", '{"label": "a", "fingerprint": "b"}'])
+def test_a_line_that_is_no_result_is_refused(line: str, sweep: Sweep) -> None:
+    with (sweep.folder / "results.jsonl").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(UserError, match=r"results\.jsonl: a line is no result of a sweep: .*; remove it, or write"):
+        read_results(sweep.folder)
 
 
 def test_the_gap_is_taken_where_the_batches_are_the_same(sweep: Sweep) -> None:
@@ -132,14 +183,14 @@ def test_a_loss_that_is_not_finite_is_told(sweep: Sweep) -> None:
     row = sweep.rows[1]
     row.recipe.run.folder.rename(sweep.folder / "before")
     logged(row.recipe.run.folder, tokens_per_step=4096, offset=0.0, nan_at=18)
-    append(sweep.folder, result_of(row, Ended("done", "", 40.0), skip_steps=4))
+    append(sweep.folder, result_of(row, Ended("done", "", 40.0)))
     results = current(sweep, read_results(sweep.folder))
     assert cells(table(sweep, results))["fp8"][-2:] == ["not finite", "+0.0000"]
     assert draw(sweep, results)
 
 
 def test_a_run_that_did_not_end_says_how_far_it_came(sweep: Sweep) -> None:
-    result = result_of(sweep.rows[0], Ended("timed out", "no end after 9 s", 9.0), skip_steps=4)
+    result = result_of(sweep.rows[0], Ended("timed out", "no end after 9 s", 9.0))
     assert result["reason"] == "no end after 9 s (last logged step 18 of 18)"
     assert "step_seconds" not in result
 
@@ -149,7 +200,7 @@ def test_the_newest_result_of_a_recipe_counts(sweep: Sweep) -> None:
     with (sweep.folder / "results.jsonl").open("a") as file:
         file.write('{"label": "cut o')
     logged(row.recipe.run.folder, tokens_per_step=4096, offset=0.0)
-    append(sweep.folder, result_of(row, Ended("done", "", 1.0), skip_steps=4))
+    append(sweep.folder, result_of(row, Ended("done", "", 1.0)))
     assert current(sweep, read_results(sweep.folder))["too large"]["outcome"] == "done"
     changed = replace(row, recipe=replace(row.recipe, batch=replace(row.recipe.batch, micro_batch_size=4)))
     other = replace(sweep, rows=(*sweep.rows[:3], changed, sweep.rows[4]))

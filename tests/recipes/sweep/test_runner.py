@@ -6,11 +6,13 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from recipes.sweep.runner import Ended, explain, processes_with, run
+from recipes.sweep.runner import Ended, Stopped, explain, processes_with, run, stop_signals
 
 ROOT = Path(__file__).resolve().parents[3]
 # A worker as torchrun makes one, with a session of its own, that no polite signal ends; and its own child.
@@ -63,6 +65,43 @@ def test_memory_that_really_is_not_there(tmp_path: Path) -> None:
         (1, "Traceback\nValueError: a\n\nDuring handling\nmine.OtherError: b\nnote", "crashed", "mine.OtherError: b"),
         (137, "launch: rank 3 was killed by SIGKILL (often: out of memory)", "crashed", None),
         (139, "", "crashed", "exit code 139"),
+        (1, "x.py:3: UserWarning: this may run out of memory soon\nValueError: a", "crashed", "ValueError: a"),
+        (
+            1,
+            "UserWarning: CUDA out of memory, smaller blocks\nValueError: a",
+            "crashed",
+            "ValueError: a",
+        ),
+        (1, "RuntimeError: the ring ran out of memory of who is next", "crashed", None),
+        (1, "torch.AcceleratorError: CUDA error: out of memory\nCUDA kernel errors might be", "out of memory", None),
+        (1, "RuntimeError: CUDA driver error: out of memory", "out of memory", None),
+        (1, "RuntimeError: Triton Error [CUDA]: out of memory", "out of memory", None),
+        (
+            1,
+            "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+            "out of memory",
+            None,
+        ),
+        (
+            1,
+            "torch.distributed.DistBackendError: NCCL error\nLast error:\nCuda failure 2 'out of memory'",
+            "out of memory",
+            None,
+        ),
+        (
+            1,
+            "RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory:"
+            " you tried to allocate 256000000000000 bytes. Error code 12 (Cannot allocate memory)",
+            "out of memory",
+            None,
+        ),
+        (
+            134,
+            "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc",
+            "out of memory",
+            None,
+        ),
+        (1, "OSError: [Errno 12] Cannot allocate memory", "out of memory", None),
     ],
 )
 def test_what_an_exit_code_and_errors_mean(code: int, errors: str, outcome: str, reason: str | None) -> None:
@@ -126,6 +165,62 @@ def test_a_second_interrupt_ends_a_run_that_the_first_did_not(tmp_path: Path) ->
     assert err.rstrip().endswith("KeyboardInterrupt")
     assert len(list(tmp_path.glob("pid-*"))) == 3
     assert alive(tmp_path) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes as Linux shows them")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_signal_ends_the_run_too(number: signal.Signals, tmp_path: Path) -> None:
+    """A run that ends at Ctrl-C, and two of its children that end at nothing."""
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    (tmp_path / "polite.py").write_text(
+        "import subprocess, sys, time\n"
+        "for _ in range(2):\n"
+        "    subprocess.Popen([sys.executable, 'stubborn.py'], start_new_session=True)\n"
+        "try:\n"
+        "    time.sleep(120)\n"
+        "except KeyboardInterrupt:\n"
+        "    open('asked', 'w').close()\n"
+    )
+    code = f"""
+        import os, sys
+        sys.path.insert(0, {str(ROOT)!r})
+        from pathlib import Path
+        from recipes.sweep.runner import Stopped, run, stop_signals
+        try:
+            with stop_signals():
+                command = [sys.executable, "polite.py"]
+                run(command, stdout=Path("out"), stderr=Path("err"), timeout=60, environment=dict(os.environ))
+        except Stopped as stop:
+            sys.exit(100 + stop.number)
+    """
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path)
+    end = time.monotonic() + 60
+    while len(list(tmp_path.glob("pid-*"))) < 2 and time.monotonic() < end:
+        time.sleep(0.05)
+    process.send_signal(number)
+    assert process.wait(30) == 100 + number
+    assert (tmp_path / "asked").exists()
+    assert len(list(tmp_path.glob("pid-*"))) == 2
+    assert alive(tmp_path) == []
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    with ignoring_hangups():
+        with stop_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(0.1)
+        with pytest.raises(Stopped), stop_signals():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+
+
+@contextmanager
+def ignoring_hangups() -> Iterator[None]:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_other_processes_are_not_found() -> None:
