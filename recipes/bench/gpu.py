@@ -1,6 +1,6 @@
 """What one GPU does, from a matrix product to a whole training step: `bench.py --suite gpu`.
 
-About 9 minutes by our estimate; a run of full steps that takes longer than 5 is ended, and its row says so.
+About 8 minutes by our estimate; a run of full steps that takes longer than 5 is ended, and its row says so.
 """
 
 import argparse

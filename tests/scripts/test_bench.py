@@ -65,7 +65,7 @@ def test_a_signal_ends_the_full_steps_and_keeps_what_was_measured(tmp_path: Path
         stderr=subprocess.PIPE,
         text=True,
     )
-    end = time.monotonic() + 200
+    end = time.monotonic() + 600  # which only a hang takes
     while not (logged := list(tmp_path.rglob("metrics.jsonl"))) and process.poll() is None and time.monotonic() < end:
         time.sleep(0.1)
     assert len(logged) == 1
@@ -136,7 +136,7 @@ def test_the_record_says_what_made_it(record: tuple[dict[str, Any], str]) -> Non
     ]
     for row in found["steps"]:
         assert row["outcome"] == "done" and len(row["fingerprint"]) == 16
-        assert [window[:2] for window in row["windows"]] == [[step, step + 1] for step in range(3, 10)]  # raw times
+        assert [window[:2] for window in row["windows"]] == [[step, step + 1] for step in range(2, 8)]  # raw times
 
 
 def test_the_page_shows_it(record: tuple[dict[str, Any], str]) -> None:
