@@ -68,9 +68,9 @@ def test_a_signal_ends_the_full_steps_and_keeps_what_was_measured(tmp_path: Path
     end = time.monotonic() + 600  # which only a hang takes
     while not (logged := list(tmp_path.rglob("metrics.jsonl"))) and process.poll() is None and time.monotonic() < end:
         time.sleep(0.1)
-    assert len(logged) == 1
     process.terminate()
-    _, err = process.communicate(timeout=90)
+    out, err = process.communicate(timeout=90)
+    assert len(logged) == 1, (out, err)
     assert process.returncode == 128 + signal.SIGTERM
     assert err == "\ninterrupted; what was not measured yet is missing in the record\n"
     size = logged[0].stat().st_size
