@@ -154,7 +154,12 @@ class Checkpoints:
     def _write_new(self, step: int, plan: Plan, contents: Iterable[memoryview], record: dict[str, Any]) -> None:
         place = partial_folder(self.folder, step)
         try:
-            self._together(lambda: folders.begin(self.folder, step) if self._main else None)
+
+            def begin() -> None:
+                if self._main:
+                    folders.begin(self.folder, step, tell=lambda line: self._ended.append(f"step {step:>6}  {line}"))
+
+            self._together(begin)
 
             def write() -> Written:
                 place.mkdir(exist_ok=True)  # another node may not see it yet

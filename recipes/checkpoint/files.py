@@ -144,11 +144,18 @@ def sync_folder(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder with what is in it; of a link, the link alone."""
+    """Delete a folder with what is in it; of a link, the link alone.
+
+    Raises the first OSError, after everything else that could be deleted is.
+    """
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
-    else:
-        shutil.rmtree(path)
+        return
+    errors: list[BaseException] = []
+    shutil.rmtree(path, onerror=lambda function, name, error: errors.append(error[1]))
+    for error in errors:
+        if not isinstance(error, FileNotFoundError):  # another process was faster
+            raise error
 
 
 # Reading

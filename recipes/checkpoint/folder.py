@@ -32,12 +32,25 @@ def partial_folder(folder: Path, step: int) -> Path:
     return folder / f".partial-{step:08d}"
 
 
-def begin(folder: Path, step: int) -> None:
-    """Make room for a new checkpoint: clear what a kill or a failed save left, and open its partial folder."""
+def left_overs(folder: Path) -> list[Path]:
+    """What a kill or a failed save left, or a deletion that broke off; of a save in flight, where it writes."""
+    return sorted(folder.glob(".partial-*"))
+
+
+def begin(folder: Path, step: int, *, tell: Callable[[str], None]) -> None:
+    """Make room for a new checkpoint: clear what a kill or a failed save left, and open its partial folder.
+
+    A left-over that will not go is told, and stays: this save does not need its place.
+    """
     if os.path.lexists(step_folder(folder, step)):
         raise FileExistsError(errno.EEXIST, "a checkpoint is never written over", str(step_folder(folder, step)))
-    for left_over in folder.glob(".partial-*"):
-        remove(left_over)
+    for left_over in left_overs(folder):
+        try:
+            remove(left_over)
+        except OSError as error:
+            if left_over == partial_folder(folder, step):
+                raise
+            tell(f"{left_over}, a left-over, cannot be cleared: {reason(error)}")
     if not folder.is_dir():
         folder.mkdir(parents=True)
         sync_folder(folder.parent)

@@ -1,5 +1,6 @@
 """Checkpoints of one process: what comes back, what is kept, what is passed over, what a failure costs."""
 
+import errno
 import resource
 import threading
 from collections.abc import Iterator
@@ -255,6 +256,36 @@ def test_what_a_kill_left_is_passed_over_and_cleared(run: Run, tmp_path: Path) -
     assert differences(snapshot(*fresh), before) == []
 
 
+def test_a_left_over_that_cannot_be_cleared_is_told_and_costs_nothing(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a file is that an NFS server still has open, or another user's: all else goes, and saves go on."""
+    import os
+
+    unlink = os.unlink
+
+    def refuse(path: str, **others: int | None) -> None:
+        if os.path.basename(path) == ".nfs0001":
+            raise OSError(errno.EBUSY, "Device or resource busy", path)
+        unlink(path, **others)
+
+    for left_over in (5, 6):
+        (tmp_path / f".partial-{left_over:08d}").mkdir()
+        for name in (".nfs0001", "a", "z"):
+            (tmp_path / f".partial-{left_over:08d}" / name).touch()
+    monkeypatch.setattr(os, "unlink", refuse)
+    told: list[str] = []
+    checkpoints = Checkpoints(tmp_path, keep=2, tell=told.append)
+    for number in (6, 7):
+        checkpoints.save(*run, step=number)
+    assert checkpoints.finish() == 7
+    assert [names(tmp_path / f".partial-{number:08d}") for number in (5, 6)] == [[".nfs0001"]] * 2
+    assert "NOT SAVED" in told[1] and "busy" in told[1]  # whose own place is taken
+    for line, left_over in zip([told[0], *told[2:4]], (5, 5, 6), strict=True):
+        assert f".partial-{left_over:08d}, a left-over, cannot be cleared: OSError" in line
+    assert told[4:] == [f"step      7  saved {checkpoints.path(7)}"]
+
+
 def test_other_names_are_ignored(run: Run, tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
     others = ["step-5", "step-00000007-backup", "step-", "step-0000000x", "best", "old-step-00000009"]
@@ -353,3 +384,22 @@ def test_room_is_looked_for_before_the_first_step(run: Run, tmp_path: Path, monk
     checkpoints.save(*run, step=1)
     shard = next(checkpoints.path(1).glob("*.safetensors"))
     assert size < shard.stat().st_size < 1.5 * size + 4000
+
+
+def test_what_a_kill_left_counts_as_free(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next save clears it; before that it is nobody's to delete."""
+    import shutil
+    from types import SimpleNamespace
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=0))
+    told: list[str] = []
+    checkpoints = Checkpoints(tmp_path, keep=2, tell=told.append)
+    (tmp_path / ".partial-00000004").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "file").write_bytes(bytes(1 << 20))
+    (tmp_path / ".partial-00000005").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="has 0 B free"):
+        checkpoints.require_room(run[0].parameters())
+    (tmp_path / ".partial-00000004" / "shard").write_bytes(bytes(40_000))
+    checkpoints.require_room(run[0].parameters())
+    assert "the disk has room for 1" in told[0] and (tmp_path / ".partial-00000004" / "shard").exists()
