@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -115,7 +115,11 @@ class Checkpoints:
         if not self._asynchronous:
             self._write(step, plan, (raw(tensor) for tensor in tensors), record)
             return
-        copies = self._memory.copy(list(tensors))
+        copies: Iterable[memoryview]
+        try:
+            copies = self._memory.copy(list(tensors))
+        except Exception as error:  # no memory; the others learn of it where they write
+            copies = _refusing(error)
         # No daemon: Python would end one in the middle of gloo's code, and abort. A process that leaves without
         # finish() destroys the group first, and the thread ends with its next message.
         self._thread = threading.Thread(target=self._write, args=(step, plan, copies, record))
@@ -171,14 +175,19 @@ class Checkpoints:
 
             def commit() -> None:
                 if self._main:
+                    folders.require_shards(place, {name: file for name, file, _ in shards})
                     folders.complete(place, assemble(step, record, plan.layout, shards), self.files)
                     folders.commit(self.folder, step)
 
             self._together(commit)
         except SaveFailed:
-            if self._main and place.exists():
-                with suppress(OSError):  # else the next save clears it
+            with suppress(OSError):  # else the next save clears it
+                # Each its own: where they share no folder, nobody else can.
+                (place / shard_name(dist.get_rank(), dist.get_world_size())).unlink(missing_ok=True)
+                if self._main:
                     remove(place)
+                else:
+                    place.rmdir()
             raise
 
     def _delete_old(self, step: int) -> None:
@@ -315,6 +324,12 @@ class Checkpoints:
         if problems:
             is_damage, text = problems[0]
             raise (Damage if is_damage else UserError)(text) from cause
+
+
+def _refusing(error: Exception) -> Iterator[memoryview]:
+    """What there is to write where nothing could be copied."""
+    raise error
+    yield
 
 
 def _from_main(value: Result, *, group: dist.ProcessGroup) -> Result:

@@ -7,6 +7,7 @@ damaged-step-00000300/  set aside, for people to look at
 
 import errno
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import count
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from parallel.errors import UserError
 from recipes.checkpoint.files import check_files, read_manifest, remove, sync_folder, write_file
-from recipes.checkpoint.manifest import MANIFEST, Damage, Manifest, encode
+from recipes.checkpoint.manifest import MANIFEST, Damage, Manifest, StoredFile, encode
 from recipes.weights import checkpoint_steps, step_folder
 
 FULL = {
@@ -25,6 +26,8 @@ FULL = {
     errno.EACCES: "the folder may not be written to",
 }
 """Why a save failed, in words; other errors speak for themselves."""
+PATIENCE = 60.0
+"""Seconds until a file of another node must be seen: as long as NFS may keep what it knows of a folder (acdirmax)."""
 
 
 def partial_folder(folder: Path, step: int) -> Path:
@@ -55,6 +58,23 @@ def begin(folder: Path, step: int, *, tell: Callable[[str], None]) -> None:
         folder.mkdir(parents=True)
         sync_folder(folder.parent)
     partial_folder(folder, step).mkdir()
+
+
+def require_shards(folder: Path, files: Mapping[str, StoredFile]) -> None:
+    """That what other processes say they wrote is in this process's folder. Raises UserError which files are not."""
+    end = time.monotonic() + PATIENCE
+    while missing := [name for name, about in files.items() if not _is_there(folder / name, about.bytes)]:
+        if time.monotonic() > end:
+            names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+            raise UserError(f"{names} did not arrive in {folder}: run.output must be a folder that all nodes share")
+        time.sleep(0.1)
+
+
+def _is_there(path: Path, size: int) -> bool:
+    try:
+        return os.lstat(path).st_size == size
+    except FileNotFoundError:
+        return False
 
 
 def complete(folder: Path, manifest: Manifest, texts: Mapping[str, str]) -> None:
