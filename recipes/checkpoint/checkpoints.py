@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from parallel.errors import UserError
 from parallel.float8 import without_wrapper
 from recipes.checkpoint import folder as folders
-from recipes.checkpoint.files import remove, verify_shards, write_shard
+from recipes.checkpoint.files import remove, sync_folder, verify_shards, write_shard
 from recipes.checkpoint.folder import partial_folder
-from recipes.checkpoint.manifest import Damage, Manifest
+from recipes.checkpoint.manifest import Damage, Manifest, Unreadable
 from recipes.checkpoint.parameters import PARAMETERS
 from recipes.checkpoint.space import room
 from recipes.checkpoint.storage import (
@@ -148,8 +148,7 @@ class Checkpoints:
         """Write what was copied, with all processes, perhaps on a thread of its own."""
         try:
             self._write_new(step, plan, contents, record)
-            self._delete_old(step)
-            self._saved_step = step
+            self._saved_step = self._retire(step)
             self._ended.append(f"step {step:>6}  saved {self.path(step)}")
         except Exception as error:  # whatever it is, training goes on
             why = str(error) if isinstance(error, SaveFailed) else folders.reason(error)
@@ -190,36 +189,44 @@ class Checkpoints:
                     place.rmdir()
             raise
 
-    def _delete_old(self, step: int) -> None:
-        """Delete what is dispensable, once the new checkpoint reads back, each shard by the process that wrote it.
+    def _retire(self, step: int) -> int:
+        """Delete what is dispensable, once the new checkpoint has its name for good and reads back. Returns its step.
 
-        That read mostly comes from the host's cache: it proves the file, not the disk below it.
+        Each shard is read by the process that wrote it. That mostly comes from the host's cache: it proves the file,
+        not the disk below it. Raises SaveFailed where the new one is damaged; what cannot be told deletes nothing.
         """
 
-        def look() -> list[int]:
-            steps = self.steps() if self._main else []
-            return folders.dispensable(steps, keep=self._keep, keep_every=self._keep_every)
+        def settle() -> list[int]:
+            if not self._main:
+                return []
+            sync_folder(self.folder)
+            return folders.dispensable(self.steps(), keep=self._keep, keep_every=self._keep_every)
 
-        found = self._together(look)
-        doomed = _from_main(found[0] if found else [], group=self._group)
-        if not doomed:
-            return
-
-        def verify() -> None:
-            manifest = folders.check(self.folder, step, files=self._main)
-            verify_shards(self.path(step), manifest, [shard_name(dist.get_rank(), dist.get_world_size())])
+        def verify() -> str:
+            try:
+                manifest = folders.check(self.folder, step, files=self._main)
+                verify_shards(self.path(step), manifest, [shard_name(dist.get_rank(), dist.get_world_size())])
+                return ""
+            except Unreadable:
+                raise
+            except Damage as damage:
+                return str(damage)
 
         try:
-            self._together(verify)
+            found = self._together(settle)
+            doomed = _from_main(found[0] if found else [], group=self._group)
+            problem = next(filter(None, self._together(verify)), "") if doomed else ""
         except SaveFailed as failure:
-            if self._main:
-                raise SaveFailed(folders.put_away(self.folder, step, str(failure))) from None
-            raise
+            self._ended.append(f"step {step:>6}  is complete, but {failure}; older checkpoints are kept")
+            return step
+        if problem := _from_main(problem, group=self._group):
+            raise SaveFailed(folders.put_away(self.folder, step, problem) if self._main else problem)
         for old in doomed if self._main else ():
             try:
                 folders.delete(self.folder, old)
             except OSError as error:  # which makes the new one no worse
                 self._ended.append(f"step {old:>6}  cannot be deleted: {folders.reason(error)}")
+        return step
 
     def _together(self, work: Callable[[], Result]) -> list[Result]:
         """Let every process do its part, which must not communicate; returns all results, on rank 0 alone.

@@ -87,9 +87,8 @@ def complete(folder: Path, manifest: Manifest, texts: Mapping[str, str]) -> None
 
 
 def commit(folder: Path, step: int) -> None:
-    """Give a complete partial folder its name, which nothing else has."""
+    """Give a complete partial folder its name, which nothing else has. Until sync_folder() a power cut may take it."""
     os.rename(partial_folder(folder, step), step_folder(folder, step))
-    sync_folder(folder)
 
 
 def delete(folder: Path, step: int) -> None:

@@ -37,6 +37,14 @@ class Damage(UserError):
     """A checkpoint is not what was once written; the text names the file, and tensor and bytes where it can."""
 
 
+class Unreadable(Damage):
+    """The disk, or the network before it, gives a file's bytes only with an error: they may be well all the same."""
+
+
+class OlderFormat(Damage):
+    """Not a checkpoint of this format, but one of torch.distributed.checkpoint, which was ours once."""
+
+
 @dataclass(frozen=True)
 class StoredFile:
     """A file of a checkpoint."""

@@ -222,6 +222,54 @@ def test_nothing_is_deleted_for_one_that_does_not_read_back(
     assert checkpoints.finish() == 3
 
 
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO], ids=["ESTALE", "EIO"])
+def test_one_that_cannot_be_read_back_is_no_damaged_one(
+    code: int, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network file system that fails for a while: both stay, and the next save tidies up."""
+    import os
+
+    def refuse(*arguments: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    told: list[str] = []
+    checkpoints = Checkpoints(tmp_path, keep=1, tell=told.append)
+    checkpoints.save(*run, step=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", refuse)
+        checkpoints.save(*run, step=6)
+    assert checkpoints.finish() == 6 and checkpoints.steps() == [3, 6]
+    assert "is complete, but" in told[1] and os.strerror(code) in told[1]
+    assert told[1].endswith("; older checkpoints are kept") and "saved" in told[2]
+    checkpoints.save(*run, step=9)
+    assert checkpoints.finish() == 9 and names(tmp_path) == ["step-00000009"]
+
+
+def test_a_folder_that_does_not_sync_costs_no_checkpoint(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new one has its name by then: it is saved, and the old one kept for a power cut that takes the name."""
+    import os
+
+    fsync = os.fsync
+    folder = tmp_path.stat().st_ino
+
+    def refuse(descriptor: int) -> None:
+        if os.fstat(descriptor).st_ino == folder:
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(descriptor)
+
+    told: list[str] = []
+    checkpoints = Checkpoints(tmp_path, keep=1, tell=told.append)
+    checkpoints.save(*run, step=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refuse)
+        checkpoints.save(*run, step=6)
+    assert checkpoints.finish() == 6 and checkpoints.steps() == [3, 6]
+    assert told[1] == "step      6  is complete, but OSError: [Errno 5] Input/output error; older checkpoints are kept"
+    verify(checkpoints.path(6))
+
+
 def test_an_old_one_that_cannot_be_deleted_is_told(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(folder: Path, number: int) -> None:
         raise PermissionError(13, "no")

@@ -110,7 +110,8 @@ def test_an_error_at_any_operation_costs_no_checkpoint(run: Run, tmp_path: Path)
         if "NOT SAVED" in told[-1]:
             assert reasons[code] in told[-1] and len(told) == 2, (at, told)
         else:  # it came to be, but the old one is still there, or the rest of it
-            assert newest == 2 and reasons[code] in told[1] and "cannot be deleted" in told[1], (at, told)
+            assert newest == 2 and reasons[code] in told[1], (at, told)
+            assert "cannot be deleted" in told[1] or "older checkpoints are kept" in told[1], (at, told)
         told.clear()
         checkpoints.save(*run, step=3)
         assert checkpoints.finish() == 3 and names(folder) == ["step-00000003"], (at, told)
