@@ -15,7 +15,7 @@ from pathlib import Path
 
 from parallel.errors import UserError
 from recipes.checkpoint.files import check_files, read_manifest, remove, sync_folder, write_file
-from recipes.checkpoint.manifest import MANIFEST, Damage, Manifest, StoredFile, encode
+from recipes.checkpoint.manifest import MANIFEST, Damage, Manifest, OlderFormat, StoredFile, encode
 from recipes.weights import checkpoint_steps, step_folder
 
 FULL = {
@@ -26,6 +26,8 @@ FULL = {
     errno.EACCES: "the folder may not be written to",
 }
 """Why a save failed, in words; other errors speak for themselves."""
+ASIDE = "damaged-"
+"""What the names of checkpoints begin with that are set aside."""
 PATIENCE = 60.0
 """Seconds until a file of another node must be seen: as long as NFS may keep what it knows of a folder (acdirmax)."""
 
@@ -101,7 +103,7 @@ def delete(folder: Path, step: int) -> None:
 def set_aside(folder: Path, step: int) -> Path:
     """Take a damaged checkpoint out of the way, and nothing else. Returns where it is now."""
     old = step_folder(folder, step)
-    names = (old.with_name(f"damaged-{old.name}{f'.{number}' if number else ''}") for number in count())
+    names = (old.with_name(f"{ASIDE}{old.name}{f'.{number}' if number else ''}") for number in count())
     aside = next(path for path in names if not os.path.lexists(path))
     os.rename(old, aside)
     sync_folder(folder)
@@ -132,16 +134,25 @@ def check(folder: Path, step: int, *, files: bool = True) -> Manifest:
 def newest_whole(folder: Path, *, tell: Callable[[str], None]) -> int | None:
     """The newest step whose checkpoint shows no damage; None where there are none at all.
 
-    Those that show some are set aside on the way, and told. Raises UserError where none is left of those there were.
+    Those that show some are set aside on the way, and told; what looks like one of an older version is, if another is
+    whole. Raises UserError where none is left of those there were.
     """
     problem = ""
+    older_format: list[tuple[int, OlderFormat]] = []
     for step in reversed(checkpoint_steps(folder)):
         try:
             check(folder, step)
-            return step
+        except OlderFormat as found:
+            older_format.append((step, found))
         except Damage as damage:
             problem = str(damage)
             tell(put_away(folder, step, problem))
+        else:
+            for other, error in older_format:  # a run does not go back to an older version: its manifest was lost
+                tell(put_away(folder, other, str(error)))
+            return step
+    if older_format:
+        raise UserError(str(older_format[0][1]))
     if problem:
         raise UserError(f"{problem}\nno older checkpoint is left; the same command begins the run anew")
     return None

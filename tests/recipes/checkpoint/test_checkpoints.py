@@ -337,6 +337,8 @@ def test_a_left_over_that_cannot_be_cleared_is_told_and_costs_nothing(
 def test_other_names_are_ignored(run: Run, tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
     others = ["step-5", "step-00000007-backup", "step-", "step-0000000x", "best", "old-step-00000009"]
+    # Digits of another script, and a step's second name.
+    others += ["step-\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0669", "step-000000009", "step-000000003"]
     for name in others:
         (tmp_path / name).mkdir()
     (tmp_path / "step-00000099").write_text("a file")
@@ -402,6 +404,26 @@ def test_a_damaged_one_is_set_aside_and_the_one_before_it_loaded(run: Run, tmp_p
     with pytest.raises(UserError, match="no older checkpoint is left; the same command begins the run anew"):
         checkpoints.resume(*run, step=2, check=checked.append)
     assert names(tmp_path) == [f"damaged-step-0000000{end}" for end in ("1", "2", "2.1", "3")]
+
+
+def test_what_looks_like_an_older_version_gives_way_to_a_whole_one(run: Run, tmp_path: Path) -> None:
+    """A lost manifest and a stray .metadata must not keep a run from its older checkpoints; alone, it stays."""
+    told: list[str] = []
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    for number in (1, 2, 3):
+        checkpoints.save(*run, step=number)
+    for number in (2, 3):
+        (checkpoints.path(number) / "manifest.json").unlink()
+        (checkpoints.path(number) / ".metadata").touch()
+    assert module.folders.newest_whole(tmp_path, tell=told.append) == 1
+    assert names(tmp_path) == ["damaged-step-00000002", "damaged-step-00000003", "step-00000001"]
+    assert all("an older version of this program" in line and "set aside as damaged-" in line for line in told)
+
+    (checkpoints.path(1) / "manifest.json").unlink()
+    (checkpoints.path(1) / ".metadata").touch()
+    with pytest.raises(UserError, match="an older version of this program"):
+        module.folders.newest_whole(tmp_path, tell=told.append)
+    assert checkpoints.steps() == [1] and len(told) == 2
 
 
 def test_a_checkpoint_under_another_name_is_refused(run: Run, tmp_path: Path) -> None:
