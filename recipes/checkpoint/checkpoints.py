@@ -19,9 +19,10 @@ from parallel.float8 import without_wrapper
 from recipes.checkpoint import folder as folders
 from recipes.checkpoint.files import remove, sync_folder, verify_shards, write_shard
 from recipes.checkpoint.folder import partial_folder
-from recipes.checkpoint.manifest import Damage, Manifest, Unreadable
+from recipes.checkpoint.manifest import Damage, Unreadable
 from recipes.checkpoint.parameters import PARAMETERS
 from recipes.checkpoint.space import room
+from recipes.checkpoint.state import checked, hyperparameters
 from recipes.checkpoint.storage import (
     HostMemory,
     Plan,
@@ -110,7 +111,7 @@ class Checkpoints:
         self.finish()
         state, groups = _tensors(model, optimizer)
         plan = self._plan_for(state)
-        record = {"progress": dict(progress or {}), "optimizer": [_hyperparameters(group) for group in groups]}
+        record = {"progress": dict(progress or {}), "optimizer": [hyperparameters(group) for group in groups]}
         tensors = plan.tensors(state)
         if not self._asynchronous:
             self._write(step, plan, (raw(tensor) for tensor in tensors), record)
@@ -294,7 +295,7 @@ class Checkpoints:
 
         def read() -> None:
             manifest = folders.check(self.folder, step, files=self._main)
-            record.update(_checked(manifest, groups, path))
+            record.update(checked(manifest, groups, path))
             read_tensors(path, manifest, state)
 
         self._agree(read)
@@ -358,39 +359,3 @@ def _tensors(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor],
             assert isinstance(value, Tensor), f"optimizer state {kind} of {parameter} is no tensor"
             found[f"{MOMENTS}{parameter}.{kind}"] = value
     return found, cast(list[dict[str, Any]], optimizer_state["param_groups"])
-
-
-def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of an optimizer's group, and its parameters' names. Which kernel steps them is no state of a run."""
-    numbers = (int, float, tuple)
-    return {key: value for key, value in group.items() if key == "params" or type(value) in numbers}
-
-
-def _checked(manifest: Manifest, groups: list[dict[str, Any]], path: Path) -> dict[str, Any]:
-    """What is no tensor, with the types it is needed in. Raises Damage, or UserError for another optimizer."""
-    try:
-        progress, stored = manifest.state["progress"], manifest.state["optimizer"]
-        by_names = {tuple(sorted(group["params"])): group for group in stored}
-        found = []
-        for group in groups:
-            match = by_names.get(tuple(sorted(group["params"])))
-            own = _hyperparameters(group)
-            if match is None or match.keys() != own.keys():
-                raise UserError(f"{path} was saved with another optimizer, or other groups of parameters in it")
-            found.append(dict(group) | {key: _as(value, match[key]) for key, value in own.items() if key != "params"})
-        if not isinstance(progress, dict):
-            raise TypeError("progress")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Damage(f"{path}: the manifest's state is not what a run needs ({error!r})") from None
-    return {"progress": progress, "optimizer": found}
-
-
-def _as(present: Any, stored: Any) -> Any:
-    """A hyperparameter from JSON, of the type that the optimizer has now."""
-    if isinstance(present, tuple | list):
-        return type(present)(_as(one, other) for one, other in zip(present, stored, strict=True))
-    if isinstance(present, float) and type(stored) is int:
-        return float(stored)
-    if type(present) is not type(stored):
-        raise TypeError(f"{stored!r} instead of {present!r}")
-    return stored

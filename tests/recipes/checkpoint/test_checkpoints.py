@@ -125,6 +125,20 @@ def test_another_optimizer_is_refused(run: Run, tmp_path: Path) -> None:
         checkpoints.load(model, other, step=3)
 
 
+def test_options_of_another_torch_are_no_other_optimizer(run: Run, tmp_path: Path) -> None:
+    """An option that AdamW has now and had not then, or the other way round, keeps torch's default."""
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    for group in run[1].param_groups:
+        group |= {"old_option": 7}
+    checkpoints.save(*run, step=3)
+    for group in run[1].param_groups:
+        del group["old_option"]
+        group |= {"new_option": 0.5, "lr": 0.3}
+    checkpoints.load(*run, step=3)
+    for group in run[1].param_groups:
+        assert group["new_option"] == 0.5 and group["lr"] == 0.01 and "old_option" not in group
+
+
 # Beside the training
 
 
