@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -38,6 +39,9 @@ from recipes.weights import checkpoint_steps, step_folder
 
 MOMENTS = "optimizer."
 """What the names of the optimizer's tensors begin with inside of a checkpoint: optimizer.PARAMETER.KIND."""
+
+STEP_BYTES = 4
+"""Of the count of steps that AdamW keeps of every parameter."""
 
 Result = TypeVar("Result")
 
@@ -87,10 +91,15 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         return step_folder(self.folder, step)
 
-    def require_room(self, parameters: Iterable[Tensor]) -> None:
-        """Tell how many checkpoints fit on the disk; raises UserError where not even one does."""
-        # The parameters and the two moments of each.
-        size = 3 * sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    def require_room(self, parameters: Iterable[Tensor], *, moments: torch.dtype = torch.float32) -> None:
+        """Tell how many checkpoints fit on the disk; raises UserError where not even one does.
+
+        moments: the dtype of the two that AdamW keeps of every parameter.
+        """
+        size = sum(
+            parameter.numel() * (parameter.element_size() + 2 * moments.itemsize) + STEP_BYTES
+            for parameter in parameters
+        ) + sum(len(text.encode()) for text in self.files.values())
 
         def look() -> None:
             if self._main:

@@ -454,7 +454,7 @@ def test_room_is_looked_for_before_the_first_step(run: Run, tmp_path: Path, monk
 
     told: list[str] = []
     parameters = list(run[0].parameters())
-    size = 3 * 4 * sum(parameter.numel() for parameter in parameters)
+    size = sum(12 * parameter.numel() + 4 for parameter in parameters)
     checkpoints = Checkpoints(tmp_path / "not" / "there" / "yet", keep=2, tell=told.append)
     for free in (10 * size, 2 * size, size - 1):
         monkeypatch.setattr(shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free))
@@ -487,3 +487,24 @@ def test_what_a_kill_left_counts_as_free(run: Run, tmp_path: Path, monkeypatch: 
     (tmp_path / ".partial-00000004" / "shard").write_bytes(bytes(40_000))
     checkpoints.require_room(run[0].parameters())
     assert "the disk has room for 1" in told[0] and (tmp_path / ".partial-00000004" / "shard").exists()
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_the_size_that_is_told_is_that_of_the_numbers(
+    moments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And of the files beside them; what says where they are comes on top."""
+    sizes: list[int] = []
+
+    def note(folder: Path, *, checkpoint_bytes: int, keep: int) -> str:
+        sizes.append(checkpoint_bytes)
+        return ""
+
+    monkeypatch.setattr(module, "room", note)
+    model, optimizer = trained(1, moments=moments)
+    checkpoints = Checkpoints(tmp_path, keep=2, files={"tokenizer.json": "ä" * 10_000})
+    checkpoints.require_room(model.parameters(), moments=getattr(torch, moments))
+    checkpoints.save(model, optimizer, step=1)
+    manifest = read_manifest(checkpoints.path(1))
+    numbers = sum(chunk.bytes for tensor in manifest.tensors.values() for chunk in tensor.chunks)
+    assert sizes == [numbers + 20_000]

@@ -289,7 +289,7 @@ def test_a_run_does_not_go_on_from_it(name: str, place: Path, alone: None) -> No
         {"tokens": 1.5},
         {"sequences": None},
     ],
-    ids=str,
+    ids=lambda state: str(state)[:40],
 )
 def test_a_state_that_is_none(state: Any, place: Path, alone: None) -> None:
     def change(content: dict[str, Any]) -> None:
