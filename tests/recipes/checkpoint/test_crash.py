@@ -1,6 +1,7 @@
 """A save that breaks off at any point: what is found then is the old checkpoint or the new one, whole."""
 
 import errno
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.checkpoint.files import verify
 from recipes.checkpoint.folder import newest_whole
 from recipes.weights import checkpoint_steps, step_folder
-from tests.recipes.checkpoint.operations import Operation, Recorder, replay, torn
+from tests.recipes.checkpoint.operations import Names, Operation, Recorder, replay, torn
 from tests.recipes.checkpoint.small import build, contents, differences, names, snapshot, step, trained
 
 Run = tuple[nn.Module, Optimizer]
@@ -82,6 +83,32 @@ def test_every_beginning_of_a_save_leaves_the_old_or_the_new(durable_only: bool,
     assert differences(snapshot(*fresh), before) == []
     checkpoints.save(*fresh, step=2)
     assert checkpoints.finish() == 2 and names(checkpoints.folder) == ["step-00000001", "step-00000002"]
+
+
+def test_a_power_cut_may_take_every_name_that_was_not_synced(run: Run, tmp_path: Path) -> None:
+    """All of them, none, each alone, and all but each: what has the name of a checkpoint is one, and saved is saved."""
+    (tmp_path / "recorded").mkdir()
+    operations, first = recorded(run, tmp_path / "recorded")
+    disk, number, seen = Names(), 0, set()
+    for done, operation in enumerate(operations, 1):
+        disk.apply(operation)
+        waiting = set(range(len(disk.changes)))
+        chances = {frozenset(), frozenset(waiting)}
+        chances |= {frozenset(kept) for one in waiting for kept in ({one}, waiting - {one})}
+        for kept in sorted(chances, key=sorted):
+            number += 1
+            root = tmp_path / str(number)
+            disk.write(root, set(kept))
+            newest = newest_whole(root / "checkpoints", tell=no_damage)
+            for found in checkpoint_steps(root / "checkpoints"):
+                assert verify(step_folder(root / "checkpoints", found)).step == found
+            if done >= first:
+                assert newest is not None, (done, operation)
+            if done == len(operations):
+                assert newest == 2
+            seen.add(newest)
+            shutil.rmtree(root)
+    assert seen == {None, 1, 2}
 
 
 def test_an_error_at_any_operation_costs_no_checkpoint(run: Run, tmp_path: Path) -> None:
