@@ -9,6 +9,7 @@ import errno
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -59,6 +60,9 @@ def begin(folder: Path, step: int, *, tell: Callable[[str], None]) -> None:
     if not folder.is_dir():
         folder.mkdir(parents=True)
         sync_folder(folder.parent)
+        for above in folder.absolute().parents[1:3]:  # the run's own folder may be new too, and run.output
+            with suppress(OSError):  # one that may not be read is older than the run
+                sync_folder(above)
     partial_folder(folder, step).mkdir()
 
 

@@ -36,10 +36,10 @@ def no_damage(line: str) -> None:
     raise AssertionError(line)
 
 
-def recorded(run: Run, folder: Path) -> tuple[list[Operation], int]:
+def recorded(run: Run, folder: Path, name: str = "checkpoints") -> tuple[list[Operation], int]:
     """Operations of a save of step 1 and of one of step 2, which deletes the first; how many belong to the first."""
     recorder = Recorder(folder)
-    checkpoints = Checkpoints(folder / "checkpoints", keep=1, files={"data.json": "{}\n"})
+    checkpoints = Checkpoints(folder / name, keep=1, files={"data.json": "{}\n"})
     with recorder.recording():
         checkpoints.save(*run, step=1)
         first = len(recorder.operations)
@@ -88,7 +88,8 @@ def test_every_beginning_of_a_save_leaves_the_old_or_the_new(durable_only: bool,
 def test_a_power_cut_may_take_every_name_that_was_not_synced(run: Run, tmp_path: Path) -> None:
     """All of them, none, each alone, and all but each: what has the name of a checkpoint is one, and saved is saved."""
     (tmp_path / "recorded").mkdir()
-    operations, first = recorded(run, tmp_path / "recorded")
+    name = "runs/one/checkpoints"
+    operations, first = recorded(run, tmp_path / "recorded", name)
     disk, number, seen = Names(), 0, set()
     for done, operation in enumerate(operations, 1):
         disk.apply(operation)
@@ -99,9 +100,9 @@ def test_a_power_cut_may_take_every_name_that_was_not_synced(run: Run, tmp_path:
             number += 1
             root = tmp_path / str(number)
             disk.write(root, set(kept))
-            newest = newest_whole(root / "checkpoints", tell=no_damage)
-            for found in checkpoint_steps(root / "checkpoints"):
-                assert verify(step_folder(root / "checkpoints", found)).step == found
+            newest = newest_whole(root / name, tell=no_damage)
+            for found in checkpoint_steps(root / name):
+                assert verify(step_folder(root / name, found)).step == found
             if done >= first:
                 assert newest is not None, (done, operation)
             if done == len(operations):
