@@ -92,8 +92,9 @@ def starting_point(weights: str, run_folder: Path) -> Weights:
 
 def checkpoint_steps(folder: Path) -> list[int]:
     """Steps of the complete checkpoints in the folder of a run's checkpoints, oldest first."""
-    found = (re.fullmatch(r"step-(\d{8,})", path.name) for path in folder.glob("step-*") if path.is_dir())
-    return sorted(int(match[1]) for match in found if match)
+    # Without a superfluous zero: each step has one name.
+    found = (re.fullmatch(r"step-([0-9]{8}|[1-9][0-9]{8,})", path.name) for path in folder.glob("step-*"))
+    return sorted(int(match[1]) for match in found if match and (folder / match[0]).is_dir())
 
 
 def step_folder(folder: Path, step: int) -> Path:

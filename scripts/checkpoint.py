@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
         for line, is_sound in look.table(paths, thorough=options.command == "verify"):
             print(line, flush=True)
             sound &= is_sound
-        if others := look.aside(paths):
+        if others := look.aside(paths[0].parent):
             print("beside them:", " ".join(others))
     except UserError as error:
         print(error, file=sys.stderr)

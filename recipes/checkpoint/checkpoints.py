@@ -2,13 +2,14 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -17,11 +18,12 @@ from torch.optim import Optimizer
 from parallel.errors import UserError
 from parallel.float8 import without_wrapper
 from recipes.checkpoint import folder as folders
-from recipes.checkpoint.files import remove, verify_shards, write_shard
+from recipes.checkpoint.files import remove, sync_folder, verify_shards, write_shard
 from recipes.checkpoint.folder import partial_folder
-from recipes.checkpoint.manifest import Damage, Manifest
+from recipes.checkpoint.manifest import Damage, Unreadable
 from recipes.checkpoint.parameters import PARAMETERS
 from recipes.checkpoint.space import room
+from recipes.checkpoint.state import checked, hyperparameters
 from recipes.checkpoint.storage import (
     HostMemory,
     Plan,
@@ -37,6 +39,9 @@ from recipes.weights import checkpoint_steps, step_folder
 
 MOMENTS = "optimizer."
 """What the names of the optimizer's tensors begin with inside of a checkpoint: optimizer.PARAMETER.KIND."""
+
+STEP_BYTES = 4
+"""Of the count of steps that AdamW keeps of every parameter."""
 
 Result = TypeVar("Result")
 
@@ -86,10 +91,15 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         return step_folder(self.folder, step)
 
-    def require_room(self, parameters: Iterable[Tensor]) -> None:
-        """Tell how many checkpoints fit on the disk; raises UserError where not even one does."""
-        # The parameters and the two moments of each.
-        size = 3 * sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    def require_room(self, parameters: Iterable[Tensor], *, moments: torch.dtype = torch.float32) -> None:
+        """Tell how many checkpoints fit on the disk; raises UserError where not even one does.
+
+        moments: the dtype of the two that AdamW keeps of every parameter.
+        """
+        size = sum(
+            parameter.numel() * (parameter.element_size() + 2 * moments.itemsize) + STEP_BYTES
+            for parameter in parameters
+        ) + sum(len(text.encode()) for text in self.files.values())
 
         def look() -> None:
             if self._main:
@@ -110,12 +120,16 @@ class Checkpoints:
         self.finish()
         state, groups = _tensors(model, optimizer)
         plan = self._plan_for(state)
-        record = {"progress": dict(progress or {}), "optimizer": [_hyperparameters(group) for group in groups]}
+        record = {"progress": dict(progress or {}), "optimizer": [hyperparameters(group) for group in groups]}
         tensors = plan.tensors(state)
         if not self._asynchronous:
             self._write(step, plan, (raw(tensor) for tensor in tensors), record)
             return
-        copies = self._memory.copy(list(tensors))
+        copies: Iterable[memoryview]
+        try:
+            copies = self._memory.copy(list(tensors))
+        except Exception as error:  # no memory; the others learn of it where they write
+            copies = _refusing(error)
         # No daemon: Python would end one in the middle of gloo's code, and abort. A process that leaves without
         # finish() destroys the group first, and the thread ends with its next message.
         self._thread = threading.Thread(target=self._write, args=(step, plan, copies, record))
@@ -144,8 +158,7 @@ class Checkpoints:
         """Write what was copied, with all processes, perhaps on a thread of its own."""
         try:
             self._write_new(step, plan, contents, record)
-            self._delete_old(step)
-            self._saved_step = step
+            self._saved_step = self._retire(step)
             self._ended.append(f"step {step:>6}  saved {self.path(step)}")
         except Exception as error:  # whatever it is, training goes on
             why = str(error) if isinstance(error, SaveFailed) else folders.reason(error)
@@ -154,7 +167,12 @@ class Checkpoints:
     def _write_new(self, step: int, plan: Plan, contents: Iterable[memoryview], record: dict[str, Any]) -> None:
         place = partial_folder(self.folder, step)
         try:
-            self._together(lambda: folders.begin(self.folder, step) if self._main else None)
+
+            def begin() -> None:
+                if self._main:
+                    folders.begin(self.folder, step, tell=lambda line: self._ended.append(f"step {step:>6}  {line}"))
+
+            self._together(begin)
 
             def write() -> Written:
                 place.mkdir(exist_ok=True)  # another node may not see it yet
@@ -166,46 +184,59 @@ class Checkpoints:
 
             def commit() -> None:
                 if self._main:
+                    folders.require_shards(place, {name: file for name, file, _ in shards})
                     folders.complete(place, assemble(step, record, plan.layout, shards), self.files)
                     folders.commit(self.folder, step)
 
             self._together(commit)
         except SaveFailed:
-            if self._main and place.exists():
-                with suppress(OSError):  # else the next save clears it
+            with suppress(OSError):  # else the next save clears it
+                # Each its own: where they share no folder, nobody else can.
+                (place / shard_name(dist.get_rank(), dist.get_world_size())).unlink(missing_ok=True)
+                if self._main:
                     remove(place)
+                else:
+                    place.rmdir()
             raise
 
-    def _delete_old(self, step: int) -> None:
-        """Delete what is dispensable, once the new checkpoint reads back, each shard by the process that wrote it.
+    def _retire(self, step: int) -> int:
+        """Delete what is dispensable, once the new checkpoint has its name for good and reads back. Returns its step.
 
-        That read mostly comes from the host's cache: it proves the file, not the disk below it.
+        Each shard is read by the process that wrote it. That mostly comes from the host's cache: it proves the file,
+        not the disk below it. Raises SaveFailed where the new one is damaged; what cannot be told deletes nothing.
         """
 
-        def look() -> list[int]:
-            steps = self.steps() if self._main else []
-            return folders.dispensable(steps, keep=self._keep, keep_every=self._keep_every)
+        def settle() -> list[int]:
+            if not self._main:
+                return []
+            sync_folder(self.folder)
+            return folders.dispensable(self.steps(), keep=self._keep, keep_every=self._keep_every)
 
-        found = self._together(look)
-        doomed = _from_main(found[0] if found else [], group=self._group)
-        if not doomed:
-            return
-
-        def verify() -> None:
-            manifest = folders.check(self.folder, step, files=self._main)
-            verify_shards(self.path(step), manifest, [shard_name(dist.get_rank(), dist.get_world_size())])
+        def verify() -> str:
+            try:
+                manifest = folders.check(self.folder, step, files=self._main)
+                verify_shards(self.path(step), manifest, [shard_name(dist.get_rank(), dist.get_world_size())])
+                return ""
+            except Unreadable:
+                raise
+            except Damage as damage:
+                return str(damage)
 
         try:
-            self._together(verify)
+            found = self._together(settle)
+            doomed = _from_main(found[0] if found else [], group=self._group)
+            problem = next(filter(None, self._together(verify)), "") if doomed else ""
         except SaveFailed as failure:
-            if self._main:
-                raise SaveFailed(folders.put_away(self.folder, step, str(failure))) from None
-            raise
+            self._ended.append(f"step {step:>6}  is complete, but {failure}; older checkpoints are kept")
+            return step
+        if problem := _from_main(problem, group=self._group):
+            raise SaveFailed(folders.put_away(self.folder, step, problem) if self._main else problem)
         for old in doomed if self._main else ():
             try:
                 folders.delete(self.folder, old)
             except OSError as error:  # which makes the new one no worse
                 self._ended.append(f"step {old:>6}  cannot be deleted: {folders.reason(error)}")
+        return step
 
     def _together(self, work: Callable[[], Result]) -> list[Result]:
         """Let every process do its part, which must not communicate; returns all results, on rank 0 alone.
@@ -273,7 +304,7 @@ class Checkpoints:
 
         def read() -> None:
             manifest = folders.check(self.folder, step, files=self._main)
-            record.update(_checked(manifest, groups, path))
+            record.update(checked(manifest, groups, path))
             read_tensors(path, manifest, state)
 
         self._agree(read)
@@ -312,6 +343,12 @@ class Checkpoints:
             raise (Damage if is_damage else UserError)(text) from cause
 
 
+def _refusing(error: Exception) -> Iterator[memoryview]:
+    """What there is to write where nothing could be copied."""
+    raise error
+    yield
+
+
 def _from_main(value: Result, *, group: dist.ProcessGroup) -> Result:
     values = [value]
     dist.broadcast_object_list(values, group=group)
@@ -331,39 +368,3 @@ def _tensors(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor],
             assert isinstance(value, Tensor), f"optimizer state {kind} of {parameter} is no tensor"
             found[f"{MOMENTS}{parameter}.{kind}"] = value
     return found, cast(list[dict[str, Any]], optimizer_state["param_groups"])
-
-
-def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of an optimizer's group, and its parameters' names. Which kernel steps them is no state of a run."""
-    numbers = (int, float, tuple)
-    return {key: value for key, value in group.items() if key == "params" or type(value) in numbers}
-
-
-def _checked(manifest: Manifest, groups: list[dict[str, Any]], path: Path) -> dict[str, Any]:
-    """What is no tensor, with the types it is needed in. Raises Damage, or UserError for another optimizer."""
-    try:
-        progress, stored = manifest.state["progress"], manifest.state["optimizer"]
-        by_names = {tuple(sorted(group["params"])): group for group in stored}
-        found = []
-        for group in groups:
-            match = by_names.get(tuple(sorted(group["params"])))
-            own = _hyperparameters(group)
-            if match is None or match.keys() != own.keys():
-                raise UserError(f"{path} was saved with another optimizer, or other groups of parameters in it")
-            found.append(dict(group) | {key: _as(value, match[key]) for key, value in own.items() if key != "params"})
-        if not isinstance(progress, dict):
-            raise TypeError("progress")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Damage(f"{path}: the manifest's state is not what a run needs ({error!r})") from None
-    return {"progress": progress, "optimizer": found}
-
-
-def _as(present: Any, stored: Any) -> Any:
-    """A hyperparameter from JSON, of the type that the optimizer has now."""
-    if isinstance(present, tuple | list):
-        return type(present)(_as(one, other) for one, other in zip(present, stored, strict=True))
-    if isinstance(present, float) and type(stored) is int:
-        return float(stored)
-    if type(present) is not type(stored):
-        raise TypeError(f"{stored!r} instead of {present!r}")
-    return stored

@@ -29,7 +29,9 @@ from recipes.checkpoint.manifest import (
     Chunk,
     Damage,
     Manifest,
+    OlderFormat,
     StoredFile,
+    Unreadable,
     decode,
 )
 
@@ -144,11 +146,18 @@ def sync_folder(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder with what is in it; of a link, the link alone."""
+    """Delete a folder with what is in it; of a link, the link alone.
+
+    Raises the first OSError, after everything else that could be deleted is.
+    """
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
-    else:
-        shutil.rmtree(path)
+        return
+    errors: list[BaseException] = []
+    shutil.rmtree(path, onerror=lambda function, name, error: errors.append(error[1]))
+    for error in errors:
+        if not isinstance(error, FileNotFoundError):  # another process was faster
+            raise error
 
 
 # Reading
@@ -176,15 +185,16 @@ def _unreadable(path: Path, error: OSError) -> UserError:
     """Damage, if trying again will not help."""
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
         return Damage(f"{path} is missing")
-    lasting = error.errno in (errno.EIO, errno.EUCLEAN, errno.EISDIR, errno.ENXIO)
-    return (Damage if lasting else UserError)(f"{path} cannot be read: {error.strerror}")
+    kinds: dict[int | None, type[UserError]] = {errno.EISDIR: Damage, errno.ENXIO: Damage}
+    kinds |= {errno.EIO: Unreadable, errno.EUCLEAN: Unreadable}
+    return kinds.get(error.errno, UserError)(f"{path} cannot be read: {error.strerror}")
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """What is in a checkpoint, judged by the manifest alone. Raises Damage; UserError where it is of another format."""
+    """What is in a checkpoint, judged by the manifest alone. Raises Damage."""
     path = folder / MANIFEST
     if not path.exists() and ((folder / ".metadata").exists() or any(folder.glob("*.distcp"))):
-        raise UserError(
+        raise OlderFormat(
             f"{folder} was written by an older version of this program, in the format of torch.distributed.checkpoint,"
             " which takes pickle to read; this version does not read it"
         )

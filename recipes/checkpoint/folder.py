@@ -7,14 +7,16 @@ damaged-step-00000300/  set aside, for people to look at
 
 import errno
 import os
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
 from parallel.errors import UserError
 from recipes.checkpoint.files import check_files, read_manifest, remove, sync_folder, write_file
-from recipes.checkpoint.manifest import MANIFEST, Damage, Manifest, encode
+from recipes.checkpoint.manifest import MANIFEST, Damage, Manifest, OlderFormat, StoredFile, encode
 from recipes.weights import checkpoint_steps, step_folder
 
 FULL = {
@@ -25,6 +27,10 @@ FULL = {
     errno.EACCES: "the folder may not be written to",
 }
 """Why a save failed, in words; other errors speak for themselves."""
+ASIDE = "damaged-"
+"""What the names of checkpoints begin with that are set aside."""
+PATIENCE = 60.0
+"""Seconds until a file of another node must be seen: as long as NFS may keep what it knows of a folder (acdirmax)."""
 
 
 def partial_folder(folder: Path, step: int) -> Path:
@@ -32,16 +38,49 @@ def partial_folder(folder: Path, step: int) -> Path:
     return folder / f".partial-{step:08d}"
 
 
-def begin(folder: Path, step: int) -> None:
-    """Make room for a new checkpoint: clear what a kill or a failed save left, and open its partial folder."""
+def left_overs(folder: Path) -> list[Path]:
+    """What a kill or a failed save left, or a deletion that broke off; of a save in flight, where it writes."""
+    return sorted(folder.glob(".partial-*"))
+
+
+def begin(folder: Path, step: int, *, tell: Callable[[str], None]) -> None:
+    """Make room for a new checkpoint: clear what a kill or a failed save left, and open its partial folder.
+
+    A left-over that will not go is told, and stays: this save does not need its place.
+    """
     if os.path.lexists(step_folder(folder, step)):
         raise FileExistsError(errno.EEXIST, "a checkpoint is never written over", str(step_folder(folder, step)))
-    for left_over in folder.glob(".partial-*"):
-        remove(left_over)
+    for left_over in left_overs(folder):
+        try:
+            remove(left_over)
+        except OSError as error:
+            if left_over == partial_folder(folder, step):
+                raise
+            tell(f"{left_over}, a left-over, cannot be cleared: {reason(error)}")
     if not folder.is_dir():
         folder.mkdir(parents=True)
         sync_folder(folder.parent)
+        for above in folder.absolute().parents[1:3]:  # the run's own folder may be new too, and run.output
+            with suppress(OSError):  # one that may not be read is older than the run
+                sync_folder(above)
     partial_folder(folder, step).mkdir()
+
+
+def require_shards(folder: Path, files: Mapping[str, StoredFile]) -> None:
+    """That what other processes say they wrote is in this process's folder. Raises UserError which files are not."""
+    end = time.monotonic() + PATIENCE
+    while missing := [name for name, about in files.items() if not _is_there(folder / name, about.bytes)]:
+        if time.monotonic() > end:
+            names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+            raise UserError(f"{names} did not arrive in {folder}: run.output must be a folder that all nodes share")
+        time.sleep(0.1)
+
+
+def _is_there(path: Path, size: int) -> bool:
+    try:
+        return os.lstat(path).st_size == size
+    except FileNotFoundError:
+        return False
 
 
 def complete(folder: Path, manifest: Manifest, texts: Mapping[str, str]) -> None:
@@ -54,9 +93,8 @@ def complete(folder: Path, manifest: Manifest, texts: Mapping[str, str]) -> None
 
 
 def commit(folder: Path, step: int) -> None:
-    """Give a complete partial folder its name, which nothing else has."""
+    """Give a complete partial folder its name, which nothing else has. Until sync_folder() a power cut may take it."""
     os.rename(partial_folder(folder, step), step_folder(folder, step))
-    sync_folder(folder)
 
 
 def delete(folder: Path, step: int) -> None:
@@ -69,7 +107,7 @@ def delete(folder: Path, step: int) -> None:
 def set_aside(folder: Path, step: int) -> Path:
     """Take a damaged checkpoint out of the way, and nothing else. Returns where it is now."""
     old = step_folder(folder, step)
-    names = (old.with_name(f"damaged-{old.name}{f'.{number}' if number else ''}") for number in count())
+    names = (old.with_name(f"{ASIDE}{old.name}{f'.{number}' if number else ''}") for number in count())
     aside = next(path for path in names if not os.path.lexists(path))
     os.rename(old, aside)
     sync_folder(folder)
@@ -100,16 +138,25 @@ def check(folder: Path, step: int, *, files: bool = True) -> Manifest:
 def newest_whole(folder: Path, *, tell: Callable[[str], None]) -> int | None:
     """The newest step whose checkpoint shows no damage; None where there are none at all.
 
-    Those that show some are set aside on the way, and told. Raises UserError where none is left of those there were.
+    Those that show some are set aside on the way, and told; what looks like one of an older version is, if another is
+    whole. Raises UserError where none is left of those there were.
     """
     problem = ""
+    older_format: list[tuple[int, OlderFormat]] = []
     for step in reversed(checkpoint_steps(folder)):
         try:
             check(folder, step)
-            return step
+        except OlderFormat as found:
+            older_format.append((step, found))
         except Damage as damage:
             problem = str(damage)
             tell(put_away(folder, step, problem))
+        else:
+            for other, error in older_format:  # a run does not go back to an older version: its manifest was lost
+                tell(put_away(folder, other, str(error)))
+            return step
+    if older_format:
+        raise UserError(str(older_format[0][1]))
     if problem:
         raise UserError(f"{problem}\nno older checkpoint is left; the same command begins the run anew")
     return None

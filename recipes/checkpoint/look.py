@@ -1,6 +1,8 @@
 """Checkpoints for people: which there are, whether they are whole, what is inside. Imports no torch."""
 
 import json
+import os
+import re
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from math import prod
@@ -8,6 +10,7 @@ from pathlib import Path
 
 from parallel.errors import UserError
 from recipes.checkpoint.files import check_files, read_manifest, verify
+from recipes.checkpoint.folder import ASIDE, left_overs
 from recipes.checkpoint.manifest import MANIFEST, Damage, Manifest
 from recipes.checkpoint.space import size
 from recipes.weights import CHECKPOINTS, checkpoint_steps, step_folder
@@ -16,7 +19,7 @@ from recipes.weights import CHECKPOINTS, checkpoint_steps, step_folder
 def find(path: Path) -> list[Path]:
     """The checkpoints that a path stands for: of a run, of its folder of checkpoints, or the one checkpoint itself.
 
-    Oldest first. Raises UserError where there are none.
+    Oldest first; one that lacks its manifest is one too, if a damaged one. Raises UserError where there are none.
     """
     if not path.is_dir():
         raise UserError(f"{path} is {'not a folder' if path.exists() else 'not there'}")
@@ -27,7 +30,10 @@ def find(path: Path) -> list[Path]:
             return [step_folder(folder, step) for step in steps]
     if (path / ".metadata").exists():
         read_manifest(path)  # says what it is instead
-    raise UserError(f"{path} holds no checkpoint")
+    if re.match(rf"({ASIDE})?step-[0-9]{{8}}", path.name) or any(path.glob("shard-*-of-*.safetensors")):
+        return [path]
+    others = [name for folder in (path / CHECKPOINTS, path) for name in aside(folder)]
+    raise UserError(f"{path} holds no checkpoint" + (f", only {' '.join(others)}" if others else ""))
 
 
 def table(paths: Sequence[Path], *, thorough: bool) -> Iterator[tuple[str, bool]]:
@@ -43,10 +49,13 @@ def table(paths: Sequence[Path], *, thorough: bool) -> Iterator[tuple[str, bool]
                 check_files(path, manifest)
             if path.name.startswith("step-") and path != step_folder(path.parent, manifest.step or 0):
                 raise Damage(f"{path} holds the checkpoint of another step: {manifest.step}")
-        except UserError as error:
-            yield f"{path.name:>10}  {error}", False
-        else:
             written = datetime.fromtimestamp((path / MANIFEST).stat().st_mtime).strftime("%Y-%m-%d %H:%M:%S")
+        except (UserError, OSError) as error:
+            if os.path.lexists(path):
+                yield f"{path.name:>10}  {error}", False
+            else:  # by the training, which has newer ones
+                yield f"{path.name:>10}  deleted meanwhile", True
+        else:
             step = "-" if manifest.step is None else manifest.step
             sound = "intact" if thorough else "complete"
             yield (
@@ -56,11 +65,9 @@ def table(paths: Sequence[Path], *, thorough: bool) -> Iterator[tuple[str, bool]
             )
 
 
-def aside(paths: Sequence[Path]) -> list[str]:
-    """The names of what lies beside these checkpoints and is none: damaged ones, and what a kill left."""
-    return sorted(path.name for path in paths[0].parent.glob("damaged-*")) + sorted(
-        path.name for path in paths[0].parent.glob(".partial-*")
-    )
+def aside(folder: Path) -> list[str]:
+    """The names of what lies among a run's checkpoints and is none: damaged ones, and what a kill left."""
+    return [path.name for path in (*sorted(folder.glob(f"{ASIDE}*")), *left_overs(folder))]
 
 
 def describe(path: Path) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """scripts/checkpoint.py as a person uses it."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from recipes.checkpoint import look
+from recipes.checkpoint.manifest import Manifest
 from tests.recipes.checkpoint.golden import GOLDEN
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,6 +60,62 @@ def test_show(run: Path) -> None:
     assert lines[0].endswith("step-00000002: step 2, 41 kB") and lines[1] == "  tokens: 36"
     assert any(line.split() == ["model.embedding.weight", "F32", "[20,", "16]", "in", "2", "parts"] for line in lines)
     assert lines[-1].startswith("48 tensors, ")
+
+
+def test_one_without_its_manifest_is_damaged(run: Path) -> None:
+    """Under its own name, set aside, or under none: what shows is the damage."""
+    path = run / "checkpoints" / "step-00000002"
+    (path / "manifest.json").unlink()
+    for name in ("step-00000002", "damaged-step-00000002", "imported"):
+        path = path.rename(path.with_name(name))
+        for command in ("list", "verify"):
+            code, out, error = checkpoint(command, path)
+            assert (code, error) == (1, "") and "manifest.json is missing" in out.splitlines()[1]
+    code, out, error = checkpoint("show", path)
+    assert (code, out) == (2, "") and error == f"{path / 'manifest.json'} is missing\n"
+
+
+def test_what_is_set_aside_is_named(run: Path) -> None:
+    for path in (run / "checkpoints").glob("step-*"):
+        shutil.rmtree(path)
+    for path in (run, run / "checkpoints"):
+        code, out, error = checkpoint("verify", path)
+        assert (code, out) == (2, "") and error == f"{path} holds no checkpoint, only damaged-step-00000007\n"
+
+
+@pytest.mark.parametrize("thorough", [False, True])
+@pytest.mark.parametrize("file", ["manifest.json", SHARD])
+def test_what_training_deletes_meanwhile_is_no_damage(
+    file: str, thorough: bool, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own retention takes a checkpoint away while it is looked at: before this file, or after the last."""
+    folder, real = run / "checkpoints", os.open
+    paths = [folder / "step-00000002"]
+
+    def open_and_delete(path: str | Path, *arguments: int, **others: int | None) -> int:
+        if os.fspath(path) == str(paths[0] / file):
+            paths[0].rename(folder / ".partial-00000002")
+        return real(path, *arguments, **others)
+
+    monkeypatch.setattr(os, "open", open_and_delete)
+    rows = list(look.table(paths, thorough=thorough))
+    assert rows[1] == ("step-00000002  deleted meanwhile", True)
+    monkeypatch.undo()
+    (folder / ".partial-00000002").rename(paths[0])
+    (paths[0] / file).unlink()
+    assert [sound for _, sound in look.table(paths, thorough=thorough)] == [True, False]
+
+
+def test_one_deleted_after_the_last_byte(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, verify = run / "checkpoints" / "step-00000002", look.verify
+
+    def verify_and_delete(path: Path) -> Manifest:
+        manifest = verify(path)
+        shutil.rmtree(path)
+        return manifest
+
+    monkeypatch.setattr(look, "verify", verify_and_delete)
+    assert list(look.table([path], thorough=True))[1] == ("step-00000002  deleted meanwhile", True)
 
 
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
 Those in golden/ were written once and are never written again; a new version of the format adds new ones.
 """
 
+import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,14 @@ def fingerprints(tensors: dict[str, Tensor]) -> dict[str, str]:
     return {name: xxhash.xxh3_64_hexdigest(raw(tensor)) for name, tensor in sorted(tensors.items())}
 
 
-def write(folder: Path) -> dict[str, str]:
-    """Two steps of the small model on two processes, sharded; returns what every number was."""
+def write(folder: Path, moments: str = "float32") -> dict[str, str]:
+    """Two steps of the small model on all processes, sharded; returns what every number was."""
     from parallel.dist import start, stop
     from recipes.checkpoint.checkpoints import Checkpoints
 
     start("cpu", seed=0)
-    run = trained(2)
-    checkpoints = Checkpoints(folder / "sharded", keep=1, files={"note.txt": "kept for ever\n"})
+    run = trained(2, moments=moments)
+    checkpoints = Checkpoints(folder, keep=1, files={"note.txt": "kept for ever\n"})
     checkpoints.save(*run, step=2, progress=PROGRESS)
     assert checkpoints.finish() == 2
     found = fingerprints(snapshot(*run, whole=True))
@@ -55,6 +55,9 @@ def write_imported(folder: Path) -> dict[str, str]:
 if __name__ == "__main__":
     target = Path(sys.argv[1])
     target.mkdir()
-    print("SHARDED =", run_processes(2, write, target)[0])
-    print("IMPORTED =", write_imported(target))
-    print("MODEL =", asdict(SMALL))
+    expected = {
+        "sharded": run_processes(2, write, target / "sharded")[0],
+        "bfloat16": run_processes(1, write, target / "bfloat16", "bfloat16")[0],
+        "imported": write_imported(target),
+    }
+    target.joinpath("fingerprints.json").write_text(json.dumps(expected, indent=1) + "\n")

@@ -92,6 +92,81 @@ def replay(operations: list[Operation], root: Path, *, durable_only: bool) -> No
             place.rmdir()
 
 
+@dataclass
+class Names:
+    """What a disk may have after a power cut: of contents, what was synced; of names, at least what was synced.
+
+    Every creation, renaming and deletion waits until its folder is synced, and may come to the disk before that or not,
+    whatever becomes of those before and after it. (Renaming from one folder into another would be two changes; no save
+    does that.)
+    """
+
+    changes: list[tuple[int, dict[str, int | None]]] = field(default_factory=list)
+    """Folder and the names in it that become something else, by number of what they stand for then; not yet synced."""
+    _folders: dict[int, dict[str, int]] = field(default_factory=lambda: {0: {}})
+    """As programs see them. What there is has a number; 0 is the root."""
+    _durable: dict[int, dict[str, int]] = field(default_factory=lambda: {0: {}})
+    _contents: dict[int, bytes] = field(default_factory=dict)
+    _durable_contents: dict[int, bytes] = field(default_factory=dict)
+
+    def apply(self, operation: Operation) -> None:
+        """Do the next operation."""
+        kind, path, detail = operation
+        if kind == "fsync" and (number := self._find(path)) in self._folders:
+            for folder, change in self.changes:
+                if folder == number:
+                    _change(self._durable[number], change)
+            self.changes = [change for change in self.changes if change[0] != number]
+        elif kind == "fsync":
+            self._durable_contents[number] = self._contents[number]
+        elif kind == "write":
+            self._contents[self._find(path)] += detail
+        else:
+            parent, name = self._find(os.path.dirname(path)), os.path.basename(path)
+            change: dict[str, int | None] = {name: None}
+            if kind == "rename":
+                assert os.path.dirname(path) == os.path.dirname(detail)
+                change[os.path.basename(detail)] = self._find(path)
+            elif kind in ("create", "mkdir"):
+                change[name] = number = len(self._folders) + len(self._contents)
+                if kind == "mkdir":
+                    self._folders[number], self._durable[number] = {}, {}
+                else:
+                    self._contents[number] = self._durable_contents[number] = b""
+            _change(self._folders[parent], change)
+            self.changes.append((parent, change))
+
+    def write(self, root: Path, kept: set[int]) -> None:
+        """Make what the disk has if of the waiting changes these came to it, by their place in the list."""
+        folders = {number: dict(names) for number, names in self._durable.items()}
+        for place in sorted(kept):
+            folder, change = self.changes[place]
+            _change(folders[folder], change)
+
+        def make(number: int, path: Path) -> None:
+            if number in folders:
+                path.mkdir()
+                for name, inside in folders[number].items():
+                    make(inside, path / name)
+            else:
+                path.write_bytes(self._durable_contents[number])
+
+        make(0, root)
+
+    def _find(self, path: str) -> int:
+        number = 0
+        for name in Path(path).parts:
+            number = self._folders[number][name]
+        return number
+
+
+def _change(folder: dict[str, int], change: dict[str, int | None]) -> None:
+    for name, number in change.items():
+        folder.pop(name, None)
+        if number is not None:
+            folder[name] = number
+
+
 def _flush(place: Path, pieces: list[bytes]) -> None:
     with place.open("ab") as file:
         file.writelines(pieces)

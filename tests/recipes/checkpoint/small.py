@@ -27,10 +27,12 @@ SMALL = replace(
 )
 
 
-def build(*, seed: int, mode: str = "none", mesh: MeshConfig = SHARD_ALL) -> tuple[nn.Module, Optimizer]:
+def build(
+    *, seed: int, mode: str = "none", mesh: MeshConfig = SHARD_ALL, moments: str = "float32"
+) -> tuple[nn.Module, Optimizer]:
     """The model on the mesh of the process group that is there, and its optimizer."""
     model, _ = build_model(SMALL, seed=seed, mode=mode, mesh=mesh)
-    return model, build_optimizer(model, OptimizerConfig(lr=0.01))
+    return model, build_optimizer(model, OptimizerConfig(lr=0.01, state_dtype=moments))
 
 
 def step(model: nn.Module, optimizer: Optimizer, *, seed: int) -> float:
@@ -43,8 +45,8 @@ def step(model: nn.Module, optimizer: Optimizer, *, seed: int) -> float:
     return loss.item()
 
 
-def trained(steps: int = 2, *, mesh: MeshConfig = SHARD_ALL) -> tuple[nn.Module, Optimizer]:
-    model, optimizer = build(seed=0, mesh=mesh)
+def trained(steps: int = 2, *, mesh: MeshConfig = SHARD_ALL, moments: str = "float32") -> tuple[nn.Module, Optimizer]:
+    model, optimizer = build(seed=0, mesh=mesh, moments=moments)
     for seed in range(steps):
         step(model, optimizer, seed=seed)
     return model, optimizer

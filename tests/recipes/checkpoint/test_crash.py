@@ -1,6 +1,7 @@
 """A save that breaks off at any point: what is found then is the old checkpoint or the new one, whole."""
 
 import errno
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.checkpoint.files import verify
 from recipes.checkpoint.folder import newest_whole
 from recipes.weights import checkpoint_steps, step_folder
-from tests.recipes.checkpoint.operations import Operation, Recorder, replay, torn
+from tests.recipes.checkpoint.operations import Names, Operation, Recorder, replay, torn
 from tests.recipes.checkpoint.small import build, contents, differences, names, snapshot, step, trained
 
 Run = tuple[nn.Module, Optimizer]
@@ -35,10 +36,10 @@ def no_damage(line: str) -> None:
     raise AssertionError(line)
 
 
-def recorded(run: Run, folder: Path) -> tuple[list[Operation], int]:
+def recorded(run: Run, folder: Path, name: str = "checkpoints") -> tuple[list[Operation], int]:
     """Operations of a save of step 1 and of one of step 2, which deletes the first; how many belong to the first."""
     recorder = Recorder(folder)
-    checkpoints = Checkpoints(folder / "checkpoints", keep=1, files={"data.json": "{}\n"})
+    checkpoints = Checkpoints(folder / name, keep=1, files={"data.json": "{}\n"})
     with recorder.recording():
         checkpoints.save(*run, step=1)
         first = len(recorder.operations)
@@ -84,6 +85,33 @@ def test_every_beginning_of_a_save_leaves_the_old_or_the_new(durable_only: bool,
     assert checkpoints.finish() == 2 and names(checkpoints.folder) == ["step-00000001", "step-00000002"]
 
 
+def test_a_power_cut_may_take_every_name_that_was_not_synced(run: Run, tmp_path: Path) -> None:
+    """All of them, none, each alone, and all but each: what has the name of a checkpoint is one, and saved is saved."""
+    (tmp_path / "recorded").mkdir()
+    name = "runs/one/checkpoints"
+    operations, first = recorded(run, tmp_path / "recorded", name)
+    disk, number, seen = Names(), 0, set()
+    for done, operation in enumerate(operations, 1):
+        disk.apply(operation)
+        waiting = set(range(len(disk.changes)))
+        chances = {frozenset(), frozenset(waiting)}
+        chances |= {frozenset(kept) for one in waiting for kept in ({one}, waiting - {one})}
+        for kept in sorted(chances, key=sorted):
+            number += 1
+            root = tmp_path / str(number)
+            disk.write(root, set(kept))
+            newest = newest_whole(root / name, tell=no_damage)
+            for found in checkpoint_steps(root / name):
+                assert verify(step_folder(root / name, found)).step == found
+            if done >= first:
+                assert newest is not None, (done, operation)
+            if done == len(operations):
+                assert newest == 2
+            seen.add(newest)
+            shutil.rmtree(root)
+    assert seen == {None, 1, 2}
+
+
 def test_an_error_at_any_operation_costs_no_checkpoint(run: Run, tmp_path: Path) -> None:
     """Whatever the disk refuses, and whenever: the old one is there, training goes on, and the next save succeeds."""
     operations, first = recorded(run, tmp_path)
@@ -110,7 +138,8 @@ def test_an_error_at_any_operation_costs_no_checkpoint(run: Run, tmp_path: Path)
         if "NOT SAVED" in told[-1]:
             assert reasons[code] in told[-1] and len(told) == 2, (at, told)
         else:  # it came to be, but the old one is still there, or the rest of it
-            assert newest == 2 and reasons[code] in told[1] and "cannot be deleted" in told[1], (at, told)
+            assert newest == 2 and reasons[code] in told[1], (at, told)
+            assert "cannot be deleted" in told[1] or "older checkpoints are kept" in told[1], (at, told)
         told.clear()
         checkpoints.save(*run, step=3)
         assert checkpoints.finish() == 3 and names(folder) == ["step-00000003"], (at, told)

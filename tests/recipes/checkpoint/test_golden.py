@@ -23,12 +23,14 @@ def alone() -> Iterator[None]:
     stop()
 
 
-def test_a_run_of_two_processes() -> None:
-    checkpoints = Checkpoints(GOLDEN / "sharded", keep=1)
+@pytest.mark.parametrize(("name", "moments"), [("sharded", "float32"), ("bfloat16", "bfloat16")])
+def test_a_run(name: str, moments: str) -> None:
+    """Of two processes, and of one that keeps its moments in bfloat16."""
+    checkpoints = Checkpoints(GOLDEN / name, keep=1)
     assert checkpoints.steps() == [2]
-    run = build(seed=3)
+    run = build(seed=3, moments=moments)
     assert checkpoints.load(*run, step=2) == PROGRESS
-    assert fingerprints(snapshot(*run)) == EXPECTED["sharded"]
+    assert fingerprints(snapshot(*run)) == EXPECTED[name]
     assert step(*run, seed=2) < 4
 
 
@@ -38,6 +40,6 @@ def test_imported_parameters() -> None:
     assert fingerprints(found) == EXPECTED["imported"]
 
 
-@pytest.mark.parametrize("name", ["imported", "sharded/step-00000002"])
+@pytest.mark.parametrize("name", ["imported", "sharded/step-00000002", "bfloat16/step-00000002"])
 def test_they_are_intact(name: str) -> None:
     verify(GOLDEN / name)

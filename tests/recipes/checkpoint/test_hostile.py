@@ -6,6 +6,7 @@ Each has a manifest with a right checksum: whoever means harm can compute one.
 import json
 import os
 import pickle
+import random
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -18,10 +19,10 @@ import xxhash
 
 from parallel.dist import start, stop
 from parallel.errors import UserError
-from recipes.checkpoint import look
+from recipes.checkpoint import look, manifest
 from recipes.checkpoint.checkpoints import Checkpoints
-from recipes.checkpoint.files import verify
-from recipes.checkpoint.manifest import MANIFEST
+from recipes.checkpoint.files import read_manifest, verify
+from recipes.checkpoint.manifest import MANIFEST, Chunk, _overlap, encode
 from recipes.checkpoint.parameters import StoredParameters
 from tests.recipes.checkpoint.golden import GOLDEN
 from tests.recipes.checkpoint.small import SMALL, build, names
@@ -111,6 +112,18 @@ def huge_sparse(path: Path) -> None:
         file.truncate(1 << 40)
 
 
+def huge_header(path: Path) -> None:
+    """One that the file has, at no cost: it is a hole."""
+    with (path / SHARD).open("r+b") as file:
+        file.truncate(1 << 43)
+
+    def change(content: dict[str, Any]) -> None:
+        content["files"] = {SHARD: content["files"][SHARD] | {"bytes": 1 << 43, "header_bytes": 1 << 43}}
+        content["tensors"] = {}
+
+    rewrite(path, change)
+
+
 def editing(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     return lambda path: rewrite(path, change)
 
@@ -147,6 +160,11 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "deep JSON": (lambda path: seal(path, b'{"state":' * 100_000 + b"{}" + b"}" * 99_999), "does not describe"),
     "a list": (lambda path: seal(path, b"[1]"), "does not describe"),
     "a number of a million digits": (lambda path: seal(path, b'{"step":' + b"9" * 1_000_000), "does not describe"),
+    "a million values that are nothing": (
+        editing(lambda content: content["state"].update(a=[{}] * 1_000_000)),
+        "too many values",
+    ),
+    "a header of terabytes": (huge_header, f"{SHARD} has a header of 8796093022208 bytes"),
     "NaN as a size": (lambda path: seal(path, b'{"version":NaN'), "does not describe"),
     "a negative offset": (editing(lambda content: chunk(content).update(offset=-8)), "greater than or equal to 0"),
     "an offset beyond the file": (editing(lambda content: chunk(content).update(offset=2**40)), "begins at"),
@@ -181,6 +199,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "no checksums": (editing(lambda content: chunk(content).update(blocks=[])), "0 checksums"),
     "blocks of a prime": (editing(lambda content: content.update(block_bytes=1009)), "cut elements"),
+    "blocks of a gigabyte": (editing(lambda content: content.update(block_bytes=1 << 30)), "less than or equal to"),
     "blocks of nothing": (editing(lambda content: content.update(block_bytes=0)), "does not describe"),
     "a header larger than the file": (
         editing(lambda content: content["files"][SHARD].update(header_bytes=2**50)),
@@ -261,8 +280,16 @@ def test_a_run_does_not_go_on_from_it(name: str, place: Path, alone: None) -> No
         {"progress": {}, "optimizer": []},
         "lr as text",
         "betas of one",
+        {"skipped_in_a_row": "many"},
+        {"skipped_in_a_row": -1},
+        {"loss_window": [1.0] * 1000},
+        {"loss_window": ["1"]},
+        {"loss_window": 1.0},
+        {"wandb_id": ["x"]},
+        {"tokens": 1.5},
+        {"sequences": None},
     ],
-    ids=str,
+    ids=lambda state: str(state)[:40],
 )
 def test_a_state_that_is_none(state: Any, place: Path, alone: None) -> None:
     def change(content: dict[str, Any]) -> None:
@@ -270,6 +297,8 @@ def test_a_state_that_is_none(state: Any, place: Path, alone: None) -> None:
             content["state"]["optimizer"][0]["lr"] = "__import__('os')"
         elif state == "betas of one":
             content["state"]["optimizer"][0]["betas"] = [0.9]
+        elif state and "optimizer" not in state:
+            content["state"]["progress"] |= state
         else:
             content["state"] = state
 
@@ -278,6 +307,53 @@ def test_a_state_that_is_none(state: Any, place: Path, alone: None) -> None:
     checkpoints = Checkpoints(place, keep=1)
     with silent(place), pytest.raises(UserError, match=r"not what a run needs|another optimizer"):
         checkpoints.load(*run, step=2)
+
+
+def box(start: tuple[int, ...], shape: tuple[int, ...]) -> Chunk:
+    return Chunk("shard", 0, 1, start, shape, ())
+
+
+def test_boxes_of_many_columns(place: Path) -> None:
+    """So many that they cannot be compared each with each."""
+    count = 100_000
+    columns = [box((0, number), (1, 1)) for number in range(count)]
+    assert not _overlap(columns)
+    assert _overlap([*columns, box((0, 5), (1, 1))])
+    assert _overlap([box((0, 0), (1, 1))] * count)
+
+
+def test_boxes_that_meet() -> None:
+    """Cut at random along straight lines, or turned around a middle: as comparing each with each says."""
+    draw = random.Random(0)
+
+    def cut(start: tuple[int, ...], shape: tuple[int, ...], depth: int) -> list[Chunk]:
+        axis = draw.randrange(len(shape))
+        if depth == 0 or shape[axis] < 2:
+            return [box(start, shape)]
+        at = draw.randrange(1, shape[axis])
+        low, high, rest = list(shape), list(start), list(shape)
+        low[axis], high[axis], rest[axis] = at, start[axis] + at, shape[axis] - at
+        return cut(start, tuple(low), depth - 1) + cut(tuple(high), tuple(rest), depth - 1)
+
+    for shape in ((60,), (40, 50), (9, 8, 7)) * 20:
+        boxes = cut((0,) * len(shape), shape, draw.randrange(6))
+        draw.shuffle(boxes)
+        assert not _overlap(boxes)
+        wrong = draw.choice(boxes)
+        assert _overlap([*boxes, box(wrong.start, (1,) * len(shape))])
+    pinwheel = [box((0, 0), (1, 2)), box((0, 2), (2, 1)), box((2, 1), (1, 2)), box((1, 0), (2, 1)), box((1, 1), (1, 1))]
+    assert not _overlap(pinwheel)
+    assert _overlap([*pinwheel, box((1, 1), (1, 1))])
+
+
+def test_a_manifest_that_could_not_be_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = read_manifest(SHARDED / STEP)
+    size = (SHARDED / STEP / MANIFEST).stat().st_size
+    monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", size)
+    assert len(encode(stored)) == size
+    monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", size - 1)
+    with pytest.raises(UserError, match="more than the format allows"):
+        encode(stored)
 
 
 def test_a_link_as_checkpoint(place: Path, alone: None) -> None:

@@ -2,6 +2,7 @@
 
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -135,6 +136,74 @@ def test_a_disk_full_for_one_process_is_no_checkpoint_for_all(tmp_path: Path) ->
         assert (failed, last) == (1, 3)
         assert told[1] == "step      2  NOT SAVED: File too large; older checkpoints are as they were"
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
+
+
+def no_common_folder(folder: Path) -> tuple[int | None, list[str], list[str]]:
+    """Each process writes to a disk of its own, until they share one."""
+    import torch.distributed as dist
+
+    from recipes.checkpoint import folder as folders
+
+    folders.PATIENCE = 0.3
+    start("cpu", seed=0)
+    run = trained(1)
+    told: list[str] = []
+    own = folder / f"node-{dist.get_rank()}"
+    own.mkdir()
+    checkpoints = Checkpoints(own, keep=2, tell=told.append)
+    for step in (1, 2):
+        checkpoints.save(*run, step=step)
+    failed, left = checkpoints.finish(), names(own)
+    checkpoints.folder = folder / "common"
+    checkpoints.save(*run, step=3)
+    checkpoints.finish()
+    stop()
+    return failed, left, told
+
+
+def test_without_a_common_folder_nothing_is_called_saved(tmp_path: Path) -> None:
+    for failed, left, told in run_processes(2, no_common_folder, tmp_path):
+        assert (failed, left) == (None, [])
+        for step, line in zip((1, 2), told, strict=False):
+            assert line.startswith(f"step      {step}  NOT SAVED: shard-00001-of-00002.safetensors did not arrive in")
+            assert "a folder that all nodes share" in line
+        assert "saved" in told[2]
+    verify(tmp_path / "common" / "step-00000003")
+
+
+def one_has_no_memory(folder: Path) -> tuple[int | None, int | None, list[str]]:
+    """The host of one process refuses the memory for the copy, once."""
+    import torch
+    import torch.distributed as dist
+
+    start("cpu", seed=0)
+    run = trained(1)
+    told: list[str] = []
+    checkpoints = Checkpoints(folder, keep=2, asynchronous=True, tell=told.append)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+
+            def refuse(*arguments: Any, **others: Any) -> Tensor:
+                if "pin_memory" in others:
+                    raise RuntimeError("CUDA error: out of memory\nand more lines")
+                return empty(*arguments, **others)
+
+            empty = torch.empty
+
+            patch.setattr(torch, "empty", refuse)
+        checkpoints.save(*run, step=1)
+    failed = checkpoints.finish()
+    checkpoints.save(*run, step=2)
+    last = checkpoints.finish()
+    stop()
+    return failed, last, told
+
+
+def test_a_copy_that_one_host_refuses_is_no_checkpoint_for_all(tmp_path: Path) -> None:
+    for failed, last, told in run_processes(2, one_has_no_memory, tmp_path):
+        assert (failed, last) == (None, 2)
+        assert told[0].startswith("step      1  NOT SAVED: RuntimeError: CUDA error: out of memory; older")
+    assert names(tmp_path) == ["step-00000002"]
 
 
 def cut_in_columns(folder: Path) -> None:
