@@ -113,7 +113,7 @@ class Feed:
 
     def list_bad_rows_in(self, file: Path) -> None:
         """From now on, note bad rows in this file."""
-        self._quarantine = Quarantine(file)
+        self._quarantine = Quarantine(file, tell=self._say)
         self.note_bad_rows()
 
     def note_bad_rows(self) -> None:

@@ -20,6 +20,7 @@ from recipes.run_folder import (
     identity_differences,
     require_same_data,
 )
+from recipes.run_lock import RunLock
 from recipes.schema import (
     BatchConfig,
     CheckpointConfig,
@@ -385,7 +386,7 @@ def test_a_place_that_cannot_hold_a_folder(tmp_path: Path) -> None:
 
 
 def claim(recipe: Recipe, done: int) -> list[str]:
-    return claim_run_folder(recipe, done=done, environment={"done": done})
+    return claim_run_folder(recipe, done=done, environment={"done": done}, lock=RunLock())
 
 
 def test_a_new_run_makes_its_folder(tmp_path: Path) -> None:
