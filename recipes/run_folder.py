@@ -117,6 +117,7 @@ def claim_run_folder(recipe: Recipe, *, done: int, environment: dict[str, Any], 
                 if not kept.exists():  # else the recipe in `file` took no step that is left
                     write_whole(kept, old, sync=True)
             _update(file, text)
+            (folder / QUARANTINE).unlink(missing_ok=True)  # which is written anew as far as the run has come
             _update(folder / "environment.json", json.dumps(environment, indent=2) + "\n")
         for name in (METRICS, FLOAT8_SHARES):
             cut_back(folder / name, done)

@@ -44,15 +44,7 @@ from recipes.phases import END, FIRST_STEP, LOADING, LOG, SAVE, STEP, VALIDATION
 from recipes.profile import StepProfiler
 from recipes.report import UNSAVED, contents, farewell, introduction, step_line, summary
 from recipes.rules import require_valid
-from recipes.run_folder import (
-    DATA,
-    LOG_FILE,
-    QUARANTINE,
-    check_output_folder,
-    claim_run_folder,
-    data_before,
-    require_same_data,
-)
+from recipes.run_folder import DATA, LOG_FILE, check_output_folder, claim_run_folder, data_before, require_same_data
 from recipes.run_lock import RunLock
 from recipes.schedule import learning_rate
 from recipes.schema import Recipe
@@ -143,7 +135,8 @@ class Trainer:
         # Only now: until here a signal ends the process, and a run that could not start leaves nothing behind.
         self.interruption = Interruption()
         self._open_folder()
-        self.feed.list_bad_rows_in(self.folder / QUARANTINE)
+        if self.step < recipe.run.steps:  # a finished run reads nothing more, and has its list
+            self.feed.list_bad_rows_in(self.folder)
         self.validation_loss: float | None = None
         self.metrics = MetricsWriter(
             self.folder,

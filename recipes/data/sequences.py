@@ -44,15 +44,14 @@ class Quarantine:
 
     def note(self, sources: "Sequence[Source]") -> int:
         """Add what is new; returns how many bad rows there are by now."""
-        if not any(self._noted.values()) and any(source.used_shards for source in sources):
-            # A resumed run looks through all that it used, so that the file is always whole, and no row comes twice.
-            with suppress(OSError):  # then nothing is appended either, and that is told
-                self.file.unlink(missing_ok=True)
         for source in sources:
             first, used = self._noted.get(source.name, 0), source.used_shards
             rows = list(bad_rows(source.shards.folder, source.shards.shards[:used], first=first))
             self._noted[source.name] = used
             if rows:
+                if not self._rows:  # a resumed run looks through all that it used, so that the file is always whole
+                    with suppress(OSError):  # then nothing is appended either, and that is told
+                        self.file.unlink(missing_ok=True)
                 self._lines.append(*(json.dumps({"source": source.name, **row}) for row in rows))
                 self._rows += len(rows)
         return self._rows

@@ -16,7 +16,7 @@ from recipes.schema import Recipe
 from tests.processes import run_processes
 from tests.recipes.test_trainer import DEBUG, change, curve, rows
 
-STEPS, BAD, GOOD = 40, 6, 30
+STEPS, BAD, GOOD = 24, 4, 18
 """The disk takes nothing more in step BAD, and is well again in step GOOD."""
 
 
@@ -28,7 +28,8 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     if mounted.returncode:
         pytest.skip(f"mounting a tmpfs is not allowed here: {mounted.stderr.strip()}")
     yield place
-    subprocess.run(["umount", "-l", place], check=True)
+    while os.path.ismount(place):  # once for each mount on top of another
+        subprocess.run(["umount", "-l", place], check=True)
 
 
 def fill(disk: Path) -> None:
@@ -121,7 +122,8 @@ def test_training_goes_on_without_its_files(kind: str, corpus: Path, disk: Path,
     casts = shares.count(1)
     assert [shares.count(step) for step in range(GOOD, STEPS + 1)] == [casts] * (STEPS - GOOD + 1)
     assert STEPS * casts - len(shares) == lost(said, folder / "float8.jsonl")
-    assert lost(said, folder / "log.txt") > 0
+    if kind == "read-only":  # on the full disk, its last page may have had room
+        assert lost(said, folder / "log.txt") > 0
     log = (folder / "log.txt").read_text().splitlines()
     assert all(line in said.splitlines() for line in log)
 
@@ -129,14 +131,17 @@ def test_training_goes_on_without_its_files(kind: str, corpus: Path, disk: Path,
 def test_a_disk_that_stays_full_is_code_74_and_the_same_command_goes_on(
     corpus: Path, disk: Path, tmp_path: Path
 ) -> None:
-    recipe, screen = recipe_of(corpus, tmp_path, disk, "full"), tmp_path / "screen"
+    screen = tmp_path / "screen"
+    recipe, reference = (
+        change(recipe_of(corpus, tmp_path, output, name), float8={"sample_every": 0})
+        for output, name in ((disk, "full"), (tmp_path / "runs", "reference"))
+    )
     [(code, _)] = run_processes(1, run, recipe, screen, disk, "full")
     said = screen.read_text()
     assert code == CANNOT_WRITE == 74
     assert said.endswith("all steps are done, but the last checkpoint is not saved; the same command tries again\n")
     assert f"step {STEPS:>6}/{STEPS}" in said
     (disk / "filler").unlink()
-    reference = recipe_of(corpus, tmp_path, tmp_path / "runs", "reference")
     for again in (recipe, reference):
         assert run_processes(1, run, again, screen, disk, "")[0][0] == 0
     assert curve(recipe) == curve(reference)

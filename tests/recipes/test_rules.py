@@ -415,11 +415,14 @@ def test_a_recipe_that_changes_on_the_way_is_kept(tmp_path: Path) -> None:
     assert claim(other, 60) == []
     assert load(tmp_path / "r" / "recipe-until-00000060.toml", rules=False) == old
     assert load(tmp_path / "r" / "recipe.toml", rules=False) == other
+    (tmp_path / "r" / "quarantine.jsonl").write_text("{}\n")
+    assert claim(old, 100) == [] and (tmp_path / "r" / "quarantine.jsonl").exists()
     longer = replace(other, run=replace(other.run, steps=200))
     assert claim(longer, 80) == [
         "run.steps is 200 instead of 100: the learning rate of step 81 is 3.00e-04 instead of 1.20e-04"
     ]
     assert (tmp_path / "r" / "metrics.jsonl").exists()
+    assert not (tmp_path / "r" / "quarantine.jsonl").exists()  # it ran ahead, and is written anew
 
 
 def test_a_recipe_that_took_no_step_replaces_none_that_did(tmp_path: Path) -> None:

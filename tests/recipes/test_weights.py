@@ -93,7 +93,7 @@ def test_the_tokenizer_is_that_of_the_weights(folder: Path) -> None:
 def test_a_run_with_a_checkpoint_needs_the_weights_no_more(folder: Path) -> None:
     options = ("--data.tokenizer", "from_weights", "--run.name", "r")
     recipe = recipe_of(*options)
-    import_folder(folder, Path("runs/r/checkpoints/step-00000004"))
+    import_folder(folder, Path("runs/r/checkpoints/step-00000000"))
     folder.rename("elsewhere")
     assert recipe_of(*options) == recipe
     assert "hf is not there" in refused(*options, "--run.name", "another")

@@ -430,14 +430,6 @@ def test_bad_rows_within_the_budget_are_passed_over_beyond_it_the_run_stops(tmp_
     assert Quarantine(tmp_path / "quarantine.jsonl").note(generous.training.sources) == 201  # a resumed run
     assert len((tmp_path / "quarantine.jsonl").read_text().splitlines()) == 201
     generous.training.close()
-    write_rows(tmp_path / "good.jsonl", 200)
-    good = opened(tmp_path / "cache3", {str(tmp_path / "good.jsonl"): 1.0})
-    assert Quarantine(tmp_path / "quarantine.jsonl").note(good.training.sources) == 0  # nothing is used yet
-    assert (tmp_path / "quarantine.jsonl").exists()
-    good.training.sources[0].require(0)
-    assert Quarantine(tmp_path / "quarantine.jsonl").note(good.training.sources) == 0  # and those there were come later
-    assert not (tmp_path / "quarantine.jsonl").exists()
-    good.training.close()
 
 
 # -------------------------------------------------------------------------------------------------------- what is wrong
