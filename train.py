@@ -6,7 +6,6 @@ signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: go at once, without a tr
 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # scripts/launch.py has it wait for the line above
 
 import argparse  # noqa: E402
-import os  # noqa: E402
 import sys  # noqa: E402
 import time  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -14,7 +13,7 @@ from pathlib import Path  # noqa: E402
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # first: others install a top-level `recipes` too
 
 from parallel.errors import UserError  # noqa: E402
-from recipes.exit_codes import FINISHED, REFUSED  # noqa: E402
+from recipes.exit_codes import FINISHED, REFUSED, leave  # noqa: E402
 
 USAGE = """\
 usage: train.py RECIPE [--section.field value ...]
@@ -74,6 +73,4 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    print(end="", flush=True)
-    os._exit(code)  # gloo's threads outlive the process group, and may abort an interpreter taken down around them
+    leave(main(sys.argv[1:]))

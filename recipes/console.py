@@ -2,10 +2,11 @@
 
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from recipes.durable import Lines
 
 # A young model emits any byte; an escape among them would be an order to the terminal.
 CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), 127) if chr(code) not in "\n\t"}
@@ -16,25 +17,34 @@ class Console:
 
     def __init__(self, *, silent: bool) -> None:
         self._silent = silent
-        # Numbers are read more easily without colours on half of them, and text may hold [brackets] and :colons:.
-        self._screen = RichConsole(highlight=False, markup=False, emoji=False, soft_wrap=True, quiet=silent)
-        self._log: TextIO | None = None
+        self._screen = self._new_screen()
+        self._log: Lines | None = None
         self._early: list[str] = []  # what was said before there was a log
         self._progress: Progress | None = None
 
     def open_log(self, path: Path) -> None:
         """Lines go to this file too, after what it holds already; those said before follow now."""
         if not self._silent:
-            self._log = path.open("a", encoding="utf-8", buffering=1)
-            self._log.writelines(self._early)
+            self._log = Lines(path, tell=self._show)
+            self._log.append(*self._early)
 
     def say(self, text: str = "", *, style: str | None = None) -> None:
         text = text.translate(CONTROLS)
-        self._screen.print(text, style=style)
+        self._show(text, style=style)
         if self._log is not None:
-            self._log.write(text + "\n")
+            self._log.append(text)
         elif not self._silent:
-            self._early.append(text + "\n")
+            self._early.append(text)
+
+    def _show(self, text: str, *, style: str | None = None) -> None:
+        try:
+            self._screen.print(text, style=style)
+        except OSError:  # the screen may be a file on the disk that is full: training goes on
+            self._screen = self._new_screen()  # the old one would print this again, with all that follows
+
+    def _new_screen(self) -> RichConsole:
+        # Numbers are read more easily without colours on half of them, and text may hold [brackets] and :colons:.
+        return RichConsole(highlight=False, markup=False, emoji=False, soft_wrap=True, quiet=self._silent)
 
     def progress(self, step: int, steps: int, text: str) -> None:
         """Move the live line, which only a terminal has."""
@@ -65,5 +75,3 @@ class Console:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.end_progress()
-        if self._log is not None:
-            self._log.close()

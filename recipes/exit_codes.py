@@ -5,6 +5,8 @@ Imports no torch.
 
 import os
 import signal
+from contextlib import suppress
+from typing import NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Ctrl-C, and what schedulers send before they take a machine away: the first stops a run after the step at hand."""
@@ -14,14 +16,15 @@ ECHO_SECONDS = 1.0
 FINISHED = 0
 REFUSED = 2
 """Something that the user can mend; the message says how."""
+CANNOT_WRITE = 74
+"""All steps are done, and the disk does not take the last checkpoint. (EX_IOERR; of the process that tokenizes: it
+cannot even write the reason why it ends.)"""
 PREEMPTED = 75
 """A signal; the state is saved, and the same command goes on from there. (EX_TEMPFAIL: try again.)"""
 POISONED = 76
 """run.max_skipped_steps in a row were skipped; the last checkpoint is as it was."""
 HUNG = 77
 """No progress for run.hang_timeout; who held up the others is said."""
-
-# Reserved, and returned by nothing yet: 74 for a full disk (EX_IOERR).
 
 
 def is_there(process: int) -> bool:
@@ -33,6 +36,13 @@ def is_there(process: int) -> bool:
     except PermissionError:  # another user's
         pass
     return True
+
+
+def leave(code: int) -> NoReturn:
+    """End this process, and not its interpreter: gloo's threads outlive the process group, and may abort that."""
+    with suppress(OSError):  # of a screen that is a file on a full disk
+        print(end="", flush=True)
+    os._exit(code)
 
 
 def ended_by(number: int) -> int:

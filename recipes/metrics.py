@@ -6,7 +6,7 @@ import platform
 import resource
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
 from pathlib import Path
@@ -17,7 +17,9 @@ import torch
 from models.config import ModelConfig
 from models.documents import Documents
 from parallel.reduce import sum_over_processes
+from recipes.durable import Lines, sync
 from recipes.hardware import bf16_peak
+from recipes.run_folder import FLOAT8_SHARES, LOG_FILE, METRICS, QUARANTINE
 
 PACKAGES = ("torch", "torchao", "datasets", "tokenizers", "safetensors", "numpy", "wandb")
 
@@ -99,9 +101,11 @@ class MetricsWriter:
         run_name: str,
         recipe: dict[str, Any],
         before: Mapping[str, Any],
+        tell: Callable[[str], None] = print,
     ) -> None:
-        """before: state() of the run so far, where it goes on."""
-        self._path = folder / "metrics.jsonl"
+        """before: state() of the run so far, where it goes on. tell: where lines for people go."""
+        self._folder, self._tell = folder, tell
+        self._lines = Lines(folder / METRICS, tell=tell)
         self._enabled = enabled
         self._wandb: Any = None
         if enabled and wandb_project is not None:
@@ -111,11 +115,6 @@ class MetricsWriter:
         """What a checkpoint keeps, so that a run that goes on is one run at Weights & Biases too."""
         return {} if self._wandb is None else {"wandb_id": self._wandb.id}
 
-    def cut_back(self, step: int) -> None:
-        """Forget rows after `step`."""
-        if self._enabled:
-            cut_back(self._path, step)
-
     def write(self, row: dict[str, Any]) -> None:
         """Append one row. In the file, nan and inf, which JSON does not have, are null."""
         if not self._enabled:
@@ -123,25 +122,22 @@ class MetricsWriter:
         finite = {
             key: None if isinstance(value, float) and not isfinite(value) else value for key, value in row.items()
         }
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(finite, allow_nan=False) + "\n")
+        self._lines.append(json.dumps(finite, allow_nan=False))
         if self._wandb is not None:
             self._wandb.log({k: v for k, v in row.items() if k not in ("step", "documents")}, step=row["step"])
+
+    def sync(self) -> None:
+        """Before a checkpoint: a power cut must not leave that and take the rows of its steps, here and in the log."""
+        if not self._enabled:
+            return
+        try:
+            sync(self._folder, (METRICS, FLOAT8_SHARES, QUARANTINE, LOG_FILE))
+        except OSError as error:
+            self._tell(f"{self._folder} cannot be synced: {error.strerror}; a power cut would take lines with it")
 
     def close(self) -> None:
         if self._wandb is not None:
             self._wandb.finish()
-
-
-def cut_back(path: Path, step: int) -> None:
-    """Take the rows after `step` out of a .jsonl file, if it is there: a resumed run goes through those steps again."""
-    if not path.exists():
-        return
-    rows = path.read_text(encoding="utf-8").splitlines()
-    kept = [row for row in rows if _step_of(row) is not None and _step_of(row) <= step]  # type: ignore[operator]
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(row + "\n" for row in kept), encoding="utf-8")
-    os.replace(partial, path)
 
 
 def device_name(device: torch.device) -> str:
@@ -185,14 +181,6 @@ def _version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
-        return None
-
-
-def _step_of(row: str) -> int | None:
-    """The step of a metrics row; None for a line that a kill left half written."""
-    try:
-        return int(json.loads(row)["step"])
-    except (ValueError, KeyError, TypeError):
         return None
 
 

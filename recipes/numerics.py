@@ -1,7 +1,7 @@
 """float8.jsonl: which numbers float8 loses, in steps of the run."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from torch import nn
 from parallel.casts import CastCounts
 from parallel.config import Float8Config
 from parallel.dist import World
-from recipes.metrics import cut_back
+from recipes.durable import Lines
 from recipes.phases import LOG, Phases
 from recipes.run_folder import FLOAT8_SHARES
 
@@ -22,14 +22,20 @@ class CastSampler:
     """
 
     def __init__(
-        self, model: nn.Module, config: Float8Config, world: World, folder: Path, *, phases: Phases, done: int
+        self,
+        model: nn.Module,
+        config: Float8Config,
+        world: World,
+        folder: Path,
+        *,
+        phases: Phases,
+        tell: Callable[[str], None],
     ) -> None:
+        """folder: of the run. tell: where lines for people go."""
         self._every, self._world, self._phases = config.sample_every, world, phases
-        self._path = folder / FLOAT8_SHARES
+        self._lines = Lines(folder / FLOAT8_SHARES, tell=tell)
         if self._every:
             self._counts = CastCounts(model, device=world.device)
-            if world.is_main:
-                cut_back(self._path, done)
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -42,5 +48,4 @@ class CastSampler:
         with self._phases.apart(LOG):
             rows = self._counts.shares()
             if self._world.is_main:
-                with self._path.open("a", encoding="utf-8") as file:
-                    file.writelines(json.dumps({"step": number, **row}) + "\n" for row in rows)
+                self._lines.append(*(json.dumps({"step": number, **row}) for row in rows))

@@ -67,6 +67,9 @@ def farewell(signal: str, step: int, *, saved: bool, every: int) -> str:
     return f"{signal}: interrupted after step {step}; {'the same command goes on from there' if saved else rest}"
 
 
+UNSAVED = "all steps are done, but the last checkpoint is not saved; the same command tries again"
+
+
 def contents(folder: Path) -> str:
     """What a run wrote, and where."""
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))

@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2
 
-from recipes.exit_codes import HUNG, POISONED, PREEMPTED, REFUSED, ended_by
+from recipes.exit_codes import CANNOT_WRITE, HUNG, POISONED, PREEMPTED, REFUSED, ended_by
 
 
 class End(StrEnum):
@@ -23,10 +23,10 @@ class End(StrEnum):
     """Which cancels the job or requeues it by itself: neither the job's fault nor its decision."""
 
 
-# What is not here is a crash; 74 is reserved in recipes/exit_codes.py.
+# What is not here is a crash.
 FINAL_CODES = {
     REFUSED: "the recipe, its data or its folder must be mended first (exit code 2)",
-    74: "the disk is full (exit code 74)",
+    CANNOT_WRITE: "the last checkpoint cannot be saved (exit code 74)",
     POISONED: "the run is poisoned (exit code 76)",
 }
 # Saved; or ended by a signal with nothing to save yet, which the same command does over.

@@ -20,7 +20,8 @@ from recipes.schema import (
     RunConfig,
     ScheduleConfig,
 )
-from recipes.weights import FROM_WEIGHTS, TOKENIZER, differences, starting_point
+from recipes.starting import starting_point
+from recipes.weights import FROM_WEIGHTS, TOKENIZER, differences
 
 Violation = tuple[str, str]
 """(dotted key, the rule it breaks and what to write instead)."""

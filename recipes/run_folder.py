@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
+from recipes.durable import PART, cut_back, write_whole
 from recipes.fields import field_types, toml, value_of
 from recipes.load import load, to_toml
+from recipes.run_lock import LOCK, RunLock
 from recipes.schedule import learning_rate
 from recipes.schema import Recipe
-from recipes.weights import CHECKPOINTS
+from recipes.weights import CHECKPOINTS, step_folder
 
-RECIPE = "recipe.toml"
+RECIPE, METRICS, QUARANTINE, LOG_FILE = "recipe.toml", "metrics.jsonl", "quarantine.jsonl", "log.txt"
 FLOAT8_SHARES = "float8.jsonl"
 """{"step", "linear", "tensor", "overflow", "underflow"} of sampled steps."""
 DATA = "data.json"
@@ -51,7 +53,7 @@ def identity_differences(old: Recipe, new: Recipe) -> list[str]:
 
 def holds_results(folder: Path) -> bool:
     """Whether the folder of a run holds anything that took time to make."""
-    metrics = folder / "metrics.jsonl"
+    metrics = folder / METRICS
     return (metrics.is_file() and metrics.stat().st_size > 0) or any((folder / CHECKPOINTS).glob("step-*"))
 
 
@@ -67,7 +69,7 @@ def check_output_folder(recipe: Recipe) -> None:
             what = "may not be written to" if place.is_dir() else "is no folder"
             raise UserError(f"run.output = {toml(recipe.run.output)}: {place} {what}; write another run.output")
         return
-    if not any(folder.iterdir()):
+    if all(path.name == LOCK or path.name.startswith(PART) for path in folder.iterdir()):  # empty, or begun and killed
         return
     if not (folder / RECIPE).is_file():
         raise UserError(f"{folder} is not empty and holds no {RECIPE}, so it is not a run's folder; {remedy}")
@@ -87,35 +89,47 @@ def check_output_folder(recipe: Recipe) -> None:
         raise UserError(f"{folder} belongs to a different recipe:{lines}\n{remedy}, or put these keys back")
 
 
-def claim_run_folder(recipe: Recipe, *, done: int, environment: dict[str, Any]) -> list[str]:
+def claim_run_folder(recipe: Recipe, *, done: int, environment: dict[str, Any], lock: RunLock) -> list[str]:
     """Make the folder this run's own: recipe.toml and environment.json. Returns what the user should know.
 
     done: steps of the checkpoint that the run goes on from, or 0. What is there already is kept: results that no
-    checkpoint continues move aside with their folder, and a recipe that changes on the way stays under another name.
-    Raises UserError where the folder cannot be written.
+    checkpoint continues move aside with their folder, a recipe that changes on the way stays under another name, and
+    rows of steps that come again are cut off. lock: the folder's, from here on at the latest. Raises UserError where
+    another process has the folder, or it cannot be written.
     """
-    folder, notes = recipe.run.folder, []
+    folder = recipe.run.folder
+    notes: list[str] = []
     if folder.is_symlink():  # what is set aside stays where the link points, and so does what is new
         folder = folder.resolve()
     try:
+        lock.take(folder, tell=notes.append)
         if done == 0 and holds_results(folder):
             aside = next(path for n in count(1) if not (path := folder.with_name(f"{folder.name}.{n}")).exists())
             folder.rename(aside)
             notes.append(f"{folder} held results and no checkpoint to go on from: they are in {aside} now")
         folder.mkdir(parents=True, exist_ok=True)
+        lock.take(folder, tell=notes.append)
         if done < recipe.run.steps:
             text, file = to_toml(recipe), folder / RECIPE
-            if done > 0 and file.is_file() and file.read_text(encoding="utf-8") != text:
+            if done > 0 and file.is_file() and (old := file.read_text(encoding="utf-8")) != text:
                 notes += _note_schedule(load(file, rules=False), recipe, done)
                 kept = folder / f"recipe-until-{done:08d}.toml"
                 if not kept.exists():  # else the recipe in `file` took no step that is left
-                    file.rename(kept)
-            file.write_text(text, encoding="utf-8")
-            facts = json.dumps(environment, indent=2) + "\n"
-            (folder / "environment.json").write_text(facts, encoding="utf-8")
+                    write_whole(kept, old, sync=True)
+            _update(file, text)
+            (folder / QUARANTINE).unlink(missing_ok=True)  # which is written anew as far as the run has come
+            _update(folder / "environment.json", json.dumps(environment, indent=2) + "\n")
+        for name in (METRICS, FLOAT8_SHARES):
+            cut_back(folder / name, done)
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror}; write another run.output") from None
     return notes
+
+
+def _update(file: Path, text: str) -> None:
+    """Have this text in the file; there is never a moment without the old one or the new one."""
+    if not file.is_file() or file.read_text(encoding="utf-8") != text:
+        write_whole(file, text, sync=True)
 
 
 def read_data_facts(checkpoint: Path) -> dict[str, Any]:
@@ -123,11 +137,22 @@ def read_data_facts(checkpoint: Path) -> dict[str, Any]:
     file = checkpoint / DATA
     try:
         facts = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(facts, dict) or not isinstance(facts.get("sources"), dict):
+        sources = facts.get("sources") if isinstance(facts, dict) else None
+        if not isinstance(sources, dict) or not all(isinstance(about, dict) for about in sources.values()):
             raise ValueError("not what it should be")
         return facts
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file} cannot be read ({error}); remove {checkpoint} to go on from an older one") from None
+
+
+def data_before(run_folder: Path, step: int | None) -> dict[str, Any]:
+    """What a run has read until the checkpoint of this step, if it goes on from one."""
+    if step is None:
+        return {}
+    try:
+        return read_data_facts(step_folder(run_folder / CHECKPOINTS, step))
+    except UserError:  # what is wrong with the checkpoint is found, and said, when it is loaded
+        return {}
 
 
 def require_same_data(checkpoint: Path, facts: dict[str, Any]) -> None:

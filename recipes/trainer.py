@@ -31,7 +31,7 @@ from recipes.console import Console
 from recipes.convert import export_model, load_weights
 from recipes.data.feed import Feed
 from recipes.evaluate import mean_loss, show_sample
-from recipes.exit_codes import FINISHED, POISONED, PREEMPTED, ended_by
+from recipes.exit_codes import CANNOT_WRITE, FINISHED, POISONED, PREEMPTED, ended_by
 from recipes.firewall import Firewall, Poisoned, backward
 from recipes.garbage import collected_by_hand
 from recipes.goodput import SKIPPED, Goodput
@@ -42,14 +42,16 @@ from recipes.numerics import CastSampler
 from recipes.optimizer import build_optimizer
 from recipes.phases import END, FIRST_STEP, LOADING, LOG, SAVE, STEP, VALIDATION, Phases
 from recipes.profile import StepProfiler
-from recipes.report import contents, farewell, introduction, step_line, summary
+from recipes.report import UNSAVED, contents, farewell, introduction, step_line, summary
 from recipes.rules import require_valid
-from recipes.run_folder import DATA, check_output_folder, claim_run_folder, read_data_facts, require_same_data
+from recipes.run_folder import DATA, LOG_FILE, check_output_folder, claim_run_folder, data_before, require_same_data
+from recipes.run_lock import RunLock
 from recipes.schedule import learning_rate
 from recipes.schema import Recipe
+from recipes.starting import starting_point
 from recipes.stragglers import Stragglers
 from recipes.tokenizer import Tokenizer
-from recipes.weights import CHECKPOINTS, FROM_WEIGHTS, Weights, checkpoint_files, starting_point, step_folder
+from recipes.weights import CHECKPOINTS, FROM_WEIGHTS, Weights, checkpoint_files
 
 
 class Trainer:
@@ -60,7 +62,8 @@ class Trainer:
         self.phases = phases or Phases(world.device)
         require_valid(recipe, nodes=world.nodes)
         on_main_first(world, lambda: check_output_folder(recipe))
-        self.folder = recipe.run.folder
+        self.folder, self.lock = recipe.run.folder, RunLock()
+        on_main(world, lambda: self.lock.take(self.folder, tell=console.say))
         self.resume_step = on_main(world, lambda: newest_whole(self.folder / CHECKPOINTS, tell=console.say))
         self.mesh_degrees: MeshDegrees = recipe.mesh.fit(world.size, nodes=len(world.nodes))
 
@@ -110,7 +113,7 @@ class Trainer:
             seed=recipe.run.seed,
             vocabulary=recipe.model.vocabulary,
             tokenizer=self._tokenizer,
-            before=self._data_before,
+            before=partial(data_before, self.folder, self.resume_step),
             say=console.say,
         )
 
@@ -128,11 +131,12 @@ class Trainer:
         self.goodput = Goodput(self.phases, before=progress)
         self.stragglers = Stragglers(world, self.phases, model=self.model, head=self.model.norm)
         if recipe.checkpoint.every and self.step < recipe.run.steps:
-            self.checkpoints.require_room(self.parameters)
+            self.checkpoints.require_room(self.parameters, moments=getattr(torch, recipe.optimizer.state_dtype))
         # Only now: until here a signal ends the process, and a run that could not start leaves nothing behind.
         self.interruption = Interruption()
         self._open_folder()
-        self.feed.list_bad_rows_in(self.folder / "quarantine.jsonl")
+        if self.step < recipe.run.steps:  # a finished run reads nothing more, and has its list
+            self.feed.list_bad_rows_in(self.folder)
         self.validation_loss: float | None = None
         self.metrics = MetricsWriter(
             self.folder,
@@ -141,8 +145,8 @@ class Trainer:
             run_name=recipe.run.name,
             recipe=asdict(recipe),
             before=progress,
+            tell=console.say,
         )
-        self.metrics.cut_back(self.step)
 
     # The loop
 
@@ -173,11 +177,9 @@ class Trainer:
 
     def _loop(self) -> int:
         """Train to the last step, or to the signal that is returned."""
-        recipe = self.recipe
-        profiler = StepProfiler(
-            recipe.profile, self.world, folder=self.folder / "profile", phases=self.phases, say=self.console.say
-        )
-        sampler = CastSampler(self.model, recipe.float8, self.world, self.folder, phases=self.phases, done=self.step)
+        recipe, say = self.recipe, self.console.say
+        profiler = StepProfiler(recipe.profile, self.world, folder=self.folder / "profile", phases=self.phases, say=say)
+        sampler = CastSampler(self.model, recipe.float8, self.world, self.folder, phases=self.phases, tell=say)
         while self.step < recipe.run.steps:
             with profiler.step(), sampler.step(self.step + 1):
                 loss, norm = self._train_step()
@@ -216,7 +218,8 @@ class Trainer:
         if recipe.optimizer.grad_clip > 0:
             clip_gradients(self.parameters, norm=norm, max_norm=recipe.optimizer.grad_clip)
         # torch's fused kernels leave parameters, moments and step counters alone where this is 1. (for GradScaler)
-        self.optimizer.found_inf = self.firewall.judge(self.step + 1, loss=loss, norm=norm)  # type: ignore[attr-defined]
+        skip = self.firewall.judge(self.step + 1, loss=loss, norm=norm).to(self.parameters[0].device)
+        self.optimizer.found_inf = skip  # type: ignore[attr-defined]
         self.optimizer.step()
         self.optimizer.zero_grad()
         if recipe.float8.all_gather:
@@ -276,6 +279,7 @@ class Trainer:
     def _save(self) -> None:
         self._note_skipped()  # a run that goes on from here does not come by these steps again
         with self.phases.apart(SAVE):
+            self.metrics.sync()
             progress = {"sequences": self.step * self.recipe.batch.global_batch_size, "tokens": self._tokens()}
             progress |= self.firewall.state() | self.metrics.state()
             progress |= self.goodput.state(finished=self.step == self.recipe.run.steps)
@@ -314,15 +318,6 @@ class Trainer:
         spec = self.recipe.data.tokenizer
         return self._weights().tokenizer() if spec == FROM_WEIGHTS else spec
 
-    def _data_before(self) -> dict[str, Any]:
-        """What the run has read so far, if it goes on from a checkpoint."""
-        if self.resume_step is None:
-            return {}
-        try:
-            return read_data_facts(step_folder(self.folder / CHECKPOINTS, self.resume_step))
-        except UserError:  # what is wrong with the checkpoint is found, and said, when it is loaded
-            return {}
-
     def _description(self) -> Description:
         """What goes with the weights wherever they go."""
         facts = TextFacts(self.context_length, eos_token_id=self.feed.tokenizer.end_of_document)
@@ -344,9 +339,10 @@ class Trainer:
     def _open_folder(self) -> None:
         """Make the run's folder, if need be, and say in it what runs here and where."""
         facts = environment(world_size=self.world.size, device=self.world.device)
-        for note in on_main(self.world, lambda: claim_run_folder(self.recipe, done=self.step, environment=facts)):
+        claim = partial(claim_run_folder, self.recipe, done=self.step, environment=facts, lock=self.lock)
+        for note in on_main(self.world, claim):
             self.console.say(note)
-        self.console.open_log(self.folder / "log.txt")
+        self.console.open_log(self.folder / LOG_FILE)
 
     def _stop_early(self, number: int) -> int:
         """A signal: save, if the run saves at all."""
@@ -376,15 +372,14 @@ class Trainer:
             show_sample(
                 self.model, self.feed, recipe.batch, recipe.validation.sample_tokens, device=device, seed=seed, say=say
             )
-        if recipe.checkpoint.export_hf:
+        if recipe.checkpoint.export_hf and saved:
             export_model(self.model, self.folder / "hf", self._description(), world=self.world)
         if done:
             tokens = done * self.throughput.tokens_per_step
             self.console.say(summary(done, tokens, seconds, validation_loss=self.validation_loss), style="bold")
-        self._end(contents(self.folder))
-        if recipe.checkpoint.every and not saved:
-            raise UserError("all steps are done, but the last checkpoint is not saved; the same command tries again")
-        return FINISHED
+        unsaved = bool(recipe.checkpoint.every) and not saved
+        self._end(UNSAVED if unsaved else contents(self.folder))
+        return CANNOT_WRITE if unsaved else FINISHED
 
     def _end(self, last_word: str) -> None:
         self.console.say(self.goodput.line())

@@ -85,11 +85,6 @@ def find_weights(path: str | Path) -> Weights:
     )
 
 
-def starting_point(weights: str, run_folder: Path) -> Weights:
-    """What a run with this model.weights begins with: its own newest checkpoint, which needs them no more, or them."""
-    return find_weights(run_folder if checkpoint_steps(run_folder / CHECKPOINTS) else weights)
-
-
 def checkpoint_steps(folder: Path) -> list[int]:
     """Steps of the complete checkpoints in the folder of a run's checkpoints, oldest first."""
     # Without a superfluous zero: each step has one name.

@@ -15,11 +15,11 @@ from typing import Any
 
 from parallel.errors import UserError
 from recipes.data.prepare import Preparation, write_shards
-from recipes.data.shards import PROBLEM, Shards, write_whole
+from recipes.data.shards import PROBLEM, Shards
+from recipes.durable import write_whole
+from recipes.exit_codes import CANNOT_WRITE
 
 SECONDS_BETWEEN_LOOKS = 0.02
-# When not even the reason can be written. EX_IOERR of sysexits.h.
-CANNOT_WRITE = 74
 EVERYTHING = 2**62
 
 
@@ -98,7 +98,7 @@ def _tell(folder: Path, text: str) -> None:
     try:
         write_whole(folder / PROBLEM, text)
     except OSError:
-        os._exit(CANNOT_WRITE)
+        os._exit(CANNOT_WRITE)  # not even the reason
 
 
 def _end_with_parent() -> None:

@@ -10,6 +10,7 @@ from parallel.errors import UserError
 from recipes.data.batches import Batches, MicroBatch
 from recipes.data.opening import open_data, pinned_sources
 from recipes.data.sequences import Quarantine, Sequences
+from recipes.run_folder import QUARANTINE
 from recipes.schema import BatchConfig, DataConfig
 from recipes.tokenizer import Tokenizer
 
@@ -111,9 +112,9 @@ class Feed:
         found = self.training.sequences.epochs(batches * self._global_batch_size)
         return {name: None if times is None else round(times, 4) for name, times in found.items()}
 
-    def list_bad_rows_in(self, file: Path) -> None:
-        """From now on, note bad rows in this file."""
-        self._quarantine = Quarantine(file)
+    def list_bad_rows_in(self, folder: Path) -> None:
+        """From now on, note bad rows in this folder of a run."""
+        self._quarantine = Quarantine(folder / QUARANTINE, tell=self._say)
         self.note_bad_rows()
 
     def note_bad_rows(self) -> None:

@@ -45,9 +45,9 @@ from recipes.data.shards import (
     shard_path,
     token_type,
     tokens_fingerprint,
-    write_whole,
 )
 from recipes.data.sources import document_hash, find_files, fingerprint
+from recipes.durable import write_whole
 from recipes.exit_codes import is_there
 from recipes.tokenizer import BATCH_CHARACTERS, Tokenizer, parallel_tokenizers
 

@@ -6,6 +6,7 @@ S sequence length; a row holds S + 1 tokens, S inputs and S targets that overlap
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from parallel.errors import UserError
 from recipes.data.background import EVERYTHING, Background
 from recipes.data.order import Mixture, SequenceOrder
 from recipes.data.shards import PROBLEM, TRAIN, BadRowBudget, Shards, bad_rows
+from recipes.durable import Lines
 
 SECONDS_BETWEEN_LOOKS = 0.05
 
@@ -33,8 +35,10 @@ class Piece:
 class Quarantine:
     """quarantine.jsonl: file, row and reason of every bad row in what a run has used so far."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, *, tell: Callable[[str], None] = print) -> None:
+        """tell: where lines for people go."""
         self.file = file
+        self._lines = Lines(file, tell=tell)
         self._rows = 0
         self._noted: dict[str, int] = {}
 
@@ -45,9 +49,10 @@ class Quarantine:
             rows = list(bad_rows(source.shards.folder, source.shards.shards[:used], first=first))
             self._noted[source.name] = used
             if rows:
-                # A resumed run looks through all that it used, so that the file is always whole.
-                with self.file.open("a" if self._rows else "w", encoding="utf-8") as file:
-                    file.writelines(json.dumps({"source": source.name, **row}) + "\n" for row in rows)
+                if not self._rows:  # a resumed run looks through all that it used, so that the file is always whole
+                    with suppress(OSError):  # then nothing is appended either, and that is told
+                        self.file.unlink(missing_ok=True)
+                self._lines.append(*(json.dumps({"source": source.name, **row}) for row in rows))
                 self._rows += len(rows)
         return self._rows
 

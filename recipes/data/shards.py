@@ -15,8 +15,6 @@ of the files as they were given. Imports no torch.
 """
 
 import json
-import os
-import platform
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -28,6 +26,7 @@ import numpy as np
 import xxhash
 
 from parallel.errors import UserError
+from recipes.durable import write_whole
 
 # Part of every fingerprint: raise it when the same source begins to give other files.
 FORMAT_VERSION = 2
@@ -194,13 +193,6 @@ def damage(folder: Path, number: int, shard: Shard) -> str | None:
         if xxhash.xxh3_64_hexdigest(content.data) != shard.checksums[kind]:
             return f"{file.name} does not have the checksum that {shard_path(folder, number).name} says"
     return None
-
-
-def write_whole(file: Path, text: str) -> None:
-    """A reader finds the whole text or nothing; of two writers of the same, either's serves."""
-    part = file.with_name(f".part-{platform.node()}-{os.getpid()}-{file.name}")
-    part.write_text(text, encoding="utf-8")
-    part.replace(file)
 
 
 class Shards:

@@ -114,3 +114,31 @@ def test_a_live_line_on_a_terminal(tmp_path: Path) -> None:
     assert "loss 2.500" in screen and "2/7" in screen
     assert screen.rindex("\x1b[2K") > screen.rindex("2/7")  # wiped at the end
     assert (tmp_path / "log.txt").read_text() == "step 1\nstep 2\n"
+
+
+# Two lines on a screen or into a log that take none.
+FULL = """
+import sys
+from pathlib import Path
+from recipes.console import Console
+with Console(silent=False) as console:
+    console.open_log(Path(sys.argv[1]))
+    for step in (1, 2):
+        console.say(f"step {step}")
+print("the end", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("full", ["log", "screen", "both"])
+def test_a_full_disk_ends_nothing(full: str, tmp_path: Path) -> None:
+    log = tmp_path / "log.txt" if full == "screen" else Path("/dev/full")
+    with open("/dev/full" if full != "log" else tmp_path / "screen", "w") as screen:
+        done = subprocess.run(
+            [sys.executable, "-c", FULL, log], cwd=ROOT, stdout=screen, stderr=subprocess.PIPE, text=True
+        )
+    assert done.stderr.startswith("the end\n")
+    if full == "log":
+        lost = "/dev/full cannot be written: No space left on device; its lines are lost until it can"
+        assert sorted((tmp_path / "screen").read_text().splitlines()) == sorted(["step 1", "step 2", lost])
+    if full == "screen":
+        assert log.read_text() == "step 1\nstep 2\n"

@@ -138,33 +138,11 @@ def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
     assert rows(tmp_path) == [{"step": 1, "loss": None, "grad_norm": None, "lr": 1e-3}]
 
 
-def test_cut_back_forgets_later_steps_and_half_a_line(tmp_path: Path) -> None:
-    written = writer(tmp_path)
-    for step in (1, 2, 3):
-        written.write({"step": step, "loss": 1 / step})
-        written.write({"step": step, "validation_loss": 2 / step})
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 2, "lo')
-    before = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    writer(tmp_path).cut_back(2)
-    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == before[:4]
-    writer(tmp_path).write({"step": 3, "loss": 9.0})
-    assert rows(tmp_path)[-1] == {"step": 3, "loss": 9.0}
-    writer(tmp_path).cut_back(0)
-    assert rows(tmp_path) == []
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_cut_back_without_a_file_makes_none(tmp_path: Path) -> None:
-    writer(tmp_path).cut_back(5)
-    assert not list(tmp_path.iterdir())
-
-
 def test_other_ranks_touch_nothing(tmp_path: Path) -> None:
     writer(tmp_path).write({"step": 7})
     before = (tmp_path / "metrics.jsonl").read_bytes()
     silent = MetricsWriter(tmp_path, enabled=False, wandb_project="p", run_name="r", recipe={}, before={})
-    silent.cut_back(0)
+    silent.sync()
     silent.write({"step": 8})
     silent.close()
     assert (tmp_path / "metrics.jsonl").read_bytes() == before

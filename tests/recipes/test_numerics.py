@@ -71,6 +71,10 @@ def test_sampled_steps_are_written_and_change_nothing(sampled: Recipe) -> None:
     shutil.rmtree(sampled.run.folder / "checkpoints/step-00000004")
     assert run_processes(1, run, [sampled]) == [[0]]
     assert rows(sampled, "float8.jsonl") == found
+    # Nor do they stay where the run goes on without sampling.
+    shutil.rmtree(sampled.run.folder / "checkpoints/step-00000004")
+    assert run_processes(1, run, [replace(sampled, float8=plain.float8)]) == [[0]]
+    assert rows(sampled, "float8.jsonl") == found[: 14 * 6]
     elsewhere = rows(two, "float8.jsonl")
     for name in ("step", "linear", "tensor", "overflow"):
         assert [row[name] for row in elsewhere] == [row[name] for row in found]

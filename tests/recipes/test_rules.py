@@ -20,6 +20,7 @@ from recipes.run_folder import (
     identity_differences,
     require_same_data,
 )
+from recipes.run_lock import RunLock
 from recipes.schema import (
     BatchConfig,
     CheckpointConfig,
@@ -385,7 +386,7 @@ def test_a_place_that_cannot_hold_a_folder(tmp_path: Path) -> None:
 
 
 def claim(recipe: Recipe, done: int) -> list[str]:
-    return claim_run_folder(recipe, done=done, environment={"done": done})
+    return claim_run_folder(recipe, done=done, environment={"done": done}, lock=RunLock())
 
 
 def test_a_new_run_makes_its_folder(tmp_path: Path) -> None:
@@ -414,11 +415,14 @@ def test_a_recipe_that_changes_on_the_way_is_kept(tmp_path: Path) -> None:
     assert claim(other, 60) == []
     assert load(tmp_path / "r" / "recipe-until-00000060.toml", rules=False) == old
     assert load(tmp_path / "r" / "recipe.toml", rules=False) == other
+    (tmp_path / "r" / "quarantine.jsonl").write_text("{}\n")
+    assert claim(old, 100) == [] and (tmp_path / "r" / "quarantine.jsonl").exists()
     longer = replace(other, run=replace(other.run, steps=200))
     assert claim(longer, 80) == [
         "run.steps is 200 instead of 100: the learning rate of step 81 is 3.00e-04 instead of 1.20e-04"
     ]
     assert (tmp_path / "r" / "metrics.jsonl").exists()
+    assert not (tmp_path / "r" / "quarantine.jsonl").exists()  # it ran ahead, and is written anew
 
 
 def test_a_recipe_that_took_no_step_replaces_none_that_did(tmp_path: Path) -> None:
@@ -457,7 +461,7 @@ def test_another_text_or_tokenizer_is_noticed(tmp_path: Path) -> None:
         require_same_data(tmp_path, facts("x", "13"))
     with pytest.raises(UserError, match=r'was trained on other text behind "x.txt": 12 files then, 13 files now'):
         require_same_data(tmp_path, facts("a", "13"))
-    for content in ("{", "[]", "{}"):
+    for content in ("{", "[]", "{}", '{"sources": {"x.txt": [1]}}', "[" * 100_000):
         (tmp_path / "data.json").write_text(content)
         with pytest.raises(UserError, match="cannot be read"):
             require_same_data(tmp_path, facts("a", "12"))

@@ -16,6 +16,7 @@ from recipes.convert import export_checkpoint, import_folder
 from recipes.load import load, to_toml
 from recipes.run_folder import identity_differences
 from recipes.schema import Recipe
+from recipes.starting import starting_point
 from recipes.weights import find_weights
 from tests.processes import run_processes
 from tests.recipes.test_hf_folder import SMALL, edit_config, files, truncate, write_random
@@ -92,7 +93,7 @@ def test_the_tokenizer_is_that_of_the_weights(folder: Path) -> None:
 def test_a_run_with_a_checkpoint_needs_the_weights_no_more(folder: Path) -> None:
     options = ("--data.tokenizer", "from_weights", "--run.name", "r")
     recipe = recipe_of(*options)
-    import_folder(folder, Path("runs/r/checkpoints/step-00000004"))
+    import_folder(folder, Path("runs/r/checkpoints/step-00000000"))
     folder.rename("elsewhere")
     assert recipe_of(*options) == recipe
     assert "hf is not there" in refused(*options, "--run.name", "another")
@@ -152,6 +153,16 @@ def test_runs_from_runs(corpus: Path, tmp_path: Path) -> None:
     assert weights.path.name == "step-00000003" and weights.facts.context_length == 32
     assert find_weights(tmp_path / "from-run").facts.context_length == 32  # not shorter than what it came from
     assert find_weights(tmp_path / "from-run").model == weights.model
+    goes_on = tmp_path / "from-folder"
+    for newest, expected in (("step-00000004", "checkpoints/step-00000002"), ("step-00000002", "hf")):
+        assert starting_point(extended.model.weights, goes_on).path.name == newest
+        description = goes_on / "checkpoints" / newest / "model.json"
+        description.write_text(description.read_text().replace('"layers": 2', '"layers": 3'))
+        found = starting_point(extended.model.weights, goes_on)  # damaged: what the run will go on from counts
+        assert str(found.path).endswith(expected) and found.model.layers == 2
+    with pytest.raises(UserError, match=r"step-00000004/model\.json"):
+        starting_point("", goes_on)
+
     export_checkpoint(tmp_path / "first", tmp_path / "out")
     for file in (tmp_path / "out").iterdir():
         assert file.read_bytes() == (tmp_path / "first" / "hf" / file.name).read_bytes(), file.name

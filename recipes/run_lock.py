@@ -1,0 +1,104 @@
+"""Keeps a run's folder for one process at a time. Imports no torch."""
+
+import errno
+import fcntl
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from parallel.errors import UserError
+
+LOCK = ".lock"
+PATIENCE_HERE = 15.0
+"""Seconds for what ran before on this host to end: who has lost its peers speaks for 10 seconds before it goes."""
+PATIENCE_ELSEWHERE = 120.0
+"""... on another one: a server of NFSv4 lets go what a dead host held after its lease, 90 seconds as a rule."""
+SECONDS_BETWEEN_LOOKS = 0.2
+HELD = (errno.EACCES, errno.EAGAIN)
+"""What a lock that another process has looks like, by POSIX."""
+
+
+class RunLock:
+    """The lock of a run's folder, which rank 0 takes for all. It is gone when its process is, however that ends.
+
+    A POSIX lock (fcntl), not flock(): no child inherits it, so nothing that outlives rank 0 can hold it, and between
+    nodes it works over NFS (v4, or v3 with lockd) and over Lustre mounted with -o flock. The file stays, and means
+    nothing without its lock. Who closes any descriptor of the file loses the lock, so nothing else of ours opens it.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor: int | None = None
+        self._without = False  # the file system has no locks
+
+    def take(
+        self,
+        folder: Path,
+        *,
+        tell: Callable[[str], None],
+        here: float = PATIENCE_HERE,
+        elsewhere: float = PATIENCE_ELSEWHERE,
+    ) -> None:
+        """Take the lock of this folder, unless that has happened; nothing where no folder is.
+
+        here, elsewhere: seconds to wait for a process on this host, on another one. Raises UserError where one goes on
+        having the lock. Where the file system has no locks, or cannot be written, that is told.
+        """
+        if self._without or not folder.is_dir():
+            return
+        file, began, waits = folder / LOCK, time.monotonic(), False
+        while True:
+            try:
+                if self._holds(file) or self._try(file):
+                    return
+                holder = file.read_text(encoding="utf-8").strip() or "another process"
+            except OSError as error:
+                tell(f"{file} cannot be locked ({error.strerror}): nothing keeps this run from being started twice")
+                self._without = True
+                return
+            patience = here if holder.endswith(f" on {platform.node()}") else elsewhere
+            if time.monotonic() - began > patience:
+                break
+            if not waits:
+                tell(f"{folder} is in use by {holder}; waiting up to {patience:.0f} s for its end")
+                waits = True
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+        raise UserError(
+            f"{folder} is in use: {holder} runs it; end that first, or give this run another name (--run.name OTHER)."
+            f" If it is a host that is dead, and the file system has not noticed: remove {file}"
+        )
+
+    def _holds(self, file: Path) -> bool:
+        return self._descriptor is not None and _is(file, self._descriptor)
+
+    def _try(self, file: Path) -> bool:
+        """Whether the lock is ours now."""
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _is(file, descriptor):  # the folder was set aside, or the file removed, just now
+                os.close(descriptor)
+                return False
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno in HELD:
+                return False
+            raise
+        if self._descriptor is not None:  # of a folder that was set aside
+            os.close(self._descriptor)
+        self._descriptor = descriptor
+        try:
+            os.truncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())
+        except OSError:  # a full disk: it is not said who, but locked it is
+            pass
+        return True
+
+
+def _is(file: Path, descriptor: int) -> bool:
+    """Whether that is the file of this name, still."""
+    try:
+        return os.path.samestat(file.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False

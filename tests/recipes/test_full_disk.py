@@ -1,0 +1,147 @@
+"""Whole runs on a disk that is full, or read-only, from some step on: a small tmpfs."""
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.exit_codes import CANNOT_WRITE
+from recipes.load import load
+from recipes.schema import Recipe
+from tests.processes import run_processes
+from tests.recipes.test_trainer import DEBUG, change, curve, rows
+
+STEPS, BAD, GOOD = 24, 4, 18
+"""The disk takes nothing more in step BAD, and is well again in step GOOD."""
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", place], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"mounting a tmpfs is not allowed here: {mounted.stderr.strip()}")
+    yield place
+    while os.path.ismount(place):  # once for each mount on top of another
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+def fill(disk: Path) -> None:
+    with (disk / "filler").open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            pass
+
+
+def mount(disk: Path, mode: str) -> None:
+    # A bind mount: it becomes read-only though files are open.
+    if mode == "ro":
+        subprocess.run(["mount", "--bind", disk, disk], check=True)
+        subprocess.run(["mount", "-o", "remount,bind,ro", disk], check=True)
+    else:
+        subprocess.run(["mount", "-o", "remount,bind,rw", disk], check=True)
+
+
+def run(recipe: Recipe, screen: Path, disk: Path, kind: str) -> tuple[int, list[str]]:
+    """The exit code, and the names of files in the order in which they were synced until the first shard was."""
+    from parallel.dist import start, stop
+    from recipes.console import Console
+    from recipes.trainer import Trainer
+
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def watched(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    os.fsync = watched
+    world = start("cpu", seed=0)
+    with screen.open("w") as out, redirect_stdout(out), Console(silent=False) as console:
+        trainer = Trainer(recipe, world, console)
+
+        def harm(*_: Any) -> None:
+            if trainer.step + 1 == BAD and kind in ("full", "gap"):
+                fill(disk)
+            if trainer.step + 1 == GOOD and kind == "gap":
+                (disk / "filler").unlink()
+            if trainer.step + 1 in (BAD, GOOD) and kind == "read-only":
+                mount(disk, "ro" if trainer.step + 1 == BAD else "rw")
+
+        trainer.model.register_forward_pre_hook(harm)
+        code = trainer.run()
+    stop()
+    shard = next((index for index, name in enumerate(synced) if name.startswith("shard-")), len(synced))
+    return code, synced[:shard]
+
+
+def recipe_of(corpus: Path, folder: Path, output: Path, name: str) -> Recipe:
+    return change(
+        load(DEBUG),
+        run={"name": name, "steps": STEPS, "output": str(output)},
+        model={"layers": 2, "width": 64, "feed_forward_width": 96, "heads": 4, "key_value_heads": 2, "head_width": 16},
+        data={"source": str(corpus), "tokenizer": "train:512", "cache": str(folder / "cache")},
+        batch={"sequence_length": 32, "global_batch_size": 2, "micro_batch_size": 2},
+        schedule={"kind": "constant", "warmup_steps": 2, "decay_steps": 0},
+        float8={"recipe": "rowwise", "emulate": True, "sample_every": 1},
+        checkpoint={"every": 2, "keep": 2},
+        metrics={"every": 1},
+        validation={"every": 0, "sample_tokens": 0},
+    )
+
+
+def lost(screen: str, file: Path) -> int:
+    """How many lines of a file were lost, as it was told, once each."""
+    begin = [line for line in screen.splitlines() if line.startswith(f"{file} cannot be written: ")]
+    end = [line for line in screen.splitlines() if line.startswith(f"{file} can be written again; ")]
+    assert len(begin) == len(end) == 1
+    return int(end[0].split("; ")[1].split()[0])
+
+
+@pytest.mark.parametrize("kind", ["gap", "read-only"])
+def test_training_goes_on_without_its_files(kind: str, corpus: Path, disk: Path, tmp_path: Path) -> None:
+    recipe, screen = recipe_of(corpus, tmp_path, disk, kind), tmp_path / "screen"
+    [(code, synced)] = run_processes(1, run, recipe, screen, disk, kind)
+    assert code == 0
+    assert {"metrics.jsonl", "float8.jsonl", "log.txt", kind} <= set(synced)  # before the first shard
+    said, folder = screen.read_text(), recipe.run.folder
+    assert [f"step {step:>6}/{STEPS}" in said for step in range(1, STEPS + 1)] == [True] * STEPS
+    assert "NOT SAVED" in said
+    steps = [row["step"] for row in rows(recipe)]  # whole rows alone
+    assert steps == sorted(set(steps)) and {1, BAD - 1, GOOD, STEPS} <= set(steps)
+    assert STEPS - len(steps) == lost(said, folder / "metrics.jsonl") > 0
+    shares = [json.loads(line)["step"] for line in (folder / "float8.jsonl").read_text().splitlines()]
+    casts = shares.count(1)
+    assert [shares.count(step) for step in range(GOOD, STEPS + 1)] == [casts] * (STEPS - GOOD + 1)
+    assert STEPS * casts - len(shares) == lost(said, folder / "float8.jsonl")
+    if kind == "read-only":  # on the full disk, its last page may have had room
+        assert lost(said, folder / "log.txt") > 0
+    log = (folder / "log.txt").read_text().splitlines()
+    assert all(line in said.splitlines() for line in log)
+
+
+def test_a_disk_that_stays_full_is_code_74_and_the_same_command_goes_on(
+    corpus: Path, disk: Path, tmp_path: Path
+) -> None:
+    screen = tmp_path / "screen"
+    recipe, reference = (
+        change(recipe_of(corpus, tmp_path, output, name), float8={"sample_every": 0})
+        for output, name in ((disk, "full"), (tmp_path / "runs", "reference"))
+    )
+    [(code, _)] = run_processes(1, run, recipe, screen, disk, "full")
+    said = screen.read_text()
+    assert code == CANNOT_WRITE == 74
+    assert said.endswith("all steps are done, but the last checkpoint is not saved; the same command tries again\n")
+    assert f"step {STEPS:>6}/{STEPS}" in said
+    (disk / "filler").unlink()
+    for again in (recipe, reference):
+        assert run_processes(1, run, again, screen, disk, "")[0][0] == 0
+    assert curve(recipe) == curve(reference)

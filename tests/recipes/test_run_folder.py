@@ -1,0 +1,133 @@
+"""Kills while a run's folder is made its own, and two runs that both want it."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from recipes.exit_codes import REFUSED
+
+ROOT = Path(__file__).resolve().parents[2]
+# Ends at the n-th change of a file, before it happens, for n = 0, 1, ... until there are no more; then the start after.
+KILLED = """
+import os, sys
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from recipes.load import load
+from recipes.run_folder import check_output_folder, claim_run_folder
+from recipes.run_lock import RunLock
+from recipes.schema import Recipe, RunConfig
+
+output, kind = Path(sys.argv[1]), sys.argv[2]
+CHANGES = {"open", "os.rename", "os.mkdir", "os.remove", "os.truncate"}
+
+def claim(recipe, done, kill_at=None):
+    # In a process of its own; returns its exit code.
+    process = os.fork()
+    if process:
+        return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    left = kill_at
+    def watch(event, arguments):
+        nonlocal left
+        if event not in CHANGES or (event == "open" and not isinstance(arguments[0], str | Path)):
+            return
+        if event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR):
+            return
+        if left == 0:
+            os._exit(9)
+        left -= 1
+    if kill_at is not None:
+        sys.addaudithook(watch)
+    claim_run_folder(recipe, done=done, environment={"steps": recipe.run.steps}, lock=RunLock())
+    os._exit(0)
+
+for number in count():
+    recipe = Recipe(run=RunConfig(name=f"r{number}", output=str(output), steps=100))
+    folder = recipe.run.folder
+    if kind != "new":
+        assert claim(recipe, 0) == 0
+        (folder / "metrics.jsonl").write_text('{"step": 60}\\n{"step": 61}\\n')
+    if kind == "longer":
+        recipe = replace(recipe, run=replace(recipe.run, steps=200))
+    done = 0 if kind == "new" else 60
+    code = claim(recipe, done, number)
+    assert code in (0, 9)
+    check_output_folder(recipe)
+    if kind != "new":  # never a moment without
+        load(folder / "recipe.toml", rules=False)
+    assert claim(recipe, done) == 0
+    assert load(folder / "recipe.toml", rules=False) == recipe
+    if kind == "longer":
+        assert load(folder / "recipe-until-00000060.toml", rules=False).run.steps == 100
+    if kind != "new":
+        assert (folder / "metrics.jsonl").read_text() == '{"step": 60}\\n'
+    if code == 0:
+        break
+print(number)
+"""
+
+
+def kills(tmp_path: Path, kind: str) -> int:
+    done = subprocess.run([sys.executable, "-c", KILLED, tmp_path, kind], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
+def test_a_kill_while_the_folder_is_claimed_keeps_nobody_out(tmp_path: Path) -> None:
+    for kind, least in (("new", 5), ("same", 3), ("longer", 9)):
+        assert kills(tmp_path / kind, kind) >= least, kind
+
+
+def command(corpus: Path, folder: Path, *more: str) -> list[str]:
+    values = {
+        "run.name": "twice",
+        "run.output": str(folder / "runs"),
+        "run.device": "cpu",
+        "run.steps": "100000",
+        "model.layers": "1",
+        "model.width": "32",
+        "model.feed_forward_width": "48",
+        "model.heads": "2",
+        "model.key_value_heads": "1",
+        "model.head_width": "16",
+        "data.source": str(corpus),
+        "data.tokenizer": "train:512",
+        "data.cache": str(folder / "cache"),
+        "batch.sequence_length": "32",
+        "batch.global_batch_size": "4",
+        "schedule.kind": "constant",
+        "schedule.warmup_steps": "0",
+        "schedule.decay_steps": "0",
+        "checkpoint.every": "0",
+        "metrics.every": "1",
+        "validation.every": "0",
+        "validation.sample_tokens": "0",
+    }
+    options = [part for key, value in values.items() for part in (f"--{key}", value)]
+    return [sys.executable, str(ROOT / "train.py"), "configs/smollm3_debug.toml", *options, *more]
+
+
+def test_a_second_start_is_refused_while_the_first_runs(corpus: Path, tmp_path: Path) -> None:
+    def again(*more: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(command(corpus, tmp_path, *more), cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+    folder = tmp_path / "runs" / "twice"
+    with subprocess.Popen(command(corpus, tmp_path), cwd=ROOT, stdout=subprocess.PIPE, text=True) as first:
+        try:
+            assert first.stdout is not None
+            while not first.stdout.readline().startswith("step      2"):
+                assert first.poll() is None
+            before = (folder / "recipe.toml").read_bytes()
+            second = again()
+            assert second.returncode == REFUSED, second.stderr
+            assert f"{folder} is in use: process {first.pid} on " in second.stderr
+            assert first.poll() is None and (folder / "recipe.toml").read_bytes() == before
+            assert [path.name for path in folder.parent.iterdir()] == ["twice"]  # it was not set aside
+            assert again("--check").returncode == 0
+        finally:
+            first.kill()
+    began = time.monotonic()
+    after = again("--run.steps", "2")
+    assert after.returncode == 0, (after.stderr, time.monotonic() - began)
+    assert f"they are in {folder}.1 now" in after.stdout and "is in use" not in after.stdout
