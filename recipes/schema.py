@@ -41,8 +41,7 @@ class RunConfig:
     loss_spike_z: Annotated[float, Ge(0)] = 0.0
     """Skip steps whose loss is so many standard deviations above the mean of the last 64 that counted; 0 = off."""
     hang_timeout: Annotated[float, Interval(ge=0, le=86400)] = 600.0
-    """Seconds without progress that end the run, longer than any micro-batch takes; 0 = off. Start-up, first step,
-    validation and saves have more time, see docs/running.md."""
+    """Seconds without progress that end the run; 0 = off. Start-up, first step, validation and saves have more time."""
 
     @property
     def folder(self) -> Path:

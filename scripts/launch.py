@@ -54,18 +54,19 @@ class Workers:
         self._signal_at = 0.0
         self._context: Any = None
 
-    def watch(self) -> None:
-        """Have torchrun tell what it starts, and when it begins to end it."""
+    def watch(self, script: str) -> None:
+        """Have torchrun tell what it starts, and when it begins to end it. script: the workers'."""
         from torch.distributed.elastic.multiprocessing import PContext
 
         start, close = PContext.start, PContext.close
+        # Python answers an early Ctrl-C with a traceback; train.py lets it in when it has said how to take it.
+        later = [signal.SIGINT] if Path(script).name == "train.py" else []
 
         def watched_start(context: Any) -> None:
             self.starting = True
-            # Python answers an early Ctrl-C with a traceback; a worker takes it when it has said how (train.py).
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+            signal.pthread_sigmask(signal.SIG_BLOCK, later)
             start(context)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, later)
             self._context = context
             if self.signal:
                 self._send(self.signal)
@@ -158,13 +159,14 @@ def main() -> int:
 
     args = parse_args(sys.argv[1:])
     args.signals_to_handle = "SIGQUIT"  # torchrun would replace our handlers
+    script = args.training_script
     try:
         if subprocess.run([*DIE_WITH_PARENT, "true"], capture_output=True).returncode == 0:
             command = [*DIE_WITH_PARENT, sys.executable, "-u", args.training_script, *args.training_script_args]
             args.no_python, args.training_script, args.training_script_args = True, command[0], command[1:]
     except FileNotFoundError:
         pass
-    workers.watch()
+    workers.watch(script)
     if args.nnodes != "1" and args.node_rank:
         workers.heed_others(args.master_addr, args.master_port)
     try:

@@ -107,7 +107,7 @@ def test_a_left_out_collective_shows_where_each_waits(tmp_path: Path, corpus: Pa
 
 def test_a_compilation_is_no_hang(start: Callable[..., Started]) -> None:
     """It takes longer than the limit of the steps behind it, in which nothing is said."""
-    run = start("--run.hang_timeout", "2", "--compile.enabled", "true", "--run.steps", "40", "--validation.every", "20")
+    run = start("--run.hang_timeout", "5", "--compile.enabled", "true", "--run.steps", "40", "--validation.every", "20")
     code, out, err = run.end()
     assert (code, err) == (0, ""), out
     first = json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[0])

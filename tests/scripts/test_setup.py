@@ -169,7 +169,7 @@ def test_run_checks_the_recipe_then_launches(checkout: Path) -> None:
     result, calls = run_sh(checkout, "pyproject.toml", "--run.steps", "3", NPROC="1024")
     assert result.returncode == 0, result.stderr
     assert calls == [
-        f"1 {checkout}/train.py {recipe} --run.steps 3 --check --processes 1024",
+        f"1 {checkout}/train.py {recipe} --run.steps 3 --check --processes 1024 --nodes 1",
         f"1 {checkout}/scripts/launch.py --standalone --nproc-per-node=1024 {checkout}/train.py {recipe} --run.steps 3",
     ]
 
