@@ -1,8 +1,8 @@
 """The parts of a run's wall time, against a clock of its own, and over attempts."""
 
 import json
-import re
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
