@@ -12,6 +12,8 @@ import pytest
 
 from models.config import ModelConfig
 from parallel.errors import UserError
+from recipes.checkpoint.files import read_manifest
+from recipes.checkpoint.manifest import MANIFEST, encode
 from recipes.convert import export_checkpoint, import_folder
 from recipes.load import load, to_toml
 from recipes.run_folder import identity_differences
@@ -93,7 +95,9 @@ def test_the_tokenizer_is_that_of_the_weights(folder: Path) -> None:
 def test_a_run_with_a_checkpoint_needs_the_weights_no_more(folder: Path) -> None:
     options = ("--data.tokenizer", "from_weights", "--run.name", "r")
     recipe = recipe_of(*options)
-    import_folder(folder, Path("runs/r/checkpoints/step-00000000"))
+    checkpoint = Path("runs/r/checkpoints/step-00000004")
+    import_folder(folder, checkpoint)
+    (checkpoint / MANIFEST).write_bytes(encode(replace(read_manifest(checkpoint), step=4)))  # as a run writes it
     folder.rename("elsewhere")
     assert recipe_of(*options) == recipe
     assert "hf is not there" in refused(*options, "--run.name", "another")
