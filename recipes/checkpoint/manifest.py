@@ -23,7 +23,8 @@ MAX_MANIFEST_BYTES = 1 << 30
 """Neither written nor read into memory beyond that.
 
 A chunk takes 165 bytes, a block 19. The largest model that models/sizes.py knows, 405 billion parameters, has 1137
-tensors with two moments each, 4.9 TB in all; sharded over 512 processes, that makes 288 MB and 22 MB; over 1,800, as much as this. (Replicas add nothing.)
+tensors with two moments each, 4.9 TB in all; sharded over 512 processes, that makes 288 MB and 22 MB; over 1,800, as
+much as this. (Replicas add nothing.)
 """
 BYTES_PER_VALUE = 8
 """How much text there is at least to each value of a manifest, 12 where a run writes it: a text of nothing but small
