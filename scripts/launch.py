@@ -18,9 +18,19 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from recipes.exit_codes import ECHO_SECONDS, HUNG, POISONED, PREEMPTED, REFUSED, SIGNALS, ended_by, is_there
+from recipes.exit_codes import (
+    CANNOT_WRITE,
+    ECHO_SECONDS,
+    HUNG,
+    POISONED,
+    PREEMPTED,
+    REFUSED,
+    SIGNALS,
+    ended_by,
+    is_there,
+)
 
-EXPLAINED = {REFUSED, PREEMPTED, POISONED, HUNG, *map(ended_by, SIGNALS)}
+EXPLAINED = {REFUSED, CANNOT_WRITE, PREEMPTED, POISONED, HUNG, *map(ended_by, SIGNALS)}
 """The worker has said why itself."""
 FROZEN_SECONDS = 5
 """How long torchrun waits for a worker to stop, where another has ended because it does nothing any more."""

@@ -68,11 +68,11 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Path -> checksum of every file below."""
+    """Path -> checksum of every file below; not of the lock, which names the last process that had it."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        if path.is_file() and path.name != ".lock"
     }
 
 

@@ -139,7 +139,7 @@ def test_a_disk_that_stays_full_is_code_74_and_the_same_command_goes_on(
     [(code, _)] = run_processes(1, run, recipe, screen, disk, "full")
     said = screen.read_text()
     assert code == CANNOT_WRITE == 74
-    assert said.endswith("all steps are done, but the last checkpoint is not saved; the same command tries again\n")
+    assert "\nall steps are done, but the last checkpoint is not saved; the same command tries again\n" in said
     assert f"step {STEPS:>6}/{STEPS}" in said
     (disk / "filler").unlink()
     for again in (recipe, reference):
