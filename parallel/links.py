@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.dist import World
+from parallel.dist import World, from_all
 from parallel.nodes import Node
 
 BUFFER = {"cuda": 64 * 2**20, "cpu": 4 * 2**20}
@@ -43,8 +43,7 @@ def clock_bounds(world: World) -> list[tuple[float, float]]:
         entered = time.time()
         dist.barrier(group=world.patient)
         stamps.append((entered, time.time()))
-    everyone: list[list[tuple[float, float]]] = [[] for _ in range(world.size)]
-    dist.all_gather_object(everyone, stamps, group=world.patient)
+    everyone = from_all(world, stamps)
     return [_bounds(theirs, everyone[0]) for theirs in everyone]
 
 
@@ -61,9 +60,7 @@ def measure_links(world: World) -> list[Links]:
     if world.device.type == "cuda":  # nothing of this is the run's
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(world.device)
-    found = [mine] * world.size
-    dist.all_gather_object(found, mine, group=world.patient)
-    return found
+    return from_all(world, mine)
 
 
 def _measured(world: World) -> Links:

@@ -16,10 +16,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import xxhash
 
-from parallel.dist import World, from_main
+from parallel.dist import World, from_all, from_main
 from parallel.errors import UserError
 from parallel.links import BUFFER, Links, clock_bounds, measure_links
 from parallel.nodes import Node, listed
@@ -86,7 +85,7 @@ def preflight(folder: Path, world: World, *, say: Callable[[str], None]) -> None
     if world.size == 1:
         return
     nodes, several = world.nodes, len(world.nodes) > 1
-    facts = _gathered(world, local_facts(folder, world.device))
+    facts = from_all(world, local_facts(folder, world.device))
     if problems := differences(facts, nodes):
         raise refusal("the processes are not alike", problems)
     agree = f"pre-flight: {world.size} processes on {len(nodes)} {'nodes' if several else 'node'} agree"
@@ -170,12 +169,6 @@ def _free_host() -> int | None:
     return None
 
 
-def _gathered(world: World, mine: Facts) -> list[Facts]:
-    everyone = [mine] * world.size
-    dist.all_gather_object(everyone, mine, group=world.patient)
-    return everyone
-
-
 # What must be
 
 
@@ -214,8 +207,7 @@ def require_one_folder(folder: Path, world: World, *, patience: float = PATIENCE
         end = time.monotonic() + patience
         while not (seen := os.path.exists(probe)) and time.monotonic() < end:  # False also where it may not look
             time.sleep(0.2)
-        everyone = [(seen, "")] * world.size
-        dist.all_gather_object(everyone, (seen, str(probe.parent)), group=world.patient)
+        everyone = from_all(world, (seen, str(probe.parent)))
     finally:
         if world.is_main:
             with suppress(OSError):

@@ -10,8 +10,8 @@ from typing import Any
 from parallel.errors import UserError
 from recipes.durable import PART, cut_back, write_whole
 from recipes.fields import field_types, toml, value_of
+from recipes.folder_lock import LOCK, FolderLock
 from recipes.load import load, to_toml
-from recipes.run_lock import LOCK, RunLock
 from recipes.schedule import learning_rate
 from recipes.schema import Recipe
 from recipes.weights import CHECKPOINTS, step_folder
@@ -89,7 +89,7 @@ def check_output_folder(recipe: Recipe) -> None:
         raise UserError(f"{folder} belongs to a different recipe:{lines}\n{remedy}, or put these keys back")
 
 
-def claim_run_folder(recipe: Recipe, *, done: int, environment: dict[str, Any], lock: RunLock) -> list[str]:
+def claim_run_folder(recipe: Recipe, *, done: int, environment: dict[str, Any], lock: FolderLock) -> list[str]:
     """Make the folder this run's own: recipe.toml and environment.json. Returns what the user should know.
 
     done: steps of the checkpoint that the run goes on from, or 0. What is there already is kept: results that no

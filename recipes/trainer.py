@@ -33,6 +33,7 @@ from recipes.data.feed import Feed
 from recipes.evaluate import mean_loss, show_sample
 from recipes.exit_codes import CANNOT_WRITE, FINISHED, POISONED, PREEMPTED, ended_by
 from recipes.firewall import Firewall, Poisoned, backward
+from recipes.folder_lock import FolderLock
 from recipes.garbage import collected_by_hand
 from recipes.goodput import SKIPPED, Goodput
 from recipes.hf_folder import Description
@@ -45,7 +46,6 @@ from recipes.profile import StepProfiler
 from recipes.report import UNSAVED, contents, farewell, introduction, step_line, summary
 from recipes.rules import require_valid
 from recipes.run_folder import DATA, LOG_FILE, check_output_folder, claim_run_folder, data_before, require_same_data
-from recipes.run_lock import RunLock
 from recipes.schedule import learning_rate
 from recipes.schema import Recipe
 from recipes.starting import starting_point
@@ -62,7 +62,7 @@ class Trainer:
         self.phases = phases or Phases(world.device)
         require_valid(recipe, nodes=world.nodes)
         on_main_first(world, lambda: check_output_folder(recipe))
-        self.folder, self.lock = recipe.run.folder, RunLock()
+        self.folder, self.lock = recipe.run.folder, FolderLock()
         on_main(world, lambda: self.lock.take(self.folder, tell=console.say))
         self.resume_step = on_main(world, lambda: newest_whole(self.folder / CHECKPOINTS, tell=console.say))
         self.mesh_degrees: MeshDegrees = recipe.mesh.fit(world.size, nodes=len(world.nodes))

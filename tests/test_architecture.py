@@ -60,7 +60,7 @@ TORCH_FREE = {
     "recipes/restarts.py",
     "recipes/rules.py",
     "recipes/run_folder.py",
-    "recipes/run_lock.py",
+    "recipes/folder_lock.py",
     "recipes/schema.py",
     "recipes/starting.py",
     "recipes/sweep/loop.py",
@@ -96,7 +96,7 @@ MAY_TAKE_A_RECIPE = {
     "recipes/rules.py",
     "recipes/run.py",
     "recipes/run_folder.py",
-    "recipes/run_lock.py",
+    "recipes/folder_lock.py",
     "recipes/sweep/plan.py",
     "recipes/trainer.py",
 }

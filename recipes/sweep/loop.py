@@ -1,14 +1,14 @@
 """Run the rows of a sweep that have no result yet, one after the other. Imports no torch."""
 
-import fcntl
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
 from parallel.errors import UserError
+from recipes.folder_lock import FolderLock
 from recipes.load import to_toml
 from recipes.sweep.numerics import numerics_table
 from recipes.sweep.plan import Row, Sweep
@@ -16,8 +16,6 @@ from recipes.sweep.results import TABLE, Result, append, current, read_results, 
 from recipes.sweep.runner import run
 
 ROOT = Path(__file__).resolve().parents[2]
-LOCK = "lock"
-"""Held by the process that runs the rows: two would measure each other, and move each other's folders."""
 
 
 def run_sweep(sweep: Sweep, *, retry: bool, say: Callable[[str], None]) -> dict[str, Result]:
@@ -26,26 +24,25 @@ def run_sweep(sweep: Sweep, *, retry: bool, say: Callable[[str], None]) -> dict[
     The table and the pictures are written after every row. Raises UserError where the folder cannot be written, and
     where another process is at work in it.
     """
-    with _claimed(sweep):
+    with _claimed(sweep, say=say):
         return _run_all(sweep, retry=retry, say=say)
 
 
 @contextmanager
-def _claimed(sweep: Sweep) -> Iterator[None]:
+def _claimed(sweep: Sweep, *, say: Callable[[str], None]) -> Iterator[None]:
     """Hold the sweep's folder, with what can be said of it before the first row starts."""
-    with ExitStack() as opened:
+    lock = FolderLock()  # two sweeps would measure each other, and move each other's folders
+    try:
         try:
             (sweep.folder / "recipes").mkdir(parents=True, exist_ok=True)
             (sweep.folder / "logs").mkdir(exist_ok=True)
-            lock = opened.enter_context((sweep.folder / LOCK).open("w"))
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed, however this process ends
+            lock.take(sweep.folder, tell=say, remedy="write another --output", here=0, elsewhere=0)
             write(sweep)
-        except BlockingIOError:
-            remedy = "wait for it, or write another --output"
-            raise UserError(f"another sweep is at work in {sweep.folder}; {remedy}") from None
         except OSError as error:
             raise UserError(f"{sweep.folder} cannot be written: {error.strerror}; write another --output") from None
         yield
+    finally:
+        lock.release()
 
 
 def _run_all(sweep: Sweep, *, retry: bool, say: Callable[[str], None]) -> dict[str, Result]:

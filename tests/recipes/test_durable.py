@@ -1,26 +1,13 @@
 """Small files under kills and full disks."""
 
 import json
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from recipes.durable import BLOCK, Lines, cut_back, write_whole
-
-
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """A disk that takes no more, as far as one file goes: what fits of a write is written."""
-    limit, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+from tests.full_disk import files_of_at_most
 
 
 def rows(path: Path) -> list[Any]:

@@ -1,6 +1,5 @@
 """Whole runs that break off and go on: on another mesh, from a damaged checkpoint, after a full disk."""
 
-import resource
 import shutil
 from functools import partial
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 from parallel.errors import UserError
 from recipes.load import load
 from recipes.schema import Recipe
+from tests.full_disk import files_of_at_most
 from tests.processes import run_processes
 from tests.recipes.test_trainer import DEBUG, change, curve, largest_gap, rows, run_all
 
@@ -119,10 +119,8 @@ def fill_the_disk(recipe: Recipe, reference: Recipe) -> list[str]:
                 return str(error)
 
     answers = [run(STEPS, reference), run(2)]
-    limit, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard_limit))
-    answers.append(run(6))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard_limit))
+    with files_of_at_most(200_000):
+        answers.append(run(6))
     answers.append(run(6))
     newest = Path(recipe.run.output) / recipe.run.name / "checkpoints" / "step-00000006"
     shard = next(newest.glob("*.safetensors"))

@@ -12,6 +12,7 @@ from models.sizes import SIZES
 from parallel.config import AttentionConfig, CompileConfig, Float8Config, MeshConfig
 from parallel.errors import UserError
 from parallel.nodes import arrange
+from recipes.folder_lock import FolderLock
 from recipes.load import load, to_toml
 from recipes.rules import require_valid, violations
 from recipes.run_folder import (
@@ -20,7 +21,6 @@ from recipes.run_folder import (
     identity_differences,
     require_same_data,
 )
-from recipes.run_lock import RunLock
 from recipes.schema import (
     BatchConfig,
     CheckpointConfig,
@@ -386,7 +386,7 @@ def test_a_place_that_cannot_hold_a_folder(tmp_path: Path) -> None:
 
 
 def claim(recipe: Recipe, done: int) -> list[str]:
-    return claim_run_folder(recipe, done=done, environment={"done": done}, lock=RunLock())
+    return claim_run_folder(recipe, done=done, environment={"done": done}, lock=FolderLock())
 
 
 def test_a_new_run_makes_its_folder(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from recipes.load import load
 from recipes.run_folder import check_output_folder, claim_run_folder
-from recipes.run_lock import RunLock
+from recipes.folder_lock import FolderLock
 from recipes.schema import Recipe, RunConfig
 
 output, kind = Path(sys.argv[1]), sys.argv[2]
@@ -39,7 +39,7 @@ def claim(recipe, done, kill_at=None):
         left -= 1
     if kill_at is not None:
         sys.addaudithook(watch)
-    claim_run_folder(recipe, done=done, environment={"steps": recipe.run.steps}, lock=RunLock())
+    claim_run_folder(recipe, done=done, environment={"steps": recipe.run.steps}, lock=FolderLock())
     os._exit(0)
 
 for number in count():

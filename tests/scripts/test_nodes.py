@@ -30,6 +30,15 @@ def run(folder: Path, words: list[str], **variables: str) -> tuple[int, str, str
     return process.returncode, out, err
 
 
+def ends(nodes: list[subprocess.Popen[str]]) -> list[tuple[str, str]]:
+    """What each launcher said, on both streams."""
+    try:
+        return [process.communicate(timeout=120) for process in nodes]
+    finally:
+        for process in nodes:
+            process.kill()
+
+
 def free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -47,11 +56,7 @@ def test_two_launchers_train_as_one(tmp_path: Path, corpus: Path) -> None:
         launch(tmp_path, words, NPROC="2", NODE_RANK="0", HOSTFILE=str(hosts), MASTER_PORT=port),
         launch(tmp_path, words, NPROC="2", NODE_RANK="1", NNODES="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
     ]
-    try:
-        (out, err), (other_out, other_err) = (process.communicate(timeout=120) for process in nodes)
-    finally:
-        for process in nodes:
-            process.kill()
+    (out, err), (other_out, other_err) = ends(nodes)
     assert [process.returncode for process in nodes] == [0, 0], err + other_err
     assert (err, other_out, other_err) == ("", "", "")  # rank 0 speaks for all
     assert "= 4 processes on cpu" in out
@@ -67,23 +72,9 @@ def test_shards_stay_inside_nodes(tmp_path: Path, corpus: Path) -> None:
     assert "\n  nodes: " not in out and out.startswith("pre-flight: 4 processes on 1 node agree; all-reduce ")
     port = free_port()
     words = arguments(tmp_path, corpus, "two", "--mesh.shard", "node")
-    nodes = [
-        launch(
-            tmp_path,
-            [*words, "--run.steps", "20"],
-            NPROC="2",
-            NNODES="2",
-            NODE_RANK=rank,
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=port,
-        )
-        for rank in ("0", "1")
-    ]
-    try:
-        (out, err), (other_out, other_err) = (process.communicate(timeout=120) for process in nodes)
-    finally:
-        for process in nodes:
-            process.kill()
+    shared = {"NPROC": "2", "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    nodes = [launch(tmp_path, [*words, "--run.steps", "20"], NODE_RANK=rank, **shared) for rank in ("0", "1")]
+    (out, err), (other_out, other_err) = ends(nodes)
     assert [process.returncode for process in nodes] == [0, 0], err + other_err
     assert (err, other_out, other_err) == ("", "", "")
     host = socket.gethostname()
@@ -110,11 +101,7 @@ def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path, corpus: Path) ->
         (folder := tmp_path / rank).mkdir()
         variables = {"NPROC": "1", "NNODES": "2", "NODE_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         nodes.append(launch(folder, words, **variables))
-    try:
-        (_, err), (_, other_err) = (process.communicate(timeout=120) for process in nodes)
-    finally:
-        for process in nodes:
-            process.kill()
+    (_, err), (_, other_err) = ends(nodes)
     assert [process.returncode for process in nodes] == [2, 2], err + other_err
     assert err.startswith("pre-flight: the nodes do not share the run's folder; nothing was started\n")
     assert f"what {host}#0 writes into {tmp_path}/0 (which is {tmp_path}/1 there" in err

@@ -1,8 +1,6 @@
 """Disks without room, damaged and misnamed checkpoints: what each costs, and what is told."""
 
-import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from recipes.checkpoint import checkpoints as module
 from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.checkpoint.files import read_manifest
 from recipes.checkpoint.manifest import Damage
+from tests.full_disk import files_of_at_most
 from tests.recipes.checkpoint.small import contents, names, trained
 
 Run = tuple[nn.Module, Optimizer]
@@ -34,17 +33,6 @@ def run() -> Run:
     return trained(3)
 
 
-@contextmanager
-def no_room(size: int = 1024) -> Iterator[None]:
-    """No file may grow beyond so many bytes, as if the disk were full."""
-    limit, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard_limit))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard_limit))
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_full_disk_costs_that_checkpoint_alone(asynchronous: bool, run: Run, tmp_path: Path) -> None:
     told: list[str] = []
@@ -52,7 +40,7 @@ def test_a_full_disk_costs_that_checkpoint_alone(asynchronous: bool, run: Run, t
     checkpoints.save(*run, step=3)
     assert checkpoints.finish() == 3
     before = contents(checkpoints.path(3))
-    with no_room():
+    with files_of_at_most(1024):
         checkpoints.save(*run, step=6)
         assert checkpoints.finish() == 3
     assert told[-1] == "step      6  NOT SAVED: File too large; older checkpoints are as they were"

@@ -1,23 +1,38 @@
 """The folder of a sweep while its rows run."""
 
-import fcntl
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from parallel.errors import UserError
-from recipes.sweep.loop import LOCK, run_sweep
+from recipes.sweep.loop import run_sweep
 from recipes.sweep.plan import read_sweep
 
-TINY = Path(__file__).resolve().parents[3] / "configs/sweeps/cpu/tiny.toml"
+ROOT = Path(__file__).resolve().parents[3]
+TINY = ROOT / "configs/sweeps/cpu/tiny.toml"
+HOLD = """
+import sys, time
+from pathlib import Path
+from recipes.folder_lock import FolderLock
+lock = FolderLock()
+lock.take(Path(sys.argv[1]), tell=print)
+print("held", flush=True)
+time.sleep(600)
+"""
 
 
 def test_two_sweeps_do_not_share_a_folder(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(f'base = "{TINY}"\nskip_steps = 2\n[[runs]]\nname = "a"\n')
     sweep = read_sweep(tmp_path / "mine.toml", output=tmp_path, processes=1)
     sweep.folder.mkdir()
-    with (sweep.folder / LOCK).open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match=r"another sweep is at work in .*mine; wait for it, or write another --out"):
-            run_sweep(sweep, retry=False, say=print)
+    with subprocess.Popen([sys.executable, "-c", HOLD, sweep.folder], cwd=ROOT, stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline() == b"held\n"
+            holder = rf"mine is in use: process {other.pid} on .* end that first, or write another --output\."
+            with pytest.raises(UserError, match=holder):
+                run_sweep(sweep, retry=False, say=print)
+        finally:
+            other.kill()
     assert not (sweep.folder / "results.jsonl").exists() and not (sweep.folder / "table.md").exists()

@@ -1,4 +1,4 @@
-"""Keeps a run's folder for one process at a time. Imports no torch."""
+"""Keeps the folder of a run, or of a sweep, for one process at a time. Imports no torch."""
 
 import errno
 import fcntl
@@ -16,16 +16,17 @@ PATIENCE_HERE = 15.0
 PATIENCE_ELSEWHERE = 120.0
 """... on another one: a server of NFSv4 lets go what a dead host held after its lease, 90 seconds as a rule."""
 SECONDS_BETWEEN_LOOKS = 0.2
+ANOTHER_NAME = "give this run another name (--run.name OTHER)"
 HELD = (errno.EACCES, errno.EAGAIN)
 """What a lock that another process has looks like, by POSIX."""
 
 
-class RunLock:
-    """The lock of a run's folder, which rank 0 takes for all. It is gone when its process is, however that ends.
+class FolderLock:
+    """The lock of a folder; of a run's, rank 0 takes it for all. It is gone when its process is, however that ends.
 
-    A POSIX lock (fcntl), not flock(): no child inherits it, so nothing that outlives rank 0 can hold it, and between
-    nodes it works over NFS (v4, or v3 with lockd) and over Lustre mounted with -o flock. The file stays, and means
-    nothing without its lock. Who closes any descriptor of the file loses the lock, so nothing else of ours opens it.
+    A POSIX lock (fcntl), not flock(): no child inherits it, so nothing that outlives its process can hold it, and
+    between nodes it works over NFS (v4, or v3 with lockd) and over Lustre mounted with -o flock. The file stays, and
+    means nothing without its lock. Who closes any descriptor of the file loses the lock, so nothing else opens it.
     """
 
     def __init__(self) -> None:
@@ -37,12 +38,14 @@ class RunLock:
         folder: Path,
         *,
         tell: Callable[[str], None],
+        remedy: str = ANOTHER_NAME,
         here: float = PATIENCE_HERE,
         elsewhere: float = PATIENCE_ELSEWHERE,
     ) -> None:
         """Take the lock of this folder, unless that has happened; nothing where no folder is.
 
-        here, elsewhere: seconds to wait for a process on this host, on another one. Raises UserError where one goes on
+        remedy: what to do other than end that process. here, elsewhere: seconds to wait for one on this host, on
+        another. Raises UserError where one goes on
         having the lock. Where the file system has no locks, or cannot be written, that is told.
         """
         if self._without or not folder.is_dir():
@@ -65,9 +68,15 @@ class RunLock:
                 waits = True
             time.sleep(SECONDS_BETWEEN_LOOKS)
         raise UserError(
-            f"{folder} is in use: {holder} runs it; end that first, or give this run another name (--run.name OTHER)."
+            f"{folder} is in use: {holder} runs it; end that first, or {remedy}."
             f" If it is a host that is dead, and the file system has not noticed: remove {file}"
         )
+
+    def release(self) -> None:
+        """Let others have it while this process goes on."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def _holds(self, file: Path) -> bool:
         return self._descriptor is not None and _is(file, self._descriptor)
@@ -85,8 +94,7 @@ class RunLock:
             if error.errno in HELD:
                 return False
             raise
-        if self._descriptor is not None:  # of a folder that was set aside
-            os.close(self._descriptor)
+        self.release()  # of a folder that was set aside
         self._descriptor = descriptor
         try:
             os.truncate(descriptor, 0)

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from parallel.errors import UserError
-from recipes.run_lock import LOCK, RunLock
+from recipes.folder_lock import LOCK, FolderLock
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from recipes.run_lock import RunLock
-lock = RunLock()
+from recipes.folder_lock import FolderLock
+lock = FolderLock()
 lock.take(Path(sys.argv[1]), tell=print)
 if os.fork():
     print("taken", flush=True)
@@ -38,8 +38,8 @@ def holder(folder: Path, seconds: float = 60) -> Iterator[subprocess.Popen[str]]
         process.kill()
 
 
-def take(folder: Path, *, here: float = 0.0, elsewhere: float = 0.0) -> tuple[RunLock, list[str]]:
-    lock, told = RunLock(), list[str]()
+def take(folder: Path, *, here: float = 0.0, elsewhere: float = 0.0) -> tuple[FolderLock, list[str]]:
+    lock, told = FolderLock(), list[str]()
     lock.take(folder, tell=told.append, here=here, elsewhere=elsewhere)
     return lock, told
 
@@ -73,7 +73,7 @@ def test_a_removed_file_frees_a_folder(tmp_path: Path) -> None:
 
 
 def test_the_same_run_takes_it_as_often_as_it_likes(tmp_path: Path) -> None:
-    lock, told = RunLock(), list[str]()
+    lock, told = FolderLock(), list[str]()
     folder = tmp_path / "r"
     lock.take(folder, tell=told.append)  # nothing is there to be taken
     folder.mkdir()
@@ -83,8 +83,8 @@ def test_the_same_run_takes_it_as_often_as_it_likes(tmp_path: Path) -> None:
     folder.mkdir()
     lock.take(folder, tell=told.append)
     assert told == [] and (tmp_path / "r.1" / LOCK).exists()
-    code = "import sys; from pathlib import Path; from recipes.run_lock import RunLock"
-    code += "; RunLock().take(Path(sys.argv[1]), tell=print, here=0)"
+    code = "import sys; from pathlib import Path; from recipes.folder_lock import FolderLock"
+    code += "; FolderLock().take(Path(sys.argv[1]), tell=print, here=0)"
     done = subprocess.run([sys.executable, "-c", code, folder], cwd=ROOT, capture_output=True, text=True)
     assert "is in use: process" in done.stderr
 
