@@ -11,11 +11,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from recipes.checkpoint.files import sync_folder
-
 PART = ".part-"
 """What the names of texts begin with that are not whole yet; a kill may leave one."""
 BLOCK = 4096
+
+
+def sync_folder(path: Path) -> None:
+    """Make sure that the names in a folder survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_whole(file: Path, text: str, *, sync: bool = False) -> None:

@@ -56,10 +56,10 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         return self.backend.encode(text, add_special_tokens=False).ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Several texts at once; inside parallel_tokenizers() on all cores."""
+    def encode_batch(self, texts: Sequence[str]) -> Iterator[list[int]]:
+        """Several texts at once; inside parallel_tokenizers() on all cores. The lists are made one by one."""
         encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        return (encoding.ids for encoding in encodings)
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=False)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from parallel.errors import UserError
 from parallel.float8 import without_wrapper
 from recipes.checkpoint import folder as folders
-from recipes.checkpoint.files import remove, sync_folder, verify_shards, write_shard
+from recipes.checkpoint.files import remove, verify_shards, write_shard
 from recipes.checkpoint.folder import partial_folder
 from recipes.checkpoint.manifest import Damage, Unreadable
 from recipes.checkpoint.parameters import PARAMETERS
@@ -35,6 +35,7 @@ from recipes.checkpoint.storage import (
     shard_name,
     signature,
 )
+from recipes.durable import sync_folder
 from recipes.weights import checkpoint_steps, step_folder
 
 MOMENTS = "optimizer."

@@ -136,15 +136,6 @@ def write_shard(path: Path, pieces: Sequence[Piece], contents: Iterable[Any]) ->
     return file.about(header_bytes=len(text), header_checksum=xxhash.xxh3_64_hexdigest(text)), chunks
 
 
-def sync_folder(path: Path) -> None:
-    """Make sure that the names in a folder survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def remove(path: Path) -> None:
     """Delete a folder with what is in it; of a link, the link alone.
 

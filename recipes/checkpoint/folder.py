@@ -15,8 +15,9 @@ from itertools import count
 from pathlib import Path
 
 from parallel.errors import UserError
-from recipes.checkpoint.files import check_files, read_manifest, remove, sync_folder, write_file
+from recipes.checkpoint.files import check_files, read_manifest, remove, write_file
 from recipes.checkpoint.manifest import MANIFEST, Damage, Manifest, OlderFormat, StoredFile, encode
+from recipes.durable import sync_folder
 from recipes.weights import checkpoint_steps, step_folder
 
 FULL = {

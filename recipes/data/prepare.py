@@ -194,8 +194,8 @@ def claim(folder: Path, work: Preparation) -> None:
 @dataclass(frozen=True)
 class _Batch:
     rows: list[Row]
-    ids: list[list[int]]
-    """Of the rows that have text, in their order."""
+    documents: list[np.ndarray]
+    """The tokens of the rows that have text, in their order, each with its end-of-document token."""
     cursor: Any
     """Where the source goes on behind them."""
     last: bool
@@ -203,23 +203,29 @@ class _Batch:
 
 def _tokenized(rows: RowStream, tokenizer: Tokenizer, pieces: Pieces) -> Iterator[_Batch]:
     """Batches of rows with their tokens, in order; reading and tokenizing run ahead of who asks for them."""
-    waiting: deque[tuple[list[Row], Any, Future[list[list[int]]]]] = deque()
+    waiting: deque[tuple[list[Row], Any, Future[list[np.ndarray]]]] = deque()
     with ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="tokenizer") as pool:
         for batch, cursor in _batches(rows, pieces):
             texts = [row.text for row in batch if has_text(row)]
-            waiting.append((batch, cursor, pool.submit(tokenizer.encode_batch, texts)))
+            waiting.append((batch, cursor, pool.submit(_documents, texts, tokenizer)))
             if len(waiting) > IN_FLIGHT:
-                first, behind, ids = waiting.popleft()
-                yield _Batch(first, ids.result(), behind, last=False)
+                first, behind, found = waiting.popleft()
+                yield _Batch(first, found.result(), behind, last=False)
         while waiting:
-            first, behind, ids = waiting.popleft()
-            yield _Batch(first, ids.result(), behind, last=not waiting)
+            first, behind, found = waiting.popleft()
+            yield _Batch(first, found.result(), behind, last=not waiting)
+
+
+def _documents(texts: Sequence[str], tokenizer: Tokenizer) -> list[np.ndarray]:
+    """The tokens of each text, and the end of the document. A list of numbers is gone before the next is made."""
+    dtype, end = token_type(tokenizer.vocabulary), tokenizer.end_of_document
+    return [np.array([*ids, end], dtype=dtype) for ids in tokenizer.encode_batch(texts)]
 
 
 def _counted(batches: Iterator[_Batch], progress: Callable[[int], None]) -> Iterator[_Batch]:
     tokens = 0
     for batch in batches:
-        tokens += sum(len(ids) + 1 for ids in batch.ids)
+        tokens += sum(map(len, batch.documents))
         progress(tokens)
         yield batch
 
@@ -274,8 +280,6 @@ class _ShardWriter:
         types = {TRAIN: tokens, VALIDATION: tokens, DOCUMENTS: DOCUMENT}
         self._files = {kind: _ArrayWriter((part / kind).open("wb"), dtype) for kind, dtype in types.items()}
         self._bad_file: TextIO = (part / "bad").open("w", encoding="utf-8")
-        self._end = work.tokenizer.end_of_document
-        self._tokens = tokens
         self._held_out_below = int(work.validation_fraction * HASHES)
         self._names = files
         self._held_out = self._empty = self._bad = 0
@@ -301,16 +305,14 @@ class _ShardWriter:
     def add(self, batch: _Batch) -> None:
         train, validation, records = [], [], []
         end = self._files[TRAIN].length
-        ids = iter(batch.ids)
+        documents = iter(batch.documents)
         for row in batch.rows:
             if row.problem:
                 self._note(row)
             elif not has_text(row):
                 self._empty += 1
             else:
-                document = next(ids)
-                document.append(self._end)
-                tokens = np.array(document, dtype=self._tokens)
+                tokens = next(documents)
                 # By its contents a document is held out or not whatever stands beside it, and so are its copies.
                 number = document_hash(row.text)
                 self._lowest, self._highest = min(self._lowest, number / HASHES), max(self._highest, number / HASHES)

@@ -61,7 +61,7 @@ def test_every_text_comes_back_unchanged(source: Path) -> None:
     for text in ("the quick fox", "ümlaut 😀 \x00 \t\r\n  x", "<|endoftext|>", "123456 don't  ", ""):
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(tokenizer.encode(WORDS)) < len(WORDS) / 1.5
-    assert tokenizer.encode_batch([WORDS, "x"]) == [tokenizer.encode(WORDS), tokenizer.encode("x")]
+    assert list(tokenizer.encode_batch([WORDS, "x"])) == [tokenizer.encode(WORDS), tokenizer.encode("x")]
 
 
 def test_a_text_cannot_end_its_document_by_spelling_the_token_out(source: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_forked_child_can_tokenize_and_hears_no_warning(source: Path) -> None:
         "tokenizer = load_tokenizer('train:300', sources=[sys.argv[1]], text_field='text', cache=Path(sys.argv[2]), "
         "report=lambda line: None)\n"
         "if os.fork() == 0:\n"
-        "    os._exit(len(tokenizer.encode_batch(['x'] * 100)))\n"
+        "    os._exit(len(list(tokenizer.encode_batch(['x'] * 100))))\n"
         "assert os.waitstatus_to_exitcode(os.wait()[1]) == 100"
     )
     done = subprocess.run(
@@ -185,7 +185,7 @@ def test_what_a_file_says_about_its_last_use_is_ignored(tmp_path: Path, source: 
     library.save(str(path))
     tokenizer = load(path, source)
     assert tokenizer.encode("a b a b") == [1, 2, 1, 2]
-    assert tokenizer.encode_batch(["a", "a b a b"]) == [[1], [1, 2, 1, 2]]
+    assert list(tokenizer.encode_batch(["a", "a b a b"])) == [[1], [1, 2, 1, 2]]
 
 
 @pytest.mark.parametrize(
