@@ -5,6 +5,8 @@ Imports no torch.
 
 import os
 import signal
+import subprocess
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
@@ -13,9 +15,13 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 ECHO_SECONDS = 1.0
 """The same signal again within this time is an echo: sent to all processes, and handed on by their launcher."""
 
+DIE_WITH_PARENT = ("setpriv", "--pdeathsig", "TERM")  # util-linux >= 2.33: not on macOS, not on RHEL 8
+
 FINISHED = 0
 REFUSED = 2
 """Something that the user can mend; the message says how."""
+NOT_MET = 69
+"""The launchers of the nodes did not find each other. (EX_UNAVAILABLE)"""
 CANNOT_WRITE = 74
 """All steps are done, and the disk does not take the last checkpoint. (EX_IOERR; of the process that tokenizes: it
 cannot even write the reason why it ends.)"""
@@ -36,6 +42,15 @@ def is_there(process: int) -> bool:
     except PermissionError:  # another user's
         pass
     return True
+
+
+def with_parent(command: Sequence[str]) -> list[str]:
+    """The command, as one that gets SIGTERM when its parent is gone, where the system can do that."""
+    try:
+        can = subprocess.run([*DIE_WITH_PARENT, "true"], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        can = False
+    return [*DIE_WITH_PARENT, *command] if can else [*command]
 
 
 def leave(code: int) -> NoReturn:

@@ -7,7 +7,9 @@ from enum import StrEnum
 from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2
 
+from parallel.errors import UserError
 from recipes.exit_codes import CANNOT_WRITE, HUNG, POISONED, PREEMPTED, REFUSED, ended_by
+from recipes.weights import CHECKPOINTS, checkpoint_steps
 
 
 class End(StrEnum):
@@ -82,6 +84,18 @@ def reason_to_stop(attempts: Sequence[Attempt], *, step: int, restarts: int) -> 
     if in_vain >= 2:
         return f"two restarts came no further than step {step} (a crash loop, or checkpoints too far apart)"
     return None
+
+
+def number_of_restarts(text: str) -> int:
+    """What RESTARTS says. Raises UserError."""
+    if not text.isdecimal():
+        raise UserError(f"RESTARTS={text}: must be a number of restarts, 0 or more")
+    return int(text)
+
+
+def newest_step(folder: Path) -> int:
+    """Of the checkpoints of the run in this folder; 0 = there is none."""
+    return max(checkpoint_steps(folder / CHECKPOINTS), default=0)
 
 
 class History:

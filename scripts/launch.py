@@ -8,9 +8,7 @@ as long as they need; a second one ends them at once. None is left behind. LOGLE
 import logging
 import os
 import signal
-import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from types import FrameType
@@ -22,19 +20,22 @@ from recipes.exit_codes import (
     CANNOT_WRITE,
     ECHO_SECONDS,
     HUNG,
+    NOT_MET,
     POISONED,
     PREEMPTED,
     REFUSED,
     SIGNALS,
     ended_by,
     is_there,
+    with_parent,
 )
 
 EXPLAINED = {REFUSED, CANNOT_WRITE, PREEMPTED, POISONED, HUNG, *map(ended_by, SIGNALS)}
 """The worker has said why itself."""
+LEFT = {PREEMPTED, *map(ended_by, SIGNALS)}
+"""All workers were asked to end, those of other nodes too, and have."""
 FROZEN_SECONDS = 5
 """How long torchrun waits for a worker to stop, where another has ended because it does nothing any more."""
-DIE_WITH_PARENT = ["setpriv", "--pdeathsig", "TERM"]  # util-linux >= 2.33: not on macOS, not on RHEL 8
 
 
 def say(text: str) -> None:
@@ -60,7 +61,7 @@ class Workers:
         """The one that came first."""
         self.ended_first: set[int] | None = None
         """Processes that ended by themselves, before torchrun ended the others."""
-        self.killed_as_hung = False
+        self.killed = False
         self._signal_at = 0.0
         self._context: Any = None
 
@@ -91,31 +92,10 @@ class Workers:
         PContext.start = watched_start  # type: ignore[assignment, method-assign]
         PContext.close = watched_close  # type: ignore[assignment, method-assign]
 
-    def heed_others(self, address: str, port: int) -> None:
-        """End the workers here if those of other nodes have hung on them, or node 0's launcher, and its store, is gone.
-
-        torchrun sees no more than its own workers: where all of these are frozen it would wait for ever.
-        """
-        from torch.distributed import TCPStore
-
-        from parallel.dist import PREFIX, SPOKEN
-
-        def look() -> None:
-            store = None
-            while True:
-                time.sleep(1)
-                try:
-                    store = store or TCPStore(address, port, is_master=False, wait_for_workers=False)
-                    if store.check([PREFIX + SPOKEN]):
-                        break
-                except RuntimeError:
-                    if store is not None and self._context:
-                        break
-            time.sleep(2 * FROZEN_SECONDS)  # all who can leave do so now
-            self.killed_as_hung = True
-            self._send(signal.SIGKILL, group=True)
-
-        threading.Thread(target=look, daemon=True, name="heeds others").start()
+    def kill(self) -> None:
+        """End them and what they have started, now."""
+        self.killed = True
+        self._send(signal.SIGKILL, group=True)
 
     def stop(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal."""
@@ -126,7 +106,7 @@ class Workers:
             say(f"{signal.Signals(number).name}: the workers finish the step and save; a second one ends them at once")
             self._send(number)
         elif number != self.signal or time.monotonic() - self._signal_at > ECHO_SECONDS:
-            self._send(signal.SIGKILL, group=True)
+            self.kill()
             os._exit(ended_by(number))
 
     def _send(self, number: int, *, group: bool = False) -> None:
@@ -170,28 +150,32 @@ def main() -> int:
     args = parse_args(sys.argv[1:])
     args.signals_to_handle = "SIGQUIT"  # torchrun would replace our handlers
     script = args.training_script
-    try:
-        if subprocess.run([*DIE_WITH_PARENT, "true"], capture_output=True).returncode == 0:
-            command = [*DIE_WITH_PARENT, sys.executable, "-u", args.training_script, *args.training_script_args]
-            args.no_python, args.training_script, args.training_script_args = True, command[0], command[1:]
-    except FileNotFoundError:
-        pass
+    command = with_parent([sys.executable, "-u", args.training_script, *args.training_script_args])
+    args.no_python, args.training_script, args.training_script_args = True, command[0], command[1:]
     workers.watch(script)
-    if args.nnodes != "1" and args.node_rank:
-        workers.heed_others(args.master_addr, args.master_port)
+    launchers = None
+    if args.nnodes.rpartition(":")[2] != "1":  # torchrun's default is "1:1"
+        from parallel.launchers import Launchers
+
+        launchers = Launchers(args.master_addr, args.master_port, node=args.node_rank, hung=HUNG)
+        launchers.join(say)
+        launchers.watch(workers.kill, grace=2 * FROZEN_SECONDS)
     try:
         run(args)
     except SignalException as error:
         return ended_by(error.sigval)
     except ChildFailedError as error:
-        if workers.killed_as_hung:
-            say("HUNG: the workers of this node did not go on, or not end, with those of the others and were killed")
-            return HUNG
         rank, failure = min(error.failures.items(), key=lambda item: workers.blame(item[1]))
-        return verdict(rank, failure.exitcode, told=workers.signal)
+        if launchers and (workers.killed or failure.exitcode not in EXPLAINED) and (cause := launchers.hear()):
+            say(cause.words)
+            return cause.code
+        code = verdict(rank, failure.exitcode, told=workers.signal)
+        if launchers and code not in LEFT:
+            launchers.tell(code, crashed=code not in EXPLAINED)
+        return code
     except (torch.distributed.DistError, RendezvousError) as error:
         say(f"the processes could not find each other: {error}")
-        return 1
+        return NOT_MET
     return 0
 
 

@@ -16,6 +16,7 @@ RECIPE is looked for in the current directory, then in the checkout. Environment
                    the same on all; or, instead of it,
   NNODES, NODE_RANK, MASTER_ADDR   the number of nodes, which this one is (from 0), and the address of node 0
   MASTER_PORT      a free port of node 0 (default 29500)
+  RESTARTS         after a crash or a hang start again from the newest checkpoint, so many times (default 0); on all nodes
 With NPROC or several nodes, --check is for that many processes. Under SLURM: scripts/slurm.sbatch
 END
 }
@@ -119,4 +120,8 @@ if [ "$NNODES" -gt 1 ]; then
     nodes=(--nnodes="$NNODES" --node-rank="$NODE_RANK" --master-addr="$MASTER_ADDR" --master-port="${MASTER_PORT:-29500}")
 fi
 
-exec "$PYTHON" "$ROOT/scripts/launch.py" "${nodes[@]}" --nproc-per-node="$NPROC" "$ROOT/train.py" "$@"
+launch=("$PYTHON" "$ROOT/scripts/launch.py" "${nodes[@]}" --nproc-per-node="$NPROC" "$ROOT/train.py" "$@")
+if [ "${RESTARTS:-0}" = 0 ]; then
+    exec "${launch[@]}"
+fi
+exec "$PYTHON" "$ROOT/scripts/supervise.py" "${launch[@]}"

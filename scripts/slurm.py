@@ -20,9 +20,8 @@ sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level 
 
 from parallel.errors import UserError  # noqa: E402
 from recipes.exit_codes import PREEMPTED, REFUSED  # noqa: E402
-from recipes.restarts import End, History, end_of, reason_to_stop  # noqa: E402
+from recipes.restarts import End, History, end_of, newest_step, number_of_restarts, reason_to_stop  # noqa: E402
 from recipes.schema import RunConfig  # noqa: E402
-from recipes.weights import CHECKPOINTS, checkpoint_steps  # noqa: E402
 
 RUN = ["bash", str(ROOT / "scripts" / "run.sh")]
 STARTED, STOPPING = "started\n", "stopping\n"
@@ -43,7 +42,7 @@ class Job:
         self.node_list = environment["SLURM_JOB_NODELIST"]
         self.logs = Path(f"slurm-{self.id}").absolute()
         self.restarts = number_of_restarts(environment.get("RESTARTS", "10"))
-        self.environment = {**environment, "NNODES": str(self.nodes)}
+        self.environment = {**environment, "NNODES": str(self.nodes), "RESTARTS": "0"}  # of one node alone: none
         self.taken = False
 
     def check(self) -> Path | None:
@@ -181,13 +180,6 @@ def run_node(logs: Path, command: list[str]) -> int:
     return 0 if end_of([code])[0] == End.PREEMPTED else code
 
 
-def number_of_restarts(text: str) -> int:
-    """What RESTARTS says. Raises UserError."""
-    if not text.isdecimal():
-        raise UserError(f"RESTARTS={text}: must be a number of restarts, 0 or more")
-    return int(text)
-
-
 def exit_file(logs: Path, name: str) -> Path:
     """Where a node leaves its exit code; until then STARTED, or STOPPING once it was told to stop."""
     return logs / f"{name}.exit"
@@ -200,11 +192,6 @@ def read_state(path: Path) -> str:
 def read_code(path: Path) -> int | None:
     text = read_state(path).strip()
     return int(text) if text.isdecimal() else None
-
-
-def newest_step(folder: Path) -> int:
-    """Of the run's checkpoints; 0 = there is none."""
-    return max(checkpoint_steps(folder / CHECKPOINTS), default=0)
 
 
 def last_words(log: Path) -> list[str]:

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
+from recipes.exit_codes import with_parent
+
 Outcome = Literal["done", "out of memory", "crashed", "refused", "timed out"]
 MARK = "SHARDWRIGHT_SWEEP_RUN"
 """Environment variable by which all processes of a run are found again, wherever they moved to: torchrun gives each
@@ -86,7 +88,7 @@ def run(command: Sequence[str], *, stdout: Path, stderr: Path, timeout: float, e
         code: int | None = None
         try:
             process = subprocess.Popen(
-                command,
+                with_parent(command),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,

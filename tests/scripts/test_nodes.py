@@ -5,13 +5,15 @@ import re
 import signal
 import socket
 import subprocess
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from recipes.exit_codes import HUNG, is_there
+from recipes.exit_codes import HUNG, PREEMPTED, is_there
 from scripts.chaos import descendants
-from tests.scripts.nodes import ROOT, STEPS, arguments, environment, losses
+from tests.scripts.nodes import EVERY, ROOT, STEPS, arguments, environment, losses
 
 
 def launch(folder: Path, words: list[str], **variables: str) -> "subprocess.Popen[str]":
@@ -45,9 +47,18 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def test_two_launchers_train_as_one(tmp_path: Path, corpus: Path) -> None:
-    code, _, err = run(tmp_path, arguments(tmp_path, corpus, "one"), NPROC="4")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> list[tuple[int, float]]:
+    """The curve of four processes on one node."""
+    folder = tmp_path_factory.mktemp("whole")
+    code, _, err = run(folder, arguments(folder, corpus, "one"), NPROC="4")
     assert (code, err) == (0, "")
+    found = losses(folder, "one")
+    assert [step for step, _ in found] == list(range(1, STEPS + 1))
+    return found
+
+
+def test_two_launchers_train_as_one(tmp_path: Path, corpus: Path, whole: list[tuple[int, float]]) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("# the first node\n127.0.0.1 slots=2\n\nlocalhost\n")
     port = free_port()
@@ -60,8 +71,93 @@ def test_two_launchers_train_as_one(tmp_path: Path, corpus: Path) -> None:
     assert [process.returncode for process in nodes] == [0, 0], err + other_err
     assert (err, other_out, other_err) == ("", "", "")  # rank 0 speaks for all
     assert "= 4 processes on cpu" in out
-    assert len(losses(tmp_path, "two")) == STEPS
-    assert losses(tmp_path, "two") == losses(tmp_path, "one")
+    assert losses(tmp_path, "two") == whole
+
+
+class Nodes:
+    """A run on two nodes of two processes each, whose commands can be started again."""
+
+    def __init__(self, folder: Path, corpus: Path, *overrides: str, **variables: str) -> None:
+        self.folder, self.words = folder, arguments(folder, corpus, "two", *overrides)
+        self.variables = {"NPROC": "2", "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        self.variables |= variables
+        self.nodes = [self.start(0), self.start(1)]
+
+    def start(self, rank: int) -> "subprocess.Popen[str]":
+        return launch(self.folder, self.words, NODE_RANK=str(rank), **self.variables)
+
+    @property
+    def losses(self) -> list[tuple[int, float]]:
+        return losses(self.folder, "two")
+
+    def reach(self, step: int) -> None:
+        end = time.monotonic() + 90
+        while len(self.losses) < step:
+            assert time.monotonic() < end and self.nodes[0].poll() is None, ends(self.nodes)
+            time.sleep(0.05)
+
+    def worker(self, rank: int) -> int:
+        """The process of this rank."""
+        for process in (process for node in self.nodes for process in descendants(node.pid)):
+            with suppress(OSError):  # it has just ended
+                if f"RANK={rank}".encode() in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
+                    return process
+        raise AssertionError(f"no process of rank {rank}")
+
+
+def test_a_preempted_node_takes_the_others_with_it_and_nothing_is_lost(
+    tmp_path: Path, corpus: Path, whole: list[tuple[int, float]]
+) -> None:
+    """Also where crashes are answered with a restart: whoever sent the signal wants the machine."""
+    job = Nodes(tmp_path, corpus, RESTARTS="2")
+    job.reach(EVERY + 2)
+    job.nodes[1].terminate()
+    (out, err), (other_out, other_err) = ends(job.nodes)
+    assert [node.returncode for node in job.nodes] == [PREEMPTED, PREEMPTED], err + other_err
+    assert "SIGTERM: interrupted after step " in out and (err, other_out) == ("", "")
+    assert other_err == "launch: SIGTERM: the workers finish the step and save; a second one ends them at once\n"
+    before = len(job.losses)
+    assert before < STEPS
+    job.nodes = [job.start(0), job.start(1)]
+    (out, err), (_, other_err) = ends(job.nodes)
+    assert [node.returncode for node in job.nodes] == [0, 0], err + other_err
+    assert f"resumed from {tmp_path}/runs/two/checkpoints/step-{before:08}\n" in out
+    assert job.losses == whole
+
+
+def test_a_lost_node_and_a_frozen_process_cost_the_steps_since_the_checkpoint(
+    tmp_path: Path, corpus: Path, whole: list[tuple[int, float]]
+) -> None:
+    """With RESTARTS the nodes that are left start again, and wait for the one that somebody has started again."""
+    job = Nodes(tmp_path, corpus, "--run.hang_timeout", "5", RESTARTS="2")
+    job.reach(EVERY + 2)
+    lost = job.nodes[1]
+    for process in [lost.pid, *descendants(lost.pid)]:
+        with suppress(ProcessLookupError):  # one follows the other
+            os.kill(process, signal.SIGKILL)
+    job.nodes[1] = job.start(1)
+    lost.communicate()
+    job.reach(2 * EVERY + 2)
+    os.kill(job.worker(2), signal.SIGSTOP)
+    (out, err), (_, other_err) = ends(job.nodes)
+    assert [node.returncode for node in job.nodes] == [0, 0], err + other_err
+    assert "supervise: attempt 1 crashed, exit code " in err and "supervise: attempt 2 crashed, exit code 77; " in err
+    assert f"  rank 2 on {socket.gethostname()}#1: last seen in phase " in err
+    assert out.count("\nresumed from ") == 2
+    assert job.losses == whole
+
+
+def test_a_process_that_cannot_start_ends_the_other_nodes(tmp_path: Path, corpus: Path) -> None:
+    """They would wait for it in vain, and starting again would not help."""
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "sitecustomize.py").write_text(
+        "import os, sys\nif os.environ.get('RANK') == '2' and sys.argv[0].endswith('train.py'): os._exit(2)"
+    )
+    job = Nodes(tmp_path, corpus, RESTARTS="2", PYTHONPATH=str(broken))
+    (_, err), (_, other_err) = ends(job.nodes)
+    assert [node.returncode for node in job.nodes] == [2, 2], err + other_err
+    assert err == "launch: node 1 ended with exit code 2\n"
 
 
 def test_shards_stay_inside_nodes(tmp_path: Path, corpus: Path) -> None:

@@ -1,0 +1,121 @@
+"""What the launchers of several nodes tell each other, through the store that node 0's keeps.
+
+torchrun sees no more than its own workers: where those of another node have crashed, hung or were started again, it
+would wait with its own for as long as NCCL does.
+"""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NamedTuple
+
+from torch.distributed import TCPStore
+
+from parallel.dist import PREFIX, SPOKEN
+
+ENDED = PREFIX + "ended"
+LOOK_SECONDS = 1.0
+PATIENCE = timedelta(seconds=60)
+"""With a store that does not answer: the node is gone, and nobody closed its connections."""
+
+
+class Cause(NamedTuple):
+    """Why the workers of all nodes end."""
+
+    words: str
+    code: int
+    """The exit code of the launcher it began with; of all, if there is nothing to add."""
+    crashed: bool = False
+    """The workers of the other nodes can do nothing any more; else they are leaving by themselves."""
+
+
+class Launchers:
+    """The launchers of all nodes, as this one sees them."""
+
+    def __init__(self, address: str, port: int, *, node: int, hung: int) -> None:
+        """address, port: of node 0's store. hung: the exit code of workers that hung."""
+        self._address, self._port, self._node, self._hung = address, port, node, hung
+        self._store: TCPStore | None = None
+        self._counted = node == 0  # whose store it is
+        self._heard = threading.Event()
+        self.cause: Cause | None = None
+
+    def join(self, say: Callable[[str], None]) -> None:
+        """Return when this node may start its workers: not into a store that has seen it start before.
+
+        That one belongs to processes which wait for those that this node had; they are told to end.
+        """
+        told = False
+        while not self._counted:
+            try:
+                with socket.create_connection((self._address, self._port), timeout=5):
+                    pass
+                store = self._connect()
+                if store.add(f"{PREFIX}node {self._node}", 1) == 1:
+                    self._store, self._counted = store, True
+                    return
+                store.set(ENDED, json.dumps([f"node {self._node} was started again", 1, True]))
+            except OSError:
+                return  # node 0 is not there yet: its store will be a new one
+            except RuntimeError:
+                pass  # it went just now
+            if not told:
+                say("node 0 is still in the run that this node was in before: waiting until that has ended")
+            told = True
+            time.sleep(LOOK_SECONDS)
+
+    def watch(self, end: Callable[[], None], *, grace: float) -> None:
+        """From now on, in a thread: call end so many seconds after there was a cause, when all who can leave have.
+
+        After a crash at once: the others wait in collectives, and would say no more than that.
+        """
+
+        def look() -> None:
+            while self.cause is None:
+                time.sleep(LOOK_SECONDS)
+                self.cause = self._look()
+            self._heard.set()
+            time.sleep(0 if self.cause.crashed else grace)
+            end()
+
+        threading.Thread(target=look, daemon=True, name="other launchers").start()
+
+    def hear(self) -> Cause | None:
+        """The cause, if another launcher gives one about now."""
+        self._heard.wait(3 * LOOK_SECONDS)
+        return self.cause
+
+    def tell(self, code: int, *, crashed: bool) -> None:
+        """This launcher ends with an error: the others need not wait for its workers."""
+        try:
+            self._store = self._store or self._connect()
+            self._store.set(ENDED, json.dumps([f"node {self._node} ended with exit code {code}", code, crashed]))
+        except RuntimeError:
+            return
+        if self._node == 0:
+            time.sleep(3 * LOOK_SECONDS)  # the store goes with this process
+
+    def _look(self) -> Cause | None:
+        try:
+            if self._store is None:
+                self._store = self._connect()
+            if not self._counted:
+                self._store.add(f"{PREFIX}node {self._node}", 1)
+                self._counted = True
+            if self._store.check([PREFIX + SPOKEN]):
+                words = (
+                    "HUNG: the workers of this node did not go on, or not end, with those of the others and were killed"
+                )
+                return Cause(words, self._hung)
+            if self._store.check([ENDED]):
+                return Cause(*json.loads(self._store.get(ENDED)))
+        except RuntimeError:
+            if self._store is not None:
+                return Cause("the launcher of node 0 is gone", 1)
+        return None
+
+    def _connect(self) -> TCPStore:
+        return TCPStore(self._address, self._port, is_master=False, wait_for_workers=False, timeout=PATIENCE)

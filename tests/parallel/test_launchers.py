@@ -1,0 +1,83 @@
+"""What launchers tell each other, through a real store."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from torch.distributed import TCPStore
+
+from parallel.launchers import ENDED, Cause, Launchers
+
+HUNG = 77
+
+
+def store() -> TCPStore:
+    """As node 0's launcher keeps one."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def node(number: int, port: int) -> Launchers:
+    return Launchers("127.0.0.1", port, node=number, hung=HUNG)
+
+
+def wait_for(what: Callable[[], object]) -> None:
+    end = time.monotonic() + 30
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def nothing(line: str) -> None:
+    raise AssertionError(line)
+
+
+def test_a_node_does_not_join_those_that_wait_for_its_first_start() -> None:
+    kept = [store()]
+    port = kept[0].port
+    first, other, again = node(1, port), node(2, port), node(1, port)
+    first.join(nothing)
+    other.join(nothing)
+    lines: list[str] = []
+    waits = threading.Thread(target=again.join, args=[lines.append])
+    waits.start()
+    wait_for(lambda: kept[0].check([ENDED]))
+    ended = threading.Event()
+    other.watch(ended.set, grace=1000)
+    assert other.hear() == Cause("node 1 was started again", 1, crashed=True)
+    wait_for(ended.is_set)
+    assert waits.is_alive()
+    kept.clear()  # node 0's launcher ends
+    waits.join(timeout=30)
+    assert not waits.is_alive()
+    assert lines == ["node 0 is still in the run that this node was in before: waiting until that has ended"]
+
+
+def test_a_node_may_start_before_node_0_does() -> None:
+    kept = store()
+    port = kept.port
+    del kept
+    node(1, port).join(nothing)
+
+
+@pytest.mark.parametrize(("teller", "hearer"), [(0, 1), (1, 0)])
+def test_the_others_hear_of_an_end(teller: int, hearer: int) -> None:
+    kept = store()
+    ended = threading.Event()
+    hears = node(hearer, kept.port)
+    hears.watch(ended.set, grace=1000)
+    assert hears.hear() is None
+    node(teller, kept.port).tell(2, crashed=False)
+    assert hears.hear() == Cause(f"node {teller} ended with exit code 2", 2, crashed=False)
+    assert not ended.is_set()  # its workers leave by themselves
+
+
+def test_a_launcher_of_node_0_that_is_gone_is_a_cause() -> None:
+    kept = store()
+    hears, ended = node(1, kept.port), threading.Event()
+    hears.join(nothing)
+    hears.watch(ended.set, grace=0)
+    del kept
+    wait_for(ended.is_set)
+    assert hears.cause == Cause("the launcher of node 0 is gone", 1, crashed=False)
+    hears.tell(1, crashed=True)  # nobody is there, and that is no error
