@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -18,8 +19,8 @@ from parallel.dist import PREFIX, SPOKEN
 
 ENDED = PREFIX + "ended"
 LOOK_SECONDS = 1.0
-PATIENCE = timedelta(seconds=60)
-"""With a store that does not answer: the node is gone, and nobody closed its connections."""
+CONNECT = timedelta(seconds=60)
+"""To wait for a connection."""
 
 
 class Cause(NamedTuple):
@@ -90,11 +91,15 @@ class Launchers:
 
     def tell(self, code: int, *, crashed: bool) -> None:
         """This launcher ends with an error: the others need not wait for its workers."""
-        try:
-            self._store = self._store or self._connect()
-            self._store.set(ENDED, json.dumps([f"node {self._node} ended with exit code {code}", code, crashed]))
-        except RuntimeError:
-            return
+
+        def speak() -> None:
+            with suppress(RuntimeError):
+                self._store = self._store or self._connect()
+                self._store.set(ENDED, json.dumps([f"node {self._node} ended with exit code {code}", code, crashed]))
+
+        speaks = threading.Thread(target=speak, daemon=True)
+        speaks.start()
+        speaks.join(timeout=LOOK_SECONDS)  # where node 0 went without a word, a store waits for it a long time
         if self._node == 0:
             time.sleep(3 * LOOK_SECONDS)  # the store goes with this process
 
@@ -118,4 +123,4 @@ class Launchers:
         return None
 
     def _connect(self) -> TCPStore:
-        return TCPStore(self._address, self._port, is_master=False, wait_for_workers=False, timeout=PATIENCE)
+        return TCPStore(self._address, self._port, is_master=False, wait_for_workers=False, timeout=CONNECT)

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,12 +14,14 @@ import pytest
 
 from recipes.exit_codes import HUNG, PREEMPTED, is_there
 from scripts.chaos import descendants
+from tests.scripts import network
+from tests.scripts.network import DEVICE, Network
 from tests.scripts.nodes import EVERY, ROOT, STEPS, arguments, environment, losses
 
 
-def launch(folder: Path, words: list[str], **variables: str) -> "subprocess.Popen[str]":
+def launch(folder: Path, words: list[str], *, on: Sequence[str] = (), **variables: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        ["bash", str(ROOT / "scripts/run.sh"), *words],
+        [*on, "bash", str(ROOT / "scripts/run.sh"), *words],
         cwd=folder,
         env=environment(**variables),
         stdout=subprocess.PIPE,
@@ -77,14 +80,20 @@ def test_two_launchers_train_as_one(tmp_path: Path, corpus: Path, whole: list[tu
 class Nodes:
     """A run on two nodes of two processes each, whose commands can be started again."""
 
-    def __init__(self, folder: Path, corpus: Path, *overrides: str, **variables: str) -> None:
-        self.folder, self.words = folder, arguments(folder, corpus, "two", *overrides)
+    def __init__(
+        self, folder: Path, corpus: Path, *overrides: str, network: Network | None = None, **variables: str
+    ) -> None:
+        """network: whose hosts are the nodes; else they are all this machine."""
+        self.folder, self.words, self.network = folder, arguments(folder, corpus, "two", *overrides), network
         self.variables = {"NPROC": "2", "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         self.variables |= variables
+        if network:
+            self.variables |= {"MASTER_ADDR": network.address(0), "GLOO_SOCKET_IFNAME": DEVICE}
         self.nodes = [self.start(0), self.start(1)]
 
     def start(self, rank: int) -> "subprocess.Popen[str]":
-        return launch(self.folder, self.words, NODE_RANK=str(rank), **self.variables)
+        on = self.network.command(rank, []) if self.network else ()
+        return launch(self.folder, self.words, on=on, NODE_RANK=str(rank), **self.variables)
 
     @property
     def losses(self) -> list[tuple[int, float]]:
@@ -144,6 +153,30 @@ def test_a_lost_node_and_a_frozen_process_cost_the_steps_since_the_checkpoint(
     assert "supervise: attempt 1 crashed, exit code " in err and "supervise: attempt 2 crashed, exit code 77; " in err
     assert f"  rank 2 on {socket.gethostname()}#1: last seen in phase " in err
     assert out.count("\nresumed from ") == 2
+    assert job.losses == whole
+
+
+@pytest.mark.skipif(network.missing() is not None, reason=str(network.missing()))
+def test_a_node_that_is_cut_off_is_waited_for(tmp_path: Path, corpus: Path, whole: list[tuple[int, float]]) -> None:
+    """Connections stay open and nothing comes through, as where a node loses power."""
+    hosts = Network(2)
+    try:
+        job = Nodes(tmp_path, corpus, "--run.hang_timeout", "5", network=hosts, RESTARTS="2")
+        job.reach(EVERY + 2)
+        first = job.worker(0)
+        hosts.cut(1)
+        end = time.monotonic() + 60
+        while is_there(first) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert not is_there(first)
+        hosts.mend(1)
+        (out, err), (_, other_err) = ends(job.nodes)
+    finally:
+        hosts.close()
+    assert [node.returncode for node in job.nodes] == [0, 0], err + other_err
+    assert "does not answer, frozen or with its node gone:\n  rank " in err
+    assert "supervise: attempt 1 crashed, exit code 77; newest checkpoint: step " in err and "attempt 2 " not in err
+    assert out.count("\nresumed from ") == 1
     assert job.losses == whole
 
 

@@ -1,0 +1,78 @@
+"""Several hosts on this machine: network namespaces with one address each, whose cables can be cut and slowed down."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+DEVICE = "eth0"
+"""Of every host."""
+
+
+def missing() -> str | None:
+    """Why there can be no such hosts here, or None."""
+    for program in ("ip", "tc"):
+        if shutil.which(program) is None:
+            return f"{program} (iproute2) is not installed"
+    name = f"shardwright-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if made.returncode != 0:
+        return f"no network namespaces: {made.stderr.strip() or made.stdout.strip()}"
+    subprocess.run(["ip", "netns", "delete", name], check=True)
+    return None
+
+
+class Network:
+    """The hosts, and the switch between them, in a namespace of its own: the machine's network is not touched."""
+
+    def __init__(self, hosts: int) -> None:
+        self.hosts = range(hosts)
+        self._switch = self._name("switch")
+        do("ip", "netns", "add", self._switch)
+        self._in_switch("link", "add", "bridge", "type", "bridge")
+        self._in_switch("link", "set", "bridge", "up")
+        for host in self.hosts:
+            name = self._name(host)
+            do("ip", "netns", "add", name)
+            do("ip", "-n", name, "link", "add", DEVICE, "type", "veth", "peer", "name", f"port{host}")
+            do("ip", "-n", name, "link", "set", f"port{host}", "netns", self._switch)
+            do("ip", "-n", name, "address", "add", f"{self.address(host)}/24", "dev", DEVICE)
+            do("ip", "-n", name, "link", "set", "lo", "up")
+            do("ip", "-n", name, "link", "set", DEVICE, "up")
+            self._in_switch("link", "set", f"port{host}", "master", "bridge")
+            self.mend(host)
+
+    def address(self, host: int) -> str:
+        return f"10.99.0.{host + 1}"
+
+    def command(self, host: int, words: Sequence[str]) -> list[str]:
+        """The command, as one that runs on this host. GLOO_SOCKET_IFNAME must be DEVICE."""
+        return ["ip", "netns", "exec", self._name(host), *words]
+
+    def cut(self, host: int) -> None:
+        """Pull the cable out: connections stay open, and nothing comes through."""
+        self._in_switch("link", "set", f"port{host}", "down")
+
+    def mend(self, host: int) -> None:
+        self._in_switch("link", "set", f"port{host}", "up")
+
+    def slow_down(self, host: int, rate: str) -> None:
+        """Both directions of this host's cable. rate: as tc has it, "20mbit"."""
+        for name, device in ((self._name(host), DEVICE), (self._switch, f"port{host}")):
+            limit = ("tbf", "rate", rate, "burst", "64kb", "latency", "200ms")
+            do("tc", "-n", name, "qdisc", "replace", "dev", device, "root", *limit)
+
+    def close(self) -> None:
+        for host in ("switch", *self.hosts):
+            do("ip", "netns", "delete", self._name(host))
+
+    def _in_switch(self, *words: str) -> None:
+        do("ip", "-n", self._switch, *words)
+
+    def _name(self, host: int | str) -> str:
+        return f"shardwright-{os.getpid()}-{host}"
+
+
+def do(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, (command, done.stderr)
