@@ -227,7 +227,7 @@ def test_the_promised_sweeps_are_there() -> None:
 def test_every_sweep_fits_one_gpu_and_eight_and_has_a_twin(path: Path, tmp_path: Path) -> None:
     for processes in (2, 8) if path.stem == "zero" else (1, 2, 8):
         sweep = read_sweep(path, output=tmp_path, processes=processes)
-        assert all(row.processes == processes and row.recipe.run.device == "auto" for row in sweep.rows)
+        assert all(row.processes == processes and row.recipe.run.device == "cuda" for row in sweep.rows)
         for row in sweep.rows:
             tokens = row.recipe.batch.global_batch_size * row.recipe.batch.sequence_length
             assert tokens >= 65_536 * (8 if path.stem == "zero" else 1)
