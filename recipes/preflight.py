@@ -76,11 +76,12 @@ class Facts:
     free_temporary: int
 
 
-def preflight(folder: Path, world: World, *, say: Callable[[str], None]) -> None:
-    """Look at all processes, and let rank 0 say what came of it. folder: of the run.
+def preflight(folder: Path, world: World, *, cache: Path | None = None, say: Callable[[str], None]) -> None:
+    """Look at all processes, and let rank 0 say what came of it.
 
-    Raises one UserError on all ranks, with the names of the nodes, where versions, sources or devices differ, a node
-    does not see the run's folder or a collective returns wrong numbers. What is odd and might do all the same is said.
+    folder: of the run. cache: where one process writes tokens that all read; None = nothing is tokenized. Raises one
+    UserError on all ranks, with the names of the nodes, where versions, sources or devices differ, a node does not see
+    these folders or a collective returns wrong numbers. What is odd and might do all the same is said.
     """
     if world.size == 1:
         return
@@ -91,7 +92,10 @@ def preflight(folder: Path, world: World, *, say: Callable[[str], None]) -> None
     agree = f"pre-flight: {world.size} processes on {len(nodes)} {'nodes' if several else 'node'} agree"
     if several:
         say(f"{agree}: {in_common(facts[0])}")  # at once: a network that is not right may hang below
-        require_one_folder(folder, world)
+        require_one_folder(folder, world, what="the run's folder", write="run.output")
+        cache = from_main(world, cache)
+        if cache is not None:
+            require_one_folder(cache.expanduser() / "tokens", world, what="the cache of tokens", write="data.cache")
     clocks = clock_bounds(world)
     links = measure_links(world)
     if problems := wrong_results(links, nodes):
@@ -197,8 +201,11 @@ def in_common(facts: Facts) -> str:
     return ", ".join([facts.device, *(f"{name} {value}" for name, value in fields.items() if value)])
 
 
-def require_one_folder(folder: Path, world: World, *, patience: float = PATIENCE) -> None:
-    """Raises UserError unless every node sees a file that rank 0 writes where the run's folder is or will be."""
+def require_one_folder(folder: Path, world: World, *, what: str, write: str, patience: float = PATIENCE) -> None:
+    """Raises UserError unless every node sees a file that rank 0 writes where the folder is or will be.
+
+    what: it is. write: the field that says where it is.
+    """
     level, name = from_main(world, _leave_probe(folder) if world.is_main else (0, ""))
     if not name:  # it cannot write there, which it will say
         return
@@ -218,10 +225,10 @@ def require_one_folder(folder: Path, world: World, *, patience: float = PATIENCE
         elsewhere = {place for place in blind.values() if place != main}
         also = f" (which is {listed(sorted(elsewhere))} there: a relative path starts at the current folder)"
         raise refusal(
-            "the nodes do not share the run's folder",
+            f"the nodes do not share {what}",
             [
                 f"what {world.nodes[0].name} writes into {main}{also if elsewhere else ''} does not show on"
-                f" {listed([*blind])} within {patience:g} s; write a run.output on a file system that all nodes share"
+                f" {listed([*blind])} within {patience:g} s; write a {write} on a file system that all nodes share"
             ],
         )
 

@@ -2,10 +2,12 @@
 
 import time
 from datetime import timedelta
+from pathlib import Path
 
 from parallel.dist import lost_a_peer, start, stop
 from parallel.errors import UserError
 from recipes.console import Console
+from recipes.data.sources import is_prepared
 from recipes.interruption import forget_signals
 from recipes.phases import Phases
 from recipes.preflight import preflight
@@ -32,7 +34,9 @@ def train(recipe: Recipe, *, began: float) -> int:
     watchdog = Watchdog(phases, world, timeout=limit, folder=folder)
     try:
         with Console(silent=not world.is_main) as console:
-            preflight(recipe.run.folder, world, say=console.say)
+            tokenizes = not all(map(is_prepared, recipe.data.sources))
+            cache = Path(recipe.data.cache) if tokenizes else None
+            preflight(recipe.run.folder, world, cache=cache, say=console.say)
             return Trainer(recipe, world, console, phases).run()
     except UserError as error:
         forget_signals()

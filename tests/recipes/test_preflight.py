@@ -173,15 +173,19 @@ def look(folder: Path) -> dict[str, Any]:
     os.environ |= {"GROUP_RANK": str(rank), "SLURMD_NODENAME": f"gpu-{rank}"}
     world = start("cpu", seed=0)
     said: list[str] = []
-    preflight(folder / "shared" / "runs" / "name", world, say=said.append)
+    preflight(folder / "shared" / "runs" / "name", world, cache=folder / "shared" / "cache", say=said.append)
     found: dict[str, Any] = {"said": said, "left": sorted(path.name for path in (folder / "shared").iterdir())}
 
     own = folder / str(rank)
     own.mkdir()
     os.chdir(own)
     with pytest.raises(UserError) as caught:
-        require_one_folder(Path("runs/name"), world, patience=0.3)
+        require_one_folder(Path("runs/name"), world, what="the run's folder", write="run.output", patience=0.3)
     found["unshared"] = str(caught.value)
+    os.environ["HOME"] = str(own)
+    with pytest.raises(UserError) as caught:
+        preflight(folder / "shared" / "runs" / "name", world, cache=Path("~"), say=said.append)
+    found["cache"] = str(caught.value)
     found["left there"] = list(own.iterdir())
 
     version = torch.__version__
@@ -209,6 +213,10 @@ def test_three_nodes(tmp_path: Path) -> None:
             " PYTHON, or .venv in a checkout that they share"
         )
         assert answer["unshared"] == answers[0]["unshared"]
+    assert answers[0]["cache"].startswith(
+        "pre-flight: the nodes do not share the cache of tokens; nothing was started\n"
+    )
+    assert "; write a data.cache on a file system that all nodes share" in answers[0]["cache"]
     assert f"what gpu-0 writes into {tmp_path}/0 (which is {tmp_path}/1, {tmp_path}/2 there" in answers[0]["unshared"]
     assert "does not show on gpu-1, gpu-2 within 0.3 s; write a run.output" in answers[0]["unshared"]
 
