@@ -30,7 +30,7 @@ MATTERS = 0.05
 """Of the step: less time for data than that is nobody's concern."""
 NOTICEABLE = 0.1
 """Of the step: communication that has become slower by less is not looked into."""
-EXCHANGES = 3
+EXCHANGES = 2
 """So often links are measured, and the fastest counts: noise only adds time."""
 PROBES = 10
 """Of links in a run at most."""
@@ -132,6 +132,10 @@ class Communication:
         self._in_a_row = self._in_a_row + 1 if slow else 0
         return more if self._in_a_row >= IN_A_ROW else None
 
+    def get_used_to_it(self) -> None:
+        """What it takes now is the usual, until it takes less."""
+        self._usual, self._in_a_row = median(self._left), 0
+
 
 def lower_quartile(values: Collection[float]) -> float:
     """A quarter of them are smaller."""
@@ -176,7 +180,7 @@ class Stragglers:
         self._communication = Communication(is_all=world.device.type == "cpu")
         self._is_warm, self._steps = False, 0
         self._step, self._data, self._compute = [0.0], [0.0], [0.0]
-        self._is_slow, self._slow_links, self._probes = False, list[SlowLink](), 0
+        self._slow_links, self._probes = list[SlowLink](), 0
         self._named: set[tuple[int, str]] = set()
 
     def gather(self, loss: Tensor) -> float:
@@ -206,7 +210,7 @@ class Stragglers:
         return {"stragglers": [asdict(one) for one in found]} if found else {}, lines
 
     def _look_at_links(self) -> list[str]:
-        """Once when communication has become slow: who is slow to reach the others, or a line if nobody can be named.
+        """When communication has become slow: who is slow to reach the others, or a line if nobody can be named.
 
         Processes on the CPUs of one node have no links: who waits longer there waits for a core.
         """
@@ -214,10 +218,9 @@ class Stragglers:
         if self._world.size == 1 or (is_cpu and len(nodes) == 1):
             return []
         more = self._communication.add(self._step, self._data, self._compute)
-        was_slow, self._is_slow = self._is_slow, more is not None
         if more is None:
             self._slow_links = []
-        if more is None or was_slow or self._probes == PROBES:
+        if more is None or self._slow_links or self._probes == PROBES:
             return []
         self._probes += 1
         best: dict[int, float] = {}
@@ -232,6 +235,7 @@ class Stragglers:
         ]
         if self._slow_links:
             return []
+        self._communication.get_used_to_it()
         if len(nodes) == 1:
             why = "all processes are on one node, so there is none to name"
         elif len(nodes) == 2:
