@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from parallel.dist import World
 from parallel.links import measure_exchanges, slow_processes
+from parallel.nodes import Node
 from parallel.reduce import gather_over_processes
 from recipes.checkpoint.space import size
 from recipes.phases import Phases
@@ -30,6 +31,8 @@ MATTERS = 0.05
 """Of the step: less time for data than that is nobody's concern."""
 NOTICEABLE = 0.1
 """Of the step: communication that has become slower by less is not looked into."""
+SLOW_ON_CPUS = 0.5
+"""Share of the usual speed between nodes; where others use the cores too, a third less is noise."""
 EXCHANGES = 2
 """So often links are measured, and the fastest counts: noise only adds time."""
 PROBES = 10
@@ -210,12 +213,12 @@ class Stragglers:
         return {"stragglers": [asdict(one) for one in found]} if found else {}, lines
 
     def _look_at_links(self) -> list[str]:
-        """When communication has become slow: who is slow to reach the others, or a line if nobody can be named.
+        """When communication has become slow: find who is slow to reach other nodes; a line if nobody can be named.
 
-        Processes on the CPUs of one node have no links: who waits longer there waits for a core.
+        Processes on CPUs share the cores with others, and may wait longer for those: there only a name is worth a word.
         """
-        nodes, is_cpu = self._world.nodes, self._world.device.type == "cpu"
-        if self._world.size == 1 or (is_cpu and len(nodes) == 1):
+        world, is_cpu = self._world, self._world.device.type == "cpu"
+        if world.size == 1 or (is_cpu and len(world.nodes) < 3):
             return []
         more = self._communication.add(self._step, self._data, self._compute)
         if more is None:
@@ -223,24 +226,33 @@ class Stragglers:
         if more is None or self._slow_links or self._probes == PROBES:
             return []
         self._probes += 1
-        best: dict[int, float] = {}
-        if len(nodes) > 1:
-            for _ in self._phases.go_through(range(EXCHANGES)):  # each is progress
-                for rank, speeds in enumerate(measure_exchanges(self._world)):
-                    if speeds:
-                        best[rank] = max(best.get(rank, 0.0), *speeds.values())
+        best = self._best_exchanges() if len(world.nodes) > 1 else {}
         self._slow_links = [
-            SlowLink(rank, self._world.node_of(rank), COMMUNICATION, speed, usual)
-            for rank, speed, usual in slow_processes(best, nodes, share=1 / SLOWER)
+            SlowLink(rank, world.node_of(rank), COMMUNICATION, speed, usual)
+            for rank, speed, usual in slow_processes(best, world.nodes, share=SLOW_ON_CPUS if is_cpu else 1 / SLOWER)
         ]
         if self._slow_links:
             return []
         self._communication.get_used_to_it()
-        if len(nodes) == 1:
-            why = "all processes are on one node, so there is none to name"
-        elif len(nodes) == 2:
-            names = " and ".join(node.name for node in nodes)
-            why = f"{names} exchange {size(int(min(best.values())))}/s, and neither of two is the slow one"
-        else:
-            why = "no link between nodes is slower than the others"
-        return [f"SLOWER: communication takes {more:.4f} s a step more than before; {why}"]
+        return [] if is_cpu else [nobody_to_name(more, best, world.nodes)]
+
+    def _best_exchanges(self) -> dict[int, float]:
+        """Rank -> bytes per second with the faster of its neighbours."""
+        best: dict[int, float] = {}
+        for _ in self._phases.go_through(range(EXCHANGES)):  # each is progress
+            for rank, speeds in enumerate(measure_exchanges(self._world)):
+                if speeds:
+                    best[rank] = max(best.get(rank, 0.0), *speeds.values())
+        return best
+
+
+def nobody_to_name(more: float, best: Mapping[int, float], nodes: Sequence[Node]) -> str:
+    """That communication takes so many seconds more, and what the links are like. best: bytes per second, by rank."""
+    if len(nodes) == 1:
+        why = f"all processes are on {nodes[0].name}"
+    elif len(nodes) == 2:
+        speed = f"{size(int(min(best.values())))}/s"
+        why = f"{nodes[0].name} and {nodes[1].name} exchange {speed}, and of two neither is the slow one"
+    else:
+        why = "no link between nodes is slower than the others"
+    return f"SLOWER: communication takes {more:.4f} s a step more than before; {why}"

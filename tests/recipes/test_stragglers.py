@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from parallel.dist import start, stop
+from parallel.nodes import arrange
 from recipes.phases import FIRST_STEP, Phases
-from recipes.stragglers import COMPUTE, DATA, IN_A_ROW, WINDOW, Communication, Comparison, Stragglers
+from recipes.stragglers import COMPUTE, DATA, IN_A_ROW, WINDOW, Communication, Comparison, Stragglers, nobody_to_name
 from tests.processes import run_processes
 from tests.test_hangs import ill_run
 
@@ -105,31 +106,45 @@ def test_noise_is_not_slow_communication() -> None:
     assert slow_steps(communication, noisy) == []
 
 
-def waits() -> list[tuple[dict[str, Any], list[str]]]:
-    """As one of three nodes: what is said of steps that only wait, at last for longer. Rank 2 hardly notices."""
+def waits() -> list[tuple[int, dict[str, Any], list[str]]]:
+    """As one of three nodes: what comes of steps that only wait, at last for longer. Rank 2 hardly notices."""
     rank = int(os.environ["RANK"])
     os.environ["GROUP_RANK"] = str(rank)
     world = start("cpu", seed=0)
     phases, model = Phases(world.device), nn.Identity()
     stragglers = Stragglers(world, phases, model=model, head=model)
-    said = []
+    found = []
     with phases(FIRST_STEP):
         for step in range(WINDOW + 1 + 20):
             time.sleep(0.05 if step > WINDOW else (0.005, 0.02, 0.045)[rank])
             phases.count_step()
             assert stragglers.gather(torch.tensor(1.0)) == 3
-            said.append(stragglers.compare())
+            row, lines = stragglers.compare()
+            found.append((stragglers._probes, row, lines))
             phases.restart()
     stop()
-    return said
+    return found
 
 
 def test_all_processes_measure_their_links_at_the_same_step() -> None:
-    """Else the run would hang; these links are alike."""
+    """Else the run would hang."""
     answers = run_processes(3, waits)
     assert answers[0] == answers[1] == answers[2]
-    lines = [line for _, found in answers[0] for line in found]
-    assert any(line.startswith("SLOWER: communication takes 0.0") or "in communication" in line for line in lines)
+    assert [probes for probes, _, _ in answers[0]][WINDOW] == 0 and answers[0][-1][0] >= 1
+
+
+@pytest.mark.parametrize(
+    ("count", "why"),
+    [
+        (1, "all processes are on gpu-0"),
+        (2, "gpu-0 and gpu-1 exchange 900 MB/s, and of two neither is the slow one"),
+        (3, "no link between nodes is slower than the others"),
+    ],
+)
+def test_where_nobody_can_be_named_the_links_are_told(count: int, why: str) -> None:
+    nodes = arrange([(f"gpu-{number}", number) for number in range(count)])
+    best = {rank: 9e8 + rank for rank in range(count)} if count > 1 else {}
+    assert nobody_to_name(0.25, best, nodes) == f"SLOWER: communication takes 0.2500 s a step more than before; {why}"
 
 
 @pytest.mark.parametrize(("fault", "phase"), [("slow_in_data", "data"), ("slow_in_work", "compute")])
