@@ -2,7 +2,8 @@
 
 All processes take a step together, so their steps last equally long, whoever is slow. What differs is the time that
 each spends on its own: reading data, and computing. What is left of a step is collectives, where the fastest waits
-longest: that names nobody, so communication is not among the phases here.
+longest: that names nobody. But when even the process that waits least waits longer than it used to, the links between
+nodes are measured, and they do.
 """
 
 from collections import deque
