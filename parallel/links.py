@@ -1,9 +1,10 @@
 """What lies between the processes: whether collectives are exact, how fast they are, how far the clocks are apart."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -61,6 +62,31 @@ def measure_links(world: World) -> list[Links]:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(world.device)
     return from_all(world, mine)
+
+
+def measure_exchanges(world: World) -> list[dict[int, float]]:
+    """The exchanges alone, by rank, on all of them: in the middle of a run, whose memory's statistics and cache stay.
+
+    Every process must call it, when the device has nothing else to do.
+    """
+    length = BUFFER[world.device.type] // 4
+    return from_all(world, _exchange(world, torch.zeros(length, device=world.device)))
+
+
+def slow_processes(
+    best: Mapping[int, float], nodes: Sequence[Node], *, share: float
+) -> Iterator[tuple[int, float, float]]:
+    """(rank, its speed, the usual one) of those with less than that share of it. Takes three nodes.
+
+    best: rank -> its fastest exchange, of those that have any. Of two nodes, neither is the slow one.
+    """
+    if len(nodes) < 3 or not best:
+        return
+    usual = median(best.values())
+    for node in nodes:
+        for rank in node.ranks:
+            if best.get(rank, usual) < share * usual:
+                yield rank, best[rank], usual
 
 
 def _measured(world: World) -> Links:

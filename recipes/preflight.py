@@ -20,7 +20,7 @@ import xxhash
 
 from parallel.dist import World, from_all, from_main
 from parallel.errors import UserError
-from parallel.links import BUFFER, Links, clock_bounds, measure_links
+from parallel.links import BUFFER, Links, clock_bounds, measure_links, slow_processes
 from parallel.nodes import Node, listed
 from recipes.checkpoint.space import size
 from recipes.metrics import device_name
@@ -315,19 +315,15 @@ def oddities(
 
 
 def slow_links(links: Sequence[Links], nodes: Sequence[Node]) -> Iterator[tuple[str, str]]:
-    """(node, what is slow about it). Takes three nodes: of two, neither is the slow one."""
+    """(node, what is slow about it)."""
     best = {rank: max(link.exchanges.values()) for rank, link in enumerate(links) if link.exchanges}
-    if len(nodes) < 3 or not best:
-        return
-    usual = statistics.median(best.values())
-    for node in nodes:
-        for rank in node.ranks:
-            if best.get(rank, usual) < SLOW * usual:
-                yield (
-                    node.name,
-                    f"rank {rank} reaches {size(int(best[rank]))}/s to its neighbours, and {size(int(usual))}/s are"
-                    " usual; all wait for the slowest",
-                )
+    name_of = _names(nodes)
+    for rank, speed, usual in slow_processes(best, nodes, share=SLOW):
+        yield (
+            name_of[rank],
+            f"rank {rank} reaches {size(int(speed))}/s to its neighbours, and {size(int(usual))}/s are usual; all wait"
+            " for the slowest",
+        )
 
 
 def table(

@@ -243,7 +243,7 @@ class Trainer:
         with self.phases(LOG):
             self.goodput.move(STEP, LOADING, self.stragglers.waited_for_data())
             self._note_skipped()
-            slow, names = self.stragglers.compare(step_seconds)
+            slow, names = self.stragglers.compare()
             row: dict[str, Any] = {
                 "step": self.step,
                 "tokens": self._tokens(),

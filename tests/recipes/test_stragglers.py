@@ -1,13 +1,23 @@
 """Who is slow, from every process's seconds; and real runs with one that is."""
 
 import json
+import os
 import random
 import re
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from recipes.stragglers import COMPUTE, DATA, IN_A_ROW, WINDOW, Comparison
+from parallel.dist import start, stop
+from parallel.nodes import arrange
+from recipes.phases import FIRST_STEP, Phases
+from recipes.stragglers import COMPUTE, DATA, IN_A_ROW, WINDOW, Communication, Comparison, Stragglers, nobody_to_name
+from tests.processes import run_processes
 from tests.test_hangs import ill_run
 
 HOSTS = ["a", "a", "b", "b"]
@@ -51,6 +61,92 @@ def test_noise_names_nobody() -> None:
         assert not found
 
 
+def slow_steps(communication: Communication, left: Sequence[float], *, compute: float = 0.5) -> list[int]:
+    """At which logged steps communication is slow. left: seconds beside data and compute; other processes wait more."""
+    found = []
+    for number, seconds in enumerate(left, start=1):
+        step, own = seconds + compute + 0.1, [compute, compute - 0.1, compute / 2, compute]
+        if communication.add([step] * 4, [0.1, 0.0, 0.0, 0.1], own) is not None:
+            found.append(number)
+    return found
+
+
+def test_slow_communication_is_noticed_within_twenty_logged_steps_and_until_it_is_over() -> None:
+    communication = Communication(is_all=True)
+    assert slow_steps(communication, [0.4] * 100) == []
+    first, *_, last = slow_steps(communication, [0.55] * 50 + [0.4] * 20)
+    assert first == WINDOW * 4 // 5 + IN_A_ROW - 1 <= 20 and 50 <= last < 60
+    assert slow_steps(communication, [0.55] * 20)[0] == first
+
+
+def test_what_takes_longer_may_be_little_or_usual() -> None:
+    assert slow_steps(Communication(is_all=True), [0.4] * 50 + [0.5] * 50) == []  # a quarter more
+    assert slow_steps(Communication(is_all=True), [0.1] * 50 + [0.16] * 50) == []  # not much of the step
+    communication = Communication(is_all=True)
+    assert slow_steps(communication, [0.4] * 30 + [0.6] * 20)
+    communication.get_used_to_it()
+    assert slow_steps(communication, [0.6] * 50) == []
+    assert slow_steps(communication, [0.9] * 20)
+    assert slow_steps(communication, [0.4] * 30 + [0.6] * 20)[-1] == 50  # it took less again in between
+
+
+def test_on_a_gpu_what_is_left_is_not_all_communication() -> None:
+    """Most of computing is in it: only what it grows by counts."""
+    for is_all in (False, True):
+        found = slow_steps(Communication(is_all=is_all), [0.8] * 50 + [0.95] * 20, compute=0.05)
+        assert bool(found) is not is_all
+
+
+def test_noise_is_not_slow_communication() -> None:
+    """A quarter of all steps are much too long; and now and then four in a row."""
+    draw, communication = random.Random(0), Communication(is_all=True)
+    noisy = [0.3 * (draw.uniform(1.5, 4.0) if draw.random() < 0.25 else draw.uniform(0.9, 1.1)) for _ in range(5000)]
+    for begin in range(0, 5000, 250):
+        noisy[begin : begin + 4] = [0.9] * 4
+    assert slow_steps(communication, noisy) == []
+
+
+def waits() -> list[tuple[int, dict[str, Any], list[str]]]:
+    """As one of three nodes: what comes of steps that only wait, at last for longer. Rank 2 hardly notices."""
+    rank = int(os.environ["RANK"])
+    os.environ["GROUP_RANK"] = str(rank)
+    world = start("cpu", seed=0)
+    phases, model = Phases(world.device), nn.Identity()
+    stragglers = Stragglers(world, phases, model=model, head=model)
+    found = []
+    with phases(FIRST_STEP):
+        for step in range(WINDOW + 1 + 20):
+            time.sleep(0.05 if step > WINDOW else (0.005, 0.02, 0.045)[rank])
+            phases.count_step()
+            assert stragglers.gather(torch.tensor(1.0)) == 3
+            row, lines = stragglers.compare()
+            found.append((stragglers._probes, row, lines))
+            phases.restart()
+    stop()
+    return found
+
+
+def test_all_processes_measure_their_links_at_the_same_step() -> None:
+    """Else the run would hang."""
+    answers = run_processes(3, waits)
+    assert answers[0] == answers[1] == answers[2]
+    assert [probes for probes, _, _ in answers[0]][WINDOW] == 0 and answers[0][-1][0] >= 1
+
+
+@pytest.mark.parametrize(
+    ("count", "why"),
+    [
+        (1, "all processes are on gpu-0"),
+        (2, "gpu-0 and gpu-1 exchange 900 MB/s, and of two neither is the slow one"),
+        (3, "no link between nodes is slower than the others"),
+    ],
+)
+def test_where_nobody_can_be_named_the_links_are_told(count: int, why: str) -> None:
+    nodes = arrange([(f"gpu-{number}", number) for number in range(count)])
+    best = {rank: 9e8 + rank for rank in range(count)} if count > 1 else {}
+    assert nobody_to_name(0.25, best, nodes) == f"SLOWER: communication takes 0.2500 s a step more than before; {why}"
+
+
 @pytest.mark.parametrize(("fault", "phase"), [("slow_in_data", "data"), ("slow_in_work", "compute")])
 def test_a_slow_process_of_a_run_is_named(fault: str, phase: str, tmp_path: Path, corpus: Path) -> None:
     code, err = ill_run(tmp_path, corpus, fault, "--run.steps", "60", "--checkpoint.every", "0")
@@ -71,5 +167,6 @@ def test_a_slow_process_of_a_run_is_named(fault: str, phase: str, tmp_path: Path
 def test_a_clean_run_names_nobody(tmp_path: Path, corpus: Path) -> None:
     code, err = ill_run(tmp_path, corpus, "well", "--run.steps", "150", "--checkpoint.every", "0")
     assert (code, err) == (0, "")
-    assert "STRAGGLER" not in (tmp_path / "runs/ill/log.txt").read_text()
+    log = (tmp_path / "runs/ill/log.txt").read_text()
+    assert "STRAGGLER" not in log and "SLOWER" not in log
     assert "stragglers" not in (tmp_path / "runs/ill/metrics.jsonl").read_text()

@@ -313,3 +313,44 @@ def test_a_recipe_is_checked_for_all_processes(tmp_path: Path, corpus: Path) -> 
     code, out, err = run(tmp_path, words, NPROC="4", NNODES="3")
     assert (code, out) == (2, "")
     assert re.search(r"multiple of\s+micro_batch_size 1 x 12 data-parallel\s+processes", err)
+
+
+@pytest.mark.skipif(network.missing() is not None, reason=str(network.missing()))
+def test_a_node_whose_cable_has_become_slow_is_named(tmp_path: Path, corpus: Path) -> None:
+    """All of them wait longer, and only the links tell for whom."""
+    hosts, nodes = Network(3), []
+    words = arguments(tmp_path, corpus, "slow", "--batch.global_batch_size", "12", "--checkpoint.every", "0")
+    shared = {"NPROC": "1", "NNODES": "3", "MASTER_ADDR": hosts.address(0), "MASTER_PORT": free_port()}
+
+    def logged_by(time_limit: float, *, steps: int = 0, line: str = "STRAGGLER") -> int:
+        """Wait for so many logged steps, or else for the line; how many there are."""
+        end, log = time.monotonic() + time_limit, tmp_path / "runs/slow/log.txt"
+        while not (len(losses(tmp_path, "slow")) >= steps if steps else line in log.read_text()):
+            assert time.monotonic() < end and nodes[0].poll() is None, ends(nodes)
+            time.sleep(0.05)
+        return len(losses(tmp_path, "slow"))
+
+    try:
+        for rank in hosts.hosts:
+            variables = shared | {"NODE_RANK": str(rank), "GLOO_SOCKET_IFNAME": DEVICE}
+            nodes.append(launch(tmp_path, [*words, "--run.steps", "100000"], on=hosts.command(rank, []), **variables))
+        before = logged_by(90, steps=30)
+        hosts.slow_down(1, "100mbit")
+        after = logged_by(1, steps=30)
+        logged_by(90)
+        for node in nodes:
+            node.terminate()
+        said = ends(nodes)
+    finally:
+        for process in [process for node in nodes for process in (node.pid, *descendants(node.pid))]:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        hosts.close()
+    assert [node.returncode for node in nodes] == [128 + signal.SIGTERM] * 3, said
+    log = (tmp_path / "runs/slow/log.txt").read_text()
+    host = socket.gethostname()
+    [(step, name)] = re.findall(r"^step +(\d+)  STRAGGLER: (.*)$", log, re.M)
+    assert re.fullmatch(
+        rf"rank 1 on {host}#1 reaches [\d.]+ \wB/s in communication, the median process [\d.]+ \wB/s", name
+    )
+    assert before < int(step) <= after + 20
