@@ -16,7 +16,7 @@ import xxhash
 
 from parallel.errors import UserError
 from recipes.data.rows import readable_documents
-from recipes.data.sources import document_hash, fingerprint
+from recipes.data.sources import document_hash, file_state, file_states, fingerprint, require_unchanged
 
 if TYPE_CHECKING:
     import tokenizers
@@ -99,6 +99,7 @@ def load_tokenizer(
         path = _tokenizer_file(spec)
         return build_tokenizer(_read(path), where=path)
     size = _training_size(spec)
+    states = {file: state for source in sources for file, state in file_states(source).items()}
     fingerprints = [fingerprint(source, text_field=text_field) for source in sources]
     identity = repr((TRAINER_VERSION, size, *fingerprints))
     cached = cache.expanduser() / "tokenizers" / f"{xxhash.xxh3_128_hexdigest(identity.encode())}.json"
@@ -108,6 +109,9 @@ def load_tokenizer(
         pass
     started = time.perf_counter()
     texts = training_sample(text for source in sources for text in readable_documents(source, text_field=text_field))
+    require_unchanged(list(states), states)
+    if gone := [file for file in states if file_state(file) is None]:
+        raise UserError(f"data.source: '{gone[0]}' went away while it was read; start again")
     trained = _train(texts, size=size)
     try:
         _write_at_once(cached, trained)
