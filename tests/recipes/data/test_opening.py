@@ -360,21 +360,18 @@ def test_a_file_that_could_not_be_read_is_tried_again_by_another_run(tmp_path: P
         list(write_shards(tmp_path / "other", work))
     (tmp_path / "c.jsonl").rename(tmp_path / "in" / "c.jsonl")
     options: dict[str, Any] = {"tokenizer": tokenizer, "bad_row_budget": 0.9}
-    trained = {"sources": {str(tmp_path / "in"): {"tokens": work.fingerprint}}}
-    anew = trained
-    for before, count in ((trained, 200), ({}, 300), (trained, 200), ({}, 300), (anew, 300)):
+    renewed = f"{work.fingerprint}-1"
+    for used, count in ((work.fingerprint, 200), ("", 300), (work.fingerprint, 200), ("", 300), (renewed, 300)):
         # What a run was trained on stays as it was, whatever other runs of the same source find.
+        before = {"sources": {str(tmp_path / "in"): {"tokens": used}}} if used else {}
         data = opened(tmp_path / "cache", source, before=before, **options)
         data.training.sources[0].require(10**6)
         found = data.training.sources[0].shards.shards
         assert sum(shard.documents + shard.held_out for shard in found) == count
         assert any(shard.bad for shard in found) == (count == 200)
+        assert data.facts["sources"][str(tmp_path / "in")]["tokens"] == (used or renewed)
         follower = opened(tmp_path / "cache", source, before=data.facts, writes=False, **options)
         assert follower.facts == data.facts
-        if before:
-            assert data.facts["sources"][str(tmp_path / "in")]["tokens"] == before["sources"][*source]["tokens"]
-        else:
-            anew |= data.facts
         data.training.close()
     folders = sorted((tmp_path / "cache" / "tokens").iterdir())
     assert [path.name for path in folders] == [work.fingerprint, f"{work.fingerprint}-1"]
@@ -393,8 +390,10 @@ def test_a_folder_that_was_prepared_without_a_file_and_then_with_it_is_another_o
     list(write_shards(tmp_path / "out", work))
     index = read_index(tmp_path / "out")
     assert index is not None and index.fingerprint == work.fingerprint
-    without = [replace(index, shards=(replace(index.shards[0], unread=True, checksums={"train": sum}), *index.shards[1:]))
-               for sum in ("a", "b")]
+    without = [
+        replace(index, shards=(replace(index.shards[0], unread=True, checksums={"train": sum}), *index.shards[1:]))
+        for sum in ("a", "b")
+    ]
     assert len({index.fingerprint, *(other.fingerprint for other in without)}) == 3
 
 
