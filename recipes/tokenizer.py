@@ -246,12 +246,13 @@ def build_tokenizer(text: str, *, where: Path, ends: Sequence[int] = ()) -> Toke
     import tokenizers
 
     facts = _facts(text, where=where, ends=ends)
+    text = _with_special(text, facts.end_of_document)
     try:
         library = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing more specific
         raise UserError(f"data.tokenizer: the tokenizers library refuses '{where}': {error}") from error
     # A file may say how its model was last called; text here is neither cut nor filled up, and never ends a document
-    # from the inside by spelling the token out.
+    # from the inside by spelling an added token out. (A model may have it among its words: then it does.)
     library.no_truncation()
     library.no_padding()
     library.encode_special_tokens = True
@@ -262,6 +263,15 @@ def build_tokenizer(text: str, *, where: Path, ends: Sequence[int] = ()) -> Toke
         json=text,
         backend=library,
     )
+
+
+def _with_special(text: str, number: int) -> str:
+    """The same tokenizer.json, but if this id is that of an added token, a special one: others are found in text."""
+    content = json.loads(text)
+    plain = [added for added in content.get("added_tokens") or () if added["id"] == number and not added.get("special")]
+    for added in plain:
+        added["special"] = True
+    return json.dumps(content, ensure_ascii=False) if plain else text
 
 
 def _train(texts: Sequence[str], *, size: int) -> str:

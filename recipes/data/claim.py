@@ -65,7 +65,7 @@ def remove_left(folder: Path) -> None:
 
 def unclaim(folder: Path, *, remove: bool) -> None:
     """Give up a folder in which nothing was made and nobody is at work. remove: the folder itself, too."""
-    if not folder.is_dir():
+    if not folder.is_dir() or not _found(folder) <= {OWNER, TOKENIZER}:
         return
     with suppress(OSError), alone(folder):
         _remove_left(folder)

@@ -9,6 +9,8 @@
     index.json             all of these in one file, once the source has come to its end
     tokenizer.json         what made the tokens
     owner.txt              fingerprint of the source, the tokenizer and the held-out share
+    .lock, .part-*         who is at work here just now (recipes/data/claim.py)
+    problem-*.txt          why the process that tokenizes for a run ended
 
 The tokens depend on the source, the tokenizer and the held-out share, and on nothing else; beside them stand the names
 of the files as they were given. Imports no torch.

@@ -269,22 +269,22 @@ def test_a_file_whose_contents_are_broken_is_not_tried_again_but_one_out_of_reac
 
 def test_what_another_process_made_is_not_replaced_by_something_else(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
-    for name in "ab":
-        write_rows(tmp_path / "in" / f"{name}.jsonl", 100, name=name)
+    for name in "abc":
+        write_rows(tmp_path / "in" / f"{name}.jsonl", 200, name=name)
     work = work_on(tmp_path / "in", tokenizer=tokenizer_for(tmp_path / "in" / "a.jsonl"))
     slow, same = write_shards(tmp_path / "out", work), write_shards(tmp_path / "out", work)
     next(slow)
     next(same)
-    (tmp_path / "in" / "b.jsonl").rename(tmp_path / "b.jsonl")
+    (tmp_path / "in" / "c.jsonl").rename(tmp_path / "c.jsonl")
     assert list(same)[-1].unread
-    before = contents(tmp_path / "out")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("0*")}
     again = write_shards(tmp_path / "elsewhere", work)
     with pytest.raises(UserError, match="came or went"):
         next(again)
-    (tmp_path / "b.jsonl").rename(tmp_path / "in" / "b.jsonl")
+    (tmp_path / "c.jsonl").rename(tmp_path / "in" / "c.jsonl")
     with pytest.raises(UserError, match=r"another process made other tokens of .*; start again"):
         list(slow)
-    assert contents(tmp_path / "out") == before
+    assert {name: content for name, content in contents(tmp_path / "out").items() if name in before} == before
 
 
 def test_bad_and_empty_rows_are_counted_and_listed(tmp_path: Path) -> None:
