@@ -16,7 +16,7 @@ import xxhash
 
 from parallel.errors import UserError
 from recipes.data.rows import readable_documents
-from recipes.data.sources import document_hash, fingerprint
+from recipes.data.sources import document_hash, file_state, file_states, fingerprint, require_unchanged
 
 if TYPE_CHECKING:
     import tokenizers
@@ -99,6 +99,7 @@ def load_tokenizer(
         path = _tokenizer_file(spec)
         return build_tokenizer(_read(path), where=path)
     size = _training_size(spec)
+    states = {file: state for source in sources for file, state in file_states(source).items()}
     fingerprints = [fingerprint(source, text_field=text_field) for source in sources]
     identity = repr((TRAINER_VERSION, size, *fingerprints))
     cached = cache.expanduser() / "tokenizers" / f"{xxhash.xxh3_128_hexdigest(identity.encode())}.json"
@@ -108,6 +109,9 @@ def load_tokenizer(
         pass
     started = time.perf_counter()
     texts = training_sample(text for source in sources for text in readable_documents(source, text_field=text_field))
+    require_unchanged(list(states), states)
+    if gone := [file for file in states if file_state(file) is None]:
+        raise UserError(f"data.source: '{gone[0]}' went away while it was read; start again")
     trained = _train(texts, size=size)
     try:
         _write_at_once(cached, trained)
@@ -242,12 +246,13 @@ def build_tokenizer(text: str, *, where: Path, ends: Sequence[int] = ()) -> Toke
     import tokenizers
 
     facts = _facts(text, where=where, ends=ends)
+    text = _with_special(text, facts.end_of_document)
     try:
         library = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing more specific
         raise UserError(f"data.tokenizer: the tokenizers library refuses '{where}': {error}") from error
     # A file may say how its model was last called; text here is neither cut nor filled up, and never ends a document
-    # from the inside by spelling the token out.
+    # from the inside by spelling an added token out. (A model may have it among its words: then it does.)
     library.no_truncation()
     library.no_padding()
     library.encode_special_tokens = True
@@ -258,6 +263,15 @@ def build_tokenizer(text: str, *, where: Path, ends: Sequence[int] = ()) -> Toke
         json=text,
         backend=library,
     )
+
+
+def _with_special(text: str, number: int) -> str:
+    """The same tokenizer.json, but if this id is that of an added token, a special one: others are found in text."""
+    content = json.loads(text)
+    plain = [added for added in content.get("added_tokens") or () if added["id"] == number and not added.get("special")]
+    for added in plain:
+        added["special"] = True
+    return json.dumps(content, ensure_ascii=False) if plain else text
 
 
 def _train(texts: Sequence[str], *, size: int) -> str:

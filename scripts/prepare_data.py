@@ -60,10 +60,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def prepare(options: argparse.Namespace) -> None:
     """Tokenize, and say what came out."""
+    from recipes.data.claim import unclaim
     from recipes.data.hub import pinned
-    from recipes.data.prepare import Pieces, claim, preparation
+    from recipes.data.prepare import Pieces, preparation, would_read_itself
     from recipes.data.shards import bad_rows, open_index
-    from recipes.data.sources import is_prepared
+    from recipes.data.sources import is_prepared, source_problem
     from recipes.tokenizer import load_tokenizer
 
     if not 0 < options.validation_fraction < 1:
@@ -75,11 +76,13 @@ def prepare(options: argparse.Namespace) -> None:
     folder = options.folder.expanduser()
     if is_prepared(options.source):
         raise UserError(f"'{options.source}' is prepared already")
-    if folder.resolve().is_relative_to(Path(options.source).expanduser().resolve()) and Path(options.source).is_dir():
-        raise UserError(f"'{folder}' lies inside of '{options.source}' and would be part of it; give another folder")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"'{folder}' is a file; give a folder, or a name that is free")
     source = pinned(options.source)
+    if problem := source_problem(source):
+        raise UserError(f"data.source: {problem}")
+    if would_read_itself(source, folder):
+        raise UserError(f"'{folder}' lies inside of '{options.source}' and would be part of it; give another folder")
     text_field, fraction = options.text_field, options.validation_fraction
     tokenizer = load_tokenizer(
         options.tokenizer, sources=[source], text_field=text_field, cache=options.cache, report=print
@@ -87,10 +90,13 @@ def prepare(options: argparse.Namespace) -> None:
     work = preparation(
         source, text_field=text_field, tokenizer=tokenizer, validation_fraction=fraction, pieces=Pieces()
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    claim(folder, work)
+    new = not folder.exists()
     started = time.perf_counter()
-    tokens = _write(folder, work, budget=options.bad_row_budget)
+    try:
+        tokens = _write(folder, work, budget=options.bad_row_budget)
+    except BaseException:
+        unclaim(folder, remove=new)  # where nothing was made, nothing is left
+        raise
     seconds = time.perf_counter() - started
     index = open_index(str(folder))
     if not any(shard.documents for shard in index.shards):
@@ -110,6 +116,7 @@ def _write(folder: Path, work: "Preparation", *, budget: float) -> int:
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+    from recipes.data.claim import claimed
     from recipes.data.prepare import whole_shards, write_shards
     from recipes.data.shards import BadRowBudget
 
@@ -125,12 +132,13 @@ def _write(folder: Path, work: "Preparation", *, budget: float) -> int:
             rate = tokens / (time.perf_counter() - started)
             bar.update(task, description=f"{tokens / 1e6:,.1f} M tokens, {rate / 1e6:.2f} M tokens/s")
 
-        shards = whole_shards(folder, keep_unread=False)
-        bad_rows = BadRowBudget(folder, source=work.source, budget=budget)
-        bad_rows.count(shards)
-        for shard in write_shards(folder, work, progress=progress):
-            shards.append(shard)
+        with claimed(folder, fingerprint=work.fingerprint, tokenizer=work.tokenizer.json):
+            shards = whole_shards(folder, keep_unread=False)
+            bad_rows = BadRowBudget(folder, source=work.source, budget=budget, setting="--bad-row-budget")
             bad_rows.count(shards)
+            for shard in write_shards(folder, work, progress=progress):
+                shards.append(shard)
+                bad_rows.count(shards)
     return done
 
 

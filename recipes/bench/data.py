@@ -36,6 +36,7 @@ from recipes.data.shards import (
     DOCUMENT,
     DOCUMENTS,
     FORMAT_VERSION,
+    INDEX,
     OWNER,
     TRAIN,
     VALIDATION,
@@ -166,7 +167,8 @@ def _resume(folder: Path, count: int, *, first: bool) -> float:
         whole = Shard(2**26, 4 * LENGTH, 1, 1, 0, 0, 0.0, 1.0, None, last=False, checksums=sums)
         found = (*([whole] * (count - 1)), replace(whole, last=True))
         share = section.validation_fraction
-        Index(FORMAT_VERSION, "", "source", tokenizer.fingerprint, share, ("",), found).write(shards)
+        index = Index(FORMAT_VERSION, "", "source", tokenizer.fingerprint, share, ("",), found)
+        (shards / INDEX).write_text(index.json())
         (shards / OWNER).write_text("the benchmark")
     started = perf_counter()
     data = _open(section, tokenizer)
@@ -184,7 +186,8 @@ def _open(section: DataConfig, tokenizer: Tokenizer) -> Data:
         tokenizer=tokenizer,
         sequence_length=LENGTH,
         seed=0,
-        goes_on=False,
+        before={},
+        run="benchmark",
         writes=True,
         report=lambda line: None,
     )

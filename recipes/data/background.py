@@ -15,21 +15,27 @@ from typing import Any
 
 from parallel.errors import UserError
 from recipes.data.prepare import Preparation, write_shards
-from recipes.data.shards import PROBLEM, Shards
+from recipes.data.shards import PROBLEMS, Shards, problem_path
 from recipes.durable import write_whole
 from recipes.exit_codes import CANNOT_WRITE
 
 SECONDS_BETWEEN_LOOKS = 0.02
 EVERYTHING = 2**62
+# Reasons that are older are of runs that ended long ago.
+SECONDS_TO_KEEP_REASONS = 86400
 
 
 class Background:
     """Writes the shards of one source as far as `want` says, until it is stopped or its parent is gone."""
 
-    def __init__(self, folder: Path, work: Preparation) -> None:
-        """folder: one that is there."""
+    def __init__(self, folder: Path, work: Preparation, *, run: str) -> None:
+        """folder: one that is there. run: names this start of a run among all that share the folder."""
         self.folder = folder
-        (folder / PROBLEM).unlink(missing_ok=True)
+        self._problem = problem_path(folder, run)
+        with suppress(OSError):
+            for reason in folder.glob(PROBLEMS):
+                if time.time() - reason.stat().st_mtime > SECONDS_TO_KEEP_REASONS:
+                    reason.unlink()
         # spawn: a forked child of a process with threads, as torch's are, may wait for ever.
         self._context = multiprocessing.get_context("spawn")
         self._work = work
@@ -38,7 +44,7 @@ class Background:
         self._start()
 
     def _start(self) -> None:
-        arguments = (self.folder, self._work, self._wanted)
+        arguments = (self.folder, self._work, self._wanted, self._problem)
         self._process = self._context.Process(target=_work, args=arguments, daemon=True)
         self._process.start()
 
@@ -56,14 +62,14 @@ class Background:
             self._start()
             return
         with suppress(FileNotFoundError):
-            raise UserError((self.folder / PROBLEM).read_text(encoding="utf-8"))
+            raise UserError(self._problem.read_text(encoding="utf-8"))
         if code == CANNOT_WRITE:
             raise UserError(f"data.cache: cannot write below '{self.folder}'; make room or give another folder")
         if code:
             reason = f"signal {-code}" if code < 0 else f"exit code {code}"
             text = f"data.source: the process that tokenizes ended with {reason}; what it wrote is kept, start again"
             with suppress(OSError):
-                write_whole(self.folder / PROBLEM, text)
+                write_whole(self._problem, text)
             raise UserError(text)
 
     def stop(self) -> None:
@@ -72,7 +78,7 @@ class Background:
         self._process.join()
 
 
-def _work(folder: Path, work: Preparation, wanted: Any) -> None:
+def _work(folder: Path, work: Preparation, wanted: Any, problem: Path) -> None:
     # Ctrl-C and a scheduler's signals are for the parent, which may have steps to finish and ends this one.
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -88,15 +94,15 @@ def _work(folder: Path, work: Preparation, wanted: Any) -> None:
                 return
             there, at_the_end = there + shard.train, shard.last
     except UserError as error:
-        _tell(folder, str(error))
+        _tell(problem, str(error))
     except OSError as error:
-        _tell(folder, f"data.cache: cannot write below '{folder}': {error}; make room or give another folder")
+        _tell(problem, f"data.cache: cannot write below '{folder}': {error}; make room or give another folder")
 
 
-def _tell(folder: Path, text: str) -> None:
+def _tell(problem: Path, text: str) -> None:
     """Tell all processes why this one ends."""
     try:
-        write_whole(folder / PROBLEM, text)
+        write_whole(problem, text)
     except OSError:
         os._exit(CANNOT_WRITE)  # not even the reason
 

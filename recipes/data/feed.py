@@ -1,14 +1,15 @@
 """All that a run reads, opened on every process alike."""
 
 import platform
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from parallel.dist import World, from_main, on_main, on_main_first
+from parallel.dist import World, on_main
 from parallel.errors import UserError
 from recipes.data.batches import Batches, MicroBatch
-from recipes.data.opening import open_data, pinned_sources
+from recipes.data.opening import Data, open_data, pinned_sources
 from recipes.data.sequences import Quarantine, Sequences
 from recipes.run_folder import QUARANTINE
 from recipes.schema import BatchConfig, DataConfig
@@ -35,23 +36,33 @@ class Feed:
 
         Raises UserError for whatever is wrong with the sources, the tokenizer or what they hold.
         """
-        known = on_main(world, before)
+        # A name for this start of the run: what tokenizes for other runs may share the cache.
+        known, run = on_main(world, lambda: (before(), uuid.uuid4().hex))
         pinned = on_main(world, lambda: pinned_sources(data.sources, known))
-        opened = on_main_first(
-            world,
-            lambda: open_data(
+
+        def opening(before: Mapping[str, Any]) -> Data:
+            return open_data(
                 data,
                 pinned=pinned,
                 tokenizer=tokenizer(),
                 sequence_length=batch.sequence_length,
                 seed=seed,
-                goes_on=bool(known),
+                before=before,
+                run=run,
                 writes=world.is_main,
                 report=say,
-            ),
-        )
+            )
+
+        held: list[Data] = []
+
+        def first() -> dict[str, Any]:
+            held.append(opening(known))
+            return held[0].facts
+
+        facts = on_main(world, first)  # the others read the folders that rank 0 chose
+        opened = held[0] if world.is_main else opening(facts)
         self.tokenizer, self.facts = opened.tokenizer, opened.facts
-        if (facts := from_main(world, self.facts)) != self.facts:
+        if facts != self.facts:
             raise UserError(
                 f"data: {platform.node()} sees another text or tokenizer than rank 0 ({self.facts} and {facts})"
                 "; all nodes need the same files and the same Python"

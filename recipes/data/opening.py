@@ -1,18 +1,32 @@
 """From the [data] section to sequences that are ready to be read. Imports no torch."""
 
+import errno
+import os
+import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
 from recipes.data import hub
 from recipes.data.background import Background
+from recipes.data.claim import claimed
 from recipes.data.order import SequenceOrder
-from recipes.data.prepare import VERIFY_UP_TO_BYTES, Pieces, preparation, whole_shards
+from recipes.data.prepare import (
+    VERIFY_UP_TO_BYTES,
+    Pieces,
+    Preparation,
+    preparation,
+    whole_shards,
+    would_read_itself,
+)
 from recipes.data.sequences import Sequences, Source
 from recipes.data.shards import (
+    ARRAYS,
     TOKENIZER,
     TRAIN,
     VALIDATION,
@@ -20,8 +34,11 @@ from recipes.data.shards import (
     Shard,
     Shards,
     array_path,
+    bad_rows_path,
     damage,
     open_index,
+    problem_path,
+    shard_path,
 )
 from recipes.data.sources import describe, is_prepared
 from recipes.schema import DataConfig
@@ -58,19 +75,27 @@ def open_data(
     tokenizer: str | Tokenizer,
     sequence_length: int,
     seed: int,
-    goes_on: bool,
+    before: Mapping[str, Any],
+    run: str,
     writes: bool,
     report: Callable[[str], None],
     pieces: Pieces = USUAL,
 ) -> Data:
     """Open all sources, and wait until the first sequences are there.
 
-    pinned: of pinned_sources(). tokenizer: that of the section, or one that is there already. goes_on: whether the run
-    was trained on these sources before. writes: whether this process tokenizes what is not there yet (one of all must,
-    and be called first). `report` gets one line of text for each thing done. Raises UserError for whatever is wrong
+    pinned: of pinned_sources(). tokenizer: that of the section, or one that is there already. before: Data.facts of the
+    run so far, or nothing; for processes that do not write, those of the one that does. run: names this start of the
+    run, on all its processes. writes: whether this process tokenizes what is not there yet (one of all must, and be
+    called first). `report` gets one line of text for each thing done. Raises UserError for whatever is wrong
     with the fields.
     """
     cache, fraction = Path(section.cache).expanduser(), section.validation_fraction
+    for text in pinned.values():
+        if not is_prepared(text) and would_read_itself(text, cache / "tokens" / "any"):
+            raise UserError(
+                f"data.cache: '{cache}' lies inside of the source {text!r}, which would read its own tokens; give a"
+                " cache elsewhere"
+            )
     if isinstance(tokenizer, str):
         raw = [pinned[source] for source in section.sources if not is_prepared(source)] or list(pinned.values())
         tokenizer = load_tokenizer(tokenizer, sources=raw, text_field=section.text_field, cache=cache, report=report)
@@ -91,17 +116,27 @@ def open_data(
                 validation_fraction=fraction,
                 pieces=pieces,
             )
-            folder = cache / "tokens" / work.fingerprint
-            fingerprint, window = work.fingerprint, max(1, section.shuffle_tokens // sequence_length)
+            used = before.get("sources", {}).get(name, {}).get("tokens", "")
+            if writes:
+                folder, there = _folder(cache / "tokens", work, used=used)
+            else:
+                folder, there = cache / "tokens" / (used or work.fingerprint), []
+                if not _is_of(folder, work):
+                    raise UserError(
+                        f"data.source: {platform.node()} sees another text behind {name!r}, or another tokenizer, than"
+                        " rank 0; all nodes need the same files and the same Python"
+                    )
+            fingerprint, window = folder.name, max(1, section.shuffle_tokens // sequence_length)
             about = describe(pinned[name])
             if writes:
-                there = _there(folder, keep_unread=goes_on)
                 if there and there[-1].last:
                     report(f"tokens found in {folder}")
                 else:
-                    background = Background(folder, work)
+                    background = Background(folder, work, run=run)
         order = SequenceOrder(sequence_length, seed, window)
-        source = Source(name, Shards(folder, TRAIN), order, bad_row_budget=section.bad_row_budget)
+        source = Source(
+            name, Shards(folder, TRAIN), order, bad_row_budget=section.bad_row_budget, problem=problem_path(folder, run)
+        )
         source.background = background
         try:
             _wait_for_the_first(source, report)
@@ -117,12 +152,62 @@ def open_data(
     return Data(tokenizer, Sequences(training, weights), Sequences(validation, weights), facts)
 
 
-def _there(folder: Path, *, keep_unread: bool) -> list[Shard]:
+def _folder(cache: Path, work: Preparation, *, used: str) -> tuple[Path, list[Shard]]:
+    """Where the tokens go, and what is there already.
+
+    used: name of the folder that the run was trained on. Where a file could not be read for a while, those shards are
+    kept for the runs that were trained on them; other runs get a folder of their own, which has all that did not miss
+    it, and try the file again.
+    """
+    if _is_of(cache / used, work):
+        return cache / used, _there(cache / used)
+    before: tuple[Path, list[Shard]] | None = None
+    for number in count():
+        folder = cache / (f"{work.fingerprint}-{number}" if number else work.fingerprint)
+        if before is not None and not folder.exists():
+            _link(*before, folder, work)
+        there = _there(folder)
+        if not any(shard.unread for shard in there):
+            break
+        before = folder, list(takewhile(lambda shard: not shard.unread, there))
+    return folder, there
+
+
+def _is_of(folder: Path, work: Preparation) -> bool:
+    """Whether its name is one of those that _folder() gives."""
+    return folder.name.partition("-")[0] == work.fingerprint
+
+
+def _there(folder: Path) -> list[Shard]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return whole_shards(folder, keep_unread=keep_unread)
+        return whole_shards(folder)
     except OSError as error:
-        raise UserError(f"data.cache: cannot write below '{folder.parent}': {error}; give another folder") from error
+        raise _cannot_write(folder, error) from error
+
+
+def _link(old: Path, shards: Sequence[Shard], new: Path, work: Preparation) -> None:
+    """Begin a folder with these shards of another one. Files of shards are replaced, never changed."""
+    try:
+        with claimed(new, fingerprint=work.fingerprint, tokenizer=work.tokenizer.json):
+            for number, shard in enumerate(shards):
+                paths = [array_path(old, number, kind) for kind in ARRAYS]
+                paths += [bad_rows_path(old, number)] if shard.bad else []
+                for path in (*paths, shard_path(old, number)):
+                    with suppress(FileExistsError):  # another run does the same
+                        os.link(path, new / path.name)
+    except OSError as error:
+        if error.errno not in (
+            errno.EPERM,
+            errno.EMLINK,
+            errno.EOPNOTSUPP,
+            errno.ENOSYS,
+        ):  # no links there: tokenized again
+            raise _cannot_write(new, error) from error
+
+
+def _cannot_write(folder: Path, error: OSError) -> UserError:
+    return UserError(f"data.cache: cannot write below '{folder.parent}': {error}; give another folder")
 
 
 def _matching_index(folder: Path, tokenizer: Tokenizer, validation_fraction: float, *, verify: bool) -> Index:

@@ -5,11 +5,9 @@ written. Batches and shards end where the text alone says, so that the bytes are
 however often the work was interrupted: it goes on behind the last whole shard.
 """
 
+import errno
 import json
 import os
-import platform
-import shutil
-import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +19,7 @@ import numpy as np
 import xxhash
 
 from parallel.errors import UserError
+from recipes.data.claim import alone, claimed, publish, remove_left
 from recipes.data.hub import is_hub
 from recipes.data.readers import UNREADABLE
 from recipes.data.rows import Row, RowStream, open_rows
@@ -30,9 +29,6 @@ from recipes.data.shards import (
     DOCUMENTS,
     FORMAT_VERSION,
     INDEX,
-    OWNER,
-    PROBLEM,
-    TOKENIZER,
     TRAIN,
     VALIDATION,
     Index,
@@ -46,9 +42,7 @@ from recipes.data.shards import (
     token_type,
     tokens_fingerprint,
 )
-from recipes.data.sources import document_hash, find_files, fingerprint
-from recipes.durable import write_whole
-from recipes.exit_codes import is_there
+from recipes.data.sources import document_hash, file_state, file_states, fingerprint, require_unchanged, takes_in
 from recipes.tokenizer import BATCH_CHARACTERS, Tokenizer, parallel_tokenizers
 
 # Batches given to the tokenizer at a time: the second keeps the cores busy while the first runs out of documents.
@@ -56,6 +50,8 @@ IN_FLIGHT = 2
 # Up to this size what is found is compared with its checksums at every start (a fraction of a second).
 VERIFY_UP_TO_BYTES = 1_000_000_000
 HASHES = 2**64
+# What a folder of shards holds that a source would take for text.
+TEXTS = ("owner.txt", "problem-of-a-run.txt", "00000-bad.jsonl", "quarantine.jsonl")
 
 
 @dataclass(frozen=True)
@@ -87,8 +83,9 @@ class Preparation:
     tokenizer: Tokenizer
     validation_fraction: float
     source_fingerprint: str
-    files: tuple[str, ...]
-    """Those that the fingerprint was taken of; of datasets on the hub, whose commit does not change, none."""
+    states: dict[str, tuple[int, int]]
+    """Size and time of change of each file that the fingerprint was taken of, from before that; of datasets on the hub,
+    whose commit does not change, none."""
     pieces: Pieces
 
     @property
@@ -101,9 +98,14 @@ def preparation(
     source: str, *, text_field: str, tokenizer: Tokenizer, validation_fraction: float, pieces: Pieces
 ) -> Preparation:
     """Looks at the source's files. Raises UserError where something is wrong with them."""
+    states = file_states(source)  # first: what changes while the contents are read is noticed when it is tokenized
     found = fingerprint(source, text_field=text_field)
-    files = () if is_hub(source) else tuple(map(str, find_files(source)))
-    return Preparation(source, text_field, tokenizer, validation_fraction, found, files, pieces)
+    return Preparation(source, text_field, tokenizer, validation_fraction, found, states, pieces)
+
+
+def would_read_itself(source: str, folder: Path) -> bool:
+    """Whether shards in this folder would be a part of the source."""
+    return any(takes_in(source, folder / name) for name in TEXTS)
 
 
 def whole_shards(folder: Path, *, keep_unread: bool = True) -> list[Shard]:
@@ -111,10 +113,7 @@ def whole_shards(folder: Path, *, keep_unread: bool = True) -> list[Shard]:
 
     keep_unread: also those that miss a file which could not be read then, since a run was trained on them.
     """
-    for part in folder.glob(f".part-{platform.node()}-*"):
-        process = part.name.removeprefix(f".part-{platform.node()}-").partition("-")[0]
-        if not is_there(int(process)):  # a killed process left it
-            shutil.rmtree(part) if part.is_dir() else part.unlink()
+    remove_left(folder)
     shards: list[Shard] = []
     size = 0
     while (shard := read_shard(folder, len(shards))) is not None:
@@ -146,24 +145,30 @@ def write_shards(
 
     progress: called with the number of tokens after each batch.
 
-    Any number of processes may write to the same folder: they write the same. Raises UserError for a source that cannot
-    be read any further, OSError where the folder cannot be written.
+    Any number of processes may write the same tokens to the same folder. Raises UserError for a source that cannot be
+    read any further or has changed, and for a folder that holds something else; OSError where it cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    claim(folder, work)
-    shards = whole_shards(folder)
-    if not (folder / TOKENIZER).exists():
-        write_whole(folder / TOKENIZER, work.tokenizer.json)
-    if read_index(folder) is not None:
-        return
+    with claimed(folder, fingerprint=work.fingerprint, tokenizer=work.tokenizer.json) as part:
+        shards = whole_shards(folder)
+        if read_index(folder) is None:
+            yield from _write_missing(folder, shards, work, part=part, progress=progress)
+
+
+def _write_missing(
+    folder: Path, shards: list[Shard], work: Preparation, *, part: Path, progress: Callable[[int], None]
+) -> Iterator[Shard]:
+    """The shards behind these, and the index. part: where unfinished files go."""
     rows = open_rows(work.source, text_field=work.text_field, cursor=shards[-1].cursor if shards else None)
-    if work.files and tuple(rows.files) != work.files:
+    if not is_hub(work.source) and list(rows.files) != list(work.states):
         raise UserError(f"data.source: files of {work.source!r} came or went just now; start again")
     if not (shards and shards[-1].last):
         with parallel_tokenizers():
             batches = _counted(_tokenized(rows, work.tokenizer, work.pieces), progress)
             while not (shards and shards[-1].last):
-                shards.append(_write_shard(folder, len(shards), batches, work, files=rows.files))
+                begin = shards[-1].cursor["file"] if shards else 0
+                shards.append(
+                    _write_shard(folder, len(shards), batches, work, files=rows.files, begin=begin, part=part)
+                )
                 yield shards[-1]
     index = Index(
         FORMAT_VERSION,
@@ -174,21 +179,7 @@ def write_shards(
         tuple(rows.files),
         tuple(shards),
     )
-    index.write(folder)
-
-
-def claim(folder: Path, work: Preparation) -> None:
-    """Raises UserError where the folder holds something else than this work."""
-    owner = folder / OWNER
-    found = {path.name for path in folder.iterdir() if not path.name.startswith(".part-")}
-    if not owner.exists() and found:  # looked at in this order: another process may claim it just now
-        raise UserError(f"'{folder}' holds other files; give an empty folder, or one that does not exist")
-    if not owner.exists() or found <= {OWNER, TOKENIZER, PROBLEM}:  # nothing was made for whoever had it
-        write_whole(owner, work.fingerprint)
-    if owner.read_text(encoding="utf-8") != work.fingerprint:
-        raise UserError(
-            f"'{folder}' holds tokens of another source, tokenizer or held-out share; give another folder, or remove it"
-        )
+    publish(part, folder / INDEX, index.json())
 
 
 @dataclass(frozen=True)
@@ -206,8 +197,8 @@ def _tokenized(rows: RowStream, tokenizer: Tokenizer, pieces: Pieces) -> Iterato
     waiting: deque[tuple[list[Row], Any, Future[list[np.ndarray]]]] = deque()
     with ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="tokenizer") as pool:
         for batch, cursor in _batches(rows, pieces):
-            texts = [row.text for row in batch if has_text(row)]
-            waiting.append((batch, cursor, pool.submit(_documents, texts, tokenizer)))
+            documents = [row for row in batch if has_text(row)]
+            waiting.append((batch, cursor, pool.submit(_documents, documents, tokenizer, where=rows.where)))
             if len(waiting) > IN_FLIGHT:
                 first, behind, found = waiting.popleft()
                 yield _Batch(first, found.result(), behind, last=False)
@@ -216,10 +207,25 @@ def _tokenized(rows: RowStream, tokenizer: Tokenizer, pieces: Pieces) -> Iterato
             yield _Batch(first, found.result(), behind, last=not waiting)
 
 
-def _documents(texts: Sequence[str], tokenizer: Tokenizer) -> list[np.ndarray]:
-    """The tokens of each text, and the end of the document. A list of numbers is gone before the next is made."""
+def _documents(rows: Sequence[Row], tokenizer: Tokenizer, *, where: Callable[[Row], str]) -> list[np.ndarray]:
+    """The tokens of each row, and the end of the document. A list of numbers is gone before the next is made.
+
+    Raises UserError for a text that the tokenizer cannot encode, which `where` it is.
+    """
     dtype, end = token_type(tokenizer.vocabulary), tokenizer.end_of_document
-    return [np.array([*ids, end], dtype=dtype) for ids in tokenizer.encode_batch(texts)]
+    try:
+        found = tokenizer.encode_batch([row.text for row in rows])
+    except Exception:  # the library raises nothing more specific, and does not say for which text
+        for row in rows:
+            try:
+                tokenizer.encode(row.text)
+            except Exception as error:
+                raise UserError(
+                    f"data.tokenizer: {where(row)} cannot be encoded: {error}; give a tokenizer that encodes every"
+                    " text, as one of bytes or with a token for unknown words"
+                ) from None
+        raise
+    return [np.array([*ids, end], dtype=dtype) for ids in found]
 
 
 def _counted(batches: Iterator[_Batch], progress: Callable[[int], None]) -> Iterator[_Batch]:
@@ -251,24 +257,43 @@ def has_text(row: Row) -> bool:
 
 
 def _write_shard(
-    folder: Path, number: int, batches: Iterator[_Batch], work: Preparation, *, files: Sequence[str]
+    folder: Path,
+    number: int,
+    batches: Iterator[_Batch],
+    work: Preparation,
+    *,
+    files: Sequence[str],
+    begin: int,
+    part: Path,
 ) -> Shard:
-    """Write the next shard from as many batches as it takes. files: names of the source's files."""
+    """Write the next shard from as many batches as it takes.
+
+    files: names of the source's files. begin: which of them the shard begins in. part: where it grows.
+    """
     target = work.pieces.shard_tokens(number)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=f".part-{platform.node()}-{os.getpid()}-") as name:
-        part = Path(name)
-        with _ShardWriter(part, work, files) as writer:
-            for batch in batches:
-                writer.add(batch)
-                if batch.last or writer.tokens >= target or writer.rows >= work.pieces.shard_rows:
-                    break
-            shard = writer.finish(batch)
+    with _ShardWriter(part, work, files) as writer:
+        for batch in batches:
+            writer.add(batch)
+            if batch.last or writer.tokens >= target or writer.rows >= work.pieces.shard_rows:
+                break
+        shard = writer.finish(batch)
+    # Its rows were read by now. Of a dataset that is a folder any file may have been; at the end, empty ones count too.
+    read = list(work.states) if is_hub(work.source) else files[begin : None if shard.last else shard.cursor["file"] + 1]
+    require_unchanged(read, work.states)
+    with alone(folder):
+        if (there := read_shard(folder, number)) is not None:  # of another process, and perhaps trained on already
+            if there.checksums != shard.checksums:
+                raise UserError(
+                    f"data.source: another process made other tokens of {work.source!r}: a file could not be read by"
+                    " one of the two; start again"
+                )
+            return there
         # The arrays first, and the description, without which there is no shard, last.
         for kind in ARRAYS:
             (part / kind).replace(array_path(folder, number, kind))
         if shard.bad:
             (part / "bad").replace(bad_rows_path(folder, number))
-        write_whole(shard_path(folder, number), json.dumps(shard.__dict__))
+        publish(part, shard_path(folder, number), json.dumps(shard.__dict__))
     return shard
 
 
@@ -347,9 +372,15 @@ class _ShardWriter:
 
     def _note(self, row: Row) -> None:
         self._bad += row.lost
-        self._unread |= row.kind == UNREADABLE
+        self._unread |= row.kind == UNREADABLE and self._may_be_read_later(row)
         place = {"file": self._names[row.file], "row": row.number, "reason": row.problem}
         self._bad_file.write(json.dumps(place) + "\n")
+
+    def _may_be_read_later(self, row: Row) -> bool:
+        """Whether the machine is at fault: the file is gone, or out of reach. Else its contents are, which stay."""
+        state = file_state(self._names[row.file])
+        reasons = ("[Errno", *map(os.strerror, errno.errorcode))
+        return state is None or any(reason in row.problem for reason in reasons)
 
 
 class _ArrayWriter:

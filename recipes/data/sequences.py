@@ -15,7 +15,7 @@ import numpy as np
 from parallel.errors import UserError
 from recipes.data.background import EVERYTHING, Background
 from recipes.data.order import Mixture, SequenceOrder
-from recipes.data.shards import PROBLEM, TRAIN, BadRowBudget, Shards, bad_rows
+from recipes.data.shards import TRAIN, BadRowBudget, Shards, bad_rows
 from recipes.durable import Lines
 
 SECONDS_BETWEEN_LOOKS = 0.05
@@ -60,14 +60,26 @@ class Quarantine:
 class Source:
     """The shuffled sequences of one source, as far as it is tokenized; who asks for more waits for it."""
 
-    def __init__(self, name: str, shards: Shards, order: SequenceOrder, *, bad_row_budget: float = 1.0) -> None:
-        """name: what the recipe calls it. bad_row_budget: share of the rows that may be bad."""
+    def __init__(
+        self,
+        name: str,
+        shards: Shards,
+        order: SequenceOrder,
+        *,
+        bad_row_budget: float = 1.0,
+        problem: Path | None = None,
+    ) -> None:
+        """name: what the recipe calls it. bad_row_budget: share of the rows that may be bad.
+
+        problem: where another process of this run says why it tokenizes no more.
+        """
         self.name = name
         self.shards = shards
         self.order = order
         self.background: Background | None = None
         """What writes the shards, on the one process that started it."""
         self.closed = False
+        self._problem = problem
         self._budget = BadRowBudget(shards.folder, source=name, budget=bad_row_budget)
         self.used_shards = 0
         """How many were needed so far."""
@@ -124,13 +136,11 @@ class Source:
             yield Piece(self.name, *place)
 
     def _look_for_trouble(self) -> None:
-        if self.background is not None:  # what another run's process came to is no matter of ours
+        if self.background is not None:
             self.background.check()
-            return
-        try:
-            raise UserError((self.shards.folder / PROBLEM).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            pass
+        elif self._problem is not None:
+            with suppress(FileNotFoundError):
+                raise UserError(self._problem.read_text(encoding="utf-8"))
 
     def _judge(self, used: int) -> None:
         # Shards in use, not those that happen to be there: so a run stops at the same step wherever it runs.

@@ -9,6 +9,8 @@
     index.json             all of these in one file, once the source has come to its end
     tokenizer.json         what made the tokens
     owner.txt              fingerprint of the source, the tokenizer and the held-out share
+    .lock, .part-*         who is at work here just now (recipes/data/claim.py)
+    problem-*.txt          why the process that tokenizes for a run ended
 
 The tokens depend on the source, the tokenizer and the held-out share, and on nothing else; beside them stand the names
 of the files as they were given. Imports no torch.
@@ -26,7 +28,7 @@ import numpy as np
 import xxhash
 
 from parallel.errors import UserError
-from recipes.durable import write_whole
+from recipes.data.readers import unit
 
 # Part of every fingerprint: raise it when the same source begins to give other files.
 FORMAT_VERSION = 2
@@ -35,7 +37,11 @@ TRAIN, VALIDATION, DOCUMENTS = "train", "validation", "documents"
 ARRAYS = (TRAIN, VALIDATION, DOCUMENTS)
 # Files that are mapped at a time: each takes a descriptor, of which a process usually has 1024.
 MAPS = 256
-INDEX, TOKENIZER, PROBLEM, OWNER = "index.json", "tokenizer.json", "problem.txt", "owner.txt"
+# Bad rows that stand in a message.
+LISTED = 5
+INDEX, TOKENIZER, OWNER = "index.json", "tokenizer.json", "owner.txt"
+PROBLEMS = "problem*.txt"
+"""Files in which a process that tokenizes says why it ended. (problem.txt: of older versions)"""
 # `end` counts tokens from the beginning of the shard; `file` and `row` are those of recipes/data/rows.py.
 DOCUMENT = np.dtype([("end", "<u8"), ("file", "<u4"), ("row", "<u8")])
 
@@ -85,6 +91,11 @@ def shard_path(folder: Path, number: int) -> Path:
     return folder / f"{number:05d}.json"
 
 
+def problem_path(folder: Path, run: str) -> Path:
+    """Where the process that tokenizes for this run says why it ended: what others came to is no matter of the run."""
+    return folder / f"problem-{run}.txt"
+
+
 def tokens_fingerprint(source: str, tokenizer: str, validation_fraction: float) -> str:
     """Equal for equal shards. source, tokenizer: their fingerprints."""
     return xxhash.xxh3_128_hexdigest(repr((FORMAT_VERSION, source, tokenizer, validation_fraction)).encode())
@@ -118,11 +129,14 @@ class Index:
 
     @property
     def fingerprint(self) -> str:
-        """Names what the shards hold, as Preparation.fingerprint does."""
-        return tokens_fingerprint(self.source_fingerprint, self.tokenizer_fingerprint, self.validation_fraction)
+        """Names what the shards hold, as Preparation.fingerprint does; another one where a file could not be read."""
+        found = tokens_fingerprint(self.source_fingerprint, self.tokenizer_fingerprint, self.validation_fraction)
+        if lacking := [(number, shard.checksums) for number, shard in enumerate(self.shards) if shard.unread]:
+            return xxhash.xxh3_128_hexdigest(repr((found, lacking)).encode())
+        return found
 
-    def write(self, folder: Path) -> None:
-        write_whole(folder / INDEX, json.dumps(asdict(self)))
+    def json(self) -> str:
+        return json.dumps(asdict(self))
 
 
 def read_index(folder: Path) -> Index | None:
@@ -149,19 +163,36 @@ def open_index(folder: str) -> Index:
 
 
 def bad_rows(folder: Path, shards: Sequence[Shard], *, first: int = 0) -> Iterator[dict[str, Any]]:
-    """File, row and reason of each bad row in these shards, from number `first` on."""
+    """File, row and reason of each bad row in these shards, from number `first` on.
+
+    Raises UserError where a list of them is damaged.
+    """
     for number, shard in enumerate(shards[first:], start=first):
         if shard.bad:
-            for line in bad_rows_path(folder, number).read_text(encoding="utf-8").splitlines():
-                yield json.loads(line)
+            file = bad_rows_path(folder, number)
+            try:
+                yield from _bad_rows(file)
+            except (OSError, ValueError) as error:
+                raise UserError(
+                    f"data.source: the list of bad rows '{file}' cannot be read ({error}); remove"
+                    f" '{shard_path(folder, number)}', and the same command (or prepare_data.py) makes both again"
+                ) from None
+
+
+def _bad_rows(file: Path) -> list[dict[str, Any]]:
+    """Raises ValueError where they are not what they should be."""
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    if not rows or not all(isinstance(row, dict) and {"file", "row", "reason"} <= row.keys() for row in rows):
+        raise ValueError("not what it should be")
+    return rows
 
 
 class BadRowBudget:
     """Keeps count of the bad rows of one source, shard by shard."""
 
-    def __init__(self, folder: Path, *, source: str, budget: float) -> None:
-        """source: what the user calls it. budget: share of the rows that may be bad."""
-        self._folder, self._source, self._budget = folder, source, budget
+    def __init__(self, folder: Path, *, source: str, budget: float, setting: str = "data.bad_row_budget") -> None:
+        """source: what the user calls it. budget: share of the rows that may be bad. setting: what it is called."""
+        self._folder, self._source, self._budget, self._setting = folder, source, budget, setting
         self._bad = self._rows = self._shards = 0
 
     def count(self, shards: Sequence[Shard]) -> None:
@@ -173,12 +204,15 @@ class BadRowBudget:
 
     def _complaint(self, shards: Sequence[Shard]) -> str:
         listed = "".join(
-            f"\n  {row['file']}, {row['row']}: {row['reason']}" for row in islice(bad_rows(self._folder, shards), 5)
+            f"\n  {row['file']}, {unit(row['file'])} {row['row']}: {row['reason']}"
+            for row in islice(bad_rows(self._folder, shards), LISTED)
         )
+        lists = [bad_rows_path(self._folder, number) for number, shard in enumerate(shards) if shard.bad]
+        where = f"'{lists[0]}'" if len(lists) == 1 else f"'{lists[0]}' to '{lists[-1].name}'"
         return (
-            f"data.bad_row_budget: {self._bad} of the first {self._rows} rows of {self._source!r} hold no usable text,"
+            f"{self._setting}: {self._bad} of the first {self._rows} rows of {self._source!r} hold no usable text,"
             f" a share of {self._bad / self._rows:.3g}, more than {self._budget}; repair the source or raise the"
-            f" budget. The first:{listed}"
+            f" budget. All of them are listed in {where}. The first:{listed}"
         )
 
 
@@ -192,6 +226,11 @@ def damage(folder: Path, number: int, shard: Shard) -> str | None:
             return f"{file.name} cannot be read: {error}"
         if xxhash.xxh3_64_hexdigest(content.data) != shard.checksums[kind]:
             return f"{file.name} does not have the checksum that {shard_path(folder, number).name} says"
+    if shard.bad:
+        try:
+            _bad_rows(bad_rows_path(folder, number))
+        except (OSError, ValueError) as error:
+            return f"{bad_rows_path(folder, number).name} cannot be read: {error}"
     return None
 
 

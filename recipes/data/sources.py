@@ -4,9 +4,11 @@ Imports no torch.
 """
 
 import difflib
+import fnmatch
 import glob
 import os
 import sysconfig
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import xxhash
@@ -88,6 +90,74 @@ def fingerprint(source: str, *, text_field: str) -> str:
     if dataset.folder:
         return _identity(facts, hub.folder_files(dataset.folder), root=dataset.folder)
     return _identity((*facts, dataset.name, dataset.revision), [], root=Path())
+
+
+def file_states(source: str) -> dict[str, tuple[int, int]]:
+    """Size and time of change of each file, as far as they are on this machine, in the order in which they are read.
+
+    Raises UserError for a source with a problem.
+    """
+    if problem := source_problem(source):
+        raise UserError(f"data.source: {problem}")
+    folder = hub.parse(source).folder if hub.is_hub(source) else None
+    files = [] if hub.is_hub(source) else find_files(source)
+    states = {str(file): file_state(file) for file in (hub.folder_files(folder) if folder else files)}
+    return {name: state for name, state in states.items() if state is not None}
+
+
+def file_state(file: str | Path) -> tuple[int, int] | None:
+    """Size and time of change; None where there is no such file, or it is out of reach."""
+    try:
+        state = os.stat(file)
+    except OSError:
+        return None
+    return state.st_size, state.st_mtime_ns
+
+
+def require_unchanged(files: Sequence[str], states: Mapping[str, tuple[int, int]]) -> None:
+    """Raises UserError where one of these files is not what the fingerprint was taken of. states: from before that.
+
+    One that is gone is no matter of this: what is lost with it counts as bad rows.
+    """
+    for file in files:
+        if (state := file_state(file)) is not None and state != states[file]:
+            raise UserError(
+                f"data.source: '{file}' changed while it was read; when nothing writes to it any more, start again"
+            )
+
+
+def takes_in(source: str, file: Path) -> bool:
+    """Whether the source would read this file, of a known kind, if it were there."""
+    if source == STDLIB:
+        return False
+    if hub.is_hub(source):
+        folder = hub.parse(source).folder
+        if folder is None:
+            return False
+        fixed, pattern = folder, ["**"]
+    elif Path(source).expanduser().exists():
+        fixed = Path(source).expanduser()
+        pattern = ["**"] if fixed.is_dir() else []
+    else:
+        parts = Path(source).expanduser().parts
+        magic = next((index for index, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+        fixed, pattern = Path(*parts[:magic]), list(parts[magic:])
+    try:
+        names = file.expanduser().resolve().relative_to(fixed.resolve()).parts
+    except ValueError:
+        return False
+    return _matches(names, pattern)
+
+
+def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
+    """As glob does: ** stands for any number of folders, and hidden names must be written out."""
+    if not pattern or not names:
+        return not names and all(part == "**" for part in pattern)
+    hidden = names[0].startswith(".")
+    if pattern[0] == "**":
+        return _matches(names, pattern[1:]) or (not hidden and _matches(names[1:], pattern))
+    fits = fnmatch.fnmatchcase(names[0], pattern[0]) and (not hidden or pattern[0].startswith("."))
+    return fits and _matches(names[1:], pattern[1:])
 
 
 def describe(source: str) -> str:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,41 @@ def test_a_text_cannot_end_its_document_by_spelling_the_token_out(source: Path) 
     tokenizer = load("train:300", source)
     assert tokenizer.end_of_document not in tokenizer.encode("a <|endoftext|> b")
     assert tokenizer.decode([tokenizer.end_of_document]) == "<|endoftext|>"
+
+
+def test_nor_where_its_file_does_not_call_that_token_special(tmp_path: Path, source: Path) -> None:
+    library = load("train:280", source).backend
+    library.add_tokens(["<|im_end|>"])
+    content = json.loads(library.to_str())
+    content["added_tokens"] = [added for added in content["added_tokens"] if added["content"] == "<|im_end|>"]
+    content["model"]["vocab"]["<other>"] = content["model"]["vocab"].pop("<|endoftext|>")
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    found = load(tmp_path, source)
+    assert found.decode([found.end_of_document]) == "<|im_end|>"
+    assert found.end_of_document not in found.encode("one<|im_end|>two")
+    assert found.decode(found.encode("one<|im_end|>two")) == "one<|im_end|>two"
+    (tmp_path / "again.json").write_text(found.json)  # as it stands beside the shards
+    assert load(tmp_path / "again.json", source).fingerprint == found.fingerprint
+
+
+def test_a_source_that_changes_while_a_tokenizer_is_trained_on_it(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = tokenizer.training_sample
+    for change, message in (
+        (lambda: source.write_text(WORDS), "source.txt' changed while it was read; .* start again"),
+        (source.unlink, "source.txt' went away while it was read; start again"),
+    ):
+
+        def slow(documents: Iterable[str], change: Callable[[], object] = change) -> list[str]:
+            found = sample(documents)
+            change()
+            return found
+
+        monkeypatch.setattr(tokenizer, "training_sample", slow)
+        with pytest.raises(UserError, match=message):
+            load("train:280", source)
+    assert not list((source.parent / "cache").rglob("*.json"))
 
 
 def test_the_smallest_vocabulary_is_bytes_alone(source: Path) -> None:

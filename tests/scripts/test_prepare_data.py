@@ -86,7 +86,9 @@ def test_too_many_bad_rows_stop_it(tmp_path: Path) -> None:
     arguments = (tmp_path / "rows.jsonl", tmp_path / "out", "--tokenizer", "train:300", "--cache", tmp_path / "cache")
     said = run(*arguments, code=2)
     assert "1 of the first 31 rows" in said
-    assert "31: not JSON" in said
+    assert "--bad-row-budget: 1 of the first 31 rows" in said
+    assert f"{tmp_path / 'rows.jsonl'}, line 31: not JSON" in said
+    assert f"All of them are listed in '{tmp_path / 'out' / '00000-bad.jsonl'}'." in said
     assert "1 of the first 31 rows" in run(*arguments, code=2)
     assert "1 bad rows" in run(*arguments, "--bad-row-budget", "0.1")
 
@@ -102,6 +104,9 @@ def test_too_many_bad_rows_stop_it(tmp_path: Path) -> None:
         (("ROWS", "FULL", "--tokenizer", "train:300"), "holds other files; give an empty folder"),
         (("ROWS", "OTHER", "--tokenizer", "train:300"), "holds tokens of another source, tokenizer or held-out share"),
         (("ROWS", "ROWS", "--tokenizer", "train:300"), "is a file; give a folder, or a name that is free"),
+        (("GLOB", "INSIDE", "--tokenizer", "train:300"), "and would be part of it; give another folder"),
+        (("ROWS", "OUT", "--tokenizer", "train:300", "--text-field", "body"), "name a field of text"),
+        (("ROWS", "OUT", "--tokenizer", "WORDS"), "rows.jsonl', line 1 cannot be encoded: "),
         (("HERE", "INSIDE", "--tokenizer", "train:300"), "and would be part of it; give another folder"),
     ],
 )
@@ -112,9 +117,24 @@ def test_what_can_be_mended_is_said_in_a_line(tmp_path: Path, arguments: tuple[s
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "owner.txt").write_text("someone else")
     (tmp_path / "other" / "00000.json").write_text("{}")
-    places = {"ROWS": "rows.jsonl", "OUT": "out", "FULL": "full", "OTHER": "other", "HERE": ".", "INSIDE": "inside"}
+    (tmp_path / "words").mkdir()
+    model = {"type": "WordLevel", "vocab": {"Document": 0, "</s>": 1}, "unk_token": "[UNK]"}
+    (tmp_path / "words" / "tokenizer.json").write_text(
+        json.dumps({"version": "1.0", "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model})
+    )
+    places = {
+        "ROWS": "rows.jsonl",
+        "OUT": "out",
+        "FULL": "full",
+        "OTHER": "other",
+        "HERE": ".",
+        "INSIDE": "inside",
+        "GLOB": "**",
+        "WORDS": "words",
+    }
     words = [str(tmp_path / places[word]) if word in places else word for word in arguments]
     said = run(*words, "--cache", tmp_path / "cache", code=2)
     assert message in said
     assert "Traceback" not in said
-    assert (tmp_path / "full" / "mine.txt").read_text() == "mine"
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["mine.txt"]
+    assert not any((tmp_path / name).exists() for name in ("out", "inside"))  # nothing is left of it

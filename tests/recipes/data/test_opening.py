@@ -22,7 +22,7 @@ from recipes.data.batches import Batches
 from recipes.data.opening import Data, open_data, pinned_sources
 from recipes.data.prepare import write_shards
 from recipes.data.sequences import Piece, Quarantine, Sequences
-from recipes.data.shards import PROBLEM, read_index, shard_path
+from recipes.data.shards import array_path, problem_path, read_index, shard_path
 from recipes.schema import DataConfig
 from tests.recipes.data.test_hub import c4, tiny_stories
 from tests.recipes.data.texts import SMALL, tokenizer_for, work_on, write_rows
@@ -37,7 +37,8 @@ def opened(cache: Path, mixture: Mapping[str, float], **changes: Any) -> Data:
         "tokenizer": "train:300",
         "sequence_length": LENGTH,
         "seed": 3,
-        "goes_on": False,
+        "before": {},
+        "run": "this",
         "writes": True,
         "report": lambda line: None,
         "pieces": SMALL,
@@ -359,17 +360,41 @@ def test_a_file_that_could_not_be_read_is_tried_again_by_another_run(tmp_path: P
         list(write_shards(tmp_path / "other", work))
     (tmp_path / "c.jsonl").rename(tmp_path / "in" / "c.jsonl")
     options: dict[str, Any] = {"tokenizer": tokenizer, "bad_row_budget": 0.9}
-    again = opened(tmp_path / "cache", source, goes_on=True, **options)  # it was trained on this
-    again.training.sources[0].require(10**6)
-    documents = sum(shard.documents + shard.held_out for shard in again.training.sources[0].shards.shards)
-    assert documents == 200
-    again.training.close()
-    anew = opened(tmp_path / "cache", source, **options)
-    anew.training.sources[0].require(10**6)
-    shards = anew.training.sources[0].shards.shards
-    assert sum(shard.documents + shard.held_out for shard in shards) == 300
-    assert not any(shard.bad for shard in shards)
-    anew.training.close()
+    renewed = f"{work.fingerprint}-1"
+    for used, count in ((work.fingerprint, 200), ("", 300), (work.fingerprint, 200), ("", 300), (renewed, 300)):
+        # What a run was trained on stays as it was, whatever other runs of the same source find.
+        before = {"sources": {str(tmp_path / "in"): {"tokens": used}}} if used else {}
+        data = opened(tmp_path / "cache", source, before=before, **options)
+        data.training.sources[0].require(10**6)
+        found = data.training.sources[0].shards.shards
+        assert sum(shard.documents + shard.held_out for shard in found) == count
+        assert any(shard.bad for shard in found) == (count == 200)
+        assert data.facts["sources"][str(tmp_path / "in")]["tokens"] == (used or renewed)
+        follower = opened(tmp_path / "cache", source, before=data.facts, writes=False, **options)
+        assert follower.facts == data.facts
+        data.training.close()
+    folders = sorted((tmp_path / "cache" / "tokens").iterdir())
+    assert [path.name for path in folders] == [work.fingerprint, f"{work.fingerprint}-1"]
+    assert len({array_path(path, 0, "train").stat().st_ino for path in folders}) == 1  # not made again
+
+
+def test_another_text_on_another_node_is_said_instead_of_waited_for(rows: Path, tmp_path: Path) -> None:
+    facts = {"sources": {str(rows): {"tokens": "those of rank 0"}}}
+    with pytest.raises(UserError, match=r"sees another text behind .*rows.jsonl', or another tokenizer, than rank 0"):
+        opened(tmp_path / "cache", {str(rows): 1.0}, before=facts, writes=False)
+
+
+def test_a_folder_that_was_prepared_without_a_file_and_then_with_it_is_another_one(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", 100)
+    work = work_on(tmp_path / "rows.jsonl")
+    list(write_shards(tmp_path / "out", work))
+    index = read_index(tmp_path / "out")
+    assert index is not None and index.fingerprint == work.fingerprint
+    without = [
+        replace(index, shards=(replace(index.shards[0], unread=True, checksums={"train": sum}), *index.shards[1:]))
+        for sum in ("a", "b")
+    ]
+    assert len({index.fingerprint, *(other.fingerprint for other in without)}) == 3
 
 
 def test_what_runs_ahead_is_bounded_after_a_resume_too(tmp_path: Path) -> None:
@@ -412,8 +437,10 @@ def test_bad_rows_within_the_budget_are_passed_over_beyond_it_the_run_stops(tmp_
                 steps.append(step)
                 reader.take(step)
         assert "rows.jsonl' hold no usable text, a share of" in str(caught.value)
-        assert "more than 0.05; repair the source or raise the budget. The first:" in str(caught.value)
-        assert f"{tmp_path / 'rows.jsonl'}, 5: " in str(caught.value)
+        assert "more than 0.05; repair the source or raise the budget. All of them are listed in '" in str(caught.value)
+        assert f"{tmp_path / 'rows.jsonl'}, line 5: " in str(caught.value)
+        listed = Path(str(caught.value).split("listed in '")[1].split("'")[0])
+        assert json.loads(listed.read_text().splitlines()[0])["row"] == 5
         reader.close()
     assert steps[: len(steps) // 2] == steps[len(steps) // 2 :]  # at the same step
     assert len(steps) // 2 > 20
@@ -511,6 +538,51 @@ def test_problems_on_the_way_reach_who_waits(rows: Path, tmp_path: Path) -> None
     for number in range(1, 100):
         shard_path(folder, number).unlink(missing_ok=True)
     follower = opened(tmp_path / "cache", {str(rows): 1.0}, writes=False, shuffle_tokens=500)
-    (folder / PROBLEM).write_text("data.source: something happened")
+    problem_path(folder, "this").write_text("data.source: something happened")
     with pytest.raises(UserError, match="something happened"):
         follower.training.sources[0].require(10**6)
+
+
+def test_what_another_run_came_to_is_no_matter_of_this_one(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", 4000)
+    source = {str(tmp_path / "rows.jsonl"): 1.0}
+    data = opened(tmp_path / "cache", source)
+    follower = opened(tmp_path / "cache", source, writes=False)
+    other = opened(tmp_path / "cache", source, run="other")
+    background = other.training.sources[0].background
+    assert background is not None
+    background._process.kill()
+    background._process.join()
+    with pytest.raises(UserError, match="signal 9"):
+        other.training.sources[0].require(10**6)
+    # Before there is more than what the other run's process made: it looks for trouble then.
+    follower.training.sources[0]._look_for_trouble()
+    data.training.sources[0].require(10**6)
+    follower.training.sources[0].require(10**6)
+    data.training.close()
+
+
+@pytest.mark.parametrize("place", ["in/cache", "in/deep/cache"])
+def test_a_cache_inside_of_the_source_is_refused_before_anything_is_written(tmp_path: Path, place: str) -> None:
+    (tmp_path / "in").mkdir()
+    write_rows(tmp_path / "in" / "rows.jsonl", 100)
+    for source in (tmp_path / "in", tmp_path / "in" / "**", f"hf:{tmp_path / 'in'}"):
+        with pytest.raises(UserError, match=r"data.cache: .* lies inside of the source .* give a cache elsewhere"):
+            opened(tmp_path / place, {str(source): 1.0})
+    assert [path.name for path in (tmp_path / "in").iterdir()] == ["rows.jsonl"]
+    opened(tmp_path / "in" / ".cache", {str(tmp_path / "in"): 1.0}).training.close()  # hidden: no source reads it
+
+
+def test_a_file_that_changes_while_it_is_tokenized_ends_the_run(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", 6000)
+    source = {str(tmp_path / "rows.jsonl"): 1.0}
+    data = opened(tmp_path / "cache", source)
+    write_rows(tmp_path / "rows.jsonl", 100)
+    with pytest.raises(UserError, match=r"rows.jsonl' changed while it was read; .* start again"):
+        data.training.sources[0].require(10**6)
+    data.training.close()
+    again = opened(tmp_path / "cache", source)
+    assert again.facts != data.facts
+    again.training.sources[0].require(10**6)
+    assert sum(shard.rows for shard in again.training.sources[0].shards.shards) == 100
+    again.training.close()

@@ -16,8 +16,9 @@ from parallel.errors import UserError
 from recipes.data import prepare
 from recipes.data.prepare import Pieces, write_shards
 from recipes.data.rows import documents
-from recipes.data.shards import DOCUMENTS, TRAIN, VALIDATION, Shards, array_path, read_index, read_shard
+from recipes.data.shards import DOCUMENTS, TRAIN, VALIDATION, Shards, array_path, bad_rows, read_index, read_shard
 from recipes.data.sources import STDLIB
+from recipes.tokenizer import load_tokenizer
 from tests.recipes.data.texts import contents, shards_in, texts_of, tokenizer_for, work_on, write_rows
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -122,7 +123,7 @@ def test_a_killed_preparation_leaves_nothing_that_looks_whole(tmp_path: Path) ->
     process = subprocess.Popen([sys.executable, "-c", code, tmp_path / "rows.jsonl", folder], cwd=ROOT)
 
     def amid_a_shard() -> bool:
-        return any(path.name.startswith(".part-") for path in folder.iterdir())
+        return any(folder.glob(".part-*/train"))
 
     while True:  # until two shards are whole and the third is not
         assert process.poll() is None
@@ -177,6 +178,115 @@ def test_what_is_damaged_is_made_again(tmp_path: Path, name: str, damage: Callab
     assert contents(tmp_path / "out") == before
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        Path.unlink,
+        cut,
+        lambda path: path.write_text(""),
+        lambda path: path.write_text("5\n"),
+        lambda path: path.write_text('{"file": "f"}\n'),
+    ],
+)
+def test_a_damaged_list_of_bad_rows_is_made_again(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    write_rows(tmp_path / "rows.jsonl", 400)
+    lines = (tmp_path / "rows.jsonl").read_text().splitlines()
+    (tmp_path / "rows.jsonl").write_text("\n".join([*lines[:200], '{"text": "cut', *lines[200:]]) + "\n")
+    work = work_on(tmp_path / "rows.jsonl")
+    shards = shards_in(tmp_path / "out", work)
+    before = contents(tmp_path / "out")
+    (file,) = (tmp_path / "out").glob("*-bad.jsonl")
+    damage(file)
+    with pytest.raises(UserError, match=r"list of bad rows '.*-bad.jsonl' cannot be read .*; remove '.*\d.json'"):
+        list(bad_rows(tmp_path / "out", shards))
+    shards_in(tmp_path / "out", work)
+    assert contents(tmp_path / "out") == before
+
+
+def test_a_text_that_cannot_be_encoded_is_named(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", 50)
+    model = {"type": "WordLevel", "vocab": {"Document": 0, "</s>": 1}, "unk_token": "[UNK]"}
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({"version": "1.0", "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model})
+    )
+    tokenizer = load_tokenizer(str(tmp_path), sources=[], text_field="text", cache=tmp_path, report=lambda line: None)
+    with pytest.raises(UserError, match=r"data.tokenizer: '.*rows.jsonl', line 1 cannot be encoded: .*UNK.*; give a"):
+        shards_in(tmp_path / "out", work_on(tmp_path / "rows.jsonl", tokenizer=tokenizer))
+
+
+# ---------------------------------------------------------------------------------------- while something else happens
+
+
+def test_nothing_is_made_of_a_file_that_changed(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for name in "abc":
+        write_rows(tmp_path / "in" / f"{name}.jsonl", 200, name=name)
+    work = work_on(tmp_path / "in", tokenizer=tokenizer_for(tmp_path / "in" / "a.jsonl"))
+    shards = write_shards(tmp_path / "out", work)
+    next(shards)
+    (tmp_path / "in" / "c.jsonl").write_text("")  # its rows are gone, and no cursor leads there
+    made = 1
+    with pytest.raises(UserError, match=r"data.source: '.*c.jsonl' changed while it was read; .* start again"):
+        for _ in shards:
+            made += 1
+    assert made > 1  # of the files before it
+    assert read_shard(tmp_path / "out", made) is None
+    assert work_on(tmp_path / "in", tokenizer=work.tokenizer).fingerprint != work.fingerprint
+
+
+def test_what_changes_while_the_fingerprint_is_taken_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_rows(tmp_path / "rows.jsonl", 50)
+    tokenizer = tokenizer_for(tmp_path / "rows.jsonl")
+    fingerprint = prepare.fingerprint
+
+    def slow(source: str, *, text_field: str) -> str:
+        found = fingerprint(source, text_field=text_field)
+        write_rows(tmp_path / "rows.jsonl", 60)
+        return found
+
+    monkeypatch.setattr(prepare, "fingerprint", slow)
+    work = work_on(tmp_path / "rows.jsonl", tokenizer=tokenizer)
+    with pytest.raises(UserError, match="changed while it was read"):
+        shards_in(tmp_path / "out", work)
+
+
+def test_a_file_whose_contents_are_broken_is_not_tried_again_but_one_out_of_reach_is(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for name in "ab":
+        write_rows(tmp_path / "in" / f"{name}.jsonl", 100, name=name)
+    tokenizer = tokenizer_for(tmp_path / "in" / "a.jsonl")
+    (tmp_path / "in" / "c.parquet").write_bytes(b"PAR1 and nothing that makes sense PAR1")
+    work = work_on(tmp_path / "in", tokenizer=tokenizer)
+    broken = shards_in(tmp_path / "broken", work)
+    assert broken[-1].bad and not any(shard.unread for shard in broken)
+    shards = write_shards(tmp_path / "gone", work)
+    next(shards)
+    (tmp_path / "in" / "c.parquet").unlink()
+    assert list(shards)[-1].unread
+
+
+def test_what_another_process_made_is_not_replaced_by_something_else(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for name in "abc":
+        write_rows(tmp_path / "in" / f"{name}.jsonl", 200, name=name)
+    work = work_on(tmp_path / "in", tokenizer=tokenizer_for(tmp_path / "in" / "a.jsonl"))
+    slow, same = write_shards(tmp_path / "out", work), write_shards(tmp_path / "out", work)
+    next(slow)
+    next(same)
+    (tmp_path / "in" / "c.jsonl").rename(tmp_path / "c.jsonl")
+    assert list(same)[-1].unread
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("0*")}
+    again = write_shards(tmp_path / "elsewhere", work)
+    with pytest.raises(UserError, match="came or went"):
+        next(again)
+    (tmp_path / "c.jsonl").rename(tmp_path / "in" / "c.jsonl")
+    with pytest.raises(UserError, match=r"another process made other tokens of .*; start again"):
+        list(slow)
+    assert {name: content for name, content in contents(tmp_path / "out").items() if name in before} == before
+
+
 def test_bad_and_empty_rows_are_counted_and_listed(tmp_path: Path) -> None:
     good = write_rows(tmp_path / "rows.jsonl", 100)
     lines = (tmp_path / "rows.jsonl").read_text().splitlines()
@@ -216,8 +326,6 @@ def test_the_narrowest_type_that_holds_every_id(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(
         json.dumps({"version": "1.0", "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model})
     )
-    from recipes.tokenizer import load_tokenizer
-
     options = {"sources": [], "text_field": "text", "cache": tmp_path, "report": lambda line: None}
     large = load_tokenizer(str(tmp_path), **options)
     shards_in(tmp_path / "large", work_on(tmp_path / "rows.jsonl", tokenizer=large))
@@ -240,8 +348,6 @@ def test_what_changes_the_tokens_changes_the_fingerprint(tmp_path: Path) -> None
 
 
 def test_the_standard_library_is_prepared_whole(tmp_path: Path) -> None:
-    from recipes.tokenizer import load_tokenizer
-
     options = {"text_field": "text", "cache": tmp_path, "report": lambda line: None}
     tokenizer = load_tokenizer("train:1000", sources=[STDLIB], **options)
     work = prepare.preparation(

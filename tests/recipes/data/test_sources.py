@@ -116,3 +116,43 @@ def test_neither_checks_nor_plain_reading_import_anything_heavy() -> None:
     )
     root = Path(sources.__file__).parents[2]
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "k",
+        "k/**",
+        "k/*",
+        "k/*/*.txt",
+        "k/**/o*.txt",
+        "**",
+        "*/*",
+        "k/.cache/**",
+        "k/**/out/*",
+        "k/[a-o]*/*",
+        "k/m.jsonl",
+    ],
+)
+def test_what_a_source_would_read_is_known_before_it_is_there(tmp_path: Path, pattern: str) -> None:
+    places = [
+        "k/owner.txt",
+        "k/out/owner.txt",
+        "k/a/b/out/owner.txt",
+        "k/.cache/owner.txt",
+        "out/owner.txt",
+        "owner.txt",
+    ]
+    (tmp_path / "k").mkdir()
+    (tmp_path / "k" / "m.jsonl").write_text('{"text": "a"}\n')
+    source = str(tmp_path / pattern)
+    expected = [sources.takes_in(source, tmp_path / place) for place in places]
+    linked = tmp_path.with_name("link")
+    linked.symlink_to(tmp_path)
+    assert [sources.takes_in(str(linked / pattern), tmp_path / place) for place in places] == expected
+    linked.unlink()
+    for place in places:
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text("text")
+    assert [tmp_path / place in sources.find_files(source) for place in places] == expected
+    assert not sources.takes_in(sources.STDLIB, tmp_path / "owner.txt")

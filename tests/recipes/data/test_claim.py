@@ -1,0 +1,125 @@
+"""Who may write to a folder of shards: decided by locks, which end with their process."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parallel.errors import UserError
+from recipes.data import claim
+from recipes.data.claim import claimed, remove_left, unclaim
+from recipes.data.prepare import write_shards
+from recipes.data.shards import OWNER, TOKENIZER, problem_path
+from tests.recipes.data.texts import contents, shards_in, tokenizer_for, work_on, write_rows
+
+ROOT = Path(__file__).resolve().parents[3]
+HOLD = (
+    "import sys; sys.path.insert(0, '.'); from pathlib import Path; from recipes.data.claim import claimed\n"
+    "import platform; platform.node = lambda: sys.argv[2]\n"
+    "with claimed(Path(sys.argv[1]), fingerprint='ours', tokenizer='T') as part:\n"
+    "    (part / 'train').write_text('half of it'); print(part, flush=True); sys.stdin.read()\n"
+)
+
+
+def hold(folder: Path, host: str = "n1") -> tuple[subprocess.Popen[str], Path]:
+    """A process that is at work in the folder, and where."""
+    command = [sys.executable, "-c", HOLD, str(folder), host]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+def test_what_a_living_process_has_not_finished_stays_what_a_killed_one_left_goes(tmp_path: Path) -> None:
+    """Whatever hosts and containers call themselves: of names that begin alike, process ids cannot be told."""
+    (tmp_path / ".part-n1-4-left").mkdir()  # as an older version made them
+    (tmp_path / ".part-n1-b-4-left").mkdir()
+    one, part = hold(tmp_path, "n1")
+    other, another = hold(tmp_path, "n1-b")
+    try:
+        remove_left(tmp_path)
+        assert sorted(tmp_path.glob(".part-*")) == sorted([part, another])
+    finally:
+        end(one)
+    assert (part / "train").exists()
+    remove_left(tmp_path)
+    assert list(tmp_path.glob(".part-*")) == [another]
+    end(other)
+    with claimed(tmp_path, fingerprint="ours", tokenizer="T") as own:
+        assert list(tmp_path.glob(".part-*")) == [own]
+    assert not list(tmp_path.glob(".part-*"))
+
+
+def test_a_folder_is_for_one_kind_of_tokens_at_a_time(tmp_path: Path) -> None:
+    process, _ = hold(tmp_path)
+    with claimed(tmp_path, fingerprint="ours", tokenizer="T"):  # the same work at once
+        pass
+    with (
+        pytest.raises(UserError, match="another process is making tokens of another source, tokenizer"),
+        claimed(tmp_path, fingerprint="others", tokenizer="U"),
+    ):
+        pass
+    assert ((tmp_path / OWNER).read_text(), (tmp_path / TOKENIZER).read_text()) == ("ours", "T")
+    problem_path(tmp_path, "some run").write_text("data.source: whatever")
+    end(process)
+    with claimed(tmp_path, fingerprint="others", tokenizer="U"):  # nothing was made for who had it
+        assert ((tmp_path / OWNER).read_text(), (tmp_path / TOKENIZER).read_text()) == ("others", "U")
+    (tmp_path / "00000.json").write_text("{}")
+    with (
+        pytest.raises(UserError, match="holds tokens of another source, tokenizer or held-out share"),
+        claimed(tmp_path, fingerprint="ours", tokenizer="T"),
+    ):
+        pass
+
+
+def test_the_tokenizer_beside_the_tokens_is_the_one_that_made_them(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", 50)
+    first, second = (tokenizer_for(tmp_path / "rows.jsonl", entries=entries) for entries in (300, 310))
+    with claimed(tmp_path / "out", fingerprint="of the first", tokenizer=first.json):
+        pass  # it comes to nothing
+    shards_in(tmp_path / "out", work_on(tmp_path / "rows.jsonl", tokenizer=second))
+    assert (tmp_path / "out" / TOKENIZER).read_text() == second.json
+
+
+def test_the_same_work_at_once_makes_the_same(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", 400)
+    work = work_on(tmp_path / "rows.jsonl")
+    shards_in(tmp_path / "whole", work)
+    one, other = write_shards(tmp_path / "out", work), write_shards(tmp_path / "out", work)
+    next(one)
+    list(other)
+    list(one)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_nothing_is_left_of_a_claim_that_came_to_nothing(tmp_path: Path) -> None:
+    for remove in (True, False):
+        with claimed(tmp_path / "out", fingerprint="ours", tokenizer="T"):
+            unclaim(tmp_path / "out", remove=remove)
+            assert (tmp_path / "out" / OWNER).exists()  # somebody is at work
+        unclaim(tmp_path / "out", remove=remove)
+        assert (tmp_path / "out").exists() != remove
+    assert not list((tmp_path / "out").iterdir())
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    with pytest.raises(UserError, match="holds other files"), claimed(tmp_path / "out", fingerprint="o", tokenizer="T"):
+        pass
+    unclaim(tmp_path / "out", remove=True)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
+
+
+def test_a_file_system_without_locks_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(claim.fcntl, "flock", refuse)
+    with claimed(tmp_path, fingerprint="ours", tokenizer="T") as part:
+        remove_left(tmp_path)
+        assert part.is_dir()
+        with claimed(tmp_path, fingerprint="ours", tokenizer="T") as other:
+            assert part.is_dir() and other.is_dir()
