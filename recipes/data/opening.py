@@ -39,7 +39,7 @@ class Data:
     training: Sequences
     validation: Sequences
     facts: dict[str, Any]
-    """What the order of the tokens rests on: fingerprints of the tokenizer and of each source."""
+    """What the order of the tokens rests on: fingerprints of tokenizer and sources, how these are shuffled."""
 
 
 def pinned_sources(sources: Mapping[str, float], before: Mapping[str, Any]) -> dict[str, str]:
@@ -81,7 +81,7 @@ def open_data(
         if is_prepared(name):
             folder = Path(name).expanduser()
             index = _matching_index(folder, tokenizer, fraction, verify=writes)
-            fingerprint, window = index.fingerprint, None
+            fingerprint, text, window = index.fingerprint, index.source_fingerprint, None
             about = f"{sum(shard.train for shard in index.shards):,} tokens"
         else:
             work = preparation(
@@ -92,7 +92,8 @@ def open_data(
                 pieces=pieces,
             )
             folder = cache / "tokens" / work.fingerprint
-            fingerprint, window = work.fingerprint, max(1, section.shuffle_tokens // sequence_length)
+            fingerprint, text = work.fingerprint, work.source_fingerprint
+            window = max(1, section.shuffle_tokens // sequence_length)
             about = describe(pinned[name])
             if writes:
                 there = _there(folder, keep_unread=goes_on)
@@ -112,7 +113,9 @@ def open_data(
             if background is not None:
                 background.stop()
             raise
-        facts["sources"][name] = {"source": pinned[name], "tokens": fingerprint, "about": about}
+        prepared = window is None  # which is shuffled otherwise
+        known = {"source": pinned[name], "tokens": fingerprint, "text": text, "prepared": prepared, "about": about}
+        facts["sources"][name] = known
     weights = list(section.sources.values())
     return Data(tokenizer, Sequences(training, weights), Sequences(validation, weights), facts)
 
