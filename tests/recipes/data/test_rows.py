@@ -261,13 +261,32 @@ def test_a_stream_that_breaks_off_keeps_what_came_before(tmp_path: Path, name: s
     assert rows[-1].number == len(rows)
 
 
-def test_a_file_that_is_gone_is_one_row(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
+def test_the_rest_of_a_broken_stream_counts_with_all_its_rows(tmp_path: Path, name: str) -> None:
+    chance = random.Random(0)
+    texts = [f"{chance.randbytes(chance.randrange(50)).hex()}" for _ in range(40_000)]
+    path = write_json_lines(tmp_path / name, [{"text": text} for text in texts])
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2] + chance.randbytes(len(data) // 2))
+    *good, bad = rows_of(path)
+    assert 15_000 < len(good) < 21_000
+    assert bad.lost == pytest.approx(len(texts) - len(good), rel=0.1)
+    (entered,) = rows_of(path, cursor={"file": 0, "number": len(good), "offset": 10**9})
+    assert entered == bad
+    path.write_bytes(chance.randbytes(100_000))  # no row comes of it
+    (bad,) = rows_of(path)
+    assert bad.lost == 3 * 100_000 // 4096
+
+
+def test_a_file_that_is_gone_is_one_row_and_counts_as_many(tmp_path: Path) -> None:
     for name in ("a.txt", "b.jsonl", "c.jsonl.gz", "d.parquet", "e.txt"):
-        (tmp_path / name).write_text(name)
-    rows = open_rows(str(tmp_path), text_field="text")
+        (tmp_path / name).write_text(name * (1 if name.endswith("txt") else 10_000))
+    stream = open_rows(str(tmp_path), text_field="text")
     for name in ("b.jsonl", "c.jsonl.gz", "d.parquet"):
         (tmp_path / name).unlink()
+    rows = list(stream)
     assert [row.text for row in rows] == ["a.txt", "", "", "", "e.txt"]
+    assert [row.lost for row in rows[1:4]] == [70_000 // 4096, 3 * 100_000 // 4096, 90_000 // 4096]
 
 
 def test_a_line_without_end_is_never_held(tmp_path: Path) -> None:
