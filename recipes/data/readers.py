@@ -268,6 +268,15 @@ def _json_lines(path: Path, *, text_field: str, start: Place) -> Rows:
                 yield Row(text, file, number, problem), Place(file, number, offset)
 
 
+def is_array(path: Path) -> bool:
+    """Whether a file of JSON is one array rather than a row on each line, as far as it can be read."""
+    try:
+        with _decompressed(path) if _is_compressed(path) else path.open("rb") as stream:
+            return stream.read(BLOCK).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"[")
+    except (OSError, ValueError):
+        return False
+
+
 def _is_compressed(path: Path) -> bool:
     return path.name.lower().endswith((".gz", ".zst"))
 
