@@ -7,7 +7,7 @@ place it was entered by. At most one row is held, of parquet one batch of rows.
 import io
 import json
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -26,6 +26,9 @@ LONGEST_CHUNK_BYTES = 65_536
 # Parquet is decoded in batches of about this size by the mean of all rows, but never more rows: their sizes may differ.
 BATCH_BYTES = 1 << 22
 BATCH_ROWS = 128
+
+# JSON nested deeper is a bad row. How deep Python's parser gets depends on who calls it: 1000 less the calls it is in.
+DEEPEST_NESTING = 500
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 NAMES_SHOWN = 20
@@ -315,15 +318,29 @@ def _text_of(line: bytes | bytearray, text_field: str) -> tuple[str, str]:
         return "", problem
     try:
         row = json.loads(content)
+        if _is_nested_deeper(row):
+            raise RecursionError
     except json.JSONDecodeError as error:
         return "", f"not JSON: {error.msg} (character {error.pos + 1})"
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
+    except RecursionError:
+        return "", f"not JSON: nested deeper than {DEEPEST_NESTING} levels"
+    except ValueError as error:  # a number of thousands of digits
         return "", f"not JSON: {reason(error)}"
     if not isinstance(row, dict):
         return "", f"not a JSON object: {type(row).__name__}"
     if text_field not in row:
         return "", no_such_field(text_field, row)
     return text_or_problem(row[text_field], text_field=text_field)
+
+
+def _is_nested_deeper(value: Any) -> bool:
+    level: list[Any] = [[value]]
+    for _ in range(DEEPEST_NESTING + 1):
+        values = chain.from_iterable(item.values() if isinstance(item, dict) else item for item in level)
+        level = [item for item in values if isinstance(item, (dict, list))]
+        if not level:
+            return False
+    return True
 
 
 # ------------------------------------------------------------------------------------------------------------- parquet

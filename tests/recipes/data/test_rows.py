@@ -145,7 +145,7 @@ def test_rows_say_where_they_are(tmp_path: Path) -> None:
     [
         (b'{"text": "cut of', "not JSON: Unterminated string starting at (character 10)"),
         (b'{"text": 1' + b"0" * 5000 + b"}", "not JSON: Exceeds the limit (4300 digits) for integer string conversion"),
-        (b"[" * 100_000, "not JSON: maximum recursion depth exceeded"),
+        (b"[" * 100_000, "not JSON: nested deeper than 500 levels"),
         (b'["text"]', "not a JSON object: list"),
         (b'{"content": "x", "id": 1}', "no field 'text'; it has 'content', 'id'"),
         (b"{}", "no field 'text'; it has (none)"),
@@ -205,6 +205,18 @@ def test_values_of_parquet_that_are_no_text(tmp_path: Path) -> None:
         Row("", 2, 1, "not text: field 'text' holds dict"),
         Row("x", 3, 1),
     ]
+
+
+def test_how_deep_a_row_may_be_nested_does_not_depend_on_who_asks(tmp_path: Path) -> None:
+    rows = [{"text": "x", "deep": json.loads("[" * (depth - 1) + "]" * (depth - 1))} for depth in (499, 500, 501, 900)]
+    write_json_lines(tmp_path / "a.jsonl", rows)
+
+    def rows_at(depth: int) -> list[Row]:
+        return rows_of(tmp_path) if depth == 0 else rows_at(depth - 1)
+
+    problem = "not JSON: nested deeper than 500 levels"
+    assert [row.problem for row in rows_at(0)] == ["", "", problem, problem]
+    assert rows_at(300) == rows_at(0)
 
 
 @pytest.mark.parametrize("compression", ["none", "snappy", "zstd"])
