@@ -39,6 +39,7 @@ TORCH_FREE = {
     "recipes/checkpoint/space.py",
     "recipes/command_line.py",
     "recipes/data/background.py",
+    "recipes/data/compressed.py",
     "recipes/data/hub.py",
     "recipes/data/opening.py",
     "recipes/data/order.py",

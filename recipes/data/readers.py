@@ -11,11 +11,11 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from recipes.data.compressed import BROKEN, COMPRESSION_RATIO, before_the_break, is_compressed, open_text
+
 # A longer line is a bad row, passed over in pieces: one without end would fill the memory.
 LONGEST_ROW = 64_000_000
 PIECE = 1 << 20
-# Decompressed at once. Where a stream is broken, as much text before the break is lost with it.
-BLOCK = 1 << 16
 
 # Plain text has no documents of its own, and as one document a whole file would be either training or held-out text.
 # So it is cut at the first blank line after this many bytes: small enough that one per cent of a 1 MB file is several
@@ -35,10 +35,6 @@ NAMES_SHOWN = 20
 UNREADABLE = "unreadable file"
 # A page of the web is about as long. Else a lost file of a million rows would weigh no more than a broken line.
 BYTES_PER_LOST_ROW = 4096
-# How much longer text is than what gzip or zstd make of it: C4's English part is 806 GB of text in 305 GB of .json.gz.
-COMPRESSION_RATIO = 3
-# How exactly the place is found at which a compressed stream breaks.
-BREAK_BYTES = 1 << 10
 
 
 class Row(NamedTuple):
@@ -83,7 +79,7 @@ def read_file(path: Path, *, text_field: str, start: Place, size: int) -> Rows:
     try:
         for row, place in _reader(path, text_field=text_field, start=start):
             yield row, place
-    except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's are among them
+    except BROKEN as error:
         # The place behind it is the next file: entered there, this row comes once.
         problem = f"{UNREADABLE}: {reason(error)}; the rest of it is lost"
         yield Row("", start.file, place.number + 1, problem, _rows_behind(path, place, size)), Place(start.file + 1)
@@ -102,42 +98,14 @@ def _rows_behind(path: Path, place: Place, size: int) -> int:
 
     They are taken to be as long as those before them, or else BYTES_PER_LOST_ROW.
     """
-    if _is_compressed(path):
-        lines, broken_at = _before_the_break(path)
+    if is_compressed(path):
+        lines, broken_at = before_the_break(path)
         if lines:
             return max(1, lines - place.number + (size - broken_at) * lines // broken_at)
         size *= COMPRESSION_RATIO
     if place.number and place.offset:
         return max(1, (size - place.offset) * place.number // place.offset)
     return max(1, size // BYTES_PER_LOST_ROW)
-
-
-def _before_the_break(path: Path) -> tuple[int, int]:
-    """Of a compressed stream that breaks off: lines before the place where it does, and the bytes of the file to it."""
-    lines = place = 0
-    try:
-        with _InPieces(path) as file:
-            try:
-                with _decompressed(path, file) as stream:
-                    while text := stream.read(BREAK_BYTES):
-                        lines += text.count(b"\n")
-                        place = file.place
-            except (OSError, ValueError):
-                pass  # here it is
-    except OSError:
-        pass  # the file is gone
-    return lines, place
-
-
-class _InPieces(io.FileIO):
-    """A file that gives no more than BREAK_BYTES at a time, whatever it is asked for."""
-
-    place = 0
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        data = super().read(BREAK_BYTES)
-        self.place += len(data)
-        return data
 
 
 def unit(path: Path | str) -> str:
@@ -253,10 +221,9 @@ def _with_line_feeds(text: str) -> str:
 
 def _json_lines(path: Path, *, text_field: str, start: Place) -> Rows:
     file, number, offset = start
-    compressed = _is_compressed(path)
-    with _decompressed(path) if compressed else path.open("rb") as stream:
+    with open_text(path) as stream:
         lines = _lines(stream)
-        if compressed:  # no seeking: decompressed again and passed over unread
+        if is_compressed(path):  # no seeking: decompressed again and passed over unread
             next(islice(lines, number, number), None)
         else:
             stream.seek(offset)
@@ -274,24 +241,10 @@ def _json_lines(path: Path, *, text_field: str, start: Place) -> Rows:
 def is_array(path: Path) -> bool:
     """Whether a file of JSON is one array rather than a row on each line, as far as it can be read."""
     try:
-        with _decompressed(path) if _is_compressed(path) else path.open("rb") as stream:
-            return stream.read(BLOCK).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"[")
-    except (OSError, ValueError):
+        with open_text(path) as stream:
+            return stream.read(PIECE).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"[")
+    except BROKEN:
         return False
-
-
-def _is_compressed(path: Path) -> bool:
-    return path.name.lower().endswith((".gz", ".zst"))
-
-
-def _decompressed(path: Path, file: io.FileIO | None = None) -> io.BufferedReader:
-    """The text of a file, in blocks; of `file`, which is the same opened otherwise, as it comes."""
-    import pyarrow  # brings gzip and zstd
-
-    compression = "gzip" if path.name.lower().endswith(".gz") else "zstd"
-    if file is not None:
-        return pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), compression)
-    return io.BufferedReader(pyarrow.input_stream(str(path), compression=compression), BLOCK)
 
 
 def _lines(stream: IO[bytes]) -> Iterator[tuple[bytes | bytearray | None, int]]:

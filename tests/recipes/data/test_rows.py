@@ -273,6 +273,18 @@ def test_a_stream_that_breaks_off_keeps_what_came_before(tmp_path: Path, name: s
     assert rows[-1].number == len(rows)
 
 
+def test_zeros_behind_a_gz_are_no_damage(tmp_path: Path) -> None:
+    path = write_json_lines(tmp_path / "a.jsonl.gz", [{"text": f"document {i}"} for i in range(20_000)])
+    whole, rows = path.read_bytes(), rows_of(path)
+    path.write_bytes(whole + bytes(1000))
+    assert rows_of(path) == rows
+    path.write_bytes(whole[: len(whole) // 2] + bytes(1000))  # but they do not stand for what is missing
+    found = rows_of(path)
+    assert found[:5000] == rows[:5000]
+    assert found[-1].kind == "unreadable file"
+    assert len(found) < 15_000
+
+
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
 def test_the_rest_of_a_broken_stream_counts_with_all_its_rows(tmp_path: Path, name: str) -> None:
     chance = random.Random(0)
