@@ -43,12 +43,17 @@ IDENTITY = (
 
 def identity_differences(old: Recipe, new: Recipe) -> list[str]:
     """What makes `new` another run than `old`, the one whose folder it would continue in; one line each."""
-    return [
+    differences = [
         f"{key}: {toml(was)} in the folder's recipe.toml, {toml(now)} now"
         for key in field_types()
         if key.startswith(IDENTITY) and key != "model.weights"  # they matter before the first step alone
         if (was := value_of(old, key)) != (now := value_of(new, key))
     ]
+    was, now = old.data.mixture, new.data.mixture
+    if was == now and list(was) != list(now):  # equal as dicts, but sequences are dealt out in the order of the lines
+        orders = f"{toml(was)} in the folder's recipe.toml, {toml(now)} now"
+        differences.append(f"data.mixture: the sources stand in another order: {orders}")
+    return differences
 
 
 def holds_results(folder: Path) -> bool:
@@ -158,16 +163,28 @@ def data_before(run_folder: Path, step: int | None) -> dict[str, Any]:
 def require_same_data(checkpoint: Path, facts: dict[str, Any]) -> None:
     """Raises UserError when the tokens behind the data order are not those that the checkpoint was trained on."""
     then = read_data_facts(checkpoint)
-    problems = ["another tokenizer"] if then.get("tokenizer") != facts["tokenizer"] else []
+    same_tokenizer = then.get("tokenizer") == facts["tokenizer"]
+    texts, others = [], []
     for name, now in facts["sources"].items():
         was = then["sources"].get(name, {})
-        if not problems and was.get("tokens") != now["tokens"]:
-            problems.append(f"other text behind {toml(name)}: {was.get('about')} then, {now['about']} now")
+        # Older checkpoints know neither "text" nor "prepared".
+        if ("text" in was and was["text"] != now["text"]) or (same_tokenizer and was.get("tokens") != now["tokens"]):
+            texts.append(f"other text behind {toml(name)}: {was.get('about')} then, {now['about']} now")
+        elif "prepared" in was and was["prepared"] != now["prepared"]:
+            kinds = f"{_kind(was['prepared'])} then, {_kind(now['prepared'])} now"
+            others.append(f"another order of {toml(name)}: {kinds}")
+    if not same_tokenizer:
+        others.append("another tokenizer" + (' (one of "train:N" changes with the text)' if texts else ""))
+    problems = texts + others
     if problems:
         raise UserError(
             f"{checkpoint} was trained on {'; '.join(problems)}. Its data order means nothing here"
             "; put the old files back, or start another run (--run.name OTHER)"
         )
+
+
+def _kind(prepared: bool) -> str:
+    return "prepared shards" if prepared else "text that is tokenized during training"
 
 
 def _note_schedule(old: Recipe, new: Recipe, done: int) -> list[str]:

@@ -40,6 +40,7 @@ TORCH_FREE = {
     "recipes/command_line.py",
     "recipes/data/background.py",
     "recipes/data/claim.py",
+    "recipes/data/compressed.py",
     "recipes/data/hub.py",
     "recipes/data/opening.py",
     "recipes/data/order.py",

@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
-from recipes.data.readers import Place, Row, Rows, no_such_field, reason, text_or_problem
+from recipes.data.readers import (
+    Place,
+    Row,
+    Rows,
+    file_size,
+    is_array,
+    no_such_field,
+    read_file,
+    reason,
+    text_or_problem,
+)
 
 PREFIX = "hf:"
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -20,6 +30,8 @@ NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 EXAMPLES = "'hf:allenai/c4:en', 'hf:roneneldan/TinyStories@REVISION' or 'hf:FOLDER::validation'"
 # To say whether the hub is there at all; the library's own retries while reading are left as they are.
 SECONDS_TO_ANSWER = 10
+# Files of a folder that our own readers can go on with where datasets gives up.
+READABLE = (".parquet", ".json", ".json.gz", ".json.zst", ".jsonl", ".jsonl.gz", ".jsonl.zst")
 # Rows converted at once; datasets itself holds a row group of parquet, or ten megabytes of JSON.
 BATCH_ROWS = 128
 
@@ -139,7 +151,8 @@ class HubReader:
     """An open dataset. Its shards are its files, in the hub's order.
 
     A place is a shard and a row of it: exact whatever the versions of datasets count in their own cursors. As with
-    those, entering a shard reads it from its beginning.
+    those, entering a shard reads it from its beginning. datasets gives up at a broken row: from there on our own
+    readers read the file, bad rows and all, if it lies in a folder.
     """
 
     def __init__(self, source: str, *, text_field: str) -> None:
@@ -149,18 +162,26 @@ class HubReader:
         self._dataset = parse(source)
         self._commit = "" if self._dataset.folder else _commit(self._dataset)
         self._may_be_mixed = False
-        self._stream = self._open()
-        self._check(self._stream.features)
-        shards = self._stream.num_shards
+        self._data_files: list[Path] = []  # those of a folder that our own readers can read, one for each shard
+        self._stream = self._open()  # None = datasets cannot even open them
+        if self._stream is not None:
+            self._check(self._stream.features)
+        shards = len(self._data_files) if self._stream is None else self._stream.num_shards
+        if len(self._data_files) != shards:
+            self._data_files = []
+        self._sizes = [file_size(file) for file in self._data_files]
         self.files = [f"{source}, shard {number} of {shards}" for number in range(1, shards + 1)]
 
     def rows(self, start: Place) -> Rows:
-        """The rows behind `start`. Raises UserError where the dataset breaks off: the network may be there later."""
+        """The rows behind `start`. Raises UserError where the dataset breaks off and our own readers cannot go on."""
         for shard in range(start.file, len(self.files)):
             yield from self._shard(start if shard == start.file else Place(shard))
 
     def _open(self, features: Any = None) -> Any:
-        """A datasets.IterableDataset with no more columns than it must have, as `features` or as found."""
+        """A datasets.IterableDataset with no more columns than it must have, as `features` or as found.
+
+        None where datasets cannot open the files, but our own readers can read them.
+        """
         _quiet()
         import datasets
         from datasets.packaged_modules.json.json import JsonConfig
@@ -176,19 +197,25 @@ class HubReader:
                 revision=self._commit or None,
                 features=features,
             )
+            config = builder.config
+            if folder and features is None:
+                self._data_files = _own_files(config, split)
             stream = builder.as_streaming_dataset(split=split)
-            if isinstance(builder.config, ParquetConfig) and self._text_field in (stream.features or ()):
-                builder.config.columns = [self._text_field]  # the others are not even fetched
+            if isinstance(config, ParquetConfig) and self._text_field in (stream.features or ()):
+                config.columns = [self._text_field]  # the others are not even fetched
                 stream = builder.as_streaming_dataset(split=split)
         except Exception as error:  # whatever the file formats and file systems of datasets raise
+            if self._data_files:
+                return None
             raise UserError(f"data.source: cannot open {self._source!r}: {reason(error)}") from error
-        if isinstance(builder.config, JsonConfig) and features is None:
+        if isinstance(config, JsonConfig) and features is None:
             text_type = (stream.features or {}).get(self._text_field)
             # Where the types of a field are mixed, datasets turns every text of the block into JSON, with quotes, and
-            # does not say so if the blocks before it were plain (5.2). Rather stop there: _of_any_type() goes on.
-            if text_type is not None and not _is_json(text_type):
-                self._may_be_mixed = True
-                builder.config.on_mixed_types = None
+            # does not say so if the blocks before it were plain (5.2). Rather stop there: _of_any_type() goes on, or
+            # where the first block is broken, so that datasets knows no types, _by_ourselves().
+            if not _is_json(text_type):
+                self._may_be_mixed = text_type is not None
+                config.on_mixed_types = None
         return stream
 
     def _check(self, features: Any) -> None:
@@ -202,17 +229,59 @@ class HubReader:
             raise UserError(f"{where}: not text: field {self._text_field!r} holds {kind}; name a field of text")
 
     def _shard(self, start: Place) -> Rows:
-        place = start
+        if self._stream is None:
+            yield from self._by_ourselves(start, None)
+            return
+        place, last = start, None
         try:
             for row, place in self._of_any_type(start):
+                last = row
                 yield row, place
-        except UserError:
-            raise
         except Exception as error:  # whatever the file formats and file systems of datasets raise
-            where = f"{self.files[start.file]}, breaks off behind row {place.number}"
-            raise UserError(
-                f"data.source: {where}: {type(error).__name__}: {reason(error)}; if it is the network, resume later"
-            ) from error
+            if not self._data_files:
+                if isinstance(error, UserError):
+                    raise
+                raise self._refusal(place, f"{type(error).__name__}: {reason(error)}") from error
+            yield from self._by_ourselves(place, last)
+
+    def _by_ourselves(self, start: Place, last: Row | None) -> Rows:
+        """The rows of a shard behind `start` without datasets, counted as there. last: the one before, if it was read.
+
+        Raises UserError for a file of JSON that has not one row on each line.
+        """
+        shard, file = start.file, self._data_files[start.file]
+        is_parquet = file.name.lower().endswith(".parquet")
+        if not is_parquet and is_array(file):
+            raise self._refusal(start, "it is broken, and one JSON array rather than a row on each line")
+        number = start.number if is_parquet else 0
+        in_step = is_parquet or start.number == 0
+        begin = Place(shard, number)
+        for row, behind in read_file(file, text_field=self._text_field, start=begin, size=self._sizes[shard]):
+            number = row.number if is_parquet else number + 1  # of JSON, blank lines are no rows
+            if number == start.number:
+                in_step = last is None or bool(last.problem) or row.text == last.text
+            if behind.file != shard:  # the rest is lost, perhaps beginning at a row that datasets could still read
+                number, in_step = max(number, start.number + 1), True
+            if number > start.number:
+                if not in_step:
+                    break
+                end = behind.number if is_parquet or behind.file != shard else number
+                yield row._replace(number=number), Place(behind.file, end)
+        if not in_step:
+            raise self._refusal(start, "it is broken, and before that it has not one row on each line")
+
+    def _refusal(self, place: Place, why: str) -> UserError:
+        """What to say, and to do, where neither datasets nor our own readers can read on."""
+        where = f"{self.files[place.file]}, cannot be read beyond row {place.number}"
+        if self._data_files:
+            where += f" ('{self._data_files[place.file]}')"
+        if self._dataset.folder:
+            return UserError(f"data.source: {where}: {why}; repair the file or leave it out")
+        return UserError(
+            f"data.source: {where}: {why}; if it is the network, the same command goes on later; if the file is broken,"
+            f" run 'hf download {self._dataset.name} --repo-type dataset --revision {self._commit} --local-dir FOLDER'"
+            " and start another run on hf:FOLDER, where broken rows are counted and left out"
+        )
 
     def _of_any_type(self, start: Place) -> Rows:
         """A shard's rows; from a block on in which some values are no text, as JSON values, several times slower.
@@ -229,6 +298,8 @@ class HubReader:
             from datasets import Features, Json
 
             mixed = self._open(Features({**self._stream.features, self._text_field: Json()}))
+            if mixed is None:
+                raise
             yield from self._read(mixed, place)
 
     def _read(self, stream: Any, start: Place) -> Rows:
@@ -253,6 +324,13 @@ class HubReader:
             if is_json and value is not None:
                 value = json.loads(value)
             yield text_or_problem(value, text_field=self._text_field)
+
+
+def _own_files(config: Any, split: str) -> list[Path]:
+    """The files behind a split of a folder, one for each shard; none where one is of a kind we do not read."""
+    files = [Path(file) for file in (config.data_files or {}).get(split, [])]
+    readable = all(file.name.lower().endswith(READABLE) for file in files)
+    return files if readable and getattr(config, "field", None) is None else []
 
 
 def _is_json(feature: Any) -> bool:

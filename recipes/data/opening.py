@@ -56,7 +56,7 @@ class Data:
     training: Sequences
     validation: Sequences
     facts: dict[str, Any]
-    """What the order of the tokens rests on: fingerprints of the tokenizer and of each source."""
+    """What the order of the tokens rests on: fingerprints of tokenizer and sources, how these are shuffled."""
 
 
 def pinned_sources(sources: Mapping[str, float], before: Mapping[str, Any]) -> dict[str, str]:
@@ -106,7 +106,7 @@ def open_data(
         if is_prepared(name):
             folder = Path(name).expanduser()
             index = _matching_index(folder, tokenizer, fraction, verify=writes)
-            fingerprint, window = index.fingerprint, None
+            fingerprint, text, window = index.fingerprint, index.source_fingerprint, None
             about = f"{sum(shard.train for shard in index.shards):,} tokens"
         else:
             work = preparation(
@@ -126,7 +126,8 @@ def open_data(
                         f"data.source: {platform.node()} sees another text behind {name!r}, or another tokenizer, than"
                         " rank 0; all nodes need the same files and the same Python"
                     )
-            fingerprint, window = folder.name, max(1, section.shuffle_tokens // sequence_length)
+            fingerprint, text = folder.name, work.source_fingerprint
+            window = max(1, section.shuffle_tokens // sequence_length)
             about = describe(pinned[name])
             if writes:
                 if there and there[-1].last:
@@ -147,7 +148,9 @@ def open_data(
             if background is not None:
                 background.stop()
             raise
-        facts["sources"][name] = {"source": pinned[name], "tokens": fingerprint, "about": about}
+        prepared = window is None  # which is shuffled otherwise
+        known = {"source": pinned[name], "tokens": fingerprint, "text": text, "prepared": prepared, "about": about}
+        facts["sources"][name] = known
     weights = list(section.sources.values())
     return Data(tokenizer, Sequences(training, weights), Sequences(validation, weights), facts)
 

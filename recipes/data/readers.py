@@ -7,15 +7,15 @@ place it was entered by. At most one row is held, of parquet one batch of rows.
 import io
 import json
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
+
+from recipes.data.compressed import BROKEN, COMPRESSION_RATIO, before_the_break, is_compressed, open_text
 
 # A longer line is a bad row, passed over in pieces: one without end would fill the memory.
 LONGEST_ROW = 64_000_000
 PIECE = 1 << 20
-# Decompressed at once. Where a stream is broken, as much text before the break is lost with it.
-BLOCK = 1 << 16
 
 # Plain text has no documents of its own, and as one document a whole file would be either training or held-out text.
 # So it is cut at the first blank line after this many bytes: small enough that one per cent of a 1 MB file is several
@@ -26,6 +26,9 @@ LONGEST_CHUNK_BYTES = 65_536
 # Parquet is decoded in batches of about this size by the mean of all rows, but never more rows: their sizes may differ.
 BATCH_BYTES = 1 << 22
 BATCH_ROWS = 128
+
+# JSON nested deeper is a bad row. How deep Python's parser gets depends on who calls it: 1000 less the calls it is in.
+DEEPEST_NESTING = 500
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 NAMES_SHOWN = 20
@@ -67,24 +70,42 @@ class Place(NamedTuple):
 Rows = Iterator[tuple[Row, Place]]
 
 
-def read_file(path: Path, *, text_field: str, start: Place) -> Rows:
-    """The rows of a file behind `start`, each with the place behind it. A file that breaks off ends in a bad row."""
+def read_file(path: Path, *, text_field: str, start: Place, size: int) -> Rows:
+    """The rows of a file behind `start`, each with the place behind it. A file that breaks off ends in a bad row.
+
+    size: of the file in bytes when the source was opened; how much is lost where the file is gone since.
+    """
     place = start
     try:
         for row, place in _reader(path, text_field=text_field, start=start):
             yield row, place
-    except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's are among them
+    except BROKEN as error:
         # The place behind it is the next file: entered there, this row comes once.
         problem = f"{UNREADABLE}: {reason(error)}; the rest of it is lost"
-        yield Row("", start.file, place.number + 1, problem, _rows_in(path, place)), Place(start.file + 1)
+        yield Row("", start.file, place.number + 1, problem, _rows_behind(path, place, size)), Place(start.file + 1)
 
 
-def _rows_in(path: Path, place: Place) -> int:
-    """About how many rows there are behind a place in a file that does not say: one for every so many bytes."""
+def file_size(path: Path) -> int:
+    """Bytes; 0 where the file is gone."""
     try:
-        return max(1, (path.stat().st_size - place.offset) // BYTES_PER_LOST_ROW)
+        return path.stat().st_size
     except OSError:
-        return 1
+        return 0
+
+
+def _rows_behind(path: Path, place: Place, size: int) -> int:
+    """About how many rows there are behind a place in a file that cannot be read there: at least one.
+
+    They are taken to be as long as those before them, or else BYTES_PER_LOST_ROW.
+    """
+    if is_compressed(path):
+        lines, broken_at = before_the_break(path)
+        if lines:
+            return max(1, lines - place.number + (size - broken_at) * lines // broken_at)
+        size *= COMPRESSION_RATIO
+    if place.number and place.offset:
+        return max(1, (size - place.offset) * place.number // place.offset)
+    return max(1, size // BYTES_PER_LOST_ROW)
 
 
 def unit(path: Path | str) -> str:
@@ -200,10 +221,9 @@ def _with_line_feeds(text: str) -> str:
 
 def _json_lines(path: Path, *, text_field: str, start: Place) -> Rows:
     file, number, offset = start
-    compressed = not path.name.lower().endswith(".jsonl")
-    with _decompressed(path) if compressed else path.open("rb") as stream:
+    with open_text(path) as stream:
         lines = _lines(stream)
-        if compressed:  # no seeking: decompressed again and passed over unread
+        if is_compressed(path):  # no seeking: decompressed again and passed over unread
             next(islice(lines, number, number), None)
         else:
             stream.seek(offset)
@@ -218,11 +238,13 @@ def _json_lines(path: Path, *, text_field: str, start: Place) -> Rows:
                 yield Row(text, file, number, problem), Place(file, number, offset)
 
 
-def _decompressed(path: Path) -> io.BufferedReader:
-    import pyarrow  # brings gzip and zstd
-
-    compression = "gzip" if path.name.lower().endswith(".gz") else "zstd"
-    return io.BufferedReader(pyarrow.input_stream(str(path), compression=compression), BLOCK)
+def is_array(path: Path) -> bool:
+    """Whether a file of JSON is one array rather than a row on each line, as far as it can be read."""
+    try:
+        with open_text(path) as stream:
+            return stream.read(PIECE).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"[")
+    except BROKEN:
+        return False
 
 
 def _lines(stream: IO[bytes]) -> Iterator[tuple[bytes | bytearray | None, int]]:
@@ -249,15 +271,29 @@ def _text_of(line: bytes | bytearray, text_field: str) -> tuple[str, str]:
         return "", problem
     try:
         row = json.loads(content)
+        if _is_nested_deeper(row):
+            raise RecursionError
     except json.JSONDecodeError as error:
         return "", f"not JSON: {error.msg} (character {error.pos + 1})"
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
+    except RecursionError:
+        return "", f"not JSON: nested deeper than {DEEPEST_NESTING} levels"
+    except ValueError as error:  # a number of thousands of digits
         return "", f"not JSON: {reason(error)}"
     if not isinstance(row, dict):
         return "", f"not a JSON object: {type(row).__name__}"
     if text_field not in row:
         return "", no_such_field(text_field, row)
     return text_or_problem(row[text_field], text_field=text_field)
+
+
+def _is_nested_deeper(value: Any) -> bool:
+    level: list[Any] = [[value]]
+    for _ in range(DEEPEST_NESTING + 1):
+        values = chain.from_iterable(item.values() if isinstance(item, dict) else item for item in level)
+        level = [item for item in values if isinstance(item, (dict, list))]
+        if not level:
+            return False
+    return True
 
 
 # ------------------------------------------------------------------------------------------------------------- parquet

@@ -9,7 +9,7 @@ from typing import Any
 
 from parallel.errors import UserError
 from recipes.data.hub import HubReader, is_hub
-from recipes.data.readers import Place, Row, read_file, unit
+from recipes.data.readers import Place, Row, file_size, read_file, unit
 from recipes.data.sources import find_files, source_problem
 
 __all__ = ["Row", "RowStream", "documents", "open_rows", "readable_documents"]
@@ -59,20 +59,21 @@ def open_rows(source: str, *, text_field: str, cursor: dict[str, Any] | None = N
         return RowStream(dataset.rows(start), files=dataset.files, start=start)
     files = find_files(source)
     names = [str(file) for file in files]
+    sizes = [file_size(file) for file in files]
     if cursor is None:
         _refuse_wrong_field(
             RowStream(
-                islice(read_file(file, text_field=text_field, start=Place(index)), PROBED_ROWS),
+                islice(read_file(file, text_field=text_field, start=Place(index), size=size), PROBED_ROWS),
                 files=names,
                 start=start,
             )
-            for index, file in enumerate(files[:PROBED_FILES])
+            for index, (file, size) in enumerate(zip(files[:PROBED_FILES], sizes, strict=False))
         )
 
     def rows() -> Iterator[tuple[Row, Place]]:
         for index in range(start.file, len(files)):
             place = start if index == start.file else Place(index)
-            yield from read_file(files[index], text_field=text_field, start=place)
+            yield from read_file(files[index], text_field=text_field, start=place, size=sizes[index])
 
     return RowStream(rows(), files=names, start=start)
 

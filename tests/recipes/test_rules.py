@@ -461,6 +461,21 @@ def test_another_text_or_tokenizer_is_noticed(tmp_path: Path) -> None:
         require_same_data(tmp_path, facts("x", "13"))
     with pytest.raises(UserError, match=r'was trained on other text behind "x.txt": 12 files then, 13 files now'):
         require_same_data(tmp_path, facts("a", "13"))
+    now = facts("a", "12")
+    now["sources"]["x.txt"] |= {"text": "t", "prepared": False}
+    require_same_data(tmp_path, now)  # a checkpoint from before these were known
+    (tmp_path / "data.json").write_text(json.dumps(now))
+    require_same_data(tmp_path, now)
+    changed = facts("x", "13")
+    changed["sources"]["x.txt"] |= {"text": "u", "prepared": False}
+    both = r'other text behind "x.txt": 12 files then, 13 files now; another tokenizer \(one of "train:N" changes'
+    with pytest.raises(UserError, match=both):
+        require_same_data(tmp_path, changed)
+    prepared = facts("a", "12")
+    prepared["sources"]["x.txt"] |= {"text": "t", "prepared": True}
+    order = r'another order of "x.txt": text that is tokenized during training then, prepared shards now'
+    with pytest.raises(UserError, match=order):
+        require_same_data(tmp_path, prepared)
     for content in ("{", "[]", "{}", '{"sources": {"x.txt": [1]}}', "[" * 100_000):
         (tmp_path / "data.json").write_text(content)
         with pytest.raises(UserError, match="cannot be read"):
@@ -518,6 +533,10 @@ def test_what_identifies_a_run() -> None:
         "batch.global_batch_size",
     ]
     assert identity_differences(old, old) == []
+    mixed, turned = (replace(old, data=DataConfig(mixture=mixture)) for mixture in ({"a": 1, "b": 1}, {"b": 1, "a": 1}))
+    (line,) = identity_differences(mixed, turned)
+    assert line.startswith("data.mixture: the sources stand in another order: {")
+    assert identity_differences(mixed, mixed) == []
 
 
 def test_never_refuses_a_folder_with_a_run(tmp_path: Path) -> None:

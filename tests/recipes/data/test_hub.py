@@ -146,7 +146,8 @@ def test_bad_rows_of_parquet(tmp_path: Path) -> None:
     assert rows == [Row("x", 0, 1), Row("", 0, 2, "null"), Row("", 0, 3), Row("y", 0, 4)]
 
 
-LONG = [c4_row(number, text="x" * 100_000) for number in range(120)]  # more than the ten megabytes of a block
+# More than the ten megabytes that datasets reads at once, of which the first 128 rows are one batch.
+LONG = [c4_row(number, text=f"{number} " + "x" * 50_000) for number in range(240)]
 ODD = [{"text": 5}, {"text": ["z"]}, {"text": None}, {"url": "no text"}, {"text": 'last, "quoted" and ü'}]
 
 
@@ -167,23 +168,74 @@ def test_bad_rows_of_json(tmp_path: Path, before: list[Any]) -> None:
     ]
 
 
-@pytest.mark.parametrize("what", ["json", "gzip", "parquet"])
-def test_a_dataset_that_breaks_off_says_where(tmp_path: Path, what: str) -> None:
-    if what == "parquet":
-        file = sorted((tiny_stories(tmp_path) / "data").iterdir())[1]
-        file.write_bytes(file.read_bytes()[:500])
-        delivered = 150
-    else:
-        write_shard(tmp_path / "train-1.json.gz", LONG)
-        write_shard(tmp_path / "train-2.json.gz", [*LONG, '{"text": "cut\n', *LONG])
-        if what == "gzip":
-            (tmp_path / "train-2.json.gz").write_bytes((tmp_path / "train-2.json.gz").read_bytes()[:-1000])
-        delivered = len(LONG)
-    stream = open_rows(f"hf:{tmp_path}", text_field="text")
-    with pytest.raises(UserError, match=r"data\.source: .*, shard 2 of 2, breaks off behind row \d+: .*resume later"):
-        for _ in range(1000):
-            next(stream)
-    assert stream.cursor["file"] == 1 or stream.cursor["number"] == delivered
+BROKEN = [
+    '{"text": "cut\n',
+    "\n",
+    '{"text": "and on"}\n',
+    '{"text": "\\ud800"}\n',
+    '{"url": "no text"}\n',
+    '{"text": 5}\n',
+]
+
+
+@pytest.mark.parametrize("before", [[], LONG], ids=["in the first block", "in a later block"])
+@pytest.mark.parametrize("shard", [1, 2])
+def test_broken_rows_of_json_in_a_folder_are_counted(tmp_path: Path, before: list[Any], shard: int) -> None:
+    for number in (1, 2):
+        rows = [*before, "\n", *BROKEN, *ODD] if number == shard else [c4_row(0), *ODD]
+        write_shard(tmp_path / f"train-{number}.json.gz", rows)
+    rows = check_every_cursor(f"hf:{tmp_path}", every=len(before) // 4 or 1)
+    found = [row for row in rows if row.file == shard - 1]
+    assert [row.text for row in found[: len(before)]] == [row["text"] for row in before]
+    first = len(before) + 1
+    assert [row.number for row in found[-10:]] == list(range(first, first + 10))
+    kinds = [
+        "not JSON",
+        "",
+        "invalid Unicode",
+        "no field 'text'",
+        "not text",
+        "not text",
+        "not text",
+        "null",
+        "no field 'text'",
+        "",
+    ]
+    assert [row.kind for row in found[-10:]] == kinds
+    assert [row.text for row in found if not row.problem][-2:] == ["and on", ODD[-1]["text"]]
+    (text, *_), last = ([row.text for row in rows if row.file == 2 - shard] for _ in range(2))
+    assert (text, last[-1]) == (c4_row(0)["text"], ODD[-1]["text"])  # never quoted, though its types are mixed
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+def test_what_is_lost_of_a_broken_file_in_a_folder_is_counted(tmp_path: Path, shard: int) -> None:
+    write_shard(tmp_path / "a" / "train-1.json.gz", LONG)
+    write_shard(tmp_path / "a" / "train-2.json.gz", LONG)
+    file = tmp_path / "a" / f"train-{shard}.json.gz"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    rows = check_every_cursor(f"hf:{tmp_path / 'a'}", every=80)
+    (bad,) = [row for row in rows if row.problem]
+    assert (bad.file, bad.kind) == (shard - 1, "unreadable file")
+    assert 80 < bad.number < 160
+    file = sorted((tiny_stories(tmp_path / "b") / "data").iterdir())[shard - 1]
+    file.write_bytes(file.read_bytes()[:2000])
+    (bad,) = [row for row in check_every_cursor(f"hf:{tmp_path / 'b'}") if row.problem]
+    assert (bad.file, bad.number, bad.kind) == (shard - 1, 1, "unreadable file")
+    stream = open_rows(f"hf:{tmp_path / 'a'}", text_field="text")
+    (tmp_path / "a" / "train-2.json.gz").rename(tmp_path / "away")
+    assert [row.lost for row in stream if row.file == 1] == [max(1, 3 * (tmp_path / "away").stat().st_size // 4096)]
+
+
+ARRAY = json.dumps(LONG)[:-1] + ', {"text'
+TWO_ON_A_LINE = json.dumps(LONG[0]) + "".join(json.dumps(row) + "\n" for row in LONG[1:]) + '{"text'
+
+
+@pytest.mark.parametrize(("content", "why"), [(ARRAY, "one JSON array"), (TWO_ON_A_LINE, "before that it has not one")])
+def test_a_file_that_has_not_one_row_on_each_line_must_be_whole(tmp_path: Path, content: str, why: str) -> None:
+    write_shard(tmp_path / "train.json.gz", [content])
+    where = r"data\.source: .*, shard 1 of 1, .* \('.*/train\.json\.gz'\)"
+    with pytest.raises(UserError, match=rf"{where}: it is broken, and {why}.*; repair the file or leave it out"):
+        rows_of(f"hf:{tmp_path}")
 
 
 # ------------------------------------------------------------------------------------------------------------ problems
@@ -314,6 +366,28 @@ def test_a_dataset_on_a_hub(tmp_path: Path) -> None:
     ]
     assert found.stderr == ""
     assert not any("realnewslike/" in path or "validation" in path for path in asked)  # only what is read is fetched
+
+
+def test_a_broken_file_on_a_hub_ends_the_run_with_two_ways_on(tmp_path: Path) -> None:
+    file = c4(tmp_path / "hub") / "en" / "c4-train.00002-of-00003.json.gz"
+    write_shard(file, [c4_row(140), '{"text": "cut\n'])
+    code = (
+        "from parallel.errors import UserError; from recipes.data import rows\n"
+        "try: print(len(list(rows.open_rows('hf:allenai/c4:en', text_field='text'))))\n"
+        "except UserError as error: print(error)"
+    )
+    with serve(tmp_path / "hub", "allenai/c4") as (address, _):
+        found = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env={**os.environ, "HOME": str(tmp_path), "HF_ENDPOINT": address},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    message = found.stdout
+    assert message.startswith("data.source: hf:allenai/c4:en, shard 3 of 3, cannot be read beyond row 0: ")
+    assert "if it is the network, the same command goes on later; if the file is broken, run 'hf download" in message
 
 
 # --------------------------------------------------------------------------------------------------------- fingerprint

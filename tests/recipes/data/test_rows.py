@@ -145,7 +145,7 @@ def test_rows_say_where_they_are(tmp_path: Path) -> None:
     [
         (b'{"text": "cut of', "not JSON: Unterminated string starting at (character 10)"),
         (b'{"text": 1' + b"0" * 5000 + b"}", "not JSON: Exceeds the limit (4300 digits) for integer string conversion"),
-        (b"[" * 100_000, "not JSON: maximum recursion depth exceeded"),
+        (b"[" * 100_000, "not JSON: nested deeper than 500 levels"),
         (b'["text"]', "not a JSON object: list"),
         (b'{"content": "x", "id": 1}', "no field 'text'; it has 'content', 'id'"),
         (b"{}", "no field 'text'; it has (none)"),
@@ -207,6 +207,18 @@ def test_values_of_parquet_that_are_no_text(tmp_path: Path) -> None:
     ]
 
 
+def test_how_deep_a_row_may_be_nested_does_not_depend_on_who_asks(tmp_path: Path) -> None:
+    rows = [{"text": "x", "deep": json.loads("[" * (depth - 1) + "]" * (depth - 1))} for depth in (499, 500, 501, 900)]
+    write_json_lines(tmp_path / "a.jsonl", rows)
+
+    def rows_at(depth: int) -> list[Row]:
+        return rows_of(tmp_path) if depth == 0 else rows_at(depth - 1)
+
+    problem = "not JSON: nested deeper than 500 levels"
+    assert [row.problem for row in rows_at(0)] == ["", "", problem, problem]
+    assert rows_at(300) == rows_at(0)
+
+
 @pytest.mark.parametrize("compression", ["none", "snappy", "zstd"])
 def test_a_broken_page_costs_the_rest_of_its_row_group(tmp_path: Path, compression: str) -> None:
     write_broken_parquet(tmp_path / "a.parquet", compression)
@@ -261,13 +273,44 @@ def test_a_stream_that_breaks_off_keeps_what_came_before(tmp_path: Path, name: s
     assert rows[-1].number == len(rows)
 
 
-def test_a_file_that_is_gone_is_one_row(tmp_path: Path) -> None:
+def test_zeros_behind_a_gz_are_no_damage(tmp_path: Path) -> None:
+    path = write_json_lines(tmp_path / "a.jsonl.gz", [{"text": f"document {i}"} for i in range(20_000)])
+    whole, rows = path.read_bytes(), rows_of(path)
+    path.write_bytes(whole + bytes(1000))
+    assert rows_of(path) == rows
+    path.write_bytes(whole[: len(whole) // 2] + bytes(1000))  # but they do not stand for what is missing
+    found = rows_of(path)
+    assert found[:5000] == rows[:5000]
+    assert found[-1].kind == "unreadable file"
+    assert len(found) < 15_000
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
+def test_the_rest_of_a_broken_stream_counts_with_all_its_rows(tmp_path: Path, name: str) -> None:
+    chance = random.Random(0)
+    texts = [f"{chance.randbytes(chance.randrange(50)).hex()}" for _ in range(40_000)]
+    path = write_json_lines(tmp_path / name, [{"text": text} for text in texts])
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2] + chance.randbytes(len(data) // 2))
+    *good, bad = rows_of(path)
+    assert 15_000 < len(good) < 21_000
+    assert bad.lost == pytest.approx(len(texts) - len(good), rel=0.1)
+    (entered,) = rows_of(path, cursor={"file": 0, "number": len(good), "offset": 10**9})
+    assert entered == bad
+    path.write_bytes(chance.randbytes(100_000))  # no row comes of it
+    (bad,) = rows_of(path)
+    assert bad.lost == 3 * 100_000 // 4096
+
+
+def test_a_file_that_is_gone_is_one_row_and_counts_as_many(tmp_path: Path) -> None:
     for name in ("a.txt", "b.jsonl", "c.jsonl.gz", "d.parquet", "e.txt"):
-        (tmp_path / name).write_text(name)
-    rows = open_rows(str(tmp_path), text_field="text")
+        (tmp_path / name).write_text(name * (1 if name.endswith("txt") else 10_000))
+    stream = open_rows(str(tmp_path), text_field="text")
     for name in ("b.jsonl", "c.jsonl.gz", "d.parquet"):
         (tmp_path / name).unlink()
+    rows = list(stream)
     assert [row.text for row in rows] == ["a.txt", "", "", "", "e.txt"]
+    assert [row.lost for row in rows[1:4]] == [70_000 // 4096, 3 * 100_000 // 4096, 90_000 // 4096]
 
 
 def test_a_line_without_end_is_never_held(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from recipes.schema import DataConfig, Recipe
 from tests.processes import run_processes
 from tests.recipes.data.test_hub import c4, tiny_stories
-from tests.recipes.data.texts import write_rows
+from tests.recipes.data.texts import shards_in, tokenizer_for, work_on, write_rows
 from tests.recipes.test_resume import small  # noqa: F401
 from tests.recipes.test_trainer import change, rows, run_all
 
@@ -93,7 +93,8 @@ def test_a_source_that_changed_is_noticed_on_the_way(small: Recipe, tmp_path: Pa
     run_processes(1, run_all, [recipe])
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write('{"text": "one more"}\n')
-    with pytest.raises(Exception, match="was trained on another tokenizer"):  # it was trained on this text
+    both = r"trained on other text behind .*rows\.jsonl.*; another tokenizer"  # which was trained on this text
+    with pytest.raises(Exception, match=both):
         run_processes(1, run_all, [change(recipe, run={"steps": 4})])
     from recipes.tokenizer import load_tokenizer
 
@@ -109,3 +110,27 @@ def test_a_source_that_changed_is_noticed_on_the_way(small: Recipe, tmp_path: Pa
         Exception, match=r"other text behind .*: 1 files with [\d,]+ bytes then, 1 files with [\d,]+ byt"
     ):
         run_processes(1, run_all, [change(fixed, run={"steps": 4})])
+
+
+def test_text_that_was_prepared_meanwhile_is_noticed(small: Recipe, tmp_path: Path) -> None:  # noqa: F811
+    """Its tokens are the same, but not their order: prepared shards are shuffled as a whole from the start."""
+    (tmp_path / "text").mkdir()
+    write_rows(tmp_path / "text" / "rows.jsonl", 400)
+    tokenizer = tokenizer_for(tmp_path / "text")
+    (tmp_path / "tokenizer.json").write_text(tokenizer.json)
+    recipe = change(
+        small,
+        run={"name": "prepared", "steps": 2},
+        data={
+            "source": str(tmp_path / "text"),
+            "tokenizer": str(tmp_path / "tokenizer.json"),
+            "validation_fraction": 0.2,
+            "shuffle_tokens": 1000,
+        },
+        checkpoint={"every": 2},
+    )
+    run_processes(1, run_all, [recipe])
+    (tmp_path / "text").rename(tmp_path / "raw")
+    shards_in(tmp_path / "text", work_on(tmp_path / "raw", tokenizer=tokenizer))
+    with pytest.raises(Exception, match=r"another order of .*: text that is tokenized .* then, prepared shards now"):
+        run_processes(1, run_all, [change(recipe, run={"steps": 4})])
