@@ -19,6 +19,10 @@ from parallel.dist import PREFIX, SPOKEN
 
 ENDED = PREFIX + "ended"
 LOOK_SECONDS = 1.0
+SILENT_SECONDS = 15.0
+"""Nodes may come so much later than others without a word."""
+WAIT_SECONDS = 600.0
+"""Until the nodes that are there give up."""
 CONNECT = timedelta(seconds=60)
 """To wait for a connection."""
 
@@ -36,37 +40,51 @@ class Cause(NamedTuple):
 class Launchers:
     """The launchers of all nodes, as this one sees them."""
 
-    def __init__(self, address: str, port: int, *, node: int, hung: int) -> None:
-        """address, port: of node 0's store. hung: the exit code of workers that hung."""
-        self._address, self._port, self._node, self._hung = address, port, node, hung
+    def __init__(
+        self, address: str, port: int, *, node: int, nodes: int, hung: int, say: Callable[[str], None]
+    ) -> None:
+        """address, port: of node 0's store. nodes: how many there are. hung: the exit code of workers that hung."""
+        self._address, self._port, self._node, self._nodes = address, port, node, nodes
+        self._hung, self._say = hung, say
         self._store: TCPStore | None = None
         self._counted = node == 0  # whose store it is
         self._heard = threading.Event()
         self.cause: Cause | None = None
 
-    def join(self, say: Callable[[str], None]) -> None:
+    def join(self) -> None:
         """Return when this node may start its workers: not into a store that has seen it start before.
 
         That one belongs to processes which wait for those that this node had; they are told to end.
         """
         told = False
-        while not self._counted:
-            try:
-                with socket.create_connection((self._address, self._port), timeout=5):
-                    pass
+        while not self._counted and self._is_up():  # else its store will be a new one
+            with suppress(RuntimeError):  # it went just now
                 store = self._connect()
-                if store.add(f"{PREFIX}node {self._node}", 1) == 1:
+                if store.add(_place(self._node), 1) == 1:
                     self._store, self._counted = store, True
                     return
                 store.set(ENDED, json.dumps([f"node {self._node} was started again", 1, True]))
-            except OSError:
-                return  # node 0 is not there yet: its store will be a new one
-            except RuntimeError:
-                pass  # it went just now
             if not told:
-                say("node 0 is still in the run that this node was in before: waiting until that has ended")
+                self._say("node 0 is still in the run that this node was in before: waiting until that has ended")
             told = True
             time.sleep(LOOK_SECONDS)
+
+    def await_all(self, met: Callable[[], bool], *, give_up: Callable[[], None]) -> None:
+        """In a thread: say whom this node waits for, and give up when they have not met after WAIT_SECONDS."""
+
+        def look() -> None:
+            began, told = time.monotonic(), False
+            while not met():
+                time.sleep(LOOK_SECONDS)
+                waited = time.monotonic() - began
+                if waited > WAIT_SECONDS and not met():
+                    self._say(f"the nodes did not meet: no word from {self._absent()} in {WAIT_SECONDS / 60:g} minutes")
+                    give_up()
+                if waited > SILENT_SECONDS and not told and not met():
+                    self._say(f"waiting for {self._absent()}")
+                    told = True
+
+        threading.Thread(target=look, daemon=True, name="waits for launchers").start()
 
     def watch(self, end: Callable[[], None], *, grace: float) -> None:
         """From now on, in a thread: call end so many seconds after there was a cause, when all who can leave have.
@@ -94,8 +112,12 @@ class Launchers:
 
         def speak() -> None:
             with suppress(RuntimeError):
-                self._store = self._store or self._connect()
-                self._store.set(ENDED, json.dumps([f"node {self._node} ended with exit code {code}", code, crashed]))
+                if self._store is None and self._is_up():
+                    self._store = self._connect()
+                if self._store is not None:
+                    self._store.set(
+                        ENDED, json.dumps([f"node {self._node} ended with exit code {code}", code, crashed])
+                    )
 
         speaks = threading.Thread(target=speak, daemon=True)
         speaks.start()
@@ -106,9 +128,11 @@ class Launchers:
     def _look(self) -> Cause | None:
         try:
             if self._store is None:
+                if not self._is_up():
+                    return None
                 self._store = self._connect()
             if not self._counted:
-                self._store.add(f"{PREFIX}node {self._node}", 1)
+                self._store.add(_place(self._node), 1)
                 self._counted = True
             if self._store.check([PREFIX + SPOKEN]):
                 words = (
@@ -122,5 +146,29 @@ class Launchers:
                 return Cause("the launcher of node 0 is gone", 1)
         return None
 
+    def _absent(self) -> str:
+        """Whom the others wait for."""
+        node_0 = f"node 0 at {self._address}:{self._port}"
+        if self._store is None:
+            return node_0
+        try:
+            missing = [str(node) for node in range(1, self._nodes) if not self._store.check([_place(node)])]
+        except RuntimeError:
+            return node_0
+        return f"node {', '.join(missing)} of {self._nodes}" if missing else "the other nodes"
+
+    def _is_up(self) -> bool:
+        """Whether node 0's launcher is there. torch's own attempts write to the screen where it is not."""
+        try:
+            with socket.create_connection((self._address, self._port), timeout=5):
+                return True
+        except OSError:
+            return False
+
     def _connect(self) -> TCPStore:
         return TCPStore(self._address, self._port, is_master=False, wait_for_workers=False, timeout=CONNECT)
+
+
+def _place(node: int) -> str:
+    """The key under which a node counts its starts."""
+    return f"{PREFIX}node {node}"

@@ -15,7 +15,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 ECHO_SECONDS = 1.0
 """The same signal again within this time is an echo: sent to all processes, and handed on by their launcher."""
 
-DIE_WITH_PARENT = ("setpriv", "--pdeathsig", "TERM")  # util-linux >= 2.33: not on macOS, not on RHEL 8
+DIE_WITH_PARENT = ("setpriv", "--pdeathsig")  # util-linux >= 2.33: not on macOS, not on RHEL 8
 
 FINISHED = 0
 REFUSED = 2
@@ -44,13 +44,14 @@ def is_there(process: int) -> bool:
     return True
 
 
-def with_parent(command: Sequence[str]) -> list[str]:
-    """The command, as one that gets SIGTERM when its parent is gone, where the system can do that."""
+def with_parent(command: Sequence[str], number: signal.Signals = signal.SIGTERM) -> list[str]:
+    """The command, as one that gets this signal when its parent is gone, where the system can do that."""
+    bound = [*DIE_WITH_PARENT, number.name.removeprefix("SIG")]
     try:
-        can = subprocess.run([*DIE_WITH_PARENT, "true"], capture_output=True).returncode == 0
+        can = subprocess.run([*bound, "true"], capture_output=True).returncode == 0
     except FileNotFoundError:
         can = False
-    return [*DIE_WITH_PARENT, *command] if can else [*command]
+    return [*bound, *command] if can else [*command]
 
 
 def leave(code: int) -> NoReturn:

@@ -42,6 +42,7 @@ MOST_ROWS = 16
 ONE_ENVIRONMENT = "use one environment on all nodes: PYTHON, or .venv in a checkout that they share"
 OTHER_NODES = "ask for nodes of one kind, or leave the odd ones out (sbatch --exclude)"
 ALIKE = {
+    "recipe": ("the recipe", "give the same recipe and the same fields on all nodes"),
     "sources": ("Shardwright's sources", "use one checkout on all nodes, or bring all to the same commit"),
     "python": ("Python", ONE_ENVIRONMENT),
     "torch": ("torch", ONE_ENVIRONMENT),
@@ -58,6 +59,8 @@ ALIKE = {
 class Facts:
     """What a process finds where it is. None: not there, or it does not show."""
 
+    recipe: str
+    """A hash of all its fields."""
     sources: str
     """A hash, so that uncommitted changes count and no git is needed."""
     python: str
@@ -76,17 +79,20 @@ class Facts:
     free_temporary: int
 
 
-def preflight(folder: Path, world: World, *, cache: Path | None = None, say: Callable[[str], None]) -> None:
+def preflight(
+    folder: Path, world: World, *, recipe: str, cache: Path | None = None, say: Callable[[str], None]
+) -> None:
     """Look at all processes, and let rank 0 say what came of it.
 
-    folder: of the run. cache: where one process writes tokens that all read; None = nothing is tokenized. Raises one
-    UserError on all ranks, with the names of the nodes, where versions, sources or devices differ, a node does not see
-    these folders or a collective returns wrong numbers. What is odd and might do all the same is said.
+    folder: of the run. recipe: all its fields. cache: where one process writes tokens that all read; None = nothing is
+    tokenized. Raises one UserError on all ranks, with the names of the nodes, where recipe, versions, sources or
+    devices differ, a node does not see these folders or a collective returns wrong numbers. What is odd and might do
+    all the same is said.
     """
     if world.size == 1:
         return
     nodes, several = world.nodes, len(world.nodes) > 1
-    facts = from_all(world, local_facts(folder, world.device))
+    facts = from_all(world, local_facts(folder, world.device, recipe=recipe))
     if problems := differences(facts, nodes):
         raise refusal("the processes are not alike", problems)
     agree = f"pre-flight: {world.size} processes on {len(nodes)} {'nodes' if several else 'node'} agree"
@@ -117,11 +123,12 @@ def refusal(what: str, problems: Sequence[str]) -> UserError:
 # What a process finds
 
 
-def local_facts(folder: Path, device: torch.device) -> Facts:
+def local_facts(folder: Path, device: torch.device, *, recipe: str) -> Facts:
     """Those of this process."""
     cuda = device.type == "cuda"
     free, total = torch.cuda.mem_get_info(device) if cuda else (None, None)
     return Facts(
+        recipe=xxhash.xxh3_64_hexdigest(recipe.encode())[:8],
         sources=_hash_of_sources(),
         python=platform.python_version(),
         torch=str(torch.__version__),

@@ -9,6 +9,7 @@ from parallel.errors import UserError
 from recipes.console import Console
 from recipes.data.sources import is_prepared
 from recipes.interruption import forget_signals
+from recipes.load import to_toml
 from recipes.phases import Phases
 from recipes.preflight import preflight
 from recipes.schema import Recipe
@@ -36,7 +37,7 @@ def train(recipe: Recipe, *, began: float) -> int:
         with Console(silent=not world.is_main) as console:
             tokenizes = not all(map(is_prepared, recipe.data.sources))
             cache = Path(recipe.data.cache) if tokenizes else None
-            preflight(recipe.run.folder, world, cache=cache, say=console.say)
+            preflight(recipe.run.folder, world, recipe=to_toml(recipe), cache=cache, say=console.say)
             return Trainer(recipe, world, console, phases).run()
     except UserError as error:
         forget_signals()

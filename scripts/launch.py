@@ -9,10 +9,11 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -30,10 +31,11 @@ from recipes.exit_codes import (
     with_parent,
 )
 
+if TYPE_CHECKING:
+    from parallel.launchers import Launchers
+
 EXPLAINED = {REFUSED, CANNOT_WRITE, PREEMPTED, POISONED, HUNG, *map(ended_by, SIGNALS)}
 """The worker has said why itself."""
-LEFT = {PREEMPTED, *map(ended_by, SIGNALS)}
-"""All workers were asked to end, those of other nodes too, and have."""
 FROZEN_SECONDS = 5
 """How long torchrun waits for a worker to stop, where another has ended because it does nothing any more."""
 
@@ -62,6 +64,8 @@ class Workers:
         self.ended_first: set[int] | None = None
         """Processes that ended by themselves, before torchrun ended the others."""
         self.killed = False
+        self.others: Launchers | None = None
+        """Where there are several nodes."""
         self._signal_at = 0.0
         self._context: Any = None
 
@@ -100,14 +104,32 @@ class Workers:
     def stop(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal."""
         if not self.starting:
-            os._exit(ended_by(number))
+            self._leave(number)
         if not self.signal:
             self.signal, self._signal_at = number, time.monotonic()
             say(f"{signal.Signals(number).name}: the workers finish the step and save; a second one ends them at once")
             self._send(number)
         elif number != self.signal or time.monotonic() - self._signal_at > ECHO_SECONDS:
             self.kill()
-            os._exit(ended_by(number))
+            self._leave(number)
+
+    def heed_early_signals(self) -> None:
+        """Also while torchrun waits for other nodes, where Python comes to no handler."""
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write)
+
+        def look() -> None:
+            while number := os.read(read, 1):
+                if not self.starting:
+                    self._leave(number[0])
+
+        threading.Thread(target=look, daemon=True, name="early signals").start()
+
+    def _leave(self, number: int) -> NoReturn:
+        if self.others:  # whose workers know nothing of it, and would wait for those here
+            self.others.tell(ended_by(number), crashed=False)
+        os._exit(ended_by(number))
 
     def _send(self, number: int, *, group: bool = False) -> None:
         if number not in (*SIGNALS, signal.SIGKILL):
@@ -130,6 +152,7 @@ def main() -> int:
     for number in (*SIGNALS, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup stays in force
             signal.signal(number, workers.stop)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # scripts/supervise.py has them wait for the line above
 
     # Read at the import. A store that has gone, as node 0's does at the end, is no matter here; the workers may warn.
     quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
@@ -150,28 +173,35 @@ def main() -> int:
     args = parse_args(sys.argv[1:])
     args.signals_to_handle = "SIGQUIT"  # torchrun would replace our handlers
     script = args.training_script
-    command = with_parent([sys.executable, "-u", args.training_script, *args.training_script_args])
+    several = args.nnodes.rpartition(":")[2] != "1"  # torchrun's default is "1:1"
+    # Else they save, and so do those of the other nodes, which then do not start again as this one does.
+    orphans = signal.SIGKILL if several and os.environ.get("RESTARTS", "0") != "0" else signal.SIGTERM
+    command = with_parent([sys.executable, "-u", args.training_script, *args.training_script_args], orphans)
     args.no_python, args.training_script, args.training_script_args = True, command[0], command[1:]
     workers.watch(script)
-    launchers = None
-    if args.nnodes.rpartition(":")[2] != "1":  # torchrun's default is "1:1"
+    if several:
         from parallel.launchers import Launchers
 
-        launchers = Launchers(args.master_addr, args.master_port, node=args.node_rank, hung=HUNG)
-        launchers.join(say)
-        launchers.watch(workers.kill, grace=2 * FROZEN_SECONDS)
+        count = int(args.nnodes.rpartition(":")[2])
+        nodes = Launchers(args.master_addr, args.master_port, node=args.node_rank, nodes=count, hung=HUNG, say=say)
+        workers.others = nodes
+        workers.heed_early_signals()
+        nodes.join()
+        nodes.await_all(lambda: workers.starting, give_up=lambda: os._exit(NOT_MET))
+        nodes.watch(workers.kill, grace=2 * FROZEN_SECONDS)
     try:
         run(args)
     except SignalException as error:
         return ended_by(error.sigval)
     except ChildFailedError as error:
         rank, failure = min(error.failures.items(), key=lambda item: workers.blame(item[1]))
-        if launchers and (workers.killed or failure.exitcode not in EXPLAINED) and (cause := launchers.hear()):
+        others = workers.others
+        if others and (workers.killed or failure.exitcode not in EXPLAINED) and (cause := others.hear()):
             say(cause.words)
             return cause.code
         code = verdict(rank, failure.exitcode, told=workers.signal)
-        if launchers and code not in LEFT:
-            launchers.tell(code, crashed=code not in EXPLAINED)
+        if others and code != PREEMPTED:  # for that, all have saved together
+            others.tell(code, crashed=code not in EXPLAINED)
         return code
     except (torch.distributed.DistError, RendezvousError) as error:
         say(f"the processes could not find each other: {error}")

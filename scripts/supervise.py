@@ -35,27 +35,30 @@ class Launcher:
     def __init__(self, command: list[str]) -> None:
         self._command = command
         self._process: subprocess.Popen[bytes] | None = None
-        self.stopped = False
-        """Whether a signal came."""
+        self.signal = 0
+        """The one that came first."""
 
     def run(self) -> int:
         """Start it, and wait. Returns its exit code, as shells have it."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # it lets them in when it can tell other nodes
         self._process = subprocess.Popen(self._command)
+        if self.signal:
+            self._process.send_signal(self.signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         code = self._process.wait()
         return code if code >= 0 else ended_by(-code)
 
     def stop(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal."""
-        self.stopped = True
-        if self._process is None or self._process.poll() is not None:
-            os._exit(ended_by(number))
-        self._process.send_signal(number)
+        """Handle a signal. Between two starts the next one gets it: launchers of other nodes must hear of it."""
+        self.signal = self.signal or number
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
 
 
-def supervise(launcher: Launcher, folder: Path, *, restarts: int) -> int:
+def supervise(launcher: Launcher, folder: Path, *, steps: int, restarts: int) -> int:
     """Start the launcher until the run is done or another start would not help. Returns the exit code.
 
-    folder: the run's.
+    folder: the run's. steps: that it is to take.
     """
     attempts: list[Attempt] = []
     while True:
@@ -63,10 +66,13 @@ def supervise(launcher: Launcher, folder: Path, *, restarts: int) -> int:
         code = launcher.run()
         end = End.UNSTARTED if code == NOT_MET else end_of([code])[0]
         attempts[-1] = Attempt(attempts[-1].step, end)
-        if launcher.stopped or end in (End.DONE, End.FINAL, End.PREEMPTED):
+        if launcher.signal or end in (End.DONE, End.FINAL, End.PREEMPTED):
             return code
         step = newest_step(folder)
         say(f"attempt {len(attempts)} {end.value}, exit code {code}; newest checkpoint: step {step}")
+        if step >= steps:
+            say("not started again: the last step is saved; the same command does what is left to do")
+            return code
         if stop := reason_to_stop(attempts, step=step, restarts=restarts):
             say(f"stopped: {stop}")
             return code
@@ -76,7 +82,7 @@ def supervise(launcher: Launcher, folder: Path, *, restarts: int) -> int:
 def main(command: list[str]) -> int:
     try:
         recipe, *overrides = command[command.index(str(ROOT / "train.py")) + 1 :]
-        folder = load(recipe, overrides, rules=False).run.folder
+        run = load(recipe, overrides, rules=False).run
         restarts = number_of_restarts(os.environ["RESTARTS"])
     except UserError as error:
         print(error, file=sys.stderr)
@@ -85,7 +91,7 @@ def main(command: list[str]) -> int:
     for number in (*SIGNALS, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup stays in force
             signal.signal(number, launcher.stop)
-    return supervise(launcher, folder, restarts=restarts)
+    return supervise(launcher, run.folder, steps=run.steps, restarts=restarts)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,12 @@ def store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def node(number: int, port: int) -> Launchers:
-    return Launchers("127.0.0.1", port, node=number, hung=HUNG)
+def nothing(line: str) -> None:
+    raise AssertionError(line)
+
+
+def node(number: int, port: int, *, nodes: int = 3, say: Callable[[str], None] | None = None) -> Launchers:
+    return Launchers("127.0.0.1", port, node=number, nodes=nodes, hung=HUNG, say=say or nothing)
 
 
 def wait_for(what: Callable[[], object]) -> None:
@@ -28,18 +32,14 @@ def wait_for(what: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-def nothing(line: str) -> None:
-    raise AssertionError(line)
-
-
 def test_a_node_does_not_join_those_that_wait_for_its_first_start() -> None:
     kept = [store()]
     port = kept[0].port
-    first, other, again = node(1, port), node(2, port), node(1, port)
-    first.join(nothing)
-    other.join(nothing)
     lines: list[str] = []
-    waits = threading.Thread(target=again.join, args=[lines.append])
+    first, other, again = node(1, port), node(2, port), node(1, port, say=lines.append)
+    first.join()
+    other.join()
+    waits = threading.Thread(target=again.join)
     waits.start()
     wait_for(lambda: kept[0].check([ENDED]))
     ended = threading.Event()
@@ -57,7 +57,7 @@ def test_a_node_may_start_before_node_0_does() -> None:
     kept = store()
     port = kept.port
     del kept
-    node(1, port).join(nothing)
+    node(1, port).join()
 
 
 @pytest.mark.parametrize(("teller", "hearer"), [(0, 1), (1, 0)])
@@ -75,9 +75,31 @@ def test_the_others_hear_of_an_end(teller: int, hearer: int) -> None:
 def test_a_launcher_of_node_0_that_is_gone_is_a_cause() -> None:
     kept = store()
     hears, ended = node(1, kept.port), threading.Event()
-    hears.join(nothing)
+    hears.join()
     hears.watch(ended.set, grace=0)
     del kept
     wait_for(ended.is_set)
     assert hears.cause == Cause("the launcher of node 0 is gone", 1, crashed=False)
     hears.tell(1, crashed=True)  # nobody is there, and that is no error
+
+
+def test_who_is_waited_for_is_said_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parallel.launchers.SILENT_SECONDS", 0.0)
+    monkeypatch.setattr("parallel.launchers.WAIT_SECONDS", 3.0)
+    kept = store()
+    lines: list[str] = []
+    gave_up = threading.Event()
+    main, came = node(0, kept.port, nodes=4, say=lines.append), node(2, kept.port)
+    came.join()
+    main.watch(lambda: None, grace=1000)
+    main.await_all(gave_up.is_set, give_up=gave_up.set)
+    wait_for(gave_up.is_set)
+    assert lines[0].startswith("waiting for node ")
+    assert lines[-1] == "the nodes did not meet: no word from node 1, 3 of 4 in 0.05 minutes"
+
+    port = kept.port
+    del kept, main, came
+    lonely: list[str] = []
+    node(1, port, say=lonely.append).await_all(lambda: bool(lonely), give_up=lambda: None)
+    wait_for(lambda: lonely)
+    assert lonely == [f"waiting for node 0 at 127.0.0.1:{port}"]

@@ -39,17 +39,17 @@ def nodes(count: int) -> tuple[Node, ...]:
 @pytest.fixture
 def facts(tmp_path: Path) -> Facts:
     """Those of this process, and of a GPU."""
-    own = local_facts(tmp_path / "runs" / "not" / "there", torch.device("cpu"))
+    own = local_facts(tmp_path / "runs" / "not" / "there", torch.device("cpu"), recipe="")
     return replace(own, nccl="2.27.3", driver="580.65", device="NVIDIA H100", device_bytes=80 * GB, free_device=79 * GB)
 
 
 def test_facts_of_this_machine(tmp_path: Path) -> None:
-    found = local_facts(tmp_path / "runs" / "not" / "there", torch.device("cpu"))
+    found = local_facts(tmp_path / "runs" / "not" / "there", torch.device("cpu"), recipe="")
     assert found.torch == torch.__version__ and found.device == "cpu"
     assert found.torchao and found.free_disk > 0 and found.free_temporary > 0
     assert found.driver is found.nccl is found.free_device is None
     assert found == replace(
-        local_facts(tmp_path, torch.device("cpu")),
+        local_facts(tmp_path, torch.device("cpu"), recipe=""),
         free_host=found.free_host,
         free_disk=found.free_disk,
         free_temporary=found.free_temporary,
@@ -173,7 +173,7 @@ def look(folder: Path) -> dict[str, Any]:
     os.environ |= {"GROUP_RANK": str(rank), "SLURMD_NODENAME": f"gpu-{rank}"}
     world = start("cpu", seed=0)
     said: list[str] = []
-    preflight(folder / "shared" / "runs" / "name", world, cache=folder / "shared" / "cache", say=said.append)
+    preflight(folder / "shared" / "runs" / "name", world, recipe="", cache=folder / "shared" / "cache", say=said.append)
     found: dict[str, Any] = {"said": said, "left": sorted(path.name for path in (folder / "shared").iterdir())}
 
     own = folder / str(rank)
@@ -184,14 +184,14 @@ def look(folder: Path) -> dict[str, Any]:
     found["unshared"] = str(caught.value)
     os.environ["HOME"] = str(own)
     with pytest.raises(UserError) as caught:
-        preflight(folder / "shared" / "runs" / "name", world, cache=Path("~"), say=said.append)
+        preflight(folder / "shared" / "runs" / "name", world, recipe="", cache=Path("~"), say=said.append)
     found["cache"] = str(caught.value)
     found["left there"] = list(own.iterdir())
 
     version = torch.__version__
     torch.__version__ = "2.9.1" if rank == 1 else version
     with pytest.raises(UserError) as caught:
-        preflight(folder / "shared" / "runs" / "name", world, say=said.append)
+        preflight(folder / "shared" / "runs" / "name", world, recipe="", say=said.append)
     found["versions"] = str(caught.value)
     stop()
     return found
@@ -224,7 +224,7 @@ def test_three_nodes(tmp_path: Path) -> None:
 def look_alone(folder: Path) -> list[str]:
     world = start("cpu", seed=0)
     said: list[str] = []
-    preflight(folder / "runs" / "name", world, say=said.append)
+    preflight(folder / "runs" / "name", world, recipe="", say=said.append)
     stop()
     return said
 
