@@ -98,6 +98,8 @@ class Workers:
 
     def kill(self) -> None:
         """End them and what they have started, now."""
+        if self._context and all(handler.proc.poll() == 0 for handler in self._context.subprocess_handlers.values()):
+            os._exit(0)  # all is done here; torchrun would wait for the other launchers for 5 minutes
         self.killed = True
         self._send(signal.SIGKILL, group=True)
 

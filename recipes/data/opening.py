@@ -118,22 +118,12 @@ def open_data(
             )
             used = before.get("sources", {}).get(name, {}).get("tokens", "")
             if writes:
-                folder, there = _folder(cache / "tokens", work, used=used)
+                folder, background = _tokenize(cache / "tokens", work, used=used, run=run, report=report)
             else:
-                folder, there = cache / "tokens" / (used or work.fingerprint), []
-                if not _is_of(folder, work):
-                    raise UserError(
-                        f"data.source: {platform.node()} sees another text behind {name!r}, or another tokenizer, than"
-                        " rank 0; all nodes need the same files and the same Python"
-                    )
+                folder = _rank_0_tokenizes(cache / "tokens" / (used or work.fingerprint), work, name=name)
             fingerprint, text = folder.name, work.source_fingerprint
             window = max(1, section.shuffle_tokens // sequence_length)
             about = describe(pinned[name])
-            if writes:
-                if there and there[-1].last:
-                    report(f"tokens found in {folder}")
-                else:
-                    background = Background(folder, work, run=run)
         order = SequenceOrder(sequence_length, seed, window)
         source = Source(
             name, Shards(folder, TRAIN), order, bad_row_budget=section.bad_row_budget, problem=problem_path(folder, run)
@@ -153,6 +143,27 @@ def open_data(
         facts["sources"][name] = known
     weights = list(section.sources.values())
     return Data(tokenizer, Sequences(training, weights), Sequences(validation, weights), facts)
+
+
+def _tokenize(
+    cache: Path, work: Preparation, *, used: str, run: str, report: Callable[[str], None]
+) -> tuple[Path, Background | None]:
+    """The folder of the tokens, and what makes those that are not there. used: as in _folder()."""
+    folder, there = _folder(cache, work, used=used)
+    if there and there[-1].last:
+        report(f"tokens found in {folder}")
+        return folder, None
+    return folder, Background(folder, work, run=run)
+
+
+def _rank_0_tokenizes(folder: Path, work: Preparation, *, name: str) -> Path:
+    """The folder, in which this process finds the same text as rank 0. name: of the source, as the recipe has it."""
+    if not _is_of(folder, work):
+        raise UserError(
+            f"data.source: {platform.node()} sees another text behind {name!r}, or another tokenizer, than rank 0; all"
+            " nodes need the same files and the same Python"
+        )
+    return folder
 
 
 def _folder(cache: Path, work: Preparation, *, used: str) -> tuple[Path, list[Shard]]:

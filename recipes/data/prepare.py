@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, TextIO
 
 import numpy as np
-import xxhash
 
 from parallel.errors import UserError
 from recipes.data.claim import alone, claimed, publish, remove_left
@@ -31,6 +30,7 @@ from recipes.data.shards import (
     INDEX,
     TRAIN,
     VALIDATION,
+    ArrayWriter,
     Index,
     Shard,
     array_path,
@@ -303,7 +303,7 @@ class _ShardWriter:
     def __init__(self, part: Path, work: Preparation, files: Sequence[str]) -> None:
         tokens = token_type(work.tokenizer.vocabulary)
         types = {TRAIN: tokens, VALIDATION: tokens, DOCUMENTS: DOCUMENT}
-        self._files = {kind: _ArrayWriter((part / kind).open("wb"), dtype) for kind, dtype in types.items()}
+        self._files = {kind: ArrayWriter((part / kind).open("wb"), dtype) for kind, dtype in types.items()}
         self._bad_file: TextIO = (part / "bad").open("w", encoding="utf-8")
         self._held_out_below = int(work.validation_fraction * HASHES)
         self._names = files
@@ -381,36 +381,3 @@ class _ShardWriter:
         state = file_state(self._names[row.file])
         reasons = ("[Errno", *map(os.strerror, errno.errorcode))
         return state is None or any(reason in row.problem for reason in reasons)
-
-
-class _ArrayWriter:
-    """A one-dimensional .npy file that grows."""
-
-    def __init__(self, file: BinaryIO, dtype: np.dtype) -> None:
-        self.length = 0
-        self._file = file
-        self._dtype = dtype
-        self._checksum = xxhash.xxh3_64()
-        self._header_size = self._write_header()
-
-    def extend(self, arrays: Sequence[np.ndarray]) -> None:
-        if arrays:
-            joined = np.concatenate(arrays)
-            self._file.write(joined.data)
-            self._checksum.update(joined.data)
-            self.length += len(joined)
-
-    def finish(self) -> str:
-        """numpy's headers leave room for the length to be written in place. Returns the checksum of the contents."""
-        self._file.seek(0)
-        if self._write_header() != self._header_size:
-            raise UserError("a token shard has grown too long for its header")
-        return self._checksum.hexdigest()
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _write_header(self) -> int:
-        header = {"descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False, "shape": (self.length,)}
-        np.lib.format.write_array_header_1_0(self._file, header)
-        return self._file.tell()

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
@@ -232,6 +232,39 @@ def damage(folder: Path, number: int, shard: Shard) -> str | None:
         except (OSError, ValueError) as error:
             return f"{bad_rows_path(folder, number).name} cannot be read: {error}"
     return None
+
+
+class ArrayWriter:
+    """A one-dimensional .npy file that grows."""
+
+    def __init__(self, file: BinaryIO, dtype: np.dtype) -> None:
+        self.length = 0
+        self._file = file
+        self._dtype = dtype
+        self._checksum = xxhash.xxh3_64()
+        self._header_size = self._write_header()
+
+    def extend(self, arrays: Sequence[np.ndarray]) -> None:
+        if arrays:
+            joined = np.concatenate(arrays)
+            self._file.write(joined.data)
+            self._checksum.update(joined.data)
+            self.length += len(joined)
+
+    def finish(self) -> str:
+        """numpy's headers leave room for the length to be written in place. Returns the checksum of the contents."""
+        self._file.seek(0)
+        if self._write_header() != self._header_size:
+            raise UserError("a token shard has grown too long for its header")
+        return self._checksum.hexdigest()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write_header(self) -> int:
+        header = {"descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False, "shape": (self.length,)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+        return self._file.tell()
 
 
 class Shards:
