@@ -5,9 +5,7 @@ written. Batches and shards end where the text alone says, so that the bytes are
 however often the work was interrupted: it goes on behind the last whole shard.
 """
 
-import errno
 import json
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -42,7 +40,7 @@ from recipes.data.shards import (
     token_type,
     tokens_fingerprint,
 )
-from recipes.data.sources import document_hash, file_state, file_states, fingerprint, require_unchanged, takes_in
+from recipes.data.sources import document_hash, file_states, fingerprint, require_unchanged, takes_in
 from recipes.tokenizer import BATCH_CHARACTERS, Tokenizer, parallel_tokenizers
 
 # Batches given to the tokenizer at a time: the second keeps the cores busy while the first runs out of documents.
@@ -372,12 +370,6 @@ class _ShardWriter:
 
     def _note(self, row: Row) -> None:
         self._bad += row.lost
-        self._unread |= row.kind == UNREADABLE and self._may_be_read_later(row)
+        self._unread |= row.kind == UNREADABLE
         place = {"file": self._names[row.file], "row": row.number, "reason": row.problem}
         self._bad_file.write(json.dumps(place) + "\n")
-
-    def _may_be_read_later(self, row: Row) -> bool:
-        """Whether the machine is at fault: the file is gone, or out of reach. Else its contents are, which stay."""
-        state = file_state(self._names[row.file])
-        reasons = ("[Errno", *map(os.strerror, errno.errorcode))
-        return state is None or any(reason in row.problem for reason in reasons)

@@ -32,7 +32,8 @@ DEEPEST_NESTING = 500
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 NAMES_SHOWN = 20
-UNREADABLE = "unreadable file"
+UNREADABLE, BROKEN_FILE = "unreadable file", "broken file"
+"""Out of reach, which may pass; or with contents that cannot be read, which stay."""
 # A page of the web is about as long. Else a lost file of a million rows would weigh no more than a broken line.
 BYTES_PER_LOST_ROW = 4096
 
@@ -81,7 +82,8 @@ def read_file(path: Path, *, text_field: str, start: Place, size: int) -> Rows:
             yield row, place
     except BROKEN as error:
         # The place behind it is the next file: entered there, this row comes once.
-        problem = f"{UNREADABLE}: {reason(error)}; the rest of it is lost"
+        kind = UNREADABLE if isinstance(error, OSError) and error.errno else BROKEN_FILE  # pyarrow's have none of that
+        problem = f"{kind}: {reason(error)}; the rest of it is lost"
         yield Row("", start.file, place.number + 1, problem, _rows_behind(path, place, size)), Place(start.file + 1)
 
 

@@ -188,6 +188,9 @@ def look(folder: Path) -> dict[str, Any]:
     found["cache"] = str(caught.value)
     found["left there"] = list(own.iterdir())
 
+    with pytest.raises(UserError) as caught:
+        preflight(folder / "shared" / "runs" / "name", world, recipe="other" if rank == 2 else "", say=said.append)
+    found["recipe"] = str(caught.value)
     version = torch.__version__
     torch.__version__ = "2.9.1" if rank == 1 else version
     with pytest.raises(UserError) as caught:
@@ -213,6 +216,7 @@ def test_three_nodes(tmp_path: Path) -> None:
             " PYTHON, or .venv in a checkout that they share"
         )
         assert answer["unshared"] == answers[0]["unshared"]
+    assert "  the recipe: " in answers[0]["recipe"] and " on gpu-2, " in answers[0]["recipe"]
     assert answers[0]["cache"].startswith(
         "pre-flight: the nodes do not share the cache of tokens; nothing was started\n"
     )

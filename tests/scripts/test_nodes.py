@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -106,12 +106,28 @@ class Nodes:
             time.sleep(0.05)
 
     def worker(self, rank: int) -> int:
-        """The process of this rank."""
-        for process in (process for node in self.nodes for process in descendants(node.pid)):
-            with suppress(OSError):  # it has just ended
-                if f"RANK={rank}".encode() in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
-                    return process
-        raise AssertionError(f"no process of rank {rank}")
+        """The process of this rank, when it is there."""
+        return self._process(lambda process: f"RANK={rank}".encode() in words_of(process, "environ"))
+
+    def launcher(self, node: int) -> int:
+        """The process that has the workers of this node."""
+        script, rank = str(ROOT / "scripts/launch.py").encode(), f"--node-rank={node}".encode()
+        return self._process(lambda process: script in (found := words_of(process, "cmdline"))[:3] and rank in found)
+
+    def _process(self, wanted: Callable[[int], bool]) -> int:
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            for process in (process for node in self.nodes for process in descendants(node.pid)):
+                with suppress(OSError):  # it has just ended
+                    if wanted(process):
+                        return process
+            time.sleep(0.05)
+        raise AssertionError("no such process")
+
+
+def words_of(process: int, file: str) -> list[bytes]:
+    """Of a process's environment or command."""
+    return Path(f"/proc/{process}/{file}").read_bytes().split(b"\0")
 
 
 def test_a_preempted_node_takes_the_others_with_it_and_nothing_is_lost(
@@ -134,11 +150,23 @@ def test_a_preempted_node_takes_the_others_with_it_and_nothing_is_lost(
     assert job.losses == whole
 
 
+def test_a_signal_before_the_first_step_ends_all_nodes(tmp_path: Path, corpus: Path) -> None:
+    job = Nodes(tmp_path, corpus, RESTARTS="2")
+    job.worker(2)
+    job.nodes[1].terminate()
+    (out, err), (_, other_err) = ends(job.nodes)
+    assert [node.returncode for node in job.nodes] == [143, 143], err + other_err
+    assert "step " not in out and "launch: node 1 ended with exit code 143\n" in err
+
+
 def test_a_lost_node_and_a_frozen_process_cost_the_steps_since_the_checkpoint(
     tmp_path: Path, corpus: Path, whole: list[tuple[int, float]]
 ) -> None:
-    """With RESTARTS the nodes that are left start again, and wait for the one that somebody has started again."""
-    job = Nodes(tmp_path, corpus, "--run.hang_timeout", "5", RESTARTS="2")
+    """With RESTARTS the nodes that are left start again, and wait for the one that somebody has started again.
+
+    Then its launcher dies alone.
+    """
+    job = Nodes(tmp_path, corpus, "--run.hang_timeout", "5", RESTARTS="3")
     job.reach(EVERY + 2)
     lost = job.nodes[1]
     for process in [lost.pid, *descendants(lost.pid)]:
@@ -148,11 +176,13 @@ def test_a_lost_node_and_a_frozen_process_cost_the_steps_since_the_checkpoint(
     lost.communicate()
     job.reach(2 * EVERY + 2)
     os.kill(job.worker(2), signal.SIGSTOP)
+    job.reach(4 * EVERY + 2)
+    os.kill(job.launcher(1), signal.SIGKILL)
     (out, err), (_, other_err) = ends(job.nodes)
     assert [node.returncode for node in job.nodes] == [0, 0], err + other_err
     assert "supervise: attempt 1 crashed, exit code " in err and "supervise: attempt 2 crashed, exit code 77; " in err
     assert f"  rank 2 on {socket.gethostname()}#1: last seen in phase " in err
-    assert out.count("\nresumed from ") == 2
+    assert out.count("\nresumed from ") == 3
     assert job.losses == whole
 
 

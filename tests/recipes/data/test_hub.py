@@ -215,12 +215,12 @@ def test_what_is_lost_of_a_broken_file_in_a_folder_is_counted(tmp_path: Path, sh
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     rows = check_every_cursor(f"hf:{tmp_path / 'a'}", every=80)
     (bad,) = [row for row in rows if row.problem]
-    assert (bad.file, bad.kind) == (shard - 1, "unreadable file")
+    assert (bad.file, bad.kind) == (shard - 1, "broken file")
     assert 80 < bad.number < 160
     file = sorted((tiny_stories(tmp_path / "b") / "data").iterdir())[shard - 1]
     file.write_bytes(file.read_bytes()[:2000])
     (bad,) = [row for row in check_every_cursor(f"hf:{tmp_path / 'b'}") if row.problem]
-    assert (bad.file, bad.number, bad.kind) == (shard - 1, 1, "unreadable file")
+    assert (bad.file, bad.number, bad.kind) == (shard - 1, 1, "broken file")
     stream = open_rows(f"hf:{tmp_path / 'a'}", text_field="text")
     (tmp_path / "a" / "train-2.json.gz").rename(tmp_path / "away")
     assert [row.lost for row in stream if row.file == 1] == [max(1, 3 * (tmp_path / "away").stat().st_size // 4096)]

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,27 @@ def as_lines(folder: Path) -> Path:
     return folder / "lines.jsonl"
 
 
+def as_compressed(folder: Path, compression: str, suffix: str) -> Path:
+    write_rows(folder / f"for_{compression}.jsonl", 300, name=compression)
+    path = folder / f"lines.jsonl.{suffix}"
+    with pyarrow.output_stream(str(path), compression=compression) as out:
+        out.write((folder / f"for_{compression}.jsonl").read_bytes())
+    return path
+
+
+def as_folder(folder: Path) -> Path:
+    for number in range(3):
+        (folder / "many" / str(number)).mkdir(parents=True)
+        write_rows(folder / "many" / str(number) / "part.jsonl", 100, name=f"Part {number}")
+    return folder / "many"
+
+
+def as_glob(folder: Path) -> str:
+    for number in range(3):
+        write_rows(folder / f"piece-{number}.jsonl", 100, name=f"Piece {number}")
+    return str(folder / "piece-*.jsonl")
+
+
 def as_prepared(folder: Path) -> Path:
     write_rows(folder / "for_shards.jsonl", 300, name="Shard")
     work = work_on(folder / "for_shards.jsonl", fraction=0.2, tokenizer=tokenizer_for(folder / "for_shards.jsonl"))
@@ -104,7 +126,18 @@ KINDS: dict[str, Callable[[Path], Path | str]] = {
     "parquet": as_parquet,
     "lines": as_lines,
     "prepared": as_prepared,
+    "gzip": partial(as_compressed, compression="gzip", suffix="gz"),
+    "zstd": partial(as_compressed, compression="zstd", suffix="zst"),
+    "folder": as_folder,
+    "glob": as_glob,
 }
+ALONE = ("hub, JSON", "hub, parquet", "text", "parquet", "lines", "prepared")
+TOGETHER = (
+    ["lines", "parquet", "prepared"],
+    ["hub, JSON", "hub, parquet", "text"],
+    ["gzip", "folder"],
+    ["zstd", "glob"],
+)
 
 
 def mixture_of(kinds: list[str], folder: Path) -> tuple[dict[str, float], str]:
@@ -114,9 +147,7 @@ def mixture_of(kinds: list[str], folder: Path) -> tuple[dict[str, float], str]:
     return {str(source): 1.0 + index for index, source in enumerate(sources)}, tokenizer
 
 
-@pytest.mark.parametrize(
-    "kinds", [*([kind] for kind in KINDS), ["lines", "parquet", "prepared"], ["hub, JSON", "hub, parquet", "text"]]
-)
+@pytest.mark.parametrize("kinds", [*([kind] for kind in ALONE), *TOGETHER])
 def test_a_run_on_changing_numbers_of_processes_reads_what_one_process_reads(tmp_path: Path, kinds: list[str]) -> None:
     mixture, tokenizer = mixture_of(kinds, tmp_path)
     steps = 240  # beyond the first epoch of each source

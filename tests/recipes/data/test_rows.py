@@ -256,7 +256,7 @@ def test_a_file_that_is_not_what_its_name_says_is_one_row(tmp_path: Path, name: 
     before, bad, after = rows_of(tmp_path)
     assert (before.text, after.text) == ("before", "after")
     assert (bad.file, bad.number) == (1, 1)
-    assert bad.kind == "unreadable file"
+    assert bad.kind == "broken file"
     assert bad.problem.endswith("; the rest of it is lost")
     assert f"data.source: '{tmp_path / name}', " in failure(tmp_path)
 
@@ -269,7 +269,7 @@ def test_a_stream_that_breaks_off_keeps_what_came_before(tmp_path: Path, name: s
     rows = rows_of(path)
     assert len(rows) > 10_000
     assert rows[:-1] == whole[: len(rows) - 1]
-    assert rows[-1].kind == "unreadable file"
+    assert rows[-1].kind == "broken file"
     assert rows[-1].number == len(rows)
 
 
@@ -281,7 +281,7 @@ def test_zeros_behind_a_gz_are_no_damage(tmp_path: Path) -> None:
     path.write_bytes(whole[: len(whole) // 2] + bytes(1000))  # but they do not stand for what is missing
     found = rows_of(path)
     assert found[:5000] == rows[:5000]
-    assert found[-1].kind == "unreadable file"
+    assert found[-1].kind == "broken file"
     assert len(found) < 15_000
 
 
