@@ -50,13 +50,13 @@ def main(arguments: list[str]) -> int:
         else:
             dtype = getattr(torch, options.dtype) if options.dtype else None
             export_checkpoint(options.source, options.target, dtype=dtype)
-    except UserError as error:
-        if interrupts:  # torch's C++ turns one that hits it into an error of another kind
+    except (Exception, KeyboardInterrupt) as error:
+        if interrupts:  # C++ code that one hits turns it into an error of another kind
             return 128 + signal.SIGINT
+        if not isinstance(error, UserError):
+            raise
         print(error, file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
     print(f"wrote {options.target}")
     return 0
 

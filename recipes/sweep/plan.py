@@ -312,7 +312,12 @@ def _same_run(keys: set[str], rows: str) -> str:
 
 
 def _require_device(recipe: Recipe, device: str | None) -> None:
-    """What float8 asks of the device, where the recipe leaves that to the machine and the machine is known."""
+    """Raises UserError where the machine is known and lacks the GPU that the recipe, or its float8, asks for."""
+    if recipe.run.device == "cuda" and device == "cpu":
+        raise UserError(
+            'run.device = "cuda", and this machine has no GPU; start it where there is one, or one of'
+            " configs/sweeps/cpu here"
+        )
     if recipe.run.device == "auto" and device is not None:
         found = [
             Problem(key, "must be true on this machine, which has no GPU; write emulate = true", "false")

@@ -235,7 +235,8 @@ def test_what_cannot_run_is_one_message(tmp_path: Path, corpus: Path) -> None:
     for arguments, message in [
         (["configs/sweeps/pf8.toml"], "did you mean"),
         (["configs/sweeps/fp8.toml", "--float8.recipie", "none"], "unknown key; did you mean float8.recipe?"),
-        (["configs/sweeps/fp8.toml"], "which has no GPU; write emulate = true"),
+        (["configs/sweeps/fp8.toml"], 'run.device = "cuda", and this machine has no GPU; '),
+        (["configs/sweeps/fp8.toml", "--run.device", "auto"], "which has no GPU; write emulate = true"),
     ]:
         code, out, err = run(tmp_path, corpus, *arguments, CUDA_VISIBLE_DEVICES="")
         assert (code, out) == (2, "")
