@@ -79,14 +79,14 @@ class FolderLock:
             self._descriptor = None
 
     def _holds(self, file: Path) -> bool:
-        return self._descriptor is not None and _is(file, self._descriptor)
+        return self._descriptor is not None and is_still(file, self._descriptor)
 
     def _try(self, file: Path) -> bool:
         """Whether the lock is ours now."""
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not _is(file, descriptor):  # the folder was set aside, or the file removed, just now
+            if not is_still(file, descriptor):  # the folder was set aside, or the file removed, just now
                 os.close(descriptor)
                 return False
         except OSError as error:
@@ -104,7 +104,7 @@ class FolderLock:
         return True
 
 
-def _is(file: Path, descriptor: int) -> bool:
+def is_still(file: Path, descriptor: int) -> bool:
     """Whether that is the file of this name, still."""
     try:
         return os.path.samestat(file.stat(), os.fstat(descriptor))

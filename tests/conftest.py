@@ -5,8 +5,12 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from parallel.dist import World
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +42,15 @@ def processes_in(folder: str) -> dict[int, str]:
             if command and (folder in command or str((process / "cwd").readlink()).startswith(folder)):
                 found[int(process.name)] = command
     return found
+
+
+@pytest.fixture
+def alone() -> Iterator["World"]:
+    """A process group of one in this process."""
+    from parallel.dist import start, stop
+
+    yield start("cpu", seed=0)
+    stop()
 
 
 @pytest.fixture(scope="session")

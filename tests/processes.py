@@ -1,12 +1,28 @@
-"""Run a function in real processes joined by gloo, as torchrun would start them."""
+"""Real processes: a function run by several, joined by gloo as torchrun would start them, and looks at others."""
 
 import os
 import socket
+import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing as multiprocessing
+
+
+def wait_for(what: str, condition: Callable[[], object], *, seconds: float = 300) -> None:
+    """Fails after a time that only a hang can take."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"{what}: not within {seconds:.0f} s"
+        time.sleep(0.05)
+
+
+def rank_of(process: int) -> int | None:
+    """Of a process that torchrun has started."""
+    variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+    return next((int(value[5:]) for value in variables if value.startswith(b"RANK=")), None)
 
 
 def run_processes(count: int, function: Callable[..., Any], *arguments: Any, timeout: float = 240) -> list[Any]:

@@ -14,6 +14,7 @@ import pytest
 
 from recipes.exit_codes import HUNG
 from scripts.chaos import descendants
+from tests.processes import rank_of
 from tests.scripts.nodes import ROOT, arguments
 from tests.scripts.nodes import environment as plain_environment
 from tests.test_signals import Started, start, words
@@ -24,11 +25,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the worke
 TIMEOUT = 5.0
 """Seconds; a step takes some hundredths on an idle machine."""
 SHORT = ("--run.hang_timeout", str(TIMEOUT))
-
-
-def rank_of(process: int) -> int:
-    variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-    return next(int(value[5:]) for value in variables if value.startswith(b"RANK="))
 
 
 @pytest.mark.parametrize("ill", [0, 1])

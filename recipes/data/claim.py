@@ -16,8 +16,8 @@ from pathlib import Path
 from parallel.errors import UserError
 from recipes.data.shards import OWNER, PROBLEMS, TOKENIZER
 from recipes.durable import PART
+from recipes.folder_lock import LOCK, is_still
 
-LOCK = ".lock"
 # A text that was being written for so long was left by a killed process.
 SECONDS_TO_WRITE_A_TEXT = 3600
 
@@ -119,9 +119,8 @@ def alone(folder: Path) -> Iterator[None]:
             continue
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        with suppress(FileNotFoundError):
-            if os.path.samestat(file.stat(), os.fstat(descriptor)):
-                break
+        if is_still(file, descriptor):
+            break
         os.close(descriptor)
     try:
         yield

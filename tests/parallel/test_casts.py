@@ -41,13 +41,6 @@ SMALLEST = {E4M3: 2.0**-9, E5M2: 2.0**-16}
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 
 
-@pytest.fixture
-def alone():
-    """A process group of one in this process."""
-    yield start("cpu", seed=0)
-    stop()
-
-
 def shares_by_loops(values: torch.Tensor, dtype: torch.dtype, axis: int | None, *, power_of_two: bool):
     """(overflow, underflow), number by number: half of the smallest float8 number and less becomes zero."""
     rows = [values.flatten()] if axis is None else list(values.unbind(1 - axis))

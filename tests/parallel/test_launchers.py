@@ -1,13 +1,13 @@
 """What launchers tell each other, through a real store."""
 
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
 from torch.distributed import TCPStore
 
 from parallel.launchers import ENDED, Cause, Launchers
+from tests.processes import wait_for
 
 HUNG = 77
 
@@ -25,13 +25,6 @@ def node(number: int, port: int, *, nodes: int = 3, say: Callable[[str], None] |
     return Launchers("127.0.0.1", port, node=number, nodes=nodes, hung=HUNG, say=say or nothing)
 
 
-def wait_for(what: Callable[[], object]) -> None:
-    end = time.monotonic() + 30
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 def test_a_node_does_not_join_those_that_wait_for_its_first_start() -> None:
     kept = [store()]
     port = kept[0].port
@@ -41,11 +34,11 @@ def test_a_node_does_not_join_those_that_wait_for_its_first_start() -> None:
     other.join()
     waits = threading.Thread(target=again.join)
     waits.start()
-    wait_for(lambda: kept[0].check([ENDED]))
+    wait_for("the word to end", lambda: kept[0].check([ENDED]))
     ended = threading.Event()
     other.watch(ended.set, grace=1000)
     assert other.hear() == Cause("node 1 was started again", 1, crashed=True)
-    wait_for(ended.is_set)
+    wait_for("the end", ended.is_set)
     assert waits.is_alive()
     kept.clear()  # node 0's launcher ends
     waits.join(timeout=30)
@@ -78,7 +71,7 @@ def test_a_launcher_of_node_0_that_is_gone_is_a_cause() -> None:
     hears.join()
     hears.watch(ended.set, grace=0)
     del kept
-    wait_for(ended.is_set)
+    wait_for("the end", ended.is_set)
     assert hears.cause == Cause("the launcher of node 0 is gone", 1, crashed=False)
     hears.tell(1, crashed=True)  # nobody is there, and that is no error
 
@@ -93,7 +86,7 @@ def test_who_is_waited_for_is_said_and_not_for_ever(monkeypatch: pytest.MonkeyPa
     came.join()
     main.watch(lambda: None, grace=1000)
     main.await_all(gave_up.is_set, give_up=gave_up.set)
-    wait_for(gave_up.is_set)
+    wait_for("giving up", gave_up.is_set)
     assert lines[0].startswith("waiting for node ")
     assert lines[-1] == "the nodes did not meet: no word from node 1, 3 of 4 in 0.05 minutes"
 
@@ -101,5 +94,5 @@ def test_who_is_waited_for_is_said_and_not_for_ever(monkeypatch: pytest.MonkeyPa
     del kept, main, came
     lonely: list[str] = []
     node(1, port, say=lonely.append).await_all(lambda: bool(lonely), give_up=lambda: None)
-    wait_for(lambda: lonely)
+    wait_for("a line", lambda: lonely)
     assert lonely == [f"waiting for node 0 at 127.0.0.1:{port}"]

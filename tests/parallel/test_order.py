@@ -29,13 +29,6 @@ def build(config=DEBUG, **parts):
     return build_model(config, **parts)
 
 
-@pytest.fixture
-def alone():
-    """A process group of one in this process."""
-    yield start("cpu", seed=0)
-    stop()
-
-
 def everything_on() -> dict:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
     from torch.distributed.fsdp import FSDPModule

@@ -1,6 +1,5 @@
 """Validation loss against a plain sum, and sampling against the model asked directly."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -23,14 +22,6 @@ from tests.processes import run_processes
 CPU = torch.device("cpu")
 SMALL = replace(SIZES["smollm3_debug"], layers=4, width=32, feed_forward_width=48, vocabulary=64, init_std=0.3)
 ROWS, LENGTH = 12, 16
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A process group of one."""
-    start("cpu", seed=0)
-    yield
-    stop()
 
 
 def build() -> Decoder:

@@ -1,6 +1,5 @@
 """Which parameters decay, and that the groups do what their numbers say."""
 
-from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,6 @@ from torch import nn
 
 from models.sizes import SIZES
 from parallel.config import Float8Config, FSDPConfig
-from parallel.dist import start, stop
 from parallel.float8 import precompute_scales
 from parallel.materialize import plain_name
 from recipes.checkpoint.checkpoints import Checkpoints
@@ -26,12 +24,7 @@ MATRICES = [f"attention.{letter}_proj" for letter in "qkvo"] + [
 ]
 
 
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    """A process group of one."""
-    start("cpu", seed=0)
-    yield
-    stop()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def build(size: str, *, mode: str = "none") -> nn.Module:

@@ -5,10 +5,10 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
+
+from tests.processes import wait_for
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
@@ -31,14 +31,6 @@ def free_ports(count: int) -> list[int]:
         for probe in sockets:
             probe.bind(("127.0.0.1", 0))
         return [probe.getsockname()[1] for probe in sockets]
-
-
-def wait_for(what: str, condition: Callable[[], object], *, seconds: float = 300) -> None:
-    """Fails after a time that only a hang can take."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"{what}: not within {seconds:.0f} s"
-        time.sleep(0.1)
 
 
 class Cluster:

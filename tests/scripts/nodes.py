@@ -2,7 +2,9 @@
 
 import json
 import os
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,3 +55,15 @@ def losses(folder: Path, name: str) -> list[tuple[int, float]]:
     path = folder / "runs" / name / "metrics.jsonl"
     rows = (json.loads(line) for line in path.read_text().splitlines()) if path.exists() else ()
     return [(row["step"], row["loss"]) for row in rows]
+
+
+def launch(folder: Path, words: list[str], *, on: Sequence[str] = (), **variables: str) -> "subprocess.Popen[str]":
+    """scripts/run.sh with these words. on: a command that runs others, on another host say."""
+    return subprocess.Popen(
+        [*on, "bash", str(ROOT / "scripts/run.sh"), *words],
+        cwd=folder,
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )

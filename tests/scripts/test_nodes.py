@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,20 +14,10 @@ import pytest
 
 from recipes.exit_codes import HUNG, PREEMPTED, is_there
 from scripts.chaos import descendants
+from tests.processes import rank_of
 from tests.scripts import network
 from tests.scripts.network import DEVICE, Network
-from tests.scripts.nodes import EVERY, ROOT, STEPS, arguments, environment, losses
-
-
-def launch(folder: Path, words: list[str], *, on: Sequence[str] = (), **variables: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [*on, "bash", str(ROOT / "scripts/run.sh"), *words],
-        cwd=folder,
-        env=environment(**variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+from tests.scripts.nodes import EVERY, ROOT, STEPS, arguments, launch, losses
 
 
 def run(folder: Path, words: list[str], **variables: str) -> tuple[int, str, str]:
@@ -107,12 +97,12 @@ class Nodes:
 
     def worker(self, rank: int) -> int:
         """The process of this rank, when it is there."""
-        return self._process(lambda process: f"RANK={rank}".encode() in words_of(process, "environ"))
+        return self._process(lambda process: rank_of(process) == rank)
 
     def launcher(self, node: int) -> int:
         """The process that has the workers of this node."""
         script, rank = str(ROOT / "scripts/launch.py").encode(), f"--node-rank={node}".encode()
-        return self._process(lambda process: script in (found := words_of(process, "cmdline"))[:3] and rank in found)
+        return self._process(lambda process: script in (found := words_of(process))[:3] and rank in found)
 
     def _process(self, wanted: Callable[[int], bool]) -> int:
         end = time.monotonic() + 60
@@ -125,9 +115,9 @@ class Nodes:
         raise AssertionError("no such process")
 
 
-def words_of(process: int, file: str) -> list[bytes]:
-    """Of a process's environment or command."""
-    return Path(f"/proc/{process}/{file}").read_bytes().split(b"\0")
+def words_of(process: int) -> list[bytes]:
+    """Of a process's command."""
+    return Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
 
 
 def test_a_preempted_node_takes_the_others_with_it_and_nothing_is_lost(
@@ -321,7 +311,7 @@ def test_a_host_file_tells_which_node_this_is(tmp_path: Path, corpus: Path) -> N
     )
     try:
         for _ in range(600):
-            words = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
+            words = words_of(process.pid)
             if b"--node-rank=1" in words:
                 break
             assert process.poll() is None

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts.cluster import Cluster, missing, wait_for
+from tests.processes import rank_of, wait_for
+from tests.scripts.cluster import Cluster, missing
 from tests.scripts.nodes import EVERY, ROOT, STEPS, arguments, environment, losses
 
 pytestmark = [
@@ -182,12 +183,6 @@ def test_a_frozen_process_is_named_and_the_job_goes_on(
     assert "slurm:   exit code 77: node" in job.log
     assert "attempt 2 on node[0-1], from step " in job.log and "attempt 3 " not in job.log
     assert job.losses == whole
-
-
-def rank_of(process: int) -> int | None:
-    """Of a process that torchrun has started."""
-    variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-    return next((int(value[5:]) for value in variables if value.startswith(b"RANK=")), None)
 
 
 def test_a_cancelled_job_saves_and_stays_away(cluster: Cluster, folder: Path, corpus: Path) -> None:

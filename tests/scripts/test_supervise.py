@@ -1,52 +1,32 @@
 """RESTARTS=N scripts/run.sh on one node; tests/scripts/test_nodes.py has several."""
 
 import signal
-import subprocess
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from os import kill
 from pathlib import Path
 
 from recipes.exit_codes import PREEMPTED
 from scripts.chaos import descendants
-from tests.scripts.nodes import EVERY, ROOT, arguments, environment, losses
-
-
-def start(folder: Path, words: list[str], **variables: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        ["bash", str(ROOT / "scripts/run.sh"), *words],
-        cwd=folder,
-        env=environment(**variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def wait_for(what: Callable[[], object]) -> None:
-    end = time.monotonic() + 90
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+from tests.processes import rank_of, wait_for
+from tests.scripts.nodes import EVERY, arguments, launch, losses
 
 
 def worker(process: int) -> int:
     for child in descendants(process):
         with suppress(OSError):
-            if b"RANK=1" in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+            if rank_of(child) == 1:
                 return child
     raise AssertionError("no process of rank 1")
 
 
 def test_a_crash_is_answered_with_a_restart_and_a_signal_is_not(tmp_path: Path, corpus: Path) -> None:
     words = arguments(tmp_path, corpus, "run", "--run.steps", "100000")
-    process = start(tmp_path, words, NPROC="2", RESTARTS="1")
-    wait_for(lambda: len(losses(tmp_path, "run")) >= EVERY + 2)
+    process = launch(tmp_path, words, NPROC="2", RESTARTS="1")
+    wait_for("a checkpoint", lambda: len(losses(tmp_path, "run")) >= EVERY + 2)
     kill(worker(process.pid), signal.SIGKILL)
     log = tmp_path / "runs" / "run" / "log.txt"
-    wait_for(lambda: "resumed from " in log.read_text())
-    wait_for(lambda: len(losses(tmp_path, "run")) >= 3 * EVERY)
+    wait_for("the restart", lambda: "resumed from " in log.read_text())
+    wait_for("steps of it", lambda: len(losses(tmp_path, "run")) >= 3 * EVERY)
     process.terminate()
     out, err = process.communicate(timeout=60)
     assert process.returncode == PREEMPTED, err
@@ -61,7 +41,7 @@ def test_a_crash_is_answered_with_a_restart_and_a_signal_is_not(tmp_path: Path, 
 def test_a_crash_loop_ends_with_its_reason(tmp_path: Path, corpus: Path) -> None:
     """A worker that crashes at once: the check, which needs no torch, has no fault to find."""
     (tmp_path / "torch.py").write_text("raise SystemExit(3)")
-    process = start(tmp_path, arguments(tmp_path, corpus, "loop"), NPROC="1", RESTARTS="9", PYTHONPATH=str(tmp_path))
+    process = launch(tmp_path, arguments(tmp_path, corpus, "loop"), NPROC="1", RESTARTS="9", PYTHONPATH=str(tmp_path))
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (3, "")
     assert err.splitlines() == [
@@ -73,16 +53,16 @@ def test_a_crash_loop_ends_with_its_reason(tmp_path: Path, corpus: Path) -> None
 def test_a_run_that_is_refused_or_has_its_steps_is_started_once(tmp_path: Path, corpus: Path) -> None:
     words = arguments(tmp_path, corpus, "once", "--run.steps", "2")
     (tmp_path / "runs").mkdir()
-    process = start(tmp_path, [*words, "--data.source", "no-such-file"], NPROC="1", RESTARTS="9")
+    process = launch(tmp_path, [*words, "--data.source", "no-such-file"], NPROC="1", RESTARTS="9")
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2 and "supervise: " not in err, err
-    process = start(tmp_path, words, NPROC="1", RESTARTS="9")
+    process = launch(tmp_path, words, NPROC="1", RESTARTS="9")
     out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "") and "done: 2 steps" in out
 
 
 def test_a_number_of_restarts_is_a_number(tmp_path: Path, corpus: Path) -> None:
-    process = start(tmp_path, arguments(tmp_path, corpus, "none"), NPROC="1", RESTARTS="many")
+    process = launch(tmp_path, arguments(tmp_path, corpus, "none"), NPROC="1", RESTARTS="many")
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (2, "")
     assert err == "RESTARTS=many: must be a number of restarts, 0 or more\n"

@@ -2,7 +2,6 @@
 
 import errno
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from safetensors import safe_open
 from torch import nn
 from torch.optim import Optimizer
 
-from parallel.dist import start, stop
 from parallel.errors import UserError
 from recipes.checkpoint import checkpoints as module
 from recipes.checkpoint import files, storage
@@ -22,12 +20,7 @@ from tests.recipes.checkpoint.small import build, contents, differences, names, 
 Run = tuple[nn.Module, Optimizer]
 
 
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    """A process group of one."""
-    start("cpu", seed=0)
-    yield
-    stop()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 @pytest.fixture

@@ -2,14 +2,12 @@
 
 import errno
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from torch import nn
 from torch.optim import Optimizer
 
-from parallel.dist import start, stop
 from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.checkpoint.files import verify
 from recipes.checkpoint.folder import newest_whole
@@ -20,11 +18,7 @@ from tests.recipes.checkpoint.small import build, contents, differences, names, 
 Run = tuple[nn.Module, Optimizer]
 
 
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    start("cpu", seed=0)
-    yield
-    stop()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import random
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -95,13 +94,6 @@ def test_a_shard_of_another_step_is_foreign(tmp_path: Path) -> None:
 
 
 # The same as a run finds it
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    start("cpu", seed=0)
-    yield
-    stop()
 
 
 def test_a_run_goes_on_from_the_one_before(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """Disks without room, damaged and misnamed checkpoints: what each costs, and what is told."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from parallel.dist import start, stop
 from parallel.errors import UserError
 from recipes.checkpoint import checkpoints as module
 from recipes.checkpoint.checkpoints import Checkpoints
@@ -20,12 +18,7 @@ from tests.recipes.checkpoint.small import contents, names, trained
 Run = tuple[nn.Module, Optimizer]
 
 
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    """A process group of one."""
-    start("cpu", seed=0)
-    yield
-    stop()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 @pytest.fixture

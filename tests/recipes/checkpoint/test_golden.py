@@ -1,12 +1,10 @@
 """Checkpoints of every version of the format load for ever, to the bit."""
 
 import json
-from collections.abc import Iterator
 
 import pytest
 
 from models.hf import parameter_shapes
-from parallel.dist import start, stop
 from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.checkpoint.files import verify
 from recipes.checkpoint.parameters import StoredParameters
@@ -16,11 +14,7 @@ from tests.recipes.checkpoint.small import SMALL, build, snapshot, step
 EXPECTED = json.loads((GOLDEN / "fingerprints.json").read_text())
 
 
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    start("cpu", seed=0)
-    yield
-    stop()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 @pytest.mark.parametrize(("name", "moments"), [("sharded", "float32"), ("bfloat16", "bfloat16")])
