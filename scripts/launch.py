@@ -177,7 +177,7 @@ def main() -> int:
     script = args.training_script
     several = args.nnodes.rpartition(":")[2] != "1"  # torchrun's default is "1:1"
     # Else they save, and so do those of the other nodes, which then do not start again as this one does.
-    orphans = signal.SIGKILL if several and os.environ.get("RESTARTS", "0") != "0" else signal.SIGTERM
+    orphans = signal.SIGKILL if several and (os.environ.get("RESTARTS") or "0") != "0" else signal.SIGTERM
     command = with_parent([sys.executable, "-u", args.training_script, *args.training_script_args], orphans)
     args.no_python, args.training_script, args.training_script_args = True, command[0], command[1:]
     workers.watch(script)

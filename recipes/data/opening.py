@@ -46,6 +46,8 @@ from recipes.tokenizer import Tokenizer, load_tokenizer
 
 SECONDS_BETWEEN_REPORTS = 10.0
 USUAL = Pieces()
+NO_LINKS = (errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What a file system says that makes no hard links: there the text is tokenized again."""
 
 
 @dataclass(frozen=True)
@@ -211,12 +213,7 @@ def _link(old: Path, shards: Sequence[Shard], new: Path, work: Preparation) -> N
                     with suppress(FileExistsError):  # another run does the same
                         os.link(path, new / path.name)
     except OSError as error:
-        if error.errno not in (
-            errno.EPERM,
-            errno.EMLINK,
-            errno.EOPNOTSUPP,
-            errno.ENOSYS,
-        ):  # no links there: tokenized again
+        if error.errno not in NO_LINKS:
             raise _cannot_write(new, error) from error
 
 
