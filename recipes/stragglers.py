@@ -28,12 +28,12 @@ IN_A_ROW = 4
 """Logged steps at which that must be too long."""
 SLOWER = 1.3
 """Than the median process."""
+SLOWER_ON_CPUS = 2.0
+"""There others use the cores too, and what shares a core or its cache with a process makes it a third slower."""
 MATTERS = 0.05
 """Of the step: less time for data than that is nobody's concern."""
 NOTICEABLE = 0.1
 """Of the step: communication that has become slower by less is not looked into."""
-SLOW_ON_CPUS = 0.5
-"""Share of the usual speed between nodes; where others use the cores too, a third less is noise."""
 EXCHANGES = 2
 """So often links are measured, and the fastest counts: noise only adds time."""
 PROBES = 10
@@ -81,9 +81,9 @@ class SlowLink:
 class Comparison:
     """Every process's seconds at the last logged steps."""
 
-    def __init__(self, nodes: Sequence[str]) -> None:
-        """nodes: names, by rank of the process."""
-        self._nodes = nodes
+    def __init__(self, nodes: Sequence[str], *, slower: float = SLOWER) -> None:
+        """nodes: names, by rank of the process. slower: so many times the median is slow."""
+        self._nodes, self._slower = nodes, slower
         self._steps = deque[float](maxlen=WINDOW)
         self._seconds = {phase: deque[Sequence[float]](maxlen=WINDOW) for phase in (DATA, COMPUTE)}
         self._in_a_row: dict[tuple[int, str], int] = {}
@@ -105,7 +105,7 @@ class Comparison:
             usual = median_low(by_rank)  # of two processes the faster one
             matters = MATTERS * median(self._steps) if phase == DATA else 0.0
             for rank, seconds in enumerate(by_rank):
-                if seconds > SLOWER * usual and seconds - usual > matters:
+                if seconds > self._slower * usual and seconds - usual > matters:
                     yield Straggler(rank, self._nodes[rank], phase, seconds, usual)
 
 
@@ -180,8 +180,10 @@ class Stragglers:
         """head: where the last part of the model's forward begins."""
         self._world, self._phases = world, phases
         self._work = Work(phases, world.device, model=model, head=head)
-        self._comparison = Comparison([world.node_of(rank) for rank in range(world.size)])
-        self._communication = Communication(is_all=world.device.type == "cpu")
+        self._is_cpu = world.device.type == "cpu"
+        self._slower = SLOWER_ON_CPUS if self._is_cpu else SLOWER
+        self._comparison = Comparison([world.node_of(rank) for rank in range(world.size)], slower=self._slower)
+        self._communication = Communication(is_all=self._is_cpu)
         self._is_warm, self._steps = False, 0
         self._step, self._data, self._compute = [0.0], [0.0], [0.0]
         self._slow_links, self._probes = list[SlowLink](), 0
@@ -218,8 +220,8 @@ class Stragglers:
 
         Processes on CPUs share the cores with others, and may wait longer for those: there only a name is worth a word.
         """
-        world, is_cpu = self._world, self._world.device.type == "cpu"
-        if world.size == 1 or (is_cpu and len(world.nodes) < 3):
+        world = self._world
+        if world.size == 1 or (self._is_cpu and len(world.nodes) < 3):
             return []
         more = self._communication.add(self._step, self._data, self._compute)
         if more is None:
@@ -230,12 +232,12 @@ class Stragglers:
         best = self._best_exchanges() if len(world.nodes) > 1 else {}
         self._slow_links = [
             SlowLink(rank, world.node_of(rank), COMMUNICATION, speed, usual)
-            for rank, speed, usual in slow_processes(best, world.nodes, share=SLOW_ON_CPUS if is_cpu else 1 / SLOWER)
+            for rank, speed, usual in slow_processes(best, world.nodes, share=1 / self._slower)
         ]
         if self._slow_links:
             return []
         self._communication.get_used_to_it()
-        return [] if is_cpu else [nobody_to_name(more, best, world.nodes)]
+        return [] if self._is_cpu else [nobody_to_name(more, best, world.nodes)]
 
     def _best_exchanges(self) -> dict[int, float]:
         """Rank -> bytes per second with the faster of its neighbours."""

@@ -28,7 +28,7 @@ def main(fault: str, ill: int, begin: int) -> None:
         return take(self, batch)
 
     def slow_in_data(self: Feed, batch: int) -> Any:
-        time.sleep(0.03 if batch >= begin else 0)
+        time.sleep(0.1 if batch >= begin else 0)
         return take(self, batch)
 
     def stuck(self: Trainer) -> Any:
@@ -37,7 +37,7 @@ def main(fault: str, ill: int, begin: int) -> None:
         return step(self)
 
     def slow_in_work(self: Trainer) -> Any:
-        end = time.thread_time() + (0.03 if self.step >= begin else 0)
+        end = time.thread_time() + (0.1 if self.step >= begin else 0)
         while time.thread_time() < end:
             pass
         return step(self)

@@ -16,7 +16,17 @@ from torch import nn
 from parallel.dist import start, stop
 from parallel.nodes import arrange
 from recipes.phases import FIRST_STEP, Phases
-from recipes.stragglers import COMPUTE, DATA, IN_A_ROW, WINDOW, Communication, Comparison, Stragglers, nobody_to_name
+from recipes.stragglers import (
+    COMPUTE,
+    DATA,
+    IN_A_ROW,
+    SLOWER_ON_CPUS,
+    WINDOW,
+    Communication,
+    Comparison,
+    Stragglers,
+    nobody_to_name,
+)
 from tests.processes import run_processes
 from tests.test_hangs import ill_run
 
@@ -41,6 +51,12 @@ def test_who_is_a_third_slower_is_named_within_twenty_logged_steps() -> None:
     found = names(comparison, [0.0] * 4, [0.5, 0.7, 0.5, 0.5], 20)
     assert found[-1] == [(1, COMPUTE)]
     assert names(comparison, [0.0] * 4, [0.5] * 4, 5)[-1] == []  # it has recovered
+
+
+def test_who_is_a_third_slower_on_a_cpu_may_share_the_core() -> None:
+    assert names(Comparison(HOSTS, slower=SLOWER_ON_CPUS), [0.0] * 4, [0.3, 0.3, 0.55, 0.3], 20)[-1] == []
+    found = names(Comparison(HOSTS, slower=SLOWER_ON_CPUS), [0.0] * 4, [0.3, 0.3, 0.65, 0.3], 20)
+    assert found[-1] == [(2, COMPUTE)]
 
 
 def test_of_two_the_slower_one_is_named() -> None:
@@ -159,9 +175,9 @@ def test_a_slow_process_of_a_run_is_named(fault: str, phase: str, tmp_path: Path
     assert (rank, found) == ("1", phase) and int(step) <= 5 + 20
     rows = [json.loads(line) for line in (tmp_path / "runs/ill/metrics.jsonl").read_text().splitlines()]
     [last] = rows[-1]["stragglers"]
-    assert (last["rank"], last["phase"]) == (1, phase) and last["seconds"] > 1.3 * last["median"]
+    assert (last["rank"], last["phase"]) == (1, phase) and last["seconds"] > SLOWER_ON_CPUS * last["median"]
     if phase == "data":  # rank 0, whose clock counts, waits for rank 1 in a collective
-        assert rows[-1]["wall_seconds"]["data"] > 50 * 0.03
+        assert rows[-1]["wall_seconds"]["data"] > 50 * 0.1
 
 
 def test_a_clean_run_names_nobody(tmp_path: Path, corpus: Path) -> None:
