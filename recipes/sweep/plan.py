@@ -116,14 +116,16 @@ def read_sweep(
     return Sweep(name=name, file=file, base=shown(base), folder=folder, rows=tuple(rows))
 
 
-def windows(*, steps: int, every: int, skip: int) -> list[tuple[int, int]]:
+def windows(*, steps: int, every: int, skip: int) -> Iterator[tuple[int, int]]:
     """(last step before it, its last step) of every window of steps whose time is measured.
 
     The loop waits for the device at logged steps alone (step 1, every `every`-th and the last), so the time between
     two of them is known and that of a single step is not. Windows that begin before step `skip` warm up.
     """
-    logged = sorted({1, *range(every, steps + 1, every), steps})
-    return [(begin, end) for begin, end in itertools.pairwise(logged) if begin >= skip]
+    regular = range(every, steps + 1, every)
+    others = [step for step in sorted({1, steps}) if step not in regular]
+    logged = itertools.chain(others[:1], regular, others[1:])
+    return ((begin, end) for begin, end in itertools.pairwise(logged) if begin >= skip)
 
 
 def device_count() -> int:
@@ -330,7 +332,7 @@ def _require_device(recipe: Recipe, device: str | None) -> None:
 def _require_windows(recipe: Recipe, skip: int) -> None:
     """Raises UserError where too few steps are left to measure."""
     steps, every = recipe.run.steps, recipe.metrics.every
-    found = len(windows(steps=steps, every=every, skip=skip))
+    found = len(list(itertools.islice(windows(steps=steps, every=every, skip=skip), LEAST_WINDOWS)))
     if found < LEAST_WINDOWS:
         enough = -(-skip // every) * every + LEAST_WINDOWS * every
         raise refusal(

@@ -51,7 +51,7 @@ def measure(row: Row, folder: Path) -> Result:
     """
     recipe = row.recipe
     rows = {logged["step"]: logged for logged in _logged(folder / "metrics.jsonl")}
-    spans = windows(steps=recipe.run.steps, every=recipe.metrics.every, skip=row.skip_steps)
+    spans = list(windows(steps=recipe.run.steps, every=recipe.metrics.every, skip=row.skip_steps))
     times = [rows[end]["step_seconds"] for _, end in spans]
     middle = median(times)
     length = recipe.batch.sequence_length

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from recipes.restarts import newest_step
+
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 40
 EVERY = 4
@@ -55,6 +57,12 @@ def losses(folder: Path, name: str) -> list[tuple[int, float]]:
     path = folder / "runs" / name / "metrics.jsonl"
     rows = (json.loads(line) for line in path.read_text().splitlines()) if path.exists() else ()
     return [(row["step"], row["loss"]) for row in rows]
+
+
+def reached(folder: Path, name: str, step: int) -> bool:
+    """Whether this step is logged, and the checkpoint that was due before it is whole: saves go on beside the steps."""
+    due = (step - 1) // EVERY * EVERY
+    return len(losses(folder, name)) >= step and newest_step(folder / "runs" / name) >= due
 
 
 def launch(folder: Path, words: list[str], *, on: Sequence[str] = (), **variables: str) -> "subprocess.Popen[str]":

@@ -17,7 +17,7 @@ from scripts.chaos import descendants
 from tests.processes import rank_of
 from tests.scripts import network
 from tests.scripts.network import DEVICE, Network
-from tests.scripts.nodes import EVERY, ROOT, STEPS, arguments, launch, losses
+from tests.scripts.nodes import EVERY, ROOT, STEPS, arguments, launch, losses, reached
 
 
 def run(folder: Path, words: list[str], **variables: str) -> tuple[int, str, str]:
@@ -91,7 +91,7 @@ class Nodes:
 
     def reach(self, step: int) -> None:
         end = time.monotonic() + 90
-        while len(self.losses) < step:
+        while not reached(self.folder, "two", step):
             assert time.monotonic() < end and self.nodes[0].poll() is None, ends(self.nodes)
             time.sleep(0.05)
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.processes import rank_of, wait_for
 from tests.scripts.cluster import Cluster, missing
-from tests.scripts.nodes import EVERY, ROOT, STEPS, arguments, environment, losses
+from tests.scripts.nodes import EVERY, ROOT, STEPS, arguments, environment, losses, reached
 
 pytestmark = [
     pytest.mark.slurm,
@@ -75,11 +75,11 @@ class Job:
         return losses(self.folder, self.name)
 
     def reach(self, step: int) -> None:
-        def reached() -> bool:
+        def is_there() -> bool:
             assert self.cluster.job(self.number)["JobState"] not in ("FAILED", "COMPLETED"), self.log
-            return len(self.losses) >= step
+            return reached(self.folder, self.name, step)
 
-        wait_for(f"step {step} of {self.name}", reached)
+        wait_for(f"step {step} of {self.name}", is_there)
 
     def finish(self) -> tuple[str, str]:
         """State and exit code at the end."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from recipes.exit_codes import PREEMPTED
 from scripts.chaos import descendants
 from tests.processes import rank_of, wait_for
-from tests.scripts.nodes import EVERY, arguments, launch, losses
+from tests.scripts.nodes import EVERY, arguments, launch, losses, reached
 
 
 def worker(process: int) -> int:
@@ -22,7 +22,7 @@ def worker(process: int) -> int:
 def test_a_crash_is_answered_with_a_restart_and_a_signal_is_not(tmp_path: Path, corpus: Path) -> None:
     words = arguments(tmp_path, corpus, "run", "--run.steps", "100000")
     process = launch(tmp_path, words, NPROC="2", RESTARTS="1")
-    wait_for("a checkpoint", lambda: len(losses(tmp_path, "run")) >= EVERY + 2)
+    wait_for("a checkpoint", lambda: reached(tmp_path, "run", EVERY + 2))
     kill(worker(process.pid), signal.SIGKILL)
     log = tmp_path / "runs" / "run" / "log.txt"
     wait_for("the restart", lambda: "resumed from " in log.read_text())

@@ -87,10 +87,12 @@ def test_the_fingerprint_is_that_of_what_changes_a_number(tmp_path: Path) -> Non
 
 
 def test_windows_begin_and_end_at_logged_steps() -> None:
-    assert windows(steps=12, every=5, skip=1) == [(1, 5), (5, 10), (10, 12)]
-    assert windows(steps=12, every=5, skip=2) == [(5, 10), (10, 12)]
-    assert windows(steps=4, every=1, skip=1) == [(1, 2), (2, 3), (3, 4)]
-    assert windows(steps=3, every=10, skip=3) == []
+    assert list(windows(steps=12, every=5, skip=1)) == [(1, 5), (5, 10), (10, 12)]
+    assert list(windows(steps=12, every=5, skip=2)) == [(5, 10), (10, 12)]
+    assert list(windows(steps=10, every=5, skip=1)) == [(1, 5), (5, 10)]
+    assert list(windows(steps=4, every=1, skip=1)) == [(1, 2), (2, 3), (3, 4)]
+    assert list(windows(steps=3, every=10, skip=3)) == list(windows(steps=1, every=10, skip=0)) == []
+    assert next(windows(steps=10**15, every=1, skip=2)) == (2, 3)  # none is made before its turn
 
 
 @pytest.mark.parametrize(
