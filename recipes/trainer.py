@@ -280,7 +280,11 @@ class Trainer:
         self._note_skipped()  # a run that goes on from here does not come by these steps again
         with self.phases.apart(SAVE):
             self.metrics.sync()
-            progress = {"sequences": self.step * self.recipe.batch.global_batch_size, "tokens": self._tokens()}
+            progress: dict[str, Any] = {
+                "sequences": self.step * self.recipe.batch.global_batch_size,
+                "tokens": self._tokens(),
+                "trained_on": self.feed.checksums(self.step),
+            }
             progress |= self.firewall.state() | self.metrics.state()
             progress |= self.goodput.state(finished=self.step == self.recipe.run.steps)
             self.checkpoints.save(self.model, self.optimizer, step=self.step, progress=progress)
@@ -329,6 +333,8 @@ class Trainer:
             return {}
         check = partial(require_same_data, facts=self.feed.facts)
         progress = self.checkpoints.resume(self.model, self.optimizer, step=self.resume_step, check=check)
+        if progress["step"] < self.recipe.run.steps:  # a finished run reads nothing more
+            self.feed.require_trained_on(progress.get("trained_on", {}), batches=progress["step"])
         self.firewall.restore(progress)
         if self.recipe.float8.all_gather:
             precompute_scales(self.model)

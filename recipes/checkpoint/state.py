@@ -16,6 +16,7 @@ PROGRESS: dict[str, TypeAdapter[Any]] = {
     "tokens": TypeAdapter(Count),
     "skipped_in_a_row": TypeAdapter(Annotated[int, Interval(ge=0, lt=2**31)]),
     "loss_window": TypeAdapter(Annotated[list[FiniteFloat], MaxLen(WINDOW)]),
+    "trained_on": TypeAdapter(dict[str, str]),
     "wandb_id": TypeAdapter(Annotated[str, MaxLen(200)]),
 }
 """What a run goes on from, each where it is there: older versions saved less. Other keys nobody reads."""

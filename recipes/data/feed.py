@@ -88,7 +88,8 @@ class Feed:
 
         self.training, self.validation = batches(opened.training), batches(opened.validation)
         self._global_batch_size = batch.global_batch_size
-        self._is_main, self._say = world.is_main, say
+        self._folders = {source.name: source.shards.folder for source in opened.training.sources}
+        self._world, self._say = world, say
         self._quarantine: Quarantine | None = None
         self._bad_rows = 0
 
@@ -123,6 +124,28 @@ class Feed:
         found = self.training.sequences.epochs(batches * self._global_batch_size)
         return {name: None if times is None else round(times, 4) for name, times in found.items()}
 
+    def checksums(self, batches: int) -> dict[str, str]:
+        """Of each source's tokens behind so many global batches: what a run was trained on."""
+        return self.training.sequences.checksums(batches * self._global_batch_size)
+
+    def require_trained_on(self, checksums: Mapping[str, str], *, batches: int) -> None:
+        """Raises UserError where so many global batches are made of other tokens than a run was trained on.
+
+        The facts tell which text was given; this, what was read of it. Every process must call it.
+        """
+
+        def look() -> None:
+            for source, now in self.checksums(batches).items():
+                if checksums.get(source, now) != now:  # older checkpoints have none
+                    raise UserError(
+                        f"data.source: the first {batches} global batches are not what this run was trained on: other"
+                        f" tokens come out of {source!r}, though its files look the same. One of them can be read now"
+                        " and could not be then, or the other way round. Mend that, remove"
+                        f" '{self._folders[source]}' and try again, or start another run (--run.name OTHER)"
+                    )
+
+        on_main(self._world, look)
+
     def list_bad_rows_in(self, folder: Path) -> None:
         """From now on, note bad rows in this folder of a run."""
         self._quarantine = Quarantine(folder / QUARANTINE, tell=self._say)
@@ -130,7 +153,7 @@ class Feed:
 
     def note_bad_rows(self) -> None:
         """List the bad rows of what was used since the last call, and say how many there are."""
-        if not self._is_main or self._quarantine is None:
+        if not self._world.is_main or self._quarantine is None:
             return
         if (rows := self._quarantine.note(self.training.sequences.sources)) > self._bad_rows:
             self._say(f"bad rows left out so far: {rows}, listed in {self._quarantine.file}")

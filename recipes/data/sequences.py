@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from parallel.errors import UserError
 from recipes.data.background import EVERYTHING, Background
@@ -121,6 +122,11 @@ class Source:
         needed = self.order.needs(number)
         return len(self.shards.shards) if needed is None else self.shards.covering(needed)
 
+    def checksum(self, number: int) -> str:
+        """Of the tokens in the shards behind sequences 0 .. number, which must be known."""
+        parts = [shard.checksums[self.shards.kind] for shard in self.shards.shards[: self.used(number)]]
+        return xxhash.xxh3_128_hexdigest(" ".join(parts).encode())
+
     def ready(self, needed: int | None) -> bool:
         """Whether so many tokens are there, or the whole source (None)."""
         return self.shards.complete or (needed is not None and self.shards.tokens >= needed)
@@ -191,6 +197,15 @@ class Sequences:
             source.name: count * self.sequence_length / source.tokens if source.tokens else None
             for source, count in zip(self.sources, self.mixture.consumed(consumed), strict=True)
         }
+
+    def checksums(self, consumed: int) -> dict[str, str]:
+        """Of each source's tokens behind the first so many sequences. Waits where they are not known yet."""
+        found = {}
+        for source, count in zip(self.sources, self.mixture.consumed(consumed), strict=True):
+            if count:
+                source.require(count - 1)
+                found[source.name] = source.checksum(count - 1)
+        return found
 
     def close(self) -> None:
         """Let nobody wait any longer, and stop what tokenizes."""

@@ -286,6 +286,7 @@ def test_a_run_does_not_go_on_from_it(name: str, place: Path, alone: None) -> No
         {"loss_window": ["1"]},
         {"loss_window": 1.0},
         {"wandb_id": ["x"]},
+        {"trained_on": {"text": 1}},
         {"tokens": 1.5},
         {"sequences": None},
     ],

@@ -2,12 +2,14 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+from recipes.data.prepare import write_shards
 from recipes.schema import DataConfig, Recipe
 from tests.processes import run_processes
 from tests.recipes.data.test_hub import c4, tiny_stories
@@ -134,3 +136,44 @@ def test_text_that_was_prepared_meanwhile_is_noticed(small: Recipe, tmp_path: Pa
     shards_in(tmp_path / "text", work_on(tmp_path / "raw", tokenizer=tokenizer))
     with pytest.raises(Exception, match=r"another order of .*: text that is tokenized .* then, prepared shards now"):
         run_processes(1, run_all, [change(recipe, run={"steps": 4})])
+
+
+def test_tokens_that_are_made_again_must_be_those_that_were_trained_on(small: Recipe, tmp_path: Path) -> None:  # noqa: F811
+    """A file that cannot be read, and can another time: the same text to look at, and other tokens."""
+    (tmp_path / "in").mkdir()
+    for name in ("a", "b"):
+        write_rows(tmp_path / "in" / f"{name}.jsonl", 200, name=name)
+    tokenizer = tokenizer_for(tmp_path / "in" / "a.jsonl")
+    (tmp_path / "tokenizer.json").write_text(tokenizer.json)
+    cache = tmp_path / "cache"
+    recipe = change(
+        small,
+        run={"name": "again", "steps": 2},
+        data={
+            "source": str(tmp_path / "in"),
+            "tokenizer": str(tmp_path / "tokenizer.json"),
+            "validation_fraction": 0.2,
+            "bad_row_budget": 0.9,
+            "cache": str(cache),
+        },
+        checkpoint={"every": 2},
+    )
+    work = work_on(tmp_path / "in", tokenizer=tokenizer)
+
+    def make(*, lacking: bool) -> None:
+        shutil.rmtree(cache, ignore_errors=True)
+        shards = write_shards(cache / "tokens" / work.fingerprint, work)
+        found = [next(shards)]
+        if lacking:
+            (tmp_path / "in" / "b.jsonl").rename(tmp_path / "b.jsonl")
+        found += shards
+        if lacking:
+            (tmp_path / "b.jsonl").rename(tmp_path / "in" / "b.jsonl")
+        assert len(found) > 2 and any(shard.unread for shard in found) == lacking
+
+    for until in (2, 4):
+        make(lacking=False)
+        run_processes(until // 2, run_all, [change(recipe, run={"steps": until})])
+    make(lacking=True)
+    with pytest.raises(Exception, match=r"first 4 global batches are not what .* other tokens come out of .*/in'"):
+        run_processes(1, run_all, [change(recipe, run={"steps": 6})])
