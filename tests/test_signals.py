@@ -184,8 +184,9 @@ def test_a_signal_loses_at_most_a_step(phase: str, name: str, target: str, start
 
 def test_a_second_signal_ends_a_run_at_once(start: Callable[..., Started]) -> None:
     """While it validates, say, which takes longer than anybody wants to wait."""
+    long = ("--validation.every", "1", "--validation.batches", "100000", "--data.validation_fraction", "0.9")
     for target in ("launcher", "one worker"):
-        run = start("--validation.every", "1", "--validation.batches", "100000", "--run.name", target)
+        run = start(*long, "--run.name", target)
         run.read_until("step      1/")
         family = [run.process.pid, *descendants(run.process.pid)]
         run.send(signal.SIGTERM, "launcher")
