@@ -283,7 +283,7 @@ class Trainer:
             progress: dict[str, Any] = {
                 "sequences": self.step * self.recipe.batch.global_batch_size,
                 "tokens": self._tokens(),
-                "trained_on": self.feed.checksums(self.step),
+                "trained_on": self.feed.checksums(self.step) if self.world.is_main else {},  # whose record is kept
             }
             progress |= self.firewall.state() | self.metrics.state()
             progress |= self.goodput.state(finished=self.step == self.recipe.run.steps)

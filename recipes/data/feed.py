@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from parallel.dist import World, on_main
+from parallel.dist import World, on_all, on_main
 from parallel.errors import UserError
 from recipes.data.batches import Batches, MicroBatch
 from recipes.data.opening import Data, open_data, pinned_sources
-from recipes.data.sequences import Quarantine, Sequences
+from recipes.data.sequences import Quarantine, Sequences, Source
 from recipes.run_folder import QUARANTINE
 from recipes.schema import BatchConfig, DataConfig
 from recipes.tokenizer import Tokenizer
@@ -88,7 +88,6 @@ class Feed:
 
         self.training, self.validation = batches(opened.training), batches(opened.validation)
         self._global_batch_size = batch.global_batch_size
-        self._folders = {source.name: source.shards.folder for source in opened.training.sources}
         self._world, self._say = world, say
         self._quarantine: Quarantine | None = None
         self._bad_rows = 0
@@ -125,26 +124,26 @@ class Feed:
         return {name: None if times is None else round(times, 4) for name, times in found.items()}
 
     def checksums(self, batches: int) -> dict[str, str]:
-        """Of each source's tokens behind so many global batches: what a run was trained on."""
-        return self.training.sequences.checksums(batches * self._global_batch_size)
+        """Of each source's tokens that so many global batches come from: what a run was trained on."""
+        return self.training.sequences.checksums(batches * self._global_batch_size, report=self._say)
 
     def require_trained_on(self, checksums: Mapping[str, str], *, batches: int) -> None:
-        """Raises UserError where so many global batches are made of other tokens than a run was trained on.
+        """Raises UserError where so many global batches come from other tokens than those a run was trained on.
 
         The facts tell which text was given; this, what was read of it. Every process must call it.
         """
 
         def look() -> None:
-            for source, now in self.checksums(batches).items():
-                if checksums.get(source, now) != now:  # older checkpoints have none
+            now = self.checksums(batches)
+            for source in self.training.sequences.sources:
+                if source.name in checksums and checksums[source.name] != now.get(source.name):  # older ones have none
                     raise UserError(
-                        f"data.source: the first {batches} global batches are not what this run was trained on: other"
-                        f" tokens come out of {source!r}, though its files look the same. One of them can be read now"
-                        " and could not be then, or the other way round. Mend that, remove"
-                        f" '{self._folders[source]}' and try again, or start another run (--run.name OTHER)"
+                        f"data: this run was trained on {batches} global batches that are others now: {source.name!r}"
+                        f" gives other tokens, though its files look the same. {_way_back(source)}; or start another"
+                        " run (--run.name OTHER)"
                     )
 
-        on_main(self._world, look)
+        on_all(self._world, look)
 
     def list_bad_rows_in(self, folder: Path) -> None:
         """From now on, note bad rows in this folder of a run."""
@@ -163,3 +162,13 @@ class Feed:
         """Stop reading, and what tokenizes."""
         self.training.close()
         self.validation.close()
+
+
+def _way_back(source: Source) -> str:
+    """What to do about a source that gives other tokens than before."""
+    folder = source.shards.folder
+    if source.order.window is None:
+        return f"Prepare '{folder}' again from what it was made of"
+    if any(shard.unread for shard in source.shards.shards):
+        return f"One of them cannot be read now: mend that, remove '{folder}' and give the same command"
+    return "One of them could not be read then, or the tokenizers package was another: put the data.cache of then back"

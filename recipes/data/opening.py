@@ -44,7 +44,6 @@ from recipes.data.sources import describe, is_prepared
 from recipes.schema import DataConfig
 from recipes.tokenizer import Tokenizer, load_tokenizer
 
-SECONDS_BETWEEN_REPORTS = 10.0
 USUAL = Pieces()
 NO_LINKS = (errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
 """What a file system says that makes no hard links: there the text is tokenized again."""
@@ -243,15 +242,8 @@ def _matching_index(folder: Path, tokenizer: Tokenizer, validation_fraction: flo
 
 def _wait_for_the_first(source: Source, report: Callable[[str], None]) -> None:
     """Until the first window is there; says how fast it comes."""
-    started = reported = time.perf_counter()
-
-    def progress() -> None:
-        nonlocal reported
-        if source.background is not None and time.perf_counter() - reported > SECONDS_BETWEEN_REPORTS:
-            reported = time.perf_counter()
-            report(f"tokenized {source.shards.tokens / 1e6:.0f} M tokens of {source.name}, going on")
-
-    source.require(0, waiting=progress)
+    started = time.perf_counter()
+    source.require(0, waiting=source.progress(report))
     if source.background is not None:
         held_out = sum(shard.validation for shard in source.shards.shards)
         rest = "" if source.shards.complete else "; the rest follows while the model trains"

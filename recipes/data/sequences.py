@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import xxhash
 
 from parallel.errors import UserError
 from recipes.data.background import EVERYTHING, Background
@@ -20,6 +19,7 @@ from recipes.data.shards import TRAIN, BadRowBudget, Shards, bad_rows
 from recipes.durable import Lines
 
 SECONDS_BETWEEN_LOOKS = 0.05
+SECONDS_BETWEEN_REPORTS = 10.0
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,17 @@ class Source:
         needed = self.order.needs(number)
         return len(self.shards.shards) if needed is None else self.shards.covering(needed)
 
-    def checksum(self, number: int) -> str:
-        """Of the tokens in the shards behind sequences 0 .. number, which must be known."""
-        parts = [shard.checksums[self.shards.kind] for shard in self.shards.shards[: self.used(number)]]
-        return xxhash.xxh3_128_hexdigest(" ".join(parts).encode())
+    def progress(self, report: Callable[[str], None]) -> Callable[[], None]:
+        """For require() to call: where this process tokenizes, tells every few seconds how far that has come."""
+        reported = time.monotonic()
+
+        def tell() -> None:
+            nonlocal reported
+            if self.background is not None and time.monotonic() - reported > SECONDS_BETWEEN_REPORTS:
+                reported = time.monotonic()
+                report(f"tokenized {self.shards.tokens / 1e6:.0f} M tokens of {self.name}, going on")
+
+        return tell
 
     def ready(self, needed: int | None) -> bool:
         """Whether so many tokens are there, or the whole source (None)."""
@@ -198,13 +205,16 @@ class Sequences:
             for source, count in zip(self.sources, self.mixture.consumed(consumed), strict=True)
         }
 
-    def checksums(self, consumed: int) -> dict[str, str]:
-        """Of each source's tokens behind the first so many sequences. Waits where they are not known yet."""
+    def checksums(self, consumed: int, *, report: Callable[[str], None] = print) -> dict[str, str]:
+        """Of each source's tokens that the first so many sequences come from. Waits, and says so, until they are there.
+
+        Reads what they take of the last shard.
+        """
         found = {}
         for source, count in zip(self.sources, self.mixture.consumed(consumed), strict=True):
             if count:
-                source.require(count - 1)
-                found[source.name] = source.checksum(count - 1)
+                source.require(count - 1, waiting=source.progress(report))
+                found[source.name] = source.shards.checksum(source.order.needs(count - 1))
         return found
 
     def close(self) -> None:

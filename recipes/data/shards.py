@@ -312,6 +312,16 @@ class Shards:
         """How many shards it takes to hold the first so many tokens; all there are where there are fewer tokens."""
         return min(int(np.searchsorted(self._ends, tokens, side="left")), len(self.shards))
 
+    def checksum(self, tokens: int | None) -> str:
+        """Of the first so many tokens; of all there are where there are fewer, or for None."""
+        count = len(self.shards) if tokens is None else self.covering(tokens)
+        parts = [shard.checksums[self.kind] for shard in self.shards[:count]]
+        if tokens is not None and tokens < self._ends[count]:
+            # Mapped here and not by _array(), which belongs to the thread that reads ahead.
+            last = np.load(array_path(self.folder, count - 1, self.kind), mmap_mode="r")
+            parts[-1] = xxhash.xxh3_64_hexdigest(last[: tokens - int(self._ends[count - 1])].data)
+        return xxhash.xxh3_128_hexdigest(" ".join(parts).encode())
+
     def read(self, start: int, out: np.ndarray) -> None:
         """Copy tokens start .. start + len(out) - 1 into `out`, any integer type. The first follows the last."""
         filled = 0

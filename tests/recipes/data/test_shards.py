@@ -25,6 +25,7 @@ from recipes.data.shards import (
     bad_rows_path,
     shard_path,
 )
+from tests.recipes.data.texts import shards_in, tokenizer_for, work_on, write_rows
 
 
 def write(folder: Path, number: int, tokens: np.ndarray, *, last: bool) -> None:
@@ -139,3 +140,28 @@ def test_a_trillion_tokens_are_read_at_once_and_in_little_memory(tmp_path: Path)
     for first in (0, 10**6, 10**9, 10**11):
         assert sequences.rows(first, 8).shape == (8, 8193)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB
+
+
+def test_a_checksum_is_of_so_many_tokens_and_of_no_more(tmp_path: Path) -> None:
+    texts = write_rows(tmp_path / "one.jsonl", 300)
+    lines = [json.dumps({"text": text}) for text in (*texts[:200], *(text + " Or not." for text in texts[200:]))]
+    (tmp_path / "other.jsonl").write_text("\n".join(lines))
+    found = []
+    for name in ("one", "other"):
+        work = work_on(tmp_path / f"{name}.jsonl", tokenizer=tokenizer_for(tmp_path / "one.jsonl"))
+        shards_in(tmp_path / name, work)
+        found.append(Shards(tmp_path / name))
+    one, other = found
+    rows = [np.zeros(min(one.tokens, other.tokens), dtype=np.int64) for _ in found]
+    for shards, row in zip(found, rows, strict=True):
+        shards.read(0, row)
+    alike = int(np.flatnonzero(rows[0] != rows[1])[0])
+    end = one.shards[0].train
+    assert 1 < end < alike
+    places = [1, end - 1, end, end + 1, alike]
+    assert [one.checksum(tokens) for tokens in places] == [other.checksum(tokens) for tokens in places]
+    assert len({one.checksum(tokens) for tokens in (*places, None)}) == len(places) + 1
+    assert one.checksum(alike + 1) != other.checksum(alike + 1) and one.checksum(None) != other.checksum(None)
+    assert one.checksum(one.tokens) == one.checksum(10**12) == one.checksum(None)
+    begun = Shards(tmp_path / "one", only=one.shards[:2])  # as it was when the rest was still to come
+    assert begun.checksum(end + 1) == one.checksum(end + 1)

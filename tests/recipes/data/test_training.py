@@ -174,6 +174,12 @@ def test_tokens_that_are_made_again_must_be_those_that_were_trained_on(small: Re
     for until in (2, 4):
         make(lacking=False)
         run_processes(until // 2, run_all, [change(recipe, run={"steps": until})])
+    other = change(recipe, run={"name": "other"})
     make(lacking=True)
-    with pytest.raises(Exception, match=r"first 4 global batches are not what .* other tokens come out of .*/in'"):
+    run_processes(1, run_all, [other])
+    gives = r"trained on {} global batches that are others now: .*/in' gives other tokens, .* One of them {}"
+    with pytest.raises(Exception, match=gives.format(4, "cannot be read now: mend that, remove .*tokens/")):
         run_processes(1, run_all, [change(recipe, run={"steps": 6})])
+    make(lacking=False)
+    with pytest.raises(Exception, match=gives.format(2, "could not be read then, or .*: put the data.cache of then")):
+        run_processes(1, run_all, [change(other, run={"steps": 6})])
