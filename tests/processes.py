@@ -1,10 +1,12 @@
 """Real processes: a function run by several, joined by gloo as torchrun would start them, and looks at others."""
 
 import os
+import secrets
 import socket
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,17 @@ def rank_of(process: int) -> int | None:
     return next((int(value[5:]) for value in variables if value.startswith(b"RANK=")), None)
 
 
+def free_ports(count: int) -> list[int]:
+    """Below those that the system gives out by itself (from 32768 on Linux): nobody takes them before they are used."""
+    found: set[int] = set()
+    while len(found) < count:
+        port = secrets.choice(range(10_000, 32_000))  # other processes draw, too, all seeded alike
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found.add(port)
+    return list(found)
+
+
 def run_processes(count: int, function: Callable[..., Any], *arguments: Any, timeout: float = 240) -> list[Any]:
     """Call `function(*arguments)` in `count` fresh processes with the launcher's environment; results by rank.
 
@@ -32,9 +45,7 @@ def run_processes(count: int, function: Callable[..., Any], *arguments: Any, tim
     """
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    [port] = free_ports(1)
     processes = [
         context.Process(target=_work, args=(rank, count, port, results, function, arguments)) for rank in range(count)
     ]

@@ -5,10 +5,10 @@ import shutil
 import signal
 import socket
 import subprocess
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
-from tests.processes import wait_for
+from tests.processes import free_ports, wait_for
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
@@ -23,14 +23,6 @@ def missing() -> str | None:
     if os.geteuid() != 0:
         return "SLURM's daemons need root"
     return None
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in sockets:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in sockets]
 
 
 class Cluster:

@@ -14,7 +14,7 @@ import pytest
 
 from recipes.exit_codes import HUNG, PREEMPTED, is_there
 from scripts.chaos import descendants
-from tests.processes import rank_of
+from tests.processes import free_ports, rank_of
 from tests.scripts import network
 from tests.scripts.network import DEVICE, Network
 from tests.scripts.nodes import EVERY, ROOT, STEPS, arguments, launch, losses, reached
@@ -35,9 +35,7 @@ def ends(nodes: list[subprocess.Popen[str]]) -> list[tuple[str, str]]:
 
 
 def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+    return str(free_ports(1)[0])
 
 
 @pytest.fixture(scope="module")
