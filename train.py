@@ -13,7 +13,7 @@ from pathlib import Path  # noqa: E402
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # first: others install a top-level `recipes` too
 
 from parallel.errors import UserError  # noqa: E402
-from recipes.exit_codes import FINISHED, REFUSED, leave  # noqa: E402
+from recipes.files.exit_codes import FINISHED, REFUSED, leave  # noqa: E402
 
 USAGE = """\
 usage: train.py RECIPE [--section.field value ...]
@@ -27,7 +27,7 @@ Recipes are in configs/; docs/recipes.md says what they can hold."""
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code, see recipes/exit_codes.py."""
+    """Returns the exit code, see recipes/files/exit_codes.py."""
     parser = argparse.ArgumentParser(usage=USAGE.removeprefix("usage: "), add_help=False, allow_abbrev=False)
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--check", action="store_true")

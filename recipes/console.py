@@ -6,7 +6,7 @@ from types import TracebackType
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from recipes.durable import Lines
+from recipes.files.atomic import Lines
 
 # A young model emits any byte; an escape among them would be an order to the terminal.
 CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), 127) if chr(code) not in "\n\t"}

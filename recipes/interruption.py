@@ -7,7 +7,7 @@ import threading
 import time
 
 from parallel.dist import Agreement
-from recipes.exit_codes import ECHO_SECONDS, SIGNALS, ended_by
+from recipes.files.exit_codes import ECHO_SECONDS, SIGNALS, ended_by
 
 SHOW_CURSOR = b"\x1b[?25h\n"
 

@@ -17,9 +17,9 @@ import torch
 from models.config import ModelConfig
 from models.documents import Documents
 from parallel.reduce import sum_over_processes
-from recipes.durable import Lines, sync
+from recipes.files.atomic import Lines, sync
+from recipes.files.layout import FLOAT8_SHARES, LOG_FILE, METRICS, QUARANTINE
 from recipes.hardware import bf16_peak
-from recipes.run_folder import FLOAT8_SHARES, LOG_FILE, METRICS, QUARANTINE
 
 PACKAGES = ("torch", "torchao", "datasets", "tokenizers", "safetensors", "numpy", "wandb")
 

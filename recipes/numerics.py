@@ -10,9 +10,9 @@ from torch import nn
 from parallel.casts import CastCounts
 from parallel.config import Float8Config
 from parallel.dist import World
-from recipes.durable import Lines
+from recipes.files.atomic import Lines
+from recipes.files.layout import FLOAT8_SHARES
 from recipes.phases import LOG, Phases
-from recipes.run_folder import FLOAT8_SHARES
 
 
 class CastSampler:

@@ -22,9 +22,9 @@ from parallel.dist import World, from_all, from_main
 from parallel.errors import UserError
 from parallel.links import BUFFER, Links, clock_bounds, measure_links, slow_processes
 from parallel.nodes import Node, listed
-from recipes.checkpoint.space import size
+from recipes.files.layout import holds_results
+from recipes.files.units import size
 from recipes.metrics import device_name
-from recipes.run_folder import holds_results
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 10.0

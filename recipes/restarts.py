@@ -8,8 +8,8 @@ from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2
 
 from parallel.errors import UserError
-from recipes.exit_codes import CANNOT_WRITE, HUNG, POISONED, PREEMPTED, REFUSED, ended_by
-from recipes.weights import CHECKPOINTS, checkpoint_steps
+from recipes.files.exit_codes import CANNOT_WRITE, HUNG, POISONED, PREEMPTED, REFUSED, ended_by
+from recipes.files.layout import CHECKPOINTS, checkpoint_steps
 
 
 class End(StrEnum):

@@ -8,6 +8,7 @@ from parallel.config import AttentionConfig, CompileConfig, Float8Config, MeshCo
 from parallel.errors import UserError
 from parallel.nodes import Node, require_like_nodes
 from recipes.fields import toml
+from recipes.files.layout import TOKENIZER
 from recipes.hf_folder import stored_tensors
 from recipes.problems import Problem, one_line, refusal
 from recipes.schema import (
@@ -21,7 +22,7 @@ from recipes.schema import (
     ScheduleConfig,
 )
 from recipes.starting import starting_point
-from recipes.weights import FROM_WEIGHTS, TOKENIZER, differences
+from recipes.weights import FROM_WEIGHTS, differences
 
 Violation = tuple[str, str]
 """(dotted key, the rule it breaks and what to write instead)."""

@@ -8,19 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
-from recipes.durable import PART, cut_back, write_whole
 from recipes.fields import field_types, toml, value_of
-from recipes.folder_lock import LOCK, FolderLock
+from recipes.files.atomic import PART, cut_back, write_whole
+from recipes.files.layout import (
+    CHECKPOINTS,
+    DATA,
+    ENVIRONMENT,
+    FLOAT8_SHARES,
+    METRICS,
+    QUARANTINE,
+    RECIPE,
+    holds_results,
+    step_folder,
+)
+from recipes.files.lock import LOCK, FolderLock
 from recipes.load import load, to_toml
 from recipes.schedule import learning_rate
 from recipes.schema import Recipe
-from recipes.weights import CHECKPOINTS, step_folder
-
-RECIPE, METRICS, QUARANTINE, LOG_FILE = "recipe.toml", "metrics.jsonl", "quarantine.jsonl", "log.txt"
-FLOAT8_SHARES = "float8.jsonl"
-"""{"step", "linear", "tensor", "overflow", "underflow"} of sampled steps."""
-DATA = "data.json"
-"""In a checkpoint: fingerprints of the tokens it was trained on."""
 
 # What makes two runs the same run. Everything else (length, mesh, micro-batches, precision, compile, checkpoints,
 # metrics ...) may change between a run and its continuation.
@@ -54,12 +58,6 @@ def identity_differences(old: Recipe, new: Recipe) -> list[str]:
         orders = f"{toml(was)} in the folder's recipe.toml, {toml(now)} now"
         differences.append(f"data.mixture: the sources stand in another order: {orders}")
     return differences
-
-
-def holds_results(folder: Path) -> bool:
-    """Whether the folder of a run holds anything that took time to make."""
-    metrics = folder / METRICS
-    return (metrics.is_file() and metrics.stat().st_size > 0) or any((folder / CHECKPOINTS).glob("step-*"))
 
 
 def check_output_folder(recipe: Recipe) -> None:
@@ -123,7 +121,7 @@ def claim_run_folder(recipe: Recipe, *, done: int, environment: dict[str, Any], 
                     write_whole(kept, old, sync=True)
             _update(file, text)
             (folder / QUARANTINE).unlink(missing_ok=True)  # which is written anew as far as the run has come
-            _update(folder / "environment.json", json.dumps(environment, indent=2) + "\n")
+            _update(folder / ENVIRONMENT, json.dumps(environment, indent=2) + "\n")
         for name in (METRICS, FLOAT8_SHARES):
             cut_back(folder / name, done)
     except OSError as error:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from recipes.checkpoint.folder import check
 from recipes.checkpoint.manifest import Damage
-from recipes.weights import CHECKPOINTS, Weights, checkpoint_steps, find_weights, step_folder
+from recipes.files.layout import CHECKPOINTS, checkpoint_steps, step_folder
+from recipes.weights import Weights, find_weights
 
 
 def starting_point(weights: str, run_folder: Path) -> Weights:

@@ -19,7 +19,7 @@ from parallel.dist import World
 from parallel.links import measure_exchanges, slow_processes
 from parallel.nodes import Node
 from parallel.reduce import gather_over_processes
-from recipes.checkpoint.space import size
+from recipes.files.units import size
 from recipes.phases import Phases
 
 WINDOW = 15

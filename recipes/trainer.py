@@ -31,9 +31,10 @@ from recipes.console import Console
 from recipes.convert import export_model, load_weights
 from recipes.data.feed import Feed
 from recipes.evaluate import mean_loss, show_sample
-from recipes.exit_codes import CANNOT_WRITE, FINISHED, POISONED, PREEMPTED, ended_by
+from recipes.files.exit_codes import CANNOT_WRITE, FINISHED, POISONED, PREEMPTED, ended_by
+from recipes.files.layout import CHECKPOINTS, DATA, EXPORT, LOG_FILE, PROFILE
+from recipes.files.lock import FolderLock
 from recipes.firewall import Firewall, Poisoned, backward
-from recipes.folder_lock import FolderLock
 from recipes.garbage import collected_by_hand
 from recipes.goodput import SKIPPED, Goodput
 from recipes.hf_folder import Description
@@ -45,13 +46,13 @@ from recipes.phases import END, FIRST_STEP, LOADING, LOG, SAVE, STEP, VALIDATION
 from recipes.profile import StepProfiler
 from recipes.report import UNSAVED, contents, farewell, introduction, step_line, summary
 from recipes.rules import require_valid
-from recipes.run_folder import DATA, LOG_FILE, check_output_folder, claim_run_folder, data_before, require_same_data
+from recipes.run_folder import check_output_folder, claim_run_folder, data_before, require_same_data
 from recipes.schedule import learning_rate
 from recipes.schema import Recipe
 from recipes.starting import starting_point
 from recipes.stragglers import Stragglers
 from recipes.tokenizer import Tokenizer
-from recipes.weights import CHECKPOINTS, FROM_WEIGHTS, Weights, checkpoint_files
+from recipes.weights import FROM_WEIGHTS, Weights, checkpoint_files
 
 
 class Trainer:
@@ -178,7 +179,7 @@ class Trainer:
     def _loop(self) -> int:
         """Train to the last step, or to the signal that is returned."""
         recipe, say = self.recipe, self.console.say
-        profiler = StepProfiler(recipe.profile, self.world, folder=self.folder / "profile", phases=self.phases, say=say)
+        profiler = StepProfiler(recipe.profile, self.world, folder=self.folder / PROFILE, phases=self.phases, say=say)
         sampler = CastSampler(self.model, recipe.float8, self.world, self.folder, phases=self.phases, tell=say)
         while self.step < recipe.run.steps:
             with profiler.step(), sampler.step(self.step + 1):
@@ -379,7 +380,7 @@ class Trainer:
                 self.model, self.feed, recipe.batch, recipe.validation.sample_tokens, device=device, seed=seed, say=say
             )
         if recipe.checkpoint.export_hf and saved:
-            export_model(self.model, self.folder / "hf", self._description(), world=self.world)
+            export_model(self.model, self.folder / EXPORT, self._description(), world=self.world)
         if done:
             tokens = done * self.throughput.tokens_per_step
             self.console.say(summary(done, tokens, seconds, validation_loss=self.validation_loss), style="bold")

@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from parallel.dist import SPOKEN, Heartbeats, World, flight_record
-from recipes.exit_codes import HUNG
+from recipes.files.exit_codes import HUNG
+from recipes.files.layout import LOG_FILE, RECIPE
 from recipes.phases import LOADING, START, STEP, Phases
-from recipes.run_folder import RECIPE
 
 HOUR = 3600.0
 START_LIMIT = 6 * HOUR
@@ -198,7 +198,7 @@ class Watchdog:
         cursor = SHOW_CURSOR if sys.stdout.isatty() else ""  # the live line hides it
         os.write(2, f"{cursor}{text}\n".encode())
         if (self._folder / RECIPE).exists():
-            with suppress(OSError), (self._folder / "log.txt").open("a", encoding="utf-8") as log:
+            with suppress(OSError), (self._folder / LOG_FILE).open("a", encoding="utf-8") as log:
                 log.write(text + "\n")
 
     def _write_stacks(self, own: Report) -> None:

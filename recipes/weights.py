@@ -1,7 +1,6 @@
 """Where trained weights lie: a Hugging Face folder, or one of our checkpoints. Imports no torch."""
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -13,15 +12,12 @@ from models.config import ModelConfig
 from models.hf import TextFacts
 from parallel.errors import UserError
 from recipes import hf_folder
+from recipes.files.layout import CHECKPOINTS, MODEL, TOKENIZER, checkpoint_steps, step_folder
 from recipes.hf_folder import Description
 from recipes.tokenizer import Tokenizer, build_tokenizer
 
-CHECKPOINTS = "checkpoints"
-"""The folder of the checkpoints inside of a run's."""
 FROM_WEIGHTS = "from_weights"
 """As model.name and as data.tokenizer: the one of model.weights."""
-MODEL, TOKENIZER = "model.json", "tokenizer.json"
-"""The files that make a checkpoint complete in itself."""
 UNCHECKED = ("name", "init_std", "weights")
 """Fields of a model that its trained weights do not depend on."""
 LLAMA3_ROPE = ("rope_factor", "rope_low_frequency_factor", "rope_high_frequency_factor", "rope_original_length")
@@ -83,18 +79,6 @@ def find_weights(path: str | Path) -> Weights:
         f"{folder} holds no weights: neither a Hugging Face folder ({hf_folder.CONFIG} and safetensors), nor a"
         f" checkpoint ({MODEL}), nor the folder of a run with a checkpoint"
     )
-
-
-def checkpoint_steps(folder: Path) -> list[int]:
-    """Steps of the complete checkpoints in the folder of a run's checkpoints, oldest first."""
-    # Without a superfluous zero: each step has one name.
-    found = (re.fullmatch(r"step-([0-9]{8}|[1-9][0-9]{8,})", path.name) for path in folder.glob("step-*"))
-    return sorted(int(match[1]) for match in found if match and (folder / match[0]).is_dir())
-
-
-def step_folder(folder: Path, step: int) -> Path:
-    """The checkpoint of a step."""
-    return folder / f"step-{step:08d}"
 
 
 def checkpoint_files(description: Description) -> dict[str, str]:

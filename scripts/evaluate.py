@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
 
 from parallel.errors import UserError  # noqa: E402
-from recipes.exit_codes import REFUSED  # noqa: E402
+from recipes.files.exit_codes import REFUSED  # noqa: E402
 
 
 def main(arguments: list[str]) -> int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from recipes.exit_codes import (
+from recipes.files.exit_codes import (
     CANNOT_WRITE,
     ECHO_SECONDS,
     HUNG,

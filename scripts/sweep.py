@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
 
 from parallel.errors import UserError  # noqa: E402
-from recipes.exit_codes import ended_by  # noqa: E402
+from recipes.files.exit_codes import ended_by  # noqa: E402
 from recipes.sweep.runner import Stopped, say_stopped, stop_signals  # noqa: E402
 
 EPILOG = """\

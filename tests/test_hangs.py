@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.exit_codes import HUNG
+from recipes.files.exit_codes import HUNG
 from scripts.chaos import descendants
 from tests.processes import rank_of
 from tests.scripts.nodes import ROOT, arguments

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipes.exit_codes import PREEMPTED
+from recipes.files.exit_codes import PREEMPTED
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 30

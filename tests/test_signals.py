@@ -13,7 +13,7 @@ from typing import IO
 
 import pytest
 
-from recipes.exit_codes import PREEMPTED, SIGNALS, ended_by
+from recipes.files.exit_codes import PREEMPTED, SIGNALS, ended_by
 from scripts.chaos import descendants
 from tests.test_run import ROOT, command, environment
 

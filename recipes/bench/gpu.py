@@ -20,7 +20,7 @@ from models.config import ModelConfig
 from models.sizes import SIZES
 from parallel.errors import UserError
 from recipes.bench import kernels
-from recipes.exit_codes import ended_by
+from recipes.files.exit_codes import ended_by
 from recipes.hardware import bf16_peak
 from recipes.load import CONFIGS
 from recipes.metrics import environment

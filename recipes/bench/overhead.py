@@ -17,6 +17,7 @@ from parallel.dist import start, stop
 from parallel.errors import UserError
 from parallel.reduce import clip_gradients, gradient_norm
 from recipes.console import Console
+from recipes.files.layout import METRICS
 from recipes.load import CONFIGS, load
 from recipes.metrics import environment
 from recipes.trainer import Trainer
@@ -64,7 +65,7 @@ def loops(overrides: list[str], *, rounds: int, steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         for number in range(rounds):
             trainer = _run(folder, [*overrides, "--run.steps", str(steps), "--run.name", f"round-{number}"])
-            rows = [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()]
+            rows = [json.loads(line) for line in (trainer.folder / METRICS).read_text().splitlines()]
             # All of the wall time between two logged steps, logging included, which a step's own time leaves out.
             walls = [sum(row["wall_seconds"].values()) for row in rows if row["step"] >= WINDOW]
             ours += [(then - now) / WINDOW for now, then in pairwise(walls)]

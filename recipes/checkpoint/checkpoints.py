@@ -35,8 +35,8 @@ from recipes.checkpoint.storage import (
     shard_name,
     signature,
 )
-from recipes.durable import sync_folder
-from recipes.weights import checkpoint_steps, step_folder
+from recipes.files.atomic import sync_folder
+from recipes.files.layout import checkpoint_steps, step_folder
 
 MOMENTS = "optimizer."
 """What the names of the optimizer's tensors begin with inside of a checkpoint: optimizer.PARAMETER.KIND."""

@@ -17,8 +17,8 @@ from pathlib import Path
 from parallel.errors import UserError
 from recipes.checkpoint.files import check_files, read_manifest, remove, write_file
 from recipes.checkpoint.manifest import MANIFEST, Damage, Manifest, OlderFormat, StoredFile, encode
-from recipes.durable import sync_folder
-from recipes.weights import checkpoint_steps, step_folder
+from recipes.files.atomic import sync_folder
+from recipes.files.layout import checkpoint_steps, step_folder
 
 FULL = {
     errno.ENOSPC: "the disk is full",

@@ -12,8 +12,8 @@ from parallel.errors import UserError
 from recipes.checkpoint.files import check_files, read_manifest, verify
 from recipes.checkpoint.folder import ASIDE, left_overs
 from recipes.checkpoint.manifest import MANIFEST, Damage, Manifest
-from recipes.checkpoint.space import size
-from recipes.weights import CHECKPOINTS, checkpoint_steps, step_folder
+from recipes.files.layout import CHECKPOINTS, checkpoint_steps, step_folder
+from recipes.files.units import size
 
 
 def find(path: Path) -> list[Path]:

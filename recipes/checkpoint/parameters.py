@@ -15,7 +15,7 @@ from parallel.float8 import without_wrapper
 from recipes.checkpoint.files import Piece, check_files, read_manifest, write_shard
 from recipes.checkpoint.folder import complete
 from recipes.checkpoint.storage import CODES, DTYPES, assemble, raw, read_tensors, shard_name
-from recipes.weights import MODEL
+from recipes.files.layout import MODEL
 
 PARAMETERS = "model."
 """What the names of parameters begin with inside of a checkpoint."""

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from parallel.errors import UserError
 from recipes.checkpoint.folder import left_overs
-from recipes.weights import checkpoint_steps
+from recipes.files.layout import checkpoint_steps
+from recipes.files.units import size
 
 
 def room(folder: Path, *, checkpoint_bytes: int, keep: int) -> str:
@@ -38,11 +39,3 @@ def _taken(folder: Path) -> int:
                 about = os.lstat(os.path.join(place, name))
                 taken += about.st_blocks * 512 if about.st_nlink == 1 else 0
     return taken
-
-
-def size(count: int) -> str:
-    """Bytes, for people."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.3g} {unit}"
-    return f"{count} B"

@@ -16,8 +16,8 @@ from typing import Any
 from parallel.errors import UserError
 from recipes.data.prepare import Preparation, write_shards
 from recipes.data.shards import PROBLEMS, Shards, problem_path
-from recipes.durable import write_whole
-from recipes.exit_codes import CANNOT_WRITE
+from recipes.files.atomic import write_whole
+from recipes.files.exit_codes import CANNOT_WRITE
 
 SECONDS_BETWEEN_LOOKS = 0.02
 EVERYTHING = 2**62

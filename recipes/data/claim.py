@@ -15,8 +15,8 @@ from pathlib import Path
 
 from parallel.errors import UserError
 from recipes.data.shards import OWNER, PROBLEMS, TOKENIZER
-from recipes.durable import PART
-from recipes.folder_lock import LOCK, is_still
+from recipes.files.atomic import PART
+from recipes.files.lock import LOCK, is_still
 
 # A text that was being written for so long was left by a killed process.
 SECONDS_TO_WRITE_A_TEXT = 3600

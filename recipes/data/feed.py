@@ -11,7 +11,7 @@ from parallel.errors import UserError
 from recipes.data.batches import Batches, MicroBatch
 from recipes.data.opening import Data, open_data, pinned_sources
 from recipes.data.sequences import Quarantine, Sequences, Source
-from recipes.run_folder import QUARANTINE
+from recipes.files.layout import QUARANTINE
 from recipes.schema import BatchConfig, DataConfig
 from recipes.tokenizer import Tokenizer
 

@@ -16,7 +16,7 @@ from parallel.errors import UserError
 from recipes.data.background import EVERYTHING, Background
 from recipes.data.order import Mixture, SequenceOrder
 from recipes.data.shards import TRAIN, BadRowBudget, Shards, bad_rows
-from recipes.durable import Lines
+from recipes.files.atomic import Lines
 
 SECONDS_BETWEEN_LOOKS = 0.05
 SECONDS_BETWEEN_REPORTS = 10.0

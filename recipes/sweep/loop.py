@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 
 from parallel.errors import UserError
-from recipes.folder_lock import FolderLock
+from recipes.files.lock import FolderLock
 from recipes.load import to_toml
 from recipes.sweep.numerics import numerics_table
 from recipes.sweep.plan import Row, Sweep

@@ -8,8 +8,9 @@ from typing import Any
 
 from parallel.errors import UserError
 from recipes.fields import toml
+from recipes.files.layout import ENVIRONMENT, FLOAT8_SHARES, METRICS
 from recipes.hardware import bf16_peak
-from recipes.run_folder import FLOAT8_SHARES, identity_differences
+from recipes.run_folder import identity_differences
 from recipes.sweep.plan import Row, Sweep, windows
 from recipes.sweep.runner import Ended
 
@@ -36,7 +37,7 @@ def result_of(row: Row, ended: Ended) -> Result:
     if ended.outcome == "done":
         return result | measure(row, folder)
     if ended.outcome in ("timed out", "crashed", "out of memory"):
-        rows = _logged(folder / "metrics.jsonl")
+        rows = _logged(folder / METRICS)
         last = f"last logged step {rows[-1]['step']} of {row.recipe.run.steps}" if rows else "no step was logged"
         result["reason"] += f" ({last})"
     return result
@@ -50,7 +51,7 @@ def measure(row: Row, folder: Path) -> Result:
     documents that the measured windows logged where documents are masked, else that of a sequence. Memory is rank 0's.
     """
     recipe = row.recipe
-    rows = {logged["step"]: logged for logged in _logged(folder / "metrics.jsonl")}
+    rows = {logged["step"]: logged for logged in _logged(folder / METRICS)}
     spans = list(windows(steps=recipe.run.steps, every=recipe.metrics.every, skip=row.skip_steps))
     times = [rows[end]["step_seconds"] for _, end in spans]
     middle = median(times)
@@ -59,7 +60,7 @@ def measure(row: Row, folder: Path) -> Result:
     lengths = [(end - begin, rows[end].get("attention_length", length)) for begin, end in spans]
     attended = sum(steps * mean for steps, mean in lengths) / sum(steps for steps, _ in lengths)
     flops, flops_full = (recipe.model.flops_per_token(attended, kind) for kind in ("causal", "full"))
-    environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+    environment = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
     peak = bf16_peak(environment["device"])
     return {
         "step_seconds": middle,
@@ -77,7 +78,7 @@ def measure(row: Row, folder: Path) -> Result:
         "final_loss": rows[max(rows)]["loss"],
         "curve": [[step, logged["tokens"], logged["loss"]] for step, logged in sorted(rows.items())],
         "grad_norms": [[step, logged.get("grad_norm")] for step, logged in sorted(rows.items())],
-        "skipped_steps": [logged["step"] for logged in _json_lines(folder / "metrics.jsonl") if "skipped" in logged],
+        "skipped_steps": [logged["step"] for logged in _json_lines(folder / METRICS) if "skipped" in logged],
         "float8": _worst_casts(folder / FLOAT8_SHARES),
         "environment": environment,
     }

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from recipes.exit_codes import with_parent
+from recipes.files.exit_codes import with_parent
 
 Outcome = Literal["done", "out of memory", "crashed", "refused", "timed out"]
 MARK = "SHARDWRIGHT_SWEEP_RUN"

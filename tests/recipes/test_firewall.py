@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipes.exit_codes import POISONED
+from recipes.files.exit_codes import POISONED
 from recipes.load import load
 from recipes.schema import Recipe
 from tests.processes import run_processes

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from recipes.exit_codes import CANNOT_WRITE
+from recipes.files.exit_codes import CANNOT_WRITE
 from recipes.load import load
 from recipes.schema import Recipe
 from tests.processes import run_processes

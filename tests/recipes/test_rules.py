@@ -12,7 +12,7 @@ from models.sizes import SIZES
 from parallel.config import AttentionConfig, CompileConfig, Float8Config, MeshConfig
 from parallel.errors import UserError
 from parallel.nodes import arrange
-from recipes.folder_lock import FolderLock
+from recipes.files.lock import FolderLock
 from recipes.load import load, to_toml
 from recipes.rules import require_valid, violations
 from recipes.run_folder import (

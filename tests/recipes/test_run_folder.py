@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from recipes.exit_codes import REFUSED
+from recipes.files.exit_codes import REFUSED
 
 ROOT = Path(__file__).resolve().parents[2]
 # Ends at the n-th change of a file, before it happens, for n = 0, 1, ... until there are no more; then the start after.
@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from recipes.load import load
 from recipes.run_folder import check_output_folder, claim_run_folder
-from recipes.folder_lock import FolderLock
+from recipes.files.lock import FolderLock
 from recipes.schema import Recipe, RunConfig
 
 output, kind = Path(sys.argv[1]), sys.argv[2]

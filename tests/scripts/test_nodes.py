@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.exit_codes import HUNG, PREEMPTED, is_there
+from recipes.files.exit_codes import HUNG, PREEMPTED, is_there
 from scripts.chaos import descendants
 from tests.processes import free_ports, rank_of
 from tests.scripts import network

@@ -15,7 +15,7 @@ import tomli
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from recipes.exit_codes import PREEMPTED
+from recipes.files.exit_codes import PREEMPTED
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCK = (ROOT / "requirements.lock").read_text()

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.checkpoint.files import verify
 from recipes.checkpoint.folder import newest_whole
-from recipes.weights import checkpoint_steps, step_folder
+from recipes.files.layout import checkpoint_steps, step_folder
 from tests.recipes.checkpoint.operations import Names, Operation, Recorder, replay, torn
 from tests.recipes.checkpoint.small import build, contents, differences, names, snapshot, step, trained
 

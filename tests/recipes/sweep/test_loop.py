@@ -15,7 +15,7 @@ TINY = ROOT / "configs/sweeps/cpu/tiny.toml"
 HOLD = """
 import sys, time
 from pathlib import Path
-from recipes.folder_lock import FolderLock
+from recipes.files.lock import FolderLock
 lock = FolderLock()
 lock.take(Path(sys.argv[1]), tell=print)
 print("held", flush=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from recipes.durable import BLOCK, Lines, cut_back, write_whole
+from recipes.files.atomic import BLOCK, Lines, cut_back, write_whole
 from tests.full_disk import files_of_at_most
 
 

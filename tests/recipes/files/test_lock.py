@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from parallel.errors import UserError
-from recipes.folder_lock import LOCK, FolderLock
+from recipes.files.lock import LOCK, FolderLock
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from recipes.folder_lock import FolderLock
+from recipes.files.lock import FolderLock
 lock = FolderLock()
 lock.take(Path(sys.argv[1]), tell=print)
 if os.fork():
@@ -83,7 +83,7 @@ def test_the_same_run_takes_it_as_often_as_it_likes(tmp_path: Path) -> None:
     folder.mkdir()
     lock.take(folder, tell=told.append)
     assert told == [] and (tmp_path / "r.1" / LOCK).exists()
-    code = "import sys; from pathlib import Path; from recipes.folder_lock import FolderLock"
+    code = "import sys; from pathlib import Path; from recipes.files.lock import FolderLock"
     code += "; FolderLock().take(Path(sys.argv[1]), tell=print, here=0)"
     done = subprocess.run([sys.executable, "-c", code, folder], cwd=ROOT, capture_output=True, text=True)
     assert "is in use: process" in done.stderr

@@ -1,0 +1,9 @@
+"""Numbers with their units, as people read them. Imports no torch."""
+
+
+def size(count: int) -> str:
+    """Bytes, for people."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}"
+    return f"{count} B"
