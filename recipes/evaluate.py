@@ -17,9 +17,9 @@ from parallel.dist import World
 from parallel.errors import UserError
 from parallel.reduce import sum_over_processes
 from recipes.data.batches import MicroBatch
+from recipes.data.config import BatchConfig
 from recipes.data.feed import Feed
 from recipes.sampling import next_token
-from recipes.schema import BatchConfig
 from recipes.tokenizer import Tokenizer, parallel_tokenizers, text_batches
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from parallel.materialize import plain_name
-from recipes.schema import OptimizerConfig
+from recipes.optimization.config import OptimizerConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # Elements that are in float32 at a time, unless one tensor has more: their copies take 8 bytes each.

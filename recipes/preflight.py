@@ -24,7 +24,7 @@ from parallel.links import BUFFER, Links, clock_bounds, measure_links, slow_proc
 from parallel.nodes import Node, listed
 from recipes.files.layout import holds_results
 from recipes.files.units import size
-from recipes.metrics import device_name
+from recipes.metrics.throughput import device_name
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 10.0

@@ -12,8 +12,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from parallel.dist import World
 from recipes.breakdown import STEP, break_down, read_trace, table
+from recipes.metrics.config import ProfileConfig
 from recipes.phases import LOG, Phases
-from recipes.schema import ProfileConfig
 
 TRACE, TABLE, NUMBERS = "trace.json.gz", "breakdown.md", "breakdown.json"
 

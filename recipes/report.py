@@ -6,11 +6,11 @@ from typing import Protocol
 
 from models.config import ModelConfig
 from parallel.config import MeshDegrees
-from recipes.schema import BatchConfig, DataConfig
+from recipes.data.config import BatchConfig, DataConfig
 
 
 class Yardstick(Protocol):
-    """What recipes.metrics.Throughput knows of model and device."""
+    """What recipes.metrics.throughput.Throughput knows of model and device."""
 
     flops: int
     peak: float | None

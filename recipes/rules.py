@@ -7,20 +7,15 @@ from models.config import ModelConfig
 from parallel.config import AttentionConfig, CompileConfig, Float8Config, MeshConfig, MeshDegrees
 from parallel.errors import UserError
 from parallel.nodes import Node, require_like_nodes
+from recipes.checkpoint.config import CheckpointConfig
+from recipes.data.config import BatchConfig, DataConfig
 from recipes.fields import toml
 from recipes.files.layout import TOKENIZER
 from recipes.hf_folder import stored_tensors
+from recipes.metrics.config import ProfileConfig
+from recipes.optimization.config import OptimizerConfig, ScheduleConfig
 from recipes.problems import Problem, one_line, refusal
-from recipes.schema import (
-    BatchConfig,
-    CheckpointConfig,
-    DataConfig,
-    OptimizerConfig,
-    ProfileConfig,
-    Recipe,
-    RunConfig,
-    ScheduleConfig,
-)
+from recipes.schema import Recipe, RunConfig
 from recipes.starting import starting_point
 from recipes.weights import FROM_WEIGHTS, differences
 

@@ -2,7 +2,7 @@
 
 import math
 
-from recipes.schema import ScheduleConfig
+from recipes.optimization.config import ScheduleConfig
 
 
 def learning_rate(step: int, *, peak: float, steps: int, schedule: ScheduleConfig) -> float:

@@ -39,7 +39,7 @@ from recipes.garbage import collected_by_hand
 from recipes.goodput import SKIPPED, Goodput
 from recipes.hf_folder import Description
 from recipes.interruption import Interruption
-from recipes.metrics import AttentionLength, MetricsWriter, Throughput, environment, peak_memory_gib
+from recipes.metrics.throughput import AttentionLength, MetricsWriter, Throughput, environment, peak_memory_gib
 from recipes.numerics import CastSampler
 from recipes.optimizer import build_optimizer
 from recipes.phases import END, FIRST_STEP, LOADING, LOG, SAVE, STEP, VALIDATION, Phases

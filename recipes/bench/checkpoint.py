@@ -24,8 +24,8 @@ from torch.distributed.fsdp import fully_shard
 from parallel.config import MeshConfig
 from parallel.mesh import build_mesh
 from recipes.checkpoint.checkpoints import Checkpoints
+from recipes.optimization.config import OptimizerConfig
 from recipes.optimizer import build_optimizer
-from recipes.schema import OptimizerConfig
 
 Row = dict[str, float]
 

@@ -26,6 +26,7 @@ import torch
 import xxhash
 
 from recipes.data.batches import Batches
+from recipes.data.config import DataConfig
 from recipes.data.opening import Data, open_data, pinned_sources
 from recipes.data.order import SequenceOrder
 from recipes.data.prepare import Pieces, preparation, write_shards
@@ -46,7 +47,6 @@ from recipes.data.shards import (
     array_path,
     shard_path,
 )
-from recipes.schema import DataConfig
 from recipes.tokenizer import Tokenizer, load_tokenizer, parallel_tokenizers
 
 LENGTH = 8192

@@ -23,8 +23,8 @@ from recipes.bench import kernels
 from recipes.files.exit_codes import ended_by
 from recipes.hardware import bf16_peak
 from recipes.load import CONFIGS
-from recipes.metrics import environment
-from recipes.schema import OptimizerConfig
+from recipes.metrics.throughput import environment
+from recipes.optimization.config import OptimizerConfig
 from recipes.sweep.loop import run_sweep
 from recipes.sweep.plan import read_sweep
 from recipes.sweep.results import table

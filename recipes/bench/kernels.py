@@ -17,8 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from models.config import ModelConfig
 from recipes.breakdown import ATTENTION_NAMES
+from recipes.optimization.config import OptimizerConfig
 from recipes.optimizer import build_optimizer
-from recipes.schema import OptimizerConfig
 
 Measurement = dict[str, Any]
 FORWARD, INPUT, WEIGHT = "forward", "gradient of the input", "gradient of the weight"

@@ -19,7 +19,7 @@ from parallel.reduce import clip_gradients, gradient_norm
 from recipes.console import Console
 from recipes.files.layout import METRICS
 from recipes.load import CONFIGS, load
-from recipes.metrics import environment
+from recipes.metrics.throughput import environment
 from recipes.trainer import Trainer
 
 ROOT = CONFIGS.parent

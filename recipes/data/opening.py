@@ -15,6 +15,7 @@ from parallel.errors import UserError
 from recipes.data import hub
 from recipes.data.background import Background
 from recipes.data.claim import claimed
+from recipes.data.config import DataConfig
 from recipes.data.order import SequenceOrder
 from recipes.data.prepare import (
     VERIFY_UP_TO_BYTES,
@@ -41,7 +42,6 @@ from recipes.data.shards import (
     shard_path,
 )
 from recipes.data.sources import describe, is_prepared
-from recipes.schema import DataConfig
 from recipes.tokenizer import Tokenizer, load_tokenizer
 
 USUAL = Pieces()

@@ -30,7 +30,8 @@ from recipes.breakdown import (
     read_trace,
     table,
 )
-from recipes.schema import OptimizerConfig, ProfileConfig
+from recipes.metrics.config import ProfileConfig
+from recipes.optimization.config import OptimizerConfig
 from tests.processes import run_processes
 
 # A GPU: kernels on two streams, each launched by an operator on a CPU thread

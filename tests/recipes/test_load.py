@@ -9,9 +9,10 @@ import pytest
 from models.sizes import SIZES
 from parallel.errors import UserError
 from recipes import command_line
+from recipes.data.config import DataConfig
 from recipes.fields import describe, field_docs, field_types, sections
 from recipes.load import load, to_toml
-from recipes.schema import DataConfig, Recipe
+from recipes.schema import Recipe
 
 MODEL = '[model]\nname = "smollm3_debug"\n'
 

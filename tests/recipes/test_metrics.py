@@ -14,8 +14,8 @@ import torch
 from models.documents import Documents
 from models.sizes import SIZES
 from parallel.dist import start, stop
-from recipes import metrics
-from recipes.metrics import (
+from recipes.metrics import throughput as metrics
+from recipes.metrics.throughput import (
     PACKAGES,
     AttentionLength,
     MetricsWriter,
@@ -154,7 +154,7 @@ def test_other_ranks_touch_nothing(tmp_path: Path) -> None:
 TRACKED = """
 import sys
 from pathlib import Path
-from recipes.metrics import MetricsWriter
+from recipes.metrics.throughput import MetricsWriter
 facts = {"recipe": {"run": {"steps": 3}}, "run_name": "a run of ours"}
 writer = MetricsWriter(Path(sys.argv[1]), enabled=True, wandb_project="p", before={}, **facts)
 writer.write({"step": 1, "loss": 3.0, "mfu": None})

@@ -14,8 +14,8 @@ from parallel.config import Float8Config, FSDPConfig
 from parallel.float8 import precompute_scales
 from parallel.materialize import plain_name
 from recipes.checkpoint.checkpoints import Checkpoints
+from recipes.optimization.config import OptimizerConfig
 from recipes.optimizer import build_optimizer
-from recipes.schema import OptimizerConfig
 from tests.build import build_model
 
 CONFIG = OptimizerConfig(lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.5)

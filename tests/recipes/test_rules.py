@@ -12,8 +12,12 @@ from models.sizes import SIZES
 from parallel.config import AttentionConfig, CompileConfig, Float8Config, MeshConfig
 from parallel.errors import UserError
 from parallel.nodes import arrange
+from recipes.checkpoint.config import CheckpointConfig
+from recipes.data.config import BatchConfig, DataConfig
 from recipes.files.lock import FolderLock
 from recipes.load import load, to_toml
+from recipes.metrics.config import MetricsConfig, ProfileConfig
+from recipes.optimization.config import OptimizerConfig, ScheduleConfig
 from recipes.rules import require_valid, violations
 from recipes.run_folder import (
     check_output_folder,
@@ -21,17 +25,7 @@ from recipes.run_folder import (
     identity_differences,
     require_same_data,
 )
-from recipes.schema import (
-    BatchConfig,
-    CheckpointConfig,
-    DataConfig,
-    MetricsConfig,
-    OptimizerConfig,
-    ProfileConfig,
-    Recipe,
-    RunConfig,
-    ScheduleConfig,
-)
+from recipes.schema import Recipe, RunConfig
 
 
 def broken_by(recipe: Recipe, *, processes: int | None = None) -> dict[str, str]:

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from recipes.optimization.config import ScheduleConfig
 from recipes.schedule import learning_rate
-from recipes.schema import ScheduleConfig
 
 
 def rates(schedule: ScheduleConfig, steps: int = 100, peak: float = 2.0) -> list[float]:

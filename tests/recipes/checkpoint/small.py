@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from models.sizes import SIZES
 from parallel.config import MeshConfig
 from parallel.materialize import plain_name
+from recipes.optimization.config import OptimizerConfig
 from recipes.optimizer import build_optimizer
-from recipes.schema import OptimizerConfig
 from tests.build import SHARD_ALL, build_model
 
 SMALL = replace(

@@ -9,8 +9,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from recipes.data.config import DataConfig
 from recipes.data.prepare import write_shards
-from recipes.schema import DataConfig, Recipe
+from recipes.schema import Recipe
 from tests.processes import run_processes
 from tests.recipes.data.test_hub import c4, tiny_stories
 from tests.recipes.data.texts import shards_in, tokenizer_for, work_on, write_rows
