@@ -7,9 +7,9 @@ from pathlib import Path
 
 from torch import nn
 
-from parallel.casts import CastCounts
 from parallel.config import Float8Config
 from parallel.dist import World
+from parallel.float8_casts import CastCounts
 from recipes.files.atomic import Lines
 from recipes.files.layout import FLOAT8_SHARES
 from recipes.phases import LOG, Phases

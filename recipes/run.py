@@ -20,8 +20,8 @@ from recipes.watchdog import SLOW_LIMIT, Watchdog
 def train(recipe: Recipe, *, began: float) -> int:
     """Run a recipe in this process, one of those the launcher started.
 
-    began: when the process did, by time.monotonic(). Returns the exit code, see recipes/files/exit_codes.py. A UserError
-    that concerns all ranks is printed once, by rank 0.
+    began: when the process did, by time.monotonic(). Returns the exit code, see recipes/files/exit_codes.py.
+    A UserError that concerns all ranks is printed once, by rank 0.
     """
     folder, limit = recipe.run.folder, recipe.run.hang_timeout
     world = start(

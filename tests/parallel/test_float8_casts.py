@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from models.sizes import SIZES
-from parallel.casts import CastCounts, cast_counts
 from parallel.config import Float8Config, FSDPConfig, MeshConfig
 from parallel.dist import start, stop
 from parallel.float8 import Cast, casts_of_linears, convert_linears, precompute_scales
+from parallel.float8_casts import CastCounts, cast_counts
 from tests.build import build_model
 from tests.processes import run_processes
 
