@@ -6,15 +6,15 @@ from pathlib import Path
 
 from parallel.dist import lost_a_peer, start, stop
 from parallel.errors import UserError
+from recipes.cluster.preflight import preflight
+from recipes.cluster.watchdog import SLOW_LIMIT, Watchdog
 from recipes.console import Console
 from recipes.data.sources import is_prepared
 from recipes.interruption import forget_signals
 from recipes.load import to_toml
 from recipes.phases import Phases
-from recipes.preflight import preflight
 from recipes.schema import Recipe
 from recipes.trainer import Trainer
-from recipes.watchdog import SLOW_LIMIT, Watchdog
 
 
 def train(recipe: Recipe, *, began: float) -> int:

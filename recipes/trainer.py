@@ -27,6 +27,7 @@ from parallel.order import parallelize
 from parallel.reduce import clip_gradients, gradient_norm, sum_over_processes
 from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.checkpoint.folder import newest_whole
+from recipes.cluster.stragglers import Stragglers
 from recipes.console import Console
 from recipes.convert import export_model, load_weights
 from recipes.data.feed import Feed
@@ -50,7 +51,6 @@ from recipes.run_folder import check_output_folder, claim_run_folder, data_befor
 from recipes.schedule import learning_rate
 from recipes.schema import Recipe
 from recipes.starting import starting_point
-from recipes.stragglers import Stragglers
 from recipes.tokenizer import Tokenizer
 from recipes.weights import FROM_WEIGHTS, Weights, checkpoint_files
 

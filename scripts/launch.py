@@ -32,7 +32,7 @@ from recipes.files.exit_codes import (
 )
 
 if TYPE_CHECKING:
-    from parallel.launchers import Launchers
+    from recipes.cluster.rendezvous import Launchers
 
 EXPLAINED = {REFUSED, CANNOT_WRITE, PREEMPTED, POISONED, HUNG, *map(ended_by, SIGNALS)}
 """The worker has said why itself."""
@@ -182,7 +182,7 @@ def main() -> int:
     args.no_python, args.training_script, args.training_script_args = True, command[0], command[1:]
     workers.watch(script)
     if several:
-        from parallel.launchers import Launchers
+        from recipes.cluster.rendezvous import Launchers
 
         count = int(args.nnodes.rpartition(":")[2])
         nodes = Launchers(args.master_addr, args.master_port, node=args.node_rank, nodes=count, hung=HUNG, say=say)

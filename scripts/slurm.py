@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
 
 from parallel.errors import UserError  # noqa: E402
+from recipes.cluster.restarts import End, History, end_of, newest_step, number_of_restarts, reason_to_stop  # noqa: E402
 from recipes.files.exit_codes import PREEMPTED, REFUSED  # noqa: E402
-from recipes.restarts import End, History, end_of, newest_step, number_of_restarts, reason_to_stop  # noqa: E402
 from recipes.schema import RunConfig  # noqa: E402
 
 RUN = ["bash", str(ROOT / "scripts" / "run.sh")]

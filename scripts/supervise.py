@@ -17,9 +17,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
 
 from parallel.errors import UserError  # noqa: E402
+from recipes.cluster.restarts import Attempt, End, end_of, newest_step, number_of_restarts, reason_to_stop  # noqa: E402
 from recipes.files.exit_codes import NOT_MET, REFUSED, SIGNALS, ended_by, with_parent  # noqa: E402
 from recipes.load import load  # noqa: E402
-from recipes.restarts import Attempt, End, end_of, newest_step, number_of_restarts, reason_to_stop  # noqa: E402
 
 PAUSE_SECONDS = 2
 """Before another start: ports and devices are free by then."""

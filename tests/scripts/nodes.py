@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.restarts import newest_step
+from recipes.cluster.restarts import newest_step
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 40

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from parallel.dist import Heartbeats, on_main, start, stop
-from recipes.watchdog import Report, _look_at, verdict
+from recipes.cluster.watchdog import Report, _look_at, verdict
 from tests.processes import run_processes
 
 WAITING = Report(0, "a", "step", 7, 61.0, "parallel/reduce.py:20 sum_over_processes", waits=True, answers=True)

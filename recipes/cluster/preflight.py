@@ -20,8 +20,8 @@ import xxhash
 
 from parallel.dist import World, from_all, from_main
 from parallel.errors import UserError
-from parallel.links import BUFFER, Links, clock_bounds, measure_links, slow_processes
 from parallel.nodes import Node, listed
+from recipes.cluster.links import BUFFER, Links, clock_bounds, measure_links, slow_processes
 from recipes.files.layout import holds_results
 from recipes.files.units import size
 from recipes.metrics.throughput import device_name

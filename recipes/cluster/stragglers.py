@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from parallel.dist import World
-from parallel.links import measure_exchanges, slow_processes
 from parallel.nodes import Node
 from parallel.reduce import gather_over_processes
+from recipes.cluster.links import measure_exchanges, slow_processes
 from recipes.files.units import size
 from recipes.phases import Phases
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.restarts import Attempt, End, History, end_of, reason_to_stop
+from recipes.cluster.restarts import Attempt, End, History, end_of, reason_to_stop
 
 CRASHED, PREEMPTED, TAKEN = End.CRASHED, End.PREEMPTED, End.TAKEN
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 from torch.distributed import TCPStore
 
-from parallel.launchers import ENDED, Cause, Launchers
+from recipes.cluster.rendezvous import ENDED, Cause, Launchers
 from tests.processes import wait_for
 
 HUNG = 77
@@ -77,8 +77,8 @@ def test_a_launcher_of_node_0_that_is_gone_is_a_cause() -> None:
 
 
 def test_who_is_waited_for_is_said_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parallel.launchers.SILENT_SECONDS", 0.0)
-    monkeypatch.setattr("parallel.launchers.WAIT_SECONDS", 3.0)
+    monkeypatch.setattr("recipes.cluster.rendezvous.SILENT_SECONDS", 0.0)
+    monkeypatch.setattr("recipes.cluster.rendezvous.WAIT_SECONDS", 3.0)
     kept = store()
     lines: list[str] = []
     gave_up = threading.Event()

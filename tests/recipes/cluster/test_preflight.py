@@ -10,10 +10,10 @@ import torch
 
 from parallel.dist import start, stop
 from parallel.errors import UserError
-from parallel.links import Links
 from parallel.nodes import Node, arrange
-from recipes import preflight as room
-from recipes.preflight import (
+from recipes.cluster import preflight as room
+from recipes.cluster.links import Links
+from recipes.cluster.preflight import (
     Facts,
     differences,
     local_facts,

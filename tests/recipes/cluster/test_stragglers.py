@@ -15,8 +15,7 @@ from torch import nn
 
 from parallel.dist import start, stop
 from parallel.nodes import arrange
-from recipes.phases import FIRST_STEP, Phases
-from recipes.stragglers import (
+from recipes.cluster.stragglers import (
     COMPUTE,
     DATA,
     IN_A_ROW,
@@ -27,6 +26,7 @@ from recipes.stragglers import (
     Stragglers,
     nobody_to_name,
 )
+from recipes.phases import FIRST_STEP, Phases
 from tests.processes import run_processes
 from tests.test_hangs import ill_run
 

@@ -7,10 +7,19 @@ import time
 import pytest
 import torch
 
-from parallel import links
 from parallel.dist import start, stop
-from parallel.links import Links, clock_bounds, contribution, is_wrong_sum, measure_links, rounds, summand, wrong_ranks
 from parallel.nodes import arrange
+from recipes.cluster import links
+from recipes.cluster.links import (
+    Links,
+    clock_bounds,
+    contribution,
+    is_wrong_sum,
+    measure_links,
+    rounds,
+    summand,
+    wrong_ranks,
+)
 from tests.processes import run_processes
 
 CPU = torch.device("cpu")
