@@ -18,9 +18,9 @@ from parallel.errors import UserError
 from parallel.reduce import sum_over_processes
 from recipes.data.batches import MicroBatch
 from recipes.data.config import BatchConfig
-from recipes.data.feed import Feed
+from recipes.data.loader import Feed
+from recipes.data.text.tokenizer import Tokenizer, parallel_tokenizers, text_batches
 from recipes.sampling import next_token
-from recipes.tokenizer import Tokenizer, parallel_tokenizers, text_batches
 
 
 @torch.no_grad()

@@ -15,8 +15,8 @@ from models.decoder import Decoder
 from models.hf import TextFacts
 from parallel.errors import UserError
 from recipes.convert import load_weights
+from recipes.data.text.tokenizer import Tokenizer
 from recipes.sampling import check_sampling, next_token
-from recipes.tokenizer import Tokenizer
 from recipes.weights import find_weights
 
 # Tokens of a prompt in one forward pass: enough to keep a device busy, and bounds the logits in memory.

@@ -112,8 +112,8 @@ def weights_fit(model: ModelConfig, *, run: RunConfig) -> Iterator[Violation]:
 
 def data_is_there(data: DataConfig, *, model: ModelConfig, run: RunConfig) -> Iterator[Violation]:
     """The source can be read, the model has a row for every token, and its weights know what a token means."""
-    from recipes.data.sources import is_prepared, source_problem
-    from recipes.tokenizer import tokenizer_problem
+    from recipes.data.text.sources import is_prepared, source_problem
+    from recipes.data.text.tokenizer import tokenizer_problem
 
     for source in data.sources:
         if is_prepared(source):
@@ -156,8 +156,8 @@ def data_is_there(data: DataConfig, *, model: ModelConfig, run: RunConfig) -> It
 
 def prepared_fits(source: str, data: DataConfig) -> Iterator[Violation]:
     """Prepared tokens are those of one tokenizer and one held-out share."""
-    from recipes.data.shards import TOKENIZER as TOKENIZER_FILE
-    from recipes.data.shards import open_index
+    from recipes.data.tokens.shards import TOKENIZER as TOKENIZER_FILE
+    from recipes.data.tokens.shards import open_index
 
     try:
         index = open_index(source)

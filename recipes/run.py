@@ -9,7 +9,7 @@ from parallel.errors import UserError
 from recipes.cluster.preflight import preflight
 from recipes.cluster.watchdog import SLOW_LIMIT, Watchdog
 from recipes.console import Console
-from recipes.data.sources import is_prepared
+from recipes.data.text.sources import is_prepared
 from recipes.interruption import forget_signals
 from recipes.load import to_toml
 from recipes.phases import Phases

@@ -30,7 +30,8 @@ from recipes.checkpoint.folder import newest_whole
 from recipes.cluster.stragglers import Stragglers
 from recipes.console import Console
 from recipes.convert import export_model, load_weights
-from recipes.data.feed import Feed
+from recipes.data.loader import Feed
+from recipes.data.text.tokenizer import Tokenizer
 from recipes.evaluate import mean_loss, show_sample
 from recipes.files.exit_codes import CANNOT_WRITE, FINISHED, POISONED, PREEMPTED, ended_by
 from recipes.files.layout import CHECKPOINTS, DATA, EXPORT, LOG_FILE, PROFILE
@@ -51,7 +52,6 @@ from recipes.run_folder import check_output_folder, claim_run_folder, data_befor
 from recipes.schedule import learning_rate
 from recipes.schema import Recipe
 from recipes.starting import starting_point
-from recipes.tokenizer import Tokenizer
 from recipes.weights import FROM_WEIGHTS, Weights, checkpoint_files
 
 

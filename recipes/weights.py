@@ -12,9 +12,9 @@ from models.config import ModelConfig
 from models.hf import TextFacts
 from parallel.errors import UserError
 from recipes import hf_folder
+from recipes.data.text.tokenizer import Tokenizer, build_tokenizer
 from recipes.files.layout import CHECKPOINTS, MODEL, TOKENIZER, checkpoint_steps, step_folder
 from recipes.hf_folder import Description
-from recipes.tokenizer import Tokenizer, build_tokenizer
 
 FROM_WEIGHTS = "from_weights"
 """As model.name and as data.tokenizer: the one of model.weights."""

@@ -51,8 +51,8 @@ def main(arguments: list[str]) -> int:
 
 def evaluate(options: argparse.Namespace) -> int:
     """What main says. Raises UserError."""
-    from recipes.data.rows import documents
-    from recipes.data.sources import source_problem
+    from recipes.data.text.rows import documents
+    from recipes.data.text.sources import source_problem
     from recipes.weights import find_weights
 
     for name in ("sequence_length", "micro_batch_size"):

@@ -18,8 +18,8 @@ sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level 
 from parallel.errors import UserError  # noqa: E402
 
 if TYPE_CHECKING:
-    from recipes.data.prepare import Preparation
-    from recipes.data.shards import Index
+    from recipes.data.tokens.prepare import Preparation
+    from recipes.data.tokens.shards import Index
 
 SHARDS_SHOWN = 20
 
@@ -60,12 +60,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def prepare(options: argparse.Namespace) -> None:
     """Tokenize, and say what came out."""
-    from recipes.data.claim import unclaim
-    from recipes.data.hub import pinned
-    from recipes.data.prepare import Pieces, preparation, would_read_itself
-    from recipes.data.shards import bad_rows, open_index
-    from recipes.data.sources import is_prepared, source_problem
-    from recipes.tokenizer import load_tokenizer
+    from recipes.data.text.hub import pinned
+    from recipes.data.text.sources import is_prepared, source_problem
+    from recipes.data.text.tokenizer import load_tokenizer
+    from recipes.data.tokens.prepare import Pieces, preparation, would_read_itself
+    from recipes.data.tokens.shards import bad_rows, open_index
+    from recipes.data.tokens.workspace import unclaim
 
     if not 0 < options.validation_fraction < 1:
         raise UserError(f"--validation-fraction {options.validation_fraction} must lie between 0 and 1; write 0.01")
@@ -116,9 +116,9 @@ def _write(folder: Path, work: "Preparation", *, budget: float) -> int:
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    from recipes.data.claim import claimed
-    from recipes.data.prepare import whole_shards, write_shards
-    from recipes.data.shards import BadRowBudget
+    from recipes.data.tokens.prepare import whole_shards, write_shards
+    from recipes.data.tokens.shards import BadRowBudget
+    from recipes.data.tokens.workspace import claimed
 
     console = Console()
     started, done = time.perf_counter(), 0

@@ -27,12 +27,13 @@ import xxhash
 
 from recipes.data.batches import Batches
 from recipes.data.config import DataConfig
-from recipes.data.opening import Data, open_data, pinned_sources
+from recipes.data.open_data import Data, open_data, pinned_sources
 from recipes.data.order import SequenceOrder
-from recipes.data.prepare import Pieces, preparation, write_shards
-from recipes.data.rows import documents
 from recipes.data.sequences import Sequences, Source
-from recipes.data.shards import (
+from recipes.data.text.rows import documents
+from recipes.data.text.tokenizer import Tokenizer, load_tokenizer, parallel_tokenizers
+from recipes.data.tokens.prepare import Pieces, preparation, write_shards
+from recipes.data.tokens.shards import (
     ARRAYS,
     DOCUMENT,
     DOCUMENTS,
@@ -47,7 +48,6 @@ from recipes.data.shards import (
     array_path,
     shard_path,
 )
-from recipes.tokenizer import Tokenizer, load_tokenizer, parallel_tokenizers
 
 LENGTH = 8192
 """Tokens per sequence."""

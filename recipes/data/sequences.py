@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from parallel.errors import UserError
-from recipes.data.background import EVERYTHING, Background
 from recipes.data.order import Mixture, SequenceOrder
-from recipes.data.shards import TRAIN, BadRowBudget, Shards, bad_rows
+from recipes.data.tokens.background import EVERYTHING, Background
+from recipes.data.tokens.shards import TRAIN, BadRowBudget, Shards, bad_rows
 from recipes.files.atomic import Lines
 
 SECONDS_BETWEEN_LOOKS = 0.05

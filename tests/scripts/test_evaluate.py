@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from recipes.data.rows import documents
-from recipes.tokenizer import load_tokenizer
+from recipes.data.text.rows import documents
+from recipes.data.text.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.tokenizer import load_tokenizer
+from recipes.data.text.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "scripts" / "generate.py")

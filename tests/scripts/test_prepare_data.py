@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.data.shards import read_shard
+from recipes.data.tokens.shards import read_shard
 from tests.recipes.data.texts import contents, write_rows
 
 ROOT = Path(__file__).resolve().parents[2]

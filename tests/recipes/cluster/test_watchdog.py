@@ -39,9 +39,9 @@ def test_who_does_not_answer_comes_first() -> None:
 
 
 def test_who_works_while_others_wait() -> None:
-    found = reports(4, r1=replace(WAITING, waits=False, phase="data", place="recipes/data/rows.py:9 read"))
+    found = reports(4, r1=replace(WAITING, waits=False, phase="data", place="recipes/data/text/rows.py:9 read"))
     assert named(found) == ["rank 1 on h0"]
-    assert "  rank 1 on h0: phase data of step 7, at recipes/data/rows.py:9 read\n" in verdict(found)
+    assert "  rank 1 on h0: phase data of step 7, at recipes/data/text/rows.py:9 read\n" in verdict(found)
 
 
 def test_who_is_steps_behind() -> None:

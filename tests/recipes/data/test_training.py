@@ -8,12 +8,12 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from tests.recipes.data.test_hub import c4, tiny_stories
 
 from recipes.data.config import DataConfig
-from recipes.data.prepare import write_shards
+from recipes.data.tokens.prepare import write_shards
 from recipes.schema import Recipe
 from tests.processes import run_processes
-from tests.recipes.data.test_hub import c4, tiny_stories
 from tests.recipes.data.texts import shards_in, tokenizer_for, work_on, write_rows
 from tests.recipes.test_resume import small  # noqa: F401
 from tests.recipes.test_trainer import change, rows, run_all
@@ -99,7 +99,7 @@ def test_a_source_that_changed_is_noticed_on_the_way(small: Recipe, tmp_path: Pa
     both = r"trained on other text behind .*rows\.jsonl.*; another tokenizer"  # which was trained on this text
     with pytest.raises(Exception, match=both):
         run_processes(1, run_all, [change(recipe, run={"steps": 4})])
-    from recipes.tokenizer import load_tokenizer
+    from recipes.data.text.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(
         "train:300", sources=[str(tmp_path / "rows.jsonl")], text_field="text", cache=tmp_path, report=lambda line: None

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from recipes.data.prepare import Pieces, Preparation, preparation, write_shards
-from recipes.data.shards import Shard, array_path
-from recipes.tokenizer import Tokenizer, load_tokenizer
+from recipes.data.text.tokenizer import Tokenizer, load_tokenizer
+from recipes.data.tokens.prepare import Pieces, Preparation, preparation, write_shards
+from recipes.data.tokens.shards import Shard, array_path
 
 END = "<|endoftext|>"
 # So small that a few hundred documents fill several.

@@ -9,7 +9,7 @@
     index.json             all of these in one file, once the source has come to its end
     tokenizer.json         what made the tokens
     owner.txt              fingerprint of the source, the tokenizer and the held-out share
-    .lock, .part-*         who is at work here just now (recipes/data/claim.py)
+    .lock, .part-*         who is at work here just now (recipes/data/tokens/workspace.py)
     problem-*.txt          why the process that tokenizes for a run ended
 
 The tokens depend on the source, the tokenizer and the held-out share, and on nothing else; beside them stand the names
@@ -28,7 +28,7 @@ import numpy as np
 import xxhash
 
 from parallel.errors import UserError
-from recipes.data.readers import unit
+from recipes.data.text.readers import unit
 
 # Part of every fingerprint: raise it when the same source begins to give other files.
 FORMAT_VERSION = 2
@@ -42,7 +42,7 @@ LISTED = 5
 INDEX, TOKENIZER, OWNER = "index.json", "tokenizer.json", "owner.txt"
 PROBLEMS = "problem*.txt"
 """Files in which a process that tokenizes says why it ended. (problem.txt: of older versions)"""
-# `end` counts tokens from the beginning of the shard; `file` and `row` are those of recipes/data/rows.py.
+# `end` counts tokens from the beginning of the shard; `file` and `row` are those of recipes/data/text/rows.py.
 DOCUMENT = np.dtype([("end", "<u8"), ("file", "<u4"), ("row", "<u8")])
 
 

@@ -13,9 +13,9 @@ import pyarrow.parquet
 import pytest
 
 from parallel.errors import UserError
-from recipes.data import readers, sources
-from recipes.data.readers import CHUNK_BYTES, LONGEST_CHUNK_BYTES
-from recipes.data.rows import Row, documents, open_rows, readable_documents
+from recipes.data.text import readers, sources
+from recipes.data.text.readers import CHUNK_BYTES, LONGEST_CHUNK_BYTES
+from recipes.data.text.rows import Row, documents, open_rows, readable_documents
 
 ROOT = Path(sources.__file__).parents[2]
 
@@ -321,7 +321,7 @@ def test_a_line_without_end_is_never_held(tmp_path: Path) -> None:
         file.write(b'"}\n{"text": "after"}\n')
     compress(tmp_path / "b.jsonl.gz", (tmp_path / "a.jsonl").read_bytes())
     code = (
-        "import sys, tracemalloc; from recipes.data.rows import open_rows; import pyarrow; tracemalloc.start()\n"
+        "import sys, tracemalloc; from recipes.data.text.rows import open_rows; import pyarrow; tracemalloc.start()\n"
         "for row in open_rows(sys.argv[1], text_field='text'): print(row.text, row.number, row.problem)\n"
         "print(tracemalloc.get_traced_memory()[1])"
     )
@@ -340,7 +340,7 @@ def test_a_large_row_group_is_never_held(tmp_path: Path) -> None:
         tmp_path / "a.parquet", {"text": texts}, write_batch_size=10, use_dictionary=False, compression="none"
     )
     code = (
-        "import sys, pyarrow; from recipes.data.rows import open_rows\n"
+        "import sys, pyarrow; from recipes.data.text.rows import open_rows\n"
         "print(sum(len(row.text) for row in open_rows(sys.argv[1], text_field='text')))\n"
         "print(pyarrow.default_memory_pool().max_memory())"
     )

@@ -16,11 +16,12 @@ from typing import Any, TextIO
 import numpy as np
 
 from parallel.errors import UserError
-from recipes.data.claim import alone, claimed, publish, remove_left
-from recipes.data.hub import is_hub
-from recipes.data.readers import UNREADABLE
-from recipes.data.rows import Row, RowStream, open_rows
-from recipes.data.shards import (
+from recipes.data.text.hub import is_hub
+from recipes.data.text.readers import UNREADABLE
+from recipes.data.text.rows import Row, RowStream, open_rows
+from recipes.data.text.sources import document_hash, file_states, fingerprint, require_unchanged, takes_in
+from recipes.data.text.tokenizer import BATCH_CHARACTERS, Tokenizer, parallel_tokenizers
+from recipes.data.tokens.shards import (
     ARRAYS,
     DOCUMENT,
     DOCUMENTS,
@@ -40,8 +41,7 @@ from recipes.data.shards import (
     token_type,
     tokens_fingerprint,
 )
-from recipes.data.sources import document_hash, file_states, fingerprint, require_unchanged, takes_in
-from recipes.tokenizer import BATCH_CHARACTERS, Tokenizer, parallel_tokenizers
+from recipes.data.tokens.workspace import alone, claimed, publish, remove_left
 
 # Batches given to the tokenizer at a time: the second keeps the cores busy while the first runs out of documents.
 IN_FLIGHT = 2

@@ -8,9 +8,9 @@ from itertools import islice
 from typing import Any
 
 from parallel.errors import UserError
-from recipes.data.hub import HubReader, is_hub
-from recipes.data.readers import Place, Row, file_size, read_file, unit
-from recipes.data.sources import find_files, source_problem
+from recipes.data.text.hub import HubReader, is_hub
+from recipes.data.text.readers import Place, Row, file_size, read_file, unit
+from recipes.data.text.sources import find_files, source_problem
 
 __all__ = ["Row", "RowStream", "documents", "open_rows", "readable_documents"]
 

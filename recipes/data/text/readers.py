@@ -11,7 +11,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from recipes.data.compressed import BROKEN, COMPRESSION_RATIO, before_the_break, is_compressed, open_text
+from recipes.data.text.compressed import BROKEN, COMPRESSION_RATIO, before_the_break, is_compressed, open_text
 
 # A longer line is a bad row, passed over in pieces: one without end would fill the memory.
 LONGEST_ROW = 64_000_000

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from parallel.errors import UserError
-from recipes.data import sources
+from recipes.data.text import sources
 
 # -------------------------------------------------------------------------------------------------------- fingerprint
 
@@ -112,7 +112,7 @@ def test_neither_checks_nor_plain_reading_import_anything_heavy() -> None:
         "next(rows.documents('python-stdlib', text_field='text'))\n"
         "loaded = {'torch', 'datasets', 'tokenizers', 'pyarrow', 'numpy'} & set(sys.modules)\n"
         "assert not loaded, loaded\n"
-        "import recipes.data.opening; assert 'torch' not in sys.modules and 'tokenizers' not in sys.modules"
+        "import recipes.data.open_data; assert 'torch' not in sys.modules and 'tokenizers' not in sys.modules"
     )
     root = Path(sources.__file__).parents[2]
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True)

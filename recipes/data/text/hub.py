@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
-from recipes.data.readers import (
+from recipes.data.text.readers import (
     Place,
     Row,
     Rows,

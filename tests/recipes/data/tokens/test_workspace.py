@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from parallel.errors import UserError
-from recipes.data import claim
-from recipes.data.claim import claimed, remove_left, unclaim
-from recipes.data.prepare import write_shards
-from recipes.data.shards import OWNER, TOKENIZER, problem_path
+from recipes.data.tokens import workspace as claim
+from recipes.data.tokens.prepare import write_shards
+from recipes.data.tokens.shards import OWNER, TOKENIZER, problem_path
+from recipes.data.tokens.workspace import claimed, remove_left, unclaim
 from tests.recipes.data.texts import contents, shards_in, tokenizer_for, work_on, write_rows
 
 ROOT = Path(__file__).resolve().parents[3]
 HOLD = (
-    "import sys; sys.path.insert(0, '.'); from pathlib import Path; from recipes.data.claim import claimed\n"
+    "import sys; sys.path.insert(0, '.'); from pathlib import Path; from recipes.data.tokens.workspace import claimed\n"
     "import platform; platform.node = lambda: sys.argv[2]\n"
     "with claimed(Path(sys.argv[1]), fingerprint='ours', tokenizer='T') as part:\n"
     "    (part / 'train').write_text('half of it'); print(part, flush=True); sys.stdin.read()\n"

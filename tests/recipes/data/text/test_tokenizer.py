@@ -11,9 +11,9 @@ import pytest
 import tokenizers
 
 from parallel.errors import UserError
-from recipes import tokenizer
-from recipes.data.sources import document_hash
-from recipes.tokenizer import (
+from recipes.data.text import tokenizer
+from recipes.data.text.sources import document_hash
+from recipes.data.text.tokenizer import (
     SMALLEST_VOCABULARY,
     Tokenizer,
     load_tokenizer,
@@ -137,7 +137,7 @@ def test_a_damaged_cache_is_trained_again(source: Path) -> None:
 
 def test_training_gives_the_same_in_every_process(source: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from recipes.tokenizer import load_tokenizer\n"
+        "import sys; from pathlib import Path; from recipes.data.text.tokenizer import load_tokenizer\n"
         "print(load_tokenizer('train:400', sources=[sys.argv[1]], text_field='text', cache=Path(sys.argv[2]), "
         "report=lambda line: None).fingerprint)"
     )
@@ -175,7 +175,7 @@ def test_the_sample_for_training_is_bounded_and_does_not_depend_on_the_order() -
 
 def test_a_forked_child_can_tokenize_and_hears_no_warning(source: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from recipes.tokenizer import load_tokenizer\n"
+        "import os, sys; from pathlib import Path; from recipes.data.text.tokenizer import load_tokenizer\n"
         "tokenizer = load_tokenizer('train:300', sources=[sys.argv[1]], text_field='text', cache=Path(sys.argv[2]), "
         "report=lambda line: None)\n"
         "if os.fork() == 0:\n"

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
-from recipes.data import hub
-from recipes.data.background import Background
-from recipes.data.claim import claimed
 from recipes.data.config import DataConfig
 from recipes.data.order import SequenceOrder
-from recipes.data.prepare import (
+from recipes.data.sequences import Sequences, Source
+from recipes.data.text import hub
+from recipes.data.text.sources import describe, is_prepared
+from recipes.data.text.tokenizer import Tokenizer, load_tokenizer
+from recipes.data.tokens.background import Background
+from recipes.data.tokens.prepare import (
     VERIFY_UP_TO_BYTES,
     Pieces,
     Preparation,
@@ -25,8 +27,7 @@ from recipes.data.prepare import (
     whole_shards,
     would_read_itself,
 )
-from recipes.data.sequences import Sequences, Source
-from recipes.data.shards import (
+from recipes.data.tokens.shards import (
     ARRAYS,
     TOKENIZER,
     TRAIN,
@@ -41,8 +42,7 @@ from recipes.data.shards import (
     problem_path,
     shard_path,
 )
-from recipes.data.sources import describe, is_prepared
-from recipes.tokenizer import Tokenizer, load_tokenizer
+from recipes.data.tokens.workspace import claimed
 
 USUAL = Pieces()
 NO_LINKS = (errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)

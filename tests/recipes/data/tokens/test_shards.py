@@ -12,7 +12,7 @@ import pytest
 from parallel.errors import UserError
 from recipes.data.order import SequenceOrder
 from recipes.data.sequences import Sequences, Source
-from recipes.data.shards import (
+from recipes.data.tokens.shards import (
     ARRAYS,
     DOCUMENT,
     DOCUMENTS,

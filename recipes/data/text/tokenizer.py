@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import xxhash
 
 from parallel.errors import UserError
-from recipes.data.rows import readable_documents
-from recipes.data.sources import document_hash, file_state, file_states, fingerprint, require_unchanged
+from recipes.data.text.rows import readable_documents
+from recipes.data.text.sources import document_hash, file_state, file_states, fingerprint, require_unchanged
 
 if TYPE_CHECKING:
     import tokenizers
@@ -126,7 +126,7 @@ def training_sample(documents: Iterable[str], characters: int = TRAINING_CHARACT
     """The documents with the largest hashes whose lengths add up to that many characters: all of a small corpus.
 
     One pass and bounded memory, and the same sample in whatever order the documents come. The largest, because
-    recipes/data/prepare.py holds the smallest out for validation.
+    recipes/data/tokens/prepare.py holds the smallest out for validation.
     """
     kept: list[tuple[int, str]] = []  # a heap with the smallest hash on top
     size = 0

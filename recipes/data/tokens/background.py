@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
-from recipes.data.prepare import Preparation, write_shards
-from recipes.data.shards import PROBLEMS, Shards, problem_path
+from recipes.data.tokens.prepare import Preparation, write_shards
+from recipes.data.tokens.shards import PROBLEMS, Shards, problem_path
 from recipes.files.atomic import write_whole
 from recipes.files.exit_codes import CANNOT_WRITE
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import xxhash
 
 from parallel.errors import UserError
-from recipes.data import hub
+from recipes.data.text import hub
 
 STDLIB = "python-stdlib"
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")

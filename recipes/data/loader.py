@@ -10,10 +10,10 @@ from parallel.dist import World, on_all, on_main
 from parallel.errors import UserError
 from recipes.data.batches import Batches, MicroBatch
 from recipes.data.config import BatchConfig, DataConfig
-from recipes.data.opening import Data, open_data, pinned_sources
+from recipes.data.open_data import Data, open_data, pinned_sources
 from recipes.data.sequences import Quarantine, Sequences, Source
+from recipes.data.text.tokenizer import Tokenizer
 from recipes.files.layout import QUARANTINE
-from recipes.tokenizer import Tokenizer
 
 
 class Feed:

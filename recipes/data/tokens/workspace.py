@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from parallel.errors import UserError
-from recipes.data.shards import OWNER, PROBLEMS, TOKENIZER
+from recipes.data.tokens.shards import OWNER, PROBLEMS, TOKENIZER
 from recipes.files.atomic import PART
 from recipes.files.lock import LOCK, is_still
 

@@ -13,12 +13,21 @@ import numpy as np
 import pytest
 
 from parallel.errors import UserError
-from recipes.data import prepare
-from recipes.data.prepare import Pieces, write_shards
-from recipes.data.rows import documents
-from recipes.data.shards import DOCUMENTS, TRAIN, VALIDATION, Shards, array_path, bad_rows, read_index, read_shard
-from recipes.data.sources import STDLIB
-from recipes.tokenizer import load_tokenizer
+from recipes.data.text.rows import documents
+from recipes.data.text.sources import STDLIB
+from recipes.data.text.tokenizer import load_tokenizer
+from recipes.data.tokens import prepare
+from recipes.data.tokens.prepare import Pieces, write_shards
+from recipes.data.tokens.shards import (
+    DOCUMENTS,
+    TRAIN,
+    VALIDATION,
+    Shards,
+    array_path,
+    bad_rows,
+    read_index,
+    read_shard,
+)
 from tests.recipes.data.texts import contents, shards_in, texts_of, tokenizer_for, work_on, write_rows
 
 ROOT = Path(__file__).resolve().parents[3]
