@@ -26,7 +26,7 @@ from recipes.files.layout import holds_results
 from recipes.files.units import size
 from recipes.metrics.throughput import device_name
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 10.0
 """Seconds until all nodes must see what one of them wrote: network file systems take their time."""
 CLOCK_SECONDS = 5.0

@@ -34,7 +34,7 @@ ENDED = "ended"
 ANSWERS = json.dumps({"answers": True}).strip("{}")
 FOLDER = "hang"
 """In the run's folder: Python stacks of every process, and NCCL's flight recorder."""
-ROOT = str(Path(__file__).resolve().parents[1]) + os.sep
+ROOT = str(Path(__file__).resolve().parents[2]) + os.sep
 SHOW_CURSOR = "\x1b[?25h\n"
 
 

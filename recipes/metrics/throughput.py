@@ -169,7 +169,7 @@ def environment(*, world_size: int, device: torch.device) -> dict[str, Any]:
 
 def _git(*arguments: str) -> str | None:
     """What git says about this checkout; None without git, and for a copy that is no checkout."""
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     try:
         done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
     except OSError:

@@ -17,7 +17,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from tests.recipes.data.test_hub import c4, tiny_stories
+from tests.recipes.data.text.test_hub import c4, tiny_stories
 
 from parallel.errors import UserError
 from recipes.data.batches import Batches

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from tests.recipes.data.test_hub import c4, tiny_stories
+from tests.recipes.data.text.test_hub import c4, tiny_stories
 
 from recipes.data.config import DataConfig
 from recipes.data.tokens.prepare import write_shards

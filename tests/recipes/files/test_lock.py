@@ -12,7 +12,7 @@ import pytest
 from parallel.errors import UserError
 from recipes.files.lock import LOCK, FolderLock
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 HOLDER = """
 import os, sys, time
 from pathlib import Path

@@ -11,13 +11,13 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from tests.recipes.data.hub_server import COMMIT, serve
+from tests.recipes.data.text.hub_server import COMMIT, serve
 
 from parallel.errors import UserError
 from recipes.data.text import hub, sources
 from recipes.data.text.rows import Row, documents, open_rows, readable_documents
 
-ROOT = Path(sources.__file__).parents[2]
+ROOT = Path(sources.__file__).parents[3]
 
 C4_README = """---
 language: [en]

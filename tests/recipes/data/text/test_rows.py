@@ -17,7 +17,7 @@ from recipes.data.text import readers, sources
 from recipes.data.text.readers import CHUNK_BYTES, LONGEST_CHUNK_BYTES
 from recipes.data.text.rows import Row, documents, open_rows, readable_documents
 
-ROOT = Path(sources.__file__).parents[2]
+ROOT = Path(sources.__file__).parents[3]
 
 
 def read(source: Path | str, text_field: str = "text") -> list[str]:

@@ -114,7 +114,7 @@ def test_neither_checks_nor_plain_reading_import_anything_heavy() -> None:
         "assert not loaded, loaded\n"
         "import recipes.data.open_data; assert 'torch' not in sys.modules and 'tokenizers' not in sys.modules"
     )
-    root = Path(sources.__file__).parents[2]
+    root = Path(sources.__file__).parents[3]
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True)
 
 

@@ -145,7 +145,7 @@ def test_training_gives_the_same_in_every_process(source: Path) -> None:
     results = {
         subprocess.run(
             [sys.executable, "-c", code, str(source), str(source.parent / f"cache{threads}")],
-            cwd=Path(tokenizer.__file__).parents[1],
+            cwd=Path(tokenizer.__file__).parents[3],
             env=os.environ | {"RAYON_NUM_THREADS": threads},
             capture_output=True,
             text=True,
@@ -184,7 +184,7 @@ def test_a_forked_child_can_tokenize_and_hears_no_warning(source: Path) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(source), str(source.parent / "cache")],
-        cwd=Path(tokenizer.__file__).parents[1],
+        cwd=Path(tokenizer.__file__).parents[3],
         env={name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"},
         capture_output=True,
         text=True,

@@ -30,7 +30,7 @@ from recipes.data.tokens.shards import (
 )
 from tests.recipes.data.texts import contents, shards_in, texts_of, tokenizer_for, work_on, write_rows
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 def test_every_document_is_in_the_shards_once(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from recipes.data.tokens.shards import OWNER, TOKENIZER, problem_path
 from recipes.data.tokens.workspace import claimed, remove_left, unclaim
 from tests.recipes.data.texts import contents, shards_in, tokenizer_for, work_on, write_rows
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 HOLD = (
     "import sys; sys.path.insert(0, '.'); from pathlib import Path; from recipes.data.tokens.workspace import claimed\n"
     "import platform; platform.node = lambda: sys.argv[2]\n"
