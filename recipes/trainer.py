@@ -32,7 +32,7 @@ from recipes.console import Console
 from recipes.convert import export_model, load_weights
 from recipes.data.loader import Feed
 from recipes.data.text.tokenizer import Tokenizer
-from recipes.evaluate import mean_loss, show_sample
+from recipes.evaluation.evaluate import mean_loss, show_sample
 from recipes.files.exit_codes import CANNOT_WRITE, FINISHED, POISONED, PREEMPTED, ended_by
 from recipes.files.layout import CHECKPOINTS, DATA, EXPORT, LOG_FILE, PROFILE
 from recipes.files.lock import FolderLock

@@ -71,7 +71,7 @@ def evaluate(options: argparse.Namespace) -> int:
     from parallel.mesh import build_mesh
     from parallel.order import parallelize
     from recipes.convert import load_weights
-    from recipes.evaluate import evaluate_text
+    from recipes.evaluation.evaluate import evaluate_text
 
     world = start(options.device, seed=0)
     try:

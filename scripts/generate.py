@@ -56,7 +56,7 @@ def _leave(number: int, frame: object) -> None:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from recipes.sampling import check_sampling  # torch, from here on
+    from recipes.evaluation.sampling import check_sampling  # torch, from here on
 
     sampling = {name: getattr(options, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "seed")}
     check_sampling(**sampling)  # before a large model is read
@@ -66,7 +66,7 @@ def _generate(options: argparse.Namespace) -> int:
         raise UserError("the prompt is not text in UTF-8") from None
 
     from recipes.console import CONTROLS
-    from recipes.generate import choose_device, continue_text, open_model
+    from recipes.evaluation.generate import choose_device, continue_text, open_model
 
     signal.signal(signal.SIGINT, _leave)
     device, dtype = choose_device(options.device, options.dtype)

@@ -23,7 +23,7 @@ MAY_IMPORT = {
 # The model and the order of its parallelization are put together in one place, and measured in another.
 ASSEMBLED_IN = {"recipes/trainer.py", "recipes/plan.py"}
 # Needs no order: it runs the plain model on one device.
-PLAIN_MODEL_IN = {"recipes/generate.py"}
+PLAIN_MODEL_IN = {"recipes/evaluation/generate.py"}
 TORCH_FREE = {
     "models/config.py",
     "models/hf.py",

@@ -17,7 +17,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from tests.recipes.data.text.test_hub import c4, tiny_stories
 
 from parallel.errors import UserError
 from recipes.data.batches import Batches
@@ -26,6 +25,7 @@ from recipes.data.open_data import Data, open_data, pinned_sources
 from recipes.data.sequences import Piece, Quarantine, Sequences
 from recipes.data.tokens.prepare import write_shards
 from recipes.data.tokens.shards import array_path, problem_path, read_index, shard_path
+from tests.recipes.data.text.test_hub import c4, tiny_stories
 from tests.recipes.data.texts import SMALL, tokenizer_for, work_on, write_rows
 
 LENGTH, BATCH = 32, 12

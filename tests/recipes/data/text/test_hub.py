@@ -11,11 +11,11 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from tests.recipes.data.text.hub_server import COMMIT, serve
 
 from parallel.errors import UserError
 from recipes.data.text import hub, sources
 from recipes.data.text.rows import Row, documents, open_rows, readable_documents
+from tests.recipes.data.text.hub_server import COMMIT, serve
 
 ROOT = Path(sources.__file__).parents[3]
 

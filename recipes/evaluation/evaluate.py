@@ -20,7 +20,7 @@ from recipes.data.batches import MicroBatch
 from recipes.data.config import BatchConfig
 from recipes.data.loader import Feed
 from recipes.data.text.tokenizer import Tokenizer, parallel_tokenizers, text_batches
-from recipes.sampling import next_token
+from recipes.evaluation.sampling import next_token
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from models.sizes import SIZES
 from parallel.dist import start, stop
 from parallel.errors import UserError
 from parallel.materialize import materialize
-from recipes.evaluate import Evaluation, continuation, evaluate_text, mean_loss
+from recipes.evaluation.evaluate import Evaluation, continuation, evaluate_text, mean_loss
 from tests.processes import run_processes
 
 CPU = torch.device("cpu")

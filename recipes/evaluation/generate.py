@@ -16,7 +16,7 @@ from models.hf import TextFacts
 from parallel.errors import UserError
 from recipes.convert import load_weights
 from recipes.data.text.tokenizer import Tokenizer
-from recipes.sampling import check_sampling, next_token
+from recipes.evaluation.sampling import check_sampling, next_token
 from recipes.weights import find_weights
 
 # Tokens of a prompt in one forward pass: enough to keep a device busy, and bounds the logits in memory.

@@ -24,10 +24,10 @@ from models.hf import config_from_hf, hf_name
 from models.sizes import SIZES
 from parallel.errors import UserError
 from parallel.materialize import materialize
-from recipes import generate as generate_module
 from recipes.data.text.tokenizer import END_OF_DOCUMENT, Tokenizer, build_tokenizer, load_tokenizer
-from recipes.generate import choose_device, continue_text, generate, open_model, stream_text
-from recipes.sampling import check_sampling, next_token, odds
+from recipes.evaluation import generate as generate_module
+from recipes.evaluation.generate import choose_device, continue_text, generate, open_model, stream_text
+from recipes.evaluation.sampling import check_sampling, next_token, odds
 
 CPU = torch.device("cpu")
 PROMPTS = [[7], [1, 2, 3, 4, 5], list(range(50, 90)), [260] * 11]
