@@ -23,7 +23,7 @@ from recipes.files.layout import (
 )
 from recipes.files.lock import LOCK, FolderLock
 from recipes.load import load, to_toml
-from recipes.schedule import learning_rate
+from recipes.optimization.schedule import learning_rate
 from recipes.schema import Recipe
 
 # What makes two runs the same run. Everything else (length, mesh, micro-batches, precision, compile, checkpoints,

@@ -25,7 +25,7 @@ from parallel.config import MeshConfig
 from parallel.mesh import build_mesh
 from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.optimization.config import OptimizerConfig
-from recipes.optimizer import build_optimizer
+from recipes.optimization.optimizer import build_optimizer
 
 Row = dict[str, float]
 

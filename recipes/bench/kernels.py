@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from models.config import ModelConfig
 from recipes.breakdown import ATTENTION_NAMES
 from recipes.optimization.config import OptimizerConfig
-from recipes.optimizer import build_optimizer
+from recipes.optimization.optimizer import build_optimizer
 
 Measurement = dict[str, Any]
 FORWARD, INPUT, WEIGHT = "forward", "gradient of the input", "gradient of the weight"

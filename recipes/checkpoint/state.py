@@ -9,7 +9,7 @@ from pydantic import FiniteFloat, TypeAdapter
 
 from parallel.errors import UserError
 from recipes.checkpoint.manifest import Count, Damage, Manifest
-from recipes.firewall import WINDOW
+from recipes.optimization.skip_steps import WINDOW
 
 PROGRESS: dict[str, TypeAdapter[Any]] = {
     "sequences": TypeAdapter(Count),

@@ -200,7 +200,7 @@ def record(folder: str) -> list[float]:
 
     from parallel.dist import start, stop
     from parallel.reduce import clip_gradients, gradient_norm
-    from recipes.optimizer import build_optimizer
+    from recipes.optimization.optimizer import build_optimizer
     from recipes.phases import Phases
     from recipes.profile import StepProfiler
     from tests.build import build_model

@@ -28,7 +28,7 @@ from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.convert import export_checkpoint, export_model, import_folder, load_weights
 from recipes.hf_folder import Description, read_header, stored_tensors
 from recipes.optimization.config import OptimizerConfig
-from recipes.optimizer import build_optimizer
+from recipes.optimization.optimizer import build_optimizer
 from recipes.weights import checkpoint_files, differences, find_weights
 from tests.build import build_model
 from tests.processes import run_processes

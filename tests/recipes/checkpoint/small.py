@@ -12,7 +12,7 @@ from models.sizes import SIZES
 from parallel.config import MeshConfig
 from parallel.materialize import plain_name
 from recipes.optimization.config import OptimizerConfig
-from recipes.optimizer import build_optimizer
+from recipes.optimization.optimizer import build_optimizer
 from tests.build import SHARD_ALL, build_model
 
 SMALL = replace(

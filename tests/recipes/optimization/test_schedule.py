@@ -5,7 +5,7 @@ import math
 import pytest
 
 from recipes.optimization.config import ScheduleConfig
-from recipes.schedule import learning_rate
+from recipes.optimization.schedule import learning_rate
 
 
 def rates(schedule: ScheduleConfig, steps: int = 100, peak: float = 2.0) -> list[float]:

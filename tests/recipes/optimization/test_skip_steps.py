@@ -20,7 +20,7 @@ from recipes.load import load
 from recipes.schema import Recipe
 from tests.processes import run_processes
 
-DEBUG = Path(__file__).parents[2] / "configs" / "smollm3_debug.toml"
+DEBUG = Path(__file__).parents[3] / "configs" / "smollm3_debug.toml"
 BAD = 2
 """Index of the step that is poisoned, the third."""
 
@@ -263,7 +263,7 @@ def count_waits(recipes: list[Recipe]) -> list[int]:
 def judge_all(losses: list[float], restart_at: int) -> tuple[list[int], dict[str, Any]]:
     """Which of these losses are skipped, with z = 4, by a firewall that goes on as another one half-way."""
     from parallel.dist import start, stop
-    from recipes.firewall import Firewall
+    from recipes.optimization.skip_steps import Firewall
     from recipes.schema import RunConfig
 
     world = start("cpu", seed=0)

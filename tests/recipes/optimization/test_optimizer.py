@@ -15,7 +15,7 @@ from parallel.float8 import precompute_scales
 from parallel.materialize import plain_name
 from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.optimization.config import OptimizerConfig
-from recipes.optimizer import build_optimizer
+from recipes.optimization.optimizer import build_optimizer
 from tests.build import build_model
 
 CONFIG = OptimizerConfig(lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.5)
@@ -142,7 +142,7 @@ def test_steps_are_those_of_float32_with_moments_rounded_in_between() -> None:
 
 
 def test_the_path_stays_near_that_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recipes.optimizer.BATCH", 50_000)  # several batches, and tensors larger than one
+    monkeypatch.setattr("recipes.optimization.optimizer.BATCH", 50_000)  # several batches, and tensors larger than one
     one, other = build("smollm3_debug"), build("smollm3_debug")
     start = [parameter.detach().to_local().clone() for parameter in one.parameters()]
     found = take_steps(one, build_optimizer(one, HALF), steps=60)
