@@ -12,7 +12,7 @@ from recipes.console import Console
 from recipes.data.text.sources import is_prepared
 from recipes.interruption import forget_signals
 from recipes.load import to_toml
-from recipes.phases import Phases
+from recipes.metrics.clock import Phases
 from recipes.schema import Recipe
 from recipes.trainer import Trainer
 

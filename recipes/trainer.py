@@ -37,21 +37,24 @@ from recipes.files.exit_codes import CANNOT_WRITE, FINISHED, POISONED, PREEMPTED
 from recipes.files.layout import CHECKPOINTS, DATA, EXPORT, LOG_FILE, PROFILE
 from recipes.files.lock import FolderLock
 from recipes.garbage import collected_by_hand
-from recipes.goodput import SKIPPED, Goodput
 from recipes.hf_folder import Description
 from recipes.interruption import Interruption
-from recipes.metrics.throughput import AttentionLength, MetricsWriter, Throughput, environment, peak_memory_gib
-from recipes.numerics import CastSampler
+from recipes.metrics.clock import END, FIRST_STEP, LOADING, LOG, SAVE, STEP, VALIDATION, Phases
+from recipes.metrics.float8_samples import CastSampler
+from recipes.metrics.goodput import SKIPPED, Goodput
+from recipes.metrics.hardware import peak_memory_gib
+from recipes.metrics.profile import StepProfiler
+from recipes.metrics.throughput import AttentionLength, Throughput
+from recipes.metrics.writer import MetricsWriter
 from recipes.optimization.optimizer import build_optimizer
 from recipes.optimization.schedule import learning_rate
 from recipes.optimization.skip_steps import Firewall, Poisoned, backward
-from recipes.phases import END, FIRST_STEP, LOADING, LOG, SAVE, STEP, VALIDATION, Phases
-from recipes.profile import StepProfiler
 from recipes.report import UNSAVED, contents, farewell, introduction, step_line, summary
 from recipes.rules import require_valid
 from recipes.run_folder import check_output_folder, claim_run_folder, data_before, require_same_data
 from recipes.schema import Recipe
 from recipes.starting import starting_point
+from recipes.training.environment import environment
 from recipes.weights import FROM_WEIGHTS, Weights, checkpoint_files
 
 

@@ -21,14 +21,14 @@ from models.sizes import SIZES
 from parallel.errors import UserError
 from recipes.bench import kernels
 from recipes.files.exit_codes import ended_by
-from recipes.hardware import bf16_peak
 from recipes.load import CONFIGS
-from recipes.metrics.throughput import environment
+from recipes.metrics.hardware import bf16_peak
 from recipes.optimization.config import OptimizerConfig
 from recipes.sweep.loop import run_sweep
 from recipes.sweep.plan import read_sweep
 from recipes.sweep.results import table
 from recipes.sweep.runner import Stopped, say_stopped, stop_signals
+from recipes.training.environment import environment
 
 PAGES = CONFIGS.parent / "docs" / "benchmarks"
 

@@ -19,8 +19,8 @@ from parallel.reduce import clip_gradients, gradient_norm
 from recipes.console import Console
 from recipes.files.layout import METRICS
 from recipes.load import CONFIGS, load
-from recipes.metrics.throughput import environment
 from recipes.trainer import Trainer
+from recipes.training.environment import environment
 
 ROOT = CONFIGS.parent
 DEBUG = CONFIGS / "smollm3_debug.toml"

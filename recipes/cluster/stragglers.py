@@ -20,7 +20,7 @@ from parallel.nodes import Node
 from parallel.reduce import gather_over_processes
 from recipes.cluster.links import measure_exchanges, slow_processes
 from recipes.files.units import size
-from recipes.phases import Phases
+from recipes.metrics.clock import Phases
 
 WINDOW = 15
 """Logged steps whose lower quartile counts: noise only adds time, and who is slow is slow in most of them."""

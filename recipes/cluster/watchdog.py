@@ -21,7 +21,7 @@ from pathlib import Path
 from parallel.dist import SPOKEN, Heartbeats, World, flight_record
 from recipes.files.exit_codes import HUNG
 from recipes.files.layout import LOG_FILE, RECIPE
-from recipes.phases import LOADING, START, STEP, Phases
+from recipes.metrics.clock import LOADING, START, STEP, Phases
 
 HOUR = 3600.0
 START_LIMIT = 6 * HOUR

@@ -9,7 +9,7 @@ from typing import Any
 from parallel.errors import UserError
 from recipes.fields import toml
 from recipes.files.layout import ENVIRONMENT, FLOAT8_SHARES, METRICS
-from recipes.hardware import bf16_peak
+from recipes.metrics.hardware import bf16_peak
 from recipes.run_folder import identity_differences
 from recipes.sweep.plan import Row, Sweep, windows
 from recipes.sweep.runner import Ended

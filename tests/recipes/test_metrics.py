@@ -15,14 +15,10 @@ from models.documents import Documents
 from models.sizes import SIZES
 from parallel.dist import start, stop
 from recipes.metrics import throughput as metrics
-from recipes.metrics.throughput import (
-    PACKAGES,
-    AttentionLength,
-    MetricsWriter,
-    Throughput,
-    environment,
-    peak_memory_gib,
-)
+from recipes.metrics.hardware import peak_memory_gib
+from recipes.metrics.throughput import PACKAGES, AttentionLength, Throughput
+from recipes.metrics.writer import MetricsWriter
+from recipes.training.environment import environment
 from tests.processes import run_processes
 
 CPU = torch.device("cpu")
@@ -154,7 +150,7 @@ def test_other_ranks_touch_nothing(tmp_path: Path) -> None:
 TRACKED = """
 import sys
 from pathlib import Path
-from recipes.metrics.throughput import MetricsWriter
+from recipes.metrics.writer import MetricsWriter
 facts = {"recipe": {"run": {"steps": 3}}, "run_name": "a run of ours"}
 writer = MetricsWriter(Path(sys.argv[1]), enabled=True, wandb_project="p", before={}, **facts)
 writer.write({"step": 1, "loss": 3.0, "mfu": None})

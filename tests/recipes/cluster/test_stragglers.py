@@ -26,7 +26,7 @@ from recipes.cluster.stragglers import (
     Stragglers,
     nobody_to_name,
 )
-from recipes.phases import FIRST_STEP, Phases
+from recipes.metrics.clock import FIRST_STEP, Phases
 from tests.processes import run_processes
 from tests.test_hangs import ill_run
 

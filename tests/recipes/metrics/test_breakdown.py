@@ -13,7 +13,7 @@ import pytest
 from models.sizes import SIZES
 from parallel.config import FSDPConfig
 from parallel.errors import UserError
-from recipes.breakdown import (
+from recipes.metrics.breakdown import (
     ATTENTION,
     CASTS,
     COMMUNICATION,
@@ -200,9 +200,9 @@ def record(folder: str) -> list[float]:
 
     from parallel.dist import start, stop
     from parallel.reduce import clip_gradients, gradient_norm
+    from recipes.metrics.clock import Phases
+    from recipes.metrics.profile import StepProfiler
     from recipes.optimization.optimizer import build_optimizer
-    from recipes.phases import Phases
-    from recipes.profile import StepProfiler
     from tests.build import build_model
 
     world = start("cpu", seed=0)

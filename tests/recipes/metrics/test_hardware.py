@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipes.hardware import BF16_PEAKS, bf16_peak
+from recipes.metrics.hardware import BF16_PEAKS, bf16_peak
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from recipes import phases as room
-from recipes.phases import END, FIRST_STEP, LOADING, LOG, SAVE, START, STEP, Phases
+from recipes.metrics import clock as room
+from recipes.metrics.clock import END, FIRST_STEP, LOADING, LOG, SAVE, START, STEP, Phases
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from recipes.load import load
 from recipes.schema import Recipe
 from tests.processes import run_processes
 
-TINY = Path(__file__).parents[2] / "configs/sweeps/cpu/tiny.toml"
+TINY = Path(__file__).parents[3] / "configs/sweeps/cpu/tiny.toml"
 
 
 def run(recipes: list[Recipe]) -> list[int]:

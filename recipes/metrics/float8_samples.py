@@ -12,7 +12,7 @@ from parallel.dist import World
 from parallel.float8_casts import CastCounts
 from recipes.files.atomic import Lines
 from recipes.files.layout import FLOAT8_SHARES
-from recipes.phases import LOG, Phases
+from recipes.metrics.clock import LOG, Phases
 
 
 class CastSampler:

@@ -11,9 +11,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from parallel.dist import World
-from recipes.breakdown import STEP, break_down, read_trace, table
+from recipes.metrics.breakdown import STEP, break_down, read_trace, table
+from recipes.metrics.clock import LOG, Phases
 from recipes.metrics.config import ProfileConfig
-from recipes.phases import LOG, Phases
 
 TRACE, TABLE, NUMBERS = "trace.json.gz", "breakdown.md", "breakdown.json"
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from recipes import goodput as room
-from recipes.goodput import Goodput
 from recipes.load import load
+from recipes.metrics import goodput as room
+from recipes.metrics.goodput import Goodput
 from recipes.schema import Recipe
 from tests.processes import run_processes
 from tests.recipes.test_trainer import DEBUG, change
@@ -77,7 +77,7 @@ def attempt(recipe: Recipe, *, breaks_at: int | None) -> tuple[float, float, dic
     """One attempt in this process; the moments of its beginning and end, and what it says of where its time went."""
     from parallel.dist import start, stop
     from recipes.console import Console
-    from recipes.phases import Phases
+    from recipes.metrics.clock import Phases
     from recipes.trainer import Trainer
 
     began = os.times().elapsed  # not the clock that is tested

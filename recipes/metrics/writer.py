@@ -1,0 +1,80 @@
+"""metrics.jsonl, and Weights & Biases."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from recipes.files.atomic import Lines, sync
+from recipes.files.layout import FLOAT8_SHARES, LOG_FILE, METRICS, QUARANTINE
+
+
+class MetricsWriter:
+    """metrics.jsonl, and Weights & Biases when asked. On ranks other than 0 it does nothing."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        enabled: bool,
+        wandb_project: str | None,
+        run_name: str,
+        recipe: dict[str, Any],
+        before: Mapping[str, Any],
+        tell: Callable[[str], None] = print,
+    ) -> None:
+        """before: state() of the run so far, where it goes on. tell: where lines for people go."""
+        self._folder, self._tell = folder, tell
+        self._lines = Lines(folder / METRICS, tell=tell)
+        self._enabled = enabled
+        self._wandb: Any = None
+        if enabled and wandb_project is not None:
+            self._wandb = _start_wandb(wandb_project, run_name, folder, recipe, run_id=before.get("wandb_id"))
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, so that a run that goes on is one run at Weights & Biases too."""
+        return {} if self._wandb is None else {"wandb_id": self._wandb.id}
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append one row. In the file, nan and inf, which JSON does not have, are null."""
+        if not self._enabled:
+            return
+        finite = {
+            key: None if isinstance(value, float) and not isfinite(value) else value for key, value in row.items()
+        }
+        self._lines.append(json.dumps(finite, allow_nan=False))
+        if self._wandb is not None:
+            self._wandb.log({k: v for k, v in row.items() if k not in ("step", "documents")}, step=row["step"])
+
+    def sync(self) -> None:
+        """Before a checkpoint: a power cut must not leave that and take the rows of its steps, here and in the log."""
+        if not self._enabled:
+            return
+        try:
+            sync(self._folder, (METRICS, FLOAT8_SHARES, QUARANTINE, LOG_FILE))
+        except OSError as error:
+            self._tell(f"{self._folder} cannot be synced: {error.strerror}; a power cut would take lines with it")
+
+    def close(self) -> None:
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def _start_wandb(project: str, name: str, folder: Path, recipe: dict[str, Any], *, run_id: str | None) -> Any:
+    # It reports on itself over the network, also offline; where packets are dropped, the end of a run waits for that.
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    import wandb
+
+    # Without a key wandb would ask for one on the terminal and stop the run.
+    offline = "WANDB_MODE" not in os.environ and not wandb.login(prompt=False, verify=False)
+    return wandb.init(
+        project=project,
+        name=name,
+        dir=folder,
+        config=recipe,
+        mode="offline" if offline else None,
+        id=run_id,
+        resume=None if run_id is None else "allow",
+    )
