@@ -46,8 +46,8 @@ def main(arguments: list[str]) -> int:
 
 def sweep(options: argparse.Namespace, overrides: list[str]) -> int:
     """What main says. Raises UserError."""
+    from recipes.sweep.grid import device_count, read_sweep
     from recipes.sweep.loop import run_sweep
-    from recipes.sweep.plan import device_count, read_sweep
     from recipes.sweep.results import TABLE, current, read_results
 
     path = options.sweep if options.sweep.exists() or not (ROOT / options.sweep).exists() else ROOT / options.sweep

@@ -69,8 +69,8 @@ TORCH_FREE = {
     "recipes/starting.py",
     "recipes/sweep/loop.py",
     "recipes/sweep/numerics.py",
-    "recipes/sweep/pictures.py",
-    "recipes/sweep/plan.py",
+    "recipes/sweep/plots.py",
+    "recipes/sweep/grid.py",
     "recipes/sweep/results.py",
     "recipes/sweep/runner.py",
     "recipes/weights.py",
@@ -101,7 +101,7 @@ MAY_TAKE_A_RECIPE = {
     "recipes/run.py",
     "recipes/run_folder.py",
     "recipes/files/lock.py",
-    "recipes/sweep/plan.py",
+    "recipes/sweep/grid.py",
     "recipes/trainer.py",
 }
 

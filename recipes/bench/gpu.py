@@ -24,8 +24,8 @@ from recipes.files.exit_codes import ended_by
 from recipes.load import CONFIGS
 from recipes.metrics.hardware import bf16_peak
 from recipes.optimization.config import OptimizerConfig
+from recipes.sweep.grid import read_sweep
 from recipes.sweep.loop import run_sweep
-from recipes.sweep.plan import read_sweep
 from recipes.sweep.results import table
 from recipes.sweep.runner import Stopped, say_stopped, stop_signals
 from recipes.training.environment import environment

@@ -10,8 +10,8 @@ from pathlib import Path
 from parallel.errors import UserError
 from recipes.files.lock import FolderLock
 from recipes.load import to_toml
+from recipes.sweep.grid import Row, Sweep
 from recipes.sweep.numerics import numerics_table
-from recipes.sweep.plan import Row, Sweep
 from recipes.sweep.results import TABLE, Result, append, current, read_results, result_of, table
 from recipes.sweep.runner import run
 
@@ -79,7 +79,7 @@ def run_row(row: Row, *, folder: Path) -> Result:
 
 def write(sweep: Sweep) -> None:
     """The table and the pictures, from results.jsonl."""
-    from recipes.sweep.pictures import draw  # matplotlib
+    from recipes.sweep.plots import draw  # matplotlib
 
     results = current(sweep, read_results(sweep.folder))
     page = [table(sweep, results), numerics_table(sweep, results)]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from recipes.sweep.plan import Row, Sweep
+from recipes.sweep.grid import Row, Sweep
 from recipes.sweep.results import Result, last_quarter, loss_gaps, reference
 
 # The pass rule.

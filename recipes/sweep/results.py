@@ -11,7 +11,7 @@ from recipes.fields import toml
 from recipes.files.layout import ENVIRONMENT, FLOAT8_SHARES, METRICS
 from recipes.metrics.hardware import bf16_peak
 from recipes.run_folder import identity_differences
-from recipes.sweep.plan import Row, Sweep, windows
+from recipes.sweep.grid import Row, Sweep, windows
 from recipes.sweep.runner import Ended
 
 RESULTS = "results.jsonl"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from parallel.errors import UserError
+from recipes.sweep.grid import read_sweep
 from recipes.sweep.loop import run_sweep
-from recipes.sweep.plan import read_sweep
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = ROOT / "configs/sweeps/cpu/tiny.toml"

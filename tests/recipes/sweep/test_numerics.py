@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from recipes.sweep.grid import Sweep, read_sweep
 from recipes.sweep.numerics import compare, numerics_table
-from recipes.sweep.pictures import OPERANDS, UNDERFLOW, draw, losses, underflow
-from recipes.sweep.plan import Sweep, read_sweep
+from recipes.sweep.plots import OPERANDS, UNDERFLOW, draw, losses, underflow
 from recipes.sweep.results import Result, result_of
 from recipes.sweep.runner import Ended
 

@@ -10,8 +10,8 @@ from matplotlib.image import imread
 
 from models.sizes import SIZES
 from parallel.errors import UserError
-from recipes.sweep.pictures import BARS, LOSS, bars, draw, losses
-from recipes.sweep.plan import Sweep, read_sweep
+from recipes.sweep.grid import Sweep, read_sweep
+from recipes.sweep.plots import BARS, LOSS, bars, draw, losses
 from recipes.sweep.results import append, current, loss_gaps, mean_gap, read_results, result_of, table
 from recipes.sweep.runner import Ended
 

@@ -7,7 +7,7 @@ import pytest
 
 from parallel.errors import UserError
 from recipes.fields import value_of
-from recipes.sweep.plan import Sweep, read_sweep, windows
+from recipes.sweep.grid import Sweep, read_sweep, windows
 
 ROOT = Path(__file__).resolve().parents[3]
 BENCH = ROOT / "configs/sweeps/gpu_bench.toml"

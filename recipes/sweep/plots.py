@@ -9,7 +9,7 @@ from typing import Any, Literal
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from recipes.sweep.plan import Sweep
+from recipes.sweep.grid import Sweep
 from recipes.sweep.results import Result, baseline, loss_gaps, reference
 
 BARS = "bars.png"
