@@ -16,8 +16,7 @@ from recipes.fields import accept, complaint, field_types, sections, toml, unkno
 from recipes.problems import Problem, one_line, refusal
 from recipes.rules import violations
 from recipes.schema import Recipe, RunConfig
-from recipes.starting import starting_point
-from recipes.weights import FROM_WEIGHTS
+from recipes.weights.locate import FROM_WEIGHTS, starting_point
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 

@@ -11,13 +11,12 @@ from recipes.checkpoint.config import CheckpointConfig
 from recipes.data.config import BatchConfig, DataConfig
 from recipes.fields import toml
 from recipes.files.layout import TOKENIZER
-from recipes.hf_folder import stored_tensors
 from recipes.metrics.config import ProfileConfig
 from recipes.optimization.config import OptimizerConfig, ScheduleConfig
 from recipes.problems import Problem, one_line, refusal
 from recipes.schema import Recipe, RunConfig
-from recipes.starting import starting_point
-from recipes.weights import FROM_WEIGHTS, differences
+from recipes.weights.hf_folder import stored_tensors
+from recipes.weights.locate import FROM_WEIGHTS, differences, starting_point
 
 Violation = tuple[str, str]
 """(dotted key, the rule it breaks and what to write instead)."""

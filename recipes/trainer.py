@@ -29,7 +29,6 @@ from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.checkpoint.folder import newest_whole
 from recipes.cluster.stragglers import Stragglers
 from recipes.console import Console
-from recipes.convert import export_model, load_weights
 from recipes.data.loader import Feed
 from recipes.data.text.tokenizer import Tokenizer
 from recipes.evaluation.evaluate import mean_loss, show_sample
@@ -37,7 +36,6 @@ from recipes.files.exit_codes import CANNOT_WRITE, FINISHED, POISONED, PREEMPTED
 from recipes.files.layout import CHECKPOINTS, DATA, EXPORT, LOG_FILE, PROFILE
 from recipes.files.lock import FolderLock
 from recipes.garbage import collected_by_hand
-from recipes.hf_folder import Description
 from recipes.interruption import Interruption
 from recipes.metrics.clock import END, FIRST_STEP, LOADING, LOG, SAVE, STEP, VALIDATION, Phases
 from recipes.metrics.float8_samples import CastSampler
@@ -53,9 +51,10 @@ from recipes.report import UNSAVED, contents, farewell, introduction, step_line,
 from recipes.rules import require_valid
 from recipes.run_folder import check_output_folder, claim_run_folder, data_before, require_same_data
 from recipes.schema import Recipe
-from recipes.starting import starting_point
 from recipes.training.environment import environment
-from recipes.weights import FROM_WEIGHTS, Weights, checkpoint_files
+from recipes.weights.convert import export_model, load_weights
+from recipes.weights.hf_folder import Description
+from recipes.weights.locate import FROM_WEIGHTS, Weights, checkpoint_files, starting_point
 
 
 class Trainer:

@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
 
     import torch
 
-    from recipes.convert import export_checkpoint, import_folder
+    from recipes.weights.convert import export_checkpoint, import_folder
 
     interrupts: list[int] = []
 

@@ -53,7 +53,7 @@ def evaluate(options: argparse.Namespace) -> int:
     """What main says. Raises UserError."""
     from recipes.data.text.rows import documents
     from recipes.data.text.sources import source_problem
-    from recipes.weights import find_weights
+    from recipes.weights.locate import find_weights
 
     for name in ("sequence_length", "micro_batch_size"):
         if getattr(options, name) < 1:
@@ -70,8 +70,8 @@ def evaluate(options: argparse.Namespace) -> int:
     from parallel.dist import start, stop
     from parallel.mesh import build_mesh
     from parallel.order import parallelize
-    from recipes.convert import load_weights
     from recipes.evaluation.evaluate import evaluate_text
+    from recipes.weights.convert import load_weights
 
     world = start(options.device, seed=0)
     try:

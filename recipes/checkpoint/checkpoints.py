@@ -70,7 +70,7 @@ class Checkpoints:
     ) -> None:
         """keep: newest ones to keep; keep_every: and those at every so many steps (0 = none).
 
-        files: name -> text of what lies beside the numbers of every checkpoint, see recipes.weights.checkpoint_files().
+        files: name -> text of what lies beside the numbers of every checkpoint (weights/locate.py, checkpoint_files).
         tell: where lines for people go.
         """
         self.folder, self.files = folder, files or {}

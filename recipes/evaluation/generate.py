@@ -14,10 +14,10 @@ from models.cache import KeyValueCache
 from models.decoder import Decoder
 from models.hf import TextFacts
 from parallel.errors import UserError
-from recipes.convert import load_weights
 from recipes.data.text.tokenizer import Tokenizer
 from recipes.evaluation.sampling import check_sampling, next_token
-from recipes.weights import find_weights
+from recipes.weights.convert import load_weights
+from recipes.weights.locate import find_weights
 
 # Tokens of a prompt in one forward pass: enough to keep a device busy, and bounds the logits in memory.
 PREFILL_TOKENS = 512

@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from tests.recipes.test_hf_folder import SMALL, contents, write_random
+from tests.recipes.weights.test_hf_folder import SMALL, contents, write_random
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "convert_hf.py"
 

@@ -18,10 +18,10 @@ from parallel.dist import World, on_main
 from parallel.errors import UserError
 from parallel.float8 import without_wrapper
 from parallel.materialize import plain_name
-from recipes import hf_folder
 from recipes.checkpoint.parameters import StoredParameters, write_parameters
-from recipes.hf_folder import DTYPE_BYTES, Description, Entry
-from recipes.weights import Weights, checkpoint_files, find_weights
+from recipes.weights import hf_folder
+from recipes.weights.hf_folder import DTYPE_BYTES, Description, Entry
+from recipes.weights.locate import Weights, checkpoint_files, find_weights
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """safetensors' names."""

@@ -1,6 +1,6 @@
 """A Hugging Face folder as files: config.json, the tokenizer, and safetensors as far as their headers say.
 
-Imports no torch; recipes/convert.py moves the numbers.
+Imports no torch; recipes/weights/convert.py moves the numbers.
 """
 
 import json

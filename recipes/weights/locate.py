@@ -11,10 +11,12 @@ from pydantic import TypeAdapter, ValidationError
 from models.config import ModelConfig
 from models.hf import TextFacts
 from parallel.errors import UserError
-from recipes import hf_folder
+from recipes.checkpoint.folder import check
+from recipes.checkpoint.manifest import Damage
 from recipes.data.text.tokenizer import Tokenizer, build_tokenizer
 from recipes.files.layout import CHECKPOINTS, MODEL, TOKENIZER, checkpoint_steps, step_folder
-from recipes.hf_folder import Description
+from recipes.weights import hf_folder
+from recipes.weights.hf_folder import Description
 
 FROM_WEIGHTS = "from_weights"
 """As model.name and as data.tokenizer: the one of model.weights."""
@@ -114,3 +116,20 @@ def differences(model: ModelConfig, stored: ModelConfig) -> Iterator[tuple[str, 
         for name in ("no_rope_every", "no_rope_layers"):
             if getattr(model, name) != (theirs := getattr(stored, name)):
                 yield name, theirs
+
+
+def starting_point(weights: str, run_folder: Path) -> Weights:
+    """What a run with this model.weights begins with: its own newest checkpoint, which needs them no more, or them.
+
+    Damaged checkpoints are passed over here as they will be when the run goes on, which sets them aside.
+    """
+    place, damaged = run_folder / CHECKPOINTS, None
+    for step in reversed(checkpoint_steps(place)):
+        try:
+            check(place, step)
+            return find_weights(step_folder(place, step))
+        except Damage as damage:
+            damaged = damaged or damage
+    if damaged is not None and not weights:
+        raise damaged
+    return find_weights(weights)

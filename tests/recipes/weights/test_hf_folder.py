@@ -23,13 +23,13 @@ from parallel.config import Float8Config, FSDPConfig, MeshConfig
 from parallel.dist import start, stop
 from parallel.errors import UserError
 from parallel.materialize import plain_name
-from recipes import hf_folder
 from recipes.checkpoint.checkpoints import Checkpoints
-from recipes.convert import export_checkpoint, export_model, import_folder, load_weights
-from recipes.hf_folder import Description, read_header, stored_tensors
 from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer
-from recipes.weights import checkpoint_files, differences, find_weights
+from recipes.weights import hf_folder
+from recipes.weights.convert import export_checkpoint, export_model, import_folder, load_weights
+from recipes.weights.hf_folder import Description, read_header, stored_tensors
+from recipes.weights.locate import checkpoint_files, differences, find_weights
 from tests.build import build_model
 from tests.processes import run_processes
 
