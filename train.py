@@ -62,12 +62,12 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         raise UserError(f"which recipe? As in train.py configs/smollm3_debug.toml --check\n\n{USAGE}")
     recipe = load(arguments[0], arguments[1:], processes=options.processes, nodes=options.nodes)
     if options.check:
-        from recipes.run_folder import check_output_folder
+        from recipes.training.run_folder import check_output_folder
 
         check_output_folder(recipe)
         print(to_toml(recipe), end="")
         return FINISHED
-    from recipes.run import train  # torch, from here on
+    from recipes.training.run import train  # torch, from here on
 
     return train(recipe, began=options.began)
 

@@ -65,8 +65,8 @@ def _generate(options: argparse.Namespace) -> int:
     except UnicodeEncodeError:
         raise UserError("the prompt is not text in UTF-8") from None
 
-    from recipes.console import CONTROLS
     from recipes.evaluation.generate import choose_device, continue_text, open_model
+    from recipes.training.console import CONTROLS
 
     signal.signal(signal.SIGINT, _leave)
     device, dtype = choose_device(options.device, options.dtype)

@@ -13,9 +13,9 @@ sys.path.insert(0, str(ROOT))
 
 
 def main(fault: str, ill: int, begin: int) -> None:
-    from recipes import trainer
     from recipes.data.loader import Feed
-    from recipes.trainer import Trainer
+    from recipes.training import trainer
+    from recipes.training.trainer import Trainer
 
     if int(os.environ.get("RANK", "0")) != ill:
         return

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "train.py": {"models", "parallel", "recipes"},
 }
 # The model and the order of its parallelization are put together in one place, and measured in another.
-ASSEMBLED_IN = {"recipes/trainer.py", "recipes/plan.py"}
+ASSEMBLED_IN = {"recipes/training/trainer.py", "recipes/plan.py"}
 # Needs no order: it runs the plain model on one device.
 PLAIN_MODEL_IN = {"recipes/evaluation/generate.py"}
 TORCH_FREE = {
@@ -63,7 +63,7 @@ TORCH_FREE = {
     "recipes/problems.py",
     "recipes/cluster/restarts.py",
     "recipes/rules.py",
-    "recipes/run_folder.py",
+    "recipes/training/run_folder.py",
     "recipes/files/lock.py",
     "recipes/schema.py",
     "recipes/weights/locate.py",
@@ -97,11 +97,11 @@ MAY_TAKE_A_RECIPE = {
     "recipes/plan.py",
     "recipes/cluster/restarts.py",
     "recipes/rules.py",
-    "recipes/run.py",
-    "recipes/run_folder.py",
+    "recipes/training/run.py",
+    "recipes/training/run_folder.py",
     "recipes/files/lock.py",
     "recipes/sweep/grid.py",
-    "recipes/trainer.py",
+    "recipes/training/trainer.py",
 }
 
 every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
@@ -171,7 +171,9 @@ def test_only_one_file_knows_the_launcher(file: Path) -> None:
 def test_what_a_run_is_needs_no_torch(file: Path) -> None:
     if name(file) in TORCH_FREE:
         assert not {module for module in imports(file) if module.partition(".")[0].startswith("torch")}
-        assert not {module for module in imports(file) if module.startswith(("recipes.trainer", "parallel.dist"))}
+        assert not {
+            module for module in imports(file) if module.startswith(("recipes.training.trainer", "parallel.dist"))
+        }
 
 
 @every_file

@@ -98,7 +98,7 @@ def test_a_left_out_collective_shows_where_each_waits(tmp_path: Path, corpus: Pa
     assert code == HUNG, err
     assert "the processes wait for each other in different places:\n" in err
     assert "  rank 0 on " in err and ": phase step of step 5, at parallel/reduce.py:" in err
-    assert "  rank 1 on " in err and ": phase step of step 5, at recipes/trainer.py:" in err
+    assert "  rank 1 on " in err and ": phase step of step 5, at recipes/training/trainer.py:" in err
 
 
 def test_a_compilation_is_no_hang(start: Callable[..., Started]) -> None:

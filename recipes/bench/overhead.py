@@ -16,11 +16,11 @@ import torch
 from parallel.dist import start, stop
 from parallel.errors import UserError
 from parallel.reduce import clip_gradients, gradient_norm
-from recipes.console import Console
 from recipes.files.layout import METRICS
 from recipes.load import CONFIGS, load
-from recipes.trainer import Trainer
+from recipes.training.console import Console
 from recipes.training.environment import environment
+from recipes.training.trainer import Trainer
 
 ROOT = CONFIGS.parent
 DEBUG = CONFIGS / "smollm3_debug.toml"

@@ -10,9 +10,9 @@ from parallel.errors import UserError
 from recipes.fields import toml
 from recipes.files.layout import ENVIRONMENT, FLOAT8_SHARES, METRICS
 from recipes.metrics.hardware import bf16_peak
-from recipes.run_folder import identity_differences
 from recipes.sweep.grid import Row, Sweep, windows
 from recipes.sweep.runner import Ended
+from recipes.training.run_folder import identity_differences
 
 RESULTS = "results.jsonl"
 TABLE = "table.md"

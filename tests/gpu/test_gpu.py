@@ -9,7 +9,7 @@ import torch
 from recipes.load import load
 from recipes.schema import Recipe
 from tests.processes import run_processes
-from tests.recipes.test_trainer import DEBUG, change, rows
+from tests.recipes.training.test_trainer import DEBUG, change, rows
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,7 +37,7 @@ def small(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
 
 
 def train_all(recipes: list[Recipe]) -> list[int]:
-    from recipes.run import train
+    from recipes.training.run import train
 
     return [train(recipe) for recipe in recipes]
 

@@ -17,7 +17,7 @@ from parallel.mesh import build_mesh
 from parallel.order import parallelize
 from recipes.load import load, to_toml
 from recipes.rules import violations
-from recipes.run_folder import identity_differences
+from recipes.training.run_folder import identity_differences
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))

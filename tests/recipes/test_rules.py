@@ -19,13 +19,13 @@ from recipes.load import load, to_toml
 from recipes.metrics.config import MetricsConfig, ProfileConfig
 from recipes.optimization.config import OptimizerConfig, ScheduleConfig
 from recipes.rules import require_valid, violations
-from recipes.run_folder import (
+from recipes.schema import Recipe, RunConfig
+from recipes.training.run_folder import (
     check_output_folder,
     claim_run_folder,
     identity_differences,
     require_same_data,
 )
-from recipes.schema import Recipe, RunConfig
 
 
 def broken_by(recipe: Recipe, *, processes: int | None = None) -> dict[str, str]:

@@ -15,8 +15,8 @@ from recipes.schema import Recipe
 from tests.processes import run_processes
 from tests.recipes.data.text.test_hub import c4, tiny_stories
 from tests.recipes.data.texts import shards_in, tokenizer_for, work_on, write_rows
-from tests.recipes.test_resume import small  # noqa: F401
-from tests.recipes.test_trainer import change, rows, run_all
+from tests.recipes.training.test_resume import small  # noqa: F401
+from tests.recipes.training.test_trainer import change, rows, run_all
 
 
 @pytest.fixture(scope="module")

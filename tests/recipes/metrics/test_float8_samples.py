@@ -18,8 +18,8 @@ TINY = Path(__file__).parents[3] / "configs/sweeps/cpu/tiny.toml"
 
 def run(recipes: list[Recipe]) -> list[int]:
     from parallel.dist import start, stop
-    from recipes.console import Console
-    from recipes.trainer import Trainer
+    from recipes.training.console import Console
+    from recipes.training.trainer import Trainer
 
     world = start("cpu", seed=0)
     with Console(silent=True) as console:

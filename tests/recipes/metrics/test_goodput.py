@@ -14,7 +14,7 @@ from recipes.metrics import goodput as room
 from recipes.metrics.goodput import Goodput
 from recipes.schema import Recipe
 from tests.processes import run_processes
-from tests.recipes.test_trainer import DEBUG, change
+from tests.recipes.training.test_trainer import DEBUG, change
 
 
 class Attempt:
@@ -76,9 +76,9 @@ def test_checkpoints_of_before_lack_it(clock: Time) -> None:
 def attempt(recipe: Recipe, *, breaks_at: int | None) -> tuple[float, float, dict[str, float]]:
     """One attempt in this process; the moments of its beginning and end, and what it says of where its time went."""
     from parallel.dist import start, stop
-    from recipes.console import Console
     from recipes.metrics.clock import Phases
-    from recipes.trainer import Trainer
+    from recipes.training.console import Console
+    from recipes.training.trainer import Trainer
 
     began = os.times().elapsed  # not the clock that is tested
     phases_began = time.monotonic()

@@ -67,7 +67,7 @@ def scales(trainer: Any) -> list[float]:
 
 def poison(trainer: Any, kind: str) -> Callable[[], None]:
     """Make the next step bad, on the last rank alone but for "norm", in one of its micro-batches. Returns the cure."""
-    import recipes.trainer as room
+    import recipes.training.trainer as room
 
     whole = room.gradient_norm
     micro_batches = []
@@ -110,8 +110,8 @@ def poison(trainer: Any, kind: str) -> Callable[[], None]:
 
 def steps(recipe: Recipe, kind: str, world: Any) -> dict[str, Any]:
     """Hashes after every step, where the third one is poisoned; "left out": where it is not taken at all."""
-    from recipes.console import Console
-    from recipes.trainer import Trainer
+    from recipes.training.console import Console
+    from recipes.training.trainer import Trainer
 
     with Console(silent=True) as console:
         trainer: Any = Trainer(replace(recipe, run=replace(recipe.run, name=kind)), world, console)
@@ -212,8 +212,8 @@ def tensors_of(checkpoint: Path) -> dict[str, Any]:
 
 def poisoned_run(recipe: Recipe) -> int:
     from parallel.dist import start, stop
-    from recipes.console import Console
-    from recipes.trainer import Trainer
+    from recipes.training.console import Console
+    from recipes.training.trainer import Trainer
 
     world = start("cpu", seed=0)
     with Console(silent=not world.is_main) as console:
@@ -235,8 +235,8 @@ def test_a_step_waits_for_the_device_no_oftener_than_before(small: Recipe) -> No
 def count_waits(recipes: list[Recipe]) -> list[int]:
     """How often the host asks for a number of the device in a step that is not logged."""
     from parallel.dist import start, stop
-    from recipes.console import Console
-    from recipes.trainer import Trainer
+    from recipes.training.console import Console
+    from recipes.training.trainer import Trainer
 
     class Waits(TorchDispatchMode):
         def __init__(self) -> None:

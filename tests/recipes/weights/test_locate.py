@@ -15,12 +15,12 @@ from parallel.errors import UserError
 from recipes.checkpoint.files import read_manifest
 from recipes.checkpoint.manifest import MANIFEST, encode
 from recipes.load import load, to_toml
-from recipes.run_folder import identity_differences
 from recipes.schema import Recipe
+from recipes.training.run_folder import identity_differences
 from recipes.weights.convert import export_checkpoint, import_folder
 from recipes.weights.locate import find_weights, starting_point
 from tests.processes import run_processes
-from tests.recipes.test_trainer import DEBUG, change, run_all
+from tests.recipes.training.test_trainer import DEBUG, change, run_all
 from tests.recipes.weights.test_hf_folder import SMALL, edit_config, files, truncate, write_random
 
 ROOT = Path(__file__).resolve().parents[3]

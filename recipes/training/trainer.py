@@ -4,6 +4,8 @@ import gc
 import json
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import Any, cast
@@ -28,15 +30,12 @@ from parallel.reduce import clip_gradients, gradient_norm, sum_over_processes
 from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.checkpoint.folder import newest_whole
 from recipes.cluster.stragglers import Stragglers
-from recipes.console import Console
 from recipes.data.loader import Feed
 from recipes.data.text.tokenizer import Tokenizer
 from recipes.evaluation.evaluate import mean_loss, show_sample
 from recipes.files.exit_codes import CANNOT_WRITE, FINISHED, POISONED, PREEMPTED, ended_by
 from recipes.files.layout import CHECKPOINTS, DATA, EXPORT, LOG_FILE, PROFILE
 from recipes.files.lock import FolderLock
-from recipes.garbage import collected_by_hand
-from recipes.interruption import Interruption
 from recipes.metrics.clock import END, FIRST_STEP, LOADING, LOG, SAVE, STEP, VALIDATION, Phases
 from recipes.metrics.float8_samples import CastSampler
 from recipes.metrics.goodput import SKIPPED, Goodput
@@ -47,11 +46,12 @@ from recipes.metrics.writer import MetricsWriter
 from recipes.optimization.optimizer import build_optimizer
 from recipes.optimization.schedule import learning_rate
 from recipes.optimization.skip_steps import Firewall, Poisoned, backward
-from recipes.report import UNSAVED, contents, farewell, introduction, step_line, summary
 from recipes.rules import require_valid
-from recipes.run_folder import check_output_folder, claim_run_folder, data_before, require_same_data
 from recipes.schema import Recipe
+from recipes.training.console import UNSAVED, Console, contents, farewell, introduction, step_line, summary
 from recipes.training.environment import environment
+from recipes.training.interruption import Interruption
+from recipes.training.run_folder import check_output_folder, claim_run_folder, data_before, require_same_data
 from recipes.weights.convert import export_model, load_weights
 from recipes.weights.hf_folder import Description
 from recipes.weights.locate import FROM_WEIGHTS, Weights, checkpoint_files, starting_point
@@ -400,3 +400,19 @@ class Trainer:
     def _tokens(self, step: int | None = None) -> int:
         """Seen after so many steps, else by now."""
         return (self.step if step is None else step) * self.throughput.tokens_per_step
+
+
+@contextmanager
+def collected_by_hand() -> Iterator[None]:
+    """Inside, garbage is collected only where gc.collect() is called. What is there at the beginning is left alone.
+
+    Python would collect in the middle of any step, on each rank in another one, and all ranks wait for the slowest.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()

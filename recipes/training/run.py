@@ -8,13 +8,13 @@ from parallel.dist import lost_a_peer, start, stop
 from parallel.errors import UserError
 from recipes.cluster.preflight import preflight
 from recipes.cluster.watchdog import SLOW_LIMIT, Watchdog
-from recipes.console import Console
 from recipes.data.text.sources import is_prepared
-from recipes.interruption import forget_signals
 from recipes.load import to_toml
 from recipes.metrics.clock import Phases
 from recipes.schema import Recipe
-from recipes.trainer import Trainer
+from recipes.training.console import Console
+from recipes.training.interruption import forget_signals
+from recipes.training.trainer import Trainer
 
 
 def train(recipe: Recipe, *, began: float) -> int:

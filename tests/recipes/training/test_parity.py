@@ -12,7 +12,7 @@ from recipes.load import load
 from recipes.schema import Recipe
 from tests.processes import run_processes
 
-DEBUG = Path(__file__).parents[2] / "configs" / "smollm3_debug.toml"
+DEBUG = Path(__file__).parents[3] / "configs" / "smollm3_debug.toml"
 STEPS, WARMUP, DECAY = 20, 5, 6
 PEAK = 3e-3
 BATCH, LENGTH = 8, 64  # sequences, tokens
@@ -49,8 +49,8 @@ def both_curves(family: str, recipe: Recipe) -> tuple[list[tuple[float, float]],
 
     from models.hf import config_from_hf, hf_name
     from parallel.dist import start, stop
-    from recipes.console import Console
-    from recipes.trainer import Trainer
+    from recipes.training.console import Console
+    from recipes.training.trainer import Trainer
 
     theirs = their_model(family)
     recipe = replace(recipe, model=config_from_hf(theirs.config.to_dict()))

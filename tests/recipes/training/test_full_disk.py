@@ -14,7 +14,7 @@ from recipes.files.exit_codes import CANNOT_WRITE
 from recipes.load import load
 from recipes.schema import Recipe
 from tests.processes import run_processes
-from tests.recipes.test_trainer import DEBUG, change, curve, rows
+from tests.recipes.training.test_trainer import DEBUG, change, curve, rows
 
 STEPS, BAD, GOOD = 24, 4, 18
 """The disk takes nothing more in step BAD, and is well again in step GOOD."""
@@ -53,8 +53,8 @@ def mount(disk: Path, mode: str) -> None:
 def run(recipe: Recipe, screen: Path, disk: Path, kind: str) -> tuple[int, list[str]]:
     """The exit code, and the names of files in the order in which they were synced until the first shard was."""
     from parallel.dist import start, stop
-    from recipes.console import Console
-    from recipes.trainer import Trainer
+    from recipes.training.console import Console
+    from recipes.training.trainer import Trainer
 
     synced: list[str] = []
     fsync = os.fsync

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from recipes.files.exit_codes import REFUSED
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 # Ends at the n-th change of a file, before it happens, for n = 0, 1, ... until there are no more; then the start after.
 KILLED = """
 import os, sys
@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from recipes.load import load
-from recipes.run_folder import check_output_folder, claim_run_folder
+from recipes.training.run_folder import check_output_folder, claim_run_folder
 from recipes.files.lock import FolderLock
 from recipes.schema import Recipe, RunConfig
 

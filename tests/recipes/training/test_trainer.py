@@ -14,7 +14,7 @@ from recipes.load import load
 from recipes.schema import Recipe
 from tests.processes import run_processes
 
-DEBUG = Path(__file__).parents[2] / "configs" / "smollm3_debug.toml"
+DEBUG = Path(__file__).parents[3] / "configs" / "smollm3_debug.toml"
 STEPS = 20
 # Largest relative gap between two loss curves: compiled and bfloat16 against eager float32, float8 against bfloat16.
 COMPILE_TOLERANCE = 1e-5
@@ -46,8 +46,8 @@ def small(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
 def run_all(recipes: list[Recipe]) -> list[int]:
     """Run recipes one after the other in this process and those beside it; exit codes."""
     from parallel.dist import start, stop
-    from recipes.console import Console
-    from recipes.trainer import Trainer
+    from recipes.training.console import Console
+    from recipes.training.trainer import Trainer
 
     world = start("cpu", seed=0)
     codes = []
@@ -160,8 +160,8 @@ def count_collectives(recipe: Recipe) -> dict[str, int]:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from parallel.dist import start, stop
-    from recipes.console import Console
-    from recipes.trainer import Trainer
+    from recipes.training.console import Console
+    from recipes.training.trainer import Trainer
 
     class Collectives(TorchDispatchMode):
         counts: ClassVar[Counter[str]] = Counter()

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from recipes.garbage import collected_by_hand
+from recipes.training.trainer import collected_by_hand
 
 
 def test_only_what_is_asked_for_is_collected() -> None:

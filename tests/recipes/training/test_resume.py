@@ -11,7 +11,7 @@ from recipes.load import load
 from recipes.schema import Recipe
 from tests.full_disk import files_of_at_most
 from tests.processes import run_processes
-from tests.recipes.test_trainer import DEBUG, change, curve, largest_gap, rows, run_all
+from tests.recipes.training.test_trainer import DEBUG, change, curve, largest_gap, rows, run_all
 
 HALF, STEPS = 4, 8
 RESHARDING_TOLERANCE = 1e-6
@@ -45,8 +45,8 @@ def run_and_copy(first: list[Recipe], copies: list[tuple[Path, Path]], then: lis
     import torch.distributed as dist
 
     from parallel.dist import start, stop
-    from recipes.console import Console
-    from recipes.trainer import Trainer
+    from recipes.training.console import Console
+    from recipes.training.trainer import Trainer
 
     world = start("cpu", seed=0)
     codes = []
@@ -106,8 +106,8 @@ def test_a_run_goes_on_on_any_mesh(small: Recipe) -> None:
 def fill_the_disk(recipe: Recipe, reference: Recipe) -> list[str]:
     """Train; then with a disk that takes no checkpoint; then with room again; then with the newest one damaged."""
     from parallel.dist import start, stop
-    from recipes.console import Console
-    from recipes.trainer import Trainer
+    from recipes.training.console import Console
+    from recipes.training.trainer import Trainer
 
     world = start("cpu", seed=0)
 
@@ -159,8 +159,8 @@ def break_off_everywhere(recipe: Recipe) -> dict[str, str]:
     import xxhash
 
     from parallel.dist import start, stop
-    from recipes.console import Console
-    from recipes.trainer import Trainer
+    from recipes.training.console import Console
+    from recipes.training.trainer import Trainer
 
     class Broken(Exception):
         pass

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from recipes.console import Console
+from recipes.training.console import Console
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +77,7 @@ def test_text_gives_no_orders_to_the_terminal(tmp_path: Path, capfd: pytest.Capt
 TWO_STEPS = """
 import sys
 from pathlib import Path
-from recipes.console import Console
+from recipes.training.console import Console
 with Console(silent=False) as console:
     console.open_log(Path(sys.argv[1]))
     for step in (1, 2):
@@ -120,7 +120,7 @@ def test_a_live_line_on_a_terminal(tmp_path: Path) -> None:
 FULL = """
 import sys
 from pathlib import Path
-from recipes.console import Console
+from recipes.training.console import Console
 with Console(silent=False) as console:
     console.open_log(Path(sys.argv[1]))
     for step in (1, 2):
