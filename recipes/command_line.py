@@ -8,8 +8,7 @@ from typing import Any
 
 import tyro
 
-from recipes.fields import accept, complaint, field_types, toml, unknown_key, value_of
-from recipes.problems import Problem
+from recipes.fields import Problem, accept, complaint, field_types, toml, unknown_key, value_of
 from recipes.schema import Recipe
 
 ORIGIN = "command line"

@@ -6,8 +6,10 @@ Imports no torch.
 import ast
 import inspect
 import re
+import textwrap
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -17,6 +19,7 @@ import tomli
 import tomli_w
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from parallel.errors import UserError
 from recipes.schema import Recipe
 
 TYPE_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
@@ -203,3 +206,41 @@ def field_docs(cls: type) -> dict[str, str]:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
         if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
     }
+
+
+SCREEN = 100
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A key, what is wrong with it and what to write instead."""
+
+    key: str
+    """Dotted, such as "batch.micro_batch_size", or a section."""
+    message: str
+    """The rule and the remedy."""
+    written: str = ""
+    """The value as it is written; empty when it says nothing."""
+    origin: str = ""
+    """The file it comes from, or "command line"."""
+
+    def __str__(self) -> str:
+        head = self.key
+        if self.written:
+            head += f" = {self.written}"
+        if self.origin:
+            head += f"   ({self.origin})"
+        body = textwrap.fill(self.message, SCREEN - 4, break_long_words=False, break_on_hyphens=False)
+        return textwrap.indent(head, "  ") + "\n" + textwrap.indent(body, "    ")
+
+
+def one_line(error: UserError) -> str:
+    """The text of an error that lists things line by line, as part of a sentence."""
+    head, *lines = str(error).split("\n")
+    return " ".join([head, "; ".join(line.strip() for line in lines)]).strip()
+
+
+def refusal(problems: Sequence[Problem], *, where: str) -> UserError:
+    """The error to raise for all of them at once."""
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return UserError("\n".join([f"{count} in {where}", *map(str, problems)]))

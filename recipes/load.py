@@ -12,8 +12,19 @@ import tomli
 from models.config import ModelConfig
 from models.sizes import SIZES
 from parallel.errors import UserError
-from recipes.fields import accept, complaint, field_types, sections, toml, unknown_key, unknown_section, value_of
-from recipes.problems import Problem, one_line, refusal
+from recipes.fields import (
+    Problem,
+    accept,
+    complaint,
+    field_types,
+    one_line,
+    refusal,
+    sections,
+    toml,
+    unknown_key,
+    unknown_section,
+    value_of,
+)
 from recipes.rules import violations
 from recipes.schema import Recipe, RunConfig
 from recipes.weights.locate import FROM_WEIGHTS, starting_point

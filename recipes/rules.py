@@ -9,11 +9,10 @@ from parallel.errors import UserError
 from parallel.nodes import Node, require_like_nodes
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.data.config import BatchConfig, DataConfig
-from recipes.fields import toml
+from recipes.fields import Problem, one_line, refusal, toml
 from recipes.files.layout import TOKENIZER
 from recipes.metrics.config import ProfileConfig
 from recipes.optimization.config import OptimizerConfig, ScheduleConfig
-from recipes.problems import Problem, one_line, refusal
 from recipes.schema import Recipe, RunConfig
 from recipes.weights.hf_folder import stored_tensors
 from recipes.weights.locate import FROM_WEIGHTS, differences, starting_point

@@ -60,7 +60,6 @@ TORCH_FREE = {
     "recipes/weights/hf_folder.py",
     "recipes/load.py",
     "recipes/plan.py",
-    "recipes/problems.py",
     "recipes/cluster/restarts.py",
     "recipes/rules.py",
     "recipes/training/run_folder.py",

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
-from recipes.fields import field_types, sections, toml, unknown_key, unknown_section, value_of
+from recipes.fields import Problem, field_types, refusal, sections, toml, unknown_key, unknown_section, value_of
 from recipes.load import CONFIGS, Layer, load, read_toml, shown, to_toml
-from recipes.problems import Problem, refusal
 from recipes.rules import float8_has_a_device
 from recipes.schema import Recipe, RunConfig
 
