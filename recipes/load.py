@@ -27,7 +27,7 @@ from recipes.fields import (
 )
 from recipes.rules import violations
 from recipes.schema import Recipe, RunConfig
-from recipes.weights.locate import FROM_WEIGHTS, starting_point
+from recipes.weights.locate import FROM_WEIGHTS, initial_weights
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
@@ -139,7 +139,7 @@ def _size(model: dict[str, Any], *, run: RunConfig) -> ModelConfig:
     if {field.name for field in fields(ModelConfig)} <= {"name", *model}:
         return replace(Recipe().model, name=name)  # a resolved recipe needs no more
     try:
-        return replace(starting_point(model.get("weights", ""), run.folder).model, name=name)
+        return replace(initial_weights(model.get("weights", ""), run.folder).model, name=name)
     except UserError:  # _check_size says so
         return Recipe().model
 
@@ -160,7 +160,7 @@ def _check_size(given: Given) -> list[Problem]:
             return []
         try:
             run = {key: given[f"run.{key}"][0] for key in ("name", "output") if f"run.{key}" in given}
-            starting_point(weights, RunConfig(**run).folder)
+            initial_weights(weights, RunConfig(**run).folder)
             return []
         except UserError as error:
             return [Problem("model.weights", one_line(error), toml(weights), origin)]

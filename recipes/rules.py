@@ -15,7 +15,7 @@ from recipes.metrics.config import ProfileConfig
 from recipes.optimization.config import OptimizerConfig, ScheduleConfig
 from recipes.schema import Recipe, RunConfig
 from recipes.weights.hf_folder import stored_tensors
-from recipes.weights.locate import FROM_WEIGHTS, differences, starting_point
+from recipes.weights.locate import FROM_WEIGHTS, differences, initial_weights
 
 Violation = tuple[str, str]
 """(dotted key, the rule it breaks and what to write instead)."""
@@ -97,7 +97,7 @@ def weights_fit(model: ModelConfig, *, run: RunConfig) -> Iterator[Violation]:
     if not model.weights:
         return
     try:
-        weights = starting_point(model.weights, run.folder)
+        weights = initial_weights(model.weights, run.folder)
         if not weights.is_checkpoint:
             stored_tensors(weights.path, weights.model)
     except UserError as error:
@@ -128,7 +128,7 @@ def data_is_there(data: DataConfig, *, model: ModelConfig, run: RunConfig) -> It
     tokenizer = data.tokenizer
     if model.weights or tokenizer == FROM_WEIGHTS:
         try:
-            weights = starting_point(model.weights, run.folder)
+            weights = initial_weights(model.weights, run.folder)
         except UserError as error:
             if not model.weights:
                 yield "data.tokenizer", f"needs model.weights or a checkpoint of this run: {one_line(error)}"

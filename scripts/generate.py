@@ -79,7 +79,7 @@ def _generate(options: argparse.Namespace) -> int:
     tokens, seconds = continue_text(
         opened,
         options.prompt,
-        say=lambda piece: print(piece.translate(CONTROLS), end="", flush=True),
+        log=lambda piece: print(piece.translate(CONTROLS), end="", flush=True),
         **sampling,
     )
     print()

@@ -185,7 +185,7 @@ def main() -> int:
         from recipes.cluster.rendezvous import Launchers
 
         count = int(args.nnodes.rpartition(":")[2])
-        nodes = Launchers(args.master_addr, args.master_port, node=args.node_rank, nodes=count, hung=HUNG, say=say)
+        nodes = Launchers(args.master_addr, args.master_port, node=args.node_rank, nodes=count, hung=HUNG, log=say)
         workers.others = nodes
         workers.heed_early_signals()
         nodes.join()

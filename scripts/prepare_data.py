@@ -85,7 +85,7 @@ def prepare(options: argparse.Namespace) -> None:
         raise UserError(f"'{folder}' lies inside of '{options.source}' and would be part of it; give another folder")
     text_field, fraction = options.text_field, options.validation_fraction
     tokenizer = load_tokenizer(
-        options.tokenizer, sources=[source], text_field=text_field, cache=options.cache, report=print
+        options.tokenizer, sources=[source], text_field=text_field, cache=options.cache, log=print
     )
     work = preparation(
         source, text_field=text_field, tokenizer=tokenizer, validation_fraction=fraction, pieces=Pieces()

@@ -67,7 +67,7 @@ def sweep(options: argparse.Namespace, overrides: list[str]) -> int:
             state = f"   ({known[row.label]['outcome']} already)" if row.label in known else ""
             print(f"  {row.label}: {said}{state}")
         return 0
-    results = run_sweep(plan, retry=options.retry, say=lambda line: print(line, flush=True))
+    results = run_sweep(plan, retry=options.retry, log=lambda line: print(line, flush=True))
     print((plan.folder / TABLE).read_text(encoding="utf-8"), end="")
     return 0 if any(result["outcome"] == "done" for result in results.values()) else 1
 

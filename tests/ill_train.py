@@ -13,21 +13,21 @@ sys.path.insert(0, str(ROOT))
 
 
 def main(fault: str, ill: int, begin: int) -> None:
-    from recipes.data.loader import Feed
+    from recipes.data.loader import DataLoader
     from recipes.training import trainer
     from recipes.training.trainer import Trainer
 
     if int(os.environ.get("RANK", "0")) != ill:
         return
-    take, step, add = Feed.take, Trainer._train_step, trainer.sum_over_processes
+    take, step, add = DataLoader.take, Trainer._train_step, trainer.sum_over_processes
     state = {"steps": 0}
 
-    def stuck_in_data(self: Feed, batch: int) -> Any:
+    def stuck_in_data(self: DataLoader, batch: int) -> Any:
         if batch >= begin:
             threading.Event().wait()
         return take(self, batch)
 
-    def slow_in_data(self: Feed, batch: int) -> Any:
+    def slow_in_data(self: DataLoader, batch: int) -> Any:
         time.sleep(0.1 if batch >= begin else 0)
         return take(self, batch)
 
@@ -47,7 +47,7 @@ def main(fault: str, ill: int, begin: int) -> None:
         return value if state["steps"] == begin else add(value)
 
     if fault in ("stuck_in_data", "slow_in_data"):
-        Feed.take = locals()[fault]  # type: ignore[method-assign]
+        DataLoader.take = locals()[fault]  # type: ignore[method-assign]
     elif fault in ("stuck", "slow_in_work"):
         Trainer._train_step = locals()[fault]  # type: ignore[method-assign]
     elif fault == "left_out":

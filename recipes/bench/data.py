@@ -189,13 +189,13 @@ def _open(section: DataConfig, tokenizer: Tokenizer) -> Data:
         before={},
         run="benchmark",
         writes=True,
-        report=lambda line: None,
+        log=lambda line: None,
     )
 
 
 def _tokenizer(folder: Path, entries: int) -> Tokenizer:
     places: dict[str, Any] = {"sources": ["python-stdlib"], "text_field": "text", "cache": folder / "cache"}
-    return load_tokenizer(f"train:{entries}", report=lambda line: None, **places)
+    return load_tokenizer(f"train:{entries}", log=lambda line: None, **places)
 
 
 def _sequences(folder: Path) -> Sequences:

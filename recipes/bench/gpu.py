@@ -75,7 +75,7 @@ def _measure(options: argparse.Namespace, overrides: list[str]) -> int:
     if not options.no_steps:
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the full steps are processes of their own
-        results = run_sweep(sweep, retry=False, say=lambda line: print(line, flush=True))
+        results = run_sweep(sweep, retry=False, log=lambda line: print(line, flush=True))
         record["steps"] = list(results.values())
         record["seconds"] = time.monotonic() - begin
         _write(record, table(sweep, results).partition("\n")[2], options.output)

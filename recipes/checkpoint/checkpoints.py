@@ -66,15 +66,15 @@ class Checkpoints:
         keep_every: int = 0,
         asynchronous: bool = False,
         files: Mapping[str, str] | None = None,
-        tell: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
     ) -> None:
         """keep: newest ones to keep; keep_every: and those at every so many steps (0 = none).
 
         files: name -> text of what lies beside the numbers of every checkpoint (weights/locate.py, checkpoint_files).
-        tell: where lines for people go.
+        log: where lines for people go.
         """
         self.folder, self.files = folder, files or {}
-        self._tell = tell
+        self._log = log
         self._keep, self._keep_every, self._asynchronous = keep, keep_every, asynchronous
         # Its own: a save speaks with the other processes while the training does, on other threads.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
@@ -104,7 +104,7 @@ class Checkpoints:
 
         def look() -> None:
             if self._main:
-                self._tell("  " + room(self.folder, checkpoint_bytes=size, keep=self._keep))
+                self._log("  " + room(self.folder, checkpoint_bytes=size, keep=self._keep))
 
         self._agree(look)
 
@@ -147,7 +147,7 @@ class Checkpoints:
     def report(self) -> None:
         """Tell how the saves ended that ended since the last call."""
         while self._ended:
-            self._tell(self._ended.popleft())
+            self._log(self._ended.popleft())
 
     def _plan_for(self, state: Mapping[str, Tensor]) -> Plan:
         """The plan of the last save, where nothing but the numbers changed; it takes messages between all processes."""
@@ -171,7 +171,7 @@ class Checkpoints:
 
             def begin() -> None:
                 if self._main:
-                    folders.begin(self.folder, step, tell=lambda line: self._ended.append(f"step {step:>6}  {line}"))
+                    folders.begin(self.folder, step, log=lambda line: self._ended.append(f"step {step:>6}  {line}"))
 
             self._together(begin)
 
@@ -274,7 +274,7 @@ class Checkpoints:
             self._agree(partial(check, path) if self._main else lambda: None)
             try:
                 progress = self.load(model, optimizer, step=found)
-                self._tell(f"resumed from {path}")
+                self._log(f"resumed from {path}")
                 return progress | {"step": found}
             except Damage as damage:
                 found = self._older(found, str(damage))
@@ -285,10 +285,10 @@ class Checkpoints:
 
         def look() -> None:
             if self._main:
-                self._tell(folders.put_away(self.folder, step, problem))
+                self._log(folders.put_away(self.folder, step, problem))
                 if not self.steps():
                     raise UserError(f"{problem}\nno older checkpoint is left; the same command begins the run anew")
-                found.append(folders.newest_whole(self.folder, tell=self._tell))
+                found.append(folders.newest_whole(self.folder, log=self._log))
 
         self._agree(look)
         return _from_main(found[0] if found else None, group=self._group)

@@ -44,7 +44,7 @@ def left_overs(folder: Path) -> list[Path]:
     return sorted(folder.glob(".partial-*"))
 
 
-def begin(folder: Path, step: int, *, tell: Callable[[str], None]) -> None:
+def begin(folder: Path, step: int, *, log: Callable[[str], None]) -> None:
     """Make room for a new checkpoint: clear what a kill or a failed save left, and open its partial folder.
 
     A left-over that will not go is told, and stays: this save does not need its place.
@@ -57,7 +57,7 @@ def begin(folder: Path, step: int, *, tell: Callable[[str], None]) -> None:
         except OSError as error:
             if left_over == partial_folder(folder, step):
                 raise
-            tell(f"{left_over}, a left-over, cannot be cleared: {reason(error)}")
+            log(f"{left_over}, a left-over, cannot be cleared: {reason(error)}")
     if not folder.is_dir():
         folder.mkdir(parents=True)
         sync_folder(folder.parent)
@@ -136,7 +136,7 @@ def check(folder: Path, step: int, *, files: bool = True) -> Manifest:
     return manifest
 
 
-def newest_whole(folder: Path, *, tell: Callable[[str], None]) -> int | None:
+def newest_whole(folder: Path, *, log: Callable[[str], None]) -> int | None:
     """The newest step whose checkpoint shows no damage; None where there are none at all.
 
     Those that show some are set aside on the way, and told; what looks like one of an older version is, if another is
@@ -151,10 +151,10 @@ def newest_whole(folder: Path, *, tell: Callable[[str], None]) -> int | None:
             older_format.append((step, found))
         except Damage as damage:
             problem = str(damage)
-            tell(put_away(folder, step, problem))
+            log(put_away(folder, step, problem))
         else:
             for other, error in older_format:  # a run does not go back to an older version: its manifest was lost
-                tell(put_away(folder, other, str(error)))
+                log(put_away(folder, other, str(error)))
             return step
     if older_format:
         raise UserError(str(older_format[0][1]))

@@ -80,7 +80,7 @@ class Facts:
 
 
 def preflight(
-    folder: Path, world: World, *, recipe: str, cache: Path | None = None, say: Callable[[str], None]
+    folder: Path, world: World, *, recipe: str, cache: Path | None = None, log: Callable[[str], None]
 ) -> None:
     """Look at all processes, and let rank 0 say what came of it.
 
@@ -97,7 +97,7 @@ def preflight(
         raise refusal("the processes are not alike", problems)
     agree = f"pre-flight: {world.size} processes on {len(nodes)} {'nodes' if several else 'node'} agree"
     if several:
-        say(f"{agree}: {in_common(facts[0])}")  # at once: a network that is not right may hang below
+        log(f"{agree}: {in_common(facts[0])}")  # at once: a network that is not right may hang below
         require_one_folder(folder, world, what="the run's folder", write="run.output")
         cache = from_main(world, cache)
         if cache is not None:
@@ -106,13 +106,13 @@ def preflight(
     links = measure_links(world)
     if problems := wrong_results(links, nodes):
         raise refusal("the network between the processes returns wrong numbers", problems)
-    say(f"{'pre-flight:' if several else agree + ';'} {speeds(links, BUFFER[world.device.type])}")
+    log(f"{'pre-flight:' if several else agree + ';'} {speeds(links, BUFFER[world.device.type])}")
     odd = list(oddities(facts, clocks, nodes))
     if world.device.type == "cuda":  # processes on CPUs share cores: their speeds vary
         odd += slow_links(links, nodes)
     lines = table(facts, clocks, links, nodes, odd=[name for name, _ in odd]) if several else []
     for line in [*lines, *(f"{name}: {what}" for name, what in odd)]:
-        say(f"  {line}")
+        log(f"  {line}")
 
 
 def refusal(what: str, problems: Sequence[str]) -> UserError:

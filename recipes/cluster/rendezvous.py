@@ -41,11 +41,11 @@ class Launchers:
     """The launchers of all nodes, as this one sees them."""
 
     def __init__(
-        self, address: str, port: int, *, node: int, nodes: int, hung: int, say: Callable[[str], None]
+        self, address: str, port: int, *, node: int, nodes: int, hung: int, log: Callable[[str], None]
     ) -> None:
         """address, port: of node 0's store. nodes: how many there are. hung: the exit code of workers that hung."""
         self._address, self._port, self._node, self._nodes = address, port, node, nodes
-        self._hung, self._say = hung, say
+        self._hung, self._log = hung, log
         self._store: TCPStore | None = None
         self._counted = node == 0  # whose store it is
         self._heard = threading.Event()
@@ -65,7 +65,7 @@ class Launchers:
                     return
                 store.set(ENDED, json.dumps([f"node {self._node} was started again", 1, True]))
             if not told:
-                self._say("node 0 is still in the run that this node was in before: waiting until that has ended")
+                self._log("node 0 is still in the run that this node was in before: waiting until that has ended")
             told = True
             time.sleep(LOOK_SECONDS)
 
@@ -78,10 +78,10 @@ class Launchers:
                 time.sleep(LOOK_SECONDS)
                 waited = time.monotonic() - began
                 if waited > WAIT_SECONDS and not met():
-                    self._say(f"the nodes did not meet: no word from {self._absent()} in {WAIT_SECONDS / 60:g} minutes")
+                    self._log(f"the nodes did not meet: no word from {self._absent()} in {WAIT_SECONDS / 60:g} minutes")
                     give_up()
                 if waited > SILENT_SECONDS and not told and not met():
-                    self._say(f"waiting for {self._absent()}")
+                    self._log(f"waiting for {self._absent()}")
                     told = True
 
         threading.Thread(target=look, daemon=True, name="waits for launchers").start()

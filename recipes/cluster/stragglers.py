@@ -20,7 +20,7 @@ from parallel.nodes import Node
 from parallel.reduce import gather_over_processes
 from recipes.cluster.links import measure_exchanges, slow_processes
 from recipes.files.units import size
-from recipes.metrics.clock import Phases
+from recipes.metrics.clock import RunClock
 
 WINDOW = 15
 """Logged steps whose lower quartile counts: noise only adds time, and who is slow is slow in most of them."""
@@ -153,9 +153,9 @@ class Work:
     the last micro-batch, which no collective interrupts; it stands for the rest.
     """
 
-    def __init__(self, phases: Phases, device: torch.device, *, model: nn.Module, head: nn.Module) -> None:
+    def __init__(self, clock: RunClock, device: torch.device, *, model: nn.Module, head: nn.Module) -> None:
         """head: where the last part of the model's forward begins."""
-        self._phases, self._cuda = phases, device.type == "cuda"
+        self._clock, self._cuda = clock, device.type == "cuda"
         if self._cuda:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             head.register_forward_pre_hook(lambda module, inputs: begin.record())
@@ -165,7 +165,7 @@ class Work:
     def seconds(self) -> float:
         """Of the last step on CUDA, where the host waits for it; else the mean since the last logged step."""
         if not self._cuda:
-            return self._phases.worked_per_step()
+            return self._clock.worked_per_step()
         torch.cuda.synchronize()
         return self._begin.elapsed_time(self._end) / 1e3
 
@@ -176,10 +176,10 @@ class Stragglers:
     All know the same numbers, and measure links together without asking each other.
     """
 
-    def __init__(self, world: World, phases: Phases, *, model: nn.Module, head: nn.Module) -> None:
+    def __init__(self, world: World, clock: RunClock, *, model: nn.Module, head: nn.Module) -> None:
         """head: where the last part of the model's forward begins."""
-        self._world, self._phases = world, phases
-        self._work = Work(phases, world.device, model=model, head=head)
+        self._world, self._clock = world, clock
+        self._work = Work(clock, world.device, model=model, head=head)
         self._is_cpu = world.device.type == "cpu"
         self._slower = SLOWER_ON_CPUS if self._is_cpu else SLOWER
         self._comparison = Comparison([world.node_of(rank) for rank in range(world.size)], slower=self._slower)
@@ -191,9 +191,9 @@ class Stragglers:
 
     def gather(self, loss: Tensor) -> float:
         """The sum of all processes' losses; their seconds come with it. The host waits for the device."""
-        self._steps = self._phases.steps
+        self._steps = self._clock.steps
         compute = self._work.seconds()  # first: on CUDA it waits, and the step is whole only then
-        own = torch.tensor([0.0, *self._phases.seconds_per_step(), compute], dtype=torch.float64).to(loss.device)
+        own = torch.tensor([0.0, *self._clock.seconds_per_step(), compute], dtype=torch.float64).to(loss.device)
         own[0] = loss
         losses, self._step, self._data, self._compute = gather_over_processes(own).t().tolist()
         return sum(losses)
@@ -242,7 +242,7 @@ class Stragglers:
     def _best_exchanges(self) -> dict[int, float]:
         """Rank -> bytes per second with the faster of its neighbours."""
         best: dict[int, float] = {}
-        for _ in self._phases.go_through(range(EXCHANGES)):  # each is progress
+        for _ in self._clock.with_progress(range(EXCHANGES)):  # each is progress
             for rank, speeds in enumerate(measure_exchanges(self._world)):
                 if speeds:
                     best[rank] = max(best.get(rank, 0.0), *speeds.values())

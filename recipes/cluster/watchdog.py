@@ -21,7 +21,7 @@ from pathlib import Path
 from parallel.dist import SPOKEN, Heartbeats, World, flight_record
 from recipes.files.exit_codes import HUNG
 from recipes.files.layout import LOG_FILE, RECIPE
-from recipes.metrics.clock import LOADING, START, STEP, Phases
+from recipes.metrics.clock import LOADING, START, STEP, RunClock
 
 HOUR = 3600.0
 START_LIMIT = 6 * HOUR
@@ -71,9 +71,9 @@ class Report:
 class Watchdog:
     """Watches over one process of a run, from its making until close()."""
 
-    def __init__(self, phases: Phases, world: World, *, timeout: float, folder: Path) -> None:
+    def __init__(self, clock: RunClock, world: World, *, timeout: float, folder: Path) -> None:
         """timeout: seconds; 0 = watch over nothing. folder: of the run; it need not be there."""
-        self._phases, self._world, self._timeout, self._folder = phases, world, timeout, folder
+        self._clock, self._world, self._timeout, self._folder = clock, world, timeout, folder
         self._period = min(10.0, max(0.05, timeout / 20))
         self._closed = threading.Event()
         self._alarm = self._ending = False
@@ -123,13 +123,13 @@ class Watchdog:
             return now - max(moment, self._awake_since)
 
         heard_of = max(since(self._heard_at), since(self._answered_at))
-        return since(self._phases.moved_at) > self._limit() or heard_of > self._timeout
+        return since(self._clock.moved_at) > self._limit() or heard_of > self._timeout
 
     def _limit(self) -> float:
-        phases = self._phases
-        if phases.now == START:
+        clock = self._clock
+        if clock.now == START:
             return max(START_LIMIT, self._timeout)
-        return self._timeout if phases.steady and phases.now in (STEP, LOADING) else max(SLOW_LIMIT, self._timeout)
+        return self._timeout if clock.steady and clock.now in (STEP, LOADING) else max(SLOW_LIMIT, self._timeout)
 
     def _report(self) -> Report:
         place, waits = _look_at(self._main)
@@ -137,9 +137,9 @@ class Watchdog:
         return Report(
             self._world.rank,
             self._world.node_of(self._world.rank),
-            self._phases.now,
-            self._phases.step + 1,
-            time.monotonic() - self._phases.moved_at,
+            self._clock.now,
+            self._clock.step + 1,
+            time.monotonic() - self._clock.moved_at,
             place,
             waits,
             self._ending,
@@ -164,7 +164,7 @@ class Watchdog:
             self._hear_verdict()
         except RuntimeError as error:
             store = f"the launcher of node 0 does not answer ({str(error).splitlines()[0]})"
-            self._say(f"HUNG: {own.who} in {own.where}; {store}")
+            self._report(f"HUNG: {own.who} in {own.where}; {store}")
         finally:
             os._exit(HUNG)
 
@@ -188,7 +188,7 @@ class Watchdog:
                 speaker, text = json.loads(word)
                 if speaker == self._world.rank:
                     place = self._folder / FOLDER
-                    self._say(f"{text}\n  Python stacks of every process: {place if place.exists() else 'above'}")
+                    self._report(f"{text}\n  Python stacks of every process: {place if place.exists() else 'above'}")
                     self._beats.tell(SPOKEN, "yes")
                 spoken = bool(self._beats.told(SPOKEN))
             time.sleep(self._period / 4)

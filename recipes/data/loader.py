@@ -16,7 +16,7 @@ from recipes.data.text.tokenizer import Tokenizer
 from recipes.files.layout import QUARANTINE
 
 
-class Feed:
+class DataLoader:
     """Training and held-out batches, the tokenizer behind them, and the list of what was left out."""
 
     def __init__(
@@ -30,7 +30,7 @@ class Feed:
         vocabulary: int,
         tokenizer: Callable[[], str | Tokenizer],
         before: Callable[[], Mapping[str, Any]],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         """ranks: shares of the global batch. vocabulary: of the model. before: the facts of the run so far, if any.
 
@@ -50,7 +50,7 @@ class Feed:
                 before=before,
                 run=run,
                 writes=world.is_main,
-                report=say,
+                log=log,
             )
 
         held: list[Data] = []
@@ -88,11 +88,11 @@ class Feed:
 
         self.training, self.validation = batches(opened.training), batches(opened.validation)
         self._global_batch_size = batch.global_batch_size
-        self._world, self._say = world, say
+        self._world, self._log = world, log
         self._quarantine: Quarantine | None = None
         self._bad_rows = 0
 
-    def held_out(self, batches: int) -> Iterator[MicroBatch]:
+    def validation_batches(self, batches: int) -> Iterator[MicroBatch]:
         """This process's share of the first global batches of held-out text, or of all there are."""
         whole = -(-self.validation.sequences.available // self._global_batch_size)  # the last may be filled up
         for batch in range(min(batches, whole)):
@@ -110,7 +110,7 @@ class Feed:
                 found.setdefault(piece.source, []).append([piece.file, piece.row, piece.begin, piece.end])
         return found
 
-    def take(self, batch: int) -> list[MicroBatch]:
+    def batch(self, batch: int) -> list[MicroBatch]:
         """This process's share of global batch number `batch`, on the device. Raises UserError where there is none."""
         try:
             return self.training.take(batch)
@@ -125,7 +125,7 @@ class Feed:
 
     def checksums(self, batches: int) -> dict[str, str]:
         """Of each source's tokens that so many global batches come from: what a run was trained on."""
-        return self.training.sequences.checksums(batches * self._global_batch_size, report=self._say)
+        return self.training.sequences.checksums(batches * self._global_batch_size, log=self._log)
 
     def require_trained_on(self, checksums: Mapping[str, str], *, batches: int) -> None:
         """Raises UserError where so many global batches come from other tokens than those a run was trained on.
@@ -147,7 +147,7 @@ class Feed:
 
     def list_bad_rows_in(self, folder: Path) -> None:
         """From now on, note bad rows in this folder of a run."""
-        self._quarantine = Quarantine(folder / QUARANTINE, tell=self._say)
+        self._quarantine = Quarantine(folder / QUARANTINE, log=self._log)
         self.note_bad_rows()
 
     def note_bad_rows(self) -> None:
@@ -155,7 +155,7 @@ class Feed:
         if not self._world.is_main or self._quarantine is None:
             return
         if (rows := self._quarantine.note(self.training.sequences.sources)) > self._bad_rows:
-            self._say(f"bad rows left out so far: {rows}, listed in {self._quarantine.file}")
+            self._log(f"bad rows left out so far: {rows}, listed in {self._quarantine.file}")
             self._bad_rows = rows
 
     def close(self) -> None:

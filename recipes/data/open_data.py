@@ -79,7 +79,7 @@ def open_data(
     before: Mapping[str, Any],
     run: str,
     writes: bool,
-    report: Callable[[str], None],
+    log: Callable[[str], None],
     pieces: Pieces = USUAL,
 ) -> Data:
     """Open all sources, and wait until the first sequences are there.
@@ -87,7 +87,7 @@ def open_data(
     pinned: of pinned_sources(). tokenizer: that of the section, or one that is there already. before: Data.facts of the
     run so far, or nothing; for processes that do not write, those of the one that does. run: names this start of the
     run, on all its processes. writes: whether this process tokenizes what is not there yet (one of all must, and be
-    called first). `report` gets one line of text for each thing done. Raises UserError for whatever is wrong
+    called first). `log` gets one line of text for each thing done. Raises UserError for whatever is wrong
     with the fields.
     """
     cache, fraction = Path(section.cache).expanduser(), section.validation_fraction
@@ -99,7 +99,7 @@ def open_data(
             )
     if isinstance(tokenizer, str):
         raw = [pinned[source] for source in section.sources if not is_prepared(source)] or list(pinned.values())
-        tokenizer = load_tokenizer(tokenizer, sources=raw, text_field=section.text_field, cache=cache, report=report)
+        tokenizer = load_tokenizer(tokenizer, sources=raw, text_field=section.text_field, cache=cache, log=log)
     training, validation = [], []
     facts: dict[str, Any] = {"tokenizer": tokenizer.fingerprint, "sources": {}}
     for name in section.sources:
@@ -119,7 +119,7 @@ def open_data(
             )
             used = before.get("sources", {}).get(name, {}).get("tokens", "")
             if writes:
-                folder, background = _tokenize(cache / "tokens", work, used=used, run=run, report=report)
+                folder, background = _tokenize(cache / "tokens", work, used=used, run=run, log=log)
             else:
                 folder = _rank_0_tokenizes(cache / "tokens" / (used or work.fingerprint), work, name=name)
             fingerprint, text = folder.name, work.source_fingerprint
@@ -131,7 +131,7 @@ def open_data(
         )
         source.background = background
         try:
-            _wait_for_the_first(source, report)
+            _wait_for_the_first(source, log)
             training.append(source)
             validation.append(_held_out(source))
             _require_enough(source, validation[-1], validation_fraction=fraction)
@@ -147,12 +147,12 @@ def open_data(
 
 
 def _tokenize(
-    cache: Path, work: Preparation, *, used: str, run: str, report: Callable[[str], None]
+    cache: Path, work: Preparation, *, used: str, run: str, log: Callable[[str], None]
 ) -> tuple[Path, Background | None]:
     """The folder of the tokens, and what makes those that are not there. used: as in _folder()."""
     folder, there = _folder(cache, work, used=used)
     if there and there[-1].last:
-        report(f"tokens found in {folder}")
+        log(f"tokens found in {folder}")
         return folder, None
     return folder, Background(folder, work, run=run)
 
@@ -240,14 +240,14 @@ def _matching_index(folder: Path, tokenizer: Tokenizer, validation_fraction: flo
     return index
 
 
-def _wait_for_the_first(source: Source, report: Callable[[str], None]) -> None:
+def _wait_for_the_first(source: Source, log: Callable[[str], None]) -> None:
     """Until the first window is there; says how fast it comes."""
     started = time.perf_counter()
-    source.require(0, waiting=source.progress(report))
+    source.require(0, waiting=source.progress(log))
     if source.background is not None:
         held_out = sum(shard.validation for shard in source.shards.shards)
         rest = "" if source.shards.complete else "; the rest follows while the model trains"
-        report(
+        log(
             f"tokenized {source.name}: {source.shards.tokens / 1e6:.1f} M tokens"
             f" in {time.perf_counter() - started:.1f} s, {held_out / 1e6:.3f} M more held out{rest}"
         )

@@ -36,10 +36,10 @@ class Piece:
 class Quarantine:
     """quarantine.jsonl: file, row and reason of every bad row in what a run has used so far."""
 
-    def __init__(self, file: Path, *, tell: Callable[[str], None] = print) -> None:
+    def __init__(self, file: Path, *, log: Callable[[str], None] = print) -> None:
         """tell: where lines for people go."""
         self.file = file
-        self._lines = Lines(file, tell=tell)
+        self._lines = Lines(file, log=log)
         self._rows = 0
         self._noted: dict[str, int] = {}
 
@@ -122,7 +122,7 @@ class Source:
         needed = self.order.needs(number)
         return len(self.shards.shards) if needed is None else self.shards.covering(needed)
 
-    def progress(self, report: Callable[[str], None]) -> Callable[[], None]:
+    def progress(self, log: Callable[[str], None]) -> Callable[[], None]:
         """For require() to call: where this process tokenizes, tells every few seconds how far that has come."""
         reported = time.monotonic()
 
@@ -130,7 +130,7 @@ class Source:
             nonlocal reported
             if self.background is not None and time.monotonic() - reported > SECONDS_BETWEEN_REPORTS:
                 reported = time.monotonic()
-                report(f"tokenized {self.shards.tokens / 1e6:.0f} M tokens of {self.name}, going on")
+                log(f"tokenized {self.shards.tokens / 1e6:.0f} M tokens of {self.name}, going on")
 
         return tell
 
@@ -205,7 +205,7 @@ class Sequences:
             for source, count in zip(self.sources, self.mixture.consumed(consumed), strict=True)
         }
 
-    def checksums(self, consumed: int, *, report: Callable[[str], None] = print) -> dict[str, str]:
+    def checksums(self, consumed: int, *, log: Callable[[str], None] = print) -> dict[str, str]:
         """Of each source's tokens that the first so many sequences come from. Waits, and says so, until they are there.
 
         Reads what they take of the last shard.
@@ -213,7 +213,7 @@ class Sequences:
         found = {}
         for source, count in zip(self.sources, self.mixture.consumed(consumed), strict=True):
             if count:
-                source.require(count - 1, waiting=source.progress(report))
+                source.require(count - 1, waiting=source.progress(log))
                 found[source.name] = source.shards.checksum(source.order.needs(count - 1))
         return found
 

@@ -18,7 +18,7 @@ from parallel.errors import UserError
 from parallel.reduce import sum_over_processes
 from recipes.data.batches import MicroBatch
 from recipes.data.config import BatchConfig
-from recipes.data.loader import Feed
+from recipes.data.loader import DataLoader
 from recipes.data.text.tokenizer import Tokenizer, parallel_tokenizers, text_batches
 from recipes.evaluation.sampling import next_token
 
@@ -175,19 +175,19 @@ def continuation(
 
 def show_sample(
     model: nn.Module,
-    feed: Feed,
+    loader: DataLoader,
     batch: BatchConfig,
     tokens: int,
     *,
     device: torch.device,
     seed: int,
-    say: Callable[..., None],
+    log: Callable[..., None],
 ) -> None:
     """Let the model continue the beginning of a held-out document, by so many tokens, and say both."""
-    prompt = feed.opening(min(32, batch.sequence_length // 2))
+    prompt = loader.opening(min(32, batch.sequence_length // 2))
     shape = batch.micro_batch_size, batch.sequence_length
-    boundary = feed.document_boundary
+    boundary = loader.document_boundary
     answer = continuation(model, prompt, tokens=tokens, shape=shape, device=device, seed=seed, end_of_document=boundary)
-    say("a held-out text, and how the model goes on:", style="bold")
-    say(feed.tokenizer.decode(prompt), style="dim")
-    say(feed.tokenizer.decode(answer))
+    log("a held-out text, and how the model goes on:", style="bold")
+    log(loader.tokenizer.decode(prompt), style="dim")
+    log(loader.tokenizer.decode(answer))

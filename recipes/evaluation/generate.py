@@ -83,7 +83,7 @@ def continue_text(
     opened: OpenedModel,
     prompt: str,
     *,
-    say: Callable[[str], object],
+    log: Callable[[str], object],
     max_tokens: int,
     temperature: float,
     top_k: int,
@@ -112,9 +112,9 @@ def continue_text(
             made.append(token)
             yield token
 
-    say(prompt)
+    log(prompt)
     for piece in stream_text(noted(), opened.tokenizer.decode, after=ids):
-        say(piece)
+        log(piece)
     return len(made), time.perf_counter() - started
 
 

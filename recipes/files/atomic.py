@@ -53,10 +53,10 @@ class Lines:
     there is room again.
     """
 
-    def __init__(self, path: Path, *, tell: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, *, log: Callable[[str], None]) -> None:
         """tell: where a line for people goes; if that is this file too, to something else."""
         self.path = path
-        self._tell = tell
+        self._log = log
         self._lost = 0
 
     def append(self, *lines: str) -> None:
@@ -67,12 +67,12 @@ class Lines:
             _append(self.path, "".join(line + "\n" for line in lines).encode())
         except OSError as error:
             if not self._lost:
-                self._tell(f"{self.path} cannot be written: {error.strerror}; its lines are lost until it can")
+                self._log(f"{self.path} cannot be written: {error.strerror}; its lines are lost until it can")
             self._lost += len(lines)
             return
         if self._lost:
             lost, self._lost = self._lost, 0
-            self._tell(f"{self.path} can be written again; {lost} lines were lost")
+            self._log(f"{self.path} can be written again; {lost} lines were lost")
 
 
 def _append(path: Path, content: bytes) -> None:

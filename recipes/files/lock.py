@@ -37,7 +37,7 @@ class FolderLock:
         self,
         folder: Path,
         *,
-        tell: Callable[[str], None],
+        log: Callable[[str], None],
         remedy: str = ANOTHER_NAME,
         here: float = PATIENCE_HERE,
         elsewhere: float = PATIENCE_ELSEWHERE,
@@ -57,14 +57,14 @@ class FolderLock:
                     return
                 holder = file.read_text(encoding="utf-8").strip() or "another process"
             except OSError as error:
-                tell(f"{file} cannot be locked ({error.strerror}): nothing keeps this run from being started twice")
+                log(f"{file} cannot be locked ({error.strerror}): nothing keeps this run from being started twice")
                 self._without = True
                 return
             patience = here if holder.endswith(f" on {platform.node()}") else elsewhere
             if time.monotonic() - began > patience:
                 break
             if not waits:
-                tell(f"{folder} is in use by {holder}; waiting up to {patience:.0f} s for its end")
+                log(f"{folder} is in use by {holder}; waiting up to {patience:.0f} s for its end")
                 waits = True
             time.sleep(SECONDS_BETWEEN_LOOKS)
         raise UserError(

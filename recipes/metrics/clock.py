@@ -15,7 +15,7 @@ LOG, VALIDATION, SAVE, END = "log", "validation", "save", "end"
 IN_A_STEP = (FIRST_STEP, STEP, LOADING)
 
 
-class Phases:
+class RunClock:
     """Every second of this process belongs to one phase: the innermost it is in. They add up to its wall time.
 
     The seconds are the host's. On a GPU the host only queues a step, and pays for it where it waits for the device.
@@ -58,14 +58,14 @@ class Phases:
             self.begin(outer)
 
     @contextmanager
-    def apart(self, phase: str) -> Iterator[None]:
+    def synchronized(self, phase: str) -> Iterator[None]:
         """The same, left out of the step time: on CUDA what is queued before it is waited for before it."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         with self(phase):
             yield
 
-    def go_through(self, items: Iterable[Item]) -> Iterator[Item]:
+    def with_progress(self, items: Iterable[Item]) -> Iterator[Item]:
         """The items; each is progress, in whatever phase they are taken."""
         for item in items:
             self.moved_at = time.monotonic()

@@ -12,7 +12,7 @@ from parallel.dist import World
 from parallel.float8_casts import CastCounts
 from recipes.files.atomic import Lines
 from recipes.files.layout import FLOAT8_SHARES
-from recipes.metrics.clock import LOG, Phases
+from recipes.metrics.clock import LOG, RunClock
 
 
 class CastSampler:
@@ -28,12 +28,12 @@ class CastSampler:
         world: World,
         folder: Path,
         *,
-        phases: Phases,
-        tell: Callable[[str], None],
+        clock: RunClock,
+        log: Callable[[str], None],
     ) -> None:
-        """folder: of the run. tell: where lines for people go."""
-        self._every, self._world, self._phases = config.sample_every, world, phases
-        self._lines = Lines(folder / FLOAT8_SHARES, tell=tell)
+        """folder: of the run. log: where lines for people go."""
+        self._every, self._world, self._clock = config.sample_every, world, clock
+        self._lines = Lines(folder / FLOAT8_SHARES, log=log)
         if self._every:
             self._counts = CastCounts(model, device=world.device)
 
@@ -45,7 +45,7 @@ class CastSampler:
             return
         with self._counts.counting():
             yield
-        with self._phases.apart(LOG):
+        with self._clock.synchronized(LOG):
             rows = self._counts.shares()
             if self._world.is_main:
                 self._lines.append(*(json.dumps({"step": number, **row}) for row in rows))

@@ -8,7 +8,7 @@ USEFUL, SKIPPED, RESTARTS = "step", "skipped", "restarts"
 
 
 class Clock(Protocol):
-    """What recipes.metrics.clock.Phases knows of this attempt."""
+    """What recipes.metrics.clock.RunClock knows of this attempt."""
 
     began: float
 

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from parallel.dist import World
 from recipes.metrics.breakdown import STEP, break_down, read_trace, table
-from recipes.metrics.clock import LOG, Phases
+from recipes.metrics.clock import LOG, RunClock
 from recipes.metrics.config import ProfileConfig
 
 TRACE, TABLE, NUMBERS = "trace.json.gz", "breakdown.md", "breakdown.json"
@@ -31,12 +31,12 @@ class StepProfiler:
         world: World,
         *,
         folder: Path,
-        phases: Phases,
-        say: Callable[[str], None],
+        clock: RunClock,
+        log: Callable[[str], None],
     ) -> None:
         self._first = config.after + 1
         self._last = config.after + config.trace_steps if world.is_main else 0
-        self._folder, self._device, self._phases, self._say = folder, world.device, phases, say
+        self._folder, self._device, self._clock, self._log = folder, world.device, clock, log
         self._steps = 0
         self._profile: profile | None = None
 
@@ -57,7 +57,7 @@ class StepProfiler:
             yield
             self._wait()
         if self._steps == self._last:
-            with self._phases.apart(LOG):
+            with self._clock.synchronized(LOG):
                 self._finish(self._profile)
 
     def _wait(self) -> None:
@@ -73,4 +73,4 @@ class StepProfiler:
         found = break_down(read_trace(self._folder / TRACE))
         (self._folder / TABLE).write_text(table(found), encoding="utf-8")
         (self._folder / NUMBERS).write_text(json.dumps(asdict(found), indent=2) + "\n", encoding="utf-8")
-        self._say(f"steps {self._first} to {self._last} of this start were traced: {self._folder / TABLE}")
+        self._log(f"steps {self._first} to {self._last} of this start were traced: {self._folder / TABLE}")

@@ -23,11 +23,11 @@ class MetricsWriter:
         run_name: str,
         recipe: dict[str, Any],
         before: Mapping[str, Any],
-        tell: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
     ) -> None:
-        """before: state() of the run so far, where it goes on. tell: where lines for people go."""
-        self._folder, self._tell = folder, tell
-        self._lines = Lines(folder / METRICS, tell=tell)
+        """before: state() of the run so far, where it goes on. log: where lines for people go."""
+        self._folder, self._log = folder, log
+        self._lines = Lines(folder / METRICS, log=log)
         self._enabled = enabled
         self._wandb: Any = None
         if enabled and wandb_project is not None:
@@ -55,7 +55,7 @@ class MetricsWriter:
         try:
             sync(self._folder, (METRICS, FLOAT8_SHARES, QUARANTINE, LOG_FILE))
         except OSError as error:
-            self._tell(f"{self._folder} cannot be synced: {error.strerror}; a power cut would take lines with it")
+            self._log(f"{self._folder} cannot be synced: {error.strerror}; a power cut would take lines with it")
 
     def close(self) -> None:
         if self._wandb is not None:

@@ -17,7 +17,7 @@ WINDOW = 64
 """Losses of good steps that a new one is compared with."""
 
 
-class Poisoned(Exception):
+class NonFiniteRun(Exception):
     """Too many steps in a row were skipped; the text is for people."""
 
 
@@ -30,7 +30,7 @@ def backward(loss: Tensor) -> None:
     loss.backward(number - number + 1)  # 1 for a finite number, nan for nan and the infinities
 
 
-class Firewall:
+class StepGuard:
     """Says which steps to skip, on all ranks the same."""
 
     def __init__(self, run: RunConfig, *, device: torch.device, replicas: int = 1) -> None:
@@ -41,7 +41,7 @@ class Firewall:
         self._in_a_row = 0
         self._judged: list[tuple[int, Tensor, Tensor]] = []  # (step, whether skipped, norm) since the last look
 
-    def judge(self, step: int, *, loss: Tensor, norm: Tensor) -> Tensor:
+    def should_skip(self, step: int, *, loss: Tensor, norm: Tensor) -> Tensor:
         """1.0 on the device where the step must be skipped, else 0.0: what torch's fused optimizers call found_inf.
 
         loss: this rank's part of the mean loss; norm: the gradient norm. The host waits for neither.
@@ -71,7 +71,7 @@ class Firewall:
             if skip:
                 yield step, norm
             if self._in_a_row >= self._too_many:
-                raise Poisoned(f"steps {step - self._in_a_row + 1} to {step} were all skipped")
+                raise NonFiniteRun(f"steps {step - self._in_a_row + 1} to {step} were all skipped")
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of it, plain JSON. After skipped()."""

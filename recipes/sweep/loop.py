@@ -18,25 +18,25 @@ from recipes.sweep.runner import run
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_sweep(sweep: Sweep, *, retry: bool, say: Callable[[str], None]) -> dict[str, Result]:
+def run_sweep(sweep: Sweep, *, retry: bool, log: Callable[[str], None]) -> dict[str, Result]:
     """Run what has no result yet (retry: also what did not run to its end); results by label, in the order of the rows.
 
     The table and the pictures are written after every row. Raises UserError where the folder cannot be written, and
     where another process is at work in it.
     """
-    with _claimed(sweep, say=say):
-        return _run_all(sweep, retry=retry, say=say)
+    with _claimed(sweep, log=log):
+        return _run_all(sweep, retry=retry, log=log)
 
 
 @contextmanager
-def _claimed(sweep: Sweep, *, say: Callable[[str], None]) -> Iterator[None]:
+def _claimed(sweep: Sweep, *, log: Callable[[str], None]) -> Iterator[None]:
     """Hold the sweep's folder, with what can be said of it before the first row starts."""
     lock = FolderLock()  # two sweeps would measure each other, and move each other's folders
     try:
         try:
             (sweep.folder / "recipes").mkdir(parents=True, exist_ok=True)
             (sweep.folder / "logs").mkdir(exist_ok=True)
-            lock.take(sweep.folder, tell=say, remedy="write another --output", here=0, elsewhere=0)
+            lock.take(sweep.folder, log=log, remedy="write another --output", here=0, elsewhere=0)
             write(sweep)
         except OSError as error:
             raise UserError(f"{sweep.folder} cannot be written: {error.strerror}; write another --output") from None
@@ -45,17 +45,17 @@ def _claimed(sweep: Sweep, *, say: Callable[[str], None]) -> Iterator[None]:
         lock.release()
 
 
-def _run_all(sweep: Sweep, *, retry: bool, say: Callable[[str], None]) -> dict[str, Result]:
+def _run_all(sweep: Sweep, *, retry: bool, log: Callable[[str], None]) -> dict[str, Result]:
     for number, row in enumerate(sweep.rows, 1):
         place = f"[{number}/{len(sweep.rows)}] {row.label}"
         known = current(sweep, read_results(sweep.folder)).get(row.label)
         if known is not None and (known["outcome"] == "done" or not retry):
-            say(f"{place}: as before, {in_words(known)}")
+            log(f"{place}: as before, {in_words(known)}")
             continue
-        say(f"{place}: running, at most {row.timeout:g} s")
+        log(f"{place}: running, at most {row.timeout:g} s")
         result = run_row(row, folder=sweep.folder)
         append(sweep.folder, result)
-        say(f"{place}: {in_words(result)}")
+        log(f"{place}: {in_words(result)}")
         write(sweep)
     return current(sweep, read_results(sweep.folder))
 

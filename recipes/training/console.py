@@ -23,21 +23,21 @@ class Console:
     def __init__(self, *, silent: bool) -> None:
         self._silent = silent
         self._screen = self._new_screen()
-        self._log: Lines | None = None
+        self._file: Lines | None = None
         self._early: list[str] = []  # what was said before there was a log
         self._progress: Progress | None = None
 
     def open_log(self, path: Path) -> None:
         """Lines go to this file too, after what it holds already; those said before follow now."""
         if not self._silent:
-            self._log = Lines(path, tell=self._show)
-            self._log.append(*self._early)
+            self._file = Lines(path, log=self._show)
+            self._file.append(*self._early)
 
-    def say(self, text: str = "", *, style: str | None = None) -> None:
+    def log(self, text: str = "", *, style: str | None = None) -> None:
         text = text.translate(CONTROLS)
         self._show(text, style=style)
-        if self._log is not None:
-            self._log.append(text)
+        if self._file is not None:
+            self._file.append(text)
         elif not self._silent:
             self._early.append(text)
 
@@ -82,7 +82,7 @@ class Console:
         self.end_progress()
 
 
-def introduction(
+def run_header(
     run_name: str,
     model: ModelConfig,
     data: DataConfig,
@@ -126,7 +126,7 @@ def summary(steps: int, tokens: int, seconds: float, *, validation_loss: float |
     return f"done: {steps} steps, {tokens:,} tokens in {seconds:.1f} s, {rate}{validation}"
 
 
-def farewell(signal: str, step: int, *, saved: bool, every: int) -> str:
+def interrupted_message(signal: str, step: int, *, saved: bool, every: int) -> str:
     """The last word of a run that a signal stopped after this step. every: as in [checkpoint]."""
     rest = "NOT SAVED, the same command goes on from an older one" if every else "not saved, as checkpoint.every = 0"
     return f"{signal}: interrupted after step {step}; {'the same command goes on from there' if saved else rest}"

@@ -10,7 +10,7 @@ from recipes.cluster.preflight import preflight
 from recipes.cluster.watchdog import SLOW_LIMIT, Watchdog
 from recipes.data.text.sources import is_prepared
 from recipes.load import to_toml
-from recipes.metrics.clock import Phases
+from recipes.metrics.clock import RunClock
 from recipes.schema import Recipe
 from recipes.training.console import Console
 from recipes.training.interruption import forget_signals
@@ -31,14 +31,14 @@ def train(recipe: Recipe, *, began: float) -> int:
         timeout=timedelta(seconds=SLOW_LIMIT + 2 * limit) if limit else None,
         flight_recorder=folder / "flight-recorder-",
     )
-    phases = Phases(world.device, began=began)
-    watchdog = Watchdog(phases, world, timeout=limit, folder=folder)
+    clock = RunClock(world.device, began=began)
+    watchdog = Watchdog(clock, world, timeout=limit, folder=folder)
     try:
         with Console(silent=not world.is_main) as console:
             tokenizes = not all(map(is_prepared, recipe.data.sources))
             cache = Path(recipe.data.cache) if tokenizes else None
-            preflight(recipe.run.folder, world, recipe=to_toml(recipe), cache=cache, say=console.say)
-            return Trainer(recipe, world, console, phases).run()
+            preflight(recipe.run.folder, world, recipe=to_toml(recipe), cache=cache, log=console.log)
+            return Trainer(recipe, world, console, clock).run()
     except UserError as error:
         forget_signals()
         if world.is_main:

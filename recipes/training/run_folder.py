@@ -105,13 +105,13 @@ def claim_run_folder(recipe: Recipe, *, done: int, environment: dict[str, Any], 
     if folder.is_symlink():  # what is set aside stays where the link points, and so does what is new
         folder = folder.resolve()
     try:
-        lock.take(folder, tell=notes.append)
+        lock.take(folder, log=notes.append)
         if done == 0 and holds_results(folder):
             aside = next(path for n in count(1) if not (path := folder.with_name(f"{folder.name}.{n}")).exists())
             folder.rename(aside)
             notes.append(f"{folder} held results and no checkpoint to go on from: they are in {aside} now")
         folder.mkdir(parents=True, exist_ok=True)
-        lock.take(folder, tell=notes.append)
+        lock.take(folder, log=notes.append)
         if done < recipe.run.steps:
             text, file = to_toml(recipe), folder / RECIPE
             if done > 0 and file.is_file() and (old := file.read_text(encoding="utf-8")) != text:

@@ -30,13 +30,13 @@ from parallel.reduce import clip_gradients, gradient_norm, sum_over_processes
 from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.checkpoint.folder import newest_whole
 from recipes.cluster.stragglers import Stragglers
-from recipes.data.loader import Feed
+from recipes.data.loader import DataLoader
 from recipes.data.text.tokenizer import Tokenizer
 from recipes.evaluation.evaluate import mean_loss, show_sample
 from recipes.files.exit_codes import CANNOT_WRITE, FINISHED, POISONED, PREEMPTED, ended_by
 from recipes.files.layout import CHECKPOINTS, DATA, EXPORT, LOG_FILE, PROFILE
 from recipes.files.lock import FolderLock
-from recipes.metrics.clock import END, FIRST_STEP, LOADING, LOG, SAVE, STEP, VALIDATION, Phases
+from recipes.metrics.clock import END, FIRST_STEP, LOADING, LOG, SAVE, STEP, VALIDATION, RunClock
 from recipes.metrics.float8_samples import CastSampler
 from recipes.metrics.goodput import SKIPPED, Goodput
 from recipes.metrics.hardware import peak_memory_gib
@@ -45,29 +45,29 @@ from recipes.metrics.throughput import AttentionLength, Throughput
 from recipes.metrics.writer import MetricsWriter
 from recipes.optimization.optimizer import build_optimizer
 from recipes.optimization.schedule import learning_rate
-from recipes.optimization.skip_steps import Firewall, Poisoned, backward
+from recipes.optimization.skip_steps import NonFiniteRun, StepGuard, backward
 from recipes.rules import require_valid
 from recipes.schema import Recipe
-from recipes.training.console import UNSAVED, Console, contents, farewell, introduction, step_line, summary
+from recipes.training.console import UNSAVED, Console, contents, interrupted_message, run_header, step_line, summary
 from recipes.training.environment import environment
 from recipes.training.interruption import Interruption
 from recipes.training.run_folder import check_output_folder, claim_run_folder, data_before, require_same_data
 from recipes.weights.convert import export_model, load_weights
 from recipes.weights.hf_folder import Description
-from recipes.weights.locate import FROM_WEIGHTS, Weights, checkpoint_files, starting_point
+from recipes.weights.locate import FROM_WEIGHTS, Weights, checkpoint_files, initial_weights
 
 
 class Trainer:
     """One run: builds everything in the order of ARCHITECTURE.md, then steps."""
 
-    def __init__(self, recipe: Recipe, world: World, console: Console, phases: Phases | None = None) -> None:
+    def __init__(self, recipe: Recipe, world: World, console: Console, clock: RunClock | None = None) -> None:
         self.recipe, self.world, self.console = recipe, world, console
-        self.phases = phases or Phases(world.device)
+        self.clock = clock or RunClock(world.device)
         require_valid(recipe, nodes=world.nodes)
         on_main_first(world, lambda: check_output_folder(recipe))
         self.folder, self.lock = recipe.run.folder, FolderLock()
-        on_main(world, lambda: self.lock.take(self.folder, tell=console.say))
-        self.resume_step = on_main(world, lambda: newest_whole(self.folder / CHECKPOINTS, tell=console.say))
+        on_main(world, lambda: self.lock.take(self.folder, log=console.log))
+        self.resume_step = on_main(world, lambda: newest_whole(self.folder / CHECKPOINTS, log=console.log))
         self.mesh_degrees: MeshDegrees = recipe.mesh.fit(world.size, nodes=len(world.nodes))
 
         mesh = build_mesh(self.mesh_degrees, device_type=world.device.type)
@@ -102,13 +102,13 @@ class Trainer:
             device=world.device,
         )
         self.attention_length = AttentionLength(world.device)
-        headline, *lines = introduction(
+        headline, *lines = run_header(
             recipe.run.name, recipe.model, recipe.data, recipe.batch, self.mesh_degrees, self.throughput, report
         )
-        console.say(headline, style="bold")
+        console.log(headline, style="bold")
         for line in lines:
-            console.say("  " + line)
-        self.feed = Feed(
+            console.log("  " + line)
+        self.loader = DataLoader(
             recipe.data,
             recipe.batch,
             world=world,
@@ -117,7 +117,7 @@ class Trainer:
             vocabulary=recipe.model.vocabulary,
             tokenizer=self._tokenizer,
             before=partial(data_before, self.folder, self.resume_step),
-            say=console.say,
+            log=console.log,
         )
 
         self.checkpoints = Checkpoints(
@@ -125,21 +125,21 @@ class Trainer:
             keep=recipe.checkpoint.keep,
             keep_every=recipe.checkpoint.keep_every,
             asynchronous=recipe.checkpoint.asynchronous,
-            tell=console.say,
-            files=checkpoint_files(self._description()) | {DATA: json.dumps(self.feed.facts, indent=2) + "\n"},
+            log=console.log,
+            files=checkpoint_files(self._description()) | {DATA: json.dumps(self.loader.facts, indent=2) + "\n"},
         )
-        self.firewall = Firewall(recipe.run, device=world.device, replicas=self.mesh_degrees.replicate)
+        self.guard = StepGuard(recipe.run, device=world.device, replicas=self.mesh_degrees.replicate)
         progress = self._resume()
-        self.phases.step = progress.get("step", 0)
-        self.goodput = Goodput(self.phases, before=progress)
-        self.stragglers = Stragglers(world, self.phases, model=self.model, head=self.model.norm)
+        self.clock.step = progress.get("step", 0)
+        self.goodput = Goodput(self.clock, before=progress)
+        self.stragglers = Stragglers(world, self.clock, model=self.model, head=self.model.norm)
         if recipe.checkpoint.every and self.step < recipe.run.steps:
             self.checkpoints.require_room(self.parameters, moments=getattr(torch, recipe.optimizer.state_dtype))
         # Only now: until here a signal ends the process, and a run that could not start leaves nothing behind.
         self.interruption = Interruption()
         self._open_folder()
         if self.step < recipe.run.steps:  # a finished run reads nothing more, and has its list
-            self.feed.list_bad_rows_in(self.folder)
+            self.loader.list_bad_rows_in(self.folder)
         self.validation_loss: float | None = None
         self.metrics = MetricsWriter(
             self.folder,
@@ -148,7 +148,7 @@ class Trainer:
             run_name=recipe.run.name,
             recipe=asdict(recipe),
             before=progress,
-            tell=console.say,
+            log=console.log,
         )
 
     # The loop
@@ -156,18 +156,18 @@ class Trainer:
     @property
     def step(self) -> int:
         """Steps that are done."""
-        return self.phases.step
+        return self.clock.step
 
     def run(self) -> int:
         """Train to the last step; returns the exit code."""
         self.began, self.first_step = time.perf_counter(), self.step
-        self.phases.begin(END)  # what follows the loop, whichever way that ends
+        self.clock.begin(END)  # what follows the loop, whichever way that ends
         try:
-            with collected_by_hand(), self.phases(FIRST_STEP):
+            with collected_by_hand(), self.clock(FIRST_STEP):
                 number = self._loop()
             self.console.end_progress()
             return self._stop_early(number) if number else self._finish()
-        except Poisoned as poisoned:
+        except NonFiniteRun as poisoned:
             self.console.end_progress()
             return self._give_up(poisoned)
         except Exception as error:
@@ -175,18 +175,18 @@ class Trainer:
             if not number or isinstance(error, UserError):
                 raise
             # Sent to every process of the job, it ended a compiler, say, or a rank that had two of them.
-            self.console.say(f"{signal.Signals(number).name} ended the run in the middle of a step; NOT SAVED")
+            self.console.log(f"{signal.Signals(number).name} ended the run in the middle of a step; NOT SAVED")
             return ended_by(number)
 
     def _loop(self) -> int:
         """Train to the last step, or to the signal that is returned."""
-        recipe, say = self.recipe, self.console.say
-        profiler = StepProfiler(recipe.profile, self.world, folder=self.folder / PROFILE, phases=self.phases, say=say)
-        sampler = CastSampler(self.model, recipe.float8, self.world, self.folder, phases=self.phases, tell=say)
+        recipe, log = self.recipe, self.console.log
+        profiler = StepProfiler(recipe.profile, self.world, folder=self.folder / PROFILE, clock=self.clock, log=log)
+        sampler = CastSampler(self.model, recipe.float8, self.world, self.folder, clock=self.clock, log=log)
         while self.step < recipe.run.steps:
             with profiler.step(), sampler.step(self.step + 1):
                 loss, norm = self._train_step()
-            self.phases.count_step()
+            self.clock.count_step()
             if self._due(recipe.metrics.every) or self.step == self.first_step + 1:
                 self._log(loss, norm)
             if self._due(recipe.validation.every):
@@ -203,13 +203,13 @@ class Trainer:
         recipe = self.recipe
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate(self.step)
-        with self.phases(LOADING):
-            batches = self.feed.take(self.step)
+        with self.clock(LOADING):
+            batches = self.loader.batch(self.step)
         self.attention_length.count(documents for _, _, documents in batches)
         counts = [(targets != IGNORED).sum() for _, targets, _ in batches]
         target_tokens = sum_over_processes(torch.stack(counts).sum())
         loss = torch.zeros((), device=self.world.device)
-        for index, (inputs, targets, documents) in enumerate(self.phases.go_through(batches)):
+        for index, (inputs, targets, documents) in enumerate(self.clock.with_progress(batches)):
             last = index == len(batches) - 1
             self.sharded.set_requires_gradient_sync(last)  # inner micro-batches reduce no gradients
             if not recipe.fsdp.reshard_after_forward:
@@ -221,7 +221,7 @@ class Trainer:
         if recipe.optimizer.grad_clip > 0:
             clip_gradients(self.parameters, norm=norm, max_norm=recipe.optimizer.grad_clip)
         # torch's fused kernels leave parameters, moments and step counters alone where this is 1. (for GradScaler)
-        skip = self.firewall.judge(self.step + 1, loss=loss, norm=norm).to(self.parameters[0].device)
+        skip = self.guard.should_skip(self.step + 1, loss=loss, norm=norm).to(self.parameters[0].device)
         self.optimizer.found_inf = skip  # type: ignore[attr-defined]
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -242,8 +242,8 @@ class Trainer:
 
     def _log(self, loss: Tensor, norm: Tensor) -> None:
         mean_loss = self.stragglers.gather(loss)  # here the host waits for the device
-        step_seconds, data_seconds = self.phases.seconds_per_step()
-        with self.phases(LOG):
+        step_seconds, data_seconds = self.clock.seconds_per_step()
+        with self.clock(LOG):
             self.goodput.move(STEP, LOADING, self.stragglers.waited_for_data())
             self._note_skipped()
             slow, names = self.stragglers.compare()
@@ -255,50 +255,50 @@ class Trainer:
                 "lr": self._learning_rate(self.step - 1),
                 "step_seconds": step_seconds,
                 "data_seconds": data_seconds,
-                "epochs": self.feed.epochs(self.step),
+                "epochs": self.loader.epochs(self.step),
                 **self.throughput.row(step_seconds, attention_length=self.attention_length.take()),
                 "peak_memory_gib": peak_memory_gib(self.world.device),
                 **self.goodput.row(),
                 **slow,
             }
             self.metrics.write(row)
-            self.feed.note_bad_rows()
-            self.console.say(step_line(row, self.recipe.run.steps))
+            self.loader.note_bad_rows()
+            self.console.log(step_line(row, self.recipe.run.steps))
             for name in names:
-                self.console.say(f"step {self.step:>6}  {name}")
+                self.console.log(f"step {self.step:>6}  {name}")
             self.console.progress(self.step, self.recipe.run.steps, f"loss {mean_loss:.3f}")
             gc.collect()
-        self.phases.restart()
+        self.clock.restart()
 
     def _validate(self) -> None:
-        with self.phases.apart(VALIDATION):
-            held_out = self.phases.go_through(self.feed.held_out(self.recipe.validation.batches))
+        with self.clock.synchronized(VALIDATION):
+            held_out = self.clock.with_progress(self.loader.validation_batches(self.recipe.validation.batches))
             self.validation_loss = mean_loss(self.model, held_out, device=self.world.device)
             if self.step > self.first_step:  # else a finished run was started again, and has this row
                 row = {"step": self.step, "tokens": self._tokens(), "validation_loss": self.validation_loss}
                 self.metrics.write(row)
-            self.console.say(f"step {self.step:>6}  validation loss {self.validation_loss:.4f}", style="bold")
+            self.console.log(f"step {self.step:>6}  validation loss {self.validation_loss:.4f}", style="bold")
 
     def _save(self) -> None:
         self._note_skipped()  # a run that goes on from here does not come by these steps again
-        with self.phases.apart(SAVE):
+        with self.clock.synchronized(SAVE):
             self.metrics.sync()
             progress: dict[str, Any] = {
                 "sequences": self.step * self.recipe.batch.global_batch_size,
                 "tokens": self._tokens(),
-                "trained_on": self.feed.checksums(self.step) if self.world.is_main else {},  # whose record is kept
+                "trained_on": self.loader.checksums(self.step) if self.world.is_main else {},  # whose record is kept
             }
-            progress |= self.firewall.state() | self.metrics.state()
+            progress |= self.guard.state() | self.metrics.state()
             progress |= self.goodput.state(finished=self.step == self.recipe.run.steps)
             self.checkpoints.save(self.model, self.optimizer, step=self.step, progress=progress)
 
     def _note_skipped(self) -> None:
-        """Log the steps that were skipped since the last call. Raises Poisoned where they were too many."""
-        for step, norm in self.firewall.skipped():
-            self.goodput.move(STEP, SKIPPED, self.phases.seconds_per_step()[0])
+        """Log the steps that were skipped since the last call. Raises NonFiniteRun where they were too many."""
+        for step, norm in self.guard.skipped():
+            self.goodput.move(STEP, SKIPPED, self.clock.seconds_per_step()[0])
             row = {"step": step, "tokens": self._tokens(step), "skipped": True, "grad_norm": norm}
-            self.metrics.write(row | {"documents": self.feed.documents(step - 1)})
-            self.console.say(f"step {step:>6}  SKIPPED, gradient norm {norm:.2f}; metrics.jsonl names its documents")
+            self.metrics.write(row | {"documents": self.loader.documents(step - 1)})
+            self.console.log(f"step {step:>6}  SKIPPED, gradient norm {norm:.2f}; metrics.jsonl names its documents")
 
     def _save_last(self) -> bool:
         """Save this step, unless that has happened; try again if it failed. Whether it is saved now."""
@@ -315,11 +315,11 @@ class Trainer:
         self.context_length = max(self.context_length, weights.facts.context_length)
         if self.resume_step is None:
             on_all(self.world, lambda: load_weights(self.model, weights))
-            self.console.say(f"weights from {weights.path}")
+            self.console.log(f"weights from {weights.path}")
 
     def _weights(self) -> Weights:
         """Where the run starts from."""
-        return starting_point(self.recipe.model.weights, self.folder)
+        return initial_weights(self.recipe.model.weights, self.folder)
 
     def _tokenizer(self) -> str | Tokenizer:
         spec = self.recipe.data.tokenizer
@@ -327,18 +327,18 @@ class Trainer:
 
     def _description(self) -> Description:
         """What goes with the weights wherever they go."""
-        facts = TextFacts(self.context_length, eos_token_id=self.feed.tokenizer.end_of_document)
-        return Description(self.recipe.model, facts, self.feed.tokenizer.backend.to_str())
+        facts = TextFacts(self.context_length, eos_token_id=self.loader.tokenizer.end_of_document)
+        return Description(self.recipe.model, facts, self.loader.tokenizer.backend.to_str())
 
     def _resume(self) -> dict[str, Any]:
         """Load the newest checkpoint of this run that is intact, if there is one. Returns what it says of the run."""
         if self.resume_step is None:
             return {}
-        check = partial(require_same_data, facts=self.feed.facts)
+        check = partial(require_same_data, facts=self.loader.facts)
         progress = self.checkpoints.resume(self.model, self.optimizer, step=self.resume_step, check=check)
         if progress["step"] < self.recipe.run.steps:  # a finished run reads nothing more
-            self.feed.require_trained_on(progress.get("trained_on", {}), batches=progress["step"])
-        self.firewall.restore(progress)
+            self.loader.require_trained_on(progress.get("trained_on", {}), batches=progress["step"])
+        self.guard.restore(progress)
         if self.recipe.float8.all_gather:
             precompute_scales(self.model)
         return progress
@@ -350,17 +350,19 @@ class Trainer:
         facts = environment(world_size=self.world.size, device=self.world.device)
         claim = partial(claim_run_folder, self.recipe, done=self.step, environment=facts, lock=self.lock)
         for note in on_main(self.world, claim):
-            self.console.say(note)
+            self.console.log(note)
         self.console.open_log(self.folder / LOG_FILE)
 
     def _stop_early(self, number: int) -> int:
         """A signal: save, if the run saves at all."""
         self._note_skipped()
         saved = self._save_last()
-        self._end(farewell(signal.Signals(number).name, self.step, saved=saved, every=self.recipe.checkpoint.every))
+        self._end(
+            interrupted_message(signal.Signals(number).name, self.step, saved=saved, every=self.recipe.checkpoint.every)
+        )
         return PREEMPTED if saved else ended_by(number)
 
-    def _give_up(self, poisoned: Poisoned) -> int:
+    def _give_up(self, poisoned: NonFiniteRun) -> int:
         """More steps would come to nothing, and checkpoints of them would push out better ones."""
         saved = self.checkpoints.finish()
         place = "no checkpoint was saved" if saved is None else f"{self.checkpoints.path(saved)} is as it was"
@@ -373,27 +375,33 @@ class Trainer:
         recipe, done, saved = self.recipe, self.step - self.first_step, self._save_last()
         seconds = time.perf_counter() - self.began
         if done == 0:
-            self.console.say(f"this run has its {recipe.run.steps} steps already; --run.steps N makes it longer")
+            self.console.log(f"this run has its {recipe.run.steps} steps already; --run.steps N makes it longer")
             if recipe.validation.every:
                 self._validate()
         if recipe.validation.sample_tokens:
-            device, seed, say = self.world.device, recipe.run.seed, self.console.say
+            device, seed, log = self.world.device, recipe.run.seed, self.console.log
             show_sample(
-                self.model, self.feed, recipe.batch, recipe.validation.sample_tokens, device=device, seed=seed, say=say
+                self.model,
+                self.loader,
+                recipe.batch,
+                recipe.validation.sample_tokens,
+                device=device,
+                seed=seed,
+                log=log,
             )
         if recipe.checkpoint.export_hf and saved:
             export_model(self.model, self.folder / EXPORT, self._description(), world=self.world)
         if done:
             tokens = done * self.throughput.tokens_per_step
-            self.console.say(summary(done, tokens, seconds, validation_loss=self.validation_loss), style="bold")
+            self.console.log(summary(done, tokens, seconds, validation_loss=self.validation_loss), style="bold")
         unsaved = bool(recipe.checkpoint.every) and not saved
         self._end(UNSAVED if unsaved else contents(self.folder))
         return CANNOT_WRITE if unsaved else FINISHED
 
     def _end(self, last_word: str) -> None:
-        self.console.say(self.goodput.line())
-        self.console.say(last_word)
-        self.feed.close()
+        self.console.log(self.goodput.line())
+        self.console.log(last_word)
+        self.loader.close()
         self.metrics.close()
         self.interruption.end()
 

@@ -118,7 +118,7 @@ def differences(model: ModelConfig, stored: ModelConfig) -> Iterator[tuple[str, 
                 yield name, theirs
 
 
-def starting_point(weights: str, run_folder: Path) -> Weights:
+def initial_weights(weights: str, run_folder: Path) -> Weights:
     """What a run with this model.weights begins with: its own newest checkpoint, which needs them no more, or them.
 
     Damaged checkpoints are passed over here as they will be when the run goes on, which sets them aside.

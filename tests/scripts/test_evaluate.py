@@ -30,9 +30,7 @@ def folder(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of random weights with a tokenizer, as transformers saves them."""
     path = tmp_path_factory.mktemp("model")
     cache = path / "cache"
-    tokenizer = load_tokenizer(
-        "train:300", sources=[str(text)], text_field="text", cache=cache, report=lambda line: None
-    )
+    tokenizer = load_tokenizer("train:300", sources=[str(text)], text_field="text", cache=cache, log=lambda line: None)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend, eos_token="<|endoftext|>").save_pretrained(path / "hf")
     torch.manual_seed(1)
     config = LlamaConfig(

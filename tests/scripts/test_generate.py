@@ -26,7 +26,7 @@ def folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("generate")
     torch.manual_seed(0)
     places = {"sources": [str(corpus)], "text_field": "text", "cache": folder / "cache"}
-    tokenizer = load_tokenizer("train:300", report=lambda line: None, **places)
+    tokenizer = load_tokenizer("train:300", log=lambda line: None, **places)
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
     ids = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     options = {"num_key_value_heads": 2, "initializer_range": 0.3, "tie_word_embeddings": False}

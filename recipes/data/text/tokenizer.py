@@ -92,7 +92,7 @@ def tokenizer_problem(spec: str, vocabulary: int) -> str | None:
 
 
 def load_tokenizer(
-    spec: str, *, sources: Sequence[str], text_field: str, cache: Path, report: Callable[[str], None]
+    spec: str, *, sources: Sequence[str], text_field: str, cache: Path, log: Callable[[str], None]
 ) -> Tokenizer:
     """The tokenizer of a recipe. "train:N" trains on the sources once; equal text and N are then in the cache."""
     if not _is_training(spec):
@@ -118,7 +118,7 @@ def load_tokenizer(
     except OSError as error:
         raise UserError(f"data.cache: cannot write '{cached}': {error}; give another folder") from error
     megabytes = sum(map(len, texts)) / 1e6
-    report(f"trained a tokenizer of {size} entries on {megabytes:.1f} MB in {time.perf_counter() - started:.1f} s")
+    log(f"trained a tokenizer of {size} entries on {megabytes:.1f} MB in {time.perf_counter() - started:.1f} s")
     return build_tokenizer(trained, where=cached)
 
 

@@ -131,7 +131,7 @@ def test_a_slow_writer_writes_what_was_there(run: Run, tmp_path: Path, monkeypat
 
     monkeypatch.setattr(module, "write_shard", slow)
     told: list[str] = []
-    checkpoints = Checkpoints(tmp_path, keep=3, asynchronous=True, tell=told.append)
+    checkpoints = Checkpoints(tmp_path, keep=3, asynchronous=True, log=told.append)
     before = snapshot(*run)
     checkpoints.save(*run, step=3)
     step(*run, seed=4)
@@ -198,7 +198,7 @@ def test_nothing_is_deleted_for_one_that_does_not_read_back(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    checkpoints = Checkpoints(tmp_path, keep=1, tell=told.append)
+    checkpoints = Checkpoints(tmp_path, keep=1, log=told.append)
     checkpoints.save(*run, step=3)
     commit = module.folders.commit
 
@@ -226,7 +226,7 @@ def test_one_that_cannot_be_read_back_is_no_damaged_one(
         raise OSError(code, os.strerror(code))
 
     told: list[str] = []
-    checkpoints = Checkpoints(tmp_path, keep=1, tell=told.append)
+    checkpoints = Checkpoints(tmp_path, keep=1, log=told.append)
     checkpoints.save(*run, step=3)
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", refuse)
@@ -253,7 +253,7 @@ def test_a_folder_that_does_not_sync_costs_no_checkpoint(
         fsync(descriptor)
 
     told: list[str] = []
-    checkpoints = Checkpoints(tmp_path, keep=1, tell=told.append)
+    checkpoints = Checkpoints(tmp_path, keep=1, log=told.append)
     checkpoints.save(*run, step=3)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", refuse)
@@ -268,7 +268,7 @@ def test_an_old_one_that_cannot_be_deleted_is_told(run: Run, tmp_path: Path, mon
         raise PermissionError(13, "no")
 
     told: list[str] = []
-    checkpoints = Checkpoints(tmp_path, keep=1, tell=told.append)
+    checkpoints = Checkpoints(tmp_path, keep=1, log=told.append)
     checkpoints.save(*run, step=3)
     monkeypatch.setattr(module.folders, "delete", refuse)
     checkpoints.save(*run, step=6)
@@ -316,7 +316,7 @@ def test_a_left_over_that_cannot_be_cleared_is_told_and_costs_nothing(
             (tmp_path / f".partial-{left_over:08d}" / name).touch()
     monkeypatch.setattr(os, "unlink", refuse)
     told: list[str] = []
-    checkpoints = Checkpoints(tmp_path, keep=2, tell=told.append)
+    checkpoints = Checkpoints(tmp_path, keep=2, log=told.append)
     for number in (6, 7):
         checkpoints.save(*run, step=number)
     assert checkpoints.finish() == 7

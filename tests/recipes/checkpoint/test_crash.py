@@ -56,7 +56,7 @@ def test_every_beginning_of_a_save_leaves_the_old_or_the_new(durable_only: bool,
         root.mkdir()
         replay(beginning, root, durable_only=durable_only)
         folder = root / "checkpoints"
-        newest = newest_whole(folder, tell=no_damage)
+        newest = newest_whole(folder, log=no_damage)
         for found in checkpoint_steps(folder):  # the older one too, while it is there
             assert verify(step_folder(folder, found)).step == found
         if newest == 2:
@@ -94,7 +94,7 @@ def test_a_power_cut_may_take_every_name_that_was_not_synced(run: Run, tmp_path:
             number += 1
             root = tmp_path / str(number)
             disk.write(root, set(kept))
-            newest = newest_whole(root / name, tell=no_damage)
+            newest = newest_whole(root / name, log=no_damage)
             for found in checkpoint_steps(root / name):
                 assert verify(step_folder(root / name, found)).step == found
             if done >= first:
@@ -115,7 +115,7 @@ def test_an_error_at_any_operation_costs_no_checkpoint(run: Run, tmp_path: Path)
         code = list(reasons)[at % 3]
         folder = tmp_path / f"at-{at}"
         told: list[str] = []
-        checkpoints = Checkpoints(folder, keep=1, files={"data.json": "{}\n"}, tell=told.append)
+        checkpoints = Checkpoints(folder, keep=1, files={"data.json": "{}\n"}, log=told.append)
         checkpoints.save(*run, step=1)
         checkpoints.finish()
         before = snapshot(*run)
@@ -125,7 +125,7 @@ def test_an_error_at_any_operation_costs_no_checkpoint(run: Run, tmp_path: Path)
             checkpoints.finish()
         assert differences(snapshot(*run), before) == []
         assert told[0].startswith("step      1  saved")
-        newest = newest_whole(folder, tell=no_damage)
+        newest = newest_whole(folder, log=no_damage)
         assert newest is not None
         for found in checkpoint_steps(folder):
             verify(step_folder(folder, found))

@@ -101,7 +101,7 @@ def test_a_run_goes_on_from_the_one_before(alone: None, tmp_path: Path, monkeypa
     for place in (files, storage):
         monkeypatch.setattr(place, "BLOCK_BYTES", 256)
     draw = random.Random(2)
-    checkpoints = Checkpoints(tmp_path, keep=2, files={"data.json": "{}"}, tell=lambda line: None)
+    checkpoints = Checkpoints(tmp_path, keep=2, files={"data.json": "{}"}, log=lambda line: None)
     run = trained(1)
     checkpoints.save(*run, step=1)
     before = snapshot(*run)
@@ -113,10 +113,10 @@ def test_a_run_goes_on_from_the_one_before(alone: None, tmp_path: Path, monkeypa
         content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
         (path / name).write_bytes(content)
         told: list[str] = []
-        newest = newest_whole(tmp_path, tell=told.append)
+        newest = newest_whole(tmp_path, log=told.append)
         fresh = build(seed=number + 5)
         if newest == 2:
-            resuming = Checkpoints(tmp_path, keep=2, tell=told.append)
+            resuming = Checkpoints(tmp_path, keep=2, log=told.append)
             assert resuming.resume(*fresh, step=2, check=lambda path: None)["step"] == 1
         else:
             assert newest == 1

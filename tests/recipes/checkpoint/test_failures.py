@@ -29,7 +29,7 @@ def run() -> Run:
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_full_disk_costs_that_checkpoint_alone(asynchronous: bool, run: Run, tmp_path: Path) -> None:
     told: list[str] = []
-    checkpoints = Checkpoints(tmp_path, keep=1, asynchronous=asynchronous, tell=told.append)
+    checkpoints = Checkpoints(tmp_path, keep=1, asynchronous=asynchronous, log=told.append)
     checkpoints.save(*run, step=3)
     assert checkpoints.finish() == 3
     before = contents(checkpoints.path(3))
@@ -44,7 +44,7 @@ def test_a_full_disk_costs_that_checkpoint_alone(asynchronous: bool, run: Run, t
 
 def test_a_checkpoint_is_never_written_over(run: Run, tmp_path: Path) -> None:
     told: list[str] = []
-    checkpoints = Checkpoints(tmp_path, keep=2, tell=told.append)
+    checkpoints = Checkpoints(tmp_path, keep=2, log=told.append)
     checkpoints.path(6).mkdir(parents=True)  # empty: rename() would replace it without a word
     for number in (3, 3, 6):
         checkpoints.save(*run, step=number)
@@ -56,7 +56,7 @@ def test_a_checkpoint_is_never_written_over(run: Run, tmp_path: Path) -> None:
 
 def test_a_damaged_one_is_set_aside_and_the_one_before_it_loaded(run: Run, tmp_path: Path) -> None:
     told: list[str] = []
-    checkpoints = Checkpoints(tmp_path, keep=3, tell=told.append)
+    checkpoints = Checkpoints(tmp_path, keep=3, log=told.append)
     for number in (1, 2, 3):
         checkpoints.save(*run, step=number, progress={"tokens": number})
     for number in (2, 3):
@@ -89,14 +89,14 @@ def test_what_looks_like_an_older_version_gives_way_to_a_whole_one(run: Run, tmp
     for number in (2, 3):
         (checkpoints.path(number) / "manifest.json").unlink()
         (checkpoints.path(number) / ".metadata").touch()
-    assert module.folders.newest_whole(tmp_path, tell=told.append) == 1
+    assert module.folders.newest_whole(tmp_path, log=told.append) == 1
     assert names(tmp_path) == ["damaged-step-00000002", "damaged-step-00000003", "step-00000001"]
     assert all("an older version of this program" in line and "set aside as damaged-" in line for line in told)
 
     (checkpoints.path(1) / "manifest.json").unlink()
     (checkpoints.path(1) / ".metadata").touch()
     with pytest.raises(UserError, match="an older version of this program"):
-        module.folders.newest_whole(tmp_path, tell=told.append)
+        module.folders.newest_whole(tmp_path, log=told.append)
     assert checkpoints.steps() == [1] and len(told) == 2
 
 
@@ -115,7 +115,7 @@ def test_room_is_looked_for_before_the_first_step(run: Run, tmp_path: Path, monk
     told: list[str] = []
     parameters = list(run[0].parameters())
     size = sum(12 * parameter.numel() + 4 for parameter in parameters)
-    checkpoints = Checkpoints(tmp_path / "not" / "there" / "yet", keep=2, tell=told.append)
+    checkpoints = Checkpoints(tmp_path / "not" / "there" / "yet", keep=2, log=told.append)
     for free in (10 * size, 2 * size, size - 1):
         monkeypatch.setattr(shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free))
         if free < size:
@@ -137,7 +137,7 @@ def test_what_a_kill_left_counts_as_free(run: Run, tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=0))
     told: list[str] = []
-    checkpoints = Checkpoints(tmp_path, keep=2, tell=told.append)
+    checkpoints = Checkpoints(tmp_path, keep=2, log=told.append)
     (tmp_path / ".partial-00000004").mkdir()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "file").write_bytes(bytes(1 << 20))

@@ -24,7 +24,7 @@ def save(folder: Path, mesh: MeshConfig) -> dict[str, str]:
     start("cpu", seed=0)
     run = trained(2, mesh=mesh)
     for asynchronous in (True, False):
-        checkpoints = Checkpoints(folder / str(asynchronous), keep=1, asynchronous=asynchronous, tell=lambda line: None)
+        checkpoints = Checkpoints(folder / str(asynchronous), keep=1, asynchronous=asynchronous, log=lambda line: None)
         for step in (1, 2):  # the second with the plan and the memory of the first
             checkpoints.save(*run, step=step, progress={"tokens": step})
         assert checkpoints.finish() == 2
@@ -75,7 +75,7 @@ def damaged(folder: Path) -> tuple[dict[str, str], list[str]]:
     start("cpu", seed=0)
     run = build(seed=5)
     told: list[str] = []
-    checkpoints = Checkpoints(folder, keep=1, tell=told.append)
+    checkpoints = Checkpoints(folder, keep=1, log=told.append)
     assert checkpoints.resume(*run, step=2, check=lambda path: None)["step"] == 1
     found = fingerprints(snapshot(*run, whole=True))
     stop()
@@ -116,7 +116,7 @@ def one_cannot_write(folder: Path) -> tuple[int | None, int | None, list[str]]:
     start("cpu", seed=0)
     run = trained(1)
     told: list[str] = []
-    checkpoints = Checkpoints(folder, keep=2, asynchronous=True, tell=told.append)
+    checkpoints = Checkpoints(folder, keep=2, asynchronous=True, log=told.append)
     checkpoints.save(*run, step=1)
     checkpoints.finish()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -150,7 +150,7 @@ def no_common_folder(folder: Path) -> tuple[int | None, list[str], list[str]]:
     told: list[str] = []
     own = folder / f"node-{dist.get_rank()}"
     own.mkdir()
-    checkpoints = Checkpoints(own, keep=2, tell=told.append)
+    checkpoints = Checkpoints(own, keep=2, log=told.append)
     for step in (1, 2):
         checkpoints.save(*run, step=step)
     failed, left = checkpoints.finish(), names(own)
@@ -179,7 +179,7 @@ def one_has_no_memory(folder: Path) -> tuple[int | None, int | None, list[str]]:
     start("cpu", seed=0)
     run = trained(1)
     told: list[str] = []
-    checkpoints = Checkpoints(folder, keep=2, asynchronous=True, tell=told.append)
+    checkpoints = Checkpoints(folder, keep=2, asynchronous=True, log=told.append)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
 

@@ -173,7 +173,7 @@ def look(folder: Path) -> dict[str, Any]:
     os.environ |= {"GROUP_RANK": str(rank), "SLURMD_NODENAME": f"gpu-{rank}"}
     world = start("cpu", seed=0)
     said: list[str] = []
-    preflight(folder / "shared" / "runs" / "name", world, recipe="", cache=folder / "shared" / "cache", say=said.append)
+    preflight(folder / "shared" / "runs" / "name", world, recipe="", cache=folder / "shared" / "cache", log=said.append)
     found: dict[str, Any] = {"said": said, "left": sorted(path.name for path in (folder / "shared").iterdir())}
 
     own = folder / str(rank)
@@ -184,17 +184,17 @@ def look(folder: Path) -> dict[str, Any]:
     found["unshared"] = str(caught.value)
     os.environ["HOME"] = str(own)
     with pytest.raises(UserError) as caught:
-        preflight(folder / "shared" / "runs" / "name", world, recipe="", cache=Path("~"), say=said.append)
+        preflight(folder / "shared" / "runs" / "name", world, recipe="", cache=Path("~"), log=said.append)
     found["cache"] = str(caught.value)
     found["left there"] = list(own.iterdir())
 
     with pytest.raises(UserError) as caught:
-        preflight(folder / "shared" / "runs" / "name", world, recipe="other" if rank == 2 else "", say=said.append)
+        preflight(folder / "shared" / "runs" / "name", world, recipe="other" if rank == 2 else "", log=said.append)
     found["recipe"] = str(caught.value)
     version = torch.__version__
     torch.__version__ = "2.9.1" if rank == 1 else version
     with pytest.raises(UserError) as caught:
-        preflight(folder / "shared" / "runs" / "name", world, recipe="", say=said.append)
+        preflight(folder / "shared" / "runs" / "name", world, recipe="", log=said.append)
     found["versions"] = str(caught.value)
     stop()
     return found
@@ -228,7 +228,7 @@ def test_three_nodes(tmp_path: Path) -> None:
 def look_alone(folder: Path) -> list[str]:
     world = start("cpu", seed=0)
     said: list[str] = []
-    preflight(folder / "runs" / "name", world, recipe="", say=said.append)
+    preflight(folder / "runs" / "name", world, recipe="", log=said.append)
     stop()
     return said
 

@@ -21,15 +21,15 @@ def nothing(line: str) -> None:
     raise AssertionError(line)
 
 
-def node(number: int, port: int, *, nodes: int = 3, say: Callable[[str], None] | None = None) -> Launchers:
-    return Launchers("127.0.0.1", port, node=number, nodes=nodes, hung=HUNG, say=say or nothing)
+def node(number: int, port: int, *, nodes: int = 3, log: Callable[[str], None] | None = None) -> Launchers:
+    return Launchers("127.0.0.1", port, node=number, nodes=nodes, hung=HUNG, log=log or nothing)
 
 
 def test_a_node_does_not_join_those_that_wait_for_its_first_start() -> None:
     kept = [store()]
     port = kept[0].port
     lines: list[str] = []
-    first, other, again = node(1, port), node(2, port), node(1, port, say=lines.append)
+    first, other, again = node(1, port), node(2, port), node(1, port, log=lines.append)
     first.join()
     other.join()
     waits = threading.Thread(target=again.join)
@@ -82,7 +82,7 @@ def test_who_is_waited_for_is_said_and_not_for_ever(monkeypatch: pytest.MonkeyPa
     kept = store()
     lines: list[str] = []
     gave_up = threading.Event()
-    main, came = node(0, kept.port, nodes=4, say=lines.append), node(2, kept.port)
+    main, came = node(0, kept.port, nodes=4, log=lines.append), node(2, kept.port)
     came.join()
     main.watch(lambda: None, grace=1000)
     main.await_all(gave_up.is_set, give_up=gave_up.set)
@@ -93,6 +93,6 @@ def test_who_is_waited_for_is_said_and_not_for_ever(monkeypatch: pytest.MonkeyPa
     port = kept.port
     del kept, main, came
     lonely: list[str] = []
-    node(1, port, say=lonely.append).await_all(lambda: bool(lonely), give_up=lambda: None)
+    node(1, port, log=lonely.append).await_all(lambda: bool(lonely), give_up=lambda: None)
     wait_for("a line", lambda: lonely)
     assert lonely == [f"waiting for node 0 at 127.0.0.1:{port}"]

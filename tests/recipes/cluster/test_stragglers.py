@@ -26,7 +26,7 @@ from recipes.cluster.stragglers import (
     Stragglers,
     nobody_to_name,
 )
-from recipes.metrics.clock import FIRST_STEP, Phases
+from recipes.metrics.clock import FIRST_STEP, RunClock
 from tests.processes import run_processes
 from tests.test_hangs import ill_run
 
@@ -127,17 +127,17 @@ def waits() -> list[tuple[int, dict[str, Any], list[str]]]:
     rank = int(os.environ["RANK"])
     os.environ["GROUP_RANK"] = str(rank)
     world = start("cpu", seed=0)
-    phases, model = Phases(world.device), nn.Identity()
-    stragglers = Stragglers(world, phases, model=model, head=model)
+    clock, model = RunClock(world.device), nn.Identity()
+    stragglers = Stragglers(world, clock, model=model, head=model)
     found = []
-    with phases(FIRST_STEP):
+    with clock(FIRST_STEP):
         for step in range(WINDOW + 1 + 20):
             time.sleep(0.05 if step > WINDOW else (0.005, 0.02, 0.045)[rank])
-            phases.count_step()
+            clock.count_step()
             assert stragglers.gather(torch.tensor(1.0)) == 3
             row, lines = stragglers.compare()
             found.append((stragglers._probes, row, lines))
-            phases.restart()
+            clock.restart()
     stop()
     return found
 

@@ -263,9 +263,7 @@ def test_training_begins_before_the_source_is_tokenized_and_waits_where_it_must(
     write_rows(tmp_path / "rows.jsonl", 4000)
     work = work_on(tmp_path / "rows.jsonl", fraction=0.2)
     reports: list[str] = []
-    data = opened(
-        tmp_path / "cache", {str(tmp_path / "rows.jsonl"): 1.0}, tokenizer=work.tokenizer, report=reports.append
-    )
+    data = opened(tmp_path / "cache", {str(tmp_path / "rows.jsonl"): 1.0}, tokenizer=work.tokenizer, log=reports.append)
     folder = tmp_path / "cache" / "tokens" / work.fingerprint
     (source,) = data.training.sources
     assert source.tokens is None
@@ -302,7 +300,7 @@ def test_a_second_opening_does_no_work(tmp_path: Path) -> None:
     first = opened(tmp_path / "cache", source, shuffle_tokens=10**6)
     first.training.close()
     reports: list[str] = []
-    second = opened(tmp_path / "cache", source, report=reports.append)
+    second = opened(tmp_path / "cache", source, log=reports.append)
     assert second.facts == first.facts
     assert [line.partition(" in ")[0] for line in reports] == ["tokens found"]
     assert second.training.sources[0].background is None

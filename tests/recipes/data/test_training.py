@@ -102,7 +102,7 @@ def test_a_source_that_changed_is_noticed_on_the_way(small: Recipe, tmp_path: Pa
     from recipes.data.text.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(
-        "train:300", sources=[str(tmp_path / "rows.jsonl")], text_field="text", cache=tmp_path, report=lambda line: None
+        "train:300", sources=[str(tmp_path / "rows.jsonl")], text_field="text", cache=tmp_path, log=lambda line: None
     )
     (tmp_path / "tokenizer.json").write_text(tokenizer.json)
     fixed = change(recipe, run={"name": "fixed"}, data={"tokenizer": str(tmp_path / "tokenizer.json")})

@@ -30,7 +30,7 @@ def tokenizer_for(*sources: Path, entries: int = 300) -> Tokenizer:
         sources=[str(source) for source in sources],
         text_field="text",
         cache=sources[0].parent / "cache",
-        report=lambda line: None,
+        log=lambda line: None,
     )
 
 

@@ -35,7 +35,7 @@ def build() -> Decoder:
 # Validation loss
 
 
-def held_out() -> tuple[Tensor, Tensor]:
+def validation_batches() -> tuple[Tensor, Tensor]:
     """Inputs and targets, (ROWS, LENGTH) each; row r has r + 1 targets, so that equal weights for rows would show."""
     tokens = torch.randint(SMALL.vocabulary, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(0))
     inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
@@ -49,13 +49,13 @@ def micro_batches(inputs: Tensor, targets: Tensor, size: int) -> list[tuple[Tens
 
 
 def loss_of_rows(first: int, last: int, *, micro_batch: int) -> float:
-    inputs, targets = held_out()
+    inputs, targets = validation_batches()
     inputs, targets = inputs[first:last], targets[first:last]
     return mean_loss(build(), micro_batches(inputs, targets, micro_batch), device=CPU)
 
 
 def test_every_target_token_counts_once(alone: None) -> None:
-    inputs, targets = held_out()
+    inputs, targets = validation_batches()
     with torch.no_grad():
         logits = build()(inputs).double()
     losses = [
@@ -89,7 +89,7 @@ def test_processes_share_the_mean(alone: None) -> None:
 
 def test_no_gradient_is_kept(alone: None) -> None:
     model = build()
-    inputs, targets = held_out()
+    inputs, targets = validation_batches()
     mean_loss(model, [(inputs, targets, None)], device=CPU)
     continuation(model, [1], tokens=1, shape=(1, LENGTH), device=CPU, seed=0)
     assert all(parameter.grad is None for parameter in model.parameters())

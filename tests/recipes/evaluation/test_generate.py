@@ -251,7 +251,7 @@ def test_a_hugging_face_folder_continues_a_text(bytes_only: Tokenizer, tmp_path:
     opened = open_model(folder_of(theirs, bytes_only, tmp_path / "model"), dtype=torch.float32, device=CPU)
     said: list[str] = []
     tokens, seconds = continue_text(
-        opened, "naïve ", say=said.append, max_tokens=20, temperature=0.0, top_k=0, top_p=1.0, seed=0
+        opened, "naïve ", log=said.append, max_tokens=20, temperature=0.0, top_k=0, top_p=1.0, seed=0
     )
     prompt = bytes_only.encode("naïve ")
     expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0].tolist()

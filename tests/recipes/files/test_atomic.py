@@ -26,7 +26,7 @@ def test_a_text_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_lines_that_a_full_disk_takes_are_counted_and_told_once(tmp_path: Path) -> None:
     told: list[str] = []
-    lines = Lines(tmp_path / "rows", tell=told.append)
+    lines = Lines(tmp_path / "rows", log=told.append)
     lines.append("first", "second")
     whole = (tmp_path / "rows").read_bytes()
     with files_of_at_most(len(whole) + 10):
@@ -42,7 +42,7 @@ def test_lines_that_a_full_disk_takes_are_counted_and_told_once(tmp_path: Path) 
 
 def test_lines_are_written_again_when_their_folder_is(tmp_path: Path) -> None:
     told: list[str] = []
-    lines = Lines(tmp_path / "folder" / "rows", tell=told.append)
+    lines = Lines(tmp_path / "folder" / "rows", log=told.append)
     lines.append("lost")
     (tmp_path / "folder").mkdir()
     lines.append()
@@ -59,13 +59,13 @@ def test_lines_are_written_again_when_their_folder_is(tmp_path: Path) -> None:
 def test_half_a_line_does_not_swallow_the_next(before: str, torn: str, tmp_path: Path) -> None:
     path = tmp_path / "rows"
     path.write_text(before + torn)
-    Lines(path, tell=print).append("next")
+    Lines(path, log=print).append("next")
     assert path.read_text() == before + "next\n"
 
 
 def test_cut_back_forgets_later_steps_and_half_a_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    lines = Lines(path, tell=print)
+    lines = Lines(path, log=print)
     for step in (1, 2, 3):
         lines.append(json.dumps({"step": step, "loss": 1 / step}), json.dumps({"step": step, "validation_loss": 2.0}))
     before = path.read_text().splitlines()

@@ -18,7 +18,7 @@ import os, sys, time
 from pathlib import Path
 from recipes.files.lock import FolderLock
 lock = FolderLock()
-lock.take(Path(sys.argv[1]), tell=print)
+lock.take(Path(sys.argv[1]), log=print)
 if os.fork():
     print("taken", flush=True)
     time.sleep(float(sys.argv[2]))
@@ -40,7 +40,7 @@ def holder(folder: Path, seconds: float = 60) -> Iterator[subprocess.Popen[str]]
 
 def take(folder: Path, *, here: float = 0.0, elsewhere: float = 0.0) -> tuple[FolderLock, list[str]]:
     lock, told = FolderLock(), list[str]()
-    lock.take(folder, tell=told.append, here=here, elsewhere=elsewhere)
+    lock.take(folder, log=told.append, here=here, elsewhere=elsewhere)
     return lock, told
 
 
@@ -75,16 +75,16 @@ def test_a_removed_file_frees_a_folder(tmp_path: Path) -> None:
 def test_the_same_run_takes_it_as_often_as_it_likes(tmp_path: Path) -> None:
     lock, told = FolderLock(), list[str]()
     folder = tmp_path / "r"
-    lock.take(folder, tell=told.append)  # nothing is there to be taken
+    lock.take(folder, log=told.append)  # nothing is there to be taken
     folder.mkdir()
-    lock.take(folder, tell=told.append)
-    lock.take(folder, tell=told.append)
+    lock.take(folder, log=told.append)
+    lock.take(folder, log=told.append)
     folder.rename(tmp_path / "r.1")
     folder.mkdir()
-    lock.take(folder, tell=told.append)
+    lock.take(folder, log=told.append)
     assert told == [] and (tmp_path / "r.1" / LOCK).exists()
     code = "import sys; from pathlib import Path; from recipes.files.lock import FolderLock"
-    code += "; FolderLock().take(Path(sys.argv[1]), tell=print, here=0)"
+    code += "; FolderLock().take(Path(sys.argv[1]), log=print, here=0)"
     done = subprocess.run([sys.executable, "-c", code, folder], cwd=ROOT, capture_output=True, text=True)
     assert "is in use: process" in done.stderr
 
@@ -92,7 +92,7 @@ def test_the_same_run_takes_it_as_often_as_it_likes(tmp_path: Path) -> None:
 def test_a_folder_without_locks_is_told_once(tmp_path: Path) -> None:
     (tmp_path / LOCK).mkdir()
     lock, told = take(tmp_path)
-    lock.take(tmp_path, tell=told.append)
+    lock.take(tmp_path, log=told.append)
     assert told == [
         f"{tmp_path / LOCK} cannot be locked (Is a directory): nothing keeps this run from being started twice"
     ]

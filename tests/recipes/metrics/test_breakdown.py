@@ -200,7 +200,7 @@ def record(folder: str) -> list[float]:
 
     from parallel.dist import start, stop
     from parallel.reduce import clip_gradients, gradient_norm
-    from recipes.metrics.clock import Phases
+    from recipes.metrics.clock import RunClock
     from recipes.metrics.profile import StepProfiler
     from recipes.optimization.optimizer import build_optimizer
     from tests.build import build_model
@@ -210,9 +210,9 @@ def record(folder: str) -> list[float]:
         model, _ = build_model(replace(SIZES["smollm3_debug"], layers=2), fsdp=FSDPConfig(), loss_chunks=2)
         optimizer = build_optimizer(model, OptimizerConfig())
         tokens = torch.randint(0, 4096, (4, 128))
-        say: Callable[[str], None] = lambda line: None  # noqa: E731
+        log: Callable[[str], None] = lambda line: None  # noqa: E731
         profiler = StepProfiler(
-            ProfileConfig(trace_steps=2, after=2), world, folder=Path(folder), phases=Phases(world.device), say=say
+            ProfileConfig(trace_steps=2, after=2), world, folder=Path(folder), clock=RunClock(world.device), log=log
         )
         seconds = []
         for _ in range(5):

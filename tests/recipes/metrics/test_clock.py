@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from recipes.metrics import clock as room
-from recipes.metrics.clock import END, FIRST_STEP, LOADING, LOG, SAVE, START, STEP, Phases
+from recipes.metrics.clock import END, FIRST_STEP, LOADING, LOG, SAVE, START, STEP, RunClock
 
 CPU = torch.device("cpu")
 
@@ -30,68 +30,68 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
 
 
 def test_every_second_belongs_to_the_innermost_phase(time: Time) -> None:
-    phases = Phases(CPU, began=90.0)
+    clock = RunClock(CPU, began=90.0)
     time.now += 3.0
-    phases.begin(END)
-    with phases(FIRST_STEP):
+    clock.begin(END)
+    with clock(FIRST_STEP):
         time.now += 1.0
-        with phases(LOADING):
+        with clock(LOADING):
             time.now += 0.5
-            with pytest.raises(ZeroDivisionError), phases(SAVE):
+            with pytest.raises(ZeroDivisionError), clock(SAVE):
                 time.now += 7.0
                 raise ZeroDivisionError
             time.now += 0.25
-        phases.count_step()
-        assert phases.now == STEP
+        clock.count_step()
+        assert clock.now == STEP
         time.now += 2.0
-        with phases(LOG):
+        with clock(LOG):
             time.now += 0.125
-        assert phases.now == STEP
+        assert clock.now == STEP
     time.now += 4.0
-    found = phases.elapsed()
+    found = clock.elapsed()
     expected = {START: 13.0, FIRST_STEP: 1.0, LOADING: 0.75, SAVE: 7.0, STEP: 2.0, LOG: 0.125, END: 4.0}
     assert {phase: seconds for phase, seconds in found.items() if seconds} == expected
     assert sum(found.values()) == time.now - 90.0
 
 
 def test_loading_is_part_of_a_step_and_a_pause_is_not(time: Time) -> None:
-    phases = Phases(CPU)
-    phases.begin(FIRST_STEP)
+    clock = RunClock(CPU)
+    clock.begin(FIRST_STEP)
     for seconds_of_data in (1.0, 0.5):
-        with phases(LOADING):
+        with clock(LOADING):
             time.now += seconds_of_data
         time.now += 2.0
-        phases.count_step()
-    with phases.apart(SAVE):
+        clock.count_step()
+    with clock.synchronized(SAVE):
         time.now += 1000.0
-    assert phases.seconds_per_step() == ((1.0 + 2.0 + 0.5 + 2.0) / 2, 1.5 / 2)
-    with phases.apart(SAVE):
+    assert clock.seconds_per_step() == ((1.0 + 2.0 + 0.5 + 2.0) / 2, 1.5 / 2)
+    with clock.synchronized(SAVE):
         time.now += 50.0
     time.now += 0.5
-    assert phases.seconds_per_step() == (6.0 / 2, 1.5 / 2)
+    assert clock.seconds_per_step() == (6.0 / 2, 1.5 / 2)
 
 
 def test_a_logged_step_begins_a_new_mean(time: Time) -> None:
-    phases = Phases(CPU)
-    phases.begin(STEP)
+    clock = RunClock(CPU)
+    clock.begin(STEP)
     time.now += 7.0
-    phases.count_step()
-    phases.restart()
+    clock.count_step()
+    clock.restart()
     for _ in range(4):
         time.now += 3.0
-        phases.count_step()
-    assert phases.seconds_per_step() == (3.0, 0.0)
-    assert phases.step == 5
+        clock.count_step()
+    assert clock.seconds_per_step() == (3.0, 0.0)
+    assert clock.step == 5
 
 
 def test_whatever_changes_is_progress(time: Time) -> None:
-    phases = Phases(CPU)
+    clock = RunClock(CPU)
     time.now += 1.0
-    with phases(LOADING):
-        assert phases.moved_at == time.now
+    with clock(LOADING):
+        assert clock.moved_at == time.now
         time.now += 1.0
-    assert phases.moved_at == time.now
-    for _ in phases.go_through("ab"):
-        assert phases.moved_at == time.now
+    assert clock.moved_at == time.now
+    for _ in clock.with_progress("ab"):
+        assert clock.moved_at == time.now
         time.now += 1.0
-    assert phases.moved_at == time.now - 1.0
+    assert clock.moved_at == time.now - 1.0

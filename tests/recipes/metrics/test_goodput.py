@@ -76,7 +76,7 @@ def test_checkpoints_of_before_lack_it(clock: Time) -> None:
 def attempt(recipe: Recipe, *, breaks_at: int | None) -> tuple[float, float, dict[str, float]]:
     """One attempt in this process; the moments of its beginning and end, and what it says of where its time went."""
     from parallel.dist import start, stop
-    from recipes.metrics.clock import Phases
+    from recipes.metrics.clock import RunClock
     from recipes.training.console import Console
     from recipes.training.trainer import Trainer
 
@@ -84,8 +84,8 @@ def attempt(recipe: Recipe, *, breaks_at: int | None) -> tuple[float, float, dic
     phases_began = time.monotonic()
     world = start("cpu", seed=0)
     with Console(silent=not world.is_main) as console:
-        trainer: Any = Trainer(recipe, world, console, Phases(world.device, began=phases_began))
-        take = trainer.feed.take
+        trainer: Any = Trainer(recipe, world, console, RunClock(world.device, began=phases_began))
+        take = trainer.loader.take
 
         def slow_or_broken(step: int) -> Any:
             time.sleep(0.02)
@@ -94,7 +94,7 @@ def attempt(recipe: Recipe, *, breaks_at: int | None) -> tuple[float, float, dic
                 raise ZeroDivisionError
             return take(step)
 
-        trainer.feed.take = slow_or_broken
+        trainer.loader.take = slow_or_broken
         try:
             assert trainer.run() == 0
         except ZeroDivisionError:

@@ -118,17 +118,17 @@ def steps(recipe: Recipe, kind: str, world: Any) -> dict[str, Any]:
         hashes, seen_scales, losses = [], [], []
         for number in range(recipe.run.steps):
             if number == BAD and kind == "left out":
-                trainer.phases.count_step()
+                trainer.clock.count_step()
                 continue
             cure = poison(trainer, kind) if number == BAD else None
             loss, _ = trainer._train_step()
             if cure:
                 cure()
-            trainer.phases.count_step()
+            trainer.clock.count_step()
             hashes.append(state(trainer))
             seen_scales.append(scales(trainer))
             losses.append(loss.item())
-        skipped = [step for step, _ in trainer.firewall.skipped()]
+        skipped = [step for step, _ in trainer.guard.skipped()]
     return {"hashes": hashes, "scales": seen_scales, "skipped": skipped, "losses": losses}
 
 
@@ -261,22 +261,22 @@ def count_waits(recipes: list[Recipe]) -> list[int]:
 
 
 def judge_all(losses: list[float], restart_at: int) -> tuple[list[int], dict[str, Any]]:
-    """Which of these losses are skipped, with z = 4, by a firewall that goes on as another one half-way."""
+    """Which of these losses are skipped, with z = 4, by a guard that goes on as another one half-way."""
     from parallel.dist import start, stop
-    from recipes.optimization.skip_steps import Firewall
+    from recipes.optimization.skip_steps import StepGuard
     from recipes.schema import RunConfig
 
     world = start("cpu", seed=0)
-    firewall, skipped = Firewall(RunConfig(loss_spike_z=4.0), device=world.device), []
+    guard, skipped = StepGuard(RunConfig(loss_spike_z=4.0), device=world.device), []
     for step, loss in enumerate(losses):
         if step == restart_at:
-            skipped += [step for step, _ in firewall.skipped()]
-            state = json.loads(json.dumps(firewall.state()))
-            firewall = Firewall(RunConfig(loss_spike_z=4.0), device=world.device)
-            firewall.restore(state)
-        firewall.judge(step, loss=torch.tensor(loss), norm=torch.tensor(1.0))
-    skipped += [step for step, _ in firewall.skipped()]
-    state = firewall.state()
+            skipped += [step for step, _ in guard.skipped()]
+            state = json.loads(json.dumps(guard.state()))
+            guard = StepGuard(RunConfig(loss_spike_z=4.0), device=world.device)
+            guard.restore(state)
+        guard.should_skip(step, loss=torch.tensor(loss), norm=torch.tensor(1.0))
+    skipped += [step for step, _ in guard.skipped()]
+    state = guard.state()
     stop()
     return skipped, state
 

@@ -17,7 +17,7 @@ import sys, time
 from pathlib import Path
 from recipes.files.lock import FolderLock
 lock = FolderLock()
-lock.take(Path(sys.argv[1]), tell=print)
+lock.take(Path(sys.argv[1]), log=print)
 print("held", flush=True)
 time.sleep(600)
 """
@@ -32,7 +32,7 @@ def test_two_sweeps_do_not_share_a_folder(tmp_path: Path) -> None:
             assert other.stdout is not None and other.stdout.readline() == b"held\n"
             holder = rf"mine is in use: process {other.pid} on .* end that first, or write another --output\."
             with pytest.raises(UserError, match=holder):
-                run_sweep(sweep, retry=False, say=print)
+                run_sweep(sweep, retry=False, log=print)
         finally:
             other.kill()
     assert not (sweep.folder / "results.jsonl").exists() and not (sweep.folder / "table.md").exists()

@@ -22,9 +22,9 @@ def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_silent_console_says_and_writes_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with Console(silent=True) as console:
-        console.say("early")
+        console.log("early")
         console.open_log(tmp_path / "log.txt")
-        console.say("late", style="bold")
+        console.log("late", style="bold")
         console.progress(1, 2, "loss 1.000")
         console.end_progress()
     assert capfd.readouterr() == ("", "")
@@ -35,13 +35,13 @@ def test_early_lines_reach_the_log_and_old_ones_stay(tmp_path: Path, capfd: pyte
     log = tmp_path / "log.txt"
     log.write_text("yesterday\n")
     with Console(silent=False) as console:
-        console.say("a model", style="bold")
-        console.say("  its mesh")
+        console.log("a model", style="bold")
+        console.log("  its mesh")
         assert log.read_text() == "yesterday\n"
         console.open_log(log)
-        console.say("step 1")
+        console.log("step 1")
         assert log.read_text() == "yesterday\na model\n  its mesh\nstep 1\n"  # at once, not at the end
-        console.say()
+        console.log()
     assert log.read_text() == "yesterday\na model\n  its mesh\nstep 1\n\n"
     assert capfd.readouterr() == ("a model\n  its mesh\nstep 1\n\n", "")
 
@@ -59,7 +59,7 @@ def test_early_lines_reach_the_log_and_old_ones_stay(tmp_path: Path, capfd: pyte
 def test_text_survives(text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with Console(silent=False) as console:
         console.open_log(tmp_path / "log.txt")
-        console.say(text, style="dim")
+        console.log(text, style="dim")
     assert (tmp_path / "log.txt").read_text() == text + "\n"
     assert capfd.readouterr().out.expandtabs() == text.expandtabs() + "\n"
 
@@ -67,7 +67,7 @@ def test_text_survives(text: str, tmp_path: Path, capfd: pytest.CaptureFixture[s
 def test_text_gives_no_orders_to_the_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with Console(silent=False) as console:
         console.open_log(tmp_path / "log.txt")
-        console.say("a\x1b[2Jb\x00c\rd\x7f")
+        console.log("a\x1b[2Jb\x00c\rd\x7f")
     expected = "a\ufffd[2Jb\ufffdc\ufffdd\ufffd\n"
     assert capfd.readouterr().out == expected
     assert (tmp_path / "log.txt").read_text() == expected
@@ -81,7 +81,7 @@ from recipes.training.console import Console
 with Console(silent=False) as console:
     console.open_log(Path(sys.argv[1]))
     for step in (1, 2):
-        console.say(f"step {step}")
+        console.log(f"step {step}")
         console.progress(step, 7, f"loss {step}.500")
 """
 
@@ -124,7 +124,7 @@ from recipes.training.console import Console
 with Console(silent=False) as console:
     console.open_log(Path(sys.argv[1]))
     for step in (1, 2):
-        console.say(f"step {step}")
+        console.log(f"step {step}")
 print("the end", file=sys.stderr)
 """
 

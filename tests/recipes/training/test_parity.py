@@ -66,7 +66,7 @@ def both_curves(family: str, recipe: Recipe) -> tuple[list[tuple[float, float]],
     rows = [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()]
     ours = [(row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
     # Of the trainer only the batches: which tokens they hold is tests/recipes/data's matter.
-    training = trainer.feed.training.sequences
+    training = trainer.loader.training.sequences
     batches = [torch.from_numpy(training.rows(step * BATCH, BATCH)) for step in range(STEPS)]
     stop()
     return ours, their_curve(theirs, batches)

@@ -18,7 +18,7 @@ from recipes.load import load, to_toml
 from recipes.schema import Recipe
 from recipes.training.run_folder import identity_differences
 from recipes.weights.convert import export_checkpoint, import_folder
-from recipes.weights.locate import find_weights, starting_point
+from recipes.weights.locate import find_weights, initial_weights
 from tests.processes import run_processes
 from tests.recipes.training.test_trainer import DEBUG, change, run_all
 from tests.recipes.weights.test_hf_folder import SMALL, edit_config, files, truncate, write_random
@@ -158,13 +158,13 @@ def test_runs_from_runs(corpus: Path, tmp_path: Path) -> None:
     assert find_weights(tmp_path / "from-run").model == weights.model
     goes_on = tmp_path / "from-folder"
     for newest, expected in (("step-00000004", "checkpoints/step-00000002"), ("step-00000002", "hf")):
-        assert starting_point(extended.model.weights, goes_on).path.name == newest
+        assert initial_weights(extended.model.weights, goes_on).path.name == newest
         description = goes_on / "checkpoints" / newest / "model.json"
         description.write_text(description.read_text().replace('"layers": 2', '"layers": 3'))
-        found = starting_point(extended.model.weights, goes_on)  # damaged: what the run will go on from counts
+        found = initial_weights(extended.model.weights, goes_on)  # damaged: what the run will go on from counts
         assert str(found.path).endswith(expected) and found.model.layers == 2
     with pytest.raises(UserError, match=r"step-00000004/model\.json"):
-        starting_point("", goes_on)
+        initial_weights("", goes_on)
 
     export_checkpoint(tmp_path / "first", tmp_path / "out")
     for file in (tmp_path / "out").iterdir():

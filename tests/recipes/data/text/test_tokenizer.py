@@ -38,7 +38,7 @@ def load(spec: str | Path, source: Path, reports: list[str] | None = None) -> To
         sources=[str(source)],
         text_field="text",
         cache=source.parent / "cache",
-        report=(reports if reports is not None else []).append,
+        log=(reports if reports is not None else []).append,
     )
 
 

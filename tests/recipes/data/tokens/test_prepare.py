@@ -218,7 +218,7 @@ def test_a_text_that_cannot_be_encoded_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(
         json.dumps({"version": "1.0", "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model})
     )
-    tokenizer = load_tokenizer(str(tmp_path), sources=[], text_field="text", cache=tmp_path, report=lambda line: None)
+    tokenizer = load_tokenizer(str(tmp_path), sources=[], text_field="text", cache=tmp_path, log=lambda line: None)
     with pytest.raises(UserError, match=r"data.tokenizer: '.*rows.jsonl', line 1 cannot be encoded: .*UNK.*; give a"):
         shards_in(tmp_path / "out", work_on(tmp_path / "rows.jsonl", tokenizer=tokenizer))
 
