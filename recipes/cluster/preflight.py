@@ -24,7 +24,7 @@ from parallel.nodes import Node, listed
 from recipes.cluster.links import BUFFER, Links, clock_bounds, measure_links, slow_processes
 from recipes.files.layout import holds_results
 from recipes.files.units import size
-from recipes.metrics.hardware import device_name
+from recipes.metrics.throughput import device_name
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 10.0

@@ -164,7 +164,7 @@ class Watchdog:
             self._hear_verdict()
         except RuntimeError as error:
             store = f"the launcher of node 0 does not answer ({str(error).splitlines()[0]})"
-            self._report(f"HUNG: {own.who} in {own.where}; {store}")
+            self._say(f"HUNG: {own.who} in {own.where}; {store}")
         finally:
             os._exit(HUNG)
 
@@ -188,7 +188,7 @@ class Watchdog:
                 speaker, text = json.loads(word)
                 if speaker == self._world.rank:
                     place = self._folder / FOLDER
-                    self._report(f"{text}\n  Python stacks of every process: {place if place.exists() else 'above'}")
+                    self._say(f"{text}\n  Python stacks of every process: {place if place.exists() else 'above'}")
                     self._beats.tell(SPOKEN, "yes")
                 spoken = bool(self._beats.told(SPOKEN))
             time.sleep(self._period / 4)

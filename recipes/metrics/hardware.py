@@ -5,12 +5,6 @@ has no peak, and then metrics say null instead of guessing.
 """
 
 import re
-import resource
-import sys
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
 
 # (part of the name torch.cuda.get_device_name() reports, dense bf16 FLOP/s, source). The first match counts.
 BF16_PEAKS: tuple[tuple[str, float, str], ...] = (
@@ -38,21 +32,3 @@ def bf16_peak(device_name: str) -> float | None:
         if re.search(rf"\b{part}\b(?!.*\b(Ti|SUPER|Laptop|Max-Q)\b)", device_name, re.IGNORECASE):
             return peak
     return None
-
-
-def device_name(device: "torch.device") -> str:
-    if device.type != "cuda":
-        return "cpu"
-    import torch
-
-    return torch.cuda.get_device_name(device)
-
-
-def peak_memory_gib(device: "torch.device") -> float:
-    """Most memory this process held, in GiB: allocated on the GPU, or resident in the host for a CPU run."""
-    if device.type == "cuda":
-        import torch
-
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB elsewhere
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

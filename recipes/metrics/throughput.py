@@ -1,5 +1,7 @@
 """Measuring the loop and recording what it measured."""
 
+import resource
+import sys
 from collections.abc import Iterable
 
 import torch
@@ -7,7 +9,7 @@ import torch
 from models.config import ModelConfig
 from models.documents import Documents
 from parallel.reduce import sum_over_processes
-from recipes.metrics.hardware import bf16_peak, device_name
+from recipes.metrics.hardware import bf16_peak
 
 
 class AttentionLength:
@@ -73,3 +75,17 @@ class Throughput:
             "mfu": per_device * flops / self.peak if self.peak else None,
             "mfu_full": per_device * flops_full / self.peak if self.peak else None,
         }
+
+
+def device_name(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "cpu"
+    return torch.cuda.get_device_name(device)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory this process held, in GiB: allocated on the GPU, or resident in the host for a CPU run."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

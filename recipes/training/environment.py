@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from recipes.metrics.hardware import device_name
+from recipes.metrics.throughput import device_name
 
 PACKAGES = ("torch", "torchao", "datasets", "tokenizers", "safetensors", "numpy", "wandb")
 

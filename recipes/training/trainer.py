@@ -39,9 +39,8 @@ from recipes.files.lock import FolderLock
 from recipes.metrics.clock import END, FIRST_STEP, LOADING, LOG, SAVE, STEP, VALIDATION, RunClock
 from recipes.metrics.float8_samples import CastSampler
 from recipes.metrics.goodput import SKIPPED, Goodput
-from recipes.metrics.hardware import peak_memory_gib
 from recipes.metrics.profile import StepProfiler
-from recipes.metrics.throughput import AttentionLength, Throughput
+from recipes.metrics.throughput import AttentionLength, Throughput, peak_memory_gib
 from recipes.metrics.writer import MetricsWriter
 from recipes.optimization.optimizer import build_optimizer
 from recipes.optimization.schedule import learning_rate

@@ -1,0 +1,100 @@
+"""Where what is measured is written."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipes.metrics.writer import MetricsWriter
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def writer(folder: Path, *, enabled: bool = True) -> MetricsWriter:
+    return MetricsWriter(folder, enabled=enabled, wandb_project=None, run_name="r", recipe={}, before={})
+
+
+def rows(folder: Path) -> list[Any]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_rows_are_appended(tmp_path: Path) -> None:
+    writer(tmp_path).write({"step": 1, "loss": 2.5, "mfu": None})
+    writer(tmp_path).write({"step": 2, "validation_loss": 2.25})
+    assert rows(tmp_path) == [{"step": 1, "loss": 2.5, "mfu": None}, {"step": 2, "validation_loss": 2.25}]
+    assert (tmp_path / "metrics.jsonl").read_text().endswith("}\n")
+
+
+def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
+    writer(tmp_path).write({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "lr": 1e-3})
+    assert rows(tmp_path) == [{"step": 1, "loss": None, "grad_norm": None, "lr": 1e-3}]
+
+
+def test_other_ranks_touch_nothing(tmp_path: Path) -> None:
+    writer(tmp_path).write({"step": 7})
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    silent = MetricsWriter(tmp_path, enabled=False, wandb_project="p", run_name="r", recipe={}, before={})
+    silent.sync()
+    silent.write({"step": 8})
+    silent.close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+# Weights & Biases
+
+TRACKED = """
+import sys
+from pathlib import Path
+from recipes.metrics.writer import MetricsWriter
+facts = {"recipe": {"run": {"steps": 3}}, "run_name": "a run of ours"}
+writer = MetricsWriter(Path(sys.argv[1]), enabled=True, wandb_project="p", before={}, **facts)
+writer.write({"step": 1, "loss": 3.0, "mfu": None})
+writer.write({"step": 1, "validation_loss": 3.5})
+state = writer.state()
+writer.close()
+writer = MetricsWriter(Path(sys.argv[1]), enabled=True, wandb_project="p", before=state, **facts)
+writer.write({"step": 2, "loss": 2.0})
+assert writer.state() == state and len(state["wandb_id"]) > 4
+writer.close()
+print(state["wandb_id"])
+"""
+
+
+def test_wandb_without_a_key_stays_offline(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        # Whatever wandb would ask for, of its own server or of another, would come here.
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        done = subprocess.run(
+            [sys.executable, "-c", TRACKED, tmp_path],
+            cwd=ROOT,
+            env={
+                "PATH": "/usr/bin:/bin",
+                "HOME": str(tmp_path / "home"),
+                "WANDB_BASE_URL": address,
+                "HTTPS_PROXY": address,
+                "HTTP_PROXY": address,
+            },
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):  # nobody knocked
+            server.accept()
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr and "Traceback" not in done.stderr
+    assert [row["step"] for row in rows(tmp_path)] == [1, 1, 2]
+    files = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+    name = done.stdout.split()[-1]
+    assert {file.name for file in files} == {f"run-{name}.wandb"}  # one run, before and after it went on
+    recorded = b"".join(file.read_bytes() for file in files)
+    for text in (b"a run of ours", b"validation_loss", b"loss", b"mfu"):
+        assert text in recorded
