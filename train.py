@@ -3,7 +3,7 @@
 import signal
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: go at once, without a traceback, until there is work to save
-signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # scripts/launch.py has it wait for the line above
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # recipes/cluster/launcher.py blocks it until here
 
 import argparse  # noqa: E402
 import sys  # noqa: E402

@@ -30,7 +30,7 @@ CONNECT = timedelta(seconds=60)
 class Cause(NamedTuple):
     """Why the workers of all nodes end."""
 
-    words: str
+    message: str
     code: int
     """The exit code of the launcher it began with; of all, if there is nothing to add."""
     crashed: bool = False
@@ -102,12 +102,12 @@ class Launchers:
 
         threading.Thread(target=look, daemon=True, name="other launchers").start()
 
-    def hear(self) -> Cause | None:
+    def wait_for_cause(self) -> Cause | None:
         """The cause, if another launcher gives one about now."""
         self._heard.wait(3 * LOOK_SECONDS)
         return self.cause
 
-    def tell(self, code: int, *, crashed: bool) -> None:
+    def announce_end(self, code: int, *, crashed: bool) -> None:
         """This launcher ends with an error: the others need not wait for its workers."""
 
         def speak() -> None:

@@ -116,7 +116,7 @@ def test_a_preempted_job_goes_on_by_itself_and_loses_nothing(
     first = saved(job.log)
     assert first, job.log
     assert f"attempt 1 preempted; newest checkpoint: step {first[0]}\n" in job.log
-    assert "requeued; goes on from the checkpoint\n" in job.log
+    assert "requeued; resumes from the checkpoint\n" in job.log
     job.reach(first[0] + 2)
     cluster.do("scontrol", "requeue", job.number)
     assert job.finish() == ("COMPLETED", "0:0"), job.log

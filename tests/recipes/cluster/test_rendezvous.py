@@ -37,7 +37,7 @@ def test_a_node_does_not_join_those_that_wait_for_its_first_start() -> None:
     wait_for("the word to end", lambda: kept[0].check([ENDED]))
     ended = threading.Event()
     other.watch(ended.set, grace=1000)
-    assert other.hear() == Cause("node 1 was started again", 1, crashed=True)
+    assert other.wait_for_cause() == Cause("node 1 was started again", 1, crashed=True)
     wait_for("the end", ended.is_set)
     assert waits.is_alive()
     kept.clear()  # node 0's launcher ends
@@ -59,9 +59,9 @@ def test_the_others_hear_of_an_end(teller: int, hearer: int) -> None:
     ended = threading.Event()
     hears = node(hearer, kept.port)
     hears.watch(ended.set, grace=1000)
-    assert hears.hear() is None
-    node(teller, kept.port).tell(2, crashed=False)
-    assert hears.hear() == Cause(f"node {teller} ended with exit code 2", 2, crashed=False)
+    assert hears.wait_for_cause() is None
+    node(teller, kept.port).announce_end(2, crashed=False)
+    assert hears.wait_for_cause() == Cause(f"node {teller} ended with exit code 2", 2, crashed=False)
     assert not ended.is_set()  # its workers leave by themselves
 
 
@@ -73,7 +73,7 @@ def test_a_launcher_of_node_0_that_is_gone_is_a_cause() -> None:
     del kept
     wait_for("the end", ended.is_set)
     assert hears.cause == Cause("the launcher of node 0 is gone", 1, crashed=False)
-    hears.tell(1, crashed=True)  # nobody is there, and that is no error
+    hears.announce_end(1, crashed=True)  # nobody is there, and that is no error
 
 
 def test_who_is_waited_for_is_said_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

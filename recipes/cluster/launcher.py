@@ -1,0 +1,244 @@
+"""torchrun, with the exit codes, signals and screen output that scripts/launch.py promises."""
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from recipes.files.exit_codes import (
+    CANNOT_WRITE,
+    ECHO_SECONDS,
+    HUNG,
+    NOT_MET,
+    POISONED,
+    PREEMPTED,
+    REFUSED,
+    SIGNALS,
+    ended_by,
+    is_there,
+    with_parent,
+)
+
+if TYPE_CHECKING:
+    from recipes.cluster.rendezvous import Launchers
+
+EXPLAINED = {REFUSED, CANNOT_WRITE, PREEMPTED, POISONED, HUNG, *map(ended_by, SIGNALS)}
+"""Exit codes of workers that have printed the reason themselves."""
+FROZEN_SECONDS = 5
+"""How long torchrun waits for a worker to stop after another one ended because of a hang."""
+
+
+def log(text: str) -> None:
+    os.write(2, f"launch: {text}\n".encode())  # unbuffered: a signal handler may interrupt a print
+
+
+def handle_stop_signals(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Install the handler for the signals that stop a run, and for SIGHUP unless nohup ignores it."""
+    for number in (*SIGNALS, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+class OnlyKills(logging.Handler):
+    """Of torchrun's log, prints only that a worker had to be killed."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.getMessage().startswith("Unable to shutdown process"):
+            log("a worker did not stop in time and was killed")
+
+
+class Workers:
+    """The workers of this node, and the signals passed on to them.
+
+    torchrun turns a signal into an exception wherever it is: it loses the workers' exit codes, gives them 30 s (before
+    torch 2.13 always), and abandons them on a second signal. So torchrun handles no signals here.
+    """
+
+    def __init__(self) -> None:
+        self.starting = False
+        self.signal = 0
+        """The first signal, 0 = none yet."""
+        self.ended_first: set[int] | None = None
+        """Processes that ended by themselves, before torchrun ended the others."""
+        self.killed = False
+        self.others: Launchers | None = None
+        """The launchers of the other nodes, if there are several."""
+        self._signal_at = 0.0
+        self._context: Any = None
+
+    def watch(self, script: str) -> None:
+        """Patch torchrun to learn which workers it starts, and when it begins to end them. script: the workers'."""
+        from torch.distributed.elastic.multiprocessing import PContext
+
+        start, close = PContext.start, PContext.close
+        # Python answers an early Ctrl-C with a traceback. train.py unblocks it once it has set how to handle it.
+        later = [signal.SIGINT] if Path(script).name == "train.py" else []
+
+        def watched_start(context: Any) -> None:
+            self.starting = True
+            signal.pthread_sigmask(signal.SIG_BLOCK, later)
+            start(context)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, later)
+            self._context = context
+            if self.signal:
+                self._send(self.signal)
+
+        def watched_close(context: Any, *arguments: Any, **options: Any) -> None:
+            if self.ended_first is None:
+                self.ended_first = {process for process in context.pids().values() if not is_there(process)}
+                if any(handler.proc.poll() == HUNG for handler in context.subprocess_handlers.values()):
+                    options["timeout"] = FROZEN_SECONDS
+            close(context, *arguments, **options)
+
+        PContext.start = watched_start  # type: ignore[assignment, method-assign]
+        PContext.close = watched_close  # type: ignore[assignment, method-assign]
+
+    def kill(self) -> None:
+        """Kill the workers and the processes they have started."""
+        if self._context and all(handler.proc.poll() == 0 for handler in self._context.subprocess_handlers.values()):
+            os._exit(0)  # this node is done; torchrun would wait for the other launchers for 5 minutes
+        self.killed = True
+        self._send(signal.SIGKILL, group=True)
+
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
+        if not self.starting:
+            self._leave(number)
+        if not self.signal:
+            self.signal, self._signal_at = number, time.monotonic()
+            log(f"{signal.Signals(number).name}: the workers finish the step and save; a second one ends them at once")
+            self._send(number)
+        elif number != self.signal or time.monotonic() - self._signal_at > ECHO_SECONDS:
+            self.kill()
+            self._leave(number)
+
+    def exit_on_early_signals(self) -> None:
+        """Handle signals also while torchrun waits for other nodes, where Python runs no signal handler."""
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write)
+
+        def look() -> None:
+            while number := os.read(read, 1):
+                if not self.starting:
+                    self._leave(number[0])
+
+        threading.Thread(target=look, daemon=True, name="early signals").start()
+
+    def _leave(self, number: int) -> NoReturn:
+        if self.others:  # their workers do not notice, and would wait for the ones here
+            self.others.announce_end(ended_by(number), crashed=False)
+        os._exit(ended_by(number))
+
+    def _send(self, number: int, *, group: bool = False) -> None:
+        if number not in (*SIGNALS, signal.SIGKILL):
+            number = signal.SIGTERM  # workers handle no other signals
+        for process in self._context.pids().values() if self._context else ():
+            try:
+                (os.killpg if group else os.kill)(process, number)
+            except ProcessLookupError:
+                continue
+
+    def blame_order(self, failure: Any) -> tuple[bool, int, int]:
+        """Sort key: smallest for the worker to name.
+
+        Workers that ended by themselves come first; among those, a killed one before peers that lost their connection.
+        """
+        code = failure.exitcode
+        ended_first = self.ended_first is None or failure.pid in self.ended_first
+        return not ended_first, 0 if code in EXPLAINED else 1 if code < 0 else 2, failure.timestamp
+
+
+def launch(arguments: list[str], workers: Workers) -> int:
+    """Run torchrun with these arguments, whose signals `workers` already handles. Returns the exit code."""
+    _import_torch_distributed()
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.run import parse_args, run
+
+    args = parse_args(arguments)
+    args.signals_to_handle = "SIGQUIT"  # torchrun would replace our handlers
+    several = args.nnodes.rpartition(":")[2] != "1"  # torchrun's default is "1:1"
+    workers.watch(args.training_script)
+    _end_with_launcher(args, several=several)
+    if several:
+        _join_nodes(args, workers)
+    try:
+        run(args)
+    except SignalException as error:
+        return ended_by(error.sigval)
+    except ChildFailedError as error:
+        rank, failure = min(error.failures.items(), key=lambda item: workers.blame_order(item[1]))
+        others = workers.others
+        if others and (workers.killed or failure.exitcode not in EXPLAINED) and (cause := others.wait_for_cause()):
+            log(cause.message)
+            return cause.code
+        code = exit_code_of(rank, failure.exitcode, sent=workers.signal)
+        if others and code != PREEMPTED:  # after a pre-emption all nodes have saved together
+            others.announce_end(code, crashed=code not in EXPLAINED)
+        return code
+    except (DistError, RendezvousError) as error:
+        log(f"the processes could not find each other: {error}")
+        return NOT_MET
+    return 0
+
+
+def _import_torch_distributed() -> None:
+    """Import it without its C++ warnings, and reduce torchrun's log to OnlyKills unless LOGLEVEL is set."""
+    # torch reads the variable at import. Here, losing the store is expected, as node 0's goes first at the end; the
+    # workers may warn.
+    quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    import torch.distributed  # noqa: F401  installs log handlers, so ours come after it; later imports already log
+
+    if quiet:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]
+    if "LOGLEVEL" not in os.environ:
+        logger = logging.getLogger("torch.distributed")
+        logger.handlers, logger.propagate = [OnlyKills()], False
+
+
+def _end_with_launcher(args: Namespace, *, several: bool) -> None:
+    """Change torchrun's arguments so that the kernel signals the workers when this launcher dies.
+
+    With several nodes and RESTARTS the signal is SIGKILL: after SIGTERM the workers of all nodes would save and end,
+    and the other nodes would not restart as this one does.
+    """
+    number = signal.SIGKILL if several and (os.environ.get("RESTARTS") or "0") != "0" else signal.SIGTERM
+    command = with_parent([sys.executable, "-u", args.training_script, *args.training_script_args], number)
+    args.no_python, args.training_script, args.training_script_args = True, command[0], command[1:]
+
+
+def _join_nodes(args: Namespace, workers: Workers) -> None:
+    """Connect to the launchers of the other nodes, and watch them in threads."""
+    from recipes.cluster.rendezvous import Launchers
+
+    count = int(args.nnodes.rpartition(":")[2])
+    nodes = Launchers(args.master_addr, args.master_port, node=args.node_rank, nodes=count, hung=HUNG, log=log)
+    workers.others = nodes
+    workers.exit_on_early_signals()
+    nodes.join()
+    nodes.await_all(lambda: workers.starting, give_up=lambda: os._exit(NOT_MET))
+    nodes.watch(workers.kill, grace=2 * FROZEN_SECONDS)
+
+
+def exit_code_of(rank: int, code: int, *, sent: int) -> int:
+    """The launcher's exit code for that of the worker that failed first, logged if the worker has not said why.
+
+    sent: the signal that was passed on to it; 0 = none.
+    """
+    if code < 0 and -code != sent:
+        hint = " (often: out of memory)" if code == -signal.SIGKILL else ""
+        log(f"rank {rank} was killed by {signal.Signals(-code).name}{hint}")
+    elif code > 0 and code not in EXPLAINED:
+        log(f"rank {rank} ended with exit code {code}")
+    return code if code > 0 else ended_by(-code)

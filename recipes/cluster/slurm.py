@@ -1,0 +1,200 @@
+"""A recipe on all nodes of a SLURM job, started again where that helps. Imports no torch."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from recipes.cluster.restarts import End, History, end_of, newest_step, number_of_restarts, reason_to_stop
+from recipes.files.exit_codes import PREEMPTED
+
+STARTED, STOPPING = "started\n", "stopping\n"
+STATES = {STARTED: "lost: killed, or the node failed", STOPPING: "killed while stopping"}
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+
+
+def log(text: str) -> None:
+    print(f"slurm: {text}", flush=True)
+
+
+class Job:
+    """The SLURM job whose batch script is this process."""
+
+    def __init__(self, run: Sequence[str], environment: Mapping[str, str], *, on_node: Sequence[str]) -> None:
+        """run: the command that trains on one node. on_node: a command that passes its arguments to run_node()."""
+        self._run_command, self._on_node = [*run], [*on_node]
+        self.id, self.nodes = int(environment["SLURM_JOB_ID"]), int(environment["SLURM_JOB_NUM_NODES"])
+        self.node_list = environment["SLURM_JOB_NODELIST"]
+        self.logs = Path(f"slurm-{self.id}").absolute()
+        self.restarts = number_of_restarts(environment.get("RESTARTS", "10"))
+        # RESTARTS=0: this process restarts all nodes together, so no node restarts by itself.
+        self.environment = {**environment, "NNODES": str(self.nodes), "RESTARTS": "0"}
+        self.ended_by_slurm = False
+
+    def checked_recipe(self) -> str | None:
+        """The resolved recipe as TOML, or None if it is invalid; the check has then printed why."""
+        command = [*self._run_command, "--check"]
+        done = subprocess.run(command, env=self.environment, stdout=subprocess.PIPE, text=True)
+        return done.stdout if done.returncode == 0 else None
+
+    def supervise(self, folder: Path) -> int:
+        """Start all nodes until the run is done or another start would not help. Returns the exit code."""
+        self.logs.mkdir(exist_ok=True)
+        history = History(self.logs / "attempts.json")
+        code = 1
+        while True:
+            step = newest_step(folder)
+            if stop := reason_to_stop(history.attempts, step=step, restarts=self.restarts):
+                log(f"stopped: {stop}")
+                return code
+            history.begin(step)
+            attempt = len(history.attempts)
+            log(f"attempt {attempt} on {self.node_list}, from {f'step {step}' if step else 'the beginning'}")
+            codes = self._run(attempt)
+            if self.ended_by_slurm:
+                history.end(End.TAKEN)
+                log("ended by SLURM, which cancels the job or requeues it")
+                return PREEMPTED
+            end, code = end_of([*codes.values()])
+            absent = [name for name in codes if not exit_file(self.logs, name).exists()]
+            if absent and end == End.CRASHED:
+                end = End.UNSTARTED
+            history.end(end)
+            if end == End.DONE:
+                return 0
+            log(f"attempt {attempt} {end.value}; newest checkpoint: step {newest_step(folder)}")
+            if end != End.PREEMPTED:
+                self._log_causes(codes)
+            if absent:
+                log(f"  no answer from: {' '.join(absent)}")
+            if end in (End.PREEMPTED, End.UNSTARTED) and not reason_to_stop(
+                history.attempts, step=newest_step(folder), restarts=self.restarts
+            ):
+                return self._requeue()
+
+    def _run(self, attempt: int) -> dict[str, int | None]:
+        """Run the recipe on all nodes once. Returns each node's exit code, None where the node left none."""
+        names = output("scontrol", "show", "hostnames", self.node_list).split()
+        for name in names:
+            exit_file(self.logs, name).unlink(missing_ok=True)
+        environment = self.environment | {
+            "MASTER_ADDR": self.environment.get("MASTER_ADDR") or address(names[0]),
+            # Below the ephemeral ports, and a different port for each attempt: the last one may still be in use.
+            "MASTER_PORT": self.environment.get("MASTER_PORT") or str(20_000 + (self.id * 10 + attempt % 10) % 10_000),
+        }
+        # One task per node, with all of its CPUs. A node that fails ends the others, which might wait for it for hours.
+        srun = ["srun", f"--ntasks={self.nodes}", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=1"]
+        with self._recording_sigterm():
+            process = subprocess.Popen([*srun, *self._on_node, str(self.logs), *self._run_command], env=environment)
+            process.wait()
+        return {name: read_code(exit_file(self.logs, name)) for name in names}
+
+    @contextmanager
+    def _recording_sigterm(self) -> Iterator[None]:
+        """The batch script gets SIGTERM only when SLURM ends the job; srun and the nodes get it too."""
+
+        def record(number: int, frame: FrameType | None) -> None:
+            self.ended_by_slurm = True
+
+        before = signal.signal(signal.SIGTERM, record)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _log_causes(self, codes: dict[str, int | None]) -> None:
+        """Log each kind of failure with its nodes, and the last lines of the first of them."""
+        by_end: dict[str, list[str]] = {}
+        for name, code in codes.items():
+            lost = STATES.get(read_state(exit_file(self.logs, name)), "not started")
+            by_end.setdefault(lost if code is None else f"exit code {code}", []).append(name)
+        for what, names in by_end.items():
+            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            log(f"  {what}: {' '.join(names[:4])}{more}")
+            for line in last_launcher_lines(self.logs / f"{names[0]}.log"):
+                log(f"    {names[0]}: {line}")
+
+    def _requeue(self) -> int:
+        """Return the nodes to SLURM and wait in the queue for others."""
+        done = subprocess.run(["scontrol", "requeue", str(self.id)], capture_output=True, text=True)
+        if done.returncode != 0:
+            log(f"not requeued ({done.stderr.strip()}); the same sbatch command resumes from the checkpoint")
+            return PREEMPTED
+        log("requeued; resumes from the checkpoint")
+        time.sleep(60)  # SLURM ends this process meanwhile
+        return PREEMPTED
+
+
+def run_node(logs: Path, command: list[str]) -> int:
+    """Run the command on this node with NODE_RANK set. Returns its exit code, but 0 after a pre-emption.
+
+    With another code srun would end the nodes that are still saving. The output goes to NODE.log, and on the first
+    node to srun as well. The real exit code goes to NODE.exit.
+    """
+    name, rank = os.environ["SLURMD_NODENAME"], os.environ["SLURM_NODEID"]
+    exit_file(logs, name).write_text(STARTED)
+    with (logs / f"{name}.log").open("ab") as file:
+        child = subprocess.Popen(
+            command,
+            env={**os.environ, "NODE_RANK": rank},
+            stdout=subprocess.PIPE if rank == "0" else file,
+            stderr=subprocess.STDOUT,
+        )
+
+        def relay(number: int, frame: FrameType | None) -> None:
+            exit_file(logs, name).write_text(STOPPING)
+            child.send_signal(number)
+
+        # Depending on its configuration SLURM signals this process alone, or all processes of the step. The launcher
+        # ignores the same signal again within a second.
+        for number in STOP_SIGNALS:
+            signal.signal(number, relay)
+        if child.stdout is not None:
+            while chunk := os.read(child.stdout.fileno(), 1 << 16):
+                file.write(chunk)
+                file.flush()
+                sys.stdout.buffer.write(chunk)
+                sys.stdout.buffer.flush()
+        code = child.wait()
+    code = code if code >= 0 else 128 - code
+    exit_file(logs, name).write_text(f"{code}\n")
+    return 0 if end_of([code])[0] == End.PREEMPTED else code
+
+
+def exit_file(logs: Path, name: str) -> Path:
+    """Where a node leaves its exit code; until then STARTED, or STOPPING after a stop signal."""
+    return logs / f"{name}.exit"
+
+
+def read_state(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def read_code(path: Path) -> int | None:
+    text = read_state(path).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def last_launcher_lines(path: Path) -> list[str]:
+    """The launcher's last lines in a node's log, two at most."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 20_000))
+        lines = file.read().decode(errors="replace").splitlines()
+    return [line for line in lines if line.startswith("launch: ")][-2:]
+
+
+def output(*command: str) -> str:
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def address(node: str) -> str:
+    """The address at which SLURM itself reaches a node, whose name need not be a host name."""
+    fields = output("scontrol", "--oneliner", "show", "node", node).split()
+    return next((field.partition("=")[2] for field in fields if field.startswith("NodeAddr=")), node)
