@@ -10,7 +10,6 @@ from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from parallel.errors import UserError
 from parallel.nodes import Node, arrange
@@ -145,33 +144,6 @@ def from_all(world: World, value: Result) -> list[Result]:
     values: list[Result] = [value] * world.size
     dist.all_gather_object(values, value, group=world.patient)
     return values
-
-
-class Agreement:
-    """Lets all ranks act on one rank's signal at the same step, one step late, without waiting for the device.
-
-    Each step posts a tiny all-reduce between the hosts and reads the one posted a step earlier.
-    """
-
-    def __init__(self) -> None:
-        self._votes: Tensor | None = None
-        self._pending: dist.Work | None = None
-
-    def largest(self, mine: int) -> int:
-        """The largest number >= 0 that any rank gave at the previous call. Every rank must call it equally often."""
-        agreed = self.end()
-        self._votes = torch.tensor([mine])
-        self._pending = dist.all_reduce(self._votes, op=dist.ReduceOp.MAX, async_op=True)
-        return agreed
-
-    def end(self) -> int:
-        """Wait for the vote still under way, which must not outlive the process group, and say what came of it."""
-        if self._pending is None or self._votes is None:
-            return 0
-        self._pending.wait()
-        agreed = int(self._votes.item())
-        self._votes = self._pending = None
-        return agreed
 
 
 def lost_a_peer(error: Exception) -> bool:

@@ -6,10 +6,40 @@ import sys
 import threading
 import time
 
-from parallel.dist import Agreement
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 from recipes.files.exit_codes import ECHO_SECONDS, SIGNALS, ended_by
 
 SHOW_CURSOR = b"\x1b[?25h\n"
+
+
+class Agreement:
+    """Lets all ranks act on one rank's signal at the same step, one step late, without waiting for the device.
+
+    Each step starts a tiny all-reduce between the hosts and reads the result of the one started a step earlier.
+    """
+
+    def __init__(self) -> None:
+        self._votes: Tensor | None = None
+        self._pending: dist.Work | None = None
+
+    def largest(self, mine: int) -> int:
+        """The largest number >= 0 that any rank passed to the previous call. All ranks must call it equally often."""
+        agreed = self.end()
+        self._votes = torch.tensor([mine])
+        self._pending = dist.all_reduce(self._votes, op=dist.ReduceOp.MAX, async_op=True)
+        return agreed
+
+    def end(self) -> int:
+        """Wait for the pending vote, which must not outlive the process group, and return its result."""
+        if self._pending is None or self._votes is None:
+            return 0
+        self._pending.wait()
+        agreed = int(self._votes.item())
+        self._votes = self._pending = None
+        return agreed
 
 
 class Interruption:

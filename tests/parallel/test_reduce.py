@@ -8,9 +8,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from models.sizes import SIZES
 from parallel.config import MeshConfig
-from parallel.dist import Agreement, SilentUserError, World, on_all, on_main, on_main_first, start, stop
+from parallel.dist import SilentUserError, World, on_all, on_main, on_main_first, start, stop
 from parallel.errors import UserError
 from parallel.reduce import clip_gradients, gradient_norm, sum_over_processes
+from recipes.training.interruption import Agreement
 from tests.build import build_model
 from tests.processes import run_processes
 
