@@ -1,6 +1,6 @@
 """Causal grouped-query attention over PyTorch's kernels.
 
-B batch, T tokens, S tokens seen so far and new ones, N query heads, K key/value heads, H head width.
+B batch, T tokens, S all tokens, cached and new, N query heads, K key/value heads, H head width.
 """
 
 import torch
@@ -11,7 +11,7 @@ from models.documents import Lengths, Mask
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """softmax(Q K^T / sqrt(H)) V where a token sees itself and what came before.
+    """softmax(Q K^T / sqrt(H)) V, where each token attends to itself and to earlier tokens.
 
     query: (B, N, T, H); key, value: (B, K, T, H) with N a multiple of K. Returns (B, N, T, H).
     """
@@ -19,28 +19,28 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def attention_to_cached(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The same for the last T of S tokens, whose keys and values are there already.
+    """Causal attention for the last T of S tokens, given the keys and values of all S.
 
     query: (B, N, T, H); key, value: (B, K, S, H), S >= T. Returns (B, N, T, H).
     """
     new, seen = query.shape[2], key.shape[2]
     if new == seen:
         return causal_attention(query, key, value)
-    # A single token sees everything. Of several, scaled_dot_product_attention's own causal mask would place the first
-    # at the beginning of the S, not the last at their end.
-    # (T, S), True = sees
+    # A single token attends to everything. For several, scaled_dot_product_attention's own causal mask would align the
+    # first new token with the first key; the last new token must be aligned with the last key.
+    # (T, S), True = attends
     mask = None if new == 1 else torch.ones(new, seen, dtype=torch.bool, device=query.device).tril(seen - new)
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=query.shape[1] != key.shape[1])
 
 
 def attention_in_documents(query: Tensor, key: Tensor, value: Tensor, documents: Mask | Lengths) -> Tensor:
-    """The same where a token sees only itself and what came before in its document.
+    """Causal attention, where each token attends only to itself and to earlier tokens of its document.
 
     query: (B, N, T, H); key, value: (B, K, T, H) with N a multiple of K. Returns (B, N, T, H).
     """
     if isinstance(documents, Mask):
         grouped = query.shape[1] != key.shape[1]
         return scaled_dot_product_attention(query, key, value, attn_mask=documents.sees, enable_gqa=grouped)
-    from models.varlen import attention_by_lengths  # late, as it says
+    from models.varlen import attention_by_lengths  # imported late: see models/varlen.py
 
     return attention_by_lengths(query, key, value, documents)

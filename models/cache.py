@@ -1,6 +1,6 @@
-"""Keys and values of the tokens that a model has seen, so that each further token costs one token's work.
+"""Keys and values of the tokens seen so far, so that each new token costs only its own computation.
 
-B batch, T new tokens, S tokens in all, K key/value heads, H head width.
+B batch, T new tokens, S all tokens, K key/value heads, H head width.
 """
 
 import torch
@@ -10,7 +10,7 @@ from models.config import ModelConfig
 
 
 class LayerCache:
-    """The part of one attention layer."""
+    """The keys and values of one attention layer."""
 
     def __init__(self, key: Tensor, value: Tensor) -> None:
         """key, value: uninitialized (B, K, max_length, H)."""
@@ -18,13 +18,13 @@ class LayerCache:
         self.length = 0
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Take in the keys and values of new tokens, (B, K, T, H) each. Returns those of all tokens: (B, K, S, H).
+        """Append the keys and values of new tokens, (B, K, T, H) each. Returns those of all tokens: (B, K, S, H).
 
-        Keys come in already turned by their positions. Raises ValueError where there is no room left.
+        Keys already have their rotary embedding applied. Raises ValueError if the cache would overflow.
         """
         end = self.length + key.shape[2]
         if end > self.key.shape[2]:
-            raise ValueError(f"the cache has room for {self.key.shape[2]} tokens, not for {end}")
+            raise ValueError(f"the cache holds at most {self.key.shape[2]} tokens, not {end}")
         self.key[:, :, self.length : end] = key
         self.value[:, :, self.length : end] = value
         self.length = end
@@ -32,16 +32,24 @@ class LayerCache:
 
 
 class KeyValueCache:
-    """One LayerCache per block, in their order; allocated once, filled from the left. For use without gradients."""
+    """One LayerCache per block, in order; allocated once, filled from the left. For use without gradients."""
 
     def __init__(
         self, config: ModelConfig, *, batch: int, max_length: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """max_length: tokens, those of the prompt included. dtype: what the model computes in."""
+        """Allocate the cache.
+
+        Args:
+            config: the model's shape.
+            batch: sequences.
+            max_length: tokens per sequence, including the prompt.
+            dtype: the type the model computes in.
+            device: where the model is.
+        """
         shape = (config.layers, 2, batch, config.key_value_heads, max_length, config.head_width)
         self.layers = [LayerCache(key, value) for key, value in torch.empty(shape, dtype=dtype, device=device)]
 
     @property
     def length(self) -> int:
-        """Tokens seen so far, by the last layer: in the middle of a forward pass it is still without the new ones."""
+        """Tokens the last layer has seen. During a forward pass this does not yet include the new tokens."""
         return self.layers[-1].length

@@ -10,17 +10,17 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 IGNORED = -100
-"""A target with this value counts for nothing (PyTorch's own default)."""
+"""A target with this value does not count in the loss (PyTorch's default)."""
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor, *, chunks: int = 1) -> Tensor:
     """Sum over all targets of -log softmax(logits)[target], in nats, computed in float32.
 
-    logits: (B, T, V) of any float type; targets: (B, T) integers, IGNORED where there is none. The sum, not the mean:
-    only the trainer knows how many targets the global batch has.
+    logits: (B, T, V) of any float type; targets: (B, T) integers, IGNORED where there is no target. The sum, not the
+    mean: only the trainer knows how many targets the global batch has.
 
-    chunks: more than one computes in so many runs of tokens, so that no float32 copy of all logits exists. The
-    backward pass then writes the gradient over the logits, so it cannot run twice.
+    chunks: with more than one, the tokens are processed in this many chunks, so that no float32 copy of all logits
+    exists. The backward pass then overwrites the logits with their gradient, so it cannot run twice.
     """
     rows, targets = logits.flatten(0, 1), targets.flatten()  # (B T, V), (B T)
     return _sum(rows, targets) if chunks == 1 else _InChunks.apply(rows, targets, chunks)
@@ -31,11 +31,11 @@ def _sum(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class _InChunks(torch.autograd.Function):
-    """The same sum with nothing kept for the backward pass but the logits, as the projection gave them.
+    """The same sum, keeping only the logits, in the projection's own type, for the backward pass.
 
-    The projection itself stays whole: its products need no float32 copies, float8 and FSDP want it called once, and
-    its weight's gradient is one product, rounded once. In chunks it would save the logits too, but hold a float32 sum
-    of that gradient instead, which is as large from tokens = 2 D on (D model width).
+    The projection itself is not chunked: its products need no float32 copies, float8 and FSDP expect it to be called
+    once, and its weight's gradient is one product, rounded once. Chunking it too would avoid storing the logits, but
+    would need a float32 sum of that gradient instead, which is as large once tokens = 2 D (D model width).
     """
 
     @staticmethod
@@ -54,7 +54,7 @@ class _InChunks(torch.autograd.Function):
 
 
 def _replace_by_gradient(logits: Tensor, targets: Tensor, scale: Tensor) -> None:
-    """Write scale x (softmax(logits) - one-hot target), and 0 where there is no target, over the logits (C, V)."""
+    """Overwrite logits (C, V) with scale x (softmax(logits) - one-hot target), or 0 where there is no target."""
     counts = targets != IGNORED
     scales = (scale * counts)[:, None]  # (C, 1)
     columns = targets.where(counts, 0)[:, None]  # (C, 1)

@@ -12,11 +12,11 @@ from models.config import ModelConfig
 
 
 def rope_tables(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position's angles, float32.
+    """Cosines and sines of each position's angles, float32.
 
     positions: (T,) or (B, T) integers. Returns two tensors of shape positions.shape + (H / 2,).
-    Computed anew in each forward pass: a few small kernels, and no buffer that meta initialisation, precision
-    policies or sharding could spoil.
+    Recomputed in each forward pass: this costs a few small kernels and avoids a buffer that meta initialization,
+    precision policies or sharding could corrupt.
     """
     frequencies = _inverse_frequencies(config, positions.device)  # (H/2,)
     angles = positions.to(torch.float32)[..., None] * frequencies
@@ -24,10 +24,10 @@ def rope_tables(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + H/2]) by its position's angle, in float32.
+    """Rotate each pair (x[i], x[i + H/2]) by its position's angle, in float32.
 
-    x: (B, N, T, H); cos, sin: (T, H/2) or (B, T, H/2). Pairing halves instead of neighbours is the layout of
-    Hugging Face checkpoints.
+    x: (B, N, T, H); cos, sin: (T, H/2) or (B, T, H/2). Hugging Face checkpoints pair the two halves of a head in this
+    way, not neighbouring elements.
     """
     if cos.dim() == 3:
         cos, sin = cos[:, None], sin[:, None]  # (B, 1, T, H/2)
@@ -41,8 +41,8 @@ def _inverse_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
     frequencies = 1.0 / config.rope_theta**exponent
     if config.rope_scaling == "none":
         return frequencies
-    # Llama 3.1: wavelengths longer than the original context are stretched by `factor`, short ones stay, and those
-    # between are interpolated (The Llama 3 Herd of Models; apply_scaling in the llama-models reference code).
+    # Llama 3.1: wavelengths longer than the original context are stretched by `factor`, short ones are unchanged, and
+    # those between are interpolated (The Llama 3 Herd of Models; apply_scaling in the llama-models reference code).
     wavelengths = 2 * math.pi / frequencies
     low, high = config.rope_low_frequency_factor, config.rope_high_frequency_factor
     keep = ((config.rope_original_length / wavelengths - low) / (high - low)).clamp(0.0, 1.0)

@@ -1,7 +1,7 @@
 """Published model sizes by name. Imports no torch.
 
-Shapes are from the config.json of the published checkpoints; tests/models/test_sizes.py holds their exact
-parameter counts. RoPE is that of pretraining at the original context length, except for the Llama releases that
+Shapes are from the config.json of the published checkpoints; tests/models/test_sizes.py checks their exact
+parameter counts. RoPE is as in pretraining at the original context length, except for the Llama releases that
 exist only with "llama3" scaling (3.1 405B, 3.2 1B and 3B).
 """
 
@@ -72,7 +72,7 @@ SMOLLM2_135M = ModelConfig(
 SIZES: dict[str, ModelConfig] = {
     size.name: size
     for size in (
-        # Small enough for a laptop CPU; every linear's widths are multiples of 16, as float8 needs.
+        # Small enough for a laptop CPU; every linear's widths are multiples of 16, as float8 requires.
         replace(
             SMOLLM3_3B,
             name="smollm3_debug",

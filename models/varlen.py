@@ -1,4 +1,4 @@
-"""Attention kernels for documents of various lengths in one row. Its import takes most of a second: import it late.
+"""Attention kernels for documents of varying lengths in one row. Importing this takes almost a second: import it late.
 
 B batch, T tokens, N query heads, K key/value heads, H head width.
 """
@@ -11,7 +11,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from models.documents import Lengths
 
-# torch 2.11 neither has this argument nor says that heads may differ in number; 2.13 wants to be asked.
+# torch 2.11 does not have this argument and does not document grouped queries; 2.13 requires it for them.
 TAKES_GROUPED_QUERIES = "enable_gqa" in signature(varlen_attn).parameters
 
 
@@ -28,7 +28,7 @@ def attention_by_lengths(query: Tensor, key: Tensor, value: Tensor, documents: L
         else:
             key, value = (x.repeat_interleave(heads // key.shape[1], dim=1) for x in (key, value))  # (B, N, T, H)
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # (B T, N or K, H)
-    # No document is longer than a row. Its exact length would come from the device, and change at every step.
+    # The longest document is at most a row. Its exact length would have to come from the device, at every step.
     out = varlen_attn(
         query,
         key,
@@ -40,5 +40,5 @@ def attention_by_lengths(query: Tensor, key: Tensor, value: Tensor, documents: L
         window_size=(-1, 0),  # causal
         **options,
     )
-    assert isinstance(out, Tensor)  # it returns more only when asked
+    assert isinstance(out, Tensor)  # it returns a tuple only on request
     return out.unflatten(0, (batch, length)).transpose(1, 2)  # (B, N, T, H)

@@ -1,4 +1,4 @@
-"""Processes: who am I, how many are we, which device is mine. The only reader of the launcher's environment."""
+"""This process's rank and device, and messages between processes. Only this file reads the launcher's environment."""
 
 import os
 import socket
@@ -16,43 +16,43 @@ from parallel.nodes import Node, arrange
 
 Result = TypeVar("Result")
 PREFIX = "shardwright/"
-"""Of our keys in the launcher's store."""
+"""Prefix of our keys in the launcher's store."""
 SPOKEN = "spoken"
-"""What Heartbeats tell once a hang has been explained, and all processes leave."""
+"""The key set once a hang has been explained and all processes are exiting."""
 
 
 class SilentUserError(UserError):
-    """A UserError that another rank is already telling."""
+    """A UserError that another rank is already reporting."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among the others."""
+    """This process and its place among the others."""
 
     rank: int
     size: int
     device: torch.device
     patient: dist.ProcessGroup
-    """All processes, over gloo, with hours before a wait counts as a hang: rank 0 may be tokenizing a corpus."""
+    """All processes, over gloo, with a timeout of hours: rank 0 may be tokenizing a corpus."""
     nodes: tuple[Node, ...]
-    """Where they all are."""
+    """The nodes and the ranks on each."""
 
     def node_of(self, rank: int) -> str:
-        """The name of the node that a process is on."""
+        """The name of the node that runs this rank."""
         return next(node.name for node in self.nodes if rank in node.ranks)
 
     @property
     def is_main(self) -> bool:
-        """Rank 0 speaks for all."""
+        """Whether this is rank 0, which prints and writes for all."""
         return self.rank == 0
 
 
 def start(device: str, *, seed: int, timeout: timedelta | None = None, flight_recorder: Path | None = None) -> World:
-    """Join the process group that torchrun announced, or be a group of one, and seed torch's global generator.
+    """Join torchrun's process group, or create a group of one, and seed torch's global generator.
 
-    device: "cpu", "cuda" or "auto" (the GPUs where there are any). On CUDA the group carries gloo too, for host-side
-    messages that must not wait for the device. timeout: of its collectives; None = torch's. flight_recorder: where
-    NCCL's goes when that is over. Raises UserError where the device is not there.
+    device: "cpu", "cuda" or "auto" (the GPUs, if there are any). On CUDA the group also has gloo, for host-side
+    messages that must not wait for the device. timeout: of its collectives; None = torch's default. flight_recorder:
+    where NCCL writes its flight recorder after a timeout. Raises UserError if the device does not exist.
     """
     if flight_recorder is not None:
         _switch_flight_recorder_on(flight_recorder)
@@ -80,19 +80,19 @@ def start(device: str, *, seed: int, timeout: timedelta | None = None, flight_re
     patient = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
     places: list[tuple[str, int]] = [("", 0)] * size
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()  # the name that sbatch --exclude takes
-    # Two launchers on one host are two nodes, as are two hosts of one name.
+    # Two launchers on one host count as two nodes, and so do two hosts with the same name.
     dist.all_gather_object(places, (host, int(os.environ.get("GROUP_RANK", "0"))), group=patient)
     return World(rank, size, own, patient, nodes=arrange(places))
 
 
 def stop() -> None:
-    """Leave the process group, if there is one."""
+    """Destroy the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def on_main(world: World, work: Callable[[], Result]) -> Result:
-    """Let rank 0 alone do the work and tell all ranks its (small) result; a UserError of rank 0 stops all of them."""
+    """Run `work` on rank 0 only and send its (small) result to all ranks. A UserError on rank 0 stops all of them."""
     result: Result | None = None
     error: UserError | None = None
     if world.is_main:
@@ -109,7 +109,7 @@ def on_main(world: World, work: Callable[[], Result]) -> Result:
 
 
 def on_all(world: World, work: Callable[[], Result]) -> Result:
-    """Let every rank do its part, which must not communicate; a UserError of any of them is raised on all."""
+    """Run `work`, which must not communicate, on every rank. A UserError on any rank is raised on all of them."""
     result: Result | None = None
     error = ""
     try:
@@ -122,8 +122,8 @@ def on_all(world: World, work: Callable[[], Result]) -> Result:
 
 
 def on_main_first(world: World, work: Callable[[], Result]) -> Result:
-    """Let rank 0 do the work, for instance fill a cache, then the others; a UserError of rank 0 stops all of them."""
-    held: list[Result] = []  # what stays with rank 0, and need not be small
+    """Run `work` on rank 0, for example to fill a cache, then on the others. A UserError on rank 0 stops them all."""
+    held: list[Result] = []  # rank 0's result; it is not sent, so it may be large
 
     def first() -> None:
         held.append(work())
@@ -133,29 +133,29 @@ def on_main_first(world: World, work: Callable[[], Result]) -> Result:
 
 
 def from_main(world: World, value: Result) -> Result:
-    """Rank 0's value, on all ranks: for decisions that each might take otherwise, such as what a file system shows."""
+    """Rank 0's value, on all ranks: for what ranks could see differently, such as the state of a file system."""
     values = [value]
     dist.broadcast_object_list(values, group=world.patient)
     return values[0]
 
 
 def from_all(world: World, value: Result) -> list[Result]:
-    """Every process's value, which is small, by rank."""
+    """The (small) value of every process, by rank."""
     values: list[Result] = [value] * world.size
     dist.all_gather_object(values, value, group=world.patient)
     return values
 
 
 def lost_a_peer(error: Exception) -> bool:
-    """Whether an error says no more than that another process has gone."""
+    """Whether an error only means that another process has exited."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 class Heartbeats:
-    """A word of every process to all others while collectives hang, and whatever the file system does.
+    """Messages from every process to all others that still work while collectives or the file system hang.
 
-    It goes through the store of the launcher of node 0, over a connection of its own: a process that is frozen, be it
-    rank 0, holds up none of the others. Errors of the store are RuntimeErrors.
+    They go through the store of node 0's launcher, over a separate connection: a frozen process, even rank 0, does not
+    block the others. Errors of the store are RuntimeErrors.
     """
 
     def __init__(self, world: World) -> None:
@@ -166,40 +166,40 @@ class Heartbeats:
             self._store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
 
     def post(self, word: str) -> None:
-        """Leave a word of this process, in place of the one before."""
+        """Publish this process's message, replacing its previous one."""
         self.tell(f"rank {self._rank}", word)
 
     def of(self, rank: int) -> str:
-        """The last word of that process; "" if there was none."""
+        """The last message of that rank; "" if there was none."""
         return self.told(f"rank {rank}")
 
     def all(self) -> list[str]:
-        """The last words of all, by rank."""
+        """The last message of every rank."""
         return [self.of(rank) for rank in range(self._size)]
 
     def tell(self, subject: str, word: str) -> None:
-        """Leave a word for all."""
+        """Publish a message to all processes under this subject."""
         self._store.set(PREFIX + subject, word)
 
     def told(self, subject: str) -> str:
-        """What was left under this subject; "" if nothing was. Waits for nobody."""
+        """The message published under this subject; "" if there is none. Does not wait."""
         key = PREFIX + subject
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def is_first(self, subject: str) -> bool:
-        """Whether no process has asked this before."""
+        """Whether this is the first call, of any process, with this subject."""
         return self._store.add(PREFIX + subject, 1) == 1
 
 
 def flight_record() -> bytes:
-    """The last collectives of this process on CUDA, for `torchfrtrace`. Waits neither for the device nor for others."""
+    """The last CUDA collectives of this process, for `torchfrtrace`. Does not wait for the device or other ranks."""
     return torch._C._distributed_c10d._dump_nccl_trace()  # type: ignore[attr-defined]  # in CUDA builds
 
 
 def _switch_flight_recorder_on(file: Path) -> None:
-    """Process-wide: NCCL keeps its last collectives, and writes them to FILE + rank when it runs into its own time-out.
+    """Process-wide: make NCCL record its last collectives and write them to FILE + rank after a timeout.
 
-    What is set in the environment already stays.
+    Variables that are already set in the environment keep their values.
     """
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")

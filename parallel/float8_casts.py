@@ -1,4 +1,4 @@
-"""What float8 loses: shares of numbers that overflow or underflow where linears are cast, counted in a real step."""
+"""What float8 loses: the shares of values that overflow or underflow in casts, counted in a real step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +13,11 @@ from parallel.float8 import Cast, casts_of_linears, gathered_as_float8, scale_fo
 from parallel.reduce import sum_over_processes
 
 Row = dict[str, str | float]
-"""{"linear", "tensor", "overflow", "underflow"}: shares, of all elements and of those that are not zero."""
+"""{"linear", "tensor", "overflow", "underflow"}: overflow as a share of all elements, underflow of the nonzero ones."""
 
 
 class CastCounts:
-    """Counts on the device, by hooks that are there for as long as counting() lasts and change nothing of the step."""
+    """Counts on the device, with hooks that exist only inside counting() and do not change the step's results."""
 
     def __init__(self, model: nn.Module, *, device: torch.device) -> None:
         self._model, self._device = model, device
@@ -28,15 +28,15 @@ class CastCounts:
         self._restart()
 
     def _restart(self) -> None:
-        # Of every cast: overflowed elements, all, those that became zero, those that were not.
+        # For each cast: elements that overflowed, all elements, those that became zero, those that were not zero.
         self._counts = torch.zeros(len(self._rows), 4, dtype=torch.int64, device=self._device)
         self._weights_counted: set[str] = set()
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Put it around the micro-batches of one step. All processes must."""
+        """Count during the micro-batches of one step. All processes must enter it."""
         self._restart()
-        # The recomputation of activation checkpointing calls blocks, never the whole model: so it is told apart.
+        # Activation checkpointing recomputes blocks, never the whole model, so this flag excludes recomputation.
         handles = [
             self._model.register_forward_pre_hook(partial(self._set_in_forward, True)),
             self._model.register_forward_hook(partial(self._set_in_forward, False)),
@@ -52,7 +52,7 @@ class CastCounts:
             self._in_forward = False
 
     def shares(self) -> list[Row]:
-        """Of all processes together, in the order of the model. All processes must ask; the host waits."""
+        """The shares over all processes, in the order of the model. All processes must call it; the host waits."""
         counts = sum_over_processes(self._counts.clone()).tolist()
         return [
             {
@@ -71,14 +71,14 @@ class CastCounts:
         if not self._in_forward:
             return
         self._count(name, casts, "input", inputs[0])
-        if name not in self._weights_counted:  # every micro-batch has the same
+        if name not in self._weights_counted:  # the same in every micro-batch
             self._weights_counted.add(name)
             self._count(name, casts, "weight", linear.weight)
-        if out.requires_grad:  # what is recomputed has outputs of its own, through which no gradient comes
+        if out.requires_grad:  # recomputed outputs are other tensors, which get no gradient
             out.register_hook(partial(self._count, name, casts, "grad_output"))
 
     def _count_gathered(self, name: str, linear: nn.Linear, casts: list[Cast]) -> None:
-        """A weight that FSDP gathers in float8 is cast where it lies: each process counts its own part."""
+        """Count the cast of a weight that FSDP gathers in float8: each process casts, and counts, its own shard."""
         gathered = gathered_as_float8(linear)
         if gathered is None:
             return
@@ -102,16 +102,16 @@ class CastCounts:
 
 
 def cast_counts(values: Tensor, cast: Cast, scale: Tensor) -> Tensor:
-    """(4,) integers: elements that overflowed, all, those that became zero, those that were not zero before.
+    """(4,) integers: elements that overflowed, all elements, those that became zero, those that were not zero before.
 
-    Beyond the largest float8 number by less than half of its last bit is rounding. More is overflow: torchao cuts it
-    off. With a scale from the same numbers that takes one that is infinite or nan.
+    A value above the largest float8 number by less than half of its last bit is rounded. Beyond that it overflows:
+    torchao saturates it. When the scale comes from the same values, only infinite or NaN values overflow.
     """
     kind = torch.finfo(cast.dtype)
     half_of_last_bit = kind.eps * 2.0 ** torch.tensor(kind.max).log2().floor().item() / 2
-    scaled = values.float() * scale  # as torchao does, in float32
+    scaled = values.float() * scale  # in float32, as torchao does
     magnitudes = scaled.abs()
-    overflowed = ~(magnitudes < kind.max + half_of_last_bit)  # nan too
+    overflowed = ~(magnitudes < kind.max + half_of_last_bit)  # NaN too
     nonzero = values != 0
     vanished = nonzero & (magnitudes.clamp(max=kind.max).to(cast.dtype).float() == 0)
     elements = torch.full_like(overflowed, True)
@@ -119,10 +119,10 @@ def cast_counts(values: Tensor, cast: Cast, scale: Tensor) -> Tensor:
 
 
 def _largest(values: Tensor, axis: int | None) -> Tensor:
-    """The largest magnitude of all, or along an axis, which stays.
+    """The largest magnitude of all elements, or along an axis, which is kept with size 1.
 
-    Not by max() or amax(): "selective" activation checkpointing keeps what these return to use it again in the same
-    order (SAVED in activation_checkpoint.py), and the recomputation, which counts nothing, would get ours.
+    Does not use max() or amax(): "selective" activation checkpointing saves their results to reuse them in the same
+    order (SAVED in activation_checkpoint.py), and the recomputation, which counts nothing, would get these.
     """
     low, high = torch.aminmax(values) if axis is None else torch.aminmax(values, dim=axis, keepdim=True)
     return torch.maximum(-low, high)

@@ -1,4 +1,4 @@
-"""From meta device to real, sharded parameters."""
+"""Turns parameters on the meta device into real, sharded ones."""
 
 import hashlib
 from collections.abc import Callable
@@ -11,7 +11,7 @@ InitParameter = Callable[[str, Tensor, torch.Generator], None]
 
 
 def plain_name(name: str) -> str:
-    """The fully qualified name in the plain model, without what activation checkpointing puts in between."""
+    """The fully qualified name in the plain model, without the wrapper that activation checkpointing adds."""
     return name.replace("_checkpoint_wrapped_module.", "")
 
 
@@ -24,13 +24,17 @@ def materialize(
     init_parameter: InitParameter,
     keep_on: torch.device | None = None,
 ) -> None:
-    """Allocate every parameter's local shard and fill it with values drawn on `device`.
+    """Allocate every parameter's local shard and fill it with random values.
 
-    keep_on: where the shards live, when that is not `device` (offloading to the host).
+    Each parameter has its own generator, seeded by `seed` and the parameter's name, and is drawn in full before only
+    the local shard is kept: the values do not depend on the mesh. A process holds at most one full parameter.
 
-    Each parameter has a generator of its own, seeded by `seed` and its name alone, and is drawn whole before the
-    local part is kept: the values do not depend on the mesh. No process holds more than one whole parameter.
-    (Generators of CPU and CUDA differ, so values do depend on the kind of device.)
+    Args:
+        model: on the meta device, sharded.
+        device: where the values are drawn. Generators of CPU and CUDA differ, and so do the values.
+        seed: of the generators.
+        init_parameter: fills a full parameter, given its plain name, the tensor and a generator.
+        keep_on: where the shards are kept, if not on `device` (offloading to the host).
     """
     model.to_empty(device=keep_on or device)
     for name, parameter in model.named_parameters():
@@ -40,7 +44,7 @@ def materialize(
         whole = torch.empty(parameter.shape, dtype=torch.float32, device=device)
         init_parameter(name, whole, generator)
         if isinstance(parameter, DTensor):
-            # src_data_rank=None: every process cuts its own part, nothing is sent.
+            # src_data_rank=None: every process takes its own shard, and nothing is sent.
             shard = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
             parameter.to_local().copy_(shard.to_local())
         else:

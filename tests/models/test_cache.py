@@ -81,5 +81,5 @@ def test_the_cache_is_what_tells_the_past() -> None:
 def test_a_full_cache_says_so() -> None:
     model, cache = build(), new_cache(max_length=8)
     in_pieces(model, tokens()[:, :8], [8], cache)
-    with pytest.raises(ValueError, match="room for 8 tokens, not for 9"):
+    with pytest.raises(ValueError, match="holds at most 8 tokens, not 9"):
         in_pieces(model, tokens()[:, :1], [1], cache)

@@ -62,5 +62,5 @@ def test_a_kernel_that_cannot_is_an_error() -> None:
 
 
 def test_kernels_of_other_devices_are_refused() -> None:
-    with pytest.raises(UserError, match=r'attention.backend = "cudnn" is a kernel of CUDA devices; write "auto"'):
+    with pytest.raises(UserError, match=r'attention.backend = "cudnn" needs a CUDA device; write "auto"'):
         choose_attention(AttentionConfig("cudnn"), device_type="cpu")
