@@ -1,9 +1,9 @@
-"""Where the time of a step goes: from a torch profiler trace to a table by kind of work. Imports no torch.
+"""Turns a torch profiler trace into a table of a step's time by kind of work.
 
 A trace is the "Chrome" JSON that torch.profiler exports: events with a start `ts` and a duration `dur` in microseconds.
-On a GPU the kernels are what counts, each of the kind of its name or of the operators that launched it. On a CPU it is
-the innermost operator of the moment. Every instant of a traced step belongs to exactly one kind, so that the parts add
-up to the step.
+On a GPU, kernels are counted; a kernel's kind follows from its name or from the operators that launched it. On a CPU,
+the innermost running operator is counted. Every instant of a traced step belongs to exactly one kind, so the parts add
+up to the step. Imports no torch.
 """
 
 import gzip
@@ -20,7 +20,7 @@ from typing import Any
 from parallel.errors import UserError
 
 STEP = "shardwright.step"
-"""The annotation around every traced step; the device has nothing left to do at its beginning and end."""
+"""The annotation around every traced step; the device is idle at its beginning and end."""
 
 MATMUL, ATTENTION, LOSS, OPTIMIZER, CASTS = "matrix multiplications", "attention", "loss", "optimizer", "casts"
 COPIES = "copies and packing"
@@ -40,25 +40,25 @@ MATMUL_NAMES = re.compile(
     r"gemm|cutlass|cublas|nvjet|xmma|splitk|_mm_|^aten::(mm|addmm|bmm|baddbmm|_scaled_mm)$|^triton_tem_", re.IGNORECASE
 )
 NAMES = {MATMUL: MATMUL_NAMES, ATTENTION: ATTENTION_NAMES}
-# The loss by the operators of torch's cross-entropy and by the name of our chunked one (models/loss.py).
+# Operators of torch's cross-entropy, and the name of our chunked one (models/loss.py).
 LOSS_SCOPES = re.compile(r"cross_entropy|nll_loss|NllLoss|log_softmax|LogSoftmax|_InChunks")
-# Norm and clipping of the gradients (parallel/reduce.py) count as part of the optimizer.
+# The gradient norm and gradient clipping (parallel/reduce.py) count as part of the optimizer.
 OPTIMIZER_SCOPES = re.compile(r"^Optimizer\.|^gradient (norm|clipping)$|adamw?_")
 PACKING_SCOPES = re.compile(r"^fsdp::|split_with_sizes_copy|_foreach_copy_|^aten::_chunk_cat")
 CAST_SCOPES = re.compile(r"^aten::_to_copy$|^ToCopyBackward0$|float8", re.IGNORECASE)
-# Inductor names the kernels that it fuses after the operators that they are made of and, where values pass between
-# them, after the operators beside them, all in alphabetical order. Templates ("triton_tem_") are matrix products.
+# Inductor names a fused kernel after the operators in it and after the neighbouring operators that it exchanges values
+# with, all in alphabetical order. Templates ("triton_tem_") are matrix products.
 FUSED_NAME = re.compile(r"^triton_(?!tem_)[a-z]+_fused_(.*?)_?\d*$")
-# Never fused themselves, so their names in a fused kernel are those of neighbours.
+# Operators that are never fused: in the name of a fused kernel, they are always neighbours.
 NEIGHBOURS = re.compile(
     r"_?scaled_dot_product_[a-z_]*?attention(_forward|_backward|_for_cpu)*|_?(flash|cudnn|efficient)_attention(_forward|_backward)?"
     r"|_scaled_mm|(?<![a-z])(addmm|baddbmm|bmm|mm)(?![a-z])"
 )
 CONVERSION = re.compile(r"_to_copy|(prims_)?convert_element_type")
-# What a cast is made of: the largest magnitude, the scale from it (row-wise: a power of two), scaling and saturating.
+# The parts of a cast: the largest magnitude, the scale from it (row-wise: a power of two), scaling and saturating.
 CAST_PARTS = {"cast", "abs", "amax", "max", "clamp", "reciprocal", "div", "mul", "exp2", "floor", "log2"}
 VIEW_PARTS = {"view", "unsafe", "reshape", "t", "transpose", "permute", "clone", "expand", "repeat", "new", "ones"}
-# Scaling alone is no sign of a cast: what is multiplied may be anything. These are.
+# A multiplication alone does not identify a cast, since anything may be multiplied. These sets do.
 SCALE_PARTS = ({"clamp"}, {"reciprocal"}, {"abs", "max"}, {"abs", "amax"})
 
 
@@ -69,34 +69,34 @@ class Breakdown:
     steps: int
     step_seconds: float
     seconds: dict[str, float]
-    """By kind; they add up to step_seconds."""
+    """By kind; the values add up to step_seconds."""
     hidden_communication: float
-    """Communication while something else ran; no part of the sum."""
+    """Communication that overlapped with work; not part of the sum."""
     kernels: dict[str, list[tuple[str, float, int]]]
-    """Of matrix multiplications and attention: (name, seconds per step, calls per step), longest first."""
+    """For matrix multiplication and attention: (name, seconds per step, calls per step), longest first."""
 
 
 def read_trace(path: Path) -> list[Event]:
-    """The events of an exported trace, gzipped or not. Raises UserError where it is none."""
+    """The events of an exported trace, gzipped or not. Raises UserError if the file is not a trace."""
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
             whole = json.load(file)
     except (OSError, ValueError, EOFError, zlib.error) as error:
-        raise UserError(f"{path} is no trace of torch.profiler: {error}") from None
+        raise UserError(f"{path} is not a trace of torch.profiler: {error}") from None
     events = whole.get("traceEvents") if isinstance(whole, dict) else None
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
-        raise UserError(f'{path} is no trace of torch.profiler: it holds no list "traceEvents" of events')
+        raise UserError(f'{path} is not a trace of torch.profiler: it has no list "traceEvents" of events')
     return events
 
 
 def break_down(events: Iterable[Event]) -> Breakdown:
-    """Where the traced steps' time went. Raises UserError where the trace holds no step."""
+    """Attribute the traced steps' time to kinds of work. Raises UserError if the trace has no steps."""
     whole = [event for event in events if event.get("ph") == "X"]
     steps = [(event["ts"], event["ts"] + event["dur"]) for event in whole if _is_step(event)]
     if not steps:
-        raise UserError(f'the trace holds no "{STEP}": it is not of a run with [profile]')
+        raise UserError(f'the trace has no event "{STEP}": it is not from a run with [profile]')
     on_device = any(event.get("cat") == "kernel" for event in whole)
-    pieces, names = _of_device(whole) if on_device else _of_host(whole)
+    pieces, names = _device_intervals(whole) if on_device else _host_intervals(whole)
     totals = dict.fromkeys(KINDS, 0.0)
     hidden = 0.0
     for begin, end in steps:
@@ -113,7 +113,7 @@ def break_down(events: Iterable[Event]) -> Breakdown:
 
 
 def table(found: Breakdown) -> str:
-    """The breakdown as Markdown."""
+    """The breakdown as Markdown tables."""
     lines = [
         f"Mean of {found.steps} traced steps: {1e3 * found.step_seconds:,.2f} ms. Tracing slows the host, so idle time"
         " is an upper bound.",
@@ -138,14 +138,14 @@ def _is_step(event: Event) -> bool:
 
 
 def _attribute(pieces: Sequence[Interval], begin: float, end: float, totals: dict[str, float]) -> float:
-    """Add every instant from begin to end to one kind's total; returns the hidden communication.
+    """Add every instant from begin to end to the total of one kind. Returns the hidden communication.
 
-    Work goes before communication. Of several kinds of work at once, the one that came first has the instant.
+    Work takes precedence over communication. Among simultaneous kinds of work, the one that began first counts.
     """
     points = sorted(
         [(at, is_end, number) for number, piece in enumerate(pieces) for at, is_end in ((piece[0], 0), (piece[1], 1))]
     )
-    active: dict[int, str] = {}  # in the order in which they began
+    active: dict[int, str] = {}  # in order of their beginning
     hidden, now = 0.0, begin
     for at, is_end, number in [*points, (end, 0, -1)]:
         if at > now:
@@ -161,8 +161,8 @@ def _attribute(pieces: Sequence[Interval], begin: float, end: float, totals: dic
     return hidden
 
 
-def _of_device(events: Sequence[Event]) -> tuple[list[Interval], list[tuple[Event, str]]]:
-    """Kernels and copies on all streams by kind; and the events with their kinds."""
+def _device_intervals(events: Sequence[Event]) -> tuple[list[Interval], list[tuple[Event, str]]]:
+    """Intervals of kernels and copies on all streams, and the events with their kinds."""
     scopes = _Scopes([event for event in events if event.get("cat") in ("cpu_op", "user_annotation")])
     launches = {
         event["args"]["correlation"]: event
@@ -183,8 +183,8 @@ def _of_device(events: Sequence[Event]) -> tuple[list[Interval], list[tuple[Even
     return pieces, names
 
 
-def _of_host(events: Sequence[Event]) -> tuple[list[Interval], list[tuple[Event, str]]]:
-    """The innermost operator of every moment, thread by thread; what no operator covers is nobody's (idle)."""
+def _host_intervals(events: Sequence[Event]) -> tuple[list[Interval], list[tuple[Event, str]]]:
+    """Intervals of the innermost operators, thread by thread, and the events with their kinds. The gaps are idle."""
     threads: dict[Any, list[Event]] = defaultdict(list)
     for event in events:
         if event.get("cat") in ("cpu_op", "user_annotation") and not _is_step(event):
@@ -197,7 +197,7 @@ def _of_host(events: Sequence[Event]) -> tuple[list[Interval], list[tuple[Event,
         now = 0.0
 
         def until(at: float, stack: list[tuple[Event, str]] = stack) -> None:
-            """Give the time from `now` to `at` to the innermost operators, those that end before it first."""
+            """Attribute the time from `now` to `at` to the innermost operators, closing those that end before it."""
             nonlocal now
             while stack and stack[-1][0]["ts"] + stack[-1][0]["dur"] <= at:
                 ended, kind = stack.pop()
@@ -219,7 +219,7 @@ def _of_host(events: Sequence[Event]) -> tuple[list[Interval], list[tuple[Event,
 
 
 def _kind(name: str, around: Sequence[str]) -> str:
-    """Of a kernel, or of a CPU operator, from its name and those of the operators around it, innermost first."""
+    """The kind of a kernel or CPU operator, from its name and the enclosing operators, innermost first."""
     scopes = [name, *around]
     if COMMUNICATION_NAMES.search(name):
         return COMMUNICATION
@@ -240,9 +240,9 @@ def _kind(name: str, around: Sequence[str]) -> str:
 
 
 def _only_casts(operators: str) -> bool:
-    """Whether a fused kernel, by the operators in its name ("_scaled_mm__to_copy_abs_max_t"), does nothing but cast.
+    """Whether a fused kernel, judged by the operators in its name ("_scaled_mm__to_copy_abs_max_t"), only casts.
 
-    The first of the two kernels of a cast only finds the scale, and converts nothing.
+    The first of a cast's two kernels only computes the scale and converts nothing.
     """
     own = CONVERSION.sub(" cast ", NEIGHBOURS.sub(" ", operators)).replace("_", " ").split()
     words = set(own) - VIEW_PARTS
@@ -252,7 +252,7 @@ def _only_casts(operators: str) -> bool:
 
 
 def _kernels(names: Sequence[tuple[Event, str]], steps: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Seconds and calls per step of the kernels (CPU: operators) of matrix multiplication and attention, by name."""
+    """Seconds and calls per step of matrix multiplication and attention kernels (CPU: operators), by name."""
     found: dict[str, dict[str, tuple[float, int]]] = {MATMUL: {}, ATTENTION: {}}
     for event, kind in names:
         by_name = kind in found and (event["cat"] == "kernel" or NAMES[kind].search(event["name"]))
@@ -269,7 +269,7 @@ def _kernels(names: Sequence[tuple[Event, str]], steps: Sequence[tuple[float, fl
 
 
 class _Scopes:
-    """Finds the operators around a moment of a thread."""
+    """Finds the operators that enclose a moment of a thread."""
 
     def __init__(self, events: Sequence[Event]) -> None:
         self._threads: dict[Any, list[Event]] = defaultdict(list)
@@ -280,7 +280,7 @@ class _Scopes:
 
     @staticmethod
     def _nest(events: Sequence[Event]) -> list[int]:
-        """For every event the index of the one around it, or -1."""
+        """For each event, the index of the event that encloses it, or -1."""
         parents, stack = [], []  # type: ignore[var-annotated]
         for index, event in enumerate(events):
             while stack and events[stack[-1]]["ts"] + events[stack[-1]]["dur"] <= event["ts"]:
@@ -290,7 +290,7 @@ class _Scopes:
         return parents
 
     def around(self, moment: Event) -> list[str]:
-        """Names of the operators that surround the beginning of this event on its thread, innermost first."""
+        """Names of the operators that enclose the beginning of this event on its thread, innermost first."""
         thread = moment["tid"]
         index = bisect_right(self._starts.get(thread, []), moment["ts"]) - 1
         found = []

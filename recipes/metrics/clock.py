@@ -1,4 +1,4 @@
-"""What a process does now, and how long it did what: the clock of the loop."""
+"""The clock of the training loop: what the process is doing now, and how long it has done what."""
 
 import time
 from collections import defaultdict
@@ -16,30 +16,30 @@ IN_A_STEP = (FIRST_STEP, STEP, LOADING)
 
 
 class RunClock:
-    """Every second of this process belongs to one phase: the innermost it is in. They add up to its wall time.
+    """Attributes every second of this process to the innermost phase it is in. The phases add up to its wall time.
 
-    The seconds are the host's. On a GPU the host only queues a step, and pays for it where it waits for the device.
+    The seconds are the host's. On a GPU the host only queues a step; its time appears where the host waits for it.
     """
 
     def __init__(self, device: torch.device, *, began: float | None = None) -> None:
-        """began: when the process did, by time.monotonic(); None = now."""
+        """began: when the process started, by time.monotonic(); None = now."""
         now = time.monotonic()
         self.began = now if began is None else began
         self.now = START
         self.moved_at = now
-        """When there was progress last, by time.monotonic(). A watchdog reads it from another thread."""
+        """The time of the last progress, by time.monotonic(). The watchdog reads it from another thread."""
         self.step = 0
-        """Steps that are done."""
+        """Steps completed."""
         self.steady = False
-        """Whether this process has done a step: what is compiled at first is compiled."""
+        """Whether this process has completed a step, and so the compilation of the first step."""
         self.seconds: dict[str, float] = defaultdict(float)
         self._device, self._since = device, self.began
         self._worked, self._processor = 0.0, time.thread_time()
-        """Processor time of this thread in steps, that for data left out."""
+        """Processor time of this thread in steps, without loading data."""
         self.restart()
 
     def begin(self, phase: str) -> None:
-        """What was until now is over."""
+        """End the current phase and begin this one."""
         now = time.monotonic()
         processor = time.thread_time()
         self.seconds[self.now] += now - self._since
@@ -49,7 +49,7 @@ class RunClock:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """What happens inside is another phase."""
+        """A context manager: its body belongs to this phase."""
         outer = self.now
         self.begin(phase)
         try:
@@ -59,14 +59,14 @@ class RunClock:
 
     @contextmanager
     def synchronized(self, phase: str) -> Iterator[None]:
-        """The same, left out of the step time: on CUDA what is queued before it is waited for before it."""
+        """The same, but on CUDA wait first for all queued work, so that none of it counts towards this phase."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         with self(phase):
             yield
 
     def with_progress(self, items: Iterable[Item]) -> Iterator[Item]:
-        """The items; each is progress, in whatever phase they are taken."""
+        """The same items; each one counts as progress, in whatever phase it is taken."""
         for item in items:
             self.moved_at = time.monotonic()
             yield item
@@ -81,22 +81,22 @@ class RunClock:
             self.begin(STEP)
 
     def restart(self) -> None:
-        """Begin a new mean over steps."""
+        """Restart the means over steps."""
         self.steps, self._before = 0, self.elapsed()
         self._worked_before = self._worked
 
     def seconds_per_step(self) -> tuple[float, float]:
-        """(whole step, its wait for data), mean since restart(). On CUDA ask only after waiting for the device."""
+        """Means since restart() of (the whole step, its wait for data). On CUDA, synchronize before calling this."""
         now = self.elapsed()
         spent = {phase: now.get(phase, 0.0) - self._before.get(phase, 0.0) for phase in IN_A_STEP}
         return sum(spent.values()) / self.steps, spent[LOADING] / self.steps
 
     def worked_per_step(self) -> float:
-        """Processor time of this thread, data left out, mean since restart()."""
+        """Mean processor time of this thread since restart(), without loading data."""
         self.begin(self.now)
         return (self._worked - self._worked_before) / self.steps
 
     def elapsed(self) -> dict[str, float]:
-        """Seconds of each phase until now; they add up to the time since the process began."""
+        """Seconds of each phase until now; they add up to the time since the process started."""
         self.begin(self.now)
         return dict(self.seconds)

@@ -1,4 +1,4 @@
-"""float8.jsonl: which numbers float8 loses, in steps of the run."""
+"""Writes float8.jsonl: the shares of values that float8 loses in sampled steps."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -16,9 +16,9 @@ from recipes.metrics.clock import LOG, RunClock
 
 
 class CastSampler:
-    """Every `config.sample_every`-th step, one row for each cast of each converted linear.
+    """Writes one row for each cast of each converted linear, every `config.sample_every` steps.
 
-    A sampled step takes a few passes more over every operand; the other steps run as without it.
+    A sampled step makes a few more passes over every operand; the other steps are unaffected.
     """
 
     def __init__(
@@ -31,7 +31,16 @@ class CastSampler:
         clock: RunClock,
         log: Callable[[str], None],
     ) -> None:
-        """folder: of the run. log: where lines for people go."""
+        """Count the casts of `model` in steps that `config` selects.
+
+        Args:
+            model: the parallelized model.
+            config: sample_every is read.
+            world: of the run; rank 0 writes.
+            folder: the run folder.
+            clock: of the run; writing counts as logging.
+            log: receives one line of text per message.
+        """
         self._every, self._world, self._clock = config.sample_every, world, clock
         self._lines = Lines(folder / FLOAT8_SHARES, log=log)
         if self._every:
@@ -39,7 +48,7 @@ class CastSampler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Put it around every step, with its number, the first being 1."""
+        """A context manager to wrap every step in; the first step has number 1."""
         if not self._every or number % self._every:
             yield
             return

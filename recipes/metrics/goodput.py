@@ -1,38 +1,33 @@
-"""What share of a run's wall time trained the model, and where the rest went. Imports no torch."""
+"""The share of a run's wall time that trained the model, and where the rest went. Imports no torch."""
 
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from recipes.metrics.clock import RunClock
 
 USEFUL, SKIPPED, RESTARTS = "step", "skipped", "restarts"
 
 
-class Clock(Protocol):
-    """What recipes.metrics.clock.RunClock knows of this attempt."""
-
-    began: float
-
-    def elapsed(self) -> dict[str, float]: ...
-
-
 class Goodput:
-    """The parts of the wall time from the start of a run's first process to now; they add up to it.
+    """Divides the wall time since the start of a run's first process into parts, which add up to it.
 
-    A checkpoint keeps them as they were when it was made. So what a run that goes on from there finds missing, since
-    then, are steps that were lost, waits in a queue, and attempts that came no further: all of that is "restarts".
+    A checkpoint stores the parts as of its step. When a run resumes from it, the time since then was spent on lost
+    steps, on waits in a queue and on attempts that saved nothing: all of that counts as "restarts".
     """
 
-    def __init__(self, clock: Clock, before: Mapping[str, Any]) -> None:
-        """before: what state() gave the checkpoint that the run goes on from, if there is one."""
+    def __init__(self, clock: "RunClock", before: Mapping[str, Any]) -> None:
+        """before: what state() stored in the checkpoint that the run resumes from, if any."""
         self._clock = clock
         then = before.get("goodput", {})
         self._earlier: dict[str, float] = dict(then.get("seconds", {}))
-        if then and not then["finished"]:  # else it rested, and has more steps to do now
+        if then and not then["finished"]:  # a finished run that gets more steps lost no time
             gap = time.time() - (time.monotonic() - clock.began) - then["at"]
-            self._move(RESTARTS, max(0.0, gap))  # clocks of two nodes may differ a little
+            self._move(RESTARTS, max(0.0, gap))  # the clocks of two nodes may differ a little
 
     def move(self, source: str, target: str, seconds: float) -> None:
-        """Take seconds of this attempt out of one part, as far as there are so many, and into another."""
+        """Move up to this many seconds, as far as the source has them, from one part to another."""
         seconds = min(seconds, self.parts().get(source, 0.0))
         self._move(source, -seconds)
         self._move(target, seconds)
@@ -41,24 +36,24 @@ class Goodput:
         self._earlier[part] = self._earlier.get(part, 0.0) + seconds
 
     def parts(self) -> dict[str, float]:
-        """Seconds by part, those of no length left out."""
+        """Seconds by part, without empty parts."""
         sums = dict(self._earlier)
         for phase, seconds in self._clock.elapsed().items():
             sums[phase] = sums.get(phase, 0.0) + seconds
         return {part: seconds for part, seconds in sums.items() if seconds > 0}
 
     def row(self) -> dict[str, Any]:
-        """The columns of metrics.jsonl."""
+        """The columns for metrics.jsonl."""
         parts = self.parts()
         rounded = {part: round(seconds, 3) for part, seconds in parts.items()}
         return {"goodput": round(share(parts), 4), "wall_seconds": rounded}
 
     def state(self, *, finished: bool) -> dict[str, Any]:
-        """What a checkpoint keeps, plain JSON. finished: the run has no steps to do."""
+        """What a checkpoint stores, as plain JSON. finished: the run has no more steps to do."""
         return {"goodput": {"seconds": self.parts(), "at": time.time(), "finished": finished}}
 
     def line(self) -> str:
-        """All parts for people, the longest first."""
+        """One line for the log with all parts, longest first."""
         parts = self.parts()
         total = sum(parts.values())
         ranked = sorted(parts.items(), key=lambda item: -item[1])
@@ -67,5 +62,5 @@ class Goodput:
 
 
 def share(parts: Mapping[str, float]) -> float:
-    """Useful seconds over all."""
+    """The useful share of all seconds."""
     return parts.get(USEFUL, 0.0) / sum(parts.values())

@@ -1,12 +1,12 @@
-"""Peak matrix-multiplication rates by device. Imports no torch.
+"""Peak matrix multiplication rates by device.
 
-Dense rates, without structured sparsity: NVIDIA's data sheets print the sparse ones, twice as high. An unknown device
-has no peak, and then metrics say null instead of guessing.
+These are dense rates; NVIDIA's data sheets print the rates with structured sparsity, which are twice as high. For an
+unknown device the metrics contain null, not a guess. Imports no torch.
 """
 
 import re
 
-# (part of the name torch.cuda.get_device_name() reports, dense bf16 FLOP/s, source). The first match counts.
+# (part of the name from torch.cuda.get_device_name(), dense bf16 FLOP/s, source). The first match counts.
 BF16_PEAKS: tuple[tuple[str, float, str], ...] = (
     ("GB200", 2500e12, "NVIDIA GB200 NVL72 data sheet: 5,000 TFLOP/s bf16 sparse per GPU"),
     ("B200", 2250e12, "NVIDIA DGX B200 data sheet: 36 PFLOP/s bf16 sparse for 8 GPUs"),
@@ -26,9 +26,9 @@ BF16_PEAKS: tuple[tuple[str, float, str], ...] = (
 
 
 def bf16_peak(device_name: str) -> float | None:
-    """Dense bf16 peak in FLOP/s of a device by its name, or None where it is not in the table."""
+    """The dense bf16 peak in FLOP/s of the device with this name, or None if it is not in the table."""
     for part, peak, _ in BF16_PEAKS:
-        # Whole words, and not the siblings of another speed that share them.
+        # Match whole words, but not variants of another speed that share the name.
         if re.search(rf"\b{part}\b(?!.*\b(Ti|SUPER|Laptop|Max-Q)\b)", device_name, re.IGNORECASE):
             return peak
     return None

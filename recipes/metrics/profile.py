@@ -1,4 +1,4 @@
-"""Traces of chosen steps with torch.profiler, and the table of where their time went."""
+"""Traces some steps with torch.profiler and writes a table of where their time went."""
 
 import json
 import os
@@ -19,10 +19,11 @@ TRACE, TABLE, NUMBERS = "trace.json.gz", "breakdown.md", "breakdown.json"
 
 
 class StepProfiler:
-    """Traces `config.trace_steps` steps after the first `config.after` of this start, on rank 0.
+    """Traces `config.trace_steps` steps after the first `config.after` steps of this start, on rank 0.
 
-    Around a traced step the host waits for the device, so that all of its work lies inside; traced steps are a little
-    slower for it, in metrics.jsonl too. Other ranks wait at their next collective while rank 0 writes.
+    The host waits for the device before and after a traced step, so that all of the step's work is inside the trace.
+    This makes traced steps a little slower, also in metrics.jsonl. While rank 0 writes, the other ranks wait at their
+    next collective.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class StepProfiler:
         self._profile: profile | None = None
 
     def step(self) -> AbstractContextManager[None]:
-        """Put it around every step."""
+        """A context manager to wrap every step in."""
         self._steps += 1
         return self._traced() if self._first <= self._steps <= self._last else nullcontext()
 
@@ -49,7 +50,7 @@ class StepProfiler:
     def _traced(self) -> Iterator[None]:
         self._wait()
         if self._profile is None:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # its log is for its own developers
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # Kineto's log is of use only to its developers
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])]
             self._profile = profile(activities=activities, acc_events=True)
             self._profile.start()
@@ -65,7 +66,7 @@ class StepProfiler:
             torch.cuda.synchronize()
 
     def _finish(self, traced: profile) -> None:
-        """Write the trace, the table and its numbers."""
+        """Write the trace, the table and the table's numbers as JSON."""
         traced.stop()
         self._profile = None
         self._folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""metrics.jsonl, and Weights & Biases."""
+"""Writes metrics to metrics.jsonl and to Weights & Biases."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from recipes.files.layout import FLOAT8_SHARES, LOG_FILE, METRICS, QUARANTINE
 
 
 class MetricsWriter:
-    """metrics.jsonl, and Weights & Biases when asked. On ranks other than 0 it does nothing."""
+    """Writes rows to metrics.jsonl and, if requested, to Weights & Biases. On ranks other than 0 it does nothing."""
 
     def __init__(
         self,
@@ -25,7 +25,17 @@ class MetricsWriter:
         before: Mapping[str, Any],
         log: Callable[[str], None] = print,
     ) -> None:
-        """before: state() of the run so far, where it goes on. log: where lines for people go."""
+        """Open the files of a run.
+
+        Args:
+            folder: the run folder.
+            enabled: whether this rank writes.
+            wandb_project: the Weights & Biases project; None = do not use it.
+            run_name: the run's name there.
+            recipe: shown there as the run's configuration.
+            before: what state() stored in the checkpoint that the run resumes from, if any.
+            log: receives one line of text per message.
+        """
         self._folder, self._log = folder, log
         self._lines = Lines(folder / METRICS, log=log)
         self._enabled = enabled
@@ -34,11 +44,11 @@ class MetricsWriter:
             self._wandb = _start_wandb(wandb_project, run_name, folder, recipe, run_id=before.get("wandb_id"))
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, so that a run that goes on is one run at Weights & Biases too."""
+        """What a checkpoint stores, so that a resumed run continues the same run at Weights & Biases."""
         return {} if self._wandb is None else {"wandb_id": self._wandb.id}
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one row. In the file, nan and inf, which JSON does not have, are null."""
+        """Append one row. NaN and infinity, which JSON does not have, become null in the file."""
         if not self._enabled:
             return
         finite = {
@@ -49,13 +59,13 @@ class MetricsWriter:
             self._wandb.log({k: v for k, v in row.items() if k not in ("step", "documents")}, step=row["step"])
 
     def sync(self) -> None:
-        """Before a checkpoint: a power cut must not leave that and take the rows of its steps, here and in the log."""
+        """Flush to disk before a checkpoint: a power cut must not leave the checkpoint but lose the rows before it."""
         if not self._enabled:
             return
         try:
             sync(self._folder, (METRICS, FLOAT8_SHARES, QUARANTINE, LOG_FILE))
         except OSError as error:
-            self._log(f"{self._folder} cannot be synced: {error.strerror}; a power cut would take lines with it")
+            self._log(f"{self._folder} cannot be synced: {error.strerror}; a power cut would lose lines")
 
     def close(self) -> None:
         if self._wandb is not None:
@@ -63,11 +73,11 @@ class MetricsWriter:
 
 
 def _start_wandb(project: str, name: str, folder: Path, recipe: dict[str, Any], *, run_id: str | None) -> Any:
-    # It reports on itself over the network, also offline; where packets are dropped, the end of a run waits for that.
+    # wandb reports its errors over the network, even offline; where packets are dropped, the end of a run waits for it.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
-    # Without a key wandb would ask for one on the terminal and stop the run.
+    # Without a key, wandb would prompt for one on the terminal and block the run.
     offline = "WANDB_MODE" not in os.environ and not wandb.login(prompt=False, verify=False)
     return wandb.init(
         project=project,

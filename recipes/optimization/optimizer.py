@@ -1,4 +1,4 @@
-"""AdamW with decayed and undecayed parameters."""
+"""AdamW with two parameter groups, one with weight decay and one without."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,14 +11,14 @@ from parallel.materialize import plain_name
 from recipes.optimization.config import OptimizerConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-# Elements that are in float32 at a time, unless one tensor has more: their copies take 8 bytes each.
+# Elements whose moments are in float32 at a time, unless one tensor has more: the copies take 8 bytes per element.
 BATCH = 2**27
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the sharded parameters of `model`, one fused kernel per dtype and device.
+    """AdamW over the sharded parameters of `model`, with one fused kernel per dtype and device.
 
-    Matrices decay; norm weights and embeddings do not, a tied output projection included (it is the embedding).
+    Matrices decay. Norm weights and embeddings do not, nor does a tied output projection (it is the embedding).
     """
     decayed: list[nn.Parameter] = []
     undecayed: list[nn.Parameter] = []
@@ -36,18 +36,18 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
 
 
 class BFloat16StateAdamW(torch.optim.AdamW):
-    """torch's fused AdamW with moments that are kept in bfloat16: 4 bytes a parameter instead of 8.
+    """torch's fused AdamW with moments stored in bfloat16: 4 bytes per parameter instead of 8.
 
-    Parameters, gradients and arithmetic stay float32: a batch of moments at a time is widened, stepped by torch's own
-    kernel and rounded back to the nearest. Rounding keeps 8 bits, so the second moment stands still where a step moves
-    it by less than 2^-9 of itself: recipes/rules.py asks for a beta that moves it more.
+    Parameters, gradients and arithmetic stay float32: moments are converted batch by batch, updated by torch's own
+    kernel and rounded back to nearest. Rounding keeps 8 bits, so the second moment does not change when a step moves it
+    by less than 2^-9 of its value: recipes/rules.py requires a beta that moves it more.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.found_inf: Tensor | None = None
-        """1. on the device where this step must change nothing, as torch's own fused optimizers understand it."""
-        # Loading casts moments to the parameter's dtype; what was bfloat16 comes back from float32 as it was.
+        """A tensor of 1.0 on the device makes the step change nothing, as in torch's own fused optimizers."""
+        # Loading casts moments to the parameter's dtype, float32; rounding restores the original bfloat16 values.
         self.register_load_state_dict_post_hook(_round_moments)
 
     @torch.no_grad()
@@ -69,7 +69,7 @@ class BFloat16StateAdamW(torch.optim.AdamW):
             [_local(parameter.grad) for parameter in parameters if parameter.grad is not None],
             first,
             second,
-            [],  # of AMSGrad
+            [],  # for AMSGrad
             steps,
             lr=group["lr"],
             beta1=group["betas"][0],
@@ -80,7 +80,7 @@ class BFloat16StateAdamW(torch.optim.AdamW):
             maximize=False,
             found_inf=self.found_inf,
         )
-        if self.found_inf is not None:  # the kernel changed nothing where it is 1.; the step does not count then
+        if self.found_inf is not None:  # where it is 1.0 the kernel changed nothing, so the step does not count
             torch._foreach_sub_(steps, [self.found_inf] * len(steps))
         for moments, results in zip(narrow, (first, second), strict=True):
             torch._foreach_copy_(moments, results)
@@ -90,7 +90,7 @@ class BFloat16StateAdamW(torch.optim.AdamW):
         if not state:
             assert parameter.grad is not None
             state["step"] = torch.zeros((), device=_local(parameter.grad).device)
-            for name in MOMENTS:  # like the gradient: float8 all-gather wraps the parameter in a class of torchao's
+            for name in MOMENTS:  # like the gradient: float8 all-gather wraps the parameter in a torchao class
                 state[name] = torch.zeros_like(parameter.grad, dtype=torch.bfloat16)
         return state
 
@@ -102,7 +102,7 @@ def _round_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _batches(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """The parameters in their order, in lists that hold at most BATCH elements or one tensor."""
+    """The parameters in order, in lists of at most BATCH elements or of a single tensor."""
     batch: list[nn.Parameter] = []
     elements = 0
     for parameter in parameters:
@@ -117,5 +117,5 @@ def _batches(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This process's part."""
+    """This process's shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""The learning rate as a plain function of the step. Imports no torch."""
+"""The learning rate as a function of the step. Imports no torch."""
 
 import math
 
@@ -6,10 +6,10 @@ from recipes.optimization.config import ScheduleConfig
 
 
 def learning_rate(step: int, *, peak: float, steps: int, schedule: ScheduleConfig) -> float:
-    """Learning rate of optimizer step `step` (from 0) of `steps`.
+    """The learning rate of optimizer step `step` (from 0) out of `steps`.
 
-    Warm-up rises linearly and reaches `peak` at its last step. What decays would reach min_lr_ratio x peak at step
-    `steps`, one past the last, so that no step is wasted at a rate of zero.
+    Warm-up rises linearly and reaches `peak` at its last step. A decay would reach min_lr_ratio x peak at step `steps`,
+    one past the last, so that no step is wasted at a rate of zero.
     """
     if step < schedule.warmup_steps:
         return peak * (step + 1) / schedule.warmup_steps

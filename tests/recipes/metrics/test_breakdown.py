@@ -178,16 +178,16 @@ def test_the_table_says_it_all() -> None:
 def test_what_is_no_trace_is_said(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text("[]]")
-    with pytest.raises(UserError, match=r"trace\.json is no trace of torch\.profiler"):
+    with pytest.raises(UserError, match=r"trace\.json is not a trace of torch\.profiler"):
         read_trace(path)
     for text in ("[1]", "{}", '{"traceEvents": 1}', '{"traceEvents": [1]}'):
         path.write_text(text)
-        with pytest.raises(UserError, match=r'it holds no list "traceEvents" of events'):
+        with pytest.raises(UserError, match=r'it has no list "traceEvents" of events'):
             read_trace(path)
     (tmp_path / "trace.json.gz").write_bytes(gzip.compress(b"[]" * 1000)[:15] + b"no bytes of a compressed file")
-    with pytest.raises(UserError, match=r"trace\.json\.gz is no trace of torch\.profiler"):
+    with pytest.raises(UserError, match=r"trace\.json\.gz is not a trace of torch\.profiler"):
         read_trace(tmp_path / "trace.json.gz")
-    with pytest.raises(UserError, match=r"it is not of a run with \[profile\]"):
+    with pytest.raises(UserError, match=r"it is not from a run with \[profile\]"):
         break_down([cpu("aten::mm", 0, 1)])
 
 
