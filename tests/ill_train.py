@@ -19,7 +19,7 @@ def main(fault: str, ill: int, begin: int) -> None:
 
     if int(os.environ.get("RANK", "0")) != ill:
         return
-    take, step, add = DataLoader.take, Trainer._train_step, trainer.sum_over_processes
+    take, step, add = DataLoader.batch, Trainer._train_step, trainer.sum_over_processes
     state = {"steps": 0}
 
     def stuck_in_data(self: DataLoader, batch: int) -> Any:
@@ -47,7 +47,7 @@ def main(fault: str, ill: int, begin: int) -> None:
         return value if state["steps"] == begin else add(value)
 
     if fault in ("stuck_in_data", "slow_in_data"):
-        DataLoader.take = locals()[fault]  # type: ignore[method-assign]
+        DataLoader.batch = locals()[fault]  # type: ignore[method-assign]
     elif fault in ("stuck", "slow_in_work"):
         Trainer._train_step = locals()[fault]  # type: ignore[method-assign]
     elif fault == "left_out":

@@ -29,19 +29,19 @@ class Batches:
         *,
         global_batch_size: int,
         micro_batch_size: int,
-        rank: int,
-        ranks: int,
+        data_rank: int,
+        data_ranks: int,
         end_of_document: int | None,
         device: torch.device,
     ) -> None:
-        """rank, ranks: which of how many equal shares of the global batch.
+        """data_rank, data_ranks: which of how many equal shares of the global batch.
 
         end_of_document: this token's id, to keep attention inside documents.
         """
         self.sequences = sequences
         self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
-        self._share = global_batch_size // ranks
-        self._offset = rank * self._share
+        self._share = global_batch_size // data_ranks
+        self._offset = data_rank * self._share
         self._end_of_document = end_of_document
         self._device = device
         self._waiting: deque[tuple[int, Future[list[MicroBatch]]]] = deque()

@@ -25,29 +25,41 @@ class DataLoader:
         batch: BatchConfig,
         *,
         world: World,
-        ranks: int,
+        data_rank: int,
+        data_ranks: int,
         seed: int,
         vocabulary: int,
         tokenizer: Callable[[], str | Tokenizer],
-        before: Callable[[], Mapping[str, Any]],
+        resumed_data_state: Callable[[], Mapping[str, Any]],
         log: Callable[[str], None],
     ) -> None:
-        """ranks: shares of the global batch. vocabulary: of the model. before: the facts of the run so far, if any.
+        """Open all sources on every process.
 
-        Raises UserError for whatever is wrong with the sources, the tokenizer or what they hold.
+        Args:
+            data, batch: the recipe's sections.
+            world: all processes; rank 0 tokenizes, and the others read the folders that it chose.
+            data_rank, data_ranks: which of how many equal shares of the global batch this process reads.
+            seed: of the data order.
+            vocabulary: entries in the model's embedding.
+            tokenizer: returns data.tokenizer, or one that is loaded already.
+            resumed_data_state: called on rank 0; returns the data_state of the checkpoint to resume from, or {}.
+            log: receives one line of text per message.
+
+        Raises:
+            UserError: for whatever is wrong with the sources, their text or the tokenizer.
         """
-        # A name for this start of the run: what tokenizes for other runs may share the cache.
-        known, run = on_main(world, lambda: (before(), uuid.uuid4().hex))
-        pinned = on_main(world, lambda: pinned_sources(data.sources, known))
+        # The id of this start of the run: a process that tokenizes for another run may share the cache.
+        resumed, run = on_main(world, lambda: (resumed_data_state(), uuid.uuid4().hex))
+        pinned = on_main(world, lambda: pinned_sources(data.sources, resumed))
 
-        def opening(before: Mapping[str, Any]) -> Data:
+        def opening(resumed_data_state: Mapping[str, Any]) -> Data:
             return open_data(
                 data,
                 pinned=pinned,
                 tokenizer=tokenizer(),
                 sequence_length=batch.sequence_length,
                 seed=seed,
-                before=before,
+                resumed_data_state=resumed_data_state,
                 run=run,
                 writes=world.is_main,
                 log=log,
@@ -56,16 +68,16 @@ class DataLoader:
         held: list[Data] = []
 
         def first() -> dict[str, Any]:
-            held.append(opening(known))
-            return held[0].facts
+            held.append(opening(resumed))
+            return held[0].data_state
 
-        facts = on_main(world, first)  # the others read the folders that rank 0 chose
-        opened = held[0] if world.is_main else opening(facts)
-        self.tokenizer, self.facts = opened.tokenizer, opened.facts
-        if facts != self.facts:
+        data_state = on_main(world, first)  # the other processes read the folders that rank 0 chose
+        opened = held[0] if world.is_main else opening(data_state)
+        self.tokenizer, self.data_state = opened.tokenizer, opened.data_state
+        if data_state != self.data_state:
             raise UserError(
-                f"data: {platform.node()} sees another text or tokenizer than rank 0 ({self.facts} and {facts})"
-                "; all nodes need the same files and the same Python"
+                f"data: {platform.node()} sees another text or tokenizer than rank 0 ({self.data_state} and"
+                f" {data_state}); all nodes need the same files and the same Python"
             )
         if (entries := self.tokenizer.vocabulary) > vocabulary:
             raise UserError(
@@ -80,8 +92,8 @@ class DataLoader:
                 sequences,
                 global_batch_size=batch.global_batch_size,
                 micro_batch_size=batch.micro_batch_size,
-                rank=world.rank,
-                ranks=ranks,
+                data_rank=data_rank,
+                data_ranks=data_ranks,
                 end_of_document=self.document_boundary,
                 device=world.device,
             )

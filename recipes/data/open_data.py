@@ -56,17 +56,18 @@ class Data:
     tokenizer: Tokenizer
     training: Sequences
     validation: Sequences
-    facts: dict[str, Any]
-    """What the order of the tokens rests on: fingerprints of tokenizer and sources, how these are shuffled."""
+    data_state: dict[str, Any]
+    """What the order of the tokens depends on, as in data.json: fingerprints of the tokenizer and of each source."""
 
 
-def pinned_sources(sources: Mapping[str, float], before: Mapping[str, Any]) -> dict[str, str]:
+def pinned_sources(sources: Mapping[str, float], resumed_data_state: Mapping[str, Any]) -> dict[str, str]:
     """Recipe's name -> the source to read: of datasets on the hub always the commit that a run began with.
 
-    before: Data.facts of the run so far, or nothing. Raises UserError where the hub must be asked and does not answer.
+    resumed_data_state: of the checkpoint to resume from, or {}. Raises UserError when the hub must be asked and does
+    not answer.
     """
-    known = before.get("sources", {})
-    return {name: known.get(name, {}).get("source") or hub.pinned(name) for name in sources}
+    resumed = resumed_data_state.get("sources", {})
+    return {name: resumed.get(name, {}).get("source") or hub.pinned(name) for name in sources}
 
 
 def open_data(
@@ -76,7 +77,7 @@ def open_data(
     tokenizer: str | Tokenizer,
     sequence_length: int,
     seed: int,
-    before: Mapping[str, Any],
+    resumed_data_state: Mapping[str, Any],
     run: str,
     writes: bool,
     log: Callable[[str], None],
@@ -84,9 +85,10 @@ def open_data(
 ) -> Data:
     """Open all sources, and wait until the first sequences are there.
 
-    pinned: of pinned_sources(). tokenizer: that of the section, or one that is there already. before: Data.facts of the
-    run so far, or nothing; for processes that do not write, those of the one that does. run: names this start of the
-    run, on all its processes. writes: whether this process tokenizes what is not there yet (one of all must, and be
+    pinned: of pinned_sources(). tokenizer: that of the section, or one that is there already.
+    resumed_data_state: of the checkpoint to resume from, or {}; for processes that do not write, the data_state of the
+    one that does. run: names this start of the run, on all its processes.
+    writes: whether this process tokenizes what is not there yet (one of all must, and be
     called first). `log` gets one line of text for each thing done. Raises UserError for whatever is wrong
     with the fields.
     """
@@ -101,7 +103,7 @@ def open_data(
         raw = [pinned[source] for source in section.sources if not is_prepared(source)] or list(pinned.values())
         tokenizer = load_tokenizer(tokenizer, sources=raw, text_field=section.text_field, cache=cache, log=log)
     training, validation = [], []
-    facts: dict[str, Any] = {"tokenizer": tokenizer.fingerprint, "sources": {}}
+    data_state: dict[str, Any] = {"tokenizer": tokenizer.fingerprint, "sources": {}}
     for name in section.sources:
         background = None
         if is_prepared(name):
@@ -117,7 +119,7 @@ def open_data(
                 validation_fraction=fraction,
                 pieces=pieces,
             )
-            used = before.get("sources", {}).get(name, {}).get("tokens", "")
+            used = resumed_data_state.get("sources", {}).get(name, {}).get("tokens", "")
             if writes:
                 folder, background = _tokenize(cache / "tokens", work, used=used, run=run, log=log)
             else:
@@ -140,10 +142,15 @@ def open_data(
                 background.stop()
             raise
         prepared = window is None  # which is shuffled otherwise
-        known = {"source": pinned[name], "tokens": fingerprint, "text": text, "prepared": prepared, "about": about}
-        facts["sources"][name] = known
+        data_state["sources"][name] = {
+            "source": pinned[name],
+            "tokens": fingerprint,
+            "text": text,
+            "prepared": prepared,
+            "about": about,
+        }
     weights = list(section.sources.values())
-    return Data(tokenizer, Sequences(training, weights), Sequences(validation, weights), facts)
+    return Data(tokenizer, Sequences(training, weights), Sequences(validation, weights), data_state)
 
 
 def _tokenize(

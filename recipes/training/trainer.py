@@ -111,11 +111,12 @@ class Trainer:
             recipe.data,
             recipe.batch,
             world=world,
-            ranks=self.mesh_degrees.data_parallel,
+            data_rank=world.rank,
+            data_ranks=self.mesh_degrees.data_parallel,
             seed=recipe.run.seed,
             vocabulary=recipe.model.vocabulary,
             tokenizer=self._tokenizer,
-            before=partial(data_before, self.folder, self.resume_step),
+            resumed_data_state=partial(data_before, self.folder, self.resume_step),
             log=console.log,
         )
 
@@ -125,7 +126,7 @@ class Trainer:
             keep_every=recipe.checkpoint.keep_every,
             asynchronous=recipe.checkpoint.asynchronous,
             log=console.log,
-            files=checkpoint_files(self._description()) | {DATA: json.dumps(self.loader.facts, indent=2) + "\n"},
+            files=checkpoint_files(self._description()) | {DATA: json.dumps(self.loader.data_state, indent=2) + "\n"},
         )
         self.guard = StepGuard(recipe.run, device=world.device, replicas=self.mesh_degrees.replicate)
         progress = self._resume()
@@ -333,7 +334,7 @@ class Trainer:
         """Load the newest checkpoint of this run that is intact, if there is one. Returns what it says of the run."""
         if self.resume_step is None:
             return {}
-        check = partial(require_same_data, facts=self.loader.facts)
+        check = partial(require_same_data, facts=self.loader.data_state)
         progress = self.checkpoints.resume(self.model, self.optimizer, step=self.resume_step, check=check)
         if progress["step"] < self.recipe.run.steps:  # a finished run reads nothing more
             self.loader.require_trained_on(progress.get("trained_on", {}), batches=progress["step"])

@@ -38,10 +38,10 @@ def opened(cache: Path, mixture: Mapping[str, float], **changes: Any) -> Data:
         "tokenizer": "train:300",
         "sequence_length": LENGTH,
         "seed": 3,
-        "before": {},
+        "resumed_data_state": {},
         "run": "this",
         "writes": True,
-        "report": lambda line: None,
+        "log": lambda line: None,
         "pieces": SMALL,
     }
     of_section = {field.name for field in fields(DataConfig)} & set(changes) - set(options)
@@ -54,8 +54,8 @@ def batches(sequences: Sequences, *, rank: int = 0, ranks: int = 1, mask: int | 
         sequences,
         global_batch_size=BATCH,
         micro_batch_size=1,
-        rank=rank,
-        ranks=ranks,
+        data_rank=rank,
+        data_ranks=ranks,
         end_of_document=mask,
         device=torch.device("cpu"),
     )
@@ -301,7 +301,7 @@ def test_a_second_opening_does_no_work(tmp_path: Path) -> None:
     first.training.close()
     reports: list[str] = []
     second = opened(tmp_path / "cache", source, log=reports.append)
-    assert second.facts == first.facts
+    assert second.data_state == first.data_state
     assert [line.partition(" in ")[0] for line in reports] == ["tokens found"]
     assert second.training.sources[0].background is None
 
@@ -393,14 +393,14 @@ def test_a_file_that_could_not_be_read_is_tried_again_by_another_run(tmp_path: P
     for used, count in ((work.fingerprint, 200), ("", 300), (work.fingerprint, 200), ("", 300), (renewed, 300)):
         # What a run was trained on stays as it was, whatever other runs of the same source find.
         before = {"sources": {str(tmp_path / "in"): {"tokens": used}}} if used else {}
-        data = opened(tmp_path / "cache", source, before=before, **options)
+        data = opened(tmp_path / "cache", source, resumed_data_state=before, **options)
         data.training.sources[0].require(10**6)
         found = data.training.sources[0].shards.shards
         assert sum(shard.documents + shard.held_out for shard in found) == count
         assert any(shard.bad for shard in found) == (count == 200)
-        assert data.facts["sources"][str(tmp_path / "in")]["tokens"] == (used or renewed)
-        follower = opened(tmp_path / "cache", source, before=data.facts, writes=False, **options)
-        assert follower.facts == data.facts
+        assert data.data_state["sources"][str(tmp_path / "in")]["tokens"] == (used or renewed)
+        follower = opened(tmp_path / "cache", source, resumed_data_state=data.data_state, writes=False, **options)
+        assert follower.data_state == data.data_state
         data.training.close()
     folders = sorted((tmp_path / "cache" / "tokens").iterdir())
     assert [path.name for path in folders] == [work.fingerprint, f"{work.fingerprint}-1"]
@@ -410,7 +410,7 @@ def test_a_file_that_could_not_be_read_is_tried_again_by_another_run(tmp_path: P
 def test_another_text_on_another_node_is_said_instead_of_waited_for(rows: Path, tmp_path: Path) -> None:
     facts = {"sources": {str(rows): {"tokens": "those of rank 0"}}}
     with pytest.raises(UserError, match=r"sees another text behind .*rows.jsonl', or another tokenizer, than rank 0"):
-        opened(tmp_path / "cache", {str(rows): 1.0}, before=facts, writes=False)
+        opened(tmp_path / "cache", {str(rows): 1.0}, resumed_data_state=facts, writes=False)
 
 
 def test_a_folder_that_was_prepared_without_a_file_and_then_with_it_is_another_one(tmp_path: Path) -> None:
@@ -611,7 +611,7 @@ def test_a_file_that_changes_while_it_is_tokenized_ends_the_run(tmp_path: Path) 
         data.training.sources[0].require(10**6)
     data.training.close()
     again = opened(tmp_path / "cache", source)
-    assert again.facts != data.facts
+    assert again.data_state != data.data_state
     again.training.sources[0].require(10**6)
     assert sum(shard.rows for shard in again.training.sources[0].shards.shards) == 100
     again.training.close()
