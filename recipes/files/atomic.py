@@ -1,4 +1,4 @@
-"""Small files that kills, full disks and power cuts do not spoil: whole texts, and files that grow by whole lines.
+"""Small files that survive kills, full disks and power cuts: texts replaced atomically, and files of appended lines.
 
 Imports no torch.
 """
@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 PART = ".part-"
-"""What the names of texts begin with that are not whole yet; a kill may leave one."""
+"""Prefix of the names of unfinished texts; a kill may leave one behind."""
 BLOCK = 4096
 
 
 def sync_folder(path: Path) -> None:
-    """Make sure that the names in a folder survive a power cut."""
+    """Sync the names in a folder to the disk, so that they survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -26,9 +26,9 @@ def sync_folder(path: Path) -> None:
 
 
 def write_whole(file: Path, text: str, *, sync: bool = False) -> None:
-    """A reader finds the whole text or what was there before; of two writers of the same, either's serves.
+    """Replace a file atomically: a reader finds the whole new text or the old one, also when two processes write it.
 
-    sync: after a power cut, too. What can be made again from other files needs none of that.
+    sync: also after a power cut. Not needed for what can be made again from other files.
     """
     part = file.with_name(f"{PART}{platform.node()}-{os.getpid()}-{file.name}")
     try:
@@ -47,20 +47,20 @@ def write_whole(file: Path, text: str, *, sync: bool = False) -> None:
 
 
 class Lines:
-    """A file that grows while a run goes on, by whole lines.
+    """A file to which a run appends whole lines.
 
-    Where the disk takes no more, lines are lost and the run goes on. That is told once, and, with their number, when
-    there is room again.
+    When the disk is full, lines are lost and the run goes on. This is logged once, and again, with the number of lost
+    lines, when the file can be written again.
     """
 
     def __init__(self, path: Path, *, log: Callable[[str], None]) -> None:
-        """tell: where a line for people goes; if that is this file too, to something else."""
+        """log: receives one line of text per message; it must not append to this file."""
         self.path = path
         self._log = log
         self._lost = 0
 
     def append(self, *lines: str) -> None:
-        """Add lines at the end: all of them or, where that fails, none. What a kill left of a line goes first."""
+        """Append all of these lines, or none if that fails. First remove the partial line that a kill left."""
         if not lines:
             return
         try:
@@ -76,7 +76,7 @@ class Lines:
 
 
 def _append(path: Path, content: bytes) -> None:
-    # Opened anew each time: so it does not matter what became of the disk in between.
+    # Opened every time, so that it does not matter if the file or its disk was replaced in between.
     with path.open("ab+", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         end = _end_of_lines(file, size)
@@ -87,13 +87,13 @@ def _append(path: Path, content: bytes) -> None:
             while left:
                 left = left[file.write(left) :]
         except OSError:
-            with suppress(OSError):  # else the next call does it
+            with suppress(OSError):  # otherwise the next call does it
                 file.truncate(end)
             raise
 
 
 def _end_of_lines(file: BinaryIO, size: int) -> int:
-    """Where the last whole line of a file of so many bytes ends."""
+    """The position after the last whole line of a file of this size."""
     end = size
     while end:
         start = max(0, end - BLOCK)
@@ -106,9 +106,9 @@ def _end_of_lines(file: BinaryIO, size: int) -> int:
 
 
 def cut_back(path: Path, step: int) -> None:
-    """Take the rows after `step`, and half ones, out of a .jsonl file, if it is there. Raises OSError.
+    """Remove partial rows, and rows of steps after `step`, from a .jsonl file if it exists. Raises OSError.
 
-    A resumed run goes through those steps again.
+    A resumed run repeats those steps.
     """
     if not path.exists():
         return
@@ -119,7 +119,7 @@ def cut_back(path: Path, step: int) -> None:
 
 
 def _step_of(row: str) -> int | None:
-    """The step of a row; None for a line that is none, as a power cut may leave it."""
+    """The step of a row; None if the line is not a row, as after a power cut."""
     try:
         return int(json.loads(row)["step"])
     except (ValueError, KeyError, TypeError):
@@ -127,7 +127,7 @@ def _step_of(row: str) -> int | None:
 
 
 def sync(folder: Path, names: Iterable[str]) -> None:
-    """Have these files of a folder, as far as they are there, survive a power cut. Raises OSError."""
+    """Sync those of these files that exist, and the folder, so that they survive a power cut. Raises OSError."""
     for name in names:
         with suppress(FileNotFoundError), (folder / name).open("rb") as file:
             os.fsync(file.fileno())

@@ -1,4 +1,5 @@
-"""How a process of a run ends, and what asks it to; scripts/run.sh hands the code on. docs/running.md says more.
+"""The exit codes of a run's processes, and the signals that stop a run. scripts/run.sh passes the code on; see
+docs/running.md.
 
 Imports no torch.
 """
@@ -11,41 +12,42 @@ from contextlib import suppress
 from typing import NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""Ctrl-C, and what schedulers send before they take a machine away: the first stops a run after the step at hand."""
+"""Ctrl-C, and what schedulers send before they take a machine away. The first signal stops a run after the current
+step."""
 ECHO_SECONDS = 1.0
-"""The same signal again within this time is an echo: sent to all processes, and handed on by their launcher."""
+"""A repeated signal within this time is an echo: it was sent to all processes, and their launcher passed it on too."""
 
 DIE_WITH_PARENT = ("setpriv", "--pdeathsig")  # util-linux >= 2.33: not on macOS, not on RHEL 8
 
 FINISHED = 0
 REFUSED = 2
-"""Something that the user can mend; the message says how."""
+"""An error that the user can fix; the message says how."""
 NOT_MET = 69
-"""The launchers of the nodes did not find each other. (EX_UNAVAILABLE)"""
+"""The launchers of the nodes could not connect to each other. (EX_UNAVAILABLE)"""
 CANNOT_WRITE = 74
-"""All steps are done, and the disk does not take the last checkpoint. (EX_IOERR; of the process that tokenizes: it
-cannot even write the reason why it ends.)"""
+"""All steps are done, but the last checkpoint cannot be written. (EX_IOERR. The tokenizing process exits with it when
+it cannot even write the reason why it fails.)"""
 PREEMPTED = 75
-"""A signal; the state is saved, and the same command goes on from there. (EX_TEMPFAIL: try again.)"""
+"""Stopped by a signal; the state is saved, and the same command continues. (EX_TEMPFAIL: try again.)"""
 POISONED = 76
-"""run.max_skipped_steps in a row were skipped; the last checkpoint is as it was."""
+"""run.max_skipped_steps steps in a row were skipped; the last checkpoint is unchanged."""
 HUNG = 77
-"""No progress for run.hang_timeout; who held up the others is said."""
+"""No progress for run.hang_timeout; the message names the ranks that the others waited for."""
 
 
 def is_there(process: int) -> bool:
-    """Whether a process of this machine has this id."""
+    """Whether a process on this machine has this id."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another user's
+    except PermissionError:  # it belongs to another user
         pass
     return True
 
 
 def with_parent(command: Sequence[str], number: signal.Signals = signal.SIGTERM) -> list[str]:
-    """The command, as one that gets this signal when its parent is gone, where the system can do that."""
+    """The command, wrapped so that it gets this signal when its parent ends, if the system supports that."""
     bound = [*DIE_WITH_PARENT, number.name.removeprefix("SIG")]
     try:
         can = subprocess.run([*bound, "true"], capture_output=True).returncode == 0
@@ -55,12 +57,12 @@ def with_parent(command: Sequence[str], number: signal.Signals = signal.SIGTERM)
 
 
 def leave(code: int) -> NoReturn:
-    """End this process, and not its interpreter: gloo's threads outlive the process group, and may abort that."""
-    with suppress(OSError):  # of a screen that is a file on a full disk
+    """Exit without finalizing the interpreter, which gloo's threads may abort: they outlive the process group."""
+    with suppress(OSError):  # when stdout is a file on a full disk
         print(end="", flush=True)
     os._exit(code)
 
 
 def ended_by(number: int) -> int:
-    """The code, as shells have it, where signal `number` ended a run that saved nothing."""
+    """The exit code, by the convention of shells, of a run that signal `number` ended without saving."""
     return 128 + number

@@ -1,4 +1,15 @@
-"""Keeps the folder of a run, or of a sweep, for one process at a time. Imports no torch."""
+"""Locks on files that end with their process, however it ends. A run and a sweep lock their folder; so do the
+processes that write the same shards of tokens (recipes/data/tokens/workspace.py).
+
+There are two kinds, because neither of the two kinds of lock that Unix has serves both uses:
+
+- "process" (POSIX, fcntl): for a run's folder. No child inherits it, so a forked child that outlives its process does
+  not hold it. But locks of one process never conflict, and closing any descriptor of the file drops its lock.
+- "descriptor" (flock): for shards, which several threads of a process may write, and may probe, at once: their locks
+  conflict. A descriptor that can only be read locks exclusively, too. But a forked child shares the lock.
+
+Between nodes, both work over NFS (v4, or v3 with lockd) and over Lustre mounted with -o flock. Imports no torch.
+"""
 
 import errno
 import fcntl
@@ -7,31 +18,85 @@ import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 from parallel.errors import UserError
 
 LOCK = ".lock"
 PATIENCE_HERE = 15.0
-"""Seconds for what ran before on this host to end: who has lost its peers speaks for 10 seconds before it goes."""
+"""Seconds to wait for a process on this host: one that has lost its peers reports for 10 seconds before it exits."""
 PATIENCE_ELSEWHERE = 120.0
-"""... on another one: a server of NFSv4 lets go what a dead host held after its lease, 90 seconds as a rule."""
+"""Seconds to wait for a process on another host: an NFSv4 server keeps a dead host's locks for its lease, often 90."""
 SECONDS_BETWEEN_LOOKS = 0.2
 ANOTHER_NAME = "give this run another name (--run.name OTHER)"
 HELD = (errno.EACCES, errno.EAGAIN)
-"""What a lock that another process has looks like, by POSIX."""
+"""The errors that POSIX allows for a lock that another process holds."""
+
+
+class NoLocks(OSError):
+    """The file system has no locks."""
+
+
+def open_locked(
+    file: Path, *, owner: Literal["process", "descriptor"], shared: bool = False, wait: bool = False
+) -> int | None:
+    """Open a file and lock it.
+
+    Args:
+        owner: the kind of lock; see the top of this module.
+        shared: conflict with exclusive locks only, and do not create the file.
+        wait: wait until the lock is free.
+
+    Returns: the descriptor, which holds the lock until it is closed; None if another holds the lock, or if the file
+        was removed or replaced meanwhile.
+
+    Raises: NoLocks if the file cannot be locked at all; another OSError if it cannot be opened.
+    """
+    descriptor = _open(file, owner=owner, shared=shared)
+    error = None
+    try:
+        lock = fcntl.lockf if owner == "process" else fcntl.flock
+        lock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+    except OSError as raised:
+        error = raised
+    still = _is_still(file, descriptor)
+    if still and error is None:
+        return descriptor
+    os.close(descriptor)
+    if still and error is not None and error.errno not in HELD:
+        raise NoLocks(error.errno, error.strerror)
+    return None
+
+
+def _open(file: Path, *, owner: str, shared: bool) -> int:
+    if shared:
+        return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except PermissionError:  # another user's file: flock() needs no write permission, except over NFS
+        if owner == "process":
+            raise
+        return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _is_still(file: Path, descriptor: int) -> bool:
+    """Whether this descriptor is of the file that has this name now."""
+    try:
+        return os.path.samestat(file.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 class FolderLock:
-    """The lock of a folder; of a run's, rank 0 takes it for all. It is gone when its process is, however that ends.
+    """The lock of a folder. Rank 0 takes that of a run's folder for all processes; it ends with the process.
 
-    A POSIX lock (fcntl), not flock(): no child inherits it, so nothing that outlives its process can hold it, and
-    between nodes it works over NFS (v4, or v3 with lockd) and over Lustre mounted with -o flock. The file stays, and
-    means nothing without its lock. Who closes any descriptor of the file loses the lock, so nothing else opens it.
+    The file stays when the lock is gone, and means nothing without it. Nothing else may open the file in a process that
+    holds the lock: closing any descriptor of the file would drop it.
     """
 
     def __init__(self) -> None:
         self._descriptor: int | None = None
-        self._without = False  # the file system has no locks
+        self._no_locks = False
 
     def take(
         self,
@@ -42,13 +107,20 @@ class FolderLock:
         here: float = PATIENCE_HERE,
         elsewhere: float = PATIENCE_ELSEWHERE,
     ) -> None:
-        """Take the lock of this folder, unless that has happened; nothing where no folder is.
+        """Lock this folder, unless this object already holds its lock. Do nothing if the folder does not exist.
 
-        remedy: what to do other than end that process. here, elsewhere: seconds to wait for one on this host, on
-        another. Raises UserError where one goes on
-        having the lock. Where the file system has no locks, or cannot be written, that is told.
+        Where the file system has no locks, or cannot be written, a message is logged and nothing is locked.
+
+        Args:
+            folder: the folder to lock.
+            log: receives one line of text per message.
+            remedy: what the user can do instead of ending the other process.
+            here: seconds to wait for a process on this host.
+            elsewhere: seconds to wait for a process on another host.
+
+        Raises: UserError if another process still holds the lock after that time.
         """
-        if self._without or not folder.is_dir():
+        if self._no_locks or not folder.is_dir():
             return
         file, began, waits = folder / LOCK, time.monotonic(), False
         while True:
@@ -58,55 +130,39 @@ class FolderLock:
                 holder = file.read_text(encoding="utf-8").strip() or "another process"
             except OSError as error:
                 log(f"{file} cannot be locked ({error.strerror}): nothing keeps this run from being started twice")
-                self._without = True
+                self._no_locks = True
                 return
             patience = here if holder.endswith(f" on {platform.node()}") else elsewhere
             if time.monotonic() - began > patience:
                 break
             if not waits:
-                log(f"{folder} is in use by {holder}; waiting up to {patience:.0f} s for its end")
+                log(f"{folder} is in use by {holder}; waiting up to {patience:.0f} s for it to end")
                 waits = True
             time.sleep(SECONDS_BETWEEN_LOOKS)
         raise UserError(
-            f"{folder} is in use: {holder} runs it; end that first, or {remedy}."
-            f" If it is a host that is dead, and the file system has not noticed: remove {file}"
+            f"{folder} is in use: {holder} has locked it; end that first, or {remedy}."
+            f" If that host is dead and the file system has not noticed, remove {file}"
         )
 
     def release(self) -> None:
-        """Let others have it while this process goes on."""
+        """Unlock the folder, for others to use while this process goes on."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     def _holds(self, file: Path) -> bool:
-        return self._descriptor is not None and is_still(file, self._descriptor)
+        return self._descriptor is not None and _is_still(file, self._descriptor)
 
     def _try(self, file: Path) -> bool:
         """Whether the lock is ours now."""
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not is_still(file, descriptor):  # the folder was set aside, or the file removed, just now
-                os.close(descriptor)
-                return False
-        except OSError as error:
-            os.close(descriptor)
-            if error.errno in HELD:
-                return False
-            raise
-        self.release()  # of a folder that was set aside
+        descriptor = open_locked(file, owner="process")
+        if descriptor is None:
+            return False
+        self.release()  # the lock of a folder that was set aside
         self._descriptor = descriptor
         try:
             os.truncate(descriptor, 0)
             os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())
-        except OSError:  # a full disk: it is not said who, but locked it is
+        except OSError:  # a full disk: the file does not name this process, but it is locked
             pass
         return True
-
-
-def is_still(file: Path, descriptor: int) -> bool:
-    """Whether that is the file of this name, still."""
-    try:
-        return os.path.samestat(file.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False

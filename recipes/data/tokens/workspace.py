@@ -1,10 +1,9 @@
-"""Whose tokens a folder of shards holds, and who is at work in it just now. Imports no torch.
+"""Decides which tokens a folder of shards holds, and which processes are working in it. Imports no torch.
 
-Every process at work has a folder of its own in there for what is not whole yet, and a lock on it (flock) that ends
-with the process, however that ends: process ids and host names say nothing across containers and nodes.
+Every working process has a subfolder for its unfinished files, with a lock on it that ends with the process, however
+it ends: process ids and host names mean nothing across containers and nodes.
 """
 
-import fcntl
 import os
 import shutil
 import time
@@ -16,29 +15,29 @@ from pathlib import Path
 from parallel.errors import UserError
 from recipes.data.tokens.shards import OWNER, PROBLEMS, TOKENIZER
 from recipes.files.atomic import PART
-from recipes.files.lock import LOCK, is_still
+from recipes.files.lock import LOCK, NoLocks, open_locked
 
-# A text that was being written for so long was left by a killed process.
 SECONDS_TO_WRITE_A_TEXT = 3600
+"""A killed process left an unfinished text that is older than this."""
 
 
 @contextmanager
 def claimed(folder: Path, *, fingerprint: str, tokenizer: str) -> Iterator[Path]:
-    """Have the folder for tokens of this fingerprint, and its tokenizer.json with this text. Yields a folder for
-    unfinished files, which is gone afterwards.
+    """Claim the folder for tokens with this fingerprint, and write this text to its tokenizer.json.
 
-    Any number of processes may have it at once for the same tokens. Raises UserError where it holds something else, or
-    another process is making something else there; OSError where it cannot be written.
+    Yields a folder for unfinished files, which is deleted afterwards. Any number of processes may claim the folder for
+    the same tokens at once. Raises UserError if the folder holds something else, or if another process is making
+    something else there; OSError if the folder cannot be written.
     """
     _require_no_others(folder)  # before anything is written
     with alone(folder):
         _remove_left(folder)
         part = folder / f"{PART}{uuid.uuid4().hex}"
         part.mkdir()
-        lock = os.open(part / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        lock = None
         try:
-            with suppress(OSError):  # a file system without locks
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with suppress(NoLocks):
+                lock = open_locked(part / LOCK, owner="descriptor")
             _take(folder, part, fingerprint, tokenizer)
         except BaseException:
             _end(part, lock)
@@ -50,21 +49,21 @@ def claimed(folder: Path, *, fingerprint: str, tokenizer: str) -> Iterator[Path]
 
 
 def publish(part: Path, file: Path, text: str) -> None:
-    """Give the file this text at once. part: of claimed(), on the same file system."""
+    """Write this text to the file atomically. part: the folder from claimed(), on the same file system."""
     unfinished = part / file.name
     unfinished.write_text(text, encoding="utf-8")
     unfinished.replace(file)
 
 
 def remove_left(folder: Path) -> None:
-    """Take away what killed processes left unfinished."""
+    """Delete the unfinished files of killed processes."""
     if any(folder.glob(f"{PART}*")):
-        with suppress(OSError), alone(folder):  # not ours to write: it disturbs nobody
+        with suppress(OSError), alone(folder):  # left-overs that may not be deleted do no harm
             _remove_left(folder)
 
 
 def unclaim(folder: Path, *, remove: bool) -> None:
-    """Give up a folder in which nothing was made and nobody is at work. remove: the folder itself, too."""
+    """Give up a folder if no tokens were made in it and no process is working there. remove: delete the folder too."""
     if not folder.is_dir() or not _found(folder) <= {OWNER, TOKENIZER}:
         return
     with suppress(OSError), alone(folder):
@@ -89,7 +88,7 @@ def _take(folder: Path, part: Path, fingerprint: str, tokenizer: str) -> None:
         if any(other != part and _in_use(other) for other in folder.glob(f"{PART}*")):
             raise UserError(
                 f"'{folder}': another process is making tokens of another source, tokenizer or held-out share there"
-                " just now; give another folder, or wait for its end"
+                " right now; give another folder, or wait until that process ends"
             )
         publish(part, owner, fingerprint)
     if TOKENIZER not in found or (folder / TOKENIZER).read_text(encoding="utf-8") != tokenizer:
@@ -102,37 +101,31 @@ def _found(folder: Path) -> set[str]:
 
 
 def _require_no_others(folder: Path) -> None:
-    # Looked at in this order: another process may claim it just now.
+    # In this order: another process may claim the folder at the same time.
     if folder.is_dir() and _found(folder) and not (folder / OWNER).exists():
         raise UserError(f"'{folder}' holds other files; give an empty folder, or one that does not exist")
 
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Nobody else is in here for the same folder, as far as its file system has locks. It is made if need be."""
-    while True:
+    """Exclude other processes and threads that use this for the same folder, if its file system has locks.
+
+    Creates the folder if needed.
+    """
+    descriptor = None
+    while descriptor is None:
         folder.mkdir(parents=True, exist_ok=True)
-        file = folder / LOCK
         try:
-            descriptor = _open(file)
-        except FileNotFoundError:  # unclaim() of another process
+            descriptor = open_locked(folder / LOCK, owner="descriptor", wait=True)
+        except FileNotFoundError:  # another process called unclaim()
             continue
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if is_still(file, descriptor):
+        except NoLocks:
             break
-        os.close(descriptor)
     try:
         yield
     finally:
-        os.close(descriptor)
-
-
-def _open(file: Path) -> int:
-    try:
-        return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except PermissionError:  # in a folder of several users: only NFS asks for more than reading
-        return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def _remove_left(folder: Path) -> None:
@@ -146,20 +139,20 @@ def _remove_left(folder: Path) -> None:
 
 
 def _in_use(part: Path) -> bool:
-    """Whether the process that made it lives. Where there are no locks it may."""
+    """Whether the process that made this folder is alive. True if the file system has no locks: it may be."""
     try:
-        descriptor = os.open(part / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_locked(part / LOCK, owner="descriptor", shared=True)
     except (FileNotFoundError, NotADirectoryError):
         return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
+    except NoLocks:
         return True
-    finally:
-        os.close(descriptor)
+    if descriptor is None:
+        return (part / LOCK).exists()
+    os.close(descriptor)
     return False
 
 
-def _end(part: Path, lock: int) -> None:
+def _end(part: Path, lock: int | None) -> None:
     shutil.rmtree(part, ignore_errors=True)
-    os.close(lock)
+    if lock is not None:
+        os.close(lock)

@@ -14,40 +14,40 @@ def rows(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_text_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sync", [False, True])
+def test_text_is_replaced_completely_or_not_at_all(sync: bool, tmp_path: Path) -> None:
     file = tmp_path / "recipe.toml"
-    for sync in (False, True):
-        write_whole(file, "old\n", sync=sync)
-        with files_of_at_most(100), pytest.raises(OSError, match="too large"):
-            write_whole(file, "new\n" * 100, sync=sync)
-        assert file.read_text() == "old\n"
-        assert [path.name for path in tmp_path.iterdir()] == ["recipe.toml"]
+    write_whole(file, "old\n", sync=sync)
+    with files_of_at_most(100), pytest.raises(OSError, match="too large"):
+        write_whole(file, "new\n" * 100, sync=sync)
+    assert file.read_text() == "old\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.toml"]
 
 
-def test_lines_that_a_full_disk_takes_are_counted_and_told_once(tmp_path: Path) -> None:
-    told: list[str] = []
-    lines = Lines(tmp_path / "rows", log=told.append)
+def test_lines_lost_to_a_full_disk_are_counted_and_logged_once(tmp_path: Path) -> None:
+    logged: list[str] = []
+    lines = Lines(tmp_path / "rows", log=logged.append)
     lines.append("first", "second")
     whole = (tmp_path / "rows").read_bytes()
     with files_of_at_most(len(whole) + 10):
         for _ in range(3):
             lines.append("third, of which half would fit", "fourth")
             assert (tmp_path / "rows").read_bytes() == whole
-        assert told == [f"{tmp_path / 'rows'} cannot be written: File too large; its lines are lost until it can"]
+        assert logged == [f"{tmp_path / 'rows'} cannot be written: File too large; its lines are lost until it can"]
     for text in ("fifth", "sixth"):
         lines.append(text)
-    assert told[1:] == [f"{tmp_path / 'rows'} can be written again; 6 lines were lost"]
+    assert logged[1:] == [f"{tmp_path / 'rows'} can be written again; 6 lines were lost"]
     assert (tmp_path / "rows").read_text() == "first\nsecond\nfifth\nsixth\n"
 
 
-def test_lines_are_written_again_when_their_folder_is(tmp_path: Path) -> None:
-    told: list[str] = []
-    lines = Lines(tmp_path / "folder" / "rows", log=told.append)
+def test_lines_are_written_again_once_their_folder_exists(tmp_path: Path) -> None:
+    logged: list[str] = []
+    lines = Lines(tmp_path / "folder" / "rows", log=logged.append)
     lines.append("lost")
     (tmp_path / "folder").mkdir()
     lines.append()
     lines.append("kept")
-    assert [line.partition(": ")[2] for line in told] == [
+    assert [line.partition(": ")[2] for line in logged] == [
         "No such file or directory; its lines are lost until it can",
         "",
     ]
@@ -56,34 +56,50 @@ def test_lines_are_written_again_when_their_folder_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("before", ["", "a\n", "a\n" + "b" * (2 * BLOCK) + "\n"])
 @pytest.mark.parametrize("torn", ["", "x", "y" * (BLOCK - 1), "z" * (3 * BLOCK)])
-def test_half_a_line_does_not_swallow_the_next(before: str, torn: str, tmp_path: Path) -> None:
+def test_partial_line_is_removed_before_the_next_is_appended(before: str, torn: str, tmp_path: Path) -> None:
     path = tmp_path / "rows"
     path.write_text(before + torn)
     Lines(path, log=print).append("next")
     assert path.read_text() == before + "next\n"
 
 
-def test_cut_back_forgets_later_steps_and_half_a_line(tmp_path: Path) -> None:
+@pytest.fixture
+def metrics(tmp_path: Path) -> Path:
+    """Two rows for each of three steps, and a partial row."""
     path = tmp_path / "metrics.jsonl"
     lines = Lines(path, log=print)
     for step in (1, 2, 3):
         lines.append(json.dumps({"step": step, "loss": 1 / step}), json.dumps({"step": step, "validation_loss": 2.0}))
-    before = path.read_text().splitlines()
     with path.open("ab") as file:
         file.write(b'{"step": 2, "lo\xff\x00')
-    cut_back(path, 2)
-    assert path.read_text().splitlines() == before[:4]
-    lines.append('{"step": 3}')
-    assert rows(path)[-1] == {"step": 3}
-    cut_back(path, 0)
-    assert rows(path) == []
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    return path
 
 
-def test_cut_back_writes_only_where_it_must(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    cut_back(path, 5)
+def test_cut_back_removes_later_steps_and_a_partial_row(metrics: Path) -> None:
+    before = metrics.read_bytes().splitlines()
+    cut_back(metrics, 2)
+    assert metrics.read_bytes().splitlines() == before[:4]
+    assert [path.name for path in metrics.parent.iterdir()] == ["metrics.jsonl"]
+
+
+def test_cut_back_file_can_be_appended_to(metrics: Path) -> None:
+    cut_back(metrics, 2)
+    Lines(metrics, log=print).append('{"step": 3}')
+    assert len(rows(metrics)) == 5 and rows(metrics)[-1] == {"step": 3}
+
+
+def test_cut_back_to_step_0_removes_all_rows(metrics: Path) -> None:
+    cut_back(metrics, 0)
+    assert rows(metrics) == []
+
+
+def test_cut_back_creates_no_file(tmp_path: Path) -> None:
+    cut_back(tmp_path / "metrics.jsonl", 5)
     assert not list(tmp_path.iterdir())
+
+
+def test_cut_back_leaves_a_file_alone_that_has_nothing_to_remove(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 5}\n')
     before = path.stat()
     cut_back(path, 5)

@@ -1,5 +1,6 @@
-"""Who may write to a folder of shards: decided by locks, which end with their process."""
+"""Which processes may write to a folder of shards. Locks decide, and they end with their process."""
 
+import fcntl
 import signal
 import subprocess
 import sys
@@ -8,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from parallel.errors import UserError
-from recipes.data.tokens import workspace as claim
 from recipes.data.tokens.prepare import write_shards
 from recipes.data.tokens.shards import OWNER, TOKENIZER, problem_path
 from recipes.data.tokens.workspace import claimed, remove_left, unclaim
@@ -24,7 +24,7 @@ HOLD = (
 
 
 def hold(folder: Path, host: str = "n1") -> tuple[subprocess.Popen[str], Path]:
-    """A process that is at work in the folder, and where."""
+    """A process that works in the folder, and its own folder in there."""
     command = [sys.executable, "-c", HOLD, str(folder), host]
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -36,8 +36,8 @@ def end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def test_what_a_living_process_has_not_finished_stays_what_a_killed_one_left_goes(tmp_path: Path) -> None:
-    """Whatever hosts and containers call themselves: of names that begin alike, process ids cannot be told."""
+def test_only_the_files_of_killed_processes_are_removed(tmp_path: Path) -> None:
+    """Whatever hosts and containers are called: where names begin alike, a name does not tell the process id."""
     (tmp_path / ".part-n1-4-left").mkdir()  # as an older version made them
     (tmp_path / ".part-n1-b-4-left").mkdir()
     one, part = hold(tmp_path, "n1")
@@ -56,7 +56,7 @@ def test_what_a_living_process_has_not_finished_stays_what_a_killed_one_left_goe
     assert not list(tmp_path.glob(".part-*"))
 
 
-def test_a_folder_is_for_one_kind_of_tokens_at_a_time(tmp_path: Path) -> None:
+def test_folder_is_for_one_kind_of_tokens_while_a_process_works_there(tmp_path: Path) -> None:
     process, _ = hold(tmp_path)
     with claimed(tmp_path, fingerprint="ours", tokenizer="T"):  # the same work at once
         pass
@@ -66,10 +66,20 @@ def test_a_folder_is_for_one_kind_of_tokens_at_a_time(tmp_path: Path) -> None:
     ):
         pass
     assert ((tmp_path / OWNER).read_text(), (tmp_path / TOKENIZER).read_text()) == ("ours", "T")
-    problem_path(tmp_path, "some run").write_text("data.source: whatever")
     end(process)
-    with claimed(tmp_path, fingerprint="others", tokenizer="U"):  # nothing was made for who had it
+
+
+def test_folder_of_a_killed_process_passes_to_other_tokens_if_none_were_made(tmp_path: Path) -> None:
+    process, _ = hold(tmp_path)
+    end(process)
+    problem_path(tmp_path, "some run").write_text("data.source: whatever")
+    with claimed(tmp_path, fingerprint="others", tokenizer="U"):
         assert ((tmp_path / OWNER).read_text(), (tmp_path / TOKENIZER).read_text()) == ("others", "U")
+
+
+def test_folder_with_tokens_is_refused_for_others(tmp_path: Path) -> None:
+    with claimed(tmp_path, fingerprint="others", tokenizer="U"):
+        pass
     (tmp_path / "00000.json").write_text("{}")
     with (
         pytest.raises(UserError, match="holds tokens of another source, tokenizer or held-out share"),
@@ -78,16 +88,24 @@ def test_a_folder_is_for_one_kind_of_tokens_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-def test_the_tokenizer_beside_the_tokens_is_the_one_that_made_them(tmp_path: Path) -> None:
+def test_folder_with_other_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(UserError, match="holds other files"), claimed(tmp_path, fingerprint="o", tokenizer="T"):
+        pass
+    unclaim(tmp_path, remove=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_tokenizer_file_is_the_one_that_made_the_tokens(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 50)
     first, second = (tokenizer_for(tmp_path / "rows.jsonl", entries=entries) for entries in (300, 310))
     with claimed(tmp_path / "out", fingerprint="of the first", tokenizer=first.json):
-        pass  # it comes to nothing
+        pass  # makes no tokens
     shards_in(tmp_path / "out", work_on(tmp_path / "rows.jsonl", tokenizer=second))
     assert (tmp_path / "out" / TOKENIZER).read_text() == second.json
 
 
-def test_the_same_work_at_once_makes_the_same(tmp_path: Path) -> None:
+def test_two_writers_of_the_same_tokens_write_the_same_files(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 400)
     work = work_on(tmp_path / "rows.jsonl")
     shards_in(tmp_path / "whole", work)
@@ -98,26 +116,21 @@ def test_the_same_work_at_once_makes_the_same(tmp_path: Path) -> None:
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_nothing_is_left_of_a_claim_that_came_to_nothing(tmp_path: Path) -> None:
-    for remove in (True, False):
-        with claimed(tmp_path / "out", fingerprint="ours", tokenizer="T"):
-            unclaim(tmp_path / "out", remove=remove)
-            assert (tmp_path / "out" / OWNER).exists()  # somebody is at work
+@pytest.mark.parametrize("remove", [True, False])
+def test_unclaim_leaves_nothing_once_no_process_works_there(remove: bool, tmp_path: Path) -> None:
+    with claimed(tmp_path / "out", fingerprint="ours", tokenizer="T"):
         unclaim(tmp_path / "out", remove=remove)
-        assert (tmp_path / "out").exists() != remove
-    assert not list((tmp_path / "out").iterdir())
-    (tmp_path / "out" / "mine.txt").write_text("mine")
-    with pytest.raises(UserError, match="holds other files"), claimed(tmp_path / "out", fingerprint="o", tokenizer="T"):
-        pass
-    unclaim(tmp_path / "out", remove=True)
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
+        assert (tmp_path / "out" / OWNER).exists()
+    unclaim(tmp_path / "out", remove=remove)
+    assert (tmp_path / "out").exists() != remove
+    assert not list(tmp_path.glob("out/*"))
 
 
-def test_a_file_system_without_locks_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_removed_on_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(claim.fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     with claimed(tmp_path, fingerprint="ours", tokenizer="T") as part:
         remove_left(tmp_path)
         assert part.is_dir()
