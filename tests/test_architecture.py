@@ -1,85 +1,43 @@
-"""Who may import whom, and what the rooms promise (ARCHITECTURE.md), read from the sources."""
+"""Checks the layers and promises of docs/architecture.md against the sources, folder by folder."""
 
 import ast
+import json
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterable, Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ("models", "parallel", "recipes", "scripts")
-OURS = {"models", "parallel", "recipes", "scripts", "train"}
-FILES = [ROOT / "train.py", *(file for room in ROOMS for file in sorted((ROOT / room).rglob("*.py")))]
-
-MAY_IMPORT = {
-    "models": {"models"},
-    "parallel": {"models", "parallel"},
-    "recipes": {"models", "parallel", "recipes"},
-    "scripts": {"models", "parallel", "recipes"},
-    "train.py": {"models", "parallel", "recipes"},
-}
-# The model and the order of its parallelization are put together in one place, and measured in another.
-ASSEMBLED_IN = {"recipes/training/trainer.py", "recipes/plan.py"}
-# Needs no order: it runs the plain model on one device.
-PLAIN_MODEL_IN = {"recipes/evaluation/generate.py"}
-TORCH_FREE = {
-    "models/config.py",
-    "models/hf.py",
-    "models/sizes.py",
-    "parallel/config.py",
-    "parallel/errors.py",
-    "parallel/nodes.py",
-    "recipes/metrics/breakdown.py",
-    "recipes/checkpoint/files.py",
-    "recipes/checkpoint/folder.py",
-    "recipes/checkpoint/look.py",
-    "recipes/checkpoint/manifest.py",
-    "recipes/checkpoint/space.py",
-    "recipes/command_line.py",
-    "recipes/data/tokens/background.py",
-    "recipes/data/tokens/workspace.py",
-    "recipes/data/text/compressed.py",
-    "recipes/data/text/hub.py",
-    "recipes/data/open_data.py",
-    "recipes/data/order.py",
-    "recipes/data/tokens/prepare.py",
-    "recipes/data/text/readers.py",
-    "recipes/data/text/rows.py",
-    "recipes/data/sequences.py",
-    "recipes/data/tokens/shards.py",
-    "recipes/data/text/sources.py",
-    "recipes/files/atomic.py",
-    "recipes/files/exit_codes.py",
-    "recipes/files/layout.py",
-    "recipes/files/units.py",
-    "recipes/fields.py",
-    "recipes/metrics/goodput.py",
-    "recipes/metrics/hardware.py",
-    "recipes/weights/hf_folder.py",
-    "recipes/load.py",
-    "recipes/plan.py",
-    "recipes/cluster/restarts.py",
-    "recipes/cluster/slurm.py",
-    "recipes/cluster/supervisor.py",
-    "recipes/rules.py",
-    "recipes/training/run_folder.py",
-    "recipes/files/lock.py",
-    "recipes/schema.py",
-    "recipes/weights/locate.py",
-    "recipes/sweep/loop.py",
-    "recipes/sweep/numerics.py",
-    "recipes/sweep/plots.py",
-    "recipes/sweep/grid.py",
-    "recipes/sweep/results.py",
-    "recipes/sweep/runner.py",
-    "scripts/checkpoint.py",
-    "scripts/prepare_data.py",
-    "scripts/slurm.py",
-    "scripts/sweep.py",
-    "scripts/write_docs.py",
-}
+PACKAGES = ("models", "parallel", "recipes")
+TOP = (*PACKAGES, "scripts")
+# The layers from top to bottom. A file may import from its own layer and from those below it, never from one above;
+# inside a layer, folders may import each other as long as no circle comes of it.
+LAYERS = (
+    ("train.py", "scripts"),
+    ("recipes/bench", "recipes/sweep"),
+    ("recipes/training",),
+    ("recipes/load.py",),
+    ("recipes/rules.py", "recipes/command_line.py"),
+    ("recipes/fields.py",),
+    ("recipes/schema.py",),
+    ("recipes/evaluation",),
+    ("recipes/weights", "recipes/cluster"),
+    ("recipes/data", "recipes/checkpoint", "recipes/metrics"),
+    ("recipes/data/tokens",),
+    ("recipes/data/text",),
+    ("recipes/optimization", "recipes/files"),
+    ("parallel",),
+    ("models",),
+)
+LEVEL = {place: level for level, places in enumerate(LAYERS) for place in places}
+# Libraries that a single file may import.
+ONLY_IMPORTER = {"torchao": "parallel/float8.py", "transformers": "models/transformers.py"}
 LAUNCHER_ENVIRONMENT = {
     "RANK",
     "WORLD_SIZE",
@@ -90,130 +48,271 @@ LAUNCHER_ENVIRONMENT = {
     "MASTER_ADDR",
     "MASTER_PORT",
 }
-# What a recipe is, and the trainer. Everything else takes its own section or plain values.
-MAY_TAKE_A_RECIPE = {
-    "recipes/command_line.py",
-    "recipes/fields.py",
-    "recipes/load.py",
-    "recipes/plan.py",
-    "recipes/cluster/restarts.py",
-    "recipes/rules.py",
-    "recipes/training/run.py",
-    "recipes/training/run_folder.py",
-    "recipes/files/lock.py",
-    "recipes/sweep/grid.py",
-    "recipes/training/trainer.py",
-}
-
-every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+TORCH_FREE = "Imports no torch."
 
 
 def name(file: Path) -> str:
     return file.relative_to(ROOT).as_posix()
 
 
-def room(file: Path) -> str:
-    return file.relative_to(ROOT).parts[0]
+EVERY_FILE = [ROOT / "train.py", *(file for top in TOP for file in sorted((ROOT / top).rglob("*.py")))]
+INITS = [file for file in EVERY_FILE if file.name == "__init__.py"]
+FILES = [file for file in EVERY_FILE if file not in INITS]
+MODULES = {name(file).removesuffix(".py").replace("/", "."): file for file in FILES}
+"""Dotted name -> file."""
 
 
-def nodes(file: Path) -> Iterator[ast.AST]:
-    return ast.walk(ast.parse(file.read_text(), str(file)))
+@cache
+def tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"), str(file))
 
 
-def imports(file: Path) -> set[str]:
-    """Dotted names of all modules that the file may import, at the top or inside a function."""
+@cache
+def nodes(file: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree(file)))
+
+
+def modules_named(nodes: Iterable[ast.AST], file: Path) -> set[str]:
+    """Dotted names of all modules that these import statements may load."""
     found = set()
-    for node in nodes(file):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{name(file)}: write imports from the root"
+            assert node.level == 0, f"{name(file)}: write imports from the repository root"
             assert node.module
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return found
 
 
-@every_file
-def test_rooms_import_downwards(file: Path) -> None:
-    ours = {module.partition(".")[0] for module in imports(file)} & OURS
-    assert ours <= MAY_IMPORT[room(file)]
+@cache
+def imports(file: Path) -> set[str]:
+    """What the file may import, at the top or inside a function."""
+    return modules_named(nodes(file), file)
 
 
-@every_file
-def test_the_model_and_its_order_meet_in_the_trainer_alone(file: Path) -> None:
-    if room(file) in ("recipes", "train.py") and name(file) not in ASSEMBLED_IN:
-        hidden = {"parallel.order"} if name(file) in PLAIN_MODEL_IN else {"models.decoder", "parallel.order"}
-        assert not imports(file) & hidden
-    if room(file) == "parallel":
-        assert "models.decoder" not in imports(file)
+@cache
+def imports_at_start(file: Path) -> set[str]:
+    """What importing the file imports: nothing inside functions or below `if TYPE_CHECKING`."""
+
+    def executed(statements: list[ast.stmt]) -> Iterator[ast.AST]:
+        for statement in statements:
+            if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            yield statement
+            only_for_types = isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING"
+            for part in ("orelse",) if only_for_types else ("body", "orelse", "finalbody"):
+                yield from executed(getattr(statement, part, []))
+
+    return modules_named(executed(tree(file).body), file)
 
 
-@every_file
-def test_only_one_file_knows_torchao(file: Path) -> None:
-    if name(file) != "parallel/float8.py":
-        assert not {module for module in imports(file) if module.partition(".")[0] == "torchao"}
+def our_files(modules: set[str]) -> list[Path]:
+    return sorted({MODULES[module] for module in modules if module in MODULES})
 
 
-@every_file
-def test_only_one_folder_knows_how_checkpoints_are_stored(file: Path) -> None:
-    if not name(file).startswith("recipes/checkpoint/") and name(file) != "recipes/bench/checkpoint.py":
-        assert not {module for module in imports(file) if module.startswith("torch.distributed.checkpoint")}
-    assert "pickle" not in imports(file)
+def libraries(modules: set[str]) -> set[str]:
+    return {module.partition(".")[0] for module in modules}
 
 
-@every_file
-def test_only_one_file_knows_the_launcher(file: Path) -> None:
-    if name(file) not in ("parallel/dist.py", "recipes/cluster/slurm.py") and room(file) != "scripts":
-        strings = {node.value for node in nodes(file) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-        assert not strings & LAUNCHER_ENVIRONMENT
+def place(file: Path) -> str:
+    """The entry of LAYERS that a file belongs to: the file itself, or else its folder."""
+    return name(file) if name(file) in LEVEL else name(file.parent)
 
 
-@every_file
-def test_what_a_run_is_needs_no_torch(file: Path) -> None:
-    if name(file) in TORCH_FREE:
-        assert not {module for module in imports(file) if module.partition(".")[0].startswith("torch")}
-        assert not {
-            module for module in imports(file) if module.startswith(("recipes.training.trainer", "parallel.dist"))
-        }
+def is_torch_free(file: Path) -> bool:
+    return (ast.get_docstring(tree(file)) or "").endswith(TORCH_FREE)
 
 
-@every_file
-def test_components_take_their_own_section(file: Path) -> None:
-    if room(file) != "recipes" or name(file) in MAY_TAKE_A_RECIPE:
-        return
-    for node in nodes(file):
-        if isinstance(node, ast.arg) and node.annotation:
-            assert "Recipe" not in {part.id for part in ast.walk(node.annotation) if isinstance(part, ast.Name)}, (
-                f"{name(file)}:{node.lineno} takes a whole Recipe"
-            )
+def lines_outside_tests() -> dict[str, int]:
+    """File -> its number of lines, for everything that is imported or run."""
+    scripts = [file for pattern in ("*.sh", "*.sbatch") for file in sorted((ROOT / "scripts").glob(pattern))]
+    return {name(file): len(file.read_bytes().splitlines()) for file in [*FILES, *scripts, ROOT / ".ci" / "run"]}
 
 
-def test_packages_do_no_work_at_import() -> None:
-    inits = [file for file in FILES if file.name == "__init__.py"]
-    assert {room(file) for file in inits} >= {"models", "parallel", "recipes"}
-    assert all(file.read_text() == "" for file in inits)
+# Layers
 
 
-def test_the_entry_is_short() -> None:
-    assert len((ROOT / "train.py").read_text().splitlines()) < 80
+def test_every_folder_has_a_layer() -> None:
+    missing = {place(file) for file in FILES} - set(LEVEL)
+    assert not missing, f"give {missing} a place in LAYERS and in docs/architecture.md"
 
 
-def test_loading_a_recipe_leaves_torch_out() -> None:
-    modules = ", ".join(
-        file.removesuffix(".py").replace("/", ".")
-        for file in sorted(TORCH_FREE)
-        if file.startswith(("models", "parallel", "recipes")) and (ROOT / file).exists()
-    )
-    code = f"import sys, {modules}; recipes.load.load('configs/smollm3_debug.toml', ['--run.steps', '300'])"
-    check = "print([module for module in sys.modules if module.partition('.')[0] in ('torch', 'torchao')])"
+def test_every_entry_of_the_layers_exists() -> None:
+    assert not [entry for entry in LEVEL if not (ROOT / entry).exists()]
+
+
+def test_no_file_imports_from_a_layer_above_its_own() -> None:
+    upward = [
+        f"{name(file)} imports {name(other)}"
+        for file in FILES
+        for other in our_files(imports(file))
+        if LEVEL[place(other)] < LEVEL[place(file)]
+    ]
+    assert not upward, upward
+
+
+def test_no_folders_import_each_other_in_a_circle() -> None:
+    graph: dict[str, set[str]] = {place(file): set() for file in FILES}
+    for file in FILES:
+        graph[place(file)] |= {place(other) for other in our_files(imports(file))} - {place(file)}
+    try:
+        TopologicalSorter({folder: sorted(imported) for folder, imported in graph.items()}).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")
+
+
+def test_config_of_a_section_imports_nothing_of_recipes() -> None:
+    configs = [file for file in FILES if file.name == "config.py"]
+    assert len(configs) > 5
+    assert not [name(file) for file in configs if "recipes" in libraries(imports(file))]
+
+
+def test_no_folder_below_load_takes_a_whole_recipe() -> None:
+    """The files of recipes/ itself define what a recipe is, so they may."""
+    takers = [
+        f"{name(file)}:{node.lineno}"
+        for file in FILES
+        if place(file) != name(file) and LEVEL[place(file)] > LEVEL["recipes/load.py"]
+        for node in nodes(file)
+        if isinstance(node, ast.arg) and node.annotation
+        if re.search(r"\bRecipe\b", ast.unparse(node.annotation))
+    ]
+    assert not takers, takers
+
+
+# One place each
+
+
+def test_model_and_its_parallelization_meet_in_one_file_of_training() -> None:
+    """And in scripts/evaluate.py, which trains nothing."""
+    files = [file for file in FILES if "parallel.order" in imports(file) and place(file) != "scripts"]
+    assert [name(file.parent) for file in files] == ["recipes/training"], list(map(name, files))
+
+
+def test_decoder_is_built_only_by_training_and_evaluation() -> None:
+    builders = {place(file) for file in FILES if "models.decoder" in imports(file)}
+    assert builders <= {"models", "recipes/training", "recipes/evaluation", "scripts"}
+
+
+@pytest.mark.parametrize(("library", "importer"), ONLY_IMPORTER.items())
+def test_library_has_only_one_importer(library: str, importer: str) -> None:
+    assert {name(file) for file in FILES if library in libraries(imports(file))} <= {importer}
+
+
+def test_torch_checkpoints_are_used_only_by_what_is_named_checkpoint() -> None:
+    users = {
+        Path(name(file)).with_suffix("").parts
+        for file in FILES
+        if any(module.startswith("torch.distributed.checkpoint") for module in imports(file))
+    }
+    assert not [parts for parts in users if parts[0] != "recipes" or "checkpoint" not in parts]
+
+
+def test_nothing_is_pickled() -> None:
+    assert not [name(file) for file in FILES if "pickle" in imports(file)]
+
+
+def test_launcher_environment_is_read_only_by_dist() -> None:
+    """Scripts set it for the processes that they start."""
+    readers = {
+        name(file)
+        for file in FILES
+        if place(file) != "scripts"
+        for node in nodes(file)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in LAUNCHER_ENVIRONMENT
+    }
+    assert readers == {"parallel/dist.py"}
+
+
+# Without torch
+
+
+def test_torch_free_label_ends_the_docstring() -> None:
+    misplaced = [name(file) for file in FILES if TORCH_FREE in (ast.get_docstring(tree(file)) or "")]
+    misplaced = [file for file in misplaced if not is_torch_free(ROOT / file)]
+    assert not misplaced, f'"{TORCH_FREE}" must be the last sentence of the docstring: {misplaced}'
+
+
+def test_torch_free_file_imports_only_torch_free_files_of_ours() -> None:
+    others = {
+        name(file): [name(other) for other in our_files(imports_at_start(file)) if not is_torch_free(other)]
+        for file in FILES
+        if is_torch_free(file)
+    }
+    others = {file: imported for file, imported in others.items() if imported}
+    assert not others, f'their imports must say "{TORCH_FREE}", too: {others}'
+
+
+def test_importing_every_torch_free_file_and_loading_a_recipe_leaves_torch_out() -> None:
+    modules = sorted(module for module, file in MODULES.items() if is_torch_free(file))
+    assert "recipes.load" in modules
+    code = """if True:
+        import importlib, json, sys
+        for module in json.loads(sys.argv[1]):
+            importlib.import_module(module)
+        import recipes.load
+        recipes.load.load("configs/smollm3_debug.toml", ["--run.steps", "300"])
+        print([module for module in sys.modules if module.partition(".")[0] in ("torch", "torchao")])
+    """
     found = subprocess.run(
-        [sys.executable, "-c", f"{code}; {check}"], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, json.dumps(modules)], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert found.stdout == "[]\n"
 
 
+# Sizes
+
+
+def test_no_function_is_longer_than_60_lines() -> None:
+    long = [
+        f"{name(file)}:{node.lineno} {node.name} has {node.end_lineno - node.lineno + 1} lines"
+        for file in FILES
+        for node in nodes(file)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno
+        if node.end_lineno - node.lineno + 1 > 60
+    ]
+    assert not long, long
+
+
+def test_no_file_is_longer_than_400_lines() -> None:
+    long = {file: lines for file, lines in lines_outside_tests().items() if lines > 400}
+    assert not long, long
+
+
+def test_everything_outside_tests_has_at_most_17000_lines() -> None:
+    total = sum(lines_outside_tests().values())
+    assert total <= 17_000
+
+
+def test_entry_has_fewer_than_80_lines() -> None:
+    assert lines_outside_tests()["train.py"] < 80
+
+
+# Packages and tests
+
+
+def test_every_folder_of_code_is_a_package() -> None:
+    assert {file.parent for file in INITS} == {file.parent for file in FILES if file.parent.name != "scripts"} - {ROOT}
+
+
+def test_packages_do_no_work_at_import() -> None:
+    assert not [name(file) for file in INITS if file.read_bytes()]
+
+
+def test_pyproject_lists_every_package() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
+    assert sorted(listed) == sorted(name(file.parent).replace("/", ".") for file in INITS)
+
+
+def test_tests_mirror_the_folders() -> None:
+    """Except tests/ itself, for whole commands, and tests/gpu, for what needs a GPU."""
+    folders = {file.parent.relative_to(ROOT / "tests") for file in (ROOT / "tests").rglob("test_*.py")}
+    assert not {str(folder) for folder in folders if folder.name != "gpu" and not (ROOT / folder).is_dir()}
+
+
 def test_our_packages_come_first_whatever_is_installed(tmp_path: Path) -> None:
-    for package in ("models", "parallel", "recipes"):
+    for package in PACKAGES:
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").touch()
     code = f"import runpy; runpy.run_path({str(ROOT / 'train.py')!r}); import models, parallel, recipes"
@@ -226,6 +325,4 @@ def test_our_packages_come_first_whatever_is_installed(tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    assert found.stdout.split() == [
-        str(ROOT / package / "__init__.py") for package in ("models", "parallel", "recipes")
-    ]
+    assert found.stdout.split() == [str(ROOT / package / "__init__.py") for package in PACKAGES]
