@@ -142,6 +142,11 @@ def test_every_entry_of_the_layers_exists() -> None:
     assert not [entry for entry in LEVEL if not (ROOT / entry).exists()]
 
 
+def test_docs_draw_every_entry_of_the_layers() -> None:
+    drawing = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert not [entry for entry in LEVEL if not re.search(rf"(?<![\w/]){re.escape(entry)}(?![\w.])", drawing)]
+
+
 def test_no_file_imports_from_a_layer_above_its_own() -> None:
     upward = [
         f"{name(file)} imports {name(other)}"
