@@ -1,20 +1,27 @@
-"""Real processes: a function run by several, joined by gloo as torchrun would start them, and looks at others."""
+"""Real processes for tests: run a function on several ranks joined by gloo, and look at processes that run."""
 
+import contextlib
+import multiprocessing.forkserver
 import os
 import secrets
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch.multiprocessing as multiprocessing
+import torch
+import torch.multiprocessing
+
+ROOT = Path(__file__).parents[1]
 
 
 def wait_for(what: str, condition: Callable[[], object], *, seconds: float = 300) -> None:
-    """Fails after a time that only a hang can take."""
+    """Wait until the condition holds; fail after a time that only a hang can take."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"{what}: not within {seconds:.0f} s"
@@ -22,32 +29,48 @@ def wait_for(what: str, condition: Callable[[], object], *, seconds: float = 300
 
 
 def rank_of(process: int) -> int | None:
-    """Of a process that torchrun has started."""
+    """The rank that torchrun gave to this process; None where it did not start it."""
     variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
     return next((int(value[5:]) for value in variables if value.startswith(b"RANK=")), None)
 
 
 def free_ports(count: int) -> list[int]:
-    """Below those that the system gives out by itself (from 32768 on Linux): nobody takes them before they are used."""
+    """Free ports below the range that the system picks from (on Linux from 32768 on)."""
     found: set[int] = set()
     while len(found) < count:
-        port = secrets.choice(range(10_000, 32_000))  # other processes draw, too, all seeded alike
+        port = secrets.choice(range(10_000, 32_000))  # not random: every test seeds it alike
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             found.add(port)
     return list(found)
 
 
-def run_processes(count: int, function: Callable[..., Any], *arguments: Any, timeout: float = 240) -> list[Any]:
-    """Call `function(*arguments)` in `count` fresh processes with the launcher's environment; results by rank.
+def run_processes(
+    count: int, function: Callable[..., Any], *arguments: Any, timeout: float = 240, patience: float = 10
+) -> list[Any]:
+    """Call `function(*arguments)` in `count` new processes with the launcher's environment; results by rank.
 
-    A process that raises or hangs fails the caller with its traceback; none is left behind.
+    The processes are forked from a server that has imported torch but run none of it (tests/preload.py). A process that
+    raises or hangs fails the caller with its traceback; none is left behind.
+
+    Args:
+        count: how many processes.
+        function: what each of them calls, found by its name in its module.
+        arguments: of the function, pickled.
+        timeout: seconds until the last answer.
+        patience: seconds that processes may take to end after the answers, before they are killed.
     """
-    context = multiprocessing.get_context("spawn")
+    context = process_context()
     results = context.SimpleQueue()
     [port] = free_ports(1)
+    shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment = dict(os.environ) | {name: str(value) for name, value in shared.items()} | {"OMP_NUM_THREADS": "1"}
     processes = [
-        context.Process(target=_work, args=(rank, count, port, results, function, arguments)) for rank in range(count)
+        context.Process(
+            target=_work,
+            args=(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, results, function, arguments),
+        )
+        for rank in range(count)
     ]
     try:
         for process in processes:
@@ -61,15 +84,36 @@ def run_processes(count: int, function: Callable[..., Any], *arguments: Any, tim
             answers[rank] = answer
         return [answers[rank] for rank in range(count)]
     finally:
-        for process in processes:
-            process.join(timeout=10)
+        end = time.monotonic() + patience
+        for process in (process for process in processes if process.pid is not None):
+            process.join(timeout=max(0.0, end - time.monotonic()))
             process.kill()
+            process.join()
+
+
+@cache
+def process_context() -> Any:
+    """How this test process starts others: forked from a server, or as new interpreters where forking is unsafe.
+
+    CUDA does not survive a fork, and imports may initialize it; nor do macOS's system libraries.
+    """
+    if sys.platform != "linux" or torch.cuda.is_available():
+        return torch.multiprocessing.get_context("spawn")
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preload"])
+    threads = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+    os.environ.update(dict.fromkeys(threads, "1"))  # libraries that start their threads when they are loaded start none
+    try:
+        with contextlib.chdir(ROOT):  # the server finds tests.preload from where it starts
+            multiprocessing.forkserver.ensure_running()
+    finally:
+        for name, value in threads.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    return context
 
 
 def _wait(results: Any, processes: list[Any], timeout: float) -> bool:
     """Whether an answer came before the time-out and before a process died without one."""
-    import time
-
     end = time.monotonic() + timeout
     while time.monotonic() < end:
         if not results.empty():
@@ -81,19 +125,11 @@ def _wait(results: Any, processes: list[Any], timeout: float) -> bool:
     return False
 
 
-def _work(rank: int, count: int, port: int, results: Any, function: Callable[..., Any], arguments: Any) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(count),
-        LOCAL_WORLD_SIZE=str(count),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        OMP_NUM_THREADS="1",
-    )
+def _work(environment: dict[str, str], results: Any, function: Callable[..., Any], arguments: Any) -> None:
+    os.environ.clear()  # the server's, from when it was started
+    os.environ.update(environment)
+    rank = int(environment["RANK"])
     try:
-        import torch
-
         torch.set_num_threads(1)
         results.put((rank, function(*arguments), None))
     except BaseException:

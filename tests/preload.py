@@ -1,0 +1,16 @@
+"""What the server of tests/processes.py imports once, so that the processes it forks need not."""
+
+import gc
+
+import pytest  # noqa: F401
+import torch._inductor.compile_fx
+import torch.distributed.fsdp
+import torch.utils.flop_counter  # noqa: F401
+
+import parallel.order  # noqa: F401
+import recipes.training.trainer  # noqa: F401
+
+# Only imports: a thread or an operator that ran here would not survive the fork.
+# Frozen objects are not looked at by a child's garbage collector, so the memory pages they are on stay shared.
+gc.collect()
+gc.freeze()
