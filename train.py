@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
     """What main says; arguments: the recipe and its overrides. Raises UserError."""
-    from recipes.load import load, to_toml
+    from recipes.load import load, load_run, to_toml
 
     if arguments and arguments[0].startswith("-"):
         raise UserError(f"the recipe comes first: train.py RECIPE {' '.join(arguments)}")
@@ -60,16 +60,16 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         return FINISHED
     if not arguments:
         raise UserError(f"which recipe? As in train.py configs/smollm3_debug.toml --check\n\n{USAGE}")
-    recipe = load(arguments[0], arguments[1:], processes=options.processes, nodes=options.nodes)
+    loaded = load_run(arguments[0], arguments[1:], processes=options.processes, nodes=options.nodes)
     if options.check:
         from recipes.training.run_folder import check_output_folder
 
-        check_output_folder(recipe)
-        print(to_toml(recipe), end="")
+        check_output_folder(loaded.recipe)
+        print(to_toml(loaded.recipe), end="")
         return FINISHED
     from recipes.training.run import train  # torch, from here on
 
-    return train(recipe, began=options.began)
+    return train(loaded, began=options.began)
 
 
 if __name__ == "__main__":

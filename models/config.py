@@ -108,3 +108,14 @@ class ModelConfig:
         """
         full_attention = round(12 * self.layers * self.heads * self.head_width * sequence_length)
         return 6 * self.matmul_params() + (full_attention if attention == "full" else full_attention // 2)
+
+
+@dataclass(frozen=True)
+class TextFacts:
+    """What programs that generate text must know about a model besides its shape."""
+
+    context_length: int
+    """Longest sequence (tokens) the weights were made for."""
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+    pad_token_id: int | None = None

@@ -7,10 +7,9 @@ config.json is the reference, including their defaults for missing keys.
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from models.config import ModelConfig
+from models.config import ModelConfig, TextFacts
 
 # Weight names
 
@@ -68,17 +67,6 @@ def parameter_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]
 
 
 # config.json
-
-
-@dataclass(frozen=True)
-class TextFacts:
-    """What config.json says that is no part of our model's shape, but that programs which generate text need."""
-
-    context_length: int
-    """Longest sequence (tokens) the weights were made for."""
-    bos_token_id: int | None = None
-    eos_token_id: int | tuple[int, ...] | None = None
-    pad_token_id: int | None = None
 
 
 CLASSES = {"llama": "LlamaForCausalLM", "smollm3": "SmolLM3ForCausalLM"}

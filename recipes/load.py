@@ -1,8 +1,8 @@
-"""From a TOML file, its bases and the command line to one checked Recipe. Imports no torch."""
+"""Builds one checked Recipe from a TOML file, its bases and the command line. Imports no torch."""
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from recipes.fields import (
 )
 from recipes.rules import violations
 from recipes.schema import Recipe, RunConfig
-from recipes.weights.locate import FROM_WEIGHTS, initial_weights
+from recipes.weights.locate import FROM_WEIGHTS, InitialWeights, Weights
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
@@ -35,6 +35,15 @@ Given = dict[str, tuple[Any, str]]
 """Dotted key -> (value, where it was written)."""
 Layer = tuple[str, dict[str, Any]]
 """(where it was written, its sections)."""
+
+
+@dataclass(frozen=True)
+class LoadedRecipe:
+    """A recipe, and what loading it found on the disk."""
+
+    recipe: Recipe
+    weights: Weights | None = None
+    """What the run starts from; None where neither model.weights nor data.tokenizer needs any."""
 
 
 def load(
@@ -46,12 +55,34 @@ def load(
     nodes: int | None = None,
     rules: bool = True,
 ) -> Recipe:
-    """The recipe of a file, with the overrides among the command line's `arguments` (`--section.field value`).
+    """The recipe alone; as load_run."""
+    return load_run(path, arguments, over=over, processes=processes, nodes=nodes, rules=rules).recipe
 
-    The nearer layer wins: command line, the last of `over`, file, its base, that one's base, the model size, the
-    schema's defaults. Raises one UserError that lists everything wrong. processes, nodes: check that the layout
-    fits so many. rules=False leaves the rules across fields and the look at the data out, for a recipe that is only
-    read.
+
+def load_run(
+    path: str | Path,
+    arguments: Sequence[str] = (),
+    *,
+    over: Sequence[Layer] = (),
+    processes: int | None = None,
+    nodes: int | None = None,
+    rules: bool = True,
+) -> LoadedRecipe:
+    """Load a recipe and locate the weights it starts from, once.
+
+    Earlier layers of this list override later ones: command line, the last of `over`, file, its base, that file's
+    base, the model size, the schema's defaults.
+
+    Args:
+        path: the TOML file.
+        arguments: of the command line, `--section.field value ...`.
+        over: layers between the file and the command line.
+        processes: check that the layout fits this many processes.
+        nodes: check that the layout fits this many nodes.
+        rules: False skips the rules across fields and the look at the data, for a recipe that is only read.
+
+    Raises:
+        UserError: one error that lists everything wrong.
     """
     given: Given = {}
     problems: list[Problem] = []
@@ -60,20 +91,22 @@ def load(
     if arguments:
         from recipes import command_line  # tyro takes a third of the time that --check needs
 
-        overrides, wrong = command_line.parse(arguments, _assemble(given))
+        overrides, wrong = command_line.parse(arguments, _assemble(given, None))
         given |= {key: (value, command_line.ORIGIN) for key, value in overrides.items()}
         names = {key.partition(".")[2] for key in overrides if key.startswith("data.")}
         problems += wrong + _choose_source(given, names, command_line.ORIGIN)
+    run = {key: given[f"run.{key}"][0] for key in ("name", "output") if f"run.{key}" in given}
+    weights = InitialWeights(given.get("model.weights", ("", ""))[0], RunConfig(**run).folder)
     if not any(problem.key == "model.name" for problem in problems):
-        problems += _check_size(given)
-    recipe = _assemble(given)
+        problems += _check_size(given, weights)
+    recipe = _assemble(given, weights)
     if rules:
         broken = {problem.key.partition(".")[0] for problem in problems}
-        for key, message in violations(recipe, processes=processes, nodes=nodes, broken=broken):
+        for key, message in violations(recipe, weights, processes=processes, nodes=nodes, broken=broken):
             problems.append(_located(key, message, recipe, given))
     if problems:
         raise refusal(problems, where=shown(Path(path)))
-    return recipe
+    return LoadedRecipe(recipe, weights.found)
 
 
 def to_toml(recipe: Recipe) -> str:
@@ -120,50 +153,56 @@ def _choose_source(given: Given, names: set[str], origin: str) -> list[Problem]:
     return []
 
 
-def _assemble(given: Given) -> Recipe:
-    """The recipe these values make, where the model's size and the schema fill in the rest."""
+def _assemble(given: Given, weights: InitialWeights | None) -> Recipe:
+    """The recipe of these values; the model size and the schema's defaults provide the rest.
+
+    weights: what name = "from_weights" takes the shape of; None = any shape will do.
+    """
     values: dict[str, dict[str, Any]] = {section: {} for section in sections()}
     for key, (value, _) in given.items():
         section, _, name = key.partition(".")
         values[section][name] = value
-    size = _size(values["model"], run=RunConfig(**values["run"]))
-    model = replace(size, **values.pop("model"))
+    model = replace(_size(given, weights), **values.pop("model"))
     return Recipe(model=model, **{section: sections()[section](**given) for section, given in values.items()})
 
 
-def _size(model: dict[str, Any], *, run: RunConfig) -> ModelConfig:
-    """What fills the fields of the model that these values leave out; the schema's own where there is nothing."""
-    name = model.pop("name", "")
-    if name != FROM_WEIGHTS:
-        return SIZES.get(name, Recipe().model)
-    if {field.name for field in fields(ModelConfig)} <= {"name", *model}:
-        return replace(Recipe().model, name=name)  # a resolved recipe needs no more
-    try:
-        return replace(initial_weights(model.get("weights", ""), run.folder).model, name=name)
-    except UserError:  # _check_size says so
-        return Recipe().model
+def _size(given: Given, weights: InitialWeights | None) -> ModelConfig:
+    """The model that provides the [model] fields these values omit; the schema's default where there is none."""
+    name = given.get("model.name", ("", ""))[0]
+    if name in SIZES:
+        return SIZES[name]
+    if name == FROM_WEIGHTS and weights is not None and not _shape_is_given(given):
+        try:
+            return weights.find().model
+        except UserError:  # _check_size reports it
+            pass
+    return Recipe().model
 
 
-def _check_size(given: Given) -> list[Problem]:
-    """model.name picks the values of all other [model] fields, so it must be there and known."""
-    known = f"the sizes in models/sizes.py are {', '.join(SIZES)}, and {FROM_WEIGHTS} takes that of model.weights"
+def _shape_is_given(given: Given) -> bool:
+    """Whether these values omit no field of [model], as in a resolved recipe."""
+    return all(f"model.{field.name}" in given for field in fields(ModelConfig))
+
+
+def _check_size(given: Given, weights: InitialWeights) -> list[Problem]:
+    """model.name selects the values of all other [model] fields, so it must be present and known."""
+    known = f"the sizes in models/sizes.py are {', '.join(SIZES)}, and {FROM_WEIGHTS} takes the shape of model.weights"
     if "model.name" not in given:
         return [Problem("model.name", f'is missing; write name = "smollm3_debug" below [model]; {known}')]
     name, origin = given["model.name"]
     if name in SIZES:
         return []
     if name == FROM_WEIGHTS:
-        weights, origin = given.get("model.weights", ("", origin))
-        if not weights:
+        path, origin = given.get("model.weights", ("", origin))
+        if not path:
             return [Problem("model.weights", f'is missing; name = "{FROM_WEIGHTS}" takes its shape', "", origin)]
-        if all(f"model.{field.name}" in given for field in fields(ModelConfig)):
+        if _shape_is_given(given):
             return []
         try:
-            run = {key: given[f"run.{key}"][0] for key in ("name", "output") if f"run.{key}" in given}
-            initial_weights(weights, RunConfig(**run).folder)
+            weights.find()
             return []
         except UserError as error:
-            return [Problem("model.weights", one_line(error), toml(weights), origin)]
+            return [Problem("model.weights", one_line(error), toml(path), origin)]
     close = get_close_matches(name, [*SIZES, FROM_WEIGHTS], n=1)
     return [
         Problem(

@@ -14,33 +14,46 @@ from recipes.files.layout import TOKENIZER
 from recipes.metrics.config import ProfileConfig
 from recipes.optimization.config import OptimizerConfig, ScheduleConfig
 from recipes.schema import Recipe, RunConfig
-from recipes.weights.hf_folder import stored_tensors
-from recipes.weights.locate import FROM_WEIGHTS, differences, initial_weights
+from recipes.weights.locate import FROM_WEIGHTS, InitialWeights, differences
 
 Violation = tuple[str, str]
 """(dotted key, the rule it breaks and what to write instead)."""
 
 
-def require_valid(recipe: Recipe, *, nodes: Sequence[Node]) -> None:
-    """Raises one UserError with every rule that the recipe breaks on the processes of these nodes."""
-    if recipe.mesh.shard == "node":
+def require_fits_world(mesh: MeshConfig, batch: BatchConfig, *, nodes: Sequence[Node]) -> None:
+    """Raises one UserError with everything about the layout that does not fit the processes of these nodes."""
+    if mesh.shard == "node":
         require_like_nodes(nodes)
     processes = sum(len(node.ranks) for node in nodes)
-    found = [Problem(key, message) for key, message in violations(recipe, processes=processes, nodes=len(nodes))]
-    if found:
-        raise refusal(found, where=f"the recipe of run {recipe.run.name} on {processes} processes")
+    found = world_violations(mesh, batch, processes=processes, nodes=len(nodes))
+    if problems := [Problem(key, message) for key, message in found]:
+        raise refusal(problems, where=f"the recipe on {processes} processes")
+
+
+def world_violations(
+    mesh: MeshConfig, batch: BatchConfig, *, processes: int | None = None, nodes: int | None = None
+) -> Iterator[Violation]:
+    """The broken rules that depend on the numbers of processes and nodes; None = as few as the degrees allow."""
+    yield from mesh_fits(mesh, processes=processes, nodes=nodes)
+    yield from batch_divides(batch, mesh=mesh, processes=processes, nodes=nodes)
 
 
 def violations(
     recipe: Recipe,
+    weights: InitialWeights,
     *,
     processes: int | None = None,
     nodes: int | None = None,
     broken: Collection[str] = frozenset(),
 ) -> Iterator[Violation]:
-    """Every rule the recipe breaks. processes, nodes: their numbers, where they are known.
+    """Every rule the recipe breaks.
 
-    broken: sections with wrong values, which the rules about them must not look at.
+    Args:
+        recipe: all of it.
+        weights: what it starts from; looked up only if it names any.
+        processes: their number, where it is known.
+        nodes: their number, where it is known.
+        broken: sections with invalid values; rules that read them are skipped.
     """
 
     def sound(*sections: str) -> bool:
@@ -50,9 +63,9 @@ def violations(
         yield from name_is_a_folder(recipe.run)
     if sound("model"):
         yield from model_is_consistent(recipe.model)
-        yield from weights_fit(recipe.model, run=recipe.run)
+        yield from weights_fit(recipe.model, weights)
     if sound("data", "model"):
-        yield from data_is_there(recipe.data, model=recipe.model, run=recipe.run)
+        yield from data_is_there(recipe.data, model=recipe.model, weights=weights)
     if sound("mesh"):
         yield from mesh_fits(recipe.mesh, processes=processes, nodes=nodes)
     if sound("batch", "mesh"):
@@ -92,26 +105,25 @@ def model_is_consistent(model: ModelConfig) -> Iterator[Violation]:
         yield f"model.{field}", message
 
 
-def weights_fit(model: ModelConfig, *, run: RunConfig) -> Iterator[Violation]:
-    """The weights to start from are whole, and made for this model."""
+def weights_fit(model: ModelConfig, initial: InitialWeights) -> Iterator[Violation]:
+    """The weights to start from are intact and have the shape of this model."""
     if not model.weights:
         return
     try:
-        weights = initial_weights(model.weights, run.folder)
+        weights = initial.find()
         if not weights.is_checkpoint:
-            stored_tensors(weights.path, weights.model)
+            _ = weights.stored_tensors
     except UserError as error:
         yield "model.weights", one_line(error)
         return
     for field, theirs in differences(model, weights.model):
-        remedy = 'write that, or leave it out and write name = "from_weights"'
+        remedy = 'write that, or omit it and write name = "from_weights"'
         yield f"model.{field}", f"is {toml(theirs)} in the weights of {weights.path}; {remedy}"
 
 
-def data_is_there(data: DataConfig, *, model: ModelConfig, run: RunConfig) -> Iterator[Violation]:
+def data_is_there(data: DataConfig, *, model: ModelConfig, weights: InitialWeights) -> Iterator[Violation]:
     """The source can be read, the model has a row for every token, and its weights know what a token means."""
     from recipes.data.text.sources import is_prepared, source_problem
-    from recipes.data.text.tokenizer import tokenizer_problem
 
     for source in data.sources:
         if is_prepared(source):
@@ -125,28 +137,29 @@ def data_is_there(data: DataConfig, *, model: ModelConfig, run: RunConfig) -> It
 
         if message := mixture_problem(data.mixture):
             yield "data.mixture", message
-    tokenizer = data.tokenizer
+    yield from tokenizer_fits(data.tokenizer, model=model, initial=weights)
+
+
+def tokenizer_fits(tokenizer: str, *, model: ModelConfig, initial: InitialWeights) -> Iterator[Violation]:
+    """The model has a row for every token, and its weights were trained with this tokenizer."""
+    from recipes.data.text.tokenizer import tokenizer_problem
+
     if model.weights or tokenizer == FROM_WEIGHTS:
         try:
-            weights = initial_weights(model.weights, run.folder)
+            weights = initial.find()
         except UserError as error:
             if not model.weights:
                 yield "data.tokenizer", f"needs model.weights or a checkpoint of this run: {one_line(error)}"
-            return  # weights_fit says what is wrong with them
+            return  # weights_fit reports what is wrong with them
         if tokenizer == FROM_WEIGHTS:
             try:
-                weights.tokenizer()
+                _ = weights.tokenizer
             except UserError as error:
                 yield "data.tokenizer", one_line(error)
             return
         if tokenizer.startswith("train:") and (weights.path / TOKENIZER).is_file():
-            yield (
-                "data.tokenizer",
-                (
-                    "would train a tokenizer whose tokens the weights have never seen, while they bring their own"
-                    f'; write tokenizer = "{FROM_WEIGHTS}"'
-                ),
-            )
+            problem = "would train a new tokenizer, whose tokens mean nothing to the weights, which have their own"
+            yield "data.tokenizer", f'{problem}; write tokenizer = "{FROM_WEIGHTS}"'
             return
     if message := tokenizer_problem(tokenizer, model.vocabulary):
         yield "data.tokenizer", message

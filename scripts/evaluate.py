@@ -61,7 +61,7 @@ def evaluate(options: argparse.Namespace) -> int:
     if problem := source_problem(options.source):
         raise UserError(f"{options.source}: {problem}")
     weights = find_weights(options.model)
-    tokenizer = weights.tokenizer()
+    tokenizer = weights.tokenizer
 
     import torch  # from here on
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from models.cache import KeyValueCache
+from models.config import TextFacts
 from models.decoder import Decoder
-from models.hf import TextFacts
 from parallel.errors import UserError
 from recipes.data.text.tokenizer import Tokenizer
 from recipes.evaluation.sampling import check_sampling, next_token
@@ -58,7 +58,7 @@ def open_model(path: str | Path, *, dtype: torch.dtype, device: torch.device) ->
     Raises UserError where that is not possible.
     """
     weights = find_weights(path)
-    tokenizer = weights.tokenizer()
+    tokenizer = weights.tokenizer
     with torch.device("meta"):
         model = Decoder(weights.model)
     model = model.to(dtype).to_empty(device=device)

@@ -9,20 +9,20 @@ from parallel.errors import UserError
 from recipes.cluster.preflight import preflight
 from recipes.cluster.watchdog import SLOW_LIMIT, Watchdog
 from recipes.data.text.sources import is_prepared
-from recipes.load import to_toml
+from recipes.load import LoadedRecipe, to_toml
 from recipes.metrics.clock import RunClock
-from recipes.schema import Recipe
 from recipes.training.console import Console
 from recipes.training.interruption import forget_signals
 from recipes.training.trainer import Trainer
 
 
-def train(recipe: Recipe, *, began: float) -> int:
+def train(loaded: LoadedRecipe, *, began: float) -> int:
     """Run a recipe in this process, one of those the launcher started.
 
     began: when the process did, by time.monotonic(). Returns the exit code, see recipes/files/exit_codes.py.
     A UserError that concerns all ranks is printed once, by rank 0.
     """
+    recipe = loaded.recipe
     folder, limit = recipe.run.folder, recipe.run.hang_timeout
     world = start(
         recipe.run.device,

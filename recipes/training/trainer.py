@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from models.config import TextFacts
 from models.decoder import Decoder
-from models.hf import TextFacts
 from models.loss import IGNORED
 from parallel.attention import choose_attention
 from parallel.config import MeshDegrees
@@ -45,15 +45,14 @@ from recipes.metrics.writer import MetricsWriter
 from recipes.optimization.optimizer import build_optimizer
 from recipes.optimization.schedule import learning_rate
 from recipes.optimization.skip_steps import NonFiniteRun, StepGuard, backward
-from recipes.rules import require_valid
+from recipes.rules import require_fits_world
 from recipes.schema import Recipe
 from recipes.training.console import UNSAVED, Console, contents, interrupted_message, run_header, step_line, summary
 from recipes.training.environment import environment
 from recipes.training.interruption import Interruption
 from recipes.training.run_folder import check_output_folder, claim_run_folder, data_before, require_same_data
 from recipes.weights.convert import export_model, load_weights
-from recipes.weights.hf_folder import Description
-from recipes.weights.locate import FROM_WEIGHTS, Weights, checkpoint_files, initial_weights
+from recipes.weights.locate import FROM_WEIGHTS, Description, Weights, checkpoint_files, initial_weights
 
 
 class Trainer:
@@ -62,7 +61,7 @@ class Trainer:
     def __init__(self, recipe: Recipe, world: World, console: Console, clock: RunClock | None = None) -> None:
         self.recipe, self.world, self.console = recipe, world, console
         self.clock = clock or RunClock(world.device)
-        require_valid(recipe, nodes=world.nodes)
+        require_fits_world(recipe.mesh, recipe.batch, nodes=world.nodes)
         on_main_first(world, lambda: check_output_folder(recipe))
         self.folder, self.lock = recipe.run.folder, FolderLock()
         on_main(world, lambda: self.lock.take(self.folder, log=console.log))
@@ -323,7 +322,7 @@ class Trainer:
 
     def _tokenizer(self) -> str | Tokenizer:
         spec = self.recipe.data.tokenizer
-        return self._weights().tokenizer() if spec == FROM_WEIGHTS else spec
+        return self._weights().tokenizer if spec == FROM_WEIGHTS else spec
 
     def _description(self) -> Description:
         """What goes with the weights wherever they go."""

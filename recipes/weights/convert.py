@@ -20,8 +20,8 @@ from parallel.float8 import without_wrapper
 from parallel.materialize import plain_name
 from recipes.checkpoint.parameters import StoredParameters, write_parameters
 from recipes.weights import hf_folder
-from recipes.weights.hf_folder import DTYPE_BYTES, Description, Entry
-from recipes.weights.locate import Weights, checkpoint_files, find_weights
+from recipes.weights.hf_folder import DTYPE_BYTES, Entry
+from recipes.weights.locate import Description, Weights, checkpoint_files, find_weights
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """safetensors' names."""
@@ -42,7 +42,7 @@ def load_weights(model: nn.Module, weights: Weights) -> None:
     if weights.is_checkpoint:
         StoredParameters(weights.path, weights.model).read_into(model)
         return
-    stored = hf_folder.stored_tensors(weights.path, weights.model)
+    stored = weights.stored_tensors
     for name, parameter in model.named_parameters():
         name = plain_name(name)
         _fill(parameter, *stored[name])
@@ -107,11 +107,11 @@ def import_folder(folder: Path, checkpoint: Path) -> None:
     weights = find_weights(folder)
     if weights.is_checkpoint:
         raise UserError(f"{folder} holds a checkpoint of ours; import reads Hugging Face folders")
-    stored = hf_folder.stored_tensors(folder, weights.model)
+    stored = dict(weights.stored_tensors)
     if weights.model.tied_embeddings and "lm_head.weight" in stored:
         _require_equal(stored["embedding.weight"], stored.pop("lm_head.weight"), rows=slice(None))
-    weights.tokenizer()  # raises where our programs could not use it
-    description = weights.description()
+    _ = weights.tokenizer  # raises where our programs could not use it
+    description = weights.description
     with hf_folder.new_folder(checkpoint) as partial:
         shapes = {name: (entry.shape, DTYPES[entry.dtype]) for name, (_, entry) in stored.items()}
         write_parameters(partial, shapes, lambda name: _read(*stored[name]), files=checkpoint_files(description))
@@ -133,7 +133,7 @@ def export_checkpoint(
     parameters = StoredParameters(weights.path, weights.model)
     names = [name for name, _ in parameter_shapes(weights.model)]
     files = _files(weights.model, {name: dtype or parameters.dtype(name) for name in names}, max_bytes)
-    _write(folder, files, parameters.read, weights.description())
+    _write(folder, files, parameters.read, weights.description)
 
 
 def export_model(

@@ -15,11 +15,12 @@ from typing import Any, BinaryIO
 
 from safetensors import SafetensorError, safe_open
 
-from models.config import ModelConfig
-from models.hf import TextFacts, config_from_hf, config_to_hf, hf_name, parameter_shapes, text_facts
+from models.config import ModelConfig, TextFacts
+from models.hf import config_from_hf, config_to_hf, hf_name, parameter_shapes, text_facts
 from parallel.errors import UserError
+from recipes.files.layout import TOKENIZER
+from recipes.weights.locate import HF_CONFIG, Description
 
-CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """The element types, by safetensors' names, that weights may have."""
@@ -49,27 +50,23 @@ class Entry:
         return size
 
 
-@dataclass(frozen=True)
-class Description:
-    """What weights are, for every program that uses them."""
-
-    model: ModelConfig
-    facts: TextFacts
-    tokenizer: str
-    """The text of tokenizer.json."""
+StoredTensors = dict[str, tuple[Path, Entry]]
+"""Our name of a parameter -> the file that has it and its entry there."""
 
 
 # Reading
 
 
-def read_shape(folder: Path) -> ModelConfig:
-    """The model that config.json describes. Raises UserError with everything in it that is not supported."""
-    return _described(folder)[0]
-
-
-def read_facts(folder: Path) -> TextFacts:
-    """Token ids and context length from config.json. Raises UserError as read_shape does."""
-    return _described(folder)[1]
+def read_config(folder: Path) -> tuple[ModelConfig, TextFacts]:
+    """The contents of config.json. Raises UserError with everything in it that is not supported."""
+    file = folder / HF_CONFIG
+    config = _read_json(file)
+    try:
+        return config_from_hf(config), text_facts(config)
+    except ValueError as error:
+        raise UserError(
+            "\n  ".join([f"{file} describes a model that is not supported:", *str(error).split("\n")])
+        ) from None
 
 
 def read_tokenizer(folder: Path) -> str:
@@ -87,13 +84,13 @@ def read_tokenizer(folder: Path) -> str:
         raise UserError(f"{file} is not a tokenizer.json as Hugging Face tokenizers writes it: {error!r}") from None
 
 
-def stored_tensors(folder: Path, model: ModelConfig) -> dict[str, tuple[Path, Entry]]:
+def stored_tensors(folder: Path, model: ModelConfig) -> StoredTensors:
     """Our name -> file and entry, for every parameter of the model; of a tied one also an lm_head.weight that is there.
 
     Reads headers alone. Raises one UserError that lists every file and tensor that is missing, damaged or too many.
     """
     problems: list[str] = []
-    found: dict[str, tuple[Path, Entry]] = {}
+    found: StoredTensors = {}
     for file in _weight_files(folder, problems):
         try:
             found |= {entry.name: (file, entry) for entry in read_header(file)}
@@ -106,7 +103,7 @@ def stored_tensors(folder: Path, model: ModelConfig) -> dict[str, tuple[Path, En
         )
         raise UserError("\n  ".join([f"the weights in {folder} cannot be used:", *problems]))
     damaged = bool(problems)
-    stored: dict[str, tuple[Path, Entry]] = {}
+    stored: StoredTensors = {}
     missing = []
     for name, shape in parameter_shapes(model):
         theirs = hf_name(name)
@@ -176,17 +173,6 @@ def token_names(tokenizer: str) -> dict[int, str]:
     return {i: token for token, i in pairs} | {
         added["id"]: added["content"] for added in content.get("added_tokens") or ()
     }
-
-
-def _described(folder: Path) -> tuple[ModelConfig, TextFacts]:
-    file = folder / CONFIG
-    config = _read_json(file)
-    try:
-        return config_from_hf(config), text_facts(config)
-    except ValueError as error:
-        raise UserError(
-            "\n  ".join([f"{file} describes a model that is not supported:", *str(error).split("\n")])
-        ) from None
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -272,7 +258,7 @@ def write_description(folder: Path, description: Description, *, dtype: str) -> 
     firsts = {name: value[0] if isinstance(value, tuple) else value for name, value in ids.items()}
     names = token_names(description.tokenizer)
     contents = {
-        CONFIG: config_to_hf(description.model, facts, dtype=dtype),
+        HF_CONFIG: config_to_hf(description.model, facts, dtype=dtype),
         "generation_config.json": {f"{name}_token_id": value for name, value in ids.items() if value is not None},
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,50 +1,72 @@
-"""Where trained weights lie: a Hugging Face folder, or one of our checkpoints. Imports no torch."""
+"""Where trained weights are: in a Hugging Face folder, or in one of our checkpoints. Imports no torch."""
 
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import TypeAdapter, ValidationError
-
-from models.config import ModelConfig
-from models.hf import TextFacts
+from models.config import ModelConfig, TextFacts
 from parallel.errors import UserError
-from recipes.checkpoint.folder import check
-from recipes.checkpoint.manifest import Damage
-from recipes.data.text.tokenizer import Tokenizer, build_tokenizer
 from recipes.files.layout import CHECKPOINTS, MODEL, TOKENIZER, checkpoint_steps, step_folder
-from recipes.weights import hf_folder
-from recipes.weights.hf_folder import Description
+
+if TYPE_CHECKING:  # what a run without weights does not need is imported where it is used
+    from recipes.data.text.tokenizer import Tokenizer
+    from recipes.weights.hf_folder import StoredTensors
 
 FROM_WEIGHTS = "from_weights"
-"""As model.name and as data.tokenizer: the one of model.weights."""
+"""As model.name: the shape of model.weights. As data.tokenizer: their tokenizer."""
+HF_CONFIG = "config.json"
+"""The file that makes a folder a Hugging Face folder."""
 UNCHECKED = ("name", "init_std", "weights")
-"""Fields of a model that its trained weights do not depend on."""
+"""Fields of a model that may differ from those its weights were trained with."""
 LLAMA3_ROPE = ("rope_factor", "rope_low_frequency_factor", "rope_high_frequency_factor", "rope_original_length")
 
 
 @dataclass(frozen=True)
+class Description:
+    """What every program that uses weights must know about them."""
+
+    model: ModelConfig
+    facts: TextFacts
+    tokenizer: str
+    """The text of tokenizer.json."""
+
+
+@dataclass(frozen=True)
 class Weights:
-    """A folder of weights and what it says about them."""
+    """A folder of weights and what it says about them. Each of its files is read once, when it is first needed."""
 
     path: Path
     model: ModelConfig
     facts: TextFacts
     is_checkpoint: bool
-    """One of ours, and not a Hugging Face folder."""
+    """True for one of our checkpoints, False for a Hugging Face folder."""
 
+    @cached_property
     def description(self) -> Description:
-        """With the text of tokenizer.json. Raises UserError where there is none."""
-        return Description(self.model, self.facts, hf_folder.read_tokenizer(self.path))
+        """The description with the text of tokenizer.json. Raises UserError where that file is missing or damaged."""
+        from recipes.weights.hf_folder import read_tokenizer
 
-    def tokenizer(self) -> Tokenizer:
-        """Its tokenizer. Raises UserError where there is none, or one that does not fit the model."""
+        return Description(self.model, self.facts, read_tokenizer(self.path))
+
+    @cached_property
+    def stored_tensors(self) -> "StoredTensors":
+        """The tensors of a Hugging Face folder. Raises UserError with everything that is missing or damaged."""
+        from recipes.weights.hf_folder import stored_tensors
+
+        return stored_tensors(self.path, self.model)
+
+    @cached_property
+    def tokenizer(self) -> "Tokenizer":
+        """The tokenizer of the folder. Raises UserError where it is missing or does not fit the model."""
+        from recipes.data.text.tokenizer import build_tokenizer
+
         try:
             ends = self.facts.eos_token_id
             tokenizer = build_tokenizer(
-                self.description().tokenizer,
+                self.description.tokenizer,
                 where=self.path / TOKENIZER,
                 ends=ends if isinstance(ends, tuple) else () if ends is None else (ends,),
             )
@@ -58,40 +80,85 @@ class Weights:
         return tokenizer
 
 
-def find_weights(path: str | Path) -> Weights:
-    """The weights of a Hugging Face folder, a checkpoint, or a run's folder (its newest checkpoint).
+class InitialWeights:
+    """What a run starts from: located on the disk at the first find(), and remembered."""
 
-    Reads a few small files. Raises UserError where there is nothing of that kind, or nothing we can use.
+    def __init__(self, weights: str, run_folder: Path) -> None:
+        """weights: as model.weights; run_folder: whose checkpoints come before them."""
+        self._weights, self._run_folder = weights, run_folder
+        self._error: UserError | None = None
+        self.found: Weights | None = None
+
+    def find(self) -> Weights:
+        """The weights. Raises the same UserError at each call where they cannot be used."""
+        if self._error is not None:
+            raise self._error
+        if self.found is None:
+            try:
+                self.found = initial_weights(self._weights, self._run_folder)
+            except UserError as error:
+                self._error = error
+                raise
+        return self.found
+
+
+def initial_weights(weights: str, run_folder: Path) -> Weights:
+    """What a run with this model.weights starts from: its own newest intact checkpoint, or else the weights.
+
+    Skips damaged checkpoints, as the run itself does when it resumes. Raises UserError as find_weights does.
+    """
+    from recipes.checkpoint.folder import check
+    from recipes.checkpoint.manifest import Damage
+
+    place, damaged = run_folder / CHECKPOINTS, None
+    for step in reversed(checkpoint_steps(place)):
+        try:
+            check(place, step)
+            return find_weights(step_folder(place, step))
+        except Damage as damage:
+            damaged = damaged or damage
+    if damaged is not None and not weights:
+        raise damaged
+    return find_weights(weights)
+
+
+def find_weights(path: str | Path) -> Weights:
+    """The weights of a Hugging Face folder, a checkpoint, or the newest checkpoint in a run's folder.
+
+    Reads the description alone. Raises UserError where there are no weights, or none that this program supports.
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise UserError(f"{folder} is {'not a folder' if folder.exists() else 'not there'}")
-    if (folder / hf_folder.CONFIG).is_file():
-        return Weights(folder, hf_folder.read_shape(folder), hf_folder.read_facts(folder), is_checkpoint=False)
+        raise UserError(f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}")
+    if (folder / HF_CONFIG).is_file():
+        from recipes.weights.hf_folder import read_config
+
+        return Weights(folder, *read_config(folder), is_checkpoint=False)
     for place in (folder / CHECKPOINTS, folder):
         if steps := checkpoint_steps(place):
             folder = step_folder(place, steps[-1])
             break
     if (folder / MODEL).is_file():
-        model, facts = read_description(folder)
-        return Weights(folder, model, facts, is_checkpoint=True)
+        return Weights(folder, *read_description(folder), is_checkpoint=True)
     if any(folder.glob("*.distcp")):
         raise UserError(f"{folder} is a checkpoint without {MODEL}: an older version of this program wrote it")
     raise UserError(
-        f"{folder} holds no weights: neither a Hugging Face folder ({hf_folder.CONFIG} and safetensors), nor a"
-        f" checkpoint ({MODEL}), nor the folder of a run with a checkpoint"
+        f"{folder} holds no weights: it is neither a Hugging Face folder ({HF_CONFIG} and safetensors), nor a"
+        f" checkpoint ({MODEL}), nor a run folder with a checkpoint"
     )
 
 
 def checkpoint_files(description: Description) -> dict[str, str]:
-    """Name -> text of the files that describe a checkpoint."""
-    model = replace(description.model, weights="")  # where they once came from is no part of what they are
+    """Name -> text of the files that describe the model in a checkpoint."""
+    model = replace(description.model, weights="")  # the path of the initial weights is not part of the model
     content = {"model": asdict(model), "text": asdict(description.facts)}
     return {MODEL: json.dumps(content, indent=2) + "\n", TOKENIZER: description.tokenizer}
 
 
 def read_description(folder: Path) -> tuple[ModelConfig, TextFacts]:
-    """What model.json says. Raises UserError."""
+    """The contents of model.json. Raises UserError."""
+    from pydantic import TypeAdapter, ValidationError
+
     file = folder / MODEL
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -104,7 +171,7 @@ def read_description(folder: Path) -> tuple[ModelConfig, TextFacts]:
 
 
 def differences(model: ModelConfig, stored: ModelConfig) -> Iterator[tuple[str, Any]]:
-    """(field, its value in the weights) for every field in which a model is not the one that weights were made for."""
+    """(field, its value in `stored`) for every field in which a model differs from the one its weights belong to."""
     skipped = {*UNCHECKED, "no_rope_every", "no_rope_layers"}
     if model.rope_scaling == "none" or stored.rope_scaling == "none":
         skipped |= set(LLAMA3_ROPE)
@@ -116,20 +183,3 @@ def differences(model: ModelConfig, stored: ModelConfig) -> Iterator[tuple[str, 
         for name in ("no_rope_every", "no_rope_layers"):
             if getattr(model, name) != (theirs := getattr(stored, name)):
                 yield name, theirs
-
-
-def initial_weights(weights: str, run_folder: Path) -> Weights:
-    """What a run with this model.weights begins with: its own newest checkpoint, which needs them no more, or them.
-
-    Damaged checkpoints are passed over here as they will be when the run goes on, which sets them aside.
-    """
-    place, damaged = run_folder / CHECKPOINTS, None
-    for step in reversed(checkpoint_steps(place)):
-        try:
-            check(place, step)
-            return find_weights(step_folder(place, step))
-        except Damage as damage:
-            damaged = damaged or damage
-    if damaged is not None and not weights:
-        raise damaged
-    return find_weights(weights)

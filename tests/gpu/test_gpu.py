@@ -1,12 +1,13 @@
 """What only a GPU can tell: the same parts, on the device they are for. One process, since one GPU is enough."""
 
 import math
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from recipes.load import load
+from recipes.load import LoadedRecipe, load
 from recipes.schema import Recipe
 from tests.processes import run_processes
 from tests.recipes.training.test_trainer import DEBUG, change, rows
@@ -39,7 +40,7 @@ def small(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
 def train_all(recipes: list[Recipe]) -> list[int]:
     from recipes.training.run import train
 
-    return [train(recipe) for recipe in recipes]
+    return [train(LoadedRecipe(recipe), began=time.monotonic()) for recipe in recipes]
 
 
 def largest_gap(one: Recipe, other: Recipe) -> float:

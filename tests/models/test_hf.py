@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, SmolLM3Config
 
-from models.config import ModelConfig
+from models.config import ModelConfig, TextFacts
 from models.decoder import Decoder
-from models.hf import TextFacts, config_from_hf, config_to_hf, hf_name, our_name, parameter_shapes, text_facts
+from models.hf import config_from_hf, config_to_hf, hf_name, our_name, parameter_shapes, text_facts
 from models.sizes import SIZES
 
 FACTS = TextFacts(4096, eos_token_id=2)

@@ -16,7 +16,6 @@ from models.decoder import Decoder
 from parallel.mesh import build_mesh
 from parallel.order import parallelize
 from recipes.load import load, to_toml
-from recipes.rules import violations
 from recipes.training.run_folder import identity_differences
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,7 +135,7 @@ def _value(recipe: object, key: str) -> object:
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 def test_the_first_command_runs_on_any_machine(count: int) -> None:
-    assert not list(violations(load(ROOT / "configs" / "smollm3_debug.toml"), processes=count))
+    load(ROOT / "configs" / "smollm3_debug.toml", processes=count)
 
 
 def test_smollm3_48x8_has_the_published_hyper_parameters() -> None:

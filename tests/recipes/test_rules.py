@@ -18,7 +18,7 @@ from recipes.files.lock import FolderLock
 from recipes.load import load, to_toml
 from recipes.metrics.config import MetricsConfig, ProfileConfig
 from recipes.optimization.config import OptimizerConfig, ScheduleConfig
-from recipes.rules import require_valid, violations
+from recipes.rules import Violation, require_fits_world, violations
 from recipes.schema import Recipe, RunConfig
 from recipes.training.run_folder import (
     check_output_folder,
@@ -26,11 +26,17 @@ from recipes.training.run_folder import (
     identity_differences,
     require_same_data,
 )
+from recipes.weights.locate import InitialWeights
+
+
+def violations_of(recipe: Recipe, *, processes: int | None = None, nodes: int | None = None) -> list[Violation]:
+    weights = InitialWeights(recipe.model.weights, recipe.run.folder)
+    return list(violations(recipe, weights, processes=processes, nodes=nodes))
 
 
 def broken_by(recipe: Recipe, *, processes: int | None = None) -> dict[str, str]:
     """Dotted key -> message of every broken rule."""
-    found = list(violations(recipe, processes=processes))
+    found = violations_of(recipe, processes=processes)
     assert len(dict(found)) == len(found)
     return dict(found)
 
@@ -77,7 +83,7 @@ def test_attention_has_a_kernel() -> None:
 def test_a_mixture_is_looked_at(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text")
     mixture = {str(tmp_path / "a.txt"): 1.0, "nowhere.txt": 1.0, "hf:": 1.0}
-    found = list(violations(Recipe(data=DataConfig(mixture=mixture))))
+    found = violations_of(Recipe(data=DataConfig(mixture=mixture)))
     assert [key for key, _ in found] == ["data.mixture"] * 2
     assert "'nowhere.txt' does not exist" in found[0][1]
     mixture = {str(tmp_path / "a.txt"): 1.0, "python-stdlib": 0.00001}
@@ -124,14 +130,14 @@ def test_mesh_must_fit_the_processes() -> None:
 def test_shards_inside_nodes_fit_what_is_known() -> None:
     recipe = Recipe(mesh=MeshConfig(shard="node"), batch=BatchConfig(global_batch_size=16))
     assert not broken_by(recipe) and not broken_by(recipe, processes=16)
-    assert not list(violations(recipe, processes=16, nodes=4))
-    [(key, message)] = violations(recipe, processes=16, nodes=3)
+    assert not violations_of(recipe, processes=16, nodes=4)
+    [(key, message)] = violations_of(recipe, processes=16, nodes=3)
     assert key == "mesh.shard" and "16 processes on 3 nodes are not as many on each" in message
     # The batch is divided by all processes, whatever the nodes.
     assert "1 x 6 data-parallel processes" in the_rule(recipe, "batch.global_batch_size", processes=6)
     twice = replace(recipe, mesh=MeshConfig(replicate=2, shard="node"))
     assert not broken_by(twice) and not broken_by(twice, processes=8)
-    [(key, message)] = violations(twice, processes=8, nodes=4)
+    [(key, message)] = violations_of(twice, processes=8, nodes=4)
     assert key == "mesh.replicate" and "there are 4; leave replicate out" in message
 
 
@@ -139,9 +145,12 @@ def test_shards_inside_nodes_need_like_nodes() -> None:
     """Nodes are named before the arithmetic is found not to work out."""
     places = [("gpu-0", 0), ("gpu-0", 0), ("gpu-1", 1)]
     with pytest.raises(UserError, match="there are 1 on gpu-1 and 2 on gpu-0"):
-        require_valid(Recipe(mesh=MeshConfig(shard="node")), nodes=arrange(places))
-    batch = BatchConfig(global_batch_size=3)
-    require_valid(Recipe(batch=batch), nodes=arrange(places))
+        require_fits_world(MeshConfig(shard="node"), BatchConfig(), nodes=arrange(places))
+
+
+def test_unlike_nodes_are_fine_for_shards_across_them() -> None:
+    places = [("gpu-0", 0), ("gpu-0", 0), ("gpu-1", 1)]
+    require_fits_world(MeshConfig(), BatchConfig(global_batch_size=3), nodes=arrange(places))
 
 
 # Batch
@@ -295,13 +304,16 @@ def test_every_published_size_can_use_float8() -> None:
 # For the trainer, which knows the number of processes
 
 
-def test_require_valid_lists_everything() -> None:
-    require_valid(Recipe(), nodes=arrange([("host", 0)] * 4))
-    bad = Recipe(run=RunConfig(name="r", steps=1), schedule=ScheduleConfig(warmup_steps=2), mesh=MeshConfig(shard=2))
+def test_a_layout_that_fits_the_world_is_accepted() -> None:
+    require_fits_world(MeshConfig(), BatchConfig(), nodes=arrange([("host", 0)] * 4))
+
+
+def test_a_layout_that_does_not_fit_the_world_is_refused_with_everything_wrong() -> None:
+    mesh, batch = MeshConfig(shard=2, tensor=1), BatchConfig(global_batch_size=15, micro_batch_size=2)
     with pytest.raises(UserError) as refusal:
-        require_valid(bad, nodes=arrange([("host", 0)] * 4))
-    assert str(refusal.value).startswith("2 problems in the recipe of run r on 4 processes\n  mesh\n    replicate 1 x")
-    assert "schedule.warmup_steps" in str(refusal.value)
+        require_fits_world(mesh, batch, nodes=arrange([("host", 0)] * 4))
+    assert str(refusal.value).startswith("2 problems in the recipe on 4 processes\n  mesh\n    replicate 1 x")
+    assert "batch.global_batch_size" in str(refusal.value)
 
 
 # The folder of a run

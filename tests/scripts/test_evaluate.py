@@ -109,7 +109,7 @@ def test_documents_by_themselves(folder: Path, text: Path) -> None:
 
 def test_bad_input_is_one_message(folder: Path, text: Path, tmp_path: Path) -> None:
     for arguments, message in [
-        ((tmp_path / "nothing", text), "nothing is not there"),
+        ((tmp_path / "nothing", text), "nothing does not exist"),
         ((folder, tmp_path / "nothing.txt"), "nothing.txt"),
         ((folder, text, "--sequence-length", 0), "--sequence-length 0: must be 1 or more"),
         ((folder, text, "--text-field", "body"), "body"),
@@ -119,4 +119,4 @@ def test_bad_input_is_one_message(folder: Path, text: Path, tmp_path: Path) -> N
         assert message in err
         assert "Traceback" not in err
     code, out, err = evaluate(tmp_path / "nothing", text, processes=2)
-    assert code != 0 and err.count("nothing is not there") == 1, err
+    assert code != 0 and err.count("nothing does not exist") == 1, err

@@ -57,7 +57,7 @@ def test_the_same_seed_prints_the_same_text(folder: Path) -> None:
 
 def test_what_is_wrong_is_said_in_one_line(folder: Path, tmp_path: Path) -> None:
     code, out, err = generate(str(tmp_path / "nothing"), "a")
-    assert (code, out) == (2, "") and "nothing is not there" in err
+    assert (code, out) == (2, "") and "nothing does not exist" in err
     code, out, err = generate(str(folder), "a", "--top-p", "2", "--max-tokens", "0")
     assert (code, out) == (2, "") and len(err.splitlines()) == 2
     code, out, err = generate(str(folder), "a", "--device", "cuda:99")

@@ -188,7 +188,7 @@ def bytes_only(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
         "sources": [str(folder / "text.txt")],
         "text_field": "text",
         "cache": folder,
-        "report": lambda line: None,
+        "log": lambda line: None,
     }
     return load_tokenizer("train:257", **options)
 

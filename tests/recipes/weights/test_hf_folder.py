@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from models.config import ModelConfig
+from models.config import ModelConfig, TextFacts
 from models.decoder import Decoder
-from models.hf import TextFacts, hf_name, parameter_shapes
+from models.hf import hf_name, parameter_shapes
 from models.sizes import SIZES
 from parallel.config import Float8Config, FSDPConfig, MeshConfig
 from parallel.dist import start, stop
@@ -28,8 +28,8 @@ from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer
 from recipes.weights import hf_folder
 from recipes.weights.convert import export_checkpoint, export_model, import_folder, load_weights
-from recipes.weights.hf_folder import Description, read_header, stored_tensors
-from recipes.weights.locate import checkpoint_files, differences, find_weights
+from recipes.weights.hf_folder import read_header, stored_tensors
+from recipes.weights.locate import Description, checkpoint_files, differences, find_weights
 from tests.build import build_model
 from tests.processes import run_processes
 
@@ -469,7 +469,7 @@ def test_the_description_names_the_end_of_a_document(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(added))
     for ends, expected_end in ((3, 3), (4, 4), ([4, 3], 4), ([9, 3], 3), (1, 3), (None, 3)):  # 1 is a plain word
         edit_config(folder, eos_token_id=ends)
-        assert find_weights(folder).tokenizer().end_of_document == expected_end
+        assert find_weights(folder).tokenizer.end_of_document == expected_end
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -612,7 +612,7 @@ def test_the_wrong_way_round(checkpoint: Path, folder: Path, tmp_path: Path) -> 
         export_checkpoint(folder, tmp_path / "out")
     with pytest.raises(UserError, match="holds a checkpoint of ours"):
         import_folder(checkpoint, tmp_path / "out")
-    for path, said in ((tmp_path / "nowhere", "is not there"), (folder / "config.json", "is not a folder")):
+    for path, said in ((tmp_path / "nowhere", "does not exist"), (folder / "config.json", "is not a folder")):
         with pytest.raises(UserError, match=said):
             import_folder(path, tmp_path / "out")
     with pytest.raises(UserError, match="cannot be written"):

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 
 from models.config import ModelConfig
+from models.hf import parameter_shapes
 from parallel.errors import UserError
 from recipes.checkpoint.files import read_manifest
 from recipes.checkpoint.manifest import MANIFEST, encode
-from recipes.load import load, to_toml
+from recipes.load import LoadedRecipe, load, load_run, to_toml
 from recipes.schema import Recipe
 from recipes.training.run_folder import identity_differences
 from recipes.weights.convert import export_checkpoint, import_folder
@@ -66,7 +68,7 @@ def test_a_size_with_weights_must_be_their_shape(folder: Path) -> None:
 
 def test_what_cannot_be_started_from_is_named(folder: Path) -> None:
     assert "model.weights" in refused("--model.weights", "") and "is missing" in refused("--model.weights", "")
-    assert "elsewhere is not there" in refused("--model.weights", "elsewhere")
+    assert "elsewhere does not exist" in refused("--model.weights", "elsewhere")
     assert refused("--model.weights", "elsewhere", "--run.steps", "0").startswith("2 problems")
     assert "r.toml is not a folder" in refused("--model.weights", "r.toml")
     (folder / "empty").mkdir()
@@ -83,7 +85,7 @@ def test_what_cannot_be_started_from_is_named(folder: Path) -> None:
 def test_the_tokenizer_is_that_of_the_weights(folder: Path) -> None:
     """Tokens that the weights never saw would train nonsense without a word."""
     said = refused("--data.tokenizer", "train:300")
-    assert "1 problem" in said and "while they bring their own" in said and 'write tokenizer = "from_weights"' in said
+    assert "1 problem" in said and "which have their own" in said and 'write tokenizer = "from_weights"' in said
     assert recipe_of("--data.tokenizer", "from_weights").data.tokenizer == "from_weights"
     (folder / "tokenizer.json").unlink()
     assert "data.tokenizer" in refused("--data.tokenizer", "from_weights")
@@ -99,7 +101,7 @@ def test_a_run_with_a_checkpoint_needs_the_weights_no_more(folder: Path) -> None
     (checkpoint / MANIFEST).write_bytes(encode(replace(read_manifest(checkpoint), step=4)))  # as a run writes it
     folder.rename("elsewhere")
     assert recipe_of(*options) == recipe
-    assert "hf is not there" in refused(*options, "--run.name", "another")
+    assert "hf does not exist" in refused(*options, "--run.name", "another")
     moved = recipe_of(*options, "--model.weights", "elsewhere")
     assert identity_differences(recipe, moved) == []
 
@@ -114,6 +116,47 @@ def test_check_leaves_torch_out(folder: Path) -> None:
     code = "import sys, recipes.load; recipes.load.load('r.toml'); print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert found.stdout == "False\n", found.stderr
+
+
+def opened_by(*overrides: str) -> tuple[LoadedRecipe, Counter[str]]:
+    """What load_run of r.toml returns, and how often it opened each file by name."""
+    opened: Counter[str] = Counter()
+    watching = True
+
+    def count(event: str, about: tuple[Any, ...]) -> None:
+        if watching and event == "open":
+            opened[Path(str(about[0])).name] += 1
+
+    sys.addaudithook(count)  # which cannot be removed
+    loaded = load_run("r.toml", overrides)
+    watching = False
+    return loaded, opened
+
+
+def test_loading_opens_each_file_of_the_weights_once(folder: Path) -> None:
+    recipe_of()
+    loaded, opened = opened_by("--data.tokenizer", "from_weights")
+    assert loaded.weights is not None and loaded.weights.path == Path("hf")
+    names = ["config.json", "tokenizer.json", *(file.name for file in files(folder))]
+    assert len(names) > 3 and {name: opened[name] for name in names} == dict.fromkeys(names, 1)
+
+
+def test_weights_that_were_loaded_with_the_recipe_are_not_read_again(folder: Path) -> None:
+    recipe_of()
+    weights = load_run("r.toml", ["--data.tokenizer", "from_weights"]).weights
+    assert weights is not None
+    shutil.rmtree(folder)
+    assert weights.tokenizer.vocabulary == 4 and weights.description.model == weights.model
+    assert len(weights.stored_tensors) == len(list(parameter_shapes(SMALL)))
+
+
+def test_a_recipe_without_weights_imports_nothing_that_reads_them(folder: Path) -> None:
+    Path("plain.toml").write_text('[model]\nname = "smollm3_debug"\n')
+    code = "import sys, recipes.load; recipes.load.load('plain.toml'); print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    modules = set(found.stdout.split())
+    assert "recipes.weights.locate" in modules, found.stderr
+    assert not modules & {"models.hf", "recipes.weights.hf_folder", "recipes.weights.convert", "safetensors", "torch"}
 
 
 def losses(folder: Path) -> list[float]:
