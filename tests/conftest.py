@@ -11,6 +11,7 @@ import pytest
 
 if TYPE_CHECKING:
     from parallel.dist import World
+    from recipes.schema import Recipe
 
 
 @pytest.fixture(autouse=True)
@@ -63,3 +64,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "\n\n".join((stdlib / name).read_text(encoding="utf-8") for name in names if (stdlib / name).exists())
     )
     return path
+
+
+@pytest.fixture(scope="module")
+def small(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> "Recipe":
+    """The small recipe (tests/training.py) on the corpus; the runs of one test file go to one folder."""
+    from tests.training import small_recipe
+
+    return small_recipe(corpus, tmp_path_factory.mktemp("small"))

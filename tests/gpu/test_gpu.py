@@ -10,7 +10,7 @@ import torch
 from recipes.load import LoadedRecipe, load
 from recipes.schema import Recipe
 from tests.processes import run_processes
-from tests.recipes.training.test_trainer import DEBUG, change, rows
+from tests.training import DEBUG, change, rows
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,8 +15,7 @@ from recipes.schema import Recipe
 from tests.processes import run_processes
 from tests.recipes.data.text.test_hub import c4, tiny_stories
 from tests.recipes.data.texts import shards_in, tokenizer_for, work_on, write_rows
-from tests.recipes.training.test_resume import small  # noqa: F401
-from tests.recipes.training.test_trainer import change, rows, run_all
+from tests.training import change, rows, run_all
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +35,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-def test_a_run_on_every_kind_of_source(small: Recipe, sources: dict[str, str]) -> None:  # noqa: F811
+def test_a_run_on_every_kind_of_source(small: Recipe, sources: dict[str, str]) -> None:
     recipes = [
         change(
             small,
@@ -56,7 +55,7 @@ def test_a_run_on_every_kind_of_source(small: Recipe, sources: dict[str, str]) -
     assert not (recipes[1].run.folder / "quarantine.jsonl").exists()
 
 
-def test_a_masked_mixture_goes_on_on_other_numbers_of_processes(small: Recipe, sources: dict[str, str]) -> None:  # noqa: F811
+def test_a_masked_mixture_goes_on_on_other_numbers_of_processes(small: Recipe, sources: dict[str, str]) -> None:
     mixture = {sources["lines"]: 0.6, sources["c4"]: 0.3, sources["stories"]: 0.1}
     whole = change(
         small,
@@ -85,7 +84,7 @@ def test_a_masked_mixture_goes_on_on_other_numbers_of_processes(small: Recipe, s
         assert set(row["epochs"]) == set(mixture)
 
 
-def test_a_source_that_changed_is_noticed_on_the_way(small: Recipe, tmp_path: Path) -> None:  # noqa: F811
+def test_a_source_that_changed_is_noticed_on_the_way(small: Recipe, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 400)
     recipe = change(
         small,
@@ -115,7 +114,7 @@ def test_a_source_that_changed_is_noticed_on_the_way(small: Recipe, tmp_path: Pa
         run_processes(1, run_all, [change(fixed, run={"steps": 4})])
 
 
-def test_text_that_was_prepared_meanwhile_is_noticed(small: Recipe, tmp_path: Path) -> None:  # noqa: F811
+def test_text_that_was_prepared_meanwhile_is_noticed(small: Recipe, tmp_path: Path) -> None:
     """Its tokens are the same, but not their order: prepared shards are shuffled as a whole from the start."""
     (tmp_path / "text").mkdir()
     write_rows(tmp_path / "text" / "rows.jsonl", 400)
@@ -139,7 +138,7 @@ def test_text_that_was_prepared_meanwhile_is_noticed(small: Recipe, tmp_path: Pa
         run_processes(1, run_all, [change(recipe, run={"steps": 4})])
 
 
-def test_tokens_that_are_made_again_must_be_those_that_were_trained_on(small: Recipe, tmp_path: Path) -> None:  # noqa: F811
+def test_tokens_that_are_made_again_must_be_those_that_were_trained_on(small: Recipe, tmp_path: Path) -> None:
     """A file that cannot be read, and can another time: the same text to look at, and other tokens."""
     (tmp_path / "in").mkdir()
     for name in ("a", "b"):

@@ -12,20 +12,9 @@ from parallel.config import Float8Config
 from recipes.load import load
 from recipes.schema import Recipe
 from tests.processes import run_processes
+from tests.training import run_all
 
 TINY = Path(__file__).parents[3] / "configs/sweeps/cpu/tiny.toml"
-
-
-def run(recipes: list[Recipe]) -> list[int]:
-    from parallel.dist import start, stop
-    from recipes.training.console import Console
-    from recipes.training.trainer import Trainer
-
-    world = start("cpu", seed=0)
-    with Console(silent=True) as console:
-        codes = [Trainer(recipe, world, console).run() for recipe in recipes]
-    stop()
-    return codes
 
 
 def rows(recipe: Recipe, file: str) -> list[dict[str, Any]]:
@@ -54,7 +43,7 @@ def test_sampled_steps_are_written_and_change_nothing(sampled: Recipe) -> None:
         run=replace(sampled.run, name="plain"),
         float8=replace(sampled.float8, sample_every=0),
     )
-    assert run_processes(1, run, [sampled, plain]) == [[0, 0]]
+    assert run_processes(1, run_all, [sampled, plain]) == [[0, 0]]
     assert not (plain.run.folder / "float8.jsonl").exists()
     numbers = [
         [(row["loss"], row["grad_norm"]) for row in rows(recipe, "metrics.jsonl")] for recipe in (sampled, plain)
@@ -67,13 +56,13 @@ def test_sampled_steps_are_written_and_change_nothing(sampled: Recipe) -> None:
 
     # Two processes, and a run that goes on from step 2: the rows of step 4 are written anew, not once more.
     two = replace(sampled, run=replace(sampled.run, name="two"))
-    assert run_processes(2, run, [two]) == [[0], [0]]
+    assert run_processes(2, run_all, [two]) == [[0], [0]]
     shutil.rmtree(sampled.run.folder / "checkpoints/step-00000004")
-    assert run_processes(1, run, [sampled]) == [[0]]
+    assert run_processes(1, run_all, [sampled]) == [[0]]
     assert rows(sampled, "float8.jsonl") == found
     # Nor do they stay where the run goes on without sampling.
     shutil.rmtree(sampled.run.folder / "checkpoints/step-00000004")
-    assert run_processes(1, run, [replace(sampled, float8=plain.float8)]) == [[0]]
+    assert run_processes(1, run_all, [replace(sampled, float8=plain.float8)]) == [[0]]
     assert rows(sampled, "float8.jsonl") == found[: 14 * 6]
     elsewhere = rows(two, "float8.jsonl")
     for name in ("step", "linear", "tensor", "overflow"):

@@ -14,7 +14,7 @@ from recipes.metrics import goodput as room
 from recipes.metrics.goodput import Goodput
 from recipes.schema import Recipe
 from tests.processes import run_processes
-from tests.recipes.training.test_trainer import DEBUG, change
+from tests.training import DEBUG, change, training
 
 
 class Attempt:
@@ -77,14 +77,12 @@ def attempt(recipe: Recipe, *, breaks_at: int | None) -> tuple[float, float, dic
     """One attempt in this process; the moments of its beginning and end, and what it says of where its time went."""
     from parallel.dist import start, stop
     from recipes.metrics.clock import RunClock
-    from recipes.training.console import Console
-    from recipes.training.trainer import Trainer
 
     began = os.times().elapsed  # not the clock that is tested
     phases_began = time.monotonic()
     world = start("cpu", seed=0)
-    with Console(silent=not world.is_main) as console:
-        trainer: Any = Trainer(recipe, world, console, RunClock(world.device, began=phases_began))
+    clock = RunClock(world.device, began=phases_began)
+    with training(recipe, world, silent=not world.is_main, clock=clock) as trainer:
         take = trainer.loader.take
 
         def slow_or_broken(step: int) -> Any:

@@ -19,8 +19,8 @@ from recipes.files.exit_codes import POISONED
 from recipes.load import load
 from recipes.schema import Recipe
 from tests.processes import run_processes
+from tests.training import DEBUG, change, take_step, training
 
-DEBUG = Path(__file__).parents[3] / "configs" / "smollm3_debug.toml"
 BAD = 2
 """Index of the step that is poisoned, the third."""
 
@@ -110,18 +110,14 @@ def poison(trainer: Any, kind: str) -> Callable[[], None]:
 
 def steps(recipe: Recipe, kind: str, world: Any) -> dict[str, Any]:
     """Hashes after every step, where the third one is poisoned; "left out": where it is not taken at all."""
-    from recipes.training.console import Console
-    from recipes.training.trainer import Trainer
-
-    with Console(silent=True) as console:
-        trainer: Any = Trainer(replace(recipe, run=replace(recipe.run, name=kind)), world, console)
+    with training(change(recipe, run={"name": kind}), world) as trainer:
         hashes, seen_scales, losses = [], [], []
         for number in range(recipe.run.steps):
             if number == BAD and kind == "left out":
                 trainer.clock.count_step()
                 continue
             cure = poison(trainer, kind) if number == BAD else None
-            loss, _ = trainer._train_step()
+            loss, _ = take_step(trainer)
             if cure:
                 cure()
             trainer.clock.count_step()
@@ -212,12 +208,9 @@ def tensors_of(checkpoint: Path) -> dict[str, Any]:
 
 def poisoned_run(recipe: Recipe) -> int:
     from parallel.dist import start, stop
-    from recipes.training.console import Console
-    from recipes.training.trainer import Trainer
 
     world = start("cpu", seed=0)
-    with Console(silent=not world.is_main) as console:
-        trainer: Any = Trainer(recipe, world, console)
+    with training(recipe, world, silent=not world.is_main) as trainer:
         if world.rank == 1:
             trainer.model.embedding.register_forward_hook(
                 lambda module, inputs, output: output * math.nan if trainer.step >= 3 else None
@@ -235,8 +228,6 @@ def test_a_step_waits_for_the_device_no_oftener_than_before(small: Recipe) -> No
 def count_waits(recipes: list[Recipe]) -> list[int]:
     """How often the host asks for a number of the device in a step that is not logged."""
     from parallel.dist import start, stop
-    from recipes.training.console import Console
-    from recipes.training.trainer import Trainer
 
     class Waits(TorchDispatchMode):
         def __init__(self) -> None:
@@ -249,11 +240,10 @@ def count_waits(recipes: list[Recipe]) -> list[int]:
 
     world, found = start("cpu", seed=0), []
     for recipe in recipes:
-        with Console(silent=True) as console:
-            trainer: Any = Trainer(recipe, world, console)
-            trainer._train_step()
+        with training(recipe, world) as trainer:
+            take_step(trainer)
             with Waits() as waits:
-                trainer._train_step()
+                take_step(trainer)
             assert waits.counts["isfinite"] or waits.counts["abs"], waits.counts  # it did look
             found.append(sum(waits.counts[name] for name in ("_local_scalar_dense", "nonzero", "is_nonzero", "equal")))
     stop()

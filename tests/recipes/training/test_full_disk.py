@@ -14,7 +14,7 @@ from recipes.files.exit_codes import CANNOT_WRITE
 from recipes.load import load
 from recipes.schema import Recipe
 from tests.processes import run_processes
-from tests.recipes.training.test_trainer import DEBUG, change, curve, rows
+from tests.training import DEBUG, change, curve, rows, training
 
 STEPS, BAD, GOOD = 24, 4, 18
 """The disk takes nothing more in step BAD, and is well again in step GOOD."""
@@ -53,8 +53,6 @@ def mount(disk: Path, mode: str) -> None:
 def run(recipe: Recipe, screen: Path, disk: Path, kind: str) -> tuple[int, list[str]]:
     """The exit code, and the names of files in the order in which they were synced until the first shard was."""
     from parallel.dist import start, stop
-    from recipes.training.console import Console
-    from recipes.training.trainer import Trainer
 
     synced: list[str] = []
     fsync = os.fsync
@@ -65,8 +63,7 @@ def run(recipe: Recipe, screen: Path, disk: Path, kind: str) -> tuple[int, list[
 
     os.fsync = watched
     world = start("cpu", seed=0)
-    with screen.open("w") as out, redirect_stdout(out), Console(silent=False) as console:
-        trainer = Trainer(recipe, world, console)
+    with screen.open("w") as out, redirect_stdout(out), training(recipe, world, silent=False) as trainer:
 
         def harm(*_: Any) -> None:
             if trainer.step + 1 == BAD and kind in ("full", "gap"):

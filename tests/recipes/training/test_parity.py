@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, SmolLM3Config, SmolLM3Fo
 from recipes.load import load
 from recipes.schema import Recipe
 from tests.processes import run_processes
+from tests.training import DEBUG, change, training
 
-DEBUG = Path(__file__).parents[3] / "configs" / "smollm3_debug.toml"
 STEPS, WARMUP, DECAY = 20, 5, 6
 PEAK = 3e-3
 BATCH, LENGTH = 8, 64  # sequences, tokens
@@ -49,14 +49,11 @@ def both_curves(family: str, recipe: Recipe) -> tuple[list[tuple[float, float]],
 
     from models.hf import config_from_hf, hf_name
     from parallel.dist import start, stop
-    from recipes.training.console import Console
-    from recipes.training.trainer import Trainer
 
     theirs = their_model(family)
     recipe = replace(recipe, model=config_from_hf(theirs.config.to_dict()))
     world = start("cpu", seed=0)
-    with Console(silent=True) as console:
-        trainer = Trainer(recipe, world, console)
+    with training(recipe, world) as trainer:
         weights = dict(theirs.named_parameters())
         with torch.no_grad():
             for name, parameter in trainer.model.named_parameters():
@@ -66,8 +63,8 @@ def both_curves(family: str, recipe: Recipe) -> tuple[list[tuple[float, float]],
     rows = [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()]
     ours = [(row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
     # Of the trainer only the batches: which tokens they hold is tests/recipes/data's matter.
-    training = trainer.loader.training.sequences
-    batches = [torch.from_numpy(training.rows(step * BATCH, BATCH)) for step in range(STEPS)]
+    sequences = trainer.loader.training.sequences
+    batches = [torch.from_numpy(sequences.rows(step * BATCH, BATCH)) for step in range(STEPS)]
     stop()
     return ours, their_curve(theirs, batches)
 
@@ -108,8 +105,7 @@ def test_twenty_steps_equal_a_plain_loop_over_transformers(family: str, corpus: 
         "metrics": {"every": 1},
         "validation": {"every": 0, "sample_tokens": 0},
     }
-    recipe = load(DEBUG)
-    recipe = replace(recipe, **{key: replace(getattr(recipe, key), **fields) for key, fields in changes.items()})
+    recipe = change(load(DEBUG), **changes)
     [(ours, theirs)] = run_processes(1, both_curves, family, recipe)
     assert len(ours) == len(theirs) == STEPS
     gaps = [abs(a - b) / b for one, other in zip(ours, theirs, strict=True) for a, b in zip(one, other, strict=True)]

@@ -7,33 +7,14 @@ from pathlib import Path
 import pytest
 
 from parallel.errors import UserError
-from recipes.load import load
 from recipes.schema import Recipe
 from tests.full_disk import files_of_at_most
 from tests.processes import run_processes
-from tests.recipes.training.test_trainer import DEBUG, change, curve, largest_gap, rows, run_all
+from tests.training import change, curve, largest_gap, rows, run_all, train, training
 
 HALF, STEPS = 4, 8
 RESHARDING_TOLERANCE = 1e-6
 """Relative, in float32: sums over another number of processes round differently."""
-
-
-@pytest.fixture(scope="module")
-def small(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
-    """A model of one second, saved every second step, that any number of steps may continue."""
-    folder = tmp_path_factory.mktemp("resume")
-    return change(
-        load(DEBUG),
-        run={"steps": STEPS, "output": str(folder / "runs")},
-        model={"layers": 2, "width": 64, "feed_forward_width": 96, "heads": 4, "key_value_heads": 2, "head_width": 16},
-        data={"source": str(corpus), "tokenizer": "train:512", "cache": str(folder / "cache")},
-        batch={"sequence_length": 32, "global_batch_size": 8, "micro_batch_size": 1},
-        schedule={"kind": "constant", "warmup_steps": 2, "decay_steps": 0},
-        fsdp={"param_dtype": "float32"},
-        checkpoint={"every": 2, "keep": 2},
-        metrics={"every": 1},
-        validation={"every": 0, "sample_tokens": 0},
-    )
 
 
 def folder_of(recipe: Recipe, name: str) -> Path:
@@ -45,8 +26,6 @@ def run_and_copy(first: list[Recipe], copies: list[tuple[Path, Path]], then: lis
     import torch.distributed as dist
 
     from parallel.dist import start, stop
-    from recipes.training.console import Console
-    from recipes.training.trainer import Trainer
 
     world = start("cpu", seed=0)
     codes = []
@@ -57,8 +36,7 @@ def run_and_copy(first: list[Recipe], copies: list[tuple[Path, Path]], then: lis
                     shutil.copytree(source, target)
             dist.barrier()
             continue
-        with Console(silent=True) as console:
-            codes.append(Trainer(recipe, world, console).run())
+        codes.append(train(recipe, world))
     stop()
     return codes
 
@@ -106,17 +84,14 @@ def test_a_run_goes_on_on_any_mesh(small: Recipe) -> None:
 def fill_the_disk(recipe: Recipe, reference: Recipe) -> list[str]:
     """Train; then with a disk that takes no checkpoint; then with room again; then with the newest one damaged."""
     from parallel.dist import start, stop
-    from recipes.training.console import Console
-    from recipes.training.trainer import Trainer
 
     world = start("cpu", seed=0)
 
     def run(steps: int, recipe: Recipe = recipe) -> str:
-        with Console(silent=False) as console:
-            try:
-                return str(Trainer(change(recipe, run={"steps": steps}), world, console).run())
-            except UserError as error:
-                return str(error)
+        try:
+            return str(train(change(recipe, run={"steps": steps}), world, silent=False))
+        except UserError as error:
+            return str(error)
 
     answers = [run(STEPS, reference), run(2)]
     with files_of_at_most(200_000):
@@ -159,8 +134,6 @@ def break_off_everywhere(recipe: Recipe) -> dict[str, str]:
     import xxhash
 
     from parallel.dist import start, stop
-    from recipes.training.console import Console
-    from recipes.training.trainer import Trainer
 
     class Broken(Exception):
         pass
@@ -171,18 +144,16 @@ def break_off_everywhere(recipe: Recipe) -> dict[str, str]:
             raise Broken
 
     world = start("cpu", seed=0)
-    with Console(silent=True) as console:
-        whole = change(recipe, run={"name": "unbroken"})
-        assert Trainer(whole, world, console).run() == 0
-        broken = change(recipe, run={"name": "broken"})
-        for step in range(1, STEPS + 1):
-            trainer = Trainer(broken, world, console)
+    assert train(change(recipe, run={"name": "unbroken"}), world) == 0
+    broken = change(recipe, run={"name": "broken"})
+    for step in range(1, STEPS + 1):
+        with training(broken, world) as trainer:
             assert trainer.step == max(0, step - 2)  # the step before is done once more, and saved; then it breaks off
             trainer.model.register_forward_pre_hook(partial(break_in, countdown=[8 * (step - 1 - trainer.step) + 3]))
             with pytest.raises(Broken):
                 trainer.run()
             trainer.checkpoints.finish()
-        assert Trainer(broken, world, console).run() == 0
+    assert train(broken, world) == 0
     stop()
     last = f"checkpoints/step-{STEPS:08d}/shard-00000-of-00001.safetensors"
     return {

@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 
@@ -13,18 +13,13 @@ from parallel.config import MeshConfig
 from recipes.load import load
 from recipes.schema import Recipe
 from tests.processes import run_processes
+from tests.training import DEBUG, change, curve, largest_gap, rows, run_all, take_step, training
 
-DEBUG = Path(__file__).parents[3] / "configs" / "smollm3_debug.toml"
 STEPS = 20
 # Largest relative gap between two loss curves: compiled and bfloat16 against eager float32, float8 against bfloat16.
 COMPILE_TOLERANCE = 1e-5
 BFLOAT16_TOLERANCE = 2e-3
 FLOAT8_TOLERANCE = 1e-2
-
-
-def change(recipe: Recipe, **sections: dict[str, Any]) -> Recipe:
-    """The recipe with fields replaced, section by section."""
-    return replace(recipe, **{name: replace(getattr(recipe, name), **fields) for name, fields in sections.items()})
 
 
 @pytest.fixture(scope="module")
@@ -43,41 +38,12 @@ def small(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     )
 
 
-def run_all(recipes: list[Recipe]) -> list[int]:
-    """Run recipes one after the other in this process and those beside it; exit codes."""
-    from parallel.dist import start, stop
-    from recipes.training.console import Console
-    from recipes.training.trainer import Trainer
-
-    world = start("cpu", seed=0)
-    codes = []
-    for recipe in recipes:
-        with Console(silent=True) as console:
-            codes.append(Trainer(recipe, world, console).run())
-    stop()
-    return codes
-
-
 def curves(processes: int, recipes: dict[str, Recipe]) -> dict[str, list[float]]:
     """Losses and validation losses, in order, of named variants run on so many processes."""
     named = [change(recipe, run={"name": f"{name}-{processes}"}) for name, recipe in recipes.items()]
     for codes in run_processes(processes, run_all, named, timeout=400):
         assert codes == [0] * len(named)
     return {name: curve(recipe) for name, recipe in zip(recipes, named, strict=True)}
-
-
-def rows(recipe: Recipe) -> list[dict[str, Any]]:
-    path = Path(recipe.run.output) / recipe.run.name / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def curve(recipe: Recipe) -> list[float]:
-    return [row["loss"] if "loss" in row else row["validation_loss"] for row in rows(recipe)]
-
-
-def largest_gap(one: list[float], other: list[float]) -> float:
-    """Largest relative difference between two curves of the same length."""
-    return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -160,8 +126,6 @@ def count_collectives(recipe: Recipe) -> dict[str, int]:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from parallel.dist import start, stop
-    from recipes.training.console import Console
-    from recipes.training.trainer import Trainer
 
     class Collectives(TorchDispatchMode):
         counts: ClassVar[Counter[str]] = Counter()
@@ -172,11 +136,10 @@ def count_collectives(recipe: Recipe) -> dict[str, int]:
             return operator(*args, **(kwargs or {}))
 
     world = start("cpu", seed=0)
-    with Console(silent=True) as console:
-        trainer = Trainer(recipe, world, console)
-        trainer._train_step()  # FSDP sets itself up in the first
+    with training(recipe, world) as trainer:
+        take_step(trainer)  # FSDP sets itself up in the first
         with Collectives() as collectives:
-            trainer._train_step()
+            take_step(trainer)
     stop()
     return dict(collectives.counts)
 

@@ -22,8 +22,8 @@ from recipes.training.run_folder import identity_differences
 from recipes.weights.convert import export_checkpoint, import_folder
 from recipes.weights.locate import find_weights, initial_weights
 from tests.processes import run_processes
-from tests.recipes.training.test_trainer import DEBUG, change, run_all
 from tests.recipes.weights.test_hf_folder import SMALL, edit_config, files, truncate, write_random
+from tests.training import DEBUG, change, run_all
 
 ROOT = Path(__file__).resolve().parents[3]
 
