@@ -36,9 +36,9 @@ def test_a_frozen_process_is_named_and_ended(ill: int, start: Callable[..., Star
     os.kill(frozen, signal.SIGSTOP)
     code, _, err = run.end()
     assert code == HUNG, err
-    assert "does not answer, frozen or with its node gone:\n" in err
+    assert "does not answer; the process is frozen or its node is gone:\n" in err
     assert f"  rank {ill} on {platform.node()}: last seen in phase " in err
-    assert f"  1 of 2 processes wait for that, rank {1 - ill} on {platform.node()} in phase " in err
+    assert f"  1 of 2 processes wait for it, rank {1 - ill} on {platform.node()} in phase " in err
     assert "Traceback" not in err and "launch: a worker did not stop in time and was killed\n" in err
     log = (run.folder / "log.txt").read_text()
     assert log.count("HUNG: no progress for ") == 1 and f"  rank {ill} on {platform.node()}: last seen" in log
@@ -84,9 +84,9 @@ def ill_run(folder: Path, corpus: Path, fault: str, *overrides: str) -> tuple[in
 def test_a_stuck_process_is_named_with_its_phase(fault: str, phase: str, tmp_path: Path, corpus: Path) -> None:
     code, err = ill_run(tmp_path, corpus, fault, *SHORT)
     assert code == HUNG, err
-    assert "in work of its own, while others wait for it:\n" in err
+    assert "busy on its own while others wait for it:\n" in err
     assert f"  rank 1 on {platform.node()}: phase {phase} of step 6, at tests/ill_train.py:" in err
-    assert f"  1 of 2 processes wait for that, rank 0 on {platform.node()} in phase step of step 6, at parallel/" in err
+    assert f"  1 of 2 processes wait for it, rank 0 on {platform.node()} in phase step of step 6, at parallel/" in err
     assert len(err.splitlines()) == 4
     hang = tmp_path / "runs" / "ill" / "hang"
     assert {path.name for path in hang.iterdir()} == {"rank-0.txt", "rank-1.txt"}

@@ -1,4 +1,4 @@
-"""Before the first step: are the nodes alike, do they see one folder, does what lies between them work?"""
+"""Checks before the first step: the nodes are alike, they share one folder, and the network between them works."""
 
 import os
 import platform
@@ -27,23 +27,24 @@ from recipes.files.units import size
 from recipes.metrics.throughput import device_name
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 10.0
-"""Seconds until all nodes must see what one of them wrote: network file systems take their time."""
+VISIBLE_SECONDS = 10.0
+"""How long a file may take to appear on all nodes: network file systems cache folder listings."""
 CLOCK_SECONDS = 5.0
-"""Clocks further apart are worth a word: times of files and log lines of two nodes no longer compare."""
+"""Warn when clocks are further apart: file times and log lines of two nodes no longer compare."""
 TEMPORARY_BYTES = 10**9
-"""Less room in the folder for temporary files is worth a word: torch.compile writes there."""
+"""Warn when the folder for temporary files has less free space: torch.compile writes there."""
 OCCUPIED = 0.05
-"""A GPU with that share of its memory less to give than the others has somebody else on it."""
+"""Warn when a GPU has this share of its memory less free than the others: another process is probably using it."""
 SLOW = 0.5
-"""A process with less than that share of the others' speed between nodes is worth a word."""
+"""Warn when a process reaches less than this share of the median speed between nodes."""
 MOST_ROWS = 16
+"""In the table."""
 
 ONE_ENVIRONMENT = "use one environment on all nodes: PYTHON, or .venv in a checkout that they share"
-OTHER_NODES = "ask for nodes of one kind, or leave the odd ones out (sbatch --exclude)"
-ALIKE = {
-    "recipe": ("the recipe", "give the same recipe and the same fields on all nodes"),
-    "sources": ("Shardwright's sources", "use one checkout on all nodes, or bring all to the same commit"),
+OTHER_NODES = "request nodes of one kind, or exclude the ones that differ (sbatch --exclude)"
+MUST_MATCH = {
+    "recipe": ("the recipe", "pass the same recipe and the same fields on all nodes"),
+    "sources": ("Shardwright's sources", "use one checkout on all nodes, or check out the same commit everywhere"),
     "python": ("Python", ONE_ENVIRONMENT),
     "torch": ("torch", ONE_ENVIRONMENT),
     "torchao": ("torchao", ONE_ENVIRONMENT),
@@ -52,17 +53,17 @@ ALIKE = {
     "driver": ("the GPU driver", OTHER_NODES),
     "device": ("the device", OTHER_NODES),
 }
-"""What must not differ: field of Facts -> its name, and what to do."""
+"""Field of Facts that must be equal on all processes -> (its name in messages, what to do)."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a process finds where it is. None: not there, or it does not show."""
+    """What one process found on its node. None: not present, or not visible."""
 
     recipe: str
-    """A hash of all its fields."""
+    """Hash of all fields."""
     sources: str
-    """A hash, so that uncommitted changes count and no git is needed."""
+    """Hash of the files, so that uncommitted changes count and git is not needed."""
     python: str
     torch: str
     torchao: str | None
@@ -71,60 +72,68 @@ class Facts:
     driver: str | None
     device: str
     device_bytes: int | None
+    """Total memory of the GPU."""
     free_device: int | None
-    """In bytes, as those that follow."""
+    """In bytes, as are the next three."""
     free_host: int | None
     free_disk: int
-    """Where the run's folder goes."""
+    """On the file system of the run's folder."""
     free_temporary: int
 
 
 def preflight(
     folder: Path, world: World, *, recipe: str, cache: Path | None = None, log: Callable[[str], None]
 ) -> None:
-    """Look at all processes, and let rank 0 say what came of it.
+    """Compare all processes and test the network between them. Every process must call it.
 
-    folder: of the run. recipe: all its fields. cache: where one process writes tokens that all read; None = nothing is
-    tokenized. Raises one UserError on all ranks, with the names of the nodes, where recipe, versions, sources or
-    devices differ, a node does not see these folders or a collective returns wrong numbers. What is odd and might do
-    all the same is said.
+    Args:
+        folder: Of the run; it need not exist.
+        world: All processes.
+        recipe: The resolved recipe, to compare.
+        cache: Where one process writes tokens that all read; None = nothing is tokenized.
+        log: Receives one line of text per message.
+
+    Raises:
+        UserError: On all ranks and with the names of the nodes, if recipe, versions, sources or devices differ, if a
+            node does not see one of the folders, or if a collective returns wrong numbers. Anything else unusual is
+            only logged.
     """
     if world.size == 1:
         return
     nodes, several = world.nodes, len(world.nodes) > 1
     facts = from_all(world, local_facts(folder, world.device, recipe=recipe))
     if problems := differences(facts, nodes):
-        raise refusal("the processes are not alike", problems)
+        raise refusal("the processes differ", problems)
     agree = f"pre-flight: {world.size} processes on {len(nodes)} {'nodes' if several else 'node'} agree"
     if several:
-        log(f"{agree}: {in_common(facts[0])}")  # at once: a network that is not right may hang below
-        require_one_folder(folder, world, what="the run's folder", write="run.output")
+        log(f"{agree}: {in_common(facts[0])}")  # before the network is tested, which may hang
+        require_one_folder(folder, world, what="the run's folder", field="run.output")
         cache = from_main(world, cache)
         if cache is not None:
-            require_one_folder(cache.expanduser() / "tokens", world, what="the cache of tokens", write="data.cache")
+            require_one_folder(cache.expanduser() / "tokens", world, what="the token cache", field="data.cache")
     clocks = clock_bounds(world)
     links = measure_links(world)
     if problems := wrong_results(links, nodes):
         raise refusal("the network between the processes returns wrong numbers", problems)
     log(f"{'pre-flight:' if several else agree + ';'} {speeds(links, BUFFER[world.device.type])}")
-    odd = list(oddities(facts, clocks, nodes))
-    if world.device.type == "cuda":  # processes on CPUs share cores: their speeds vary
-        odd += slow_links(links, nodes)
-    lines = table(facts, clocks, links, nodes, odd=[name for name, _ in odd]) if several else []
-    for line in [*lines, *(f"{name}: {what}" for name, what in odd)]:
+    warnings = list(node_warnings(facts, clocks, nodes))
+    if world.device.type == "cuda":  # processes on CPUs share cores, so their speeds vary
+        warnings += slow_links(links, nodes)
+    lines = table(facts, clocks, links, nodes, always=[name for name, _ in warnings]) if several else []
+    for line in [*lines, *(f"{name}: {what}" for name, what in warnings)]:
         log(f"  {line}")
 
 
 def refusal(what: str, problems: Sequence[str]) -> UserError:
-    """The error to raise for all of them at once."""
+    """One error that lists all problems."""
     return UserError("\n  ".join([f"pre-flight: {what}; nothing was started", *problems]))
 
 
-# What a process finds
+# What one process finds
 
 
 def local_facts(folder: Path, device: torch.device, *, recipe: str) -> Facts:
-    """Those of this process."""
+    """The facts of this process."""
     cuda = device.type == "cuda"
     free, total = torch.cuda.mem_get_info(device) if cuda else (None, None)
     return Facts(
@@ -147,12 +156,8 @@ def local_facts(folder: Path, device: torch.device, *, recipe: str) -> Facts:
 
 def _hash_of_sources() -> str:
     digest = xxhash.xxh3_64()
-    for file in sorted(
-        [
-            ROOT / "train.py",
-            *(file for room in ("models", "parallel", "recipes") for file in (ROOT / room).rglob("*.py")),
-        ]
-    ):
+    files = (file for package in ("models", "parallel", "recipes") for file in (ROOT / package).rglob("*.py"))
+    for file in sorted([ROOT / "train.py", *files]):
         digest.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
     return digest.hexdigest()[:8]
 
@@ -165,7 +170,7 @@ def _version(package: str) -> str | None:
 
 
 def _driver() -> str | None:
-    """Of NVIDIA's GPUs, from the kernel module: nvidia-smi takes a second, and a container need not have it."""
+    """NVIDIA's driver version, from the kernel module: nvidia-smi takes a second, and containers may lack it."""
     with suppress(OSError):
         if found := re.search(r"\b\d{3}\.\d+(\.\d+)?\b", Path("/proc/driver/nvidia/version").read_text()):
             return found[0]
@@ -173,20 +178,20 @@ def _driver() -> str | None:
 
 
 def _free_host() -> int | None:
-    """Bytes of memory that new work can have, where the system says it as Linux does."""
+    """Bytes of memory available to new work, None where there is no Linux /proc/meminfo."""
     with suppress(OSError):
         if found := re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE):
             return int(found[1]) * 1024
     return None
 
 
-# What must be
+# What must hold
 
 
 def differences(facts: Sequence[Facts], nodes: Sequence[Node]) -> list[str]:
-    """Where processes are not alike, field by field: the odd ones are those of which there are fewer."""
+    """One line per value that differs from the most common one of its field."""
     found = []
-    for field, (name, remedy) in ALIKE.items():
+    for field, (name, remedy) in MUST_MATCH.items():
         values = {rank: value for rank, fact in enumerate(facts) if (value := getattr(fact, field)) is not None}
         (usual, _), *others = Counter(values.values()).most_common() or [(None, 0)]
         for value, _ in others:
@@ -196,7 +201,7 @@ def differences(facts: Sequence[Facts], nodes: Sequence[Node]) -> list[str]:
 
 
 def in_common(facts: Facts) -> str:
-    """What is the same on all nodes."""
+    """Device and versions, for the log."""
     fields = {
         "sources": facts.sources,
         "Python": facts.python,
@@ -208,18 +213,26 @@ def in_common(facts: Facts) -> str:
     return ", ".join([facts.device, *(f"{name} {value}" for name, value in fields.items() if value)])
 
 
-def require_one_folder(folder: Path, world: World, *, what: str, write: str, patience: float = PATIENCE) -> None:
-    """Raises UserError unless every node sees a file that rank 0 writes where the folder is or will be.
+def require_one_folder(folder: Path, world: World, *, what: str, field: str, patience: float = VISIBLE_SECONDS) -> None:
+    """Check that every node sees a file that rank 0 writes into the folder, or where the folder will be.
 
-    what: it is. write: the field that says where it is.
+    Args:
+        folder: To check; it need not exist.
+        world: All processes, each of which must call this.
+        what: The folder's name in the message.
+        field: The recipe's field that sets the folder.
+        patience: Seconds until the file must have appeared.
+
+    Raises:
+        UserError: On all ranks, with the nodes that do not see the file.
     """
-    level, name = from_main(world, _leave_probe(folder) if world.is_main else (0, ""))
-    if not name:  # it cannot write there, which it will say
+    level, name = from_main(world, _write_probe(folder) if world.is_main else (0, ""))
+    if not name:  # rank 0 cannot write there; the run reports that later
         return
     probe = _places(folder)[level] / name
     try:
         end = time.monotonic() + patience
-        while not (seen := os.path.exists(probe)) and time.monotonic() < end:  # False also where it may not look
+        while not (seen := os.path.exists(probe)) and time.monotonic() < end:  # False also without permission
             time.sleep(0.2)
         everyone = from_all(world, (seen, str(probe.parent)))
     finally:
@@ -234,31 +247,31 @@ def require_one_folder(folder: Path, world: World, *, what: str, write: str, pat
         raise refusal(
             f"the nodes do not share {what}",
             [
-                f"what {world.nodes[0].name} writes into {main}{also if elsewhere else ''} does not show on"
-                f" {listed([*blind])} within {patience:g} s; write a {write} on a file system that all nodes share"
+                f"a file that {world.nodes[0].name} wrote into {main}{also if elsewhere else ''} did not appear on"
+                f" {listed([*blind])} within {patience:g} s; write a {field} on a file system that all nodes share"
             ],
         )
 
 
 def _places(folder: Path) -> list[Path]:
-    """The folder and those around it, from the inside outwards."""
+    """The folder and its parents, innermost first."""
     return [folder.absolute(), *folder.absolute().parents]
 
 
 def _level(folder: Path) -> int:
-    """Which of its places is there already."""
+    """Index in _places() of the innermost folder that exists."""
     return next(level for level, place in enumerate(_places(folder)) if os.path.isdir(place))
 
 
-def _leave_probe(folder: Path) -> tuple[int, str]:
-    """Write a file into the innermost place that is there; (which, its name), or no name where that cannot be.
+def _write_probe(folder: Path) -> tuple[int, str]:
+    """Write a file into the innermost folder that exists. Returns (its index in _places(), file name or "" on failure).
 
-    Not into a run's folder that is there but empty: a file left behind by a kill would spoil it for the run.
+    An existing but empty run folder is left alone: a file left behind by a kill would make it look used.
     """
     level = _level(folder)
     if level == 0 and not holds_results(folder):
         level = 1
-    # A new name each time: no other node can have looked for it, and remember that it is not there.
+    # A new name each time, because another node's file system may have cached that an old one is missing.
     name = f".preflight-{secrets.token_hex(8)}"
     try:
         (_places(folder)[level] / name).write_text("")
@@ -268,7 +281,7 @@ def _leave_probe(folder: Path) -> tuple[int, str]:
 
 
 def wrong_results(links: Sequence[Links], nodes: Sequence[Node]) -> list[str]:
-    """Which nodes got wrong numbers, and from where."""
+    """One line per collective and node with wrong numbers, and what to do."""
     name_of = _names(nodes)
     found = []
     if summed := sorted({name_of[rank] for rank, link in enumerate(links) if link.wrong_sum}):
@@ -279,15 +292,15 @@ def wrong_results(links: Sequence[Links], nodes: Sequence[Node]) -> list[str]:
             by_source.setdefault(name_of[source], set()).add(name_of[rank])
     found += [f"all-gather: what {name} sends is wrong on {listed(sorted(to))}" for name, to in by_source.items()]
     if found:
-        found.append("leave such a node out (sbatch --exclude), and have its memory, its GPUs and its network tested")
+        found.append("exclude these nodes (sbatch --exclude), and have their memory, GPUs and network tested")
     return found
 
 
-# What is worth a word
+# What is only logged
 
 
 def speeds(links: Sequence[Links], size_bytes: int) -> str:
-    """How fast the collectives are, as they load each process's link (nccl-tests' bus bandwidth)."""
+    """The collectives' bus bandwidth, as nccl-tests defines it: the load on each process's link."""
     ranks = len(links)
     reduce_seconds = max(link.all_reduce_seconds for link in links)
     gather_seconds = max(link.all_gather_seconds for link in links)
@@ -295,10 +308,10 @@ def speeds(links: Sequence[Links], size_bytes: int) -> str:
     return f"all-reduce {size(int(2 * moved / reduce_seconds))}/s, all-gather {size(int(moved / gather_seconds))}/s"
 
 
-def oddities(
+def node_warnings(
     facts: Sequence[Facts], clocks: Sequence[tuple[float, float]], nodes: Sequence[Node]
 ) -> Iterator[tuple[str, str]]:
-    """(node, what is odd about it), which may do all the same: what a run needs shows only later."""
+    """(node, what is unusual about it). Only warnings: what a run needs is known only later."""
     free = [fact.free_device for fact in facts if fact.free_device is not None]
     usual = statistics.median(free) if free else 0
     for node in nodes:
@@ -307,29 +320,29 @@ def oddities(
             if fact.free_device is not None and fact.free_device < usual - OCCUPIED * (fact.device_bytes or 0):
                 yield (
                     node.name,
-                    f"rank {rank} has {size(fact.free_device)} of its GPU's memory, and {size(int(usual))} are usual"
-                    "; is another process there? nvidia-smi lists them",
+                    f"rank {rank} has {size(fact.free_device)} of GPU memory free, the median is {size(int(usual))}"
+                    "; is another process using it? nvidia-smi lists them",
                 )
         if (temporary := min(facts[rank].free_temporary for rank in node.ranks)) < TEMPORARY_BYTES:
-            yield node.name, f"the folder for temporary files has {size(temporary)} left; TMPDIR names another"
+            yield node.name, f"the folder for temporary files has {size(temporary)} free; set TMPDIR to use another"
         least, most = clocks[node.ranks[0]]
         if least > CLOCK_SECONDS or most < -CLOCK_SECONDS:
             yield (
                 node.name,
-                f"its clock is {_offset(least, most)} from that of {nodes[0].name}; times of files and log lines do"
-                " not compare, so have it set (NTP)",
+                f"its clock is {_offset(least, most)} from that of {nodes[0].name}; file times and log lines do not"
+                " compare, so synchronize it (NTP)",
             )
 
 
 def slow_links(links: Sequence[Links], nodes: Sequence[Node]) -> Iterator[tuple[str, str]]:
-    """(node, what is slow about it)."""
+    """(node, which of its processes is slow to reach other nodes)."""
     best = {rank: max(link.exchanges.values()) for rank, link in enumerate(links) if link.exchanges}
     name_of = _names(nodes)
     for rank, speed, usual in slow_processes(best, nodes, share=SLOW):
         yield (
             name_of[rank],
-            f"rank {rank} reaches {size(int(speed))}/s to its neighbours, and {size(int(usual))}/s are usual; all wait"
-            " for the slowest",
+            f"rank {rank} reaches {size(int(speed))}/s to its neighbours, the median is {size(int(usual))}/s; all"
+            " processes wait for the slowest",
         )
 
 
@@ -339,10 +352,18 @@ def table(
     links: Sequence[Links],
     nodes: Sequence[Node],
     *,
-    odd: Sequence[str],
+    always: Sequence[str],
 ) -> list[str]:
-    """A row for each node; of very many, for the odd ones and one with the least of all."""
-    chosen = [node for node in nodes if len(nodes) <= MOST_ROWS or node.name in odd][:MOST_ROWS]
+    """A row for each node, with the worst value of its processes.
+
+    Args:
+        facts: By rank.
+        clocks: Seconds ahead of rank 0's clock, at least and at most, by rank.
+        links: By rank.
+        nodes: All nodes.
+        always: Nodes that get a row even if there are more than MOST_ROWS; the rest then share one row of minima.
+    """
+    chosen = [node for node in nodes if len(nodes) <= MOST_ROWS or node.name in always][:MOST_ROWS]
     everybody = Node(f"least of {len(nodes)}", tuple(rank for node in nodes for rank in node.ranks))
     rows = [["node", "ranks", "GPU free", "host free", "disk free", "tmp free", "clock", "to the next"]]
     for node in [*chosen, *([everybody] if len(chosen) < len(nodes) else [])]:
@@ -371,7 +392,7 @@ def table(
 
 
 def _offset(least: float, most: float) -> str:
-    """How far a clock is off, and how sure that is."""
+    """A clock's offset and its uncertainty."""
     middle, doubt = (least + most) / 2, (most - least) / 2
     if abs(middle) < 1:
         return f"{middle * 1000:+.1f} ms ±{doubt * 1000:.1f}"
@@ -379,5 +400,5 @@ def _offset(least: float, most: float) -> str:
 
 
 def _names(nodes: Sequence[Node]) -> dict[int, str]:
-    """Rank -> its node's name."""
+    """Rank -> name of its node."""
     return {rank: node.name for node in nodes for rank in node.ranks}

@@ -192,7 +192,7 @@ def test_a_node_that_is_cut_off_is_waited_for(tmp_path: Path, corpus: Path, whol
     finally:
         hosts.close()
     assert [node.returncode for node in job.nodes] == [0, 0], err + other_err
-    assert "does not answer, frozen or with its node gone:\n  rank " in err
+    assert "does not answer; the process is frozen or its node is gone:\n  rank " in err
     assert "supervise: attempt 1 crashed, exit code 77; newest checkpoint: step " in err and "attempt 2 " not in err
     assert out.count("\nresumed from ") == 1
     assert job.losses == whole
@@ -251,8 +251,8 @@ def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path, corpus: Path) ->
     (_, err), (_, other_err) = ends(nodes)
     assert [process.returncode for process in nodes] == [2, 2], err + other_err
     assert err.startswith("pre-flight: the nodes do not share the run's folder; nothing was started\n")
-    assert f"what {host}#0 writes into {tmp_path}/0 (which is {tmp_path}/1 there" in err
-    assert f"does not show on {host}#1 within 10 s; write a run.output" in err
+    assert f"a file that {host}#0 wrote into {tmp_path}/0 (which is {tmp_path}/1 there" in err
+    assert f"did not appear on {host}#1 within 10 s; write a run.output" in err
     assert not list((tmp_path / "0").iterdir()) and not list((tmp_path / "1").iterdir())
 
 

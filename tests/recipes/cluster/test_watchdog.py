@@ -1,4 +1,4 @@
-"""Who is named, from what all processes say of themselves."""
+"""Which process a hang is attributed to, from the reports of all processes."""
 
 import os
 import threading
@@ -10,14 +10,14 @@ import pytest
 import torch.distributed as dist
 
 from parallel.dist import Heartbeats, on_main, start, stop
-from recipes.cluster.watchdog import Report, _look_at, verdict
+from recipes.cluster.watchdog import Report, _place_of, verdict
 from tests.processes import run_processes
 
 WAITING = Report(0, "a", "step", 7, 61.0, "parallel/reduce.py:20 sum_over_processes", waits=True, answers=True)
 
 
 def reports(count: int, **odd: Report) -> list[Report]:
-    """So many processes that wait in the same place, but for those given by rank: r2=..."""
+    """Reports of `count` processes that wait in the same place, except those given by rank: r2=..."""
     return [replace(odd.get(f"r{rank}", WAITING), rank=rank, node=f"h{rank // 2}") for rank in range(count)]
 
 
@@ -25,55 +25,61 @@ def named(found: Sequence[Report]) -> list[str]:
     return [line.split(":")[0].strip() for line in verdict(found).splitlines()[1:] if line.startswith("  rank ")]
 
 
-def test_who_does_not_answer_comes_first() -> None:
+def test_processes_that_do_not_answer_are_named_before_busy_ones() -> None:
     busy = replace(WAITING, waits=False, phase="data")
     found = reports(4, r1=busy, r2=replace(WAITING, answers=False), r3=Report(3))
     assert named(found) == ["rank 2 on h1", "rank 3 on h1"]
     lines = verdict(found).splitlines()
-    assert lines[0] == "HUNG: no progress for 61 s; does not answer, frozen or with its node gone:"
+    assert lines[0] == "HUNG: no progress for 61 s; does not answer; the process is frozen or its node is gone:"
     assert lines[1:3] == [
         "  rank 2 on h1: last seen in phase step of step 7",
         "  rank 3 on h1: last seen in phase start",
     ]
-    assert lines[3].startswith("  2 of 4 processes wait for that, rank 0 on h0 in phase step of step 7, at parallel/")
+    assert lines[3].startswith("  2 of 4 processes wait for it, rank 0 on h0 in phase step of step 7, at parallel/")
 
 
-def test_who_works_while_others_wait() -> None:
+def test_a_busy_process_is_named_while_others_wait() -> None:
     found = reports(4, r1=replace(WAITING, waits=False, phase="data", place="recipes/data/text/rows.py:9 read"))
     assert named(found) == ["rank 1 on h0"]
     assert "  rank 1 on h0: phase data of step 7, at recipes/data/text/rows.py:9 read\n" in verdict(found)
 
 
-def test_who_is_steps_behind() -> None:
+def test_a_process_that_is_steps_behind_is_named() -> None:
     assert named(reports(4, r3=replace(WAITING, step=6))) == ["rank 3 on h1"]
 
 
-def test_who_waits_elsewhere() -> None:
-    other = replace(WAITING, place="models/decoder.py:3 forward")
-    assert named(reports(4, r2=other)) == ["rank 2 on h1"]
-    assert named(reports(2, r1=other)) == ["rank 0 on h0", "rank 1 on h0"]
-    assert "wait for each other in different places" in verdict(reports(2, r1=other))
+def test_a_process_that_waits_in_a_different_place_is_named() -> None:
+    assert named(reports(4, r2=replace(WAITING, place="models/decoder.py:3 forward"))) == ["rank 2 on h1"]
 
 
-def test_nobody_is_blamed_where_all_are_alike() -> None:
+def test_two_processes_that_wait_in_different_places_are_both_named() -> None:
+    found = reports(2, r1=replace(WAITING, place="models/decoder.py:3 forward"))
+    assert named(found) == ["rank 0 on h0", "rank 1 on h0"]
+    assert "wait for each other in different places" in verdict(found)
+
+
+def test_no_process_is_blamed_when_all_wait_in_the_same_place() -> None:
     assert "all 4 processes are in the same place" in verdict(reports(4))
+
+
+def test_a_single_stuck_process_is_reported_as_such() -> None:
     assert "the only process is stuck" in verdict(reports(1))
 
 
-def test_many_culprits_are_counted() -> None:
+def test_only_the_first_of_many_culprits_are_listed() -> None:
     found = reports(40, **{f"r{rank}": Report(rank) for rank in range(20)})
     assert len(named(found)) == 8 and "\n  and 12 more\n" in verdict(found)
 
 
 def look_at_a_wait() -> tuple[str, bool]:
-    """Where rank 0 is while rank 1 keeps it waiting, as another thread of it sees."""
+    """Where rank 0 is while it waits for rank 1, as seen by another thread of it."""
     world = start("cpu", seed=0)
     seen: list[tuple[str, bool]] = []
     main = threading.main_thread().ident
     looked = threading.Event()
 
     def look() -> None:
-        seen.append(_look_at(main))
+        seen.append(_place_of(main))
         looked.set()
 
     if world.rank == 0:
@@ -89,10 +95,10 @@ def look_at_a_wait() -> tuple[str, bool]:
     return seen[0]
 
 
-def test_a_wait_for_others_is_told_from_work() -> None:
+def test_waiting_for_other_processes_is_distinguished_from_own_work() -> None:
     waiting, working = run_processes(2, look_at_a_wait)
     assert waiting[1] and not working[1]
-    assert waiting[0].startswith("tests/recipes/test_watchdog.py:") and waiting[0].endswith(" look_at_a_wait")
+    assert waiting[0].startswith("tests/recipes/cluster/test_watchdog.py:") and waiting[0].endswith(" look_at_a_wait")
 
 
 def exchange() -> list[object]:
@@ -100,7 +106,7 @@ def exchange() -> list[object]:
     beats = Heartbeats(world)
     before = beats.told("hung")
     dist.barrier()
-    beats.post(f"word of {world.rank}")
+    beats.post(f"report of {world.rank}")
     first = beats.is_first("hung")
     dist.barrier()
     found = [before, first, beats.told("hung"), beats.all()]
@@ -109,18 +115,20 @@ def exchange() -> list[object]:
     return found
 
 
-def test_words_reach_all() -> None:
+def test_every_process_reads_all_heartbeats_and_the_alarm() -> None:
     answers = run_processes(2, exchange)
     assert sorted(answer[1] for answer in answers) == [False, True]
-    for before, _, hung, words in answers:
-        assert (before, hung, words) == ("", "2", ["word of 0", "word of 1"])
+    for before, _, hung, posted in answers:
+        assert (before, hung, posted) == ("", "2", ["report of 0", "report of 1"])
 
 
-def test_the_flight_recorder_is_on_where_the_group_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_turns_on_the_flight_recorder_but_keeps_the_users_buffer_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE"):
-        monkeypatch.setenv(name, "")  # so that they are put back
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores them
         monkeypatch.delenv(name)
-    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "77")  # a person's choice
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "77")  # set by the user
     start("cpu", seed=0, flight_recorder=tmp_path / "flight-recorder-")
     stop()
     assert os.environ["TORCH_FR_BUFFER_SIZE"] == "77"
