@@ -1,4 +1,4 @@
-"""Which processes share a node, and what that makes of the mesh. Imports no torch."""
+"""Which processes share a node, and where that puts the shard groups. Imports no torch."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from parallel.config import MeshDegrees
 from parallel.errors import UserError
 
 FEW = 6
-"""So many names fit into a sentence."""
+"""Longer lists of names are shortened."""
 
 
 @dataclass(frozen=True)
@@ -16,12 +16,12 @@ class Node:
     """The processes that one launcher started on one host."""
 
     name: str
-    """The host's, with the launcher's number where a host has several."""
+    """The host's name, with the launcher's number if the host has several."""
     ranks: tuple[int, ...]
 
 
 def arrange(places: Sequence[tuple[str, int]]) -> tuple[Node, ...]:
-    """The nodes in the order of their first ranks. places: of each rank, its host and the number of its launcher."""
+    """The nodes in the order of their first ranks. places: for each rank, its host and its launcher's number."""
     ranks: dict[tuple[str, int], list[int]] = {}
     for rank, place in enumerate(places):
         ranks.setdefault(place, []).append(rank)
@@ -32,9 +32,9 @@ def arrange(places: Sequence[tuple[str, int]]) -> tuple[Node, ...]:
 
 
 def require_like_nodes(nodes: Sequence[Node]) -> None:
-    """What mesh.shard = "node" rests on. Raises UserError, with the hosts, unless
+    """Raise UserError, with the hosts, unless mesh.shard = "node" is possible.
 
-    every node has as many processes as the others, and they have neighbouring ranks.
+    It needs the same number of processes on every node, with consecutive ranks.
     """
     by_size: dict[int, list[str]] = {}
     for node in nodes:
@@ -42,19 +42,19 @@ def require_like_nodes(nodes: Sequence[Node]) -> None:
     if len(by_size) > 1:
         sizes = " and ".join(f"{size} on {listed(names)}" for size, names in sorted(by_size.items()))
         raise UserError(
-            f'mesh.shard = "node" needs as many processes on each node, but there are {sizes}'
-            "; start as many on each (NPROC), leave the odd nodes out, or write a number"
+            f'mesh.shard = "node" needs the same number of processes on each node, but there are {sizes}'
+            "; start as many on each (NPROC), leave out the nodes that differ, or write a number"
         )
     scattered = [node.name for node in nodes if node.ranks[-1] - node.ranks[0] >= len(node.ranks)]
     if scattered:
         raise UserError(
-            f'mesh.shard = "node" needs neighbouring ranks on each node, but those of {listed(scattered)} are'
+            f'mesh.shard = "node" needs consecutive ranks on each node, but those of {listed(scattered)} are'
             " scattered; start the processes with scripts/run.sh or torchrun, or write a number"
         )
 
 
 def placement(degrees: MeshDegrees, nodes: Sequence[Node]) -> list[str]:
-    """A line about where the shard groups are; none where there is one node."""
+    """One line that says where the shard groups are; no line for a single node."""
     if len(nodes) == 1:
         return []
     node_of = {rank: number for number, node in enumerate(nodes) for rank in node.ranks}
@@ -76,7 +76,7 @@ def placement(degrees: MeshDegrees, nodes: Sequence[Node]) -> list[str]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The names, or the first and the last of many."""
+    """The names as text; of many, only the first ones and the last."""
     if len(names) <= FEW:
         return ", ".join(names)
     return f"{', '.join(names[: FEW // 2])}, ... {names[-1]}: {len(names)} in all"

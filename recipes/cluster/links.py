@@ -1,4 +1,4 @@
-"""What lies between the processes: whether collectives are exact, how fast they are, how far the clocks are apart."""
+"""Tests of the network between the processes: exactness and speed of collectives, and differences of clocks."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,19 +14,19 @@ from parallel.dist import World, from_all
 from parallel.nodes import Node
 
 BUFFER = {"cuda": 64 * 2**20, "cpu": 4 * 2**20}
-"""Bytes that are sent at once: enough for the full speed of a link, little beside what a model takes."""
+"""Bytes per message: enough to reach the full speed of a link, little compared with a model."""
 REPEATS = {"cuda": 10, "cpu": 3}
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 
 
 @dataclass(frozen=True)
 class Links:
-    """What one process found."""
+    """What one process measured."""
 
     wrong_sum: bool
-    """Of all-reduce."""
+    """Whether its all-reduce returned wrong numbers."""
     wrong_parts: tuple[int, ...]
-    """Ranks whose part all-gather brought here changed."""
+    """Ranks whose part of the all-gather arrived wrong."""
     all_reduce_seconds: float
     all_gather_seconds: float
     exchanges: dict[int, float]
@@ -34,10 +34,10 @@ class Links:
 
 
 def clock_bounds(world: World) -> list[tuple[float, float]]:
-    """For each rank, how many seconds its clock is at least and at most ahead of rank 0's.
+    """For each rank, the least and the most seconds that its clock can be ahead of rank 0's.
 
-    Nobody leaves a barrier before all have come to it. So either clock's reading on entry is earlier than the other's
-    on leaving, whatever the delays between: bounds that are certain, and as wide as the network is slow.
+    No process leaves a barrier before all have entered it. So each process's time of entry is before every other's time
+    of leaving. The bounds hold whatever the delays are, and are as wide as the network is slow.
     """
     stamps = []
     for _ in range(4):
@@ -56,18 +56,18 @@ def _bounds(theirs: Sequence[tuple[float, float]], main: Sequence[tuple[float, f
 
 
 def measure_links(world: World) -> list[Links]:
-    """What each rank found, by rank, on all of them. Every process must call it; it takes a second or less."""
+    """Every rank's measurements, returned on all ranks. Every process must call it; it takes a second or less."""
     mine = _measured(world)
-    if world.device.type == "cuda":  # nothing of this is the run's
+    if world.device.type == "cuda":  # the run's statistics start after this
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(world.device)
     return from_all(world, mine)
 
 
 def measure_exchanges(world: World) -> list[dict[int, float]]:
-    """The exchanges alone, by rank, on all of them: in the middle of a run, whose memory's statistics and cache stay.
+    """Every rank's exchanges, returned on all ranks, for use during a run: memory statistics and cache are kept.
 
-    Every process must call it, when the device has nothing else to do.
+    Every process must call it, while the device is idle.
     """
     length = BUFFER[world.device.type] // 4
     return from_all(world, _exchange(world, torch.zeros(length, device=world.device)))
@@ -76,9 +76,10 @@ def measure_exchanges(world: World) -> list[dict[int, float]]:
 def slow_processes(
     best: Mapping[int, float], nodes: Sequence[Node], *, share: float
 ) -> Iterator[tuple[int, float, float]]:
-    """(rank, its speed, the usual one) of those with less than that share of it. Takes three nodes.
+    """(rank, its speed, the median speed) of ranks that reach less than `share` of the median.
 
-    best: rank -> its fastest exchange, of those that have any. Of two nodes, neither is the slow one.
+    best: rank -> its fastest exchange, of ranks that have any. With fewer than three nodes the result is empty: of two
+    nodes, either may be the slow one.
     """
     if len(nodes) < 3 or not best:
         return
@@ -98,7 +99,7 @@ def _measured(world: World) -> Links:
     own, gathered = contribution(world.rank, part, device), torch.empty(part * world.size, device=device)
     _all_gather(gathered, own)
     wrong_sum, wrong_parts = is_wrong_sum(reduced, world.size), wrong_ranks(gathered, world.size)
-    reduced.zero_()  # it is summed again and again
+    reduced.zero_()  # the repeated sums below must not overflow
     return Links(
         wrong_sum,
         wrong_parts,
@@ -109,23 +110,23 @@ def _measured(world: World) -> Links:
 
 
 def summand(rank: int, length: int, device: torch.device) -> Tensor:
-    """What a rank adds: whole numbers, of which the sum over thousands of ranks is exact in float32 in any order."""
+    """A rank's input to all-reduce: integers whose sum over thousands of ranks is exact in float32 in any order."""
     return _pattern(length, device) * (rank % 61 + 1)
 
 
 def is_wrong_sum(reduced: Tensor, ranks: int) -> bool:
-    """Whether this is not the sum of all summands."""
+    """Whether this differs from the sum of all ranks' summands."""
     weights = sum(rank % 61 + 1 for rank in range(ranks))
     return not torch.equal(reduced, _pattern(len(reduced), reduced.device) * weights)
 
 
 def contribution(rank: int, length: int, device: torch.device) -> Tensor:
-    """What a rank hands to all others: other whole numbers for each rank."""
+    """A rank's input to all-gather: integers that differ between ranks."""
     return _pattern(length, device) + 8 * rank
 
 
 def wrong_ranks(gathered: Tensor, ranks: int) -> tuple[int, ...]:
-    """Ranks whose contribution is not what they gave."""
+    """Ranks whose contribution arrived changed."""
     rows = gathered.view(ranks, -1)
     pattern = _pattern(rows.shape[1], gathered.device)
     right = [torch.equal(row, pattern + 8 * rank) for rank, row in enumerate(rows)]
@@ -137,7 +138,7 @@ def _pattern(length: int, device: torch.device) -> Tensor:
 
 
 def _seconds(world: World, work: Callable[[], object]) -> float:
-    """How long one of several in a row takes here, once everybody is there and connected."""
+    """Mean time of one of several calls in a row, after all processes are connected."""
     work()
     _finish(world.device)
     dist.barrier(group=world.patient)
@@ -154,7 +155,7 @@ def _finish(device: torch.device) -> None:
 
 
 def _exchange(world: World, buffer: Tensor) -> dict[int, float]:
-    """Swap the buffer with the process that has the same place on the next node, and on the one before."""
+    """Swap the buffer with the process of the same local rank on the next node and on the previous one."""
     found = {}
     received = torch.empty_like(buffer)
     for partners in rounds(world.nodes):
@@ -166,15 +167,15 @@ def _exchange(world: World, buffer: Tensor) -> dict[int, float]:
 
 
 def rounds(nodes: Sequence[Node]) -> list[dict[int, int]]:
-    """Rank -> its partner, round by round.
+    """For each round of exchanges, rank -> its partner.
 
-    Nodes stand in a circle, and none has two partners at once: one that is slow is slow with both its neighbours, who
-    are fast with their others.
+    The nodes form a ring, and each exchanges with one neighbour at a time. A slow node is slow with both neighbours,
+    which are fast with their other neighbours.
     """
     count = len(nodes)
     found: list[dict[int, int]] = [{}, {}, {}]
     for edge in range(count if count > 2 else count - 1):
-        number = 2 if count % 2 and edge == count - 1 else edge % 2  # an odd circle takes a third round
+        number = 2 if count % 2 and edge == count - 1 else edge % 2  # a ring of odd length takes a third round
         for one, other in zip(nodes[edge].ranks, nodes[(edge + 1) % count].ranks, strict=False):
             found[number] |= {one: other, other: one}
     return [partners for partners in found if partners]

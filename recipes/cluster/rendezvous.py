@@ -1,7 +1,7 @@
-"""What the launchers of several nodes tell each other, through the store that node 0's keeps.
+"""How the launchers of several nodes notify each other, through the store of node 0's launcher.
 
-torchrun sees no more than its own workers: where those of another node have crashed, hung or were started again, it
-would wait with its own for as long as NCCL does.
+torchrun sees only its own workers. When those of another node crash, hang or are started again, it would wait with its
+own for as long as NCCL does.
 """
 
 import json
@@ -20,11 +20,11 @@ from parallel.dist import PREFIX, SPOKEN
 ENDED = PREFIX + "ended"
 LOOK_SECONDS = 1.0
 SILENT_SECONDS = 15.0
-"""Nodes may come so much later than others without a word."""
+"""After this time, a node that waits for others logs their names."""
 WAIT_SECONDS = 600.0
-"""Until the nodes that are there give up."""
+"""After this time, it gives up."""
 CONNECT = timedelta(seconds=60)
-"""To wait for a connection."""
+"""Time limit of a connection."""
 
 
 class Cause(NamedTuple):
@@ -32,9 +32,9 @@ class Cause(NamedTuple):
 
     message: str
     code: int
-    """The exit code of the launcher it began with; of all, if there is nothing to add."""
+    """The exit code of the launcher that failed first; the others use it unless they have a reason of their own."""
     crashed: bool = False
-    """The workers of the other nodes can do nothing any more; else they are leaving by themselves."""
+    """Whether the other nodes' workers must be killed; otherwise they end by themselves."""
 
 
 class Launchers:
@@ -43,74 +43,87 @@ class Launchers:
     def __init__(
         self, address: str, port: int, *, node: int, nodes: int, hung: int, log: Callable[[str], None]
     ) -> None:
-        """address, port: of node 0's store. nodes: how many there are. hung: the exit code of workers that hung."""
+        """Nothing is connected yet.
+
+        Args:
+            address: Of node 0's store.
+            port: Of node 0's store.
+            node: Index of this node.
+            nodes: Number of nodes.
+            hung: Exit code of workers that hung.
+            log: Receives one line of text per message.
+        """
         self._address, self._port, self._node, self._nodes = address, port, node, nodes
         self._hung, self._log = hung, log
         self._store: TCPStore | None = None
-        self._counted = node == 0  # whose store it is
-        self._heard = threading.Event()
+        self._counted = node == 0  # the store is its own
+        self._cause_known = threading.Event()
         self.cause: Cause | None = None
 
     def join(self) -> None:
-        """Return when this node may start its workers: not into a store that has seen it start before.
+        """Return when this node may start its workers.
 
-        That one belongs to processes which wait for those that this node had; they are told to end.
+        A store that has counted this node before belongs to processes that wait for the node's lost workers. They are
+        told to end, and this node waits for a new store.
         """
-        told = False
-        while not self._counted and self._is_up():  # else its store will be a new one
-            with suppress(RuntimeError):  # it went just now
+        logged = False
+        while not self._counted and self._is_up():  # if it is not up, its store will be a new one
+            with suppress(RuntimeError):  # the store has just gone
                 store = self._connect()
-                if store.add(_place(self._node), 1) == 1:
+                if store.add(_starts_key(self._node), 1) == 1:
                     self._store, self._counted = store, True
                     return
                 store.set(ENDED, json.dumps([f"node {self._node} was started again", 1, True]))
-            if not told:
-                self._log("node 0 is still in the run that this node was in before: waiting until that has ended")
-            told = True
+            if not logged:
+                self._log("node 0 is still in the run that this node was in before: waiting for that to end")
+            logged = True
             time.sleep(LOOK_SECONDS)
 
     def await_all(self, met: Callable[[], bool], *, give_up: Callable[[], None]) -> None:
-        """In a thread: say whom this node waits for, and give up when they have not met after WAIT_SECONDS."""
+        """Start a thread that logs which nodes are missing, and calls give_up after WAIT_SECONDS unless met()."""
 
         def look() -> None:
-            began, told = time.monotonic(), False
+            began, logged = time.monotonic(), False
             while not met():
                 time.sleep(LOOK_SECONDS)
                 waited = time.monotonic() - began
                 if waited > WAIT_SECONDS and not met():
-                    self._log(f"the nodes did not meet: no word from {self._absent()} in {WAIT_SECONDS / 60:g} minutes")
+                    self._log(
+                        f"the nodes did not meet: {self._absent()} did not come within {WAIT_SECONDS / 60:g} minutes"
+                    )
                     give_up()
-                if waited > SILENT_SECONDS and not told and not met():
+                if waited > SILENT_SECONDS and not logged and not met():
                     self._log(f"waiting for {self._absent()}")
-                    told = True
+                    logged = True
 
         threading.Thread(target=look, daemon=True, name="waits for launchers").start()
 
     def watch(self, end: Callable[[], None], *, grace: float) -> None:
-        """From now on, in a thread: call end so many seconds after there was a cause, when all who can leave have.
+        """Start a thread that calls `end` when another node has given a cause.
 
-        After a crash at once: the others wait in collectives, and would say no more than that.
+        It waits `grace` seconds, so that workers can end by themselves. After a crash it does not: the workers here are
+        in collectives, and would only report that their peers are gone.
         """
 
         def look() -> None:
             while self.cause is None:
                 time.sleep(LOOK_SECONDS)
                 self.cause = self._look()
-            self._heard.set()
+            self._cause_known.set()
             time.sleep(0 if self.cause.crashed else grace)
             end()
 
         threading.Thread(target=look, daemon=True, name="other launchers").start()
 
     def wait_for_cause(self) -> Cause | None:
-        """The cause, if another launcher gives one about now."""
-        self._heard.wait(3 * LOOK_SECONDS)
+        """The cause that another launcher gives within the next seconds, or None."""
+        self._cause_known.wait(3 * LOOK_SECONDS)
         return self.cause
 
     def announce_end(self, code: int, *, crashed: bool) -> None:
-        """This launcher ends with an error: the others need not wait for its workers."""
+        """Notify the other launchers that this one ends with an error."""
 
-        def speak() -> None:
+        def send() -> None:
             with suppress(RuntimeError):
                 if self._store is None and self._is_up():
                     self._store = self._connect()
@@ -119,11 +132,11 @@ class Launchers:
                         ENDED, json.dumps([f"node {self._node} ended with exit code {code}", code, crashed])
                     )
 
-        speaks = threading.Thread(target=speak, daemon=True)
-        speaks.start()
-        speaks.join(timeout=LOOK_SECONDS)  # where node 0 went without a word, a store waits for it a long time
+        sender = threading.Thread(target=send, daemon=True)
+        sender.start()
+        sender.join(timeout=LOOK_SECONDS)  # if node 0 lost power, the store blocks for a long time
         if self._node == 0:
-            time.sleep(3 * LOOK_SECONDS)  # the store goes with this process
+            time.sleep(3 * LOOK_SECONDS)  # the store ends with this process
 
     def _look(self) -> Cause | None:
         try:
@@ -132,13 +145,12 @@ class Launchers:
                     return None
                 self._store = self._connect()
             if not self._counted:
-                self._store.add(_place(self._node), 1)
+                self._store.add(_starts_key(self._node), 1)
                 self._counted = True
             if self._store.check([PREFIX + SPOKEN]):
-                words = (
-                    "HUNG: the workers of this node did not go on, or not end, with those of the others and were killed"
+                return Cause(
+                    "HUNG: workers of this node were frozen, or did not end with the others; killed", self._hung
                 )
-                return Cause(words, self._hung)
             if self._store.check([ENDED]):
                 return Cause(*json.loads(self._store.get(ENDED)))
         except RuntimeError:
@@ -147,18 +159,18 @@ class Launchers:
         return None
 
     def _absent(self) -> str:
-        """Whom the others wait for."""
+        """The nodes that have not come yet, for a message."""
         node_0 = f"node 0 at {self._address}:{self._port}"
         if self._store is None:
             return node_0
         try:
-            missing = [str(node) for node in range(1, self._nodes) if not self._store.check([_place(node)])]
+            missing = [str(node) for node in range(1, self._nodes) if not self._store.check([_starts_key(node)])]
         except RuntimeError:
             return node_0
         return f"node {', '.join(missing)} of {self._nodes}" if missing else "the other nodes"
 
     def _is_up(self) -> bool:
-        """Whether node 0's launcher is there. torch's own attempts write to the screen where it is not."""
+        """Whether node 0's launcher is up. torch's own attempts would print errors if it is not."""
         try:
             with socket.create_connection((self._address, self._port), timeout=5):
                 return True
@@ -169,6 +181,6 @@ class Launchers:
         return TCPStore(self._address, self._port, is_master=False, wait_for_workers=False, timeout=CONNECT)
 
 
-def _place(node: int) -> str:
-    """The key under which a node counts its starts."""
+def _starts_key(node: int) -> str:
+    """The store's key under which a node counts its starts."""
     return f"{PREFIX}node {node}"

@@ -1,4 +1,4 @@
-"""What follows when the processes of a job have ended: nothing, the same again, or a person. Imports no torch."""
+"""Decides whether a job starts again after its processes have ended. Imports no torch."""
 
 import json
 from collections.abc import Sequence
@@ -16,29 +16,25 @@ class End(StrEnum):
     """How the processes of an attempt ended."""
 
     DONE = "done"
-    FINAL = "ended for a reason that a restart does not mend"
+    FINAL = "ended for a reason that a restart does not fix"
     PREEMPTED = "preempted"
     CRASHED = "crashed"
     UNSTARTED = "did not start on all nodes"
-    """A node does not answer: a crash of the node, which other nodes mend and no change of the run would."""
+    """A node does not answer. Other nodes are the remedy, not a change of the run."""
     TAKEN = "ended by the scheduler"
-    """Which cancels the job or requeues it by itself: neither the job's fault nor its decision."""
+    """The scheduler cancels the job or requeues it by itself."""
 
 
-# What is not here is a crash.
-FINAL_CODES = {
-    REFUSED: "the recipe, its data or its folder must be mended first (exit code 2)",
-    CANNOT_WRITE: "the last checkpoint cannot be saved (exit code 74)",
-    POISONED: "the run is poisoned (exit code 76)",
-}
-# Saved; or ended by a signal with nothing to save yet, which the same command does over.
+# Codes that are in neither of these are crashes.
+FINAL_CODES = (REFUSED, CANNOT_WRITE, POISONED)
+# The state is saved, or a signal came before there was anything to save; the same command starts over.
 PREEMPTED_CODES = {PREEMPTED, *(ended_by(number) for number in (SIGHUP, SIGINT, SIGUSR1, SIGUSR2, SIGTERM))}
 
 
 def end_of(codes: Sequence[int | None]) -> tuple[End, int]:
-    """What the nodes' exit codes mean together, and the code that says it. None = killed before it could tell.
+    """How the nodes with these exit codes ended, and the exit code for all. None = the node left no code.
 
-    A node that ends takes the others with it, so most of the codes tell of the consequence: the cause goes first.
+    A node that fails ends the others, so most codes are consequences. The code of the cause wins.
     """
     known = [code for code in codes if code is not None]
     for final in FINAL_CODES:
@@ -48,7 +44,7 @@ def end_of(codes: Sequence[int | None]) -> tuple[End, int]:
         return End.DONE, 0
     if known and all(code in PREEMPTED_CODES for code in codes):
         return End.PREEMPTED, max(known)
-    if HUNG in known:  # who was frozen is killed, and others may notice no more than that their peers have gone
+    if HUNG in known:  # the frozen process was killed, and others may only have lost their connection
         return End.CRASHED, HUNG
     return End.CRASHED, next((code for code in known if code not in {0, *PREEMPTED_CODES}), 1)
 
@@ -58,15 +54,15 @@ class Attempt:
     """One start of all processes."""
 
     step: int
-    """Of the newest checkpoint when it began; 0 = none."""
+    """Step of the newest checkpoint at the start; 0 = none."""
     end: End | None = None
-    """None: the node that would have written it is gone."""
+    """None: unknown, because the node that records it was lost."""
 
 
 def reason_to_stop(attempts: Sequence[Attempt], *, step: int, restarts: int) -> str | None:
-    """Why the job should not start once more after these attempts; None where it should.
+    """Why the job should not start again after these attempts, or None if it should.
 
-    step: of the newest checkpoint now. restarts: how many times crashes may be answered with a restart.
+    step: of the newest checkpoint now. restarts: how many crashes may be followed by a restart.
     """
     if attempts and attempts[-1].end in (End.DONE, End.FINAL):
         return attempts[-1].end.value
@@ -82,24 +78,24 @@ def reason_to_stop(attempts: Sequence[Attempt], *, step: int, restarts: int) -> 
             break
         in_vain += is_restart
     if in_vain >= 2:
-        return f"two restarts came no further than step {step} (a crash loop, or checkpoints too far apart)"
+        return f"two restarts got no further than step {step} (a crash loop, or checkpoints too far apart)"
     return None
 
 
 def number_of_restarts(text: str) -> int:
-    """What RESTARTS says. Raises UserError."""
+    """The value of RESTARTS. Raises UserError."""
     if not text.isdecimal():
         raise UserError(f"RESTARTS={text}: must be a number of restarts, 0 or more")
     return int(text)
 
 
 def newest_step(folder: Path) -> int:
-    """Of the checkpoints of the run in this folder; 0 = there is none."""
+    """Step of the newest checkpoint in a run's folder; 0 = none."""
     return max(checkpoint_steps(folder / CHECKPOINTS), default=0)
 
 
 class History:
-    """The attempts of a job, in a file that outlives it: a requeued job goes on counting."""
+    """The attempts of a job, in a file, so that a requeued job continues the count."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

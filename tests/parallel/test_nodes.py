@@ -26,7 +26,7 @@ def test_like_nodes_are_required() -> None:
         UserError, match=r"but there are 7 on gpu-2 and 8 on gpu-0, gpu-1; start as many on each \(NPROC\)"
     ):
         require_like_nodes(nodes(8, 8, 7))
-    with pytest.raises(UserError, match=r"neighbouring ranks on each node, but those of a, b are scattered"):
+    with pytest.raises(UserError, match=r"consecutive ranks on each node, but those of a, b are scattered"):
         require_like_nodes(arrange([("a", 0), ("b", 1)] * 2))
 
 

@@ -274,7 +274,7 @@ def test_a_node_whose_every_process_is_frozen_ends_with_the_others(tmp_path: Pat
             node.kill()
     assert [node.returncode for node in nodes] == [HUNG, HUNG], err + other_err
     assert f"  rank 1 on {socket.gethostname()}#1: last seen in phase " in err
-    assert other_err.startswith("launch: HUNG: the workers of this node did not")
+    assert other_err.startswith("launch: HUNG: workers of this node were frozen")
     assert not [process for process in family if is_there(process)]
 
 

@@ -214,7 +214,7 @@ def test_a_crash_loop_ends_with_its_reason(cluster: Cluster, folder: Path, corpu
     assert log.count("slurm: attempt ") == 6
     assert "slurm:   exit code 3: node" in log
     assert log.endswith(
-        "stopped: two restarts came no further than step 0 (a crash loop, or checkpoints too far apart)\n"
+        "stopped: two restarts got no further than step 0 (a crash loop, or checkpoints too far apart)\n"
     )
 
 

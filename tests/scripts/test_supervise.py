@@ -46,7 +46,7 @@ def test_a_crash_loop_ends_with_its_reason(tmp_path: Path, corpus: Path) -> None
     assert (process.returncode, out) == (3, "")
     assert err.splitlines() == [
         *(f"supervise: attempt {n} crashed, exit code 3; newest checkpoint: step 0" for n in (1, 2, 3)),
-        "supervise: stopped: two restarts came no further than step 0 (a crash loop, or checkpoints too far apart)",
+        "supervise: stopped: two restarts got no further than step 0 (a crash loop, or checkpoints too far apart)",
     ]
 
 

@@ -43,7 +43,7 @@ def test_a_node_does_not_join_those_that_wait_for_its_first_start() -> None:
     kept.clear()  # node 0's launcher ends
     waits.join(timeout=30)
     assert not waits.is_alive()
-    assert lines == ["node 0 is still in the run that this node was in before: waiting until that has ended"]
+    assert lines == ["node 0 is still in the run that this node was in before: waiting for that to end"]
 
 
 def test_a_node_may_start_before_node_0_does() -> None:
@@ -88,7 +88,7 @@ def test_who_is_waited_for_is_said_and_not_for_ever(monkeypatch: pytest.MonkeyPa
     main.await_all(gave_up.is_set, give_up=gave_up.set)
     wait_for("giving up", gave_up.is_set)
     assert lines[0].startswith("waiting for node ")
-    assert lines[-1] == "the nodes did not meet: no word from node 1, 3 of 4 in 0.05 minutes"
+    assert lines[-1] == "the nodes did not meet: node 1, 3 of 4 did not come within 0.05 minutes"
 
     port = kept.port
     del kept, main, came

@@ -42,7 +42,7 @@ def test_a_job_starts_again_while_it_comes_further() -> None:
 
 
 def test_a_crash_loop_ends() -> None:
-    assert "two restarts came no further than step 0" in (stops([(0, CRASHED)] * 3, step=0) or "")
+    assert "two restarts got no further than step 0" in (stops([(0, CRASHED)] * 3, step=0) or "")
     assert "no further than step 10" in (stops([(0, CRASHED), (10, CRASHED), (10, None)], step=10) or "")
     assert "no further than step 10" in (stops([(0, CRASHED), (10, PREEMPTED), (10, PREEMPTED)], step=10) or "")
 
