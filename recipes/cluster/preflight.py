@@ -129,9 +129,6 @@ def refusal(what: str, problems: Sequence[str]) -> UserError:
     return UserError("\n  ".join([f"pre-flight: {what}; nothing was started", *problems]))
 
 
-# What one process finds
-
-
 def local_facts(folder: Path, device: torch.device, *, recipe: str) -> Facts:
     """The facts of this process."""
     cuda = device.type == "cuda"
@@ -185,9 +182,6 @@ def _free_host() -> int | None:
     return None
 
 
-# What must hold
-
-
 def differences(facts: Sequence[Facts], nodes: Sequence[Node]) -> list[str]:
     """One line per value that differs from the most common one of its field."""
     found = []
@@ -217,10 +211,10 @@ def require_one_folder(folder: Path, world: World, *, what: str, field: str, pat
     """Check that every node sees a file that rank 0 writes into the folder, or where the folder will be.
 
     Args:
-        folder: To check; it need not exist.
-        world: All processes, each of which must call this.
+        folder: It need not exist.
+        world: All processes; every one must call this.
         what: The folder's name in the message.
-        field: The recipe's field that sets the folder.
+        field: The recipe's field that sets it.
         patience: Seconds until the file must have appeared.
 
     Raises:
@@ -282,7 +276,7 @@ def _write_probe(folder: Path) -> tuple[int, str]:
 
 def wrong_results(links: Sequence[Links], nodes: Sequence[Node]) -> list[str]:
     """One line per collective and node with wrong numbers, and what to do."""
-    name_of = _names(nodes)
+    name_of = _name_by_rank(nodes)
     found = []
     if summed := sorted({name_of[rank] for rank, link in enumerate(links) if link.wrong_sum}):
         found.append(f"all-reduce: wrong on {listed(summed)}")
@@ -294,9 +288,6 @@ def wrong_results(links: Sequence[Links], nodes: Sequence[Node]) -> list[str]:
     if found:
         found.append("exclude these nodes (sbatch --exclude), and have their memory, GPUs and network tested")
     return found
-
-
-# What is only logged
 
 
 def speeds(links: Sequence[Links], size_bytes: int) -> str:
@@ -337,7 +328,7 @@ def node_warnings(
 def slow_links(links: Sequence[Links], nodes: Sequence[Node]) -> Iterator[tuple[str, str]]:
     """(node, which of its processes is slow to reach other nodes)."""
     best = {rank: max(link.exchanges.values()) for rank, link in enumerate(links) if link.exchanges}
-    name_of = _names(nodes)
+    name_of = _name_by_rank(nodes)
     for rank, speed, usual in slow_processes(best, nodes, share=SLOW):
         yield (
             name_of[rank],
@@ -399,6 +390,5 @@ def _offset(least: float, most: float) -> str:
     return f"{middle:+.1f} s ±{doubt:.1f}"
 
 
-def _names(nodes: Sequence[Node]) -> dict[int, str]:
-    """Rank -> name of its node."""
+def _name_by_rank(nodes: Sequence[Node]) -> dict[int, str]:
     return {rank: node.name for node in nodes for rank in node.ranks}

@@ -13,10 +13,10 @@ from recipes.files.layout import CHECKPOINTS, checkpoint_steps
 
 
 class End(StrEnum):
-    """How the processes of an attempt ended."""
+    """How the processes of an attempt ended. The values are written to attempts.json."""
 
     DONE = "done"
-    FINAL = "ended for a reason that a restart does not fix"
+    FINAL = "ended for a reason that a restart does not mend"
     PREEMPTED = "preempted"
     CRASHED = "crashed"
     UNSTARTED = "did not start on all nodes"
