@@ -1,10 +1,11 @@
-"""Shares of numbers that overflow and underflow in the casts to float8, against plain loops and across processes."""
+"""Shares of values that overflow and underflow in casts to float8, compared with plain loops and across processes."""
 
 import math
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from models.sizes import SIZES
@@ -15,10 +16,12 @@ from parallel.float8_casts import CastCounts, cast_counts
 from tests.build import build_model
 from tests.processes import run_processes
 
+Shares = list[dict[str, str | float]]
+
 SMALL = replace(SIZES["smollm3_debug"], layers=2)
 FP8 = Float8Config(emulate=True)
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-# What torchao's documentation of each recipe says: cast -> (type, axis with one scale for each row or column).
+# From torchao's documentation of each recipe: cast -> (type, axis with one scale for each row or column).
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CASTS = {
     "tensorwise": {"input": (E4M3, None), "weight": (E4M3, None), "grad_output": (E5M2, None)},
@@ -42,7 +45,7 @@ LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 
 
 def shares_by_loops(values: torch.Tensor, dtype: torch.dtype, axis: int | None, *, power_of_two: bool):
-    """(overflow, underflow), number by number: half of the smallest float8 number and less becomes zero."""
+    """(overflow, underflow), value by value: half of the smallest float8 number and less becomes zero."""
     rows = [values.flatten()] if axis is None else list(values.unbind(1 - axis))
     overflowed = vanished = nonzero = 0
     for row in rows:
@@ -53,7 +56,7 @@ def shares_by_loops(values: torch.Tensor, dtype: torch.dtype, axis: int | None, 
             scale = 2.0 ** math.floor(math.log2(scale))
         for number in numbers:
             nonzero += number != 0
-            if scale is None:  # the scale of inf is 0 and that of nan is nan: nothing is left of the row
+            if scale is None:  # the scale is 0 (from inf) or NaN (from NaN), which destroys the whole row
                 vanished += math.isfinite(number) and number != 0 and not any(map(math.isnan, numbers))
                 overflowed += not math.isfinite(number) or any(map(math.isnan, numbers))
             else:
@@ -62,7 +65,7 @@ def shares_by_loops(values: torch.Tensor, dtype: torch.dtype, axis: int | None, 
 
 
 class Toy(nn.Module):
-    """Its output's gradient is `gradient`, whatever goes in."""
+    """A linear whose output always gets the gradient `gradient`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +76,7 @@ class Toy(nn.Module):
 
 
 def wide(*shape: int) -> torch.Tensor:
-    """Numbers over so many orders of magnitude that some vanish whatever the scale, and a few zeros."""
+    """Values over so many orders of magnitude that some underflow with any scale, and a few zeros."""
     numbers = torch.randn(*shape) * 10.0 ** torch.empty(*shape).uniform_(-9, 1)
     numbers[..., 3] = 0
     return numbers
@@ -81,7 +84,7 @@ def wide(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("broken", [None, math.inf, math.nan])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_shares_are_those_of_plain_loops(recipe: str, broken: float | None, alone) -> None:
+def test_shares_equal_those_counted_by_plain_loops(recipe: str, broken: float | None, alone) -> None:
     model = Toy()
     model.linear.weight.data = wide(16, 32)
     convert_linears(model, replace(FP8, recipe=recipe), device_type="cpu")
@@ -94,12 +97,13 @@ def test_shares_are_those_of_plain_loops(recipe: str, broken: float | None, alon
             model(x, gradient).backward()
     found = {row["tensor"]: (row["overflow"], row["underflow"]) for row in counts.shares()}
     assert list(found) == list(CASTS[recipe])
+    operands = {
+        "input": [x.flatten(0, 1) for x, _ in batches],
+        "weight": [model.linear.weight.detach()],
+        "grad_output": [gradient.flatten(0, 1) for _, gradient in batches],
+    }
     for tensor, (dtype, axis) in CASTS[recipe].items():
-        seen = {
-            "input": [x.flatten(0, 1) for x, _ in batches],
-            "weight": [model.linear.weight.detach()],
-            "grad_output": [gradient.flatten(0, 1) for _, gradient in batches],
-        }[tensor.partition("_for_")[0]]
+        seen = operands[tensor.partition("_for_")[0]]
         shares = [shares_by_loops(values, dtype, axis, power_of_two=recipe != "tensorwise") for values in seen]
         overflow = sum(share for share, _ in shares) / len(shares)
         weights = [(values != 0).sum().item() for values in seen]
@@ -109,12 +113,11 @@ def test_shares_are_those_of_plain_loops(recipe: str, broken: float | None, alon
         assert (overflow > 0) == (broken is not None and tensor.startswith("input"))
 
 
-def test_rounding_at_the_end_of_the_range_is_no_overflow() -> None:
-    scale = torch.tensor(1.0)
-    for dtype, last, beyond in ((E4M3, 463.9, 464.0), (E5M2, 61439.0, 61440.0)):
-        values = torch.tensor([last, -last, beyond, -beyond, math.inf, math.nan, 0.0])
-        counts = cast_counts(values, Cast("input", dtype, None, power_of_two=False), scale)
-        assert counts.tolist() == [4, 7, 0, 6]
+@pytest.mark.parametrize(("dtype", "last", "beyond"), [(E4M3, 463.9, 464.0), (E5M2, 61439.0, 61440.0)])
+def test_values_that_round_to_the_largest_number_do_not_overflow(dtype, last: float, beyond: float) -> None:
+    values = torch.tensor([last, -last, beyond, -beyond, math.inf, math.nan, 0.0])
+    counts = cast_counts(values, Cast("input", dtype, None, power_of_two=False), torch.tensor(1.0))
+    assert counts.tolist() == [4, 7, 0, 6]
 
 
 def batch(seed: int = 3) -> torch.Tensor:
@@ -123,14 +126,12 @@ def batch(seed: int = 3) -> torch.Tensor:
 
 def sampled_step(
     config: Float8Config, *, mode: str = "none", mesh: MeshConfig | None = None, sample: bool = True, steps: int = 1
-) -> tuple[list[bytes], list]:
-    """A step's losses and gradients, bit by bit, and its shares; two micro-batches of one sequence a pass."""
-    import torch.distributed as dist
-
+) -> tuple[list[bytes], Shares]:
+    """The last step's losses and gradients as bytes, and its shares. A micro-batch is one sequence."""
     model, _ = build_model(SMALL, float8=config, mode=mode, mesh=mesh or MeshConfig(), fsdp=FSDPConfig())
     counts = CastCounts(model, device=torch.device("cpu"))
     rank, world = dist.get_rank(), dist.get_world_size()
-    rows = batch()[rank::world]  # with one process four micro-batches, with two two each
+    rows = batch()[rank::world]  # four micro-batches on one process, two on each of two
     bits: list[bytes] = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -155,29 +156,44 @@ def sampled_step(
     return bits, counts.shares()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_sampling_changes_no_bit_and_recomputation_does_not_count(recipe: str, alone) -> None:
-    config = replace(FP8, recipe=recipe)
-    plain, _ = sampled_step(config, sample=False)
+@pytest.fixture(scope="module", params=RECIPES)
+def sampled(request: pytest.FixtureRequest) -> tuple[Float8Config, list[bytes], Shares]:
+    """A recipe of float8, and the bits and shares of a sampled step with it."""
+    config = replace(FP8, recipe=request.param)
+    start("cpu", seed=0)
     bits, shares = sampled_step(config)
-    assert bits == plain
-    assert len(shares) == 2 * 7 * len(CASTS[recipe])
+    stop()
+    return config, bits, shares
+
+
+def test_a_sampled_step_equals_an_unsampled_step_bit_for_bit(sampled, alone) -> None:
+    config, bits, _ = sampled
+    assert sampled_step(config, sample=False)[0] == bits
+
+
+def test_a_sampled_step_has_a_row_for_every_cast_of_every_linear(sampled) -> None:
+    config, _, shares = sampled
+    assert len(shares) == 2 * 7 * len(CASTS[config.recipe])
     assert shares[0]["linear"] == "blocks.0.attention.q_proj"
     assert any(row["underflow"] > 0 for row in shares) and all(row["overflow"] == 0 for row in shares)
-    for mode in ("selective", "full"):
-        assert sampled_step(config, mode=mode) == (bits, shares)
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_recomputation_of_activation_checkpointing_is_not_counted(sampled, mode: str, alone) -> None:
+    config, bits, shares = sampled
+    assert sampled_step(config, mode=mode) == (bits, shares)
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-def test_each_number_is_counted_once(mode: str, alone) -> None:
+def test_each_value_is_counted_once(mode: str, alone) -> None:
     model, _ = build_model(SMALL, float8=replace(FP8, recipe="rowwise"), mode=mode, fsdp=FSDPConfig())
     counts = CastCounts(model, device=torch.device("cpu"))
     x = batch()
-    for _ in range(2):  # a second step starts anew
+    for _ in range(2):  # counts restart in the second step
         with counts.counting():
             for row in x:
                 model(row[None, :-1], row[None, 1:]).backward()
-    model(x[:, :-1], x[:, 1:]).backward()  # outside
+    model(x[:, :-1], x[:, 1:]).backward()  # outside counting(), so not counted
     elements = dict(zip(counts._rows, counts._counts[:, 1].tolist(), strict=True))
     for name, (linear, casts) in casts_of_linears(model).items():
         tokens = 4 * 32
@@ -190,32 +206,53 @@ def test_each_number_is_counted_once(mode: str, alone) -> None:
 
 
 GATHER = replace(FP8, recipe="tensorwise", all_gather=True)
-VARIANTS = [(replace(FP8, recipe=recipe), 1) for recipe in RECIPES] + [(GATHER, 1), (GATHER, 2)]
+VARIANTS = {f"{recipe}, first step": (replace(FP8, recipe=recipe), 1) for recipe in RECIPES} | {
+    "float8 all-gather, first step": (GATHER, 1),
+    "float8 all-gather, second step": (GATHER, 2),
+}
+MESHES = {"sharded": MeshConfig(), "replicated": MeshConfig(replicate=2, shard=1)}
 
 
-def all_variants(mesh: MeshConfig) -> list[list]:
+def shares_of_variants(meshes: list[MeshConfig]) -> list[dict[str, Shares]]:
+    """The shares of every variant on each mesh."""
     start("cpu", seed=0)
-    found = [sampled_step(config, mesh=mesh, steps=steps)[1] for config, steps in VARIANTS]
+    found = [
+        {name: sampled_step(config, mesh=mesh, steps=steps)[1] for name, (config, steps) in VARIANTS.items()}
+        for mesh in meshes
+    ]
     stop()
     return found
 
 
-def test_two_processes_find_the_shares_of_one() -> None:
-    """The same micro-batches, elsewhere: sums in another order change the second step's weights, and few roundings."""
-    [one] = run_processes(1, all_variants, MeshConfig())
-    for mesh in (MeshConfig(), MeshConfig(replicate=2, shard=1)):
-        first, second = run_processes(2, all_variants, mesh)
-        assert first == second
-        for (config, steps), expected, found in zip(VARIANTS, one, first, strict=True):
-            assert [(row["linear"], row["tensor"]) for row in found] == [
-                (row["linear"], row["tensor"]) for row in expected
-            ]
-            for name in ("overflow", "underflow"):
-                tolerance = 0 if steps == 1 else 1e-3
-                assert [row[name] for row in found] == pytest.approx([row[name] for row in expected], abs=tolerance), (
-                    config.recipe,
-                    steps,
-                )
-    gathered, plain = one[len(RECIPES)], one[0]
-    # Cast from float32 masters there, from bfloat16 copies here.
+@pytest.fixture(scope="module")
+def on_one_process() -> dict[str, Shares]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as run_processes does: another number may sum in another order
+    [shares] = shares_of_variants([MeshConfig()])
+    torch.set_num_threads(threads)
+    return shares
+
+
+@pytest.fixture(scope="module")
+def on_two_processes() -> list[dict[str, dict[str, Shares]]]:
+    """By rank: mesh -> variant -> shares."""
+    ranks = run_processes(2, shares_of_variants, list(MESHES.values()))
+    return [dict(zip(MESHES, found, strict=True)) for found in ranks]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_two_processes_find_the_shares_of_one(mesh: str, variant: str, on_one_process, on_two_processes) -> None:
+    """The same micro-batches are elsewhere: another order of sums changes the second step's weights, and few casts."""
+    expected, (found, on_the_other) = on_one_process[variant], [rank[mesh][variant] for rank in on_two_processes]
+    assert found == on_the_other
+    assert [(row["linear"], row["tensor"]) for row in found] == [(row["linear"], row["tensor"]) for row in expected]
+    tolerance = 1e-3 if VARIANTS[variant][1] > 1 else 0
+    for name in ("overflow", "underflow"):
+        assert [row[name] for row in found] == pytest.approx([row[name] for row in expected], abs=tolerance)
+
+
+def test_float8_all_gather_underflows_as_often_as_a_cast_after_the_gather(on_one_process) -> None:
+    """With float8 all-gather, float32 master weights are cast; otherwise their bfloat16 copies are."""
+    gathered, plain = on_one_process["float8 all-gather, first step"], on_one_process["tensorwise, first step"]
     assert [row["underflow"] for row in gathered] == pytest.approx([row["underflow"] for row in plain], abs=1e-3)
