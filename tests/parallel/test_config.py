@@ -17,15 +17,17 @@ from parallel.errors import UserError
         (MeshConfig(-1, 1), 3, (3, 1)),
     ],
 )
-def test_fit(asked: MeshConfig, processes: int, degrees: tuple[int, int]) -> None:
+def test_degrees_multiply_to_the_number_of_processes(
+    asked: MeshConfig, processes: int, degrees: tuple[int, int]
+) -> None:
     fitted = asked.fit(processes)
     assert (fitted.replicate, fitted.shard) == degrees
     assert fitted.data_parallel == processes
 
 
 @pytest.mark.parametrize("replicate", [1, -1, 3])
-def test_shards_inside_nodes(replicate: int) -> None:
-    """Left out, the rest, or the number that there are anyway."""
+def test_shard_node_shards_inside_each_node_and_replicates_across_nodes(replicate: int) -> None:
+    """replicate may be left out, -1, or the number of nodes."""
     degrees = MeshConfig(replicate, "node").fit(12, nodes=3)
     assert (degrees.replicate, degrees.shard) == (3, 4)
 
@@ -39,7 +41,7 @@ def test_shards_inside_nodes(replicate: int) -> None:
         (MeshConfig(shard="node", tensor=2), 3, "mesh.tensor = 2"),
     ],
 )
-def test_nodes_that_do_not_fit(mesh: MeshConfig, nodes: int, message: str) -> None:
+def test_shard_node_is_refused_where_the_nodes_do_not_fit(mesh: MeshConfig, nodes: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
         mesh.fit(12, nodes=nodes)
 
@@ -55,6 +57,8 @@ def test_nodes_that_do_not_fit(mesh: MeshConfig, nodes: int, message: str) -> No
         (MeshConfig(context=4), 8, "mesh.context = 4: context parallelism is not built yet"),
     ],
 )
-def test_what_does_not_fit_shows_the_arithmetic(asked: MeshConfig, processes: int, message: str) -> None:
+def test_degrees_that_do_not_fit_are_refused_with_the_arithmetic(
+    asked: MeshConfig, processes: int, message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         asked.fit(processes)

@@ -1,16 +1,16 @@
-"""Where time goes, by a clock that stands still unless told to go on."""
+"""RunClock, against a fake time source that moves only when a test moves it."""
 
 import pytest
 import torch
 
-from recipes.metrics import clock as room
+from recipes.metrics import clock as clock_module
 from recipes.metrics.clock import END, FIRST_STEP, LOADING, LOG, SAVE, START, STEP, RunClock
 
 CPU = torch.device("cpu")
 
 
 class Time:
-    """Stands in for the clock on the wall."""
+    """Replaces the time module; processor time passes half as fast."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -25,7 +25,7 @@ class Time:
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     time = Time()
-    monkeypatch.setattr(room, "time", time)
+    monkeypatch.setattr(clock_module, "time", time)
     return time
 
 
@@ -54,7 +54,7 @@ def test_every_second_belongs_to_the_innermost_phase(time: Time) -> None:
     assert sum(found.values()) == time.now - 90.0
 
 
-def test_loading_is_part_of_a_step_and_a_pause_is_not(time: Time) -> None:
+def test_step_time_includes_loading_but_not_synchronized_phases(time: Time) -> None:
     clock = RunClock(CPU)
     clock.begin(FIRST_STEP)
     for seconds_of_data in (1.0, 0.5):
@@ -71,7 +71,7 @@ def test_loading_is_part_of_a_step_and_a_pause_is_not(time: Time) -> None:
     assert clock.seconds_per_step() == (6.0 / 2, 1.5 / 2)
 
 
-def test_a_logged_step_begins_a_new_mean(time: Time) -> None:
+def test_restart_begins_a_new_mean(time: Time) -> None:
     clock = RunClock(CPU)
     clock.begin(STEP)
     time.now += 7.0
@@ -84,13 +84,18 @@ def test_a_logged_step_begins_a_new_mean(time: Time) -> None:
     assert clock.step == 5
 
 
-def test_whatever_changes_is_progress(time: Time) -> None:
+def test_entering_and_leaving_a_phase_is_progress(time: Time) -> None:
     clock = RunClock(CPU)
     time.now += 1.0
     with clock(LOADING):
         assert clock.moved_at == time.now
         time.now += 1.0
     assert clock.moved_at == time.now
+
+
+def test_each_item_taken_with_progress_is_progress(time: Time) -> None:
+    clock = RunClock(CPU)
+    time.now += 1.0
     for _ in clock.with_progress("ab"):
         assert clock.moved_at == time.now
         time.now += 1.0

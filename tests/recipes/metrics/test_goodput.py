@@ -1,4 +1,4 @@
-"""The parts of a run's wall time, against a clock of its own, and over attempts."""
+"""The parts of a run's wall time, against a separate clock, and over several attempts."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from recipes.load import load
-from recipes.metrics import goodput as room
+from recipes.metrics import goodput as goodput_module
 from recipes.metrics.goodput import Goodput
 from recipes.schema import Recipe
 from tests.processes import run_processes
@@ -18,18 +18,18 @@ from tests.training import DEBUG, change, training
 
 
 class Attempt:
-    """A clock of phases that a test sets."""
+    """A RunClock whose phases a test sets."""
 
     def __init__(self, **seconds: float) -> None:
         self.seconds = seconds
-        self.began = room.time.monotonic() - sum(seconds.values())
+        self.began = goodput_module.time.monotonic() - sum(seconds.values())
 
     def elapsed(self) -> dict[str, float]:
         return dict(self.seconds)
 
 
 class Time:
-    """Stands in for both clocks."""
+    """Replaces the time module, for wall time and monotonic time."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -44,46 +44,54 @@ class Time:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
     clock = Time()
-    monkeypatch.setattr(room, "time", clock)
+    monkeypatch.setattr(goodput_module, "time", clock)
     return clock
 
 
-def test_what_is_moved_is_not_lost(clock: Time) -> None:
+def test_moved_seconds_change_their_part_and_never_exceed_it(clock: Time) -> None:
     found = Goodput(Attempt(start=2.0, step=6.0), before={})
     found.move("step", "skipped", 1.5)
-    found.move("step", "data", 100.0)  # there is not so much
+    found.move("step", "data", 100.0)  # more than there is
     assert found.parts() == {"start": 2.0, "skipped": 1.5, "data": 4.5}
+
+
+def test_line_and_row_give_the_share_of_every_part(clock: Time) -> None:
+    found = Goodput(Attempt(start=2.0, skipped=1.5, data=4.5), before={})
     assert found.line() == "goodput 0.0% of 8.0 s; data 56.2%, start 25.0%, skipped 18.8%"
     assert found.row() == {"goodput": 0.0, "wall_seconds": {"start": 2.0, "skipped": 1.5, "data": 4.5}}
 
 
-def test_what_a_checkpoint_does_not_know_of_is_restarts(clock: Time) -> None:
+def test_time_since_the_checkpoint_counts_as_restarts(clock: Time) -> None:
     saved = Goodput(Attempt(start=2.0, step=6.0), before={}).state(finished=False)
     clock.now += 50.0  # steps, a crash, a queue
     clock.now += 3.0  # the next attempt, so far
     found = Goodput(Attempt(start=3.0), before=json.loads(json.dumps(saved)))
     assert found.parts() == {"start": 5.0, "step": 6.0, "restarts": 50.0}
-    again = Goodput(Attempt(start=3.0), before=found.state(finished=True))
-    clock.now += 9999.0  # a finished run rests
-    longer = Goodput(Attempt(start=1.0, step=1.0), before=again.state(finished=True))
-    assert longer.parts() == {"start": 9.0, "step": 7.0, "restarts": 50.0}
 
 
-def test_checkpoints_of_before_lack_it(clock: Time) -> None:
+def test_time_after_a_finished_run_does_not_count(clock: Time) -> None:
+    finished = Goodput(Attempt(start=2.0, step=6.0), before={}).state(finished=True)
+    clock.now += 9999.0
+    longer = Goodput(Attempt(start=1.0, step=1.0), before=finished)
+    assert longer.parts() == {"start": 3.0, "step": 7.0}
+    assert Goodput(Attempt(start=3.0), before=longer.state(finished=True)).parts() == {"start": 6.0, "step": 7.0}
+
+
+def test_a_checkpoint_from_before_goodput_existed_starts_at_zero(clock: Time) -> None:
     assert Goodput(Attempt(start=1.0), before={"tokens": 7}).parts() == {"start": 1.0}
 
 
 def attempt(recipe: Recipe, *, breaks_at: int | None) -> tuple[float, float, dict[str, float]]:
-    """One attempt in this process; the moments of its beginning and end, and what it says of where its time went."""
+    """Run one attempt in this process. Returns when it began and ended, and its goodput parts."""
     from parallel.dist import start, stop
     from recipes.metrics.clock import RunClock
 
-    began = os.times().elapsed  # not the clock that is tested
+    began = os.times().elapsed  # not the clock under test
     phases_began = time.monotonic()
     world = start("cpu", seed=0)
     clock = RunClock(world.device, began=phases_began)
     with training(recipe, world, silent=not world.is_main, clock=clock) as trainer:
-        take = trainer.loader.take
+        take = trainer.loader.batch
 
         def slow_or_broken(step: int) -> Any:
             time.sleep(0.02)
@@ -92,7 +100,7 @@ def attempt(recipe: Recipe, *, breaks_at: int | None) -> tuple[float, float, dic
                 raise ZeroDivisionError
             return take(step)
 
-        trainer.loader.take = slow_or_broken
+        trainer.loader.batch = slow_or_broken
         try:
             assert trainer.run() == 0
         except ZeroDivisionError:
@@ -102,7 +110,7 @@ def attempt(recipe: Recipe, *, breaks_at: int | None) -> tuple[float, float, dic
     return began, ended, parts
 
 
-def test_the_parts_add_up_over_attempts(corpus: Path, tmp_path: Path) -> None:
+def test_the_parts_add_up_to_the_wall_time_over_two_attempts(corpus: Path, tmp_path: Path) -> None:
     recipe = change(
         load(DEBUG),
         run={"steps": 40, "output": str(tmp_path / "runs"), "name": "run"},
@@ -120,7 +128,7 @@ def test_the_parts_add_up_over_attempts(corpus: Path, tmp_path: Path) -> None:
     time.sleep(2.0)
     [(_, ended, parts)] = run_processes(1, one, recipe, None)
     assert sum(parts.values()) == pytest.approx(ended - began, rel=0.01)
-    assert parts["restarts"] > 2.0 + 10 * 0.02  # the pause, and ten lost steps at least
+    assert parts["restarts"] > 2.0 + 10 * 0.02  # the pause, and at least ten lost steps
     rows = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
     logged = [row for row in rows if "loss" in row]
     for row in logged:
@@ -129,8 +137,9 @@ def test_the_parts_add_up_over_attempts(corpus: Path, tmp_path: Path) -> None:
         )
     assert ["restarts" in row["wall_seconds"] for row in logged] == [False] * 20 + [True] * 20
     log = (tmp_path / "runs/run/log.txt").read_text()
-    [told] = re.findall(r"\ngoodput .* restarts ([\d.]+)%", log)
-    assert float(told) / 100 == pytest.approx(parts["restarts"] / sum(parts.values()), abs=0.1)  # some time ago
+    [logged_share] = re.findall(r"\ngoodput .* restarts ([\d.]+)%", log)
+    # The line was logged a little before the parts were taken.
+    assert float(logged_share) / 100 == pytest.approx(parts["restarts"] / sum(parts.values()), abs=0.1)
 
 
 def one(recipe: Recipe, breaks_at: int | None) -> tuple[float, float, dict[str, float]]:

@@ -1,4 +1,4 @@
-"""Peaks are found by the names devices report."""
+"""Peaks are found by the names that devices report."""
 
 import pytest
 
@@ -24,7 +24,7 @@ from recipes.metrics.hardware import BF16_PEAKS, bf16_peak
         ("NVIDIA Quantum 9000", None),
     ],
 )
-def test_peak_by_device_name(name: str, peak: float | None) -> None:
+def test_the_peak_is_found_by_the_exact_device_and_unknown_devices_have_none(name: str, peak: float | None) -> None:
     assert bf16_peak(name) == peak
 
 

@@ -1,4 +1,4 @@
-"""What is measured, against numbers worked out by hand."""
+"""Throughput and memory, against values computed by hand."""
 
 from pathlib import Path
 
@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[3]
 
 # Rates
 
-# SmolLM3 3B by hand. The weights of its matrices: q and o, k and v, three of the feed-forward; then the projection
-# onto the vocabulary. Six operations for each; twelve for each layer, width of all heads and position in attention.
+# SmolLM3 3B by hand. Weights of its matrices: q and o, k and v, three of the feed-forward; then the output projection.
+# 6 FLOPs per weight, and in attention 12 per layer, element of the combined head width and position.
 SMOLLM3_MATRICES = 36 * (2 * 2048 * 2048 + 2 * 2048 * 512 + 3 * 2048 * 11008) + 128256 * 2048
 SMOLLM3_FULL = 6 * SMOLLM3_MATRICES + 12 * 36 * 2048 * 8192
 SMOLLM3_CAUSAL = 6 * SMOLLM3_MATRICES + 6 * 36 * 2048 * 8192
@@ -27,12 +27,12 @@ H100_PEAK = 989.4e12
 
 
 def throughput(monkeypatch: pytest.MonkeyPatch, device_name: str) -> Throughput:
-    """Of SmolLM3 3B, a million tokens in 8192-token sequences a step, on eight devices of that name."""
+    """For SmolLM3 3B with steps of a million tokens in sequences of 8192, on eight devices of that name."""
     monkeypatch.setattr(metrics, "device_name", lambda device: device_name)
     return Throughput(SIZES["smollm3_3b"], tokens_per_step=2**20, sequence_length=8192, devices=8, device=CPU)
 
 
-def test_mfu_in_both_conventions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mfu_counts_attention_in_both_conventions(monkeypatch: pytest.MonkeyPatch) -> None:
     found = throughput(monkeypatch, "NVIDIA H100 80GB HBM3")
     assert (found.peak, found.flops, found.flops_full) == (H100_PEAK, SMOLLM3_CAUSAL, SMOLLM3_FULL)
     assert found.row(16.0) == pytest.approx(
@@ -47,14 +47,14 @@ def test_mfu_in_both_conventions(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_the_yardstick_is_the_bf16_peak_also_where_float8_passes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mfu_is_relative_to_the_bf16_peak_and_may_exceed_1_with_float8(monkeypatch: pytest.MonkeyPatch) -> None:
     found = throughput(monkeypatch, "NVIDIA H100 80GB HBM3")
     seconds_at_the_peak = 2**20 / 8 * SMOLLM3_CAUSAL / H100_PEAK
     assert found.row(seconds_at_the_peak)["mfu"] == pytest.approx(1.0)
     assert found.row(seconds_at_the_peak / 1.4)["mfu"] == pytest.approx(1.4)
 
 
-def test_attention_inside_documents_counts_as_many_flops_as_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_inside_documents_counts_only_the_flops_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     found = throughput(monkeypatch, "NVIDIA H100 80GB HBM3")
     row = found.row(16.0, attention_length=512.5)
     assert row["attention_length"] == 512.5
@@ -65,7 +65,7 @@ def test_attention_inside_documents_counts_as_many_flops_as_it_needs(monkeypatch
 
 
 def attention_lengths() -> list[float | None]:
-    """At three logged steps: documents of rank + 1 tokens since the last one, then of rank + 3, then none."""
+    """Values at three logged steps, with documents of rank + 1 tokens, then of rank + 3, then with none."""
     world = start("cpu", seed=0)
     found, lengths = AttentionLength(CPU), []
     for length in (world.rank + 1, world.rank + 3):
@@ -84,7 +84,7 @@ def test_attention_length_is_the_mean_over_all_processes_since_the_last_logged_s
     assert run_processes(2, attention_lengths) == [[1.5, 3.5, None]] * 2
 
 
-def test_no_mfu_where_the_peak_is_unknown() -> None:
+def test_mfu_is_null_where_the_peak_is_unknown() -> None:
     found = Throughput(SIZES["smollm3_3b"], tokens_per_step=1000, sequence_length=8192, devices=2, device=CPU)
     assert (found.device_name, found.peak) == ("cpu", None)
     assert found.row(0.5) == {
@@ -97,6 +97,6 @@ def test_no_mfu_where_the_peak_is_unknown() -> None:
 
 
 def test_peak_memory_is_in_gib() -> None:
-    block = torch.ones(2**28, dtype=torch.uint8)  # a quarter of one
+    block = torch.ones(2**28, dtype=torch.uint8)  # a quarter of a GiB
     del block
     assert 0.25 < peak_memory_gib(CPU) < 64
