@@ -38,16 +38,9 @@ LAYERS = (
 LEVEL = {place: level for level, places in enumerate(LAYERS) for place in places}
 # Libraries that a single file may import.
 ONLY_IMPORTER = {"torchao": "parallel/float8.py", "transformers": "models/transformers.py"}
-LAUNCHER_ENVIRONMENT = {
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "NODE_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-}
+# Set by the launcher for each process; and where the nodes meet, set for the launcher.
+PROCESS_ENVIRONMENT = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
+MEETING_ENVIRONMENT = {"NODE_RANK", "MASTER_ADDR", "MASTER_PORT"}
 TORCH_FREE = "Imports no torch."
 
 
@@ -218,16 +211,24 @@ def test_nothing_is_pickled() -> None:
     assert not [name(file) for file in FILES if "pickle" in imports(file)]
 
 
-def test_launcher_environment_is_read_only_by_dist() -> None:
-    """Scripts and the SLURM job set it for the processes that they start."""
-    readers = {
+def files_with_one_of(words: set[str]) -> set[str]:
+    """Files outside scripts/ with a string literal that is one of these words."""
+    return {
         name(file)
         for file in FILES
-        if place(file) != "scripts" and name(file) != "recipes/cluster/slurm.py"
+        if place(file) != "scripts"
         for node in nodes(file)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in LAUNCHER_ENVIRONMENT
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in words
     }
-    assert readers == {"parallel/dist.py"}
+
+
+def test_environment_of_a_process_is_read_only_by_dist() -> None:
+    assert files_with_one_of(PROCESS_ENVIRONMENT) == {"parallel/dist.py"}
+
+
+def test_meeting_point_of_the_nodes_is_known_only_to_dist_and_the_launchers_in_cluster() -> None:
+    files = files_with_one_of(MEETING_ENVIRONMENT) - {"parallel/dist.py"}
+    assert {str(Path(file).parent) for file in files} <= {"recipes/cluster"}, files
 
 
 # Without torch
