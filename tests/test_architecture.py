@@ -51,6 +51,7 @@ def name(file: Path) -> str:
 EVERY_FILE = [ROOT / "train.py", *(file for top in TOP for file in sorted((ROOT / top).rglob("*.py")))]
 INITS = [file for file in EVERY_FILE if file.name == "__init__.py"]
 FILES = [file for file in EVERY_FILE if file not in INITS]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MODULES = {name(file).removesuffix(".py").replace("/", "."): file for file in FILES}
 """Dotted name -> file."""
 
@@ -332,3 +333,12 @@ def test_our_packages_come_first_whatever_is_installed(tmp_path: Path) -> None:
         check=True,
     )
     assert found.stdout.split() == [str(ROOT / package / "__init__.py") for package in PACKAGES]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_and_paths_in_a_page_of_docs_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = [page.parent / link.partition("#")[0] for link in re.findall(r"\]\((?!http)([^)]+)\)", text)]
+    paths = [ROOT / path for path in re.findall(r"`((?:models|parallel|recipes|scripts|tests|docs)/[\w./]+)`", text)]
+    missing = [str(path) for path in [*links, *paths] if not path.exists()]
+    assert not missing
