@@ -7,17 +7,21 @@ B batch, T tokens, D model width, F feed-forward width, N query heads, K key/val
 """
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
 from models.attention import attention_in_documents, attention_to_cached, causal_attention
-from models.cache import KeyValueCache, LayerCache
 from models.config import ModelConfig
 from models.documents import Documents, Lengths, Mask
+from models.interface import ModelInterface
 from models.loss import cross_entropy_sum
 from models.rope import rope_tables, rotate
+
+if TYPE_CHECKING:
+    from models.cache import KeyValueCache, LayerCache
 
 
 class Attention(nn.Module):
@@ -37,7 +41,7 @@ class Attention(nn.Module):
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        cache: LayerCache | None = None,
+        cache: "LayerCache | None" = None,
         documents: Mask | Lengths | None = None,
     ) -> Tensor:
         """x: (B, T, D) -> (B, T, D). With a cache, x follows the tokens in there, and is added to them."""
@@ -86,7 +90,7 @@ class Block(nn.Module):
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        cache: LayerCache | None = None,
+        cache: "LayerCache | None" = None,
         documents: Mask | Lengths | None = None,
     ) -> Tensor:
         """x: (B, T, D); cos, sin from rope_tables -> (B, T, D)."""
@@ -106,12 +110,22 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.lm_head = None if config.tied_embeddings else nn.Linear(config.width, config.vocabulary, bias=False)
 
+    @property
+    def interface(self) -> ModelInterface:
+        """What parallel/ may know of this model."""
+        return ModelInterface(
+            blocks=tuple(f"blocks.{layer}" for layer in range(len(self.blocks))),
+            embedding="embedding",
+            head=None if self.lm_head is None else "lm_head",
+            head_norm="norm",
+        )
+
     def forward(
         self,
         tokens: Tensor,
         targets: Tensor | None = None,
         *,
-        cache: KeyValueCache | None = None,
+        cache: "KeyValueCache | None" = None,
         documents: Documents | None = None,
     ) -> Tensor:
         """tokens: (B, T) integers. Returns logits (B, T, V), or, with targets (B, T), their summed loss, a scalar.

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from models.interface import interface_of
 from parallel.config import ActivationCheckpointingConfig
 
 # What "selective" keeps. Everything else in a block (norms, rotations, SwiGLU product, residual sums, casts) moves
@@ -28,7 +29,7 @@ SAVED = {
     # Largest magnitudes, the float8 scales: tiny, but each needs a pass over a whole tensor.
     torch.ops.aten.amax.default,
     torch.ops.aten.max.default,
-    # Communication, once axes that communicate inside a block join.
+    # Communication inside a block: receiving twice costs more than keeping.
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 }
 
@@ -37,15 +38,14 @@ def checkpoint_blocks(model: nn.Module, config: ActivationCheckpointingConfig) -
     """Wrap every block, in place; state-dict keys stay those of the plain model. Returns a line for the log."""
     if config.mode == "none":
         return "activation checkpointing: off"
-    blocks = model.get_submodule("blocks")
-    for name, block in blocks.named_children():
+    for name in interface_of(model).blocks:
         # Nothing in a block draws random numbers, so their state need not be kept.
         options: dict[str, Any] = {"preserve_rng_state": False}
         if config.mode == "selective":
             options["context_fn"] = _selective_contexts
             # Under compile it warns each process of in-place operations; a block has none.
             logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-        blocks.register_module(name, checkpoint_wrapper(block, **options))
+        model.set_submodule(name, checkpoint_wrapper(model.get_submodule(name), **options))
     kept = "keeps matmul and attention outputs" if config.mode == "selective" else "keeps block inputs only"
     return f"activation checkpointing: {config.mode}, {kept}"
 

@@ -5,6 +5,7 @@ import shutil
 
 from torch import nn
 
+from models.interface import blocks_of
 from parallel.config import CompileConfig
 from parallel.errors import UserError
 
@@ -23,7 +24,7 @@ def compile_blocks(model: nn.Module, config: CompileConfig, *, device_type: str)
             f"compile.enabled = true needs a C++ compiler on a CPU ({' or '.join(compilers)} not found)"
             "; install one or write compile.enabled = false"
         )
-    blocks = list(model.get_submodule("blocks").children())
+    blocks = blocks_of(model)
     # Autotuned with CUDA graphs it would be "max-autotune"; docs/benchmarks/step.md says why not.
     mode = "max-autotune-no-cudagraphs" if config.autotune else None
     for block in blocks:

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.float8 import Cast, casts_of_linears, gathered_as_float8, scale_for
-from parallel.reduce import sum_over_processes
+from parallel.mesh import Mesh
+from parallel.reduce import sum_over_group
 
 Row = dict[str, str | float]
 """{"linear", "tensor", "overflow", "underflow"}: overflow as a share of all elements, underflow of the nonzero ones."""
@@ -19,8 +20,8 @@ Row = dict[str, str | float]
 class CastCounts:
     """Counts on the device, with hooks that exist only inside counting() and do not change the step's results."""
 
-    def __init__(self, model: nn.Module, *, device: torch.device) -> None:
-        self._model, self._device = model, device
+    def __init__(self, model: nn.Module, *, mesh: Mesh, device: torch.device) -> None:
+        self._model, self._mesh, self._device = model, mesh, device
         self._linears = casts_of_linears(model)
         names = [(name, cast.tensor) for name, (_, casts) in self._linears.items() for cast in casts]
         self._rows = {name: row for row, name in enumerate(names)}
@@ -53,7 +54,7 @@ class CastCounts:
 
     def shares(self) -> list[Row]:
         """The shares over all processes, in the order of the model. All processes must call it; the host waits."""
-        counts = sum_over_processes(self._counts.clone()).tolist()
+        counts = sum_over_group(self._counts.clone(), self._mesh.loss_group).tolist()
         return [
             {
                 "linear": name,

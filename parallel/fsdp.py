@@ -4,7 +4,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -13,19 +12,20 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from models.interface import blocks_of, interface_of
 from parallel.config import FSDPConfig
+from parallel.mesh import Mesh
 
 
-def shard_blocks_and_root(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig) -> str:
+def shard_blocks_and_root(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> str:
     """fully_shard every block, then the root, in place. Returns a line for the log.
 
-    Gradients come out as the sum over all processes, not the mean: the trainer divides the loss by the number of
-    target tokens of the whole global batch.
+    Gradients come out as the sum over the mesh's data ranks, not the mean: the training step divides the loss by the
+    number of target tokens of the whole global batch.
     """
-    replicate, shard = mesh["replicate"].size(), mesh["shard"].size()
+    interface = interface_of(model)
     options: dict[str, Any] = {
-        # A replicate axis of one would cost an all-reduce among one process for every block.
-        "mesh": mesh if replicate > 1 else mesh["shard"],
+        "mesh": mesh.fsdp,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=getattr(torch, config.param_dtype),
             reduce_dtype=getattr(torch, config.reduce_dtype),
@@ -36,13 +36,14 @@ def shard_blocks_and_root(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig
             CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.cpu_offload else OffloadPolicy()
         ),
     }
-    blocks = list(model.get_submodule("blocks").children())
+    blocks = blocks_of(model)
     for block in blocks:
         fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
-    if isinstance(lm_head := getattr(model, "lm_head", None), nn.Module):
-        # Untied: two large matrices that are never needed at the same time. The backward pass starts with lm_head.
-        fully_shard(model.get_submodule("embedding"), reshard_after_forward=config.reshard_after_forward, **options)
-        fully_shard(lm_head, reshard_after_forward=False, **options)
+    if interface.head is not None:
+        # Untied: two large matrices that are never needed at the same time. The backward pass starts with the head.
+        embedding, head = model.get_submodule(interface.embedding), model.get_submodule(interface.head)
+        fully_shard(embedding, reshard_after_forward=config.reshard_after_forward, **options)
+        fully_shard(head, reshard_after_forward=False, **options)
     fully_shard(model, reshard_after_forward=False, **options)
 
     for module in model.modules():
@@ -57,9 +58,10 @@ def shard_blocks_and_root(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig
         if config.prefetch > 1:  # one block ahead FSDP2 looks by itself in the backward pass
             unit.set_modules_to_backward_prefetch(units[max(0, index - config.prefetch) : index][::-1])
 
+    shard = mesh.degrees.shard
     stage = "ZeRO-3" if config.reshard_after_forward else "ZeRO-2"
     layout = f"{stage} over {shard}" if shard > 1 else "no sharding"
-    copies = f" x {replicate} replicas" if replicate > 1 else ""
+    copies = f" x {mesh.replicas} replicas" if mesh.replicas > 1 else ""
     offload = ", offloaded to the host" if config.cpu_offload else ""
     ahead = f", {config.prefetch} blocks gathered ahead" if config.prefetch > 1 else ""
     return f"fsdp: {layout}{copies}, {config.param_dtype} compute, {config.reduce_dtype} reduction{ahead}{offload}"

@@ -1,18 +1,18 @@
 """The fixed order in which one plain model becomes a parallel one. Read it downwards."""
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from parallel.activation_checkpoint import checkpoint_blocks
 from parallel.compile import compile_blocks
 from parallel.config import ActivationCheckpointingConfig, CompileConfig, Float8Config, FSDPConfig
 from parallel.float8 import convert_linears
 from parallel.fsdp import shard_blocks_and_root
+from parallel.mesh import Mesh
 
 
 def parallelize(
     model: nn.Module,
-    mesh: DeviceMesh,
+    mesh: Mesh,
     *,
     float8: Float8Config,
     activation_checkpointing: ActivationCheckpointingConfig,

@@ -1,4 +1,4 @@
-"""Sums over the mesh: gradient norm, clipping, loss."""
+"""Sums over named groups of processes: loss, token counts, gradient norm, and clipping."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -6,23 +6,30 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.profiler import record_function
 
 
-def sum_over_processes(value: Tensor) -> Tensor:
-    """`value` summed over all processes, in place; the host does not wait for the device."""
-    dist.all_reduce(value)
+def sum_over_group(value: Tensor, group: ProcessGroup) -> Tensor:
+    """`value` summed over the processes of the group, in place; the host does not wait for the device."""
+    dist.all_reduce(value, group=group)
     return value
 
 
-def gather_over_processes(values: Tensor) -> Tensor:
-    """The values (n,) of every process, (processes, n); the host does not wait for the device."""
-    gathered = [torch.empty_like(values) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, values)
-    return torch.stack(gathered)
+def reduce_loss_and_times(loss: Tensor, times: list[float], *, loss_group: ProcessGroup) -> tuple[float, Tensor]:
+    """(the loss summed over `loss_group`, the times of every process in the world, (processes, times) on the host).
+
+    One message for both. loss: this process's part, a scalar. The host waits for the device.
+    """
+    own = torch.tensor([0.0, *times], dtype=torch.float64).to(loss.device)
+    own[0] = loss
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, own)
+    rows = torch.stack(gathered).cpu()
+    return sum(rows[dist.get_process_group_ranks(loss_group), 0].tolist()), rows[:, 1:]
 
 
 @record_function("gradient norm")
@@ -34,7 +41,8 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """
     groups: dict[tuple[DeviceMesh, tuple[int, ...]], list[Tensor]] = defaultdict(list)
     for gradient in _gradients(parameters):
-        sharded_axes = tuple(axis for axis, placement in enumerate(gradient.placements) if placement.is_shard())
+        # Not is_shard(): it is False for the strided shards that FSDP makes of what tensor parallelism has cut.
+        sharded_axes = tuple(axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate())
         groups[gradient.device_mesh, sharded_axes].append(gradient.to_local())
     squares = []
     for (mesh, axes), gradients in groups.items():

@@ -77,9 +77,10 @@ def evaluate(options: argparse.Namespace) -> int:
     try:
         with torch.device("meta"):
             model = Decoder(weights.model)
+        mesh = build_mesh(MeshConfig().fit(world.size), device_type=world.device.type)
         parallelize(
             model,
-            build_mesh(MeshConfig().fit(world.size), device_type=world.device.type),
+            mesh,
             float8=Float8Config(),
             activation_checkpointing=ActivationCheckpointingConfig(),
             compile=CompileConfig(),
@@ -94,7 +95,8 @@ def evaluate(options: argparse.Namespace) -> int:
             sequence_length=options.sequence_length,
             micro_batch_size=options.micro_batch_size,
             document_mask=options.document_mask,
-            world=world,
+            mesh=mesh,
+            device=world.device,
         )
     finally:
         stop()

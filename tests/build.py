@@ -7,12 +7,17 @@ from models.config import ModelConfig
 from models.decoder import Decoder
 from parallel.config import ActivationCheckpointingConfig, CompileConfig, Float8Config, FSDPConfig, MeshConfig
 from parallel.materialize import materialize
-from parallel.mesh import build_mesh
+from parallel.mesh import Mesh, build_mesh
 from parallel.order import parallelize
 
 SHARD_ALL = MeshConfig()
 NO_FLOAT8 = Float8Config()
 FLOAT32 = FSDPConfig(param_dtype="float32")
+
+
+def cpu_mesh(mesh: MeshConfig = SHARD_ALL) -> Mesh:
+    """The mesh over all processes of the process group that is there."""
+    return build_mesh(mesh.fit(dist.get_world_size()), device_type="cpu")
 
 
 def build_model(
@@ -31,7 +36,7 @@ def build_model(
         model = Decoder(config, loss_chunks=loss_chunks)
     report = parallelize(
         model,
-        build_mesh(mesh.fit(dist.get_world_size()), device_type="cpu"),
+        cpu_mesh(mesh),
         float8=float8,
         activation_checkpointing=ActivationCheckpointingConfig(mode),
         compile=CompileConfig(compiled),

@@ -108,14 +108,14 @@ class Bench:
         mesh = build_mesh(MeshConfig().fit(dist.get_world_size()), device_type="cpu")
         self.model = nn.Sequential(*(Block(width) for _ in range(12)))
         for block in self.model:
-            fully_shard(block, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
+            fully_shard(block, mesh=mesh.fsdp)
+        fully_shard(self.model, mesh=mesh.fsdp)
         self.optimizer = build_optimizer(self.model, OptimizerConfig())
         self.model(torch.randn(2, width)).sum().backward()
         self.optimizer.step()
         self.stager = DefaultStager(StagingOptions(False, False, False, False))
         self.group = dist.new_group(backend="gloo")
-        quiet: dict[str, Any] = {"keep": 1000, "tell": lambda line: None}
+        quiet: dict[str, Any] = {"keep": 1000, "log": lambda line: None}
         self.ours = Checkpoints(folder / "ours", **quiet)
         self.ours_async = Checkpoints(folder / "ours-async", **quiet | {"asynchronous": True})
         self.ours_keep = Checkpoints(folder / "ours-keep", **quiet | {"keep": 1})

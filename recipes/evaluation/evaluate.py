@@ -1,4 +1,4 @@
-"""Loss on text: during a run, and of finished weights on any text; and a sampled continuation.
+"""Loss on text, during a run and of finished weights on any text; and a sampled continuation.
 
 B batch, T tokens, S sequence length.
 """
@@ -13,9 +13,9 @@ from torch import nn
 
 from models.documents import Documents
 from models.loss import IGNORED
-from parallel.dist import World
 from parallel.errors import UserError
-from parallel.reduce import sum_over_processes
+from parallel.mesh import Mesh
+from parallel.reduce import sum_over_group
 from recipes.data.batches import MicroBatch
 from recipes.data.config import BatchConfig
 from recipes.data.loader import DataLoader
@@ -24,22 +24,24 @@ from recipes.evaluation.sampling import next_token
 
 
 @torch.no_grad()
-def summed_loss(model: nn.Module, micro_batches: Iterable[MicroBatch], *, device: torch.device) -> tuple[float, int]:
-    """(summed loss in nats, target tokens) over the micro-batches of all processes.
+def summed_loss(
+    model: nn.Module, micro_batches: Iterable[MicroBatch], *, mesh: Mesh, device: torch.device
+) -> tuple[float, int]:
+    """(summed loss in nats, target tokens) over the micro-batches of all data ranks.
 
-    Every process must bring equally many micro-batches: sharded layers gather their weights together.
+    Every process must bring the same number of micro-batches: sharded layers gather their weights together.
     """
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     for inputs, targets, documents in micro_batches:
         totals[0] += model(inputs, targets, documents=documents)
         totals[1] += (targets != IGNORED).sum()
-    loss, tokens = sum_over_processes(totals).tolist()
+    loss, tokens = sum_over_group(totals, mesh.loss_group).tolist()
     return loss, int(tokens)
 
 
-def mean_loss(model: nn.Module, micro_batches: Iterable[MicroBatch], *, device: torch.device) -> float:
+def mean_loss(model: nn.Module, micro_batches: Iterable[MicroBatch], *, mesh: Mesh, device: torch.device) -> float:
     """Mean loss per target token, in nats; arguments as in summed_loss()."""
-    loss, tokens = summed_loss(model, micro_batches, device=device)
+    loss, tokens = summed_loss(model, micro_batches, mesh=mesh, device=device)
     return loss / tokens
 
 
@@ -82,14 +84,25 @@ def evaluate_text(
     sequence_length: int,
     micro_batch_size: int,
     document_mask: bool = False,
-    world: World,
+    mesh: Mesh,
+    device: torch.device,
 ) -> Evaluation:
     """Evaluate a (sharded) model on documents, each ended by the end-of-document token, cut into whole sequences.
 
-    document_mask: as data.document_mask in a recipe.
-
-    Sequence i is the business of one process; all of them tokenize the whole text, which costs little beside the
+    Each sequence is computed by one data rank. All processes tokenize the whole text, which costs little beside the
     model, and so agree on it. Every token but the first is a target once, whatever the number of processes.
+
+    Args:
+        documents: the text.
+        tokenizer: the one the model was trained with.
+        sequence_length: tokens per sequence.
+        micro_batch_size: sequences per forward pass of a process.
+        document_mask: as data.document_mask in a recipe.
+        mesh: the mesh that the model is sharded over.
+        device: where the model computes.
+
+    Raises:
+        UserError: for a text of fewer than two tokens, and for a loss that is NaN or infinite.
     """
     counted = {"bytes": 0, "documents": 0}
 
@@ -103,9 +116,9 @@ def evaluate_text(
 
     def micro_batches() -> Iterator[MicroBatch]:
         sequences = _sequences(tokens(), sequence_length)
-        while together := list(islice(sequences, world.size * micro_batch_size)):
-            own = together[world.rank * micro_batch_size :][:micro_batch_size]
-            # The last sequence of the text may be short, and a process may have none left: it computes all the same.
+        while together := list(islice(sequences, mesh.data_ranks * micro_batch_size)):
+            own = together[mesh.data_rank * micro_batch_size :][:micro_batch_size]
+            # The last sequence may be short, and a process may have none left: it still has to run the model.
             longest = max((len(sequence) - 1 for sequence in own), default=1)
             inputs = torch.zeros(max(1, len(own)), longest, dtype=torch.int64)
             targets = torch.full_like(inputs, IGNORED)
@@ -114,14 +127,14 @@ def evaluate_text(
                 targets[row, : len(sequence) - 1] = torch.tensor(sequence[1:])
             inside = None
             if document_mask:
-                inside = Documents.of(inputs, end_of_document=tokenizer.end_of_document).to(world.device)
-            yield inputs.to(world.device), targets.to(world.device), inside
+                inside = Documents.of(inputs, end_of_document=tokenizer.end_of_document).to(device)
+            yield inputs.to(device), targets.to(device), inside
 
-    nats, targets = summed_loss(model, micro_batches(), device=world.device)
+    nats, targets = summed_loss(model, micro_batches(), mesh=mesh, device=device)
     if targets == 0:
-        raise UserError("the text has no two tokens, so there is nothing to predict")
+        raise UserError("the text has fewer than two tokens, so there is nothing to predict")
     if not math.isfinite(nats):
-        raise UserError(f"the loss is {nats}: the model's weights are spoiled, or do not fit --dtype")
+        raise UserError(f"the loss is {nats}: the weights hold NaN or infinities, or overflow in --dtype")
     return Evaluation(nats, targets, counted["bytes"], counted["documents"])
 
 
@@ -153,11 +166,17 @@ def continuation(
 ) -> list[int]:
     """Sample `tokens` tokens after `prompt`. Every process calls it with the same arguments and gets the same answer.
 
-    shape: the (B, T) of a training micro-batch. The window has that shape at every step, so that compiled blocks see
-    no new one; causality makes what lies right of the last token harmless. Ends early at a logit that is no number, as
-    those of a diverged model are. Meant for a short look at a model.
+    Meant for a short look at a model. Ends early at a logit that is NaN or infinite, as in a diverged model.
 
-    end_of_document: this token's id, for a model that sees no further back than the document it is in.
+    Args:
+        prompt: token ids.
+        tokens: how many to sample.
+        shape: the (B, T) of a training micro-batch. The window has this shape at every step, so that compiled blocks
+            are not compiled again; attention is causal, so the padding after the last token does not matter.
+        device: where the model computes.
+        seed: of the sampling.
+        end_of_document: this token's id, for a model whose attention stays inside documents.
+        temperature: of the sampling.
     """
     generator = torch.Generator().manual_seed(seed)
     text = list(prompt)

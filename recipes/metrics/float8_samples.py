@@ -10,6 +10,7 @@ from torch import nn
 from parallel.config import Float8Config
 from parallel.dist import World
 from parallel.float8_casts import CastCounts
+from parallel.mesh import Mesh
 from recipes.files.atomic import Lines
 from recipes.files.layout import FLOAT8_SHARES
 from recipes.metrics.clock import LOG, RunClock
@@ -28,6 +29,7 @@ class CastSampler:
         world: World,
         folder: Path,
         *,
+        mesh: Mesh,
         clock: RunClock,
         log: Callable[[str], None],
     ) -> None:
@@ -44,7 +46,7 @@ class CastSampler:
         self._every, self._world, self._clock = config.sample_every, world, clock
         self._lines = Lines(folder / FLOAT8_SHARES, log=log)
         if self._every:
-            self._counts = CastCounts(model, device=world.device)
+            self._counts = CastCounts(model, mesh=mesh, device=world.device)
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:

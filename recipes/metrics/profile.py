@@ -41,8 +41,8 @@ class StepProfiler:
         self._steps = 0
         self._profile: profile | None = None
 
-    def step(self) -> AbstractContextManager[None]:
-        """A context manager to wrap every step in."""
+    def step(self, number: int) -> AbstractContextManager[None]:
+        """Enter it around every step. number: of the step in the run; those of this start are counted here."""
         self._steps += 1
         return self._traced() if self._first <= self._steps <= self._last else nullcontext()
 

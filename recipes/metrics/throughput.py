@@ -1,37 +1,42 @@
-"""Measuring the loop and recording what it measured."""
+"""Rates of a step: tokens per second, FLOPs, MFU, attention length; and the device's name and peak memory."""
 
 import resource
 import sys
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed import ProcessGroup
 
 from models.config import ModelConfig
-from models.documents import Documents
-from parallel.reduce import sum_over_processes
+from parallel.reduce import sum_over_group
 from recipes.metrics.hardware import bf16_peak
+
+if TYPE_CHECKING:
+    from models.documents import Documents
 
 
 class AttentionLength:
-    """Mean length of the documents that tokens attend in, over all processes, since the last logged step."""
+    """Mean length of the documents that tokens attend in, over all data ranks, since the last logged step."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, group: ProcessGroup, *, device: torch.device) -> None:
+        """group: the processes that read different sequences."""
+        self._group, self._device = group, device
         self._squared_lengths = self._tokens = 0
 
-    def count(self, micro_batches: Iterable[Documents | None]) -> None:
-        """Take in a step of this process. These are the host's numbers: no device is waited for."""
+    def count(self, micro_batches: "Iterable[Documents | None]") -> None:
+        """Count one step of this process. The numbers are on the host, so nothing waits for the device."""
         for documents in micro_batches:
             if documents is not None:
                 self._squared_lengths += documents.squared_lengths
                 self._tokens += documents.positions.numel()
 
     def take(self) -> float | None:
-        """The mean in tokens, or None without documents; and start anew. All processes ask; the host waits for all."""
+        """The mean in tokens, or None without documents; then start again. Every process must call it."""
         if self._tokens == 0:
             return None
         sums = torch.tensor([self._squared_lengths, self._tokens], dtype=torch.float64, device=self._device)
-        squared_lengths, tokens = sum_over_processes(sums).tolist()
+        squared_lengths, tokens = sum_over_group(sums, self._group).tolist()
         self._squared_lengths = self._tokens = 0
         return squared_lengths / tokens
 
@@ -58,7 +63,7 @@ class Throughput:
     def row(self, step_seconds: float, *, attention_length: float | None = None) -> dict[str, float | None]:
         """The rate columns of metrics.jsonl; tflops and mfu are null where the device's peak is unknown.
 
-        attention_length: of AttentionLength, where documents are masked; counted instead of the sequence length.
+        attention_length: from AttentionLength if documents are masked; replaces the sequence length in the FLOPs.
         """
         per_second = self.tokens_per_step / step_seconds
         flops, flops_full = self.flops, self.flops_full

@@ -1,6 +1,7 @@
-"""Keeps poison out: a step whose loss or gradient norm is no finite number changes no byte of the state.
+"""Skipping bad steps: a step whose loss or gradient norm is NaN or infinite changes no byte of the state.
 
-The device decides, with a select inside of the optimizer, and the host reads what came of it where it waits anyway.
+The device decides, with a select inside the optimizer's kernel. The host reads the decision at the next logged step,
+where it waits for the device anyway.
 """
 
 import math
@@ -10,48 +11,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.reduce import sum_over_processes
-from recipes.schema import RunConfig
+from parallel.mesh import Mesh
+from parallel.reduce import sum_over_group
 
 WINDOW = 64
-"""Losses of good steps that a new one is compared with."""
+"""A new loss is compared with this many losses of good steps."""
 
 
 class NonFiniteRun(Exception):
-    """Too many steps in a row were skipped; the text is for people."""
+    """Too many consecutive steps were skipped. The text names them."""
 
 
 def backward(loss: Tensor) -> None:
-    """loss.backward(), where a loss that is not finite makes every gradient nan.
+    """loss.backward(), where a loss that is NaN or infinite makes every gradient NaN.
 
-    So the gradient norm, which all ranks share, tells of every rank's loss, and no message more is needed.
+    The gradient norm, which all ranks share, then reflects every rank's loss, and no further message is needed.
     """
     number = loss.detach()
-    loss.backward(number - number + 1)  # 1 for a finite number, nan for nan and the infinities
+    loss.backward(number - number + 1)  # 1 for a finite loss, NaN otherwise
 
 
 class StepGuard:
-    """Says which steps to skip, on all ranks the same."""
+    """Decides which steps to skip, the same ones on all ranks."""
 
-    def __init__(self, run: RunConfig, *, device: torch.device, replicas: int = 1) -> None:
-        """replicas: of the sharded model. Each has a gradient norm of its own, and all must act as one."""
-        self._replicas = replicas
-        self._too_many, self._spike_z = run.max_skipped_steps, run.loss_spike_z
+    def __init__(self, mesh: Mesh, *, device: torch.device, max_skipped_steps: int, loss_spike_z: float = 0.0) -> None:
+        """max_skipped_steps, loss_spike_z: as in the [run] section of a recipe."""
+        self._loss_group = mesh.loss_group
+        # Each copy of the model has a gradient norm of its own, and all must agree.
+        self._replicate_group = mesh.replicate_group if mesh.replicas > 1 else None
+        self._max_skipped_steps, self._spike_z = max_skipped_steps, loss_spike_z
         self._window = torch.full((WINDOW,), math.nan, device=device)
         self._in_a_row = 0
-        self._judged: list[tuple[int, Tensor, Tensor]] = []  # (step, whether skipped, norm) since the last look
+        self._judged: list[tuple[int, Tensor, Tensor]] = []  # (step, whether skipped, norm) since skipped() was called
 
     def should_skip(self, step: int, *, loss: Tensor, norm: Tensor) -> Tensor:
-        """1.0 on the device where the step must be skipped, else 0.0: what torch's fused optimizers call found_inf.
+        """1.0 on the device if the step must be skipped, else 0.0: the found_inf of torch's fused optimizers.
 
         loss: this rank's part of the mean loss; norm: the gradient norm. The host waits for neither.
         """
         skip = ~norm.isfinite()
-        if self._replicas > 1:
-            skip = sum_over_processes(skip.to(torch.float32)) > 0
+        if self._replicate_group is not None:
+            skip = sum_over_group(skip.to(torch.float32), self._replicate_group) > 0
         if self._spike_z:
-            mean_loss = sum_over_processes(loss.clone())
-            # While the window is not full, nan in it makes the limit nan, and nothing is above that.
+            mean_loss = sum_over_group(loss.clone(), self._loss_group)
+            # Until the window is full it holds NaN, which makes the limit NaN, and no loss exceeds that.
             limit = self._window.mean() + self._spike_z * self._window.std()
             skip = skip.to(loss.device) | (mean_loss > limit)
             moved = torch.cat([self._window[1:], mean_loss[None]])
@@ -60,7 +63,10 @@ class StepGuard:
         return skip.to(torch.float32)
 
     def skipped(self) -> Iterator[tuple[int, float]]:
-        """(step, gradient norm) of the steps skipped since the last call. The host waits for the device."""
+        """(step, gradient norm) of the steps skipped since the last call. The host waits for the device.
+
+        Raises NonFiniteRun after max_skipped_steps in a row.
+        """
         if not self._judged:
             return
         flags = torch.stack([skip for _, skip, _ in self._judged]).tolist()
@@ -70,16 +76,16 @@ class StepGuard:
             self._in_a_row = self._in_a_row + 1 if skip else 0
             if skip:
                 yield step, norm
-            if self._in_a_row >= self._too_many:
+            if self._in_a_row >= self._max_skipped_steps:
                 raise NonFiniteRun(f"steps {step - self._in_a_row + 1} to {step} were all skipped")
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it, plain JSON. After skipped()."""
+        """What a checkpoint keeps of it, as plain JSON. Call it after skipped()."""
         window = {"loss_window": [loss for loss in self._window.tolist() if not math.isnan(loss)]}
         return {"skipped_in_a_row": self._in_a_row} | (window if self._spike_z else {})
 
     def restore(self, progress: Mapping[str, Any]) -> None:
-        """Go on from state(), if it is in there: checkpoints of before there was one lack it."""
+        """Continue from state(). Checkpoints of older versions may lack it."""
         self._in_a_row = progress.get("skipped_in_a_row", 0)
         if losses := progress.get("loss_window", []):
             self._window[-len(losses) :] = torch.tensor(losses)

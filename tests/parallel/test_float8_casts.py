@@ -13,7 +13,7 @@ from parallel.config import Float8Config, FSDPConfig, MeshConfig
 from parallel.dist import start, stop
 from parallel.float8 import Cast, casts_of_linears, convert_linears, precompute_scales
 from parallel.float8_casts import CastCounts, cast_counts
-from tests.build import build_model
+from tests.build import build_model, cpu_mesh
 from tests.processes import run_processes
 
 Shares = list[dict[str, str | float]]
@@ -88,7 +88,7 @@ def test_shares_equal_those_counted_by_plain_loops(recipe: str, broken: float | 
     model = Toy()
     model.linear.weight.data = wide(16, 32)
     convert_linears(model, replace(FP8, recipe=recipe), device_type="cpu")
-    counts = CastCounts(model, device=torch.device("cpu"))
+    counts = CastCounts(model, mesh=cpu_mesh(), device=torch.device("cpu"))
     batches = [(wide(2, 5, 32), wide(2, 5, 16)) for _ in range(2)]
     if broken is not None:
         batches[0][0][0, 0, 0] = broken
@@ -129,7 +129,7 @@ def sampled_step(
 ) -> tuple[list[bytes], Shares]:
     """The last step's losses and gradients as bytes, and its shares. A micro-batch is one sequence."""
     model, _ = build_model(SMALL, float8=config, mode=mode, mesh=mesh or MeshConfig(), fsdp=FSDPConfig())
-    counts = CastCounts(model, device=torch.device("cpu"))
+    counts = CastCounts(model, mesh=cpu_mesh(), device=torch.device("cpu"))
     rank, world = dist.get_rank(), dist.get_world_size()
     rows = batch()[rank::world]  # four micro-batches on one process, two on each of two
     bits: list[bytes] = []
@@ -187,7 +187,7 @@ def test_recomputation_of_activation_checkpointing_is_not_counted(sampled, mode:
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_each_value_is_counted_once(mode: str, alone) -> None:
     model, _ = build_model(SMALL, float8=replace(FP8, recipe="rowwise"), mode=mode, fsdp=FSDPConfig())
-    counts = CastCounts(model, device=torch.device("cpu"))
+    counts = CastCounts(model, mesh=cpu_mesh(), device=torch.device("cpu"))
     x = batch()
     for _ in range(2):  # counts restart in the second step
         with counts.counting():

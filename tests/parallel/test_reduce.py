@@ -10,7 +10,7 @@ from models.sizes import SIZES
 from parallel.config import MeshConfig
 from parallel.dist import SilentUserError, World, on_all, on_main, on_main_first, start, stop
 from parallel.errors import UserError
-from parallel.reduce import clip_gradients, gradient_norm, sum_over_processes
+from parallel.reduce import clip_gradients, gradient_norm, sum_over_group
 from recipes.training.interruption import Agreement
 from tests.build import build_model
 from tests.processes import run_processes
@@ -105,7 +105,7 @@ def talk() -> dict:
         refused_by_one = "nothing"
     except UserError as error:
         refused_by_one = str(error)
-    total = sum_over_processes(torch.tensor(float(world.rank + 1))).item()
+    total = sum_over_group(torch.tensor(float(world.rank + 1)), dist.group.WORLD).item()
     stop()
     return {"heard": heard, "value": value, "work": work_done, "refused": refused, "total": total} | {
         "told": told,

@@ -17,6 +17,7 @@ from parallel.dist import start, stop
 from parallel.errors import UserError
 from parallel.materialize import materialize
 from recipes.evaluation.evaluate import Evaluation, continuation, evaluate_text, mean_loss
+from tests.build import cpu_mesh
 from tests.processes import run_processes
 
 CPU = torch.device("cpu")
@@ -51,7 +52,7 @@ def micro_batches(inputs: Tensor, targets: Tensor, size: int) -> list[tuple[Tens
 def loss_of_rows(first: int, last: int, *, micro_batch: int) -> float:
     inputs, targets = validation_batches()
     inputs, targets = inputs[first:last], targets[first:last]
-    return mean_loss(build(), micro_batches(inputs, targets, micro_batch), device=CPU)
+    return mean_loss(build(), micro_batches(inputs, targets, micro_batch), mesh=cpu_mesh(), device=CPU)
 
 
 def test_every_target_token_counts_once(alone: None) -> None:
@@ -90,7 +91,7 @@ def test_processes_share_the_mean(alone: None) -> None:
 def test_no_gradient_is_kept(alone: None) -> None:
     model = build()
     inputs, targets = validation_batches()
-    mean_loss(model, [(inputs, targets, None)], device=CPU)
+    mean_loss(model, [(inputs, targets, None)], mesh=cpu_mesh(), device=CPU)
     continuation(model, [1], tokens=1, shape=(1, LENGTH), device=CPU, seed=0)
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -115,7 +116,13 @@ def on_text(characters: int, *, length: int, spoil: bool = False) -> list[tuple[
             model.norm.weight.fill_(float("nan") if spoil else 1.0)
         tokenizer = SimpleNamespace(encode_batch=lambda texts: [[1] * len(text) for text in texts], end_of_document=0)
         found = evaluate_text(
-            model, ["a" * characters], tokenizer=tokenizer, sequence_length=length, micro_batch_size=2, world=world
+            model,
+            ["a" * characters],
+            tokenizer=tokenizer,
+            sequence_length=length,
+            micro_batch_size=2,
+            mesh=cpu_mesh(),
+            device=world.device,
         )
         assert found.tokens == characters
         return model.shapes

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from models.documents import Documents
 from models.sizes import SIZES
@@ -67,7 +68,7 @@ def test_attention_inside_documents_counts_only_the_flops_it_needs(monkeypatch: 
 def attention_lengths() -> list[float | None]:
     """Values at three logged steps, with documents of rank + 1 tokens, then of rank + 3, then with none."""
     world = start("cpu", seed=0)
-    found, lengths = AttentionLength(CPU), []
+    found, lengths = AttentionLength(dist.group.WORLD, device=CPU), []
     for length in (world.rank + 1, world.rank + 3):
         tokens = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]])
         tokens[:, length - 1 :: length] = 0

@@ -52,8 +52,8 @@ def local(tensor: Tensor) -> Tensor:
 def state(trainer: Any) -> str:
     """A hash of all bits of parameters, moments and step counters of this process."""
     found = hashlib.sha256()
-    for parameter in trainer.parameters:
-        values = [parameter.detach(), *(trainer.optimizer.state[parameter].values())]
+    for parameter in trainer.built.parameters:
+        values = [parameter.detach(), *(trainer.built.optimizer.state[parameter].values())]
         for value in values:
             found.update(local(value).contiguous().numpy().tobytes())
     return found.hexdigest()
@@ -61,15 +61,15 @@ def state(trainer: Any) -> str:
 
 def scales(trainer: Any) -> list[float]:
     """Those that float8 all-gather works out after each step."""
-    found = [parameter._local_tensor for parameter in trainer.parameters]
+    found = [parameter._local_tensor for parameter in trainer.built.parameters]
     return [t._precomputed_scale.item() for t in found if getattr(t, "_precomputed_scale", None) is not None]
 
 
 def poison(trainer: Any, kind: str) -> Callable[[], None]:
     """Make the next step bad, on the last rank alone but for "norm", in one of its micro-batches. Returns the cure."""
-    import recipes.training.trainer as room
+    import recipes.training.step as step_module
 
-    whole = room.gradient_norm
+    whole = step_module.gradient_norm
     micro_batches = []
 
     def spoil_output(module: Any, inputs: Any, output: Tensor) -> Tensor | None:
@@ -90,10 +90,10 @@ def poison(trainer: Any, kind: str) -> Callable[[], None]:
         return whole(parameters) * math.nan
 
     if kind in ("shard", "norm") and (kind == "norm" or trainer.world.rank == trainer.world.size - 1):
-        room.gradient_norm = spoil_shard if kind == "shard" else norm  # type: ignore[assignment]
+        step_module.gradient_norm = spoil_shard if kind == "shard" else norm  # type: ignore[assignment]
 
     def cure() -> None:
-        room.gradient_norm = whole  # type: ignore[assignment]
+        step_module.gradient_norm = whole  # type: ignore[assignment]
         for handle in handles:
             handle.remove()
 
@@ -101,10 +101,12 @@ def poison(trainer: Any, kind: str) -> Callable[[], None]:
     if trainer.world.rank == trainer.world.size - 1:
         if kind in ("embedding", "loss", "infinite loss"):
             handles.append(
-                (trainer.model.embedding if kind == "embedding" else trainer.model).register_forward_hook(spoil_output)
+                (trainer.built.model.embedding if kind == "embedding" else trainer.built.model).register_forward_hook(
+                    spoil_output
+                )
             )
         elif kind in ("gradient", "infinite gradient"):
-            handles.append(trainer.model.norm.register_forward_hook(spoil_gradient))
+            handles.append(trainer.built.model.norm.register_forward_hook(spoil_gradient))
     return cure
 
 
@@ -212,7 +214,7 @@ def poisoned_run(recipe: Recipe) -> int:
     world = start("cpu", seed=0)
     with training(recipe, world, silent=not world.is_main) as trainer:
         if world.rank == 1:
-            trainer.model.embedding.register_forward_hook(
+            trainer.built.model.embedding.register_forward_hook(
                 lambda module, inputs, output: output * math.nan if trainer.step >= 3 else None
             )
         code = trainer.run()
@@ -254,15 +256,16 @@ def judge_all(losses: list[float], restart_at: int) -> tuple[list[int], dict[str
     """Which of these losses are skipped, with z = 4, by a guard that goes on as another one half-way."""
     from parallel.dist import start, stop
     from recipes.optimization.skip_steps import StepGuard
-    from recipes.schema import RunConfig
+    from tests.build import cpu_mesh
 
     world = start("cpu", seed=0)
-    guard, skipped = StepGuard(RunConfig(loss_spike_z=4.0), device=world.device), []
+    mesh = cpu_mesh()
+    guard, skipped = StepGuard(mesh, device=world.device, max_skipped_steps=10, loss_spike_z=4.0), []
     for step, loss in enumerate(losses):
         if step == restart_at:
             skipped += [step for step, _ in guard.skipped()]
             state = json.loads(json.dumps(guard.state()))
-            guard = StepGuard(RunConfig(loss_spike_z=4.0), device=world.device)
+            guard = StepGuard(mesh, device=world.device, max_skipped_steps=10, loss_spike_z=4.0)
             guard.restore(state)
         guard.should_skip(step, loss=torch.tensor(loss), norm=torch.tensor(1.0))
     skipped += [step for step, _ in guard.skipped()]
