@@ -14,12 +14,12 @@ sys.path.insert(0, str(ROOT))
 
 def main(fault: str, ill: int, begin: int) -> None:
     from recipes.data.loader import DataLoader
-    from recipes.training import trainer
+    from recipes.training import step as step_module
     from recipes.training.trainer import Trainer
 
     if int(os.environ.get("RANK", "0")) != ill:
         return
-    take, step, add = DataLoader.batch, Trainer._train_step, trainer.sum_over_processes
+    take, step, add = DataLoader.batch, Trainer._train_step, step_module.sum_over_group
     state = {"steps": 0}
 
     def stuck_in_data(self: DataLoader, batch: int) -> Any:
@@ -42,16 +42,16 @@ def main(fault: str, ill: int, begin: int) -> None:
             pass
         return step(self)
 
-    def left_out(value: Any) -> Any:
+    def left_out(value: Any, group: Any) -> Any:
         state["steps"] += 1
-        return value if state["steps"] == begin else add(value)
+        return value if state["steps"] == begin else add(value, group)
 
     if fault in ("stuck_in_data", "slow_in_data"):
         DataLoader.batch = locals()[fault]  # type: ignore[method-assign]
     elif fault in ("stuck", "slow_in_work"):
         Trainer._train_step = locals()[fault]  # type: ignore[method-assign]
     elif fault == "left_out":
-        trainer.sum_over_processes = left_out
+        step_module.sum_over_group = left_out
     else:
         assert fault == "well"
 

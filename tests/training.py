@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from parallel.dist import World, start, stop
-from recipes.load import load
+from recipes.load import LoadedRecipe, load
 from recipes.metrics.clock import RunClock
 from recipes.schema import Recipe
+from recipes.training.build import build_run
 from recipes.training.console import Console
 from recipes.training.trainer import Trainer
+from recipes.weights.locate import FROM_WEIGHTS, Weights, initial_weights
 
 DEBUG = Path(__file__).parents[1] / "configs" / "smollm3_debug.toml"
 SMALL_MODEL = {"layers": 2, "width": 64, "feed_forward_width": 96, "heads": 4, "key_value_heads": 2, "head_width": 16}
@@ -42,11 +44,19 @@ def small_recipe(corpus: Path, folder: Path, *, steps: int = 8) -> Recipe:
     )
 
 
+def weights_of(recipe: Recipe) -> Weights | None:
+    """The weights that a run of the recipe starts from, as load_run() would find them."""
+    if not recipe.model.weights and recipe.data.tokenizer != FROM_WEIGHTS:
+        return None
+    return initial_weights(recipe.model.weights, recipe.run.folder)
+
+
 @contextmanager
 def training(recipe: Recipe, world: World, *, silent: bool = True, clock: RunClock | None = None) -> Iterator[Any]:
     """The Trainer of a recipe, ready for its first step; every rank calls this."""
     with Console(silent=silent) as console:
-        yield Trainer(recipe, world, console, clock)
+        loaded = LoadedRecipe(recipe, weights_of(recipe))
+        yield Trainer(build_run(loaded, world, console, clock or RunClock(world.device)))
 
 
 def train(recipe: Recipe, world: World, *, silent: bool = True) -> int:

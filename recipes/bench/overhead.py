@@ -1,4 +1,4 @@
-"""What our loop costs beside the calls of the model, on a CPU: `bench.py --suite overhead`. Imports the trainer."""
+"""What the training loop costs beside its steps, on a CPU: `bench.py --suite overhead`."""
 
 import argparse
 import json
@@ -15,17 +15,21 @@ import torch
 
 from parallel.dist import start, stop
 from parallel.errors import UserError
-from parallel.reduce import clip_gradients, gradient_norm
 from recipes.files.layout import METRICS
-from recipes.load import CONFIGS, load
+from recipes.load import CONFIGS, load_run
+from recipes.metrics.clock import RunClock
+from recipes.optimization.skip_steps import StepGuard
+from recipes.training.build import build_run
 from recipes.training.console import Console
 from recipes.training.environment import environment
+from recipes.training.run import without_garbage_collection
+from recipes.training.step import train_step
 from recipes.training.trainer import Trainer
 
 ROOT = CONFIGS.parent
 DEBUG = CONFIGS / "smollm3_debug.toml"
 WINDOW = 10
-"""Steps between two logged ones, and of one time of the barest loop."""
+"""Steps between two logged ones, and of one time of the bare loop."""
 
 
 def main(arguments: list[str]) -> int:
@@ -55,10 +59,9 @@ def main(arguments: list[str]) -> int:
 
 
 def loops(overrides: list[str], *, rounds: int, steps: int) -> dict[str, Any]:
-    """Seconds per step of the trainer's loop and of the barest one, in turns: medians over windows, and all of them.
+    """Seconds per step of the trainer's loop and of a bare one, in turns: medians over windows, and all windows.
 
-    Both step the same sharded model with the same micro-batches, gradient clipping and optimizer. Ours also loads
-    data, sets the learning rate, counts target tokens, logs and listens to signals.
+    Both call train_step() with the same sharded model. Ours also loads data, logs and watches for signals.
     """
     ours: list[float] = []
     barest: list[float] = []
@@ -69,40 +72,43 @@ def loops(overrides: list[str], *, rounds: int, steps: int) -> dict[str, Any]:
             # All of the wall time between two logged steps, logging included, which a step's own time leaves out.
             walls = [sum(row["wall_seconds"].values()) for row in rows if row["step"] >= WINDOW]
             ours += [(then - now) / WINDOW for now, then in pairwise(walls)]
-            barest += _barest(trainer, windows=steps // WINDOW - 1)
+            barest += _bare(trainer, windows=steps // WINDOW - 1)
             stop()
     middle = {"ours": statistics.median(ours), "barest": statistics.median(barest)}
     return middle | {"ratio": middle["ours"] / middle["barest"], "windows": {"ours": ours, "barest": barest}}
 
 
 def _run(folder: str, overrides: list[str]) -> Trainer:
-    """Train the debug recipe in this process; the trainer, and the process group with it, are still there."""
+    """Train the debug recipe in this process. The trainer, and the process group with it, still exist afterwards."""
     quiet = ["--run.output", folder, "--run.device", "cpu", "--metrics.every", str(WINDOW), "--checkpoint.every", "0"]
     none = ["--validation.every", "0", "--validation.sample_tokens", "0"]
-    recipe = load(DEBUG, [*quiet, *none, *overrides], processes=1)
-    world = start("cpu", seed=recipe.run.seed)
-    with Console(silent=True) as console:
-        trainer = Trainer(recipe, world, console)
+    loaded = load_run(DEBUG, [*quiet, *none, *overrides], processes=1)
+    world = start("cpu", seed=loaded.recipe.run.seed)
+    with Console(silent=True) as console, without_garbage_collection():
+        trainer = Trainer(build_run(loaded, world, console, RunClock(world.device)))
         trainer.run()
     return trainer
 
 
-def _barest(trainer: Trainer, *, windows: int) -> list[float]:
-    """Seconds per step of a loop that does nothing but the calls that train, on one batch again and again."""
+def _bare(trainer: Trainer, *, windows: int) -> list[float]:
+    """Seconds per step of a loop that only calls train_step(), on one batch again and again."""
     batch = trainer.recipe.batch
     tokens = torch.randint(trainer.recipe.model.vocabulary, (batch.global_batch_size, batch.sequence_length))
-    parts = tokens.split(batch.micro_batch_size)
+    micro_batches = [(part, part, None) for part in tokens.split(batch.micro_batch_size)]
     found = []
-    for _ in range(windows):
+    for window in range(windows):
+        # A new one for each window: it keeps the norms of its steps until it is asked.
+        guard = StepGuard(trainer.built.mesh, device=trainer.world.device, max_skipped_steps=1)
         begin = time.perf_counter()
-        for _ in range(WINDOW):
-            for number, part in enumerate(parts, 1):
-                trainer.sharded.set_requires_gradient_sync(number == len(parts))
-                (trainer.model(part, part) / tokens.numel()).backward()
-            norm = gradient_norm(trainer.parameters)
-            clip_gradients(trainer.parameters, norm=norm, max_norm=trainer.recipe.optimizer.grad_clip)
-            trainer.optimizer.step()
-            trainer.optimizer.zero_grad()
+        for step in range(WINDOW):
+            train_step(
+                trainer.built,
+                micro_batches,
+                step=window * WINDOW + step + 1,
+                learning_rate=trainer.recipe.optimizer.lr,
+                guard=guard,
+                clock=trainer.clock,
+            )
         found.append((time.perf_counter() - begin) / WINDOW)
     return found
 

@@ -135,7 +135,7 @@ def _update(file: Path, text: str) -> None:
         write_whole(file, text, sync=True)
 
 
-def read_data_facts(checkpoint: Path) -> dict[str, Any]:
+def read_data_state(checkpoint: Path) -> dict[str, Any]:
     """What the data order of a checkpoint rests on. Raises UserError where it cannot be read."""
     file = checkpoint / DATA
     try:
@@ -148,22 +148,22 @@ def read_data_facts(checkpoint: Path) -> dict[str, Any]:
         raise UserError(f"{file} cannot be read ({error}); remove {checkpoint} to go on from an older one") from None
 
 
-def data_before(run_folder: Path, step: int | None) -> dict[str, Any]:
+def resumed_data_state(run_folder: Path, step: int | None) -> dict[str, Any]:
     """What a run has read until the checkpoint of this step, if it goes on from one."""
     if step is None:
         return {}
     try:
-        return read_data_facts(step_folder(run_folder / CHECKPOINTS, step))
+        return read_data_state(step_folder(run_folder / CHECKPOINTS, step))
     except UserError:  # what is wrong with the checkpoint is found, and said, when it is loaded
         return {}
 
 
-def require_same_data(checkpoint: Path, facts: dict[str, Any]) -> None:
+def require_same_data(checkpoint: Path, data_state: dict[str, Any]) -> None:
     """Raises UserError when the tokens behind the data order are not those that the checkpoint was trained on."""
-    then = read_data_facts(checkpoint)
-    same_tokenizer = then.get("tokenizer") == facts["tokenizer"]
+    then = read_data_state(checkpoint)
+    same_tokenizer = then.get("tokenizer") == data_state["tokenizer"]
     texts, others = [], []
-    for name, now in facts["sources"].items():
+    for name, now in data_state["sources"].items():
         was = then["sources"].get(name, {})
         # Older checkpoints know neither "text" nor "prepared".
         if ("text" in was and was["text"] != now["text"]) or (same_tokenizer and was.get("tokens") != now["tokens"]):

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from parallel.dist import start, stop
 from parallel.nodes import arrange
+from parallel.reduce import reduce_loss_and_times
 from recipes.cluster.stragglers import (
     COMPUTE,
     DATA,
@@ -23,8 +25,10 @@ from recipes.cluster.stragglers import (
     WINDOW,
     Communication,
     Comparison,
+    ComputeTime,
+    StepTimes,
     Stragglers,
-    nobody_to_name,
+    no_culprit_line,
 )
 from recipes.metrics.clock import FIRST_STEP, RunClock
 from tests.processes import run_processes
@@ -100,7 +104,7 @@ def test_what_takes_longer_may_be_little_or_usual() -> None:
     assert slow_steps(Communication(is_all=True), [0.1] * 50 + [0.16] * 50) == []  # not much of the step
     communication = Communication(is_all=True)
     assert slow_steps(communication, [0.4] * 30 + [0.6] * 20)
-    communication.get_used_to_it()
+    communication.accept_as_usual()
     assert slow_steps(communication, [0.6] * 50) == []
     assert slow_steps(communication, [0.9] * 20)
     assert slow_steps(communication, [0.4] * 30 + [0.6] * 20)[-1] == 50  # it took less again in between
@@ -128,14 +132,17 @@ def waits() -> list[tuple[int, dict[str, Any], list[str]]]:
     os.environ["GROUP_RANK"] = str(rank)
     world = start("cpu", seed=0)
     clock, model = RunClock(world.device), nn.Identity()
-    stragglers = Stragglers(world, clock, model=model, head=model)
+    compute = ComputeTime(clock, world.device, model=model, head=model)
+    stragglers = Stragglers(world, clock)
     found = []
     with clock(FIRST_STEP):
         for step in range(WINDOW + 1 + 20):
             time.sleep(0.05 if step > WINDOW else (0.005, 0.02, 0.045)[rank])
             clock.count_step()
-            assert stragglers.gather(torch.tensor(1.0)) == 3
-            row, lines = stragglers.compare()
+            own = [*clock.seconds_per_step(), compute.seconds()]
+            loss, times = reduce_loss_and_times(torch.tensor(1.0), own, loss_group=dist.group.WORLD)
+            assert loss == 3
+            row, lines = stragglers.compare(StepTimes(*times.t().tolist()))
             found.append((stragglers._probes, row, lines))
             clock.restart()
     stop()
@@ -153,14 +160,14 @@ def test_all_processes_measure_their_links_at_the_same_step() -> None:
     ("count", "why"),
     [
         (1, "all processes are on gpu-0"),
-        (2, "gpu-0 and gpu-1 exchange 900 MB/s, and of two neither is the slow one"),
+        (2, "gpu-0 and gpu-1 exchange 900 MB/s, and with two nodes neither can be named"),
         (3, "no link between nodes is slower than the others"),
     ],
 )
 def test_where_nobody_can_be_named_the_links_are_told(count: int, why: str) -> None:
     nodes = arrange([(f"gpu-{number}", number) for number in range(count)])
     best = {rank: 9e8 + rank for rank in range(count)} if count > 1 else {}
-    assert nobody_to_name(0.25, best, nodes) == f"SLOWER: communication takes 0.2500 s a step more than before; {why}"
+    assert no_culprit_line(0.25, best, nodes) == f"SLOWER: communication takes 0.2500 s a step more than before; {why}"
 
 
 @pytest.mark.parametrize(("fault", "phase"), [("slow_in_data", "data"), ("slow_in_work", "compute")])

@@ -13,7 +13,7 @@ from parallel.dist import Heartbeats, on_main, start, stop
 from recipes.cluster.watchdog import Report, _place_of, verdict
 from tests.processes import run_processes
 
-WAITING = Report(0, "a", "step", 7, 61.0, "parallel/reduce.py:20 sum_over_processes", waits=True, answers=True)
+WAITING = Report(0, "a", "step", 7, 61.0, "parallel/reduce.py:20 sum_over_group", waits=True, answers=True)
 
 
 def reports(count: int, **odd: Report) -> list[Report]:

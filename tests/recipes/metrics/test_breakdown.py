@@ -215,8 +215,8 @@ def record(folder: str) -> list[float]:
             ProfileConfig(trace_steps=2, after=2), world, folder=Path(folder), clock=RunClock(world.device), log=log
         )
         seconds = []
-        for _ in range(5):
-            with profiler.step():
+        for step in range(5):
+            with profiler.step(step + 1):
                 begin = time.perf_counter()
                 model(tokens, tokens).backward()
                 norm = gradient_norm(model.parameters())

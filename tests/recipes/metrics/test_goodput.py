@@ -105,7 +105,7 @@ def attempt(recipe: Recipe, *, breaks_at: int | None) -> tuple[float, float, dic
             assert trainer.run() == 0
         except ZeroDivisionError:
             assert breaks_at is not None
-        parts, ended = trainer.goodput.parts(), os.times().elapsed
+        parts, ended = trainer.recorder.goodput.parts(), os.times().elapsed
     stop()
     return began, ended, parts
 

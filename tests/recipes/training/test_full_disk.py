@@ -73,7 +73,7 @@ def run(recipe: Recipe, screen: Path, disk: Path, kind: str) -> tuple[int, list[
             if trainer.step + 1 in (BAD, GOOD) and kind == "read-only":
                 mount(disk, "ro" if trainer.step + 1 == BAD else "rw")
 
-        trainer.model.register_forward_pre_hook(harm)
+        trainer.built.model.register_forward_pre_hook(harm)
         code = trainer.run()
     stop()
     shard = next((index for index, name in enumerate(synced) if name.startswith("shard-")), len(synced))

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from recipes.training.trainer import collected_by_hand
+from recipes.training.run import without_garbage_collection
 
 
 def test_only_what_is_asked_for_is_collected() -> None:
@@ -14,7 +14,7 @@ def test_only_what_is_asked_for_is_collected() -> None:
         collections.append(phase)
 
     assert gc.isenabled()
-    with pytest.raises(ValueError, match="on the way"), collected_by_hand():
+    with pytest.raises(ValueError, match="on the way"), without_garbage_collection():
         gc.callbacks.append(note)
         try:
             for _ in range(10_000):

@@ -56,7 +56,7 @@ def both_curves(family: str, recipe: Recipe) -> tuple[list[tuple[float, float]],
     with training(recipe, world) as trainer:
         weights = dict(theirs.named_parameters())
         with torch.no_grad():
-            for name, parameter in trainer.model.named_parameters():
+            for name, parameter in trainer.built.model.named_parameters():
                 parameter.to_local().copy_(weights.pop(hf_name(name)))
         assert not weights
         assert trainer.run() == 0

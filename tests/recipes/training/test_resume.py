@@ -149,7 +149,9 @@ def break_off_everywhere(recipe: Recipe) -> dict[str, str]:
     for step in range(1, STEPS + 1):
         with training(broken, world) as trainer:
             assert trainer.step == max(0, step - 2)  # the step before is done once more, and saved; then it breaks off
-            trainer.model.register_forward_pre_hook(partial(break_in, countdown=[8 * (step - 1 - trainer.step) + 3]))
+            trainer.built.model.register_forward_pre_hook(
+                partial(break_in, countdown=[8 * (step - 1 - trainer.step) + 3])
+            )
             with pytest.raises(Broken):
                 trainer.run()
             trainer.checkpoints.finish()

@@ -1,0 +1,330 @@
+"""From a recipe to a run that is ready for its first step. The order of the calls is the order of the build."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from models.config import ModelConfig
+from models.decoder import Decoder
+from parallel.attention import choose_attention
+from parallel.dist import World, on_all, on_main, on_main_first
+from parallel.float8 import precompute_scales
+from parallel.materialize import materialize
+from parallel.mesh import Mesh, build_mesh
+from parallel.nodes import placement
+from parallel.order import parallelize
+from recipes.data.loader import DataLoader
+from recipes.data.text.tokenizer import Tokenizer
+from recipes.files.layout import CHECKPOINTS, DATA, LOG_FILE, PROFILE
+from recipes.files.lock import FolderLock
+from recipes.load import LoadedRecipe
+from recipes.metrics.clock import RunClock
+from recipes.metrics.throughput import Throughput
+from recipes.optimization.optimizer import build_optimizer
+from recipes.optimization.skip_steps import StepGuard
+from recipes.rules import require_fits_world
+from recipes.schema import Recipe
+from recipes.training.console import Console, run_header
+from recipes.training.environment import environment
+from recipes.training.interruption import Interruption
+from recipes.training.recorder import Recorder
+from recipes.training.run_folder import check_output_folder, claim_run_folder, resumed_data_state
+from recipes.weights.locate import FROM_WEIGHTS, Description, Weights, checkpoint_files, initial_weights
+
+if TYPE_CHECKING:
+    from recipes.checkpoint.checkpoints import Checkpoints
+    from recipes.metrics.float8_samples import CastSampler
+    from recipes.metrics.profile import StepProfiler
+
+
+@dataclass(frozen=True)
+class Built:
+    """A parallel model, its optimizer, and how they are stepped."""
+
+    mesh: Mesh
+    model: Decoder
+    sharded: FSDPModule
+    """The same model, as what fully_shard made of its class."""
+    optimizer: Optimizer
+    parameters: tuple[nn.Parameter, ...]
+    """Those of the model, as sharding left them."""
+    grad_clip: float
+    """As optimizer.grad_clip in a recipe."""
+    reshard_after_forward: bool
+    """As fsdp.reshard_after_forward in a recipe."""
+    float8_all_gather: bool
+    """As float8.all_gather in a recipe."""
+    report: tuple[str, ...]
+    """What each part of the parallelization did, one line per part."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that the training loop needs."""
+
+    recipe: Recipe
+    world: World
+    console: Console
+    clock: RunClock
+    lock: FolderLock
+    """Of the run folder; held for as long as this process lives."""
+    built: Built
+    loader: DataLoader
+    checkpoints: "Checkpoints | None"
+    """None for a run that neither saves nor resumes."""
+    guard: StepGuard
+    recorder: Recorder
+    interruption: Interruption
+    observers: "tuple[StepProfiler | CastSampler, ...]"
+    """What the recipe asks to watch steps with; each is entered around every step."""
+    context_length: int
+    """Tokens that the weights were trained to see together."""
+
+
+def build_run(loaded: LoadedRecipe, world: World, console: Console, clock: RunClock) -> Run:
+    """Build a run, and claim its folder. Until then nothing is written there, and a signal ends the process.
+
+    Raises UserError, on all processes, for whatever keeps the run from starting.
+    """
+    recipe, folder = loaded.recipe, loaded.recipe.run.folder
+    require_fits_world(recipe.mesh, recipe.batch, nodes=world.nodes)
+    on_main_first(world, lambda: check_output_folder(recipe))
+    lock = FolderLock()
+    on_main(world, lambda: lock.take(folder, log=console.log))
+    resume_step = on_main(world, lambda: _newest_checkpoint(recipe, console))
+    weights = _weights(loaded, resumes=resume_step is not None)
+    built = build(recipe, world, weights=weights if recipe.model.weights and resume_step is None else None)
+    throughput = Throughput(
+        recipe.model,
+        tokens_per_step=recipe.batch.global_batch_size * recipe.batch.sequence_length,
+        sequence_length=recipe.batch.sequence_length,
+        devices=world.size,
+        device=world.device,
+    )
+    _log_header(recipe, world, built, throughput, console)
+    if weights and recipe.model.weights and resume_step is None:
+        console.log(f"weights from {weights.path}")
+    loader = _open_data(recipe, world, built.mesh, weights, resume_step, console)
+    context_length = _context_length(recipe, weights)
+    checkpoints = _open_checkpoints(recipe, loader, context_length, resume_step, console)
+    guard = StepGuard(
+        built.mesh,
+        device=world.device,
+        max_skipped_steps=recipe.run.max_skipped_steps,
+        loss_spike_z=recipe.run.loss_spike_z,
+    )
+    progress = _resume(recipe, built, loader, checkpoints, resume_step)
+    guard.restore(progress)
+    clock.step = progress.get("step", 0)
+    if checkpoints and recipe.checkpoint.every and clock.step < recipe.run.steps:
+        checkpoints.require_room(built.parameters, moments=getattr(torch, recipe.optimizer.state_dtype))
+    # Only now: until here a signal ends the process, and a run that could not start leaves nothing behind.
+    interruption = Interruption()
+    _claim_folder(recipe, world, lock, console, done=clock.step)
+    if clock.step < recipe.run.steps:  # a finished run reads nothing more, and has its list
+        loader.list_bad_rows_in(folder)
+    recorder = Recorder(
+        recipe,
+        world,
+        mesh=built.mesh,
+        model=built.model,
+        clock=clock,
+        console=console,
+        loader=loader,
+        guard=guard,
+        throughput=throughput,
+        progress=progress,
+    )
+    observers = _observers(recipe, world, built, clock, console)
+    return Run(
+        recipe,
+        world,
+        console,
+        clock,
+        lock,
+        built,
+        loader,
+        checkpoints,
+        guard,
+        recorder,
+        interruption,
+        observers,
+        context_length,
+    )
+
+
+def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh: Mesh | None = None) -> Built:
+    """Build the parallel model of a recipe and its optimizer, on this process's device.
+
+    Args:
+        recipe: what to build.
+        world: all processes.
+        weights: trained weights to start from; None initializes the model from the recipe's seed.
+        mesh: an existing mesh; None makes the one of the recipe.
+
+    Raises:
+        UserError: on all processes, for weights that cannot be read and for what this device does not have.
+    """
+    if mesh is None:
+        degrees = recipe.mesh.fit(world.size, nodes=len(world.nodes))
+        mesh = build_mesh(degrees, device_type=world.device.type)
+    with torch.device("meta"):
+        model = Decoder(recipe.model, loss_chunks=recipe.batch.loss_chunks)
+    report = placement(mesh.degrees, world.nodes)
+    report += choose_attention(recipe.attention, device_type=world.device.type)
+    report += parallelize(
+        model,
+        mesh,
+        float8=recipe.float8,
+        activation_checkpointing=recipe.activation_checkpointing,
+        compile=recipe.compile,
+        fsdp=recipe.fsdp,
+    )
+    materialize(
+        model,
+        device=world.device,
+        keep_on=torch.device("cpu") if recipe.fsdp.cpu_offload else None,
+        seed=recipe.run.seed,
+        init_parameter=model.init_parameter,
+    )
+    if weights is not None:
+        from recipes.weights.convert import load_weights
+
+        on_all(world, lambda: load_weights(model, weights))
+    return Built(
+        mesh,
+        model,
+        sharded=cast(FSDPModule, model),
+        optimizer=build_optimizer(model, recipe.optimizer),
+        parameters=tuple(model.parameters()),
+        grad_clip=recipe.optimizer.grad_clip,
+        reshard_after_forward=recipe.fsdp.reshard_after_forward,
+        float8_all_gather=recipe.float8.all_gather,
+        report=tuple(report),
+    )
+
+
+def describe(model: ModelConfig, context_length: int, tokenizer: Tokenizer) -> Description:
+    """What accompanies the weights of a run wherever they go."""
+    from models.hf import TextFacts
+
+    facts = TextFacts(context_length, eos_token_id=tokenizer.end_of_document)
+    return Description(model, facts, tokenizer.backend.to_str())
+
+
+def _newest_checkpoint(recipe: Recipe, console: Console) -> int | None:
+    """The step of the newest checkpoint of this run that is whole, if there is one. Damaged ones are set aside."""
+    folder = recipe.run.folder / CHECKPOINTS
+    if not folder.exists():
+        return None
+    from recipes.checkpoint.folder import newest_whole
+
+    return newest_whole(folder, log=console.log)
+
+
+def _weights(loaded: LoadedRecipe, *, resumes: bool) -> Weights | None:
+    """What load() found; looked up again only if that was a checkpoint of this run that has been set aside since."""
+    found, recipe = loaded.weights, loaded.recipe
+    stale = found is not None and not resumes and recipe.run.folder in found.path.parents
+    return initial_weights(recipe.model.weights, recipe.run.folder) if stale else found
+
+
+def _context_length(recipe: Recipe, weights: Weights | None) -> int:
+    own = recipe.batch.sequence_length
+    return max(own, weights.facts.context_length) if weights and recipe.model.weights else own
+
+
+def _log_header(recipe: Recipe, world: World, built: Built, throughput: Throughput, console: Console) -> None:
+    headline, *lines = run_header(
+        recipe.run.name, recipe.model, recipe.data, recipe.batch, built.mesh.degrees, throughput, built.report
+    )
+    console.log(headline, style="bold")
+    for line in lines:
+        console.log("  " + line)
+
+
+def _open_data(
+    recipe: Recipe, world: World, mesh: Mesh, weights: Weights | None, resume_step: int | None, console: Console
+) -> DataLoader:
+    def tokenizer() -> str | Tokenizer:
+        spec = recipe.data.tokenizer
+        return weights.tokenizer if weights and spec == FROM_WEIGHTS else spec
+
+    return DataLoader(
+        recipe.data,
+        recipe.batch,
+        world=world,
+        data_rank=mesh.data_rank,
+        data_ranks=mesh.data_ranks,
+        seed=recipe.run.seed,
+        vocabulary=recipe.model.vocabulary,
+        tokenizer=tokenizer,
+        resumed_data_state=partial(resumed_data_state, recipe.run.folder, resume_step),
+        log=console.log,
+    )
+
+
+def _open_checkpoints(
+    recipe: Recipe, loader: DataLoader, context_length: int, resume_step: int | None, console: Console
+) -> "Checkpoints | None":
+    if recipe.checkpoint.every == 0 and resume_step is None:
+        return None
+    from recipes.checkpoint.checkpoints import Checkpoints
+
+    description = describe(recipe.model, context_length, loader.tokenizer)
+    return Checkpoints(
+        recipe.run.folder / CHECKPOINTS,
+        keep=recipe.checkpoint.keep,
+        keep_every=recipe.checkpoint.keep_every,
+        asynchronous=recipe.checkpoint.asynchronous,
+        log=console.log,
+        files=checkpoint_files(description) | {DATA: json.dumps(loader.data_state, indent=2) + "\n"},
+    )
+
+
+def _resume(
+    recipe: Recipe, built: Built, loader: DataLoader, checkpoints: "Checkpoints | None", step: int | None
+) -> Mapping[str, Any]:
+    """Load the newest checkpoint of this run, if there is one. Returns what it records of the run so far."""
+    if checkpoints is None or step is None:
+        return {}
+    from recipes.training.run_folder import require_same_data
+
+    check = partial(require_same_data, data_state=loader.data_state)
+    progress = checkpoints.resume(built.model, built.optimizer, step=step, check=check)
+    if progress["step"] < recipe.run.steps:  # a finished run reads nothing more
+        loader.require_trained_on(progress.get("trained_on", {}), batches=progress["step"])
+    if built.float8_all_gather:
+        precompute_scales(built.model)
+    return progress
+
+
+def _claim_folder(recipe: Recipe, world: World, lock: FolderLock, console: Console, *, done: int) -> None:
+    """Make the run folder, if needed, and record in it what runs here and where."""
+    about = environment(world_size=world.size, device=world.device)
+    for note in on_main(world, lambda: claim_run_folder(recipe, done=done, environment=about, lock=lock)):
+        console.log(note)
+    console.open_log(recipe.run.folder / LOG_FILE)
+
+
+def _observers(
+    recipe: Recipe, world: World, built: Built, clock: RunClock, console: Console
+) -> "tuple[StepProfiler | CastSampler, ...]":
+    found: list[Any] = []
+    folder, log = recipe.run.folder, console.log
+    if recipe.profile.trace_steps:
+        from recipes.metrics.profile import StepProfiler
+
+        found.append(StepProfiler(recipe.profile, world, folder=folder / PROFILE, clock=clock, log=log))
+    if recipe.float8.sample_every:
+        from recipes.metrics.float8_samples import CastSampler
+
+        found.append(CastSampler(built.model, recipe.float8, world, folder, mesh=built.mesh, clock=clock, log=log))
+    return tuple(found)

@@ -1,0 +1,152 @@
+"""What a logged step measures and where it goes: rates, goodput, stragglers, metrics.jsonl, the screen."""
+
+import gc
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from models.decoder import Decoder
+from models.documents import Documents
+from parallel.dist import World
+from parallel.mesh import Mesh
+from parallel.reduce import reduce_loss_and_times
+from recipes.data.loader import DataLoader
+from recipes.metrics.clock import LOADING, LOG, STEP, RunClock
+from recipes.metrics.goodput import SKIPPED, Goodput
+from recipes.metrics.throughput import AttentionLength, Throughput, peak_memory_gib
+from recipes.metrics.writer import MetricsWriter
+from recipes.optimization.skip_steps import StepGuard
+from recipes.schema import Recipe
+from recipes.training.console import Console, step_line
+
+if TYPE_CHECKING:
+    from recipes.cluster.stragglers import ComputeTime, StepTimes, Stragglers
+
+
+class Recorder:
+    """Measures a run and writes what it measured. All ranks call all methods, in the same order."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        world: World,
+        *,
+        mesh: Mesh,
+        model: Decoder,
+        clock: RunClock,
+        console: Console,
+        loader: DataLoader,
+        guard: StepGuard,
+        throughput: Throughput,
+        progress: Mapping[str, Any],
+    ) -> None:
+        """progress: state() of the run so far, from the checkpoint it continues from; empty for a new run."""
+        self._world, self._mesh, self._clock, self._console = world, mesh, clock, console
+        self._loader, self._guard, self._throughput = loader, guard, throughput
+        self._steps = recipe.run.steps
+        self._attention_length = AttentionLength(mesh.loss_group, device=world.device)
+        self.goodput = Goodput(clock, before=progress)
+        self._compute: ComputeTime | None = None
+        self._stragglers: Stragglers | None = None
+        if world.size > 1:
+            from recipes.cluster import stragglers
+
+            head = model.get_submodule(model.interface.head_norm)
+            self._compute = stragglers.ComputeTime(clock, world.device, model=model, head=head)
+            self._stragglers = stragglers.Stragglers(world, clock)
+        self._metrics = MetricsWriter(
+            recipe.run.folder,
+            enabled=world.is_main,
+            wandb_project=recipe.metrics.wandb_project if recipe.metrics.wandb else None,
+            run_name=recipe.run.name,
+            recipe=asdict(recipe),
+            before=progress,
+            log=console.log,
+        )
+
+    def tokens(self, step: int) -> int:
+        """Tokens of so many steps."""
+        return step * self._throughput.tokens_per_step
+
+    def count_documents(self, micro_batches: Iterable[Documents | None]) -> None:
+        """Take in the documents of a step's micro-batches, for the mean attention length."""
+        self._attention_length.count(micro_batches)
+
+    def log_step(self, step: int, loss: Tensor, norm: Tensor, *, learning_rate: float) -> None:
+        """Record a step: one row of metrics.jsonl, one line on the screen. The host waits for the device here.
+
+        loss: this process's part of the mean loss. Raises NonFiniteRun after too many skipped steps in a row.
+        """
+        mean_loss, times = self._reduce(loss)
+        step_seconds, data_seconds = self._clock.seconds_per_step()
+        with self._clock(LOG):
+            # Waiting for another process's data is counted as waiting for data here, too.
+            waited = max(times.data) - times.data[self._world.rank] if times else 0.0
+            self.goodput.move(STEP, LOADING, waited * self._clock.steps)
+            self.log_skipped()
+            slow, names = self._stragglers.compare(times) if self._stragglers and times else ({}, [])
+            row: dict[str, Any] = {
+                "step": step,
+                "tokens": self.tokens(step),
+                "loss": mean_loss,
+                "grad_norm": norm.item(),
+                "lr": learning_rate,
+                "step_seconds": step_seconds,
+                "data_seconds": data_seconds,
+                "epochs": self._loader.epochs(step),
+                **self._throughput.row(step_seconds, attention_length=self._attention_length.take()),
+                "peak_memory_gib": peak_memory_gib(self._world.device),
+                **self.goodput.row(),
+                **slow,
+            }
+            self._metrics.write(row)
+            self._loader.note_bad_rows()
+            self._console.log(step_line(row, self._steps))
+            for name in names:
+                self._console.log(f"step {step:>6}  {name}")
+            self._console.progress(step, self._steps, f"loss {mean_loss:.3f}")
+            gc.collect()  # here, and not in the middle of a step
+        self._clock.restart()
+
+    def _reduce(self, loss: Tensor) -> "tuple[float, StepTimes | None]":
+        """The mean loss, and every process's times where there are several. The host waits for the device."""
+        if self._compute is None:
+            if loss.is_cuda:
+                torch.cuda.synchronize()  # the loss is there before the step is complete
+            return loss.item(), None
+        from recipes.cluster.stragglers import StepTimes
+
+        compute = self._compute.seconds()  # first: on CUDA it waits, and the step is complete only then
+        own = [*self._clock.seconds_per_step(), compute]
+        mean_loss, times = reduce_loss_and_times(loss, own, loss_group=self._mesh.loss_group)
+        return mean_loss, StepTimes(*times.t().tolist())
+
+    def log_skipped(self) -> None:
+        """Record the steps skipped since the last call. Raises NonFiniteRun after too many in a row."""
+        for step, norm in self._guard.skipped():
+            self.goodput.move(STEP, SKIPPED, self._clock.seconds_per_step()[0])
+            row = {"step": step, "tokens": self.tokens(step), "skipped": True, "grad_norm": norm}
+            self._metrics.write(row | {"documents": self._loader.documents(step - 1)})
+            self._console.log(f"step {step:>6}  SKIPPED, gradient norm {norm:.2f}; metrics.jsonl names its documents")
+
+    def log_validation(self, step: int, loss: float, *, is_new: bool) -> None:
+        """Record a validation loss. is_new: it has no row yet, as it has when a finished run is started again."""
+        if is_new:
+            self._metrics.write({"step": step, "tokens": self.tokens(step), "validation_loss": loss})
+        self._console.log(f"step {step:>6}  validation loss {loss:.4f}", style="bold")
+
+    def sync(self) -> None:
+        """Make all rows survive a power cut. Call it before a checkpoint, so that none is newer than its rows."""
+        self._metrics.sync()
+
+    def state(self, *, finished: bool) -> dict[str, Any]:
+        """What a checkpoint keeps, as plain JSON. finished: the run has no steps left."""
+        return self._metrics.state() | self.goodput.state(finished=finished)
+
+    def close(self) -> None:
+        """Log where the run's time went, and finish writing."""
+        self._console.log(self.goodput.line())
+        self._metrics.close()

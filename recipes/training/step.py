@@ -1,0 +1,63 @@
+"""One optimizer step, from micro-batches to new weights. The training loop and benchmarks call the same function."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from models.loss import IGNORED
+from parallel.float8 import precompute_scales
+from parallel.reduce import clip_gradients, gradient_norm, sum_over_group
+from recipes.data.batches import MicroBatch
+from recipes.metrics.clock import RunClock
+from recipes.optimization.skip_steps import StepGuard, backward
+from recipes.training.build import Built
+
+
+def train_step(
+    built: Built,
+    micro_batches: Sequence[MicroBatch],
+    *,
+    step: int,
+    learning_rate: float,
+    guard: StepGuard,
+    clock: RunClock,
+) -> tuple[Tensor, Tensor]:
+    """One optimizer step. The host does not wait for the device.
+
+    Args:
+        built: the parallel model, its optimizer, and how they are stepped.
+        micro_batches: this data rank's share of the global batch.
+        step: number of this step; the first is 1.
+        learning_rate: of this step.
+        guard: decides on the device whether the step changes anything.
+        clock: is told of each micro-batch, which is progress.
+
+    Returns:
+        This process's part of the mean loss, and the gradient norm before clipping, both on the device.
+    """
+    model, optimizer, parameters = built.model, built.optimizer, built.parameters
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    counts = torch.stack([(targets != IGNORED).sum() for _, targets, _ in micro_batches])
+    target_tokens = sum_over_group(counts.sum(), built.mesh.loss_group)
+    loss = torch.zeros((), device=target_tokens.device)
+    for index, (inputs, targets, documents) in enumerate(clock.with_progress(micro_batches)):
+        last = index == len(micro_batches) - 1
+        built.sharded.set_requires_gradient_sync(last)  # the other micro-batches reduce no gradients
+        if not built.reshard_after_forward:
+            built.sharded.set_reshard_after_backward(last)  # ZeRO-2 gathers the weights once per step
+        micro_loss = model(inputs, targets, documents=documents) / target_tokens
+        backward(micro_loss)
+        loss += micro_loss.detach()
+    norm = gradient_norm(parameters)
+    if built.grad_clip > 0:
+        clip_gradients(parameters, norm=norm, max_norm=built.grad_clip)
+    # torch's fused kernels leave parameters, moments and step counters alone where this is 1 (made for GradScaler).
+    skip = guard.should_skip(step, loss=loss, norm=norm).to(parameters[0].device)
+    optimizer.found_inf = skip  # type: ignore[attr-defined]
+    optimizer.step()
+    optimizer.zero_grad()
+    if built.float8_all_gather:
+        precompute_scales(model)
+    return loss, norm
