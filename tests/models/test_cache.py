@@ -1,4 +1,4 @@
-"""With a key/value cache the decoder says the same as without."""
+"""The decoder gives the same results with a key/value cache as without."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ CONFIGS = {
     "all key/value heads": replace(SMALL, key_value_heads=4, head_width=48),
 }
 LENGTH = 24
-# Largest difference between logits of standard deviation 1: the same sums in another order.
+# Largest difference between logits of standard deviation 1, from the same sums in another order.
 TOLERANCE = 1e-5
 
 
@@ -42,7 +42,7 @@ def new_cache(config: ModelConfig = SMALL, max_length: int = LENGTH) -> KeyValue
 
 @torch.no_grad()
 def in_pieces(model: Decoder, x: Tensor, pieces: list[int], cache: KeyValueCache) -> Tensor:
-    """Logits (B, T, V) of tokens that come in pieces of these lengths."""
+    """Logits (B, T, V) of tokens passed in pieces of these lengths."""
     return torch.cat([model(piece, cache=cache) for piece in x.split(pieces, dim=1)], dim=1)
 
 
@@ -50,18 +50,17 @@ def in_pieces(model: Decoder, x: Tensor, pieces: list[int], cache: KeyValueCache
 @pytest.mark.parametrize(
     "pieces", [[LENGTH], [10] + [1] * 14, [1] * LENGTH, [5, 7, 1, 11]], ids=["all", "prompt", "single", "chunks"]
 )
-def test_cached_logits_equal_those_of_the_whole(config: ModelConfig, pieces: list[int]) -> None:
+def test_logits_with_a_cache_equal_those_of_the_whole_sequence(config: ModelConfig, pieces: list[int]) -> None:
     model, x, cache = build(config), tokens(), new_cache(config)
     with torch.no_grad():
         whole = model(x)
-    assert whole.std() > 0.9  # else any mistake would be small
+    assert whole.std() > 0.9  # otherwise any mistake would be small
     found = in_pieces(model, x, pieces, cache)
     assert cache.length == LENGTH
     torch.testing.assert_close(found, whole, atol=TOLERANCE, rtol=0)
 
 
-def test_unused_room_changes_nothing() -> None:
-    """The room beyond `length` holds whatever was in memory."""
+def test_uninitialized_memory_beyond_the_length_changes_nothing() -> None:
     model, x, cache = build(), tokens(), new_cache(max_length=3 * LENGTH)
     for layer in cache.layers:
         layer.key.fill_(float("nan"))
@@ -70,7 +69,7 @@ def test_unused_room_changes_nothing() -> None:
     torch.testing.assert_close(found, model(x), atol=TOLERANCE, rtol=0)
 
 
-def test_the_cache_is_what_tells_the_past() -> None:
+def test_without_the_cached_tokens_the_logits_differ() -> None:
     model, x = build(), tokens()
     with torch.no_grad():
         alone = model(x[:, 10:], cache=new_cache())
@@ -78,7 +77,7 @@ def test_the_cache_is_what_tells_the_past() -> None:
     assert not torch.allclose(alone, after, atol=0.1)
 
 
-def test_a_full_cache_says_so() -> None:
+def test_a_full_cache_refuses_further_tokens() -> None:
     model, cache = build(), new_cache(max_length=8)
     in_pieces(model, tokens()[:, :8], [8], cache)
     with pytest.raises(ValueError, match="holds at most 8 tokens, not 9"):

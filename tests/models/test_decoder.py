@@ -1,4 +1,4 @@
-"""The decoder's mathematics, against plain formulas written another way."""
+"""The decoder's mathematics, compared with independent plain formulas."""
 
 import math
 from dataclasses import replace
@@ -28,7 +28,7 @@ def tokens(batch: int = 2, length: int = 12) -> torch.Tensor:
     return torch.randint(0, 97, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
-def test_rotation_is_that_of_complex_numbers() -> None:
+def test_rotary_embedding_equals_multiplication_of_complex_numbers() -> None:
     x = torch.randn(1, 2, 5, SMALL.head_width)
     cos, sin = rope_tables(SMALL, torch.arange(5))
     half = SMALL.head_width // 2
@@ -38,7 +38,7 @@ def test_rotation_is_that_of_complex_numbers() -> None:
     torch.testing.assert_close(rotate(x, cos, sin), torch.cat((turned.real, turned.imag), -1))
 
 
-def test_positions_may_differ_between_rows() -> None:
+def test_each_row_of_a_batch_may_have_its_own_positions() -> None:
     x = torch.randn(2, 2, 3, SMALL.head_width)
     positions = torch.tensor([[0, 1, 2], [5, 6, 7]])
     together = rotate(x, *rope_tables(SMALL, positions))
@@ -48,7 +48,7 @@ def test_positions_may_differ_between_rows() -> None:
         )
 
 
-def test_llama3_scaling_keeps_short_and_stretches_long_wavelengths() -> None:
+def test_llama3_scaling_keeps_short_wavelengths_and_stretches_long_ones() -> None:
     scaled = replace(SMALL, head_width=128, rope_theta=500_000.0, rope_scaling="llama3", rope_factor=8.0)
     plain = replace(scaled, rope_scaling="none")
     angle = torch.tensor([1e-3])  # small enough for sin(x) = x in float32
@@ -70,7 +70,7 @@ def test_grouped_query_attention_equals_the_formula() -> None:
     torch.testing.assert_close(causal_attention(query, key, value), expected)
 
 
-def test_loss_is_the_sum_over_targets_that_count() -> None:
+def test_the_loss_is_the_sum_over_targets_that_are_not_ignored() -> None:
     logits, targets = torch.randn(2, 5, 11), torch.randint(0, 11, (2, 5))
     targets[0, 1] = targets[1, 4] = IGNORED
     log_probabilities = logits.log_softmax(-1)
@@ -80,13 +80,13 @@ def test_loss_is_the_sum_over_targets_that_count() -> None:
     torch.testing.assert_close(cross_entropy_sum(logits, targets), expected)
 
 
-def test_initial_loss_is_that_of_a_uniform_guess() -> None:
+def test_the_initial_loss_is_close_to_that_of_a_uniform_guess() -> None:
     model, x = build(), tokens(8, 64)
     loss = model(x, x.roll(-1, 1)) / x.numel()
     assert abs(loss.item() - math.log(97)) < 0.15  # the logits are not quite equal
 
 
-def test_no_token_sees_the_future() -> None:
+def test_a_token_does_not_attend_to_later_tokens() -> None:
     model, x = build(), tokens()
     changed = x.clone()
     changed[:, 7:] = 0
@@ -95,34 +95,37 @@ def test_no_token_sees_the_future() -> None:
         assert not torch.allclose(model(x)[:, 7:], model(changed)[:, 7:])
 
 
-@pytest.mark.parametrize("layers_without", [(), (0, 1, 2, 3)])
-def test_only_rope_tells_the_order_of_what_came_before(layers_without: tuple[int, ...]) -> None:
-    """Without rotary embeddings one attention layer cannot tell the order of earlier tokens; with them it can."""
-    model = build(replace(SMALL, layers=1, no_rope_every=0, no_rope_layers=layers_without[:1]))
+@pytest.mark.parametrize(("layers_without", "same_logits"), [((), False), ((0,), True)], ids=["RoPE", "no RoPE"])
+def test_one_layer_sees_the_order_of_earlier_tokens_only_with_rope(
+    layers_without: tuple[int, ...], same_logits: bool
+) -> None:
+    model = build(replace(SMALL, layers=1, no_rope_every=0, no_rope_layers=layers_without))
     x = tokens(1, 6)
     swapped = x.clone()
     swapped[0, [1, 3]] = x[0, [3, 1]]
     with torch.no_grad():
         same = torch.allclose(model(x)[0, -1], model(swapped)[0, -1], atol=1e-6)
-    assert same == bool(layers_without)
+    assert same == same_logits
 
 
-def test_tied_model_has_one_matrix_and_untied_two() -> None:
-    assert "lm_head.weight" not in build().state_dict()
-    assert "lm_head.weight" in build(replace(SMALL, tied_embeddings=False)).state_dict()
+@pytest.mark.parametrize("tied", [True, False])
+def test_only_an_untied_model_has_a_separate_output_matrix(tied: bool) -> None:
+    assert ("lm_head.weight" in build(replace(SMALL, tied_embeddings=tied)).state_dict()) == (not tied)
+
+
+def test_a_tied_embedding_gets_gradients_from_the_output_projection_too() -> None:
     model, x = build(), tokens()
     model(x, x).backward()
     unused = [row for row in range(97) if row not in set(x.flatten().tolist())]
-    # A row that no input looked up still gets a gradient, from the output projection.
     assert model.embedding.weight.grad[unused].abs().sum() > 0
 
 
-def test_head_width_need_not_be_width_over_heads() -> None:
+def test_head_width_may_differ_from_width_over_heads() -> None:
     model = build(replace(SMALL, head_width=48, key_value_heads=1))
     assert model(tokens()).shape == (2, 12, 97)
 
 
-def test_projections_into_the_residual_stream_start_smaller() -> None:
+def test_projections_into_the_residual_stream_are_initialized_smaller() -> None:
     model = build(replace(SMALL, layers=2))
     block = model.blocks[0]
     assert block.attention.q_proj.weight.std().item() == pytest.approx(0.02, rel=0.05)

@@ -1,4 +1,4 @@
-"""Packed documents: a batch of them is the same to the model as each of them alone, by mask and by lengths."""
+"""Packed documents: a packed batch gives the same results as each document alone, by mask and by lengths."""
 
 import math
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ every_model = pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 
 
 def packed(*rows: list[int]) -> Tensor:
-    """Tokens (B, T) of rows of documents of these lengths; all but the last of a row have their end."""
+    """Tokens (B, T) of rows of documents of these lengths; each but the last in a row ends with END."""
     generator = torch.Generator().manual_seed(len(rows))
     tokens = torch.randint(END, (len(rows), sum(rows[0])), generator=generator)
     for row, lengths in zip(tokens, rows, strict=True):
@@ -54,8 +54,8 @@ def documents_of(tokens: Tensor) -> Documents:
 BATCH = [
     [24],  # a row of one document
     [7, 12, 5],
-    [1, 22, 1],  # the end of a document first and last but one; a document of one token
-    [10, 1, 1, 1, 11],  # several ends in a row
+    [1, 22, 1],  # END as the first and the last but one token; documents of one token
+    [10, 1, 1, 1, 11],  # several consecutive END tokens
     [23, 1],
 ]
 
@@ -63,7 +63,7 @@ BATCH = [
 # Where documents are
 
 
-def test_boundaries_by_hand() -> None:
+def test_positions_and_lengths_restart_after_every_end_of_document() -> None:
     tokens = torch.tensor([[5, END, 6, 7, END, END, 8, END], [END, 1, 2, 3, 4, 5, 6, 7]])
     documents = documents_of(tokens)
     assert documents.positions.tolist() == [[0, 1, 0, 1, 2, 0, 0, 1], [0, 0, 1, 2, 3, 4, 5, 6]]
@@ -73,7 +73,7 @@ def test_boundaries_by_hand() -> None:
     assert documents.attention_length == documents.squared_lengths / 16
 
 
-def test_a_batch_without_an_end_has_a_document_a_row() -> None:
+def test_a_row_without_an_end_of_document_is_one_document() -> None:
     documents = documents_of(packed([24], [24]))
     assert documents.positions.tolist() == [list(range(24))] * 2
     assert documents.cumulative_lengths[:3].tolist() == [0, 24, 48]
@@ -81,7 +81,7 @@ def test_a_batch_without_an_end_has_a_document_a_row() -> None:
 
 
 @pytest.mark.parametrize("end_share", [0.0, 0.02, 0.2, 1.0])
-def test_positions_lengths_and_mask_by_brute_force(end_share: float) -> None:
+def test_positions_lengths_and_mask_equal_those_found_token_by_token(end_share: float) -> None:
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(END, (5, 40), generator=generator)
     tokens[torch.rand(tokens.shape, generator=generator) < end_share] = END
@@ -101,16 +101,15 @@ def test_positions_lengths_and_mask_by_brute_force(end_share: float) -> None:
     sizes = documents.cumulative_lengths.diff()
     assert sizes[: len(lengths)].tolist() == lengths
     assert not sizes[len(lengths) :].any()
-    room = len(sizes)
-    assert room >= SMALLEST_LENGTHS and room & (room - 1) == 0  # a power of two
+    assert len(sizes) >= SMALLEST_LENGTHS and len(sizes).bit_count() == 1  # padded to a power of two
     mask = documents.for_attention_in(torch.float32)
     assert isinstance(mask, Mask)
     assert torch.equal(mask.sees[:, 0], sees)
-    # A token of a document of L tokens sees (L + 1) / 2 on average; FLOPs count L / 2, as for a sequence.
+    # In a document of L tokens, a token attends to (L + 1) / 2 on average; FLOPs count L / 2, as for a sequence.
     assert (2 * sees.sum() - tokens.numel()).item() == documents.squared_lengths
 
 
-def test_attention_flops_are_those_of_the_documents_one_by_one() -> None:
+def test_attention_flops_of_a_packed_batch_equal_those_of_its_documents() -> None:
     lengths = [7, 12, 5]
     documents = documents_of(packed(lengths))
     for convention in ("causal", "full"):
@@ -118,7 +117,7 @@ def test_attention_flops_are_those_of_the_documents_one_by_one() -> None:
         assert 24 * SMOLLM3.flops_per_token(documents.attention_length, convention) == pytest.approx(alone, rel=1e-9)
 
 
-def test_a_copy_is_the_same() -> None:
+def test_a_copy_on_a_device_is_equal() -> None:
     documents = documents_of(packed(*BATCH))
     copy = documents.to(torch.device("cpu"))
     assert torch.equal(copy.positions, documents.positions)
@@ -138,7 +137,7 @@ def results(model: Decoder, tokens: Tensor, targets: Tensor, documents: Document
 
 
 def one_by_one(model: Decoder, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Any]:
-    """The same from each document alone, without any documents for the model."""
+    """The same from each document alone, without passing documents to the model."""
     model.zero_grad()
     total = torch.zeros(())
     for row, row_targets, positions in zip(tokens, targets, documents_of(tokens).positions, strict=True):
@@ -165,21 +164,21 @@ def assert_close(found: tuple[Tensor, Any], expected: tuple[Tensor, Any], tolera
 
 
 @every_model
-def test_a_packed_batch_is_its_documents_one_by_one(config: ModelConfig) -> None:
+def test_a_packed_batch_has_the_loss_and_gradients_of_its_documents(config: ModelConfig) -> None:
     model, (tokens, targets) = build(config), batch()
     expected = one_by_one(model, tokens, targets)
     assert_close(results(model, tokens, targets, documents_of(tokens)), expected)
     without = results(model, tokens, targets, None)
-    assert abs(without[0] - expected[0]) > 1e-3 * abs(expected[0])  # the mask is what does it
+    assert abs(without[0] - expected[0]) > 1e-3 * abs(expected[0])  # without the mask the loss differs
 
 
 @every_model
-def test_a_token_never_sees_another_document(config: ModelConfig) -> None:
-    """Bit for bit: what is masked has a weight of exactly 0."""
+def test_changing_one_document_changes_no_bit_of_the_others(config: ModelConfig) -> None:
+    """Masked tokens have a weight of exactly 0."""
     model, tokens = build(config), packed(*BATCH)
     documents = documents_of(tokens)
     changed = tokens.clone()
-    changed[1, 7:18] = (changed[1, 7:18] + 1) % END  # the second of three, but for its end
+    changed[1, 7:18] = (changed[1, 7:18] + 1) % END  # the second of three documents, except its END
     changed[4, :22] = (changed[4, :22] + 1) % END
     assert torch.equal(documents_of(changed).positions, documents.positions)
     with torch.no_grad():
@@ -190,13 +189,13 @@ def test_a_token_never_sees_another_document(config: ModelConfig) -> None:
     assert (before[~same] != after[~same]).any(-1).all()
 
 
-def test_rows_of_one_document_are_rows_without_documents() -> None:
+def test_rows_of_one_document_equal_rows_without_documents() -> None:
     model, tokens = build(SMOLLM3), packed([24], [24])
     with torch.no_grad():
         torch.testing.assert_close(model(tokens, documents=documents_of(tokens)), model(tokens))
 
 
-def test_a_micro_batch_has_the_documents_of_its_rows() -> None:
+def test_the_losses_of_micro_batches_add_up_to_that_of_the_batch() -> None:
     model, (tokens, targets) = build(SMOLLM3), batch()
     whole = model(tokens, targets, documents=documents_of(tokens)).detach()
     parts = [
@@ -206,7 +205,7 @@ def test_a_micro_batch_has_the_documents_of_its_rows() -> None:
     torch.testing.assert_close(sum(parts), whole)
 
 
-def test_a_cache_has_no_documents() -> None:
+def test_a_cache_together_with_documents_is_refused() -> None:
     from models.cache import KeyValueCache
 
     model, tokens = build(SMOLLM3), packed([24])
@@ -215,17 +214,17 @@ def test_a_cache_has_no_documents() -> None:
         model(tokens, cache=cache, documents=documents_of(tokens))
 
 
-# By lengths: everything around the kernel, which no CPU has. tests/gpu has the kernel itself.
+# By lengths: everything around the kernel, which exists only on GPUs. tests/gpu tests the kernel itself.
 
 
 def probabilities(query: Tensor, key: Tensor) -> Tensor:
-    """Of one document, (heads, length, head width) each -> (heads, length, length)."""
+    """Attention weights of one document: (heads, length, head width) each -> (heads, length, length)."""
     scores = query @ key.mT / query.shape[-1] ** 0.5
     return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf).softmax(-1)
 
 
 def alone(cumulative: Tensor, *packed: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """(tokens, heads, head width) each -> document by document (heads, length, head width), all of as many heads."""
+    """(tokens, heads, head width) each -> (heads, length, head width) per document, with equally many heads each."""
     heads = packed[0].shape[1]
     for start, end in pairwise(cumulative.tolist()):
         yield tuple(x[start:end].repeat_interleave(heads // x.shape[1], 1).transpose(0, 1) for x in packed)
@@ -233,7 +232,7 @@ def alone(cumulative: Tensor, *packed: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 @pytest.fixture
 def lengths_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The path of a GPU, with its kernel replaced by the same mathematics, forward and backward."""
+    """The code path of a GPU, with its kernel replaced by the same mathematics, forward and backward."""
     from torch.nn.attention import varlen
 
     def forward(query, key, value, cumulative, cumulative_keys, longest, longest_key, causal, *args, **kwargs):  # type: ignore[no-untyped-def]
@@ -250,7 +249,7 @@ def lengths_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             by_scores = p * (g @ v.mT - (g * (p @ v)).sum(-1, keepdim=True)) / query.shape[-1] ** 0.5
             pieces.append((by_scores @ k, by_scores.mT @ q, p.mT @ g))
         found = (torch.cat(parts, dim=1).transpose(0, 1) for parts in zip(*pieces, strict=True))
-        # A key and a value serve several queries, and get the sum of their gradients.
+        # A key and a value serve several queries and get the sum of their gradients.
         shapes = ((len(x), x.shape[1], -1, x.shape[2]) for x in (query, key, value))
         return tuple(x.reshape(shape).sum(2) for x, shape in zip(found, shapes, strict=True))
 
@@ -265,20 +264,20 @@ def lengths_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @every_model
 @pytest.mark.parametrize("grouped", [True, False], ids=["kernel takes grouped queries", "repeated keys"])
-def test_lengths_are_the_mask(
+def test_attention_by_lengths_equals_the_documents_one_by_one(
     config: ModelConfig, grouped: bool, lengths_on_cpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from models import varlen
 
     if grouped and not varlen.TAKES_GROUPED_QUERIES:
-        pytest.skip("this torch has no such argument")
+        pytest.skip("this torch does not have enable_gqa")
     monkeypatch.setattr(varlen, "TAKES_GROUPED_QUERIES", grouped)
     model, (tokens, targets) = build(config), batch()
     assert_close(results(model, tokens, targets, documents_of(tokens)), one_by_one(model, tokens, targets))
 
 
 class AttentionCalls(TorchDispatchMode):
-    """Counts the forward passes of the kernel."""
+    """Counts forward calls of the kernel."""
 
     count = 0
 
@@ -288,7 +287,7 @@ class AttentionCalls(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("mode", "calls"), [("none", 4), ("selective", 4), ("full", 8)])
-def test_selective_checkpointing_keeps_attention(mode: Any, calls: int, lengths_on_cpu: None) -> None:
+def test_only_full_checkpointing_computes_attention_twice(mode: Any, calls: int, lengths_on_cpu: None) -> None:
     model, (tokens, targets) = build(SMOLLM3), batch()
     expected = one_by_one(model, tokens, targets)
     checkpoint_blocks(model, ActivationCheckpointingConfig(mode))
@@ -306,8 +305,8 @@ def compilations() -> int:
 
 
 @pytest.mark.parametrize("path", ["mask", "lengths"])
-def test_other_documents_compile_nothing_anew(path: str, request: pytest.FixtureRequest) -> None:
-    """Once for a layer with and one without rotary embeddings; lengths once again when they first need more room."""
+def test_other_documents_do_not_recompile_blocks(path: str, request: pytest.FixtureRequest) -> None:
+    """Compiles once with and once without rotary embeddings, and again when the padded lengths first grow."""
     if path == "lengths":
         request.getfixturevalue("lengths_on_cpu")
     torch.compiler.reset()
@@ -316,13 +315,13 @@ def test_other_documents_compile_nothing_anew(path: str, request: pytest.Fixture
     model, plain = build(config), build(config)
     checkpoint_blocks(model, ActivationCheckpointingConfig("selective"))
     for block in model.blocks:
-        # Inductor, the slow part, compiles a mask in tests/models/test_parity.py, lengths in tests/gpu.
+        # Not Inductor, which is slow: it compiles a mask in tests/models/test_parity.py and lengths in tests/gpu.
         block.compile(fullgraph=True, backend="aot_eager")
-    in_little_room = [[[24], [7, 17]], [[12, 12], [1, 1, 22]], [[3] * 8, [24]], [[1] * 13 + [11], [23, 1]]]
-    in_more = [[[1] * 23 + [1], [24]], [[1] * 24, [1] * 24], [[2] * 12, [2] * 12]]
-    for rows in in_little_room + in_more:
+    shorter = [[[24], [7, 17]], [[12, 12], [1, 1, 22]], [[3] * 8, [24]], [[1] * 13 + [11], [23, 1]]]
+    longer = [[[1] * 23 + [1], [24]], [[1] * 24, [1] * 24], [[2] * 12, [2] * 12]]
+    for rows in shorter + longer:
         tokens = packed(*rows)
         loss, gradients = results(model, tokens, tokens.roll(-1, 1), documents_of(tokens))
         names = {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in gradients.items()}
         assert_close((loss, names), results(plain, tokens, tokens.roll(-1, 1), documents_of(tokens)))
-        assert compilations() == (4 if path == "lengths" and rows in in_more else 2), rows
+        assert compilations() == (4 if path == "lengths" and rows in longer else 2), rows

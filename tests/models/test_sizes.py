@@ -1,4 +1,4 @@
-"""Published sizes: exact parameter counts, and FLOPs per token against torch's own counter."""
+"""Published sizes: exact parameter counts, and FLOPs per token compared with torch's own counter."""
 
 from dataclasses import replace
 
@@ -33,22 +33,26 @@ def on_meta(config: ModelConfig) -> Decoder:
         return Decoder(config)
 
 
-def test_every_published_size_is_here() -> None:
+def test_all_published_sizes_and_two_debug_sizes_exist() -> None:
     assert set(SIZES) == {*PUBLISHED, "smollm3_debug", "llama3_debug"}
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_parameter_count(name: str) -> None:
+def test_each_size_is_valid_and_has_its_own_name(name: str) -> None:
+    assert SIZES[name].name == name
+    assert SIZES[name].problems() == []
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_parameter_count_equals_the_formula_and_the_published_number(name: str) -> None:
     config = SIZES[name]
-    assert config.name == name
-    assert config.problems() == []
     assert config.num_params() == sum(parameter.numel() for parameter in on_meta(config).parameters())
     assert config.num_params() == PUBLISHED.get(name, config.num_params())
 
 
 @pytest.mark.parametrize(("name", "length"), [("smollm3_debug", 64), ("llama3_debug", 96), ("smollm2_135m", 32)])
-def test_flops_per_token_equal_an_independent_count(name: str, length: int) -> None:
-    """torch counts the products it sees; the plain attention kernel multiplies every pair: the full convention."""
+def test_flops_per_token_equal_the_count_of_torch(name: str, length: int) -> None:
+    """torch counts the products it runs. The math attention kernel multiplies every pair: the "full" convention."""
     config = replace(SIZES[name], layers=2)
     model, batch = on_meta(config), 3
     tokens = torch.zeros(batch, length, dtype=torch.int64, device="meta")
@@ -57,7 +61,7 @@ def test_flops_per_token_equal_an_independent_count(name: str, length: int) -> N
     assert counter.get_total_flops() == batch * length * config.flops_per_token(length, "full")
 
 
-def test_causal_attention_is_half_of_full() -> None:
+def test_causal_attention_counts_half_the_flops_of_full_attention() -> None:
     config, length = SIZES["smollm3_3b"], 8192
     attention = 12 * 36 * 16 * 128 * length
     assert config.flops_per_token(length, "full") - config.flops_per_token(length, "causal") == attention // 2
@@ -66,7 +70,7 @@ def test_causal_attention_is_half_of_full() -> None:
     assert round(config.flops_per_token(length, "full") / 1e9, 2) == 25.70
 
 
-def test_layers_without_rope() -> None:
+def test_layers_without_rope_follow_the_interval_and_the_list() -> None:
     config = SIZES["smollm3_3b"]
     assert [layer for layer in range(config.layers) if not config.uses_rope(layer)] == list(range(3, 36, 4))
     irregular = replace(SIZES["llama3_debug"], no_rope_layers=(0, 2))
@@ -82,6 +86,6 @@ def test_layers_without_rope() -> None:
         ("rope_high_frequency_factor", {"rope_scaling": "llama3", "rope_low_frequency_factor": 4.0}),
     ],
 )
-def test_impossible_shapes_are_named(field: str, change: dict) -> None:
+def test_an_impossible_shape_is_reported_under_its_field(field: str, change: dict) -> None:
     problems = replace(SIZES["smollm3_debug"], **change).problems()
     assert [name for name, _ in problems] == [field]

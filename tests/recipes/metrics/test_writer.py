@@ -1,4 +1,4 @@
-"""Where what is measured is written."""
+"""What the metrics writer writes, and where."""
 
 import json
 import socket
@@ -24,19 +24,19 @@ def rows(folder: Path) -> list[Any]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_rows_are_appended(tmp_path: Path) -> None:
+def test_rows_are_appended_to_the_file(tmp_path: Path) -> None:
     writer(tmp_path).write({"step": 1, "loss": 2.5, "mfu": None})
     writer(tmp_path).write({"step": 2, "validation_loss": 2.25})
     assert rows(tmp_path) == [{"step": 1, "loss": 2.5, "mfu": None}, {"step": 2, "validation_loss": 2.25}]
     assert (tmp_path / "metrics.jsonl").read_text().endswith("}\n")
 
 
-def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
+def test_nan_and_infinity_become_null(tmp_path: Path) -> None:
     writer(tmp_path).write({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "lr": 1e-3})
     assert rows(tmp_path) == [{"step": 1, "loss": None, "grad_norm": None, "lr": 1e-3}]
 
 
-def test_other_ranks_touch_nothing(tmp_path: Path) -> None:
+def test_a_disabled_writer_touches_nothing(tmp_path: Path) -> None:
     writer(tmp_path).write({"step": 7})
     before = (tmp_path / "metrics.jsonl").read_bytes()
     silent = MetricsWriter(tmp_path, enabled=False, wandb_project="p", run_name="r", recipe={}, before={})
@@ -67,9 +67,9 @@ print(state["wandb_id"])
 """
 
 
-def test_wandb_without_a_key_stays_offline(tmp_path: Path) -> None:
+def test_wandb_without_a_key_stays_offline_and_continues_the_same_run(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        # Whatever wandb would ask for, of its own server or of another, would come here.
+        # Any request of wandb, to its own server or to another, would arrive here.
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
         done = subprocess.run(
             [sys.executable, "-c", TRACKED, tmp_path],
@@ -87,14 +87,14 @@ def test_wandb_without_a_key_stays_offline(tmp_path: Path) -> None:
             timeout=120,
         )
         server.setblocking(False)
-        with pytest.raises(BlockingIOError):  # nobody knocked
+        with pytest.raises(BlockingIOError):  # no connection was attempted
             server.accept()
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr and "Traceback" not in done.stderr
     assert [row["step"] for row in rows(tmp_path)] == [1, 1, 2]
     files = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
     name = done.stdout.split()[-1]
-    assert {file.name for file in files} == {f"run-{name}.wandb"}  # one run, before and after it went on
+    assert {file.name for file in files} == {f"run-{name}.wandb"}  # one run, before and after resuming
     recorded = b"".join(file.read_bytes() for file in files)
     for text in (b"a run of ours", b"validation_loss", b"loss", b"mfu"):
         assert text in recorded

@@ -1,4 +1,4 @@
-"""Which parameters decay, and that the groups do what their numbers say."""
+"""Which parameters decay, the effect of each group's settings, and moments in bfloat16."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 
 def build(size: str, *, mode: str = "none") -> nn.Module:
-    """Two layers of that size."""
+    """A model of this size with two layers."""
     return build_model(replace(SIZES[size], layers=2), mode=mode)[0]
 
 
@@ -52,7 +52,7 @@ def test_matrices_decay_and_norms_and_embeddings_do_not(size: str, mode: str) ->
     assert len(decayed["params"]) + len(undecayed["params"]) == len(list(model.parameters()))
 
 
-def test_numbers_come_from_the_recipe_and_the_kernel_is_fused() -> None:
+def test_settings_come_from_the_recipe_and_the_kernel_is_fused() -> None:
     optimizer = build_optimizer(build("smollm3_debug"), CONFIG)
     assert isinstance(optimizer, torch.optim.AdamW)
     for group in optimizer.param_groups:
@@ -60,7 +60,7 @@ def test_numbers_come_from_the_recipe_and_the_kernel_is_fused() -> None:
         assert group["fused"] is True and not group["amsgrad"] and not group["maximize"]
 
 
-def test_without_gradient_only_the_decay_moves_anything() -> None:
+def test_with_zero_gradients_only_weight_decay_changes_parameters() -> None:
     model = build("llama3_debug")
     optimizer = build_optimizer(model, CONFIG)
     decayed = names(model, optimizer.param_groups[0])
@@ -73,7 +73,7 @@ def test_without_gradient_only_the_decay_moves_anything() -> None:
         assert torch.allclose(parameter.to_local(), before[name].to_local() * shrunk, rtol=1e-6, atol=0), name
 
 
-def test_the_learning_rate_can_be_set_group_by_group() -> None:
+def test_each_group_follows_its_own_learning_rate() -> None:
     model = build("smollm3_debug")
     optimizer = build_optimizer(model, CONFIG)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -83,7 +83,7 @@ def test_the_learning_rate_can_be_set_group_by_group() -> None:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     for name, parameter in model.named_parameters():
-        # AdamW's first step is the learning rate itself, whatever the gradient.
+        # AdamW's first step equals the learning rate, for any gradient.
         step = 0.0 if name in names(model, decayed) else 0.25
         moved = (before[name] - parameter).to_local()
         assert torch.allclose(moved, torch.full_like(moved, step), rtol=1e-4), name
@@ -92,13 +92,13 @@ def test_the_learning_rate_can_be_set_group_by_group() -> None:
 # Moments in bfloat16
 
 HALF = replace(CONFIG, state_dtype="bfloat16", weight_decay=0.1)
-# Distance after many steps from the path that float32 moments take, as a share of the path: the moments of a step are
-# off by 2^-9 at most, and the errors of steps point everywhere.
+# Largest distance after many steps from the result with float32 moments, relative to the distance travelled: a step's
+# moments are off by at most 2^-9, and the errors of different steps point in different directions.
 PATH_TOLERANCE = 1e-2
 
 
 def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int, first: int = 0) -> list[torch.Tensor]:
-    """Step along random gradients of several sizes, the same for every optimizer; the parameters afterwards."""
+    """Step along random gradients of several sizes, the same for every optimizer. Returns the parameters afterwards."""
     for step in range(first, first + steps):
         generator = torch.Generator().manual_seed(step)
         for parameter in model.parameters():
@@ -108,12 +108,17 @@ def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int
     return [parameter.detach().to_local().clone() for parameter in model.parameters()]
 
 
-def test_moments_in_bfloat16_take_half_the_room_and_the_first_step_is_exact() -> None:
+def test_the_first_step_with_bfloat16_moments_equals_that_with_float32_moments() -> None:
     one, other = build("llama3_debug"), build("llama3_debug")
-    optimizer = build_optimizer(one, HALF)
     expected = take_steps(other, build_optimizer(other, replace(HALF, state_dtype="float32")), steps=1)
-    assert all(map(torch.equal, take_steps(one, optimizer, steps=1), expected))
-    for parameter in one.parameters():
+    assert all(map(torch.equal, take_steps(one, build_optimizer(one, HALF), steps=1), expected))
+
+
+def test_moments_in_bfloat16_are_stored_in_two_bytes_and_sharded_like_their_parameters() -> None:
+    model = build("llama3_debug")
+    optimizer = build_optimizer(model, HALF)
+    take_steps(model, optimizer, steps=1)
+    for parameter in model.parameters():
         state = optimizer.state[parameter]
         assert parameter.dtype == torch.float32
         assert {name: value.dtype for name, value in state.items()} == {
@@ -124,7 +129,7 @@ def test_moments_in_bfloat16_take_half_the_room_and_the_first_step_is_exact() ->
         assert state["exp_avg"].placements == parameter.placements
 
 
-def test_steps_are_those_of_float32_with_moments_rounded_in_between() -> None:
+def test_steps_equal_the_formula_with_moments_rounded_after_each_step() -> None:
     model = build("smollm3_debug")
     parameter = next(iter(model.parameters()))
     optimizer = build_optimizer(model, HALF)
@@ -141,8 +146,8 @@ def test_steps_are_those_of_float32_with_moments_rounded_in_between() -> None:
     assert torch.allclose(parameter.to_local().double(), p, rtol=0, atol=1e-4)
 
 
-def test_the_path_stays_near_that_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recipes.optimization.optimizer.BATCH", 50_000)  # several batches, and tensors larger than one
+def test_many_steps_with_bfloat16_moments_stay_close_to_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipes.optimization.optimizer.BATCH", 50_000)  # several batches, some of one large tensor
     one, other = build("smollm3_debug"), build("smollm3_debug")
     start = [parameter.detach().to_local().clone() for parameter in one.parameters()]
     found = take_steps(one, build_optimizer(one, HALF), steps=60)
@@ -151,7 +156,7 @@ def test_the_path_stays_near_that_of_float32(monkeypatch: pytest.MonkeyPatch) ->
         assert 0 < (a - b).norm() < PATH_TOLERANCE * (b - began).norm()
 
 
-def test_a_checkpoint_brings_bfloat16_moments_back(tmp_path: Path) -> None:
+def test_a_checkpoint_restores_bfloat16_moments(tmp_path: Path) -> None:
     model = build("llama3_debug")
     optimizer = build_optimizer(model, HALF)
     take_steps(model, optimizer, steps=3)
@@ -165,7 +170,7 @@ def test_a_checkpoint_brings_bfloat16_moments_back(tmp_path: Path) -> None:
     assert all(map(torch.equal, take_steps(again, resumed, steps=3, first=3), expected))
 
 
-def test_bfloat16_moments_with_weights_that_float8_wraps() -> None:
+def test_bfloat16_moments_work_with_weights_that_float8_wraps() -> None:
     float8 = Float8Config(recipe="tensorwise", all_gather=True, emulate=True)
     curves = []
     for config in (HALF, replace(HALF, state_dtype="float32")):
@@ -187,8 +192,8 @@ def test_bfloat16_moments_with_weights_that_float8_wraps() -> None:
 
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
-def test_a_step_that_must_not_count_changes_no_bit(state_dtype: Any) -> None:
-    """Parameters, moments and step counters, with gradients that are nan; and the step after it is as if without it."""
+def test_a_step_with_found_inf_changes_no_bit_of_parameters_moments_and_counters(state_dtype: Any) -> None:
+    """With NaN gradients. The following step is the same as without the bad one."""
     results = []
     for bad_steps in (0, 1):
         torch.manual_seed(0)

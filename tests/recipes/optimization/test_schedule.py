@@ -1,4 +1,4 @@
-"""Learning rates at the steps where something changes."""
+"""Learning rates at the steps where the schedule changes."""
 
 import math
 
@@ -13,7 +13,7 @@ def rates(schedule: ScheduleConfig, steps: int = 100, peak: float = 2.0) -> list
 
 
 @pytest.mark.parametrize("kind", ["wsd", "cosine", "linear", "constant"])
-def test_warm_up_is_linear_and_never_zero(kind: str) -> None:
+def test_warm_up_is_linear_and_the_rate_is_never_zero(kind: str) -> None:
     decay = 20 if kind == "wsd" else 0
     found = rates(ScheduleConfig(kind=kind, warmup_steps=10, decay_steps=decay))
     assert found[:10] == pytest.approx([0.2 * step for step in range(1, 11)])
@@ -21,23 +21,26 @@ def test_warm_up_is_linear_and_never_zero(kind: str) -> None:
     assert max(found) == 2.0
 
 
-def test_wsd_holds_then_falls_linearly_to_the_last_step() -> None:
+def test_wsd_holds_the_peak_and_then_falls_linearly_to_the_last_step() -> None:
     found = rates(ScheduleConfig(kind="wsd", warmup_steps=10, decay_steps=20))
     assert set(found[9:81]) == {2.0}
     assert found[80:] == pytest.approx([2.0 * (20 - step) / 20 for step in range(20)])
 
 
-def test_wsd_ends_at_the_asked_share() -> None:
+def test_wsd_ends_at_the_minimum_ratio() -> None:
     found = rates(ScheduleConfig(kind="wsd", decay_steps=1000, min_lr_ratio=0.1), steps=1000)
     assert found[-1] == pytest.approx(2.0 * (0.1 + 0.9 / 1000))
 
 
-def test_cosine_is_halfway_in_the_middle() -> None:
+def test_cosine_is_halfway_between_peak_and_minimum_in_the_middle() -> None:
     found = rates(ScheduleConfig(kind="cosine", warmup_steps=20, min_lr_ratio=0.5))
     assert found[60] == pytest.approx(2.0 * 0.75)
     assert found[40] == pytest.approx(2.0 * (0.5 + 0.5 * (1 + math.cos(math.pi / 4)) / 2))
 
 
-def test_linear_and_constant() -> None:
+def test_linear_falls_in_proportion_to_the_steps() -> None:
     assert rates(ScheduleConfig(kind="linear"))[25] == pytest.approx(1.5)
+
+
+def test_constant_stays_at_the_peak() -> None:
     assert set(rates(ScheduleConfig(kind="constant", warmup_steps=1))) == {2.0}
