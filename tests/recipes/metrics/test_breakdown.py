@@ -1,4 +1,4 @@
-"""The table of where a step's time went: a hand-made trace of a GPU, and a recorded one of a CPU."""
+"""The table of where a step's time went, from a hand-made trace of a GPU and a recorded trace of a CPU."""
 
 import gzip
 import json
@@ -44,7 +44,7 @@ def cpu(name: str, ts: float, dur: float, tid: int = 1, cat: str = "cpu_op") -> 
 def launched(
     name: str, ts: float, dur: float, *, at: float, stream: int = 7, tid: int = 1, cat: str = "kernel"
 ) -> list[dict[str, Any]]:
-    """A kernel of this name, and its launch at a moment of a CPU thread."""
+    """A kernel with this name, and its launch at this moment of a CPU thread."""
     number = {"correlation": hash((name, ts))}
     launch = {**cpu("cudaLaunchKernel", at, 1, tid, cat="cuda_runtime"), "args": number}
     return [launch, {**cpu(name, ts, dur, stream, cat=cat), "args": {**number, "stream": stream}}]
@@ -54,7 +54,7 @@ def gpu_step(begin: float) -> list[dict[str, Any]]:
     """1000 us; the kernels leave 80 us idle: 0 to 20, 840 to 860 and 960 to 1000."""
     events = [
         cpu(STEP, 0, 1000, cat="user_annotation"),
-        {**cpu(STEP, 0, 1000, 7), "cat": "gpu_user_annotation"},  # torch repeats it on the GPU's track
+        {**cpu(STEP, 0, 1000, 7), "cat": "gpu_user_annotation"},  # torch also writes it to the GPU's track
         cpu("aten::linear", 5, 20),
         cpu("aten::mm", 6, 15),
         *launched("nvjet_tst_128x256_64x4_2x1_v_bz_TNT", 20, 180, at=10),
@@ -115,7 +115,7 @@ def test_every_instant_of_a_gpu_step_belongs_to_one_kind() -> None:
     ]
 
 
-# As Inductor names them: after what they do and after what is beside them.
+# Inductor names kernels after their own operators and after the neighbouring ones.
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -136,13 +136,13 @@ def test_every_instant_of_a_gpu_step_belongs_to_one_kind() -> None:
         ("triton_poi_fused__scaled_dot_product_flash_attention_for_cpu_backward_transpose_view_2", REST),
         ("triton_poi_fused__scaled_dot_product_flash_attention_backward_add_transpose_6", REST),
         ("triton_poi_fused_mm_mul_silu_3", REST),
-        ("triton_poi_fused__to_copy_mul_5", REST),  # no sign of a scale
+        ("triton_poi_fused__to_copy_mul_5", REST),  # not recognizable as scaling
         ("triton_poi_fused_addmm_view_5", REST),
         ("triton_tem_fused__scaled_mm__to_copy_t_3", MATMUL),
         ("triton_tem_fused_mm_3", MATMUL),
     ],
 )
-def test_a_compiled_kernel_is_what_it_does_whatever_is_beside_it(name: str, kind: str) -> None:
+def test_a_compiled_kernel_counts_as_what_it_does_not_as_its_neighbours(name: str, kind: str) -> None:
     step = cpu(STEP, 0, 100, cat="user_annotation")
     backward = [
         cpu("autograd::engine::evaluate_function: CompiledFunctionBackward", 1, 50),
@@ -152,19 +152,19 @@ def test_a_compiled_kernel_is_what_it_does_whatever_is_beside_it(name: str, kind
     assert {kind: round(1e6 * seconds) for kind, seconds in found.seconds.items() if seconds} == {kind: 60, IDLE: 40}
 
 
-def test_what_lies_outside_of_the_steps_does_not_count() -> None:
+def test_time_outside_the_traced_steps_does_not_count() -> None:
     found = break_down([*gpu_step(0), *launched("gemm", 990, 500, at=300), *launched("gemm", 3000, 500, at=2500)])
     assert found.seconds[MATMUL] == pytest.approx((350 + 10) * 1e-6)
     assert sum(found.seconds.values()) == pytest.approx(1e-3)
 
 
-def test_work_on_two_streams_at_once_counts_once() -> None:
+def test_simultaneous_work_on_two_streams_counts_once() -> None:
     step = cpu(STEP, 0, 100, cat="user_annotation")
     found = break_down([step, *launched("gemm", 0, 60, at=1), *launched("fmha", 40, 50, at=2, stream=8)])
     assert [round(1e6 * found.seconds[kind]) for kind in (MATMUL, ATTENTION, IDLE)] == [60, 30, 10]
 
 
-def test_the_table_says_it_all() -> None:
+def test_the_table_has_a_row_for_each_kind_with_time_and_share() -> None:
     page = table(break_down(gpu_step(0)))
     assert "Mean of 1 traced steps: 1.00 ms." in page
     lines = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
@@ -175,18 +175,28 @@ def test_the_table_says_it_all() -> None:
     assert "| `nvjet_tst_128x256_64x4_2x1_v_bz_TNT` | 0.18 | 1 |\n" in page
 
 
-def test_what_is_no_trace_is_said(tmp_path: Path) -> None:
+def test_a_file_that_is_not_json_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text("[]]")
     with pytest.raises(UserError, match=r"trace\.json is not a trace of torch\.profiler"):
         read_trace(path)
-    for text in ("[1]", "{}", '{"traceEvents": 1}', '{"traceEvents": [1]}'):
-        path.write_text(text)
-        with pytest.raises(UserError, match=r'it has no list "traceEvents" of events'):
-            read_trace(path)
+
+
+@pytest.mark.parametrize("text", ["[1]", "{}", '{"traceEvents": 1}', '{"traceEvents": [1]}'])
+def test_json_without_trace_events_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r'it has no list "traceEvents" of events'):
+        read_trace(path)
+
+
+def test_a_damaged_gzip_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "trace.json.gz").write_bytes(gzip.compress(b"[]" * 1000)[:15] + b"no bytes of a compressed file")
     with pytest.raises(UserError, match=r"trace\.json\.gz is not a trace of torch\.profiler"):
         read_trace(tmp_path / "trace.json.gz")
+
+
+def test_a_trace_without_steps_is_refused() -> None:
     with pytest.raises(UserError, match=r"it is not from a run with \[profile\]"):
         break_down([cpu("aten::mm", 0, 1)])
 
@@ -195,7 +205,7 @@ def test_what_is_no_trace_is_said(tmp_path: Path) -> None:
 
 
 def record(folder: str) -> list[float]:
-    """Trace two real steps in this process; their seconds by the host's clock."""
+    """Trace two real steps in this process. Returns their seconds by the host's clock."""
     import torch
 
     from parallel.dist import start, stop
@@ -245,27 +255,38 @@ def test_the_parts_of_a_recorded_step_add_up_to_it(found: Breakdown, recorded: t
     assert found.steps == 2
     assert sum(found.seconds.values()) == pytest.approx(found.step_seconds, rel=1e-6)
     by_the_clock = sum(recorded[1]) / 2
-    # Between the clock's readings and the trace's the machine may turn to others, hence the absolute part.
+    # Other processes may run between the readings of the two clocks, hence the absolute tolerance.
     assert found.step_seconds == pytest.approx(by_the_clock, rel=0.02, abs=0.01)
 
 
-def test_a_recorded_step_has_all_kinds(found: Breakdown, recorded: tuple[Path, list[float]]) -> None:
-    for kind in KINDS:
-        assert found.seconds[kind] > 0, kind
-    assert found.hidden_communication == 0  # nothing runs beside anything
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_recorded_step_has_every_kind_of_work(kind: str, found: Breakdown) -> None:
+    assert found.seconds[kind] > 0
+
+
+def test_a_recorded_step_on_a_cpu_hides_no_communication(found: Breakdown) -> None:
+    assert found.hidden_communication == 0
+
+
+def test_a_recorded_step_has_one_product_per_linear_forward_and_two_backward(
+    found: Breakdown, recorded: tuple[Path, list[float]]
+) -> None:
     products = [
         event
         for event in read_trace(recorded[0] / "trace.json.gz")
         if event.get("name") == "aten::mm" and "dur" in event
     ]
-    # 7 linears of 2 layers and the output projection, forward and twice backward, in each of 2 steps
+    # 7 linears in each of 2 layers and the output projection, once forward and twice backward, in each of 2 steps
     assert len(products) == 2 * 3 * (7 * 2 + 1)
     assert found.seconds[MATMUL] == pytest.approx(sum(event["dur"] for event in products) / 2e6, rel=0.02)
     assert [(name, calls) for name, _, calls in found.kernels[MATMUL]] == [("aten::mm", 45)]
+
+
+def test_a_recorded_step_names_its_attention_kernel(found: Breakdown) -> None:
     assert "aten::_scaled_dot_product_flash_attention_for_cpu" in [name for name, _, _ in found.kernels[ATTENTION]]
 
 
-def test_the_folder_holds_trace_table_and_numbers(found: Breakdown, recorded: tuple[Path, list[float]]) -> None:
+def test_the_profiler_writes_trace_table_and_numbers(found: Breakdown, recorded: tuple[Path, list[float]]) -> None:
     folder = recorded[0]
     assert sorted(path.name for path in folder.iterdir()) == ["breakdown.json", "breakdown.md", "trace.json.gz"]
     assert (folder / "breakdown.md").read_text() == table(found)

@@ -1,32 +1,63 @@
-"""float8.jsonl of whole runs."""
+"""float8.jsonl, written by whole runs."""
 
 import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from parallel.config import Float8Config
+from parallel.dist import start, stop
 from recipes.load import load
 from recipes.schema import Recipe
 from tests.processes import run_processes
-from tests.training import run_all
+from tests.training import change, run_all, train
 
 TINY = Path(__file__).parents[3] / "configs/sweeps/cpu/tiny.toml"
+ROWS = 14 * 6  # per sampled step: the linears of two blocks, with six casts each
+Rows = list[dict[str, Any]]
 
 
-def rows(recipe: Recipe, file: str) -> list[dict[str, Any]]:
+class Runs(NamedTuple):
+    """What was in the run folders after each run."""
+
+    metrics: Rows
+    shares: Rows
+    plain_metrics: Rows
+    plain_wrote_shares: bool
+    resumed_shares: Rows
+    resumed_without_sampling: Rows
+    shares_of_two_processes: Rows
+
+
+def rows(recipe: Recipe, file: str) -> Rows:
     return [json.loads(line) for line in (recipe.run.folder / file).read_text().splitlines()]
 
 
+def all_on_one_process(sampled: Recipe, plain: Recipe) -> list[Any]:
+    """Train both, then resume the first from step 2 with sampling, and then without."""
+    world = start("cpu", seed=0)
+    assert train(sampled, world) == 0
+    assert train(plain, world) == 0
+    shares = "float8.jsonl"
+    found: list[Any] = [rows(sampled, "metrics.jsonl"), rows(sampled, shares), rows(plain, "metrics.jsonl")]
+    found.append((plain.run.folder / shares).exists())
+    for resumed in (sampled, replace(sampled, float8=plain.float8)):
+        shutil.rmtree(sampled.run.folder / "checkpoints/step-00000004")
+        assert train(resumed, world) == 0
+        found.append(rows(sampled, shares))
+    stop()
+    return found
+
+
 @pytest.fixture(scope="module")
-def sampled(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
-    """Four steps, two of them sampled, and a checkpoint after each of those."""
-    folder = tmp_path_factory.mktemp("numerics")
+def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Four steps, two of them sampled, and a checkpoint after each sampled step."""
+    folder = tmp_path_factory.mktemp("float8")
     recipe = load(TINY)
-    return replace(
+    sampled = replace(
         recipe,
         run=replace(recipe.run, name="sampled", steps=4, output=str(folder / "runs")),
         data=replace(recipe.data, source=str(corpus), cache=str(folder / "cache")),
@@ -35,36 +66,38 @@ def sampled(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
         checkpoint=replace(recipe.checkpoint, every=2),
         metrics=replace(recipe.metrics, every=1),
     )
-
-
-def test_sampled_steps_are_written_and_change_nothing(sampled: Recipe) -> None:
-    plain = replace(
-        sampled,
-        run=replace(sampled.run, name="plain"),
-        float8=replace(sampled.float8, sample_every=0),
-    )
-    assert run_processes(1, run_all, [sampled, plain]) == [[0, 0]]
-    assert not (plain.run.folder / "float8.jsonl").exists()
-    numbers = [
-        [(row["loss"], row["grad_norm"]) for row in rows(recipe, "metrics.jsonl")] for recipe in (sampled, plain)
-    ]
-    assert numbers[0] == numbers[1]
-    found = rows(sampled, "float8.jsonl")
-    assert [row["step"] for row in found] == [2] * 14 * 6 + [4] * 14 * 6
-    assert all(row.keys() == {"step", "linear", "tensor", "overflow", "underflow"} for row in found)
-    assert {row["linear"] for row in found[:6]} == {"blocks.0.attention.q_proj"}
-
-    # Two processes, and a run that goes on from step 2: the rows of step 4 are written anew, not once more.
-    two = replace(sampled, run=replace(sampled.run, name="two"))
+    plain = change(sampled, run={"name": "plain"}, float8={"sample_every": 0})
+    [found] = run_processes(1, all_on_one_process, sampled, plain)
+    two = change(sampled, run={"name": "two"})
     assert run_processes(2, run_all, [two]) == [[0], [0]]
-    shutil.rmtree(sampled.run.folder / "checkpoints/step-00000004")
-    assert run_processes(1, run_all, [sampled]) == [[0]]
-    assert rows(sampled, "float8.jsonl") == found
-    # Nor do they stay where the run goes on without sampling.
-    shutil.rmtree(sampled.run.folder / "checkpoints/step-00000004")
-    assert run_processes(1, run_all, [replace(sampled, float8=plain.float8)]) == [[0]]
-    assert rows(sampled, "float8.jsonl") == found[: 14 * 6]
-    elsewhere = rows(two, "float8.jsonl")
+    return Runs(*found, rows(two, "float8.jsonl"))
+
+
+def test_sampling_does_not_change_losses_and_gradient_norms(runs: Runs) -> None:
+    for name in ("loss", "grad_norm"):
+        assert [row[name] for row in runs.metrics] == [row[name] for row in runs.plain_metrics]
+
+
+def test_each_sampled_step_writes_a_row_for_every_cast(runs: Runs) -> None:
+    assert [row["step"] for row in runs.shares] == [2] * ROWS + [4] * ROWS
+    assert all(row.keys() == {"step", "linear", "tensor", "overflow", "underflow"} for row in runs.shares)
+    assert {row["linear"] for row in runs.shares[:6]} == {"blocks.0.attention.q_proj"}
+
+
+def test_a_run_without_sampling_writes_no_file(runs: Runs) -> None:
+    assert not runs.plain_wrote_shares
+
+
+def test_a_resumed_run_replaces_the_rows_of_repeated_steps(runs: Runs) -> None:
+    assert runs.resumed_shares == runs.shares
+
+
+def test_resuming_without_sampling_removes_the_rows_of_repeated_steps(runs: Runs) -> None:
+    assert runs.resumed_without_sampling == runs.shares[:ROWS]
+
+
+def test_two_processes_find_the_shares_of_one(runs: Runs) -> None:
+    one, two = runs.shares, runs.shares_of_two_processes
     for name in ("step", "linear", "tensor", "overflow"):
-        assert [row[name] for row in elsewhere] == [row[name] for row in found]
-    assert [row["underflow"] for row in elsewhere] == pytest.approx([row["underflow"] for row in found], abs=2e-3)
+        assert [row[name] for row in two] == [row[name] for row in one]
+    assert [row["underflow"] for row in two] == pytest.approx([row["underflow"] for row in one], abs=2e-3)
