@@ -1,4 +1,4 @@
-"""What a recipe says of checkpoints. Imports no torch."""
+"""The [checkpoint] section of a recipe. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -11,14 +11,14 @@ class CheckpointConfig:
     """Saving and resuming."""
 
     every: Annotated[int, Ge(0)] = 0
-    """Steps between checkpoints, and one at the end; 0 = none."""
+    """Steps between checkpoints; one more is saved at the end. 0 = save none."""
     keep: Annotated[int, Ge(1)] = 2
-    """Newest checkpoints to keep."""
+    """How many of the newest checkpoints to keep."""
     keep_every: Annotated[int, Ge(0)] = 0
-    """Keep those at every so many steps too; 0 = none."""
+    """Also keep the checkpoints whose step is a multiple of this; 0 = none."""
     asynchronous: bool = True
-    """Write a checkpoint while training goes on from a copy in the host's memory; false = wait for the disk."""
+    """Write checkpoints from a copy in host memory while training continues; false = wait for the disk."""
     resume: Literal["auto", "never"] = "auto"
-    """"auto" continues from the newest checkpoint of this run; "never" refuses a folder that has one."""
+    """"auto" continues from the newest checkpoint of this run; "never" refuses a run folder that has one."""
     export_hf: bool = False
-    """At the end, write the weights to `hf` in the folder of the run, as Hugging Face transformers reads them."""
+    """At the end, write the weights to `hf` in the run folder, in the format of Hugging Face transformers."""

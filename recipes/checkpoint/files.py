@@ -1,18 +1,17 @@
 """The files of a checkpoint: written with checksums and synced to the disk, read back with every byte verified.
 
-Imports no torch. A shard is a safetensors file (https://huggingface.co/docs/safetensors): a length, a JSON header, raw
-little-endian bytes. Its tensors are the boxes that one process wrote.
+A shard is a safetensors file (https://huggingface.co/docs/safetensors): a length, a JSON header, raw little-endian
+bytes. Its tensors are the boxes that one process wrote. Imports no torch.
 """
 
 import errno
 import json
 import os
-import shutil
 import stat
 import struct
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -21,19 +20,19 @@ from typing import Any
 import xxhash
 
 from parallel.errors import UserError
+from recipes.checkpoint.errors import Damage, OlderFormat, Unreadable
 from recipes.checkpoint.manifest import (
     BLOCK_BYTES,
     DTYPE_BYTES,
     MANIFEST,
     MAX_MANIFEST_BYTES,
     Chunk,
-    Damage,
     Manifest,
-    OlderFormat,
     StoredFile,
-    Unreadable,
     decode,
+    encode,
 )
+from recipes.files.atomic import sync_folder
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Piece:
     start: tuple[int, ...]
     shape: tuple[int, ...]
     whole: bool
-    """Whether this is all of the tensor."""
+    """Whether the box is the whole tensor."""
 
     @property
     def bytes(self) -> int:
@@ -54,7 +53,7 @@ class Piece:
 
     @property
     def label(self) -> str:
-        """Its name in the shard: the tensor's, with the range it covers where that is not all."""
+        """The name in the shard: the tensor's name, with the range of the box if that is not all of it."""
         return self.tensor if self.whole else box_name(self.tensor, self.start, self.shape)
 
 
@@ -68,18 +67,18 @@ def box_name(tensor: str, start: Sequence[int], shape: Sequence[int]) -> str:
 
 
 class NewFile:
-    """A file that is hashed while it is written, and is on the disk when the block ends well."""
+    """A file that is hashed while it is written, and synced to the disk when the `with` block ends without an error."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._hash, self._bytes = path, xxhash.xxh3_128(), 0
 
     def __enter__(self) -> "NewFile":
-        # O_EXCL: nothing is ever written over, nor through a link.
+        # O_EXCL: never overwrite a file, and never write through a symbolic link.
         self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         return self
 
     def write(self, data: Any) -> None:
-        """Append bytes, or any buffer of bytes."""
+        """Append a buffer of bytes."""
         view = memoryview(data)
         self._hash.update(view)
         self._bytes += len(view)
@@ -100,16 +99,16 @@ class NewFile:
 
 
 def write_file(path: Path, content: bytes) -> StoredFile:
-    """A whole small file."""
+    """Write a small file."""
     with NewFile(path) as file:
         file.write(content)
     return file.about()
 
 
 def write_shard(path: Path, pieces: Sequence[Piece], contents: Iterable[Any]) -> tuple[StoredFile, list[Chunk]]:
-    """A safetensors file with these pieces; contents: a buffer of bytes for each, asked for when it is its turn.
+    """Write a safetensors file with these pieces, widest elements first so that all are aligned.
 
-    The pieces come with the widest elements first, so that all are aligned. Returns the file and each one's chunk.
+    contents: yields a buffer of bytes per piece, when it is needed. Returns the file, and the chunk of each piece.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -129,26 +128,20 @@ def write_shard(path: Path, pieces: Sequence[Piece], contents: Iterable[Any]) ->
             blocks = []
             for begin in range(0, len(view), BLOCK_BYTES):
                 block = view[begin : begin + BLOCK_BYTES]
-                blocks.append(xxhash.xxh3_64_hexdigest(block))  # of what is in memory, before the disk has it
+                blocks.append(xxhash.xxh3_64_hexdigest(block))  # of the bytes in memory, before the disk has them
                 file.write(block)
             chunks.append(Chunk(path.name, offset, len(view), piece.start, piece.shape, tuple(blocks)))
             offset += len(view)
     return file.about(header_bytes=len(text), header_checksum=xxhash.xxh3_64_hexdigest(text)), chunks
 
 
-def remove(path: Path) -> None:
-    """Delete a folder with what is in it; of a link, the link alone.
-
-    Raises the first OSError, after everything else that could be deleted is.
-    """
-    if path.is_symlink() or not path.is_dir():
-        path.unlink(missing_ok=True)
-        return
-    errors: list[BaseException] = []
-    shutil.rmtree(path, onerror=lambda function, name, error: errors.append(error[1]))
-    for error in errors:
-        if not isinstance(error, FileNotFoundError):  # another process was faster
-            raise error
+def complete(folder: Path, manifest: Manifest, texts: Mapping[str, str]) -> None:
+    """Add the small files (name -> text) to a folder that has its shards, then the manifest, and sync the folder."""
+    files = dict(manifest.files)
+    for name, text in texts.items():
+        files[name] = write_file(folder / name, text.encode("utf-8"))
+    write_file(folder / MANIFEST, encode(replace(manifest, files=files)))
+    sync_folder(folder)
 
 
 # Reading
@@ -156,24 +149,24 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """A descriptor of a regular file. Raises Damage where there is none, UserError where it may not be read."""
+    """A descriptor of a regular file. Raises Damage if there is none, UserError if it may not be read."""
     try:
-        # O_NONBLOCK: opening a pipe must not wait for somebody to write.
+        # O_NONBLOCK: opening a pipe must not wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise Damage(f"{path} is a link, which a checkpoint never holds") from None
+            raise Damage(f"{path} is a symbolic link, which a checkpoint must not contain") from None
         raise _unreadable(path, error) from None
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise Damage(f"{path} is not a file")
+            raise Damage(f"{path} is not a regular file")
         yield descriptor
     finally:
         os.close(descriptor)
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:
-    """Damage, if trying again will not help."""
+    """The error to raise: Damage if trying again will not help."""
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
         return Damage(f"{path} is missing")
     kinds: dict[int | None, type[UserError]] = {errno.EISDIR: Damage, errno.ENXIO: Damage}
@@ -182,24 +175,24 @@ def _unreadable(path: Path, error: OSError) -> UserError:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """What is in a checkpoint, judged by the manifest alone. Raises Damage."""
+    """Read and check the manifest of a checkpoint. Raises Damage."""
     path = folder / MANIFEST
     if not path.exists() and ((folder / ".metadata").exists() or any(folder.glob("*.distcp"))):
         raise OlderFormat(
-            f"{folder} was written by an older version of this program, in the format of torch.distributed.checkpoint,"
-            " which takes pickle to read; this version does not read it"
+            f"{folder} was written by an older version of this program, in the format of torch.distributed.checkpoint;"
+            " this version does not read it, because that takes pickle"
         )
     with opened(path) as descriptor:
         size = os.fstat(descriptor).st_size
         if size > MAX_MANIFEST_BYTES:
-            raise Damage(f"{path} has {size} bytes, which no manifest has")
+            raise Damage(f"{path} has {size} bytes, more than a manifest can have")
         text = bytearray(size)
         _fill(descriptor, memoryview(text), 0, path)
     return decode(bytes(text), where=path)
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
-    """That all files are there in full, and the small ones as they were written. Raises Damage."""
+    """Check the sizes of all files, and the contents of the small ones. Raises Damage."""
     for name, about in manifest.files.items():
         with opened(folder / name) as descriptor:
             _check_size(folder / name, descriptor, about)
@@ -208,7 +201,7 @@ def check_files(folder: Path, manifest: Manifest) -> None:
 
 
 class ShardReader:
-    """Reads parts of the tensors of a checkpoint and verifies every byte that it reads."""
+    """Reads parts of the tensors of a checkpoint, and verifies every byte that it reads."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder, self._manifest = folder, manifest
@@ -216,7 +209,7 @@ class ShardReader:
 
     @contextmanager
     def file(self, name: str) -> Iterator[int]:
-        """A descriptor of a shard, its size and header verified."""
+        """A descriptor of a shard, after its size and header are verified."""
         path, about = self._folder / name, self._manifest.files[name]
         with opened(path) as descriptor:
             _check_size(path, descriptor, about)
@@ -227,7 +220,7 @@ class ShardReader:
             yield descriptor
 
     def read(self, descriptor: int, tensor: str, chunk: Chunk, first: int, into: memoryview) -> None:
-        """Fill `into` with the bytes of a chunk from number `first` on. Raises Damage, which names the block."""
+        """Fill `into` with the bytes of a chunk, starting at byte `first`. Raises Damage, which names the block."""
         block_bytes, last = self._manifest.block_bytes, first + len(into)
         path = self._folder / chunk.file
         for block in range(first // block_bytes, -(-last // block_bytes)):
@@ -248,7 +241,7 @@ class ShardReader:
 
 
 def verify_shards(folder: Path, manifest: Manifest, names: Collection[str]) -> None:
-    """Read these shards to their last bytes. Raises Damage."""
+    """Read these shards completely and verify every byte. Raises Damage."""
     reader, buffer = ShardReader(folder, manifest), memoryview(bytearray(manifest.block_bytes))
     for name, chunks in manifest.shards().items():
         if name in names:
@@ -259,7 +252,7 @@ def verify_shards(folder: Path, manifest: Manifest, names: Collection[str]) -> N
 
 
 def verify(folder: Path) -> Manifest:
-    """Read a checkpoint to its last byte. Raises Damage at the first that is not what was written."""
+    """Read a checkpoint completely and verify every byte. Raises Damage at the first wrong one."""
     manifest = read_manifest(folder)
     check_files(folder, manifest)
     verify_shards(folder, manifest, manifest.files)
@@ -285,7 +278,7 @@ def _check_whole(path: Path, descriptor: int, about: StoredFile) -> None:
 
 
 def _fill(descriptor: int, target: memoryview, offset: int, path: Path) -> None:
-    """Read as many bytes as fit."""
+    """Fill the target with the bytes of the file from the offset on."""
     done = 0
     while done < len(target):
         try:

@@ -1,112 +1,124 @@
-"""The folder of a run's checkpoints: which are whole, which one comes into being, which may go. Imports no torch.
+"""The folder of a run's checkpoints: which are complete, which is being written, which may be deleted.
 
-step-00000100/          a checkpoint: it got this name by one rename, when all of it was on the disk
-.partial-00000200/      one being written, or deleted; what a kill leaves of either is cleared by the next save
-damaged-step-00000300/  set aside, for people to look at
+step-00000100/          a checkpoint; it was renamed to this when all of it was on the disk
+.partial-00000200/      one being written or deleted; the next save deletes what a kill left
+damaged-step-00000300/  set aside for the user to look at
+
+Imports no torch.
 """
 
 import errno
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from parallel.errors import UserError
-from recipes.checkpoint.files import check_files, read_manifest, remove, write_file
-from recipes.checkpoint.manifest import MANIFEST, Damage, Manifest, OlderFormat, StoredFile, encode
+from recipes.checkpoint.errors import Damage, OlderFormat
 from recipes.files.atomic import sync_folder
 from recipes.files.layout import checkpoint_steps, step_folder
 
+if TYPE_CHECKING:
+    from recipes.checkpoint.manifest import Manifest, StoredFile
+
 FULL = {
     errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the quota of the disk is used up",
+    errno.EDQUOT: "the disk quota is exceeded",
     errno.EFBIG: "File too large",
     errno.EROFS: "the disk is read-only",
-    errno.EACCES: "the folder may not be written to",
+    errno.EACCES: "the folder is not writable",
 }
-"""Why a save failed, in words; other errors speak for themselves."""
+"""Reasons why a save failed; other errors are reported as they are."""
 ASIDE = "damaged-"
-"""What the names of checkpoints begin with that are set aside."""
+"""Prefix of the names of checkpoints that are set aside."""
 PATIENCE = 60.0
-"""Seconds until a file of another node must be seen: as long as NFS may keep what it knows of a folder (acdirmax)."""
+"""Seconds until another node's file must be visible: the longest that NFS caches a folder's contents (acdirmax)."""
+NONE_LEFT = "no older checkpoint is left; the same command starts the run from the beginning"
 
 
 def partial_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step is written before it has its name."""
+    """Where the checkpoint of a step is written until it is complete."""
     return folder / f".partial-{step:08d}"
 
 
 def left_overs(folder: Path) -> list[Path]:
-    """What a kill or a failed save left, or a deletion that broke off; of a save in flight, where it writes."""
+    """What a kill, a failed save or a failed deletion left behind; also where a save in flight writes."""
     return sorted(folder.glob(".partial-*"))
 
 
 def begin(folder: Path, step: int, *, log: Callable[[str], None]) -> None:
-    """Make room for a new checkpoint: clear what a kill or a failed save left, and open its partial folder.
+    """Delete all left-overs, and create the partial folder of a new checkpoint.
 
-    A left-over that will not go is told, and stays: this save does not need its place.
+    A left-over that cannot be deleted is logged and stays, unless it is in the way of this save.
     """
     if os.path.lexists(step_folder(folder, step)):
-        raise FileExistsError(errno.EEXIST, "a checkpoint is never written over", str(step_folder(folder, step)))
+        raise FileExistsError(errno.EEXIST, "a checkpoint is never overwritten", str(step_folder(folder, step)))
     for left_over in left_overs(folder):
         try:
             remove(left_over)
         except OSError as error:
             if left_over == partial_folder(folder, step):
                 raise
-            log(f"{left_over}, a left-over, cannot be cleared: {reason(error)}")
+            log(f"the left-over {left_over} cannot be deleted: {reason(error)}")
     if not folder.is_dir():
         folder.mkdir(parents=True)
         sync_folder(folder.parent)
-        for above in folder.absolute().parents[1:3]:  # the run's own folder may be new too, and run.output
-            with suppress(OSError):  # one that may not be read is older than the run
+        for above in folder.absolute().parents[1:3]:  # the run folder may be new too, and run.output
+            with suppress(OSError):  # a folder that cannot be read is older than the run
                 sync_folder(above)
     partial_folder(folder, step).mkdir()
 
 
-def require_shards(folder: Path, files: Mapping[str, StoredFile]) -> None:
-    """That what other processes say they wrote is in this process's folder. Raises UserError which files are not."""
+def require_shards(folder: Path, files: Mapping[str, "StoredFile"]) -> None:
+    """Wait until this process sees all files that other processes wrote. Raises UserError if it does not."""
     end = time.monotonic() + PATIENCE
-    while missing := [name for name, about in files.items() if not _is_there(folder / name, about.bytes)]:
+    while missing := [name for name, about in files.items() if not _exists(folder / name, about.bytes)]:
         if time.monotonic() > end:
             names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             raise UserError(f"{names} did not arrive in {folder}: run.output must be a folder that all nodes share")
         time.sleep(0.1)
 
 
-def _is_there(path: Path, size: int) -> bool:
+def _exists(path: Path, size: int) -> bool:
     try:
         return os.lstat(path).st_size == size
     except FileNotFoundError:
         return False
 
 
-def complete(folder: Path, manifest: Manifest, texts: Mapping[str, str]) -> None:
-    """Add the small files (name -> text) to a folder that has its shards, the manifest last, and sync its names."""
-    files = dict(manifest.files)
-    for name, text in texts.items():
-        files[name] = write_file(folder / name, text.encode("utf-8"))
-    write_file(folder / MANIFEST, encode(replace(manifest, files=files)))
-    sync_folder(folder)
-
-
 def commit(folder: Path, step: int) -> None:
-    """Give a complete partial folder its name, which nothing else has. Until sync_folder() a power cut may take it."""
+    """Rename a complete partial folder. Until sync_folder(folder) a power cut may undo this."""
     os.rename(partial_folder(folder, step), step_folder(folder, step))
 
 
 def delete(folder: Path, step: int) -> None:
-    """Delete a checkpoint, which loses its name first: a name always stands for a whole one."""
+    """Delete a checkpoint. It is renamed first, so that its name always means a complete one."""
     os.rename(step_folder(folder, step), partial_folder(folder, step))
     sync_folder(folder)
     remove(partial_folder(folder, step))
 
 
+def remove(path: Path) -> None:
+    """Delete a folder with its contents; of a symbolic link, only the link.
+
+    Raises the first OSError, after deleting everything that can be deleted.
+    """
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    errors: list[BaseException] = []
+    shutil.rmtree(path, onerror=lambda function, name, error: errors.append(error[1]))
+    for error in errors:
+        if not isinstance(error, FileNotFoundError):  # another process deleted it first
+            raise error
+
+
 def set_aside(folder: Path, step: int) -> Path:
-    """Take a damaged checkpoint out of the way, and nothing else. Returns where it is now."""
+    """Rename a damaged checkpoint. Returns its new path."""
     old = step_folder(folder, step)
     names = (old.with_name(f"{ASIDE}{old.name}{f'.{number}' if number else ''}") for number in count())
     aside = next(path for path in names if not os.path.lexists(path))
@@ -116,18 +128,20 @@ def set_aside(folder: Path, step: int) -> Path:
 
 
 def dispensable(steps: list[int], *, keep: int, keep_every: int) -> list[int]:
-    """Which of these checkpoints, oldest first, are neither among the newest nor at every n-th step (0 = none)."""
+    """Those of these steps, oldest first, that are neither among the newest nor multiples of keep_every (0 = none)."""
     return [step for step in steps[:-keep] if not (keep_every and step % keep_every == 0)]
 
 
-def check(folder: Path, step: int, *, files: bool = True) -> Manifest:
-    """Everything about a run's checkpoint that shows without reading its tensors. Raises Damage or UserError.
+def check(folder: Path, step: int, *, files: bool = True) -> "Manifest":
+    """Check everything about a checkpoint except the contents of its tensors. Raises Damage or UserError.
 
-    files: look at each of them, which one process can do for all.
+    files: check every file; one process can do that for all.
     """
+    from recipes.checkpoint.files import check_files, read_manifest  # not needed before there is a checkpoint
+
     path = step_folder(folder, step)
     if path.is_symlink():
-        raise Damage(f"{path} is a link, which a checkpoint never is")
+        raise Damage(f"{path} is a symbolic link, which a checkpoint must not be")
     manifest = read_manifest(path)
     if manifest.step != step:
         raise Damage(f"{path} holds the checkpoint of another step: {manifest.step}")
@@ -137,10 +151,10 @@ def check(folder: Path, step: int, *, files: bool = True) -> Manifest:
 
 
 def newest_whole(folder: Path, *, log: Callable[[str], None]) -> int | None:
-    """The newest step whose checkpoint shows no damage; None where there are none at all.
+    """The newest step whose checkpoint shows no damage; None if there are no checkpoints.
 
-    Those that show some are set aside on the way, and told; what looks like one of an older version is, if another is
-    whole. Raises UserError where none is left of those there were.
+    Damaged checkpoints that are newer are set aside, and logged; those that look like an older version's only if
+    another checkpoint is intact. Raises UserError if there are checkpoints, but none is intact.
     """
     problem = ""
     older_format: list[tuple[int, OlderFormat]] = []
@@ -153,18 +167,18 @@ def newest_whole(folder: Path, *, log: Callable[[str], None]) -> int | None:
             problem = str(damage)
             log(put_away(folder, step, problem))
         else:
-            for other, error in older_format:  # a run does not go back to an older version: its manifest was lost
+            for other, error in older_format:  # newer than a checkpoint of this version, so it lost its manifest
                 log(put_away(folder, other, str(error)))
             return step
     if older_format:
         raise UserError(str(older_format[0][1]))
     if problem:
-        raise UserError(f"{problem}\nno older checkpoint is left; the same command begins the run anew")
+        raise UserError(f"{problem}\n{NONE_LEFT}")
     return None
 
 
 def put_away(folder: Path, step: int, problem: str) -> str:
-    """Set a damaged checkpoint aside. Returns what to tell people."""
+    """Set a damaged checkpoint aside. Returns the message for the user."""
     try:
         return f"{problem}; it is set aside as {set_aside(folder, step).name}"
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Checkpoints for people: which there are, whether they are whole, what is inside. Imports no torch."""
+"""Lists, verifies and describes checkpoints: the logic of scripts/checkpoint.py. Imports no torch."""
 
 import json
 import os
@@ -9,27 +9,28 @@ from math import prod
 from pathlib import Path
 
 from parallel.errors import UserError
+from recipes.checkpoint.errors import Damage
 from recipes.checkpoint.files import check_files, read_manifest, verify
 from recipes.checkpoint.folder import ASIDE, left_overs
-from recipes.checkpoint.manifest import MANIFEST, Damage, Manifest
+from recipes.checkpoint.manifest import MANIFEST, Manifest
 from recipes.files.layout import CHECKPOINTS, checkpoint_steps, step_folder
 from recipes.files.units import size
 
 
 def find(path: Path) -> list[Path]:
-    """The checkpoints that a path stands for: of a run, of its folder of checkpoints, or the one checkpoint itself.
+    """The checkpoints of a run folder or of its `checkpoints` folder, oldest first, or the checkpoint at this path.
 
-    Oldest first; one that lacks its manifest is one too, if a damaged one. Raises UserError where there are none.
+    A checkpoint without its manifest counts, as a damaged one. Raises UserError if there are none.
     """
     if not path.is_dir():
-        raise UserError(f"{path} is {'not a folder' if path.exists() else 'not there'}")
+        raise UserError(f"{path} {'is not a folder' if path.exists() else 'does not exist'}")
     if (path / MANIFEST).exists():
         return [path]
     for folder in (path / CHECKPOINTS, path):
         if steps := checkpoint_steps(folder):
             return [step_folder(folder, step) for step in steps]
     if (path / ".metadata").exists():
-        read_manifest(path)  # says what it is instead
+        read_manifest(path)  # raises OlderFormat
     if re.match(rf"({ASIDE})?step-[0-9]{{8}}", path.name) or any(path.glob("shard-*-of-*.safetensors")):
         return [path]
     others = [name for folder in (path / CHECKPOINTS, path) for name in aside(folder)]
@@ -37,9 +38,9 @@ def find(path: Path) -> list[Path]:
 
 
 def table(paths: Sequence[Path], *, thorough: bool) -> Iterator[tuple[str, bool]]:
-    """A line for the head and one for each checkpoint, with whether it is sound.
+    """A header line and one line per checkpoint, each with whether the checkpoint is sound.
 
-    thorough: every byte is read; else what shows without reading tensors.
+    thorough: read every byte; otherwise check everything but the contents of tensors.
     """
     yield f"{'step':>10}  {'written':<19}  {'size':>9}  {'files':>5}  {'tensors':>7}  state", True
     for path in paths:
@@ -54,7 +55,7 @@ def table(paths: Sequence[Path], *, thorough: bool) -> Iterator[tuple[str, bool]
             if os.path.lexists(path):
                 yield f"{path.name:>10}  {error}", False
             else:  # by the training, which has newer ones
-                yield f"{path.name:>10}  deleted meanwhile", True
+                yield f"{path.name:>10}  deleted in the meantime", True
         else:
             step = "-" if manifest.step is None else manifest.step
             sound = "intact" if thorough else "complete"
@@ -66,12 +67,12 @@ def table(paths: Sequence[Path], *, thorough: bool) -> Iterator[tuple[str, bool]
 
 
 def aside(folder: Path) -> list[str]:
-    """The names of what lies among a run's checkpoints and is none: damaged ones, and what a kill left."""
+    """The names of damaged checkpoints that were set aside, and of what a kill left."""
     return [path.name for path in (*sorted(folder.glob(f"{ASIDE}*")), *left_overs(folder))]
 
 
 def describe(path: Path) -> Iterator[str]:
-    """What is inside of one checkpoint, line by line. Raises UserError where its manifest is damaged."""
+    """The contents of one checkpoint, line by line. Raises UserError if its manifest is damaged."""
     manifest = read_manifest(path)
     yield f"{path}: {'no step' if manifest.step is None else f'step {manifest.step}'}, {size(manifest.bytes)}"
     progress = manifest.state.get("progress")

@@ -1,4 +1,4 @@
-"""The parameters of a checkpoint alone, read and written without a process group."""
+"""Reads and writes the parameters of a checkpoint without a process group."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,20 +12,16 @@ from models.config import ModelConfig
 from models.hf import parameter_shapes
 from parallel.errors import UserError
 from parallel.float8 import without_wrapper
-from recipes.checkpoint.files import Piece, check_files, read_manifest, write_shard
-from recipes.checkpoint.folder import complete
-from recipes.checkpoint.storage import CODES, DTYPES, assemble, raw, read_tensors, shard_name
+from recipes.checkpoint.files import Piece, check_files, complete, read_manifest, write_shard
+from recipes.checkpoint.storage import CODES, DTYPES, PARAMETERS, assemble, raw, read_tensors, shard_name
 from recipes.files.layout import MODEL
-
-PARAMETERS = "model."
-"""What the names of parameters begin with inside of a checkpoint."""
 
 
 class StoredParameters:
-    """The parameters of a checkpoint, without optimizer or process group: one at a time, or a model's own shards."""
+    """The parameters of a checkpoint: read one at a time, or into the shards of a model."""
 
     def __init__(self, path: Path, model: ModelConfig) -> None:
-        """Raises one UserError that lists all parameters of the model that are not there; Damage where it shows."""
+        """Raises one UserError that lists all missing parameters; Damage if the checkpoint shows any."""
         self.path = path
         self._manifest = read_manifest(path)
         check_files(path, self._manifest)
@@ -43,13 +39,13 @@ class StoredParameters:
         return DTYPES[self._manifest.tensors[PARAMETERS + name].dtype]
 
     def read(self, name: str) -> Tensor:
-        """One parameter, whole, on the CPU."""
+        """One whole parameter, on the CPU."""
         values = torch.empty(self._manifest.tensors[PARAMETERS + name].shape, dtype=self.dtype(name))
         self._read({name: values})
         return values
 
     def read_into(self, model: nn.Module) -> None:
-        """Fill a model, sharded or not, with what belongs to this process."""
+        """Fill a model with its parameters; if it is sharded, with the shards of this process."""
         state: dict[str, Any] = {
             name: without_wrapper(cast(Tensor, value)) for name, value in get_model_state_dict(model).items()
         }
@@ -67,9 +63,13 @@ def write_parameters(
     *,
     files: Mapping[str, str],
 ) -> None:
-    """Fill an empty folder with a checkpoint of parameters alone. files: name -> text of what lies beside them.
+    """Write a checkpoint of parameters alone to an empty folder, with one parameter in memory at a time.
 
-    Each parameter is asked for when it is its turn, so that the memory holds one at a time.
+    Args:
+        folder: the empty folder.
+        shapes: name -> shape and dtype of every parameter.
+        read: returns the parameter of a name.
+        files: name -> text of the small files in the checkpoint.
     """
     pieces = [
         Piece(PARAMETERS + name, CODES[dtype], (0,) * len(shape), shape, whole=True)

@@ -1,16 +1,24 @@
-"""What is no tensor in a checkpoint, the progress of the run and the optimizer's numbers, checked when it is read."""
+"""The state that a checkpoint holds: tensors by name, the optimizer's hyperparameters and the progress of the run."""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from annotated_types import Interval, MaxLen
 from pydantic import FiniteFloat, TypeAdapter
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim import Optimizer
 
 from parallel.errors import UserError
-from recipes.checkpoint.manifest import Count, Damage, Manifest
+from parallel.float8 import without_wrapper
+from recipes.checkpoint.errors import Damage
+from recipes.checkpoint.manifest import Count, Manifest
+from recipes.checkpoint.storage import PARAMETERS
 from recipes.optimization.skip_steps import WINDOW
 
+MOMENTS = "optimizer."
+"""Prefix of the names of the optimizer's tensors in a checkpoint: optimizer.PARAMETER.KIND."""
 PROGRESS: dict[str, TypeAdapter[Any]] = {
     "sequences": TypeAdapter(Count),
     "tokens": TypeAdapter(Count),
@@ -19,21 +27,53 @@ PROGRESS: dict[str, TypeAdapter[Any]] = {
     "trained_on": TypeAdapter(dict[str, str]),
     "wandb_id": TypeAdapter(Annotated[str, MaxLen(200)]),
 }
-"""What a run goes on from, each where it is there: older versions saved less. Other keys nobody reads."""
+"""The keys of the progress that a run reads, with their types. Any may be missing: older versions saved fewer."""
 REQUIRED = ("lr", "betas", "eps", "weight_decay")
-"""What recipes set of an optimizer. The rest are defaults of torch, of which another version may have others."""
+"""The hyperparameters that recipes set. The others are defaults of torch, and differ between its versions."""
+
+
+def named_tensors(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Parameters and optimizer tensors by name, not copied, and the optimizer's groups.
+
+    Names are those of the plain model. Parameters come without the class that float8 all-gather wraps them in: a
+    checkpoint must load without torchao.
+    """
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    found = {PARAMETERS + name: without_wrapper(cast(Tensor, value)) for name, value in model_state.items()}
+    for parameter, values in cast(Mapping[str, Any], optimizer_state["state"]).items():
+        for kind, value in values.items():
+            assert isinstance(value, Tensor), f"optimizer state {kind} of {parameter} is not a tensor"
+            found[f"{MOMENTS}{parameter}.{kind}"] = value
+    return found, cast(list[dict[str, Any]], optimizer_state["param_groups"])
+
+
+def restore(
+    model: nn.Module, optimizer: Optimizer, tensors: Mapping[str, Tensor], groups: list[dict[str, Any]]
+) -> None:
+    """Put tensors by name, and the groups of the optimizer, into model and optimizer."""
+    moments: dict[str, dict[str, Tensor]] = {}
+    for name, value in tensors.items():
+        if name.startswith(MOMENTS):
+            parameter, _, kind = name.removeprefix(MOMENTS).rpartition(".")
+            moments.setdefault(parameter, {})[kind] = value
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict={n.removeprefix(PARAMETERS): v for n, v in tensors.items() if n.startswith(PARAMETERS)},
+        optim_state_dict={"state": cast(Any, moments), "param_groups": groups},
+    )
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of an optimizer's group, and its parameters' names. Which kernel steps them is no state of a run."""
+    """The numbers and parameter names of an optimizer's group, without options such as which kernel to use."""
     numbers = (int, float, tuple)
     return {key: value for key, value in group.items() if key == "params" or type(value) in numbers}
 
 
 def checked(manifest: Manifest, groups: list[dict[str, Any]], path: Path) -> dict[str, Any]:
-    """The progress, and the optimizer's groups with the stored numbers in them, of the types that a run needs.
+    """The stored progress, and the optimizer's groups with the stored hyperparameters, with their types checked.
 
-    Raises Damage, or UserError for another optimizer.
+    Raises Damage, or UserError if the checkpoint is of a different optimizer.
     """
     try:
         progress, stored = manifest.state["progress"], manifest.state["optimizer"]
@@ -43,7 +83,7 @@ def checked(manifest: Manifest, groups: list[dict[str, Any]], path: Path) -> dic
             match = by_names.get(tuple(sorted(group["params"])))
             required = [key for key in REQUIRED if key in group]
             if match is None or not match.keys() >= set(required):
-                raise UserError(f"{path} was saved with another optimizer, or other groups of parameters in it")
+                raise UserError(f"{path} was saved with a different optimizer, or with different parameter groups")
             found.append(dict(group) | {key: _as(group[key], match[key]) for key in required})
         if not isinstance(progress, dict):
             raise TypeError("progress")
@@ -51,12 +91,12 @@ def checked(manifest: Manifest, groups: list[dict[str, Any]], path: Path) -> dic
             PROGRESS[key].validate_python(progress[key], strict=True)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         why = " ".join(repr(error).split())[:300]
-        raise Damage(f"{path}: the manifest's state is not what a run needs ({why})") from None
+        raise Damage(f"{path}: the state in the manifest is not valid ({why})") from None
     return {"progress": progress, "optimizer": found}
 
 
 def _as(present: Any, stored: Any) -> Any:
-    """A hyperparameter from JSON, of the type that the optimizer has now."""
+    """A hyperparameter from JSON, converted to the type that the optimizer has now."""
     if isinstance(present, tuple | list):
         return type(present)(_as(one, other) for one, other in zip(present, stored, strict=True))
     if isinstance(present, float) and type(stored) is int:

@@ -1,7 +1,7 @@
-"""Between tensors, sharded or not, and the files of a checkpoint.
+"""Converts between tensors, sharded or not, and the files of a checkpoint.
 
-What goes where is decided by the planners of torch.distributed.checkpoint (DCP), which know every way to shard a
-tensor; only this room knows them. Its storage, which pickles, is not used.
+The planners of torch.distributed.checkpoint (DCP), which know every way to shard a tensor, decide what goes where. Only
+this folder uses DCP. Its storage is not used, because it pickles.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +36,8 @@ from recipes.checkpoint.manifest import (
     StoredTensor,
 )
 
+PARAMETERS = "model."
+"""Prefix of the names of parameters in a checkpoint."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -48,16 +50,17 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""safetensors' names."""
+"""Name in safetensors -> dtype."""
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 READ_BYTES = 16 * BLOCK_BYTES
-"""Read at a time on the way to where bytes cannot be read to directly."""
+"""How many bytes to read at a time when they cannot be read directly into the tensor."""
 
 Written = tuple[str, StoredFile, list[tuple[Piece, Chunk]]]
-"""A shard's name, its file, and what is in it."""
+"""A shard's name, its file and its contents."""
 
 
 def shard_name(rank: int, world_size: int) -> str:
+    """The file name of the shard that a process writes."""
     return f"shard-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
@@ -66,23 +69,23 @@ def shard_name(rank: int, world_size: int) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which parts of which tensors this process writes. Stays valid while names, shapes and sharding stay."""
+    """Which parts of which tensors this process writes. Valid as long as names, shapes and sharding do not change."""
 
     pieces: list[Piece]
     """In the order of the shard."""
     layout: dict[str, tuple[str, tuple[int, ...]]]
-    """Dtype and shape of every tensor; on rank 0 alone."""
+    """Dtype and shape of every tensor; on rank 0 only."""
     signature: list[Any]
     _items: list[WriteItem]
 
     def tensors(self, state: Mapping[str, Tensor]) -> Iterator[Tensor]:
-        """What the pieces hold now, on whatever device."""
+        """The current values of the pieces, on their device."""
         planner = _save_planner(state)
         return (cast(Tensor, planner.resolve_data(item)).detach() for item in self._items)
 
 
 def make_plan(state: Mapping[str, Tensor], *, group: dist.ProcessGroup) -> Plan:
-    """Divide the tensors among the processes: every element is written once, replicas share the work. All call it."""
+    """Divide the tensors among the processes: every element is written once, replicas share the work. Collective."""
     local = _save_planner(state).create_local_plan()
     main, size = dist.get_rank() == 0, dist.get_world_size()
     plans: list[Any] = [None] * size
@@ -104,7 +107,7 @@ def make_plan(state: Mapping[str, Tensor], *, group: dist.ProcessGroup) -> Plan:
 
 
 def signature(state: Mapping[str, Tensor]) -> list[Any]:
-    """What a plan depends on."""
+    """Everything that a plan depends on."""
     return [
         (name, value.shape, value.dtype, value.placements if isinstance(value, DTensor) else None)
         for name, value in state.items()
@@ -119,29 +122,29 @@ def _save_planner(state: Mapping[str, Tensor]) -> DefaultSavePlanner:
 
 def _piece(item: WriteItem) -> Piece:
     about = item.tensor_data
-    assert about is not None, f"{item.index.fqn} is no tensor"
+    assert about is not None, f"{item.index.fqn} is not a tensor"
     if about.properties.dtype not in CODES:
-        raise UserError(f"{item.index.fqn} has elements of type {about.properties.dtype}, which no checkpoint holds")
+        raise UserError(f"{item.index.fqn} has elements of type {about.properties.dtype}, which no checkpoint can hold")
     start, shape = tuple(about.chunk.offsets), tuple(about.chunk.sizes)
     return Piece(item.index.fqn, CODES[about.properties.dtype], start, shape, whole=shape == tuple(about.size))
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor; in its own memory, if it is contiguous on the CPU."""
+    """The bytes of a tensor; not copied if it is contiguous and on the CPU."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 class HostMemory:
-    """Memory of the host that one save after the other is copied to, so that training may go on meanwhile."""
+    """Host memory that every save is copied to, so that training can continue while it is written."""
 
     SEGMENT = 512 << 20
-    """Allocated at a time: torch rounds pinned memory up to a power of two."""
+    """Bytes to allocate at a time: torch rounds pinned memory up to a power of two."""
 
     def __init__(self) -> None:
         self._segments: list[Tensor] = []
 
     def copy(self, tensors: Sequence[Tensor]) -> list[memoryview]:
-        """The bytes of each tensor. They stay as they are until the next call."""
+        """Copies of the bytes of each tensor, valid until the next call."""
         copies, segment, used, devices = [], 0, 0, set()
         left = sum(-(-tensor.nbytes // 16) * 16 for tensor in tensors)
         for tensor in tensors:
@@ -152,13 +155,13 @@ class HostMemory:
                 segment += 1
             if segment == len(self._segments):
                 pinned = tensor.device.type == "cuda"
-                room = max(size, min(left, self.SEGMENT))
-                self._segments.append(torch.empty(room, dtype=torch.uint8, pin_memory=pinned))
+                length = max(size, min(left, self.SEGMENT))
+                self._segments.append(torch.empty(length, dtype=torch.uint8, pin_memory=pinned))
             place = self._segments[segment][used : used + size]
-            # Not the bytes of the tensor: it need not be contiguous.
+            # Copied as a tensor, not as bytes: it need not be contiguous.
             place.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
             copies.append(place.numpy().data)
-            used += -(-size // 16) * 16  # so that every copy is aligned to its elements
+            used += -(-size // 16) * 16  # aligns every copy to its elements
             left -= -(-size // 16) * 16
             devices.add(tensor.device)
         for device in devices:
@@ -173,7 +176,7 @@ def assemble(
     layout: Mapping[str, tuple[str, tuple[int, ...]]],
     shards: Sequence[Written],
 ) -> Manifest:
-    """What the manifest says of tensors, from what each process wrote."""
+    """The manifest, from what each process wrote."""
     chunks: dict[str, list[Chunk]] = {name: [] for name in layout}
     for _, _, pieces in shards:
         for piece, chunk in pieces:
@@ -189,9 +192,9 @@ def assemble(
 
 
 def read_tensors(path: Path, manifest: Manifest, state: Mapping[str, Tensor]) -> None:
-    """Fill these tensors, or this process's shards of them, with the numbers of a checkpoint, however it was sharded.
+    """Fill these tensors, or this process's shards of them, from a checkpoint, however that was sharded.
 
-    Every byte read is verified. Raises Damage; UserError where a tensor is not there or has another shape.
+    Every byte read is verified. Raises Damage, or UserError if a tensor is missing or has another shape.
     """
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     for name, value in state.items():
@@ -202,7 +205,7 @@ def read_tensors(path: Path, manifest: Manifest, state: Mapping[str, Tensor]) ->
     planner.set_up_planner(dict(state), _metadata(manifest), False)
     by_file: dict[str, list[tuple[Chunk, ReadItem]]] = {}
     chunks = {(name, chunk.start): chunk for name in state for chunk in manifest.tensors[name].chunks}
-    # DCP's plan for all processes together is no other than that of each for itself.
+    # DCP's global plan for loading is the same as the local plans.
     for item in planner.create_local_plan().items:
         assert item.storage_index.offset is not None
         chunk = chunks[item.storage_index.fqn, tuple(item.storage_index.offset)]
@@ -219,7 +222,7 @@ def read_tensors(path: Path, manifest: Manifest, state: Mapping[str, Tensor]) ->
 def _read_box(
     reader: ShardReader, descriptor: int, name: str, dtype: torch.dtype, chunk: Chunk, item: ReadItem, target: Tensor
 ) -> None:
-    """Read the part of a chunk that belongs into `target`, which has its shape."""
+    """Read the part of a chunk that this item needs into `target`, which has the shape of that part."""
     start, lengths = tuple(item.storage_offsets), tuple(item.lengths)
     if not target.numel():
         return
@@ -237,7 +240,7 @@ def _read_box(
             piece.copy_(values)
             first += values.numel() * dtype.itemsize
         return
-    # Cut by columns, there or here: whole rows are read, and what belongs to others is dropped.
+    # Cut by columns, in the checkpoint or here: read whole rows, and drop what other processes need.
     values = torch.empty(rows, dtype=dtype)
     reader.read(descriptor, name, chunk, first, raw(values))
     for axis, (begin, length) in enumerate(zip(start[1:], lengths[1:], strict=True), 1):
@@ -246,7 +249,7 @@ def _read_box(
 
 
 def _metadata(manifest: Manifest) -> Metadata:
-    """The manifest as DCP's planner knows it."""
+    """The manifest in the form that DCP's planner expects."""
     return Metadata(
         {
             name: TensorStorageMetadata(

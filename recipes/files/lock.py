@@ -40,17 +40,11 @@ class NoLocks(OSError):
 def open_locked(
     file: Path, *, owner: Literal["process", "descriptor"], shared: bool = False, wait: bool = False
 ) -> int | None:
-    """Open a file and lock it.
+    """Open a file and lock it; owner says which kind of lock (see above). wait: until the lock is free.
 
-    Args:
-        owner: the kind of lock; see the top of this module.
-        shared: conflict with exclusive locks only, and do not create the file.
-        wait: wait until the lock is free.
-
-    Returns: the descriptor, which holds the lock until it is closed; None if another holds the lock, or if the file
-        was removed or replaced meanwhile.
-
-    Raises: NoLocks if the file cannot be locked at all; another OSError if it cannot be opened.
+    shared: conflict with exclusive locks only, and do not create the file. Returns the descriptor, which holds the lock
+    until it is closed; None if another holds the lock, or the file was removed or replaced in the meantime. Raises
+    NoLocks if the file system cannot lock the file; another OSError if it cannot be opened.
     """
     descriptor = _open(file, owner=owner, shared=shared)
     error = None

@@ -124,7 +124,7 @@ def build_run(loaded: LoadedRecipe, world: World, console: Console, clock: RunCl
     guard.restore(progress)
     clock.step = progress.get("step", 0)
     if checkpoints and recipe.checkpoint.every and clock.step < recipe.run.steps:
-        checkpoints.require_room(built.parameters, moments=getattr(torch, recipe.optimizer.state_dtype))
+        checkpoints.require_space(built.parameters, moments=getattr(torch, recipe.optimizer.state_dtype))
     # Only now: until here a signal ends the process, and a run that could not start leaves nothing behind.
     interruption = Interruption()
     _claim_folder(recipe, world, lock, console, done=clock.step)

@@ -25,7 +25,7 @@ def fingerprints(tensors: dict[str, Tensor]) -> dict[str, str]:
 
 
 def write(folder: Path, moments: str = "float32") -> dict[str, str]:
-    """Two steps of the small model on all processes, sharded; returns what every number was."""
+    """Save two steps of the small model, sharded over all processes; returns the fingerprints of its state."""
     from parallel.dist import start, stop
     from recipes.checkpoint.checkpoints import Checkpoints
 
@@ -40,7 +40,7 @@ def write(folder: Path, moments: str = "float32") -> dict[str, str]:
 
 
 def write_imported(folder: Path) -> dict[str, str]:
-    """Parameters alone, in bfloat16, as an import writes them."""
+    """Write parameters alone, in bfloat16, as an import does; returns their fingerprints."""
     from models.hf import parameter_shapes
     from recipes.checkpoint.parameters import write_parameters
 

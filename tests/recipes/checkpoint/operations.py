@@ -1,4 +1,4 @@
-"""Records what a save does to the file system, and does any beginning of it again elsewhere."""
+"""Records what a save does to the file system, and replays any number of the first operations elsewhere."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -11,12 +11,12 @@ import pytest
 
 NAMES = ("open", "write", "fsync", "close", "mkdir", "rename", "unlink", "rmdir")
 Operation = tuple[str, str, Any]
-"""Kind, path, and the bytes written, or the new name."""
+"""Kind, path, and the bytes written or the new name."""
 
 
 @dataclass
 class Recorder:
-    """Stands between the program and the operating system while it records; may refuse them from the n-th on."""
+    """Records the program's calls of the operating system; may refuse all from the n-th on."""
 
     root: Path
     operations: list[Operation] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Recorder:
                 others["dir_fd"] = dir_fd
             path = os.path.relpath(path, self.root) if path else ""
             operation = self._operation(name, path, arguments) if path and not path.startswith("..") else None
-            if operation and len(self.operations) == self.refuse_at:  # and so are all that follow
+            if operation and len(self.operations) == self.refuse_at:  # this one and all that follow
                 assert self.error is not None
                 raise self.error
             result = original(target, *arguments, **others)
@@ -54,7 +54,7 @@ class Recorder:
         return call
 
     def _operation(self, name: str, path: str, arguments: tuple[Any, ...]) -> Operation | None:
-        """The operation, if it is one that changes anything."""
+        """The operation, if it changes anything."""
         if name == "close" or (name == "open" and not arguments[0] & os.O_CREAT):
             return None
         detail: Any = None
@@ -66,9 +66,9 @@ class Recorder:
 
 
 def replay(operations: list[Operation], root: Path, *, durable_only: bool) -> None:
-    """Do them again below an empty root.
+    """Replay operations below an empty root.
 
-    durable_only: as if the power failed then, and the disk had every name, but of contents only what was synced.
+    durable_only: as if the power failed then, and the disk kept every name, but only the contents that were synced.
     """
     waiting: dict[str, list[bytes]] = {}
     for kind, path, detail in operations:
@@ -94,23 +94,23 @@ def replay(operations: list[Operation], root: Path, *, durable_only: bool) -> No
 
 @dataclass
 class Names:
-    """What a disk may have after a power cut: of contents, what was synced; of names, at least what was synced.
+    """What a disk may keep after a power cut: the contents that were synced, and at least the names that were synced.
 
-    Every creation, renaming and deletion waits until its folder is synced, and may come to the disk before that or not,
-    whatever becomes of those before and after it. (Renaming from one folder into another would be two changes; no save
-    does that.)
+    Every creation, renaming and deletion is pending until its folder is synced. Before that it may reach the disk or
+    not, independently of those before and after it. (Renaming from one folder into another would be two changes; no
+    save does that.)
     """
 
     changes: list[tuple[int, dict[str, int | None]]] = field(default_factory=list)
-    """Folder and the names in it that become something else, by number of what they stand for then; not yet synced."""
+    """Changes not yet synced: a folder, and name -> number of what the name means afterwards."""
     _folders: dict[int, dict[str, int]] = field(default_factory=lambda: {0: {}})
-    """As programs see them. What there is has a number; 0 is the root."""
+    """As programs see them. Every file and folder has a number; the root has 0."""
     _durable: dict[int, dict[str, int]] = field(default_factory=lambda: {0: {}})
     _contents: dict[int, bytes] = field(default_factory=dict)
     _durable_contents: dict[int, bytes] = field(default_factory=dict)
 
     def apply(self, operation: Operation) -> None:
-        """Do the next operation."""
+        """Replay the next operation."""
         kind, path, detail = operation
         if kind == "fsync" and (number := self._find(path)) in self._folders:
             for folder, change in self.changes:
@@ -137,7 +137,7 @@ class Names:
             self.changes.append((parent, change))
 
     def write(self, root: Path, kept: set[int]) -> None:
-        """Make what the disk has if of the waiting changes these came to it, by their place in the list."""
+        """Write what the disk has if these pending changes, by index, reached it."""
         folders = {number: dict(names) for number, names in self._durable.items()}
         for place in sorted(kept):
             folder, change = self.changes[place]
@@ -173,7 +173,7 @@ def _flush(place: Path, pieces: list[bytes]) -> None:
 
 
 def torn(operations: list[Operation]) -> Iterator[list[Operation]]:
-    """Every beginning of these operations; of a write also its first half alone."""
+    """Every prefix of these operations; after a prefix that ends before a write, also one with half of that write."""
     for end in range(len(operations) + 1):
         yield operations[:end]
         if end < len(operations) and operations[end][0] == "write":

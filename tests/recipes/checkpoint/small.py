@@ -1,4 +1,4 @@
-"""A model of a few kilobytes, trained a little, and what the tests of checkpoints look at."""
+"""A model of a few kilobytes, trained for a few steps, and helpers that compare its state."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -30,13 +30,13 @@ SMALL = replace(
 def build(
     *, seed: int, mode: str = "none", mesh: MeshConfig = SHARD_ALL, moments: str = "float32"
 ) -> tuple[nn.Module, Optimizer]:
-    """The model on the mesh of the process group that is there, and its optimizer."""
+    """The model on a mesh of the current process group, and its optimizer."""
     model, _ = build_model(SMALL, seed=seed, mode=mode, mesh=mesh)
     return model, build_optimizer(model, OptimizerConfig(lr=0.01, state_dtype=moments))
 
 
 def step(model: nn.Module, optimizer: Optimizer, *, seed: int) -> float:
-    """One optimizer step on random tokens, the same on all processes; its loss."""
+    """Do one optimizer step on random tokens, the same on all processes. Returns its loss."""
     tokens = torch.randint(SMALL.vocabulary, (2, 9), generator=torch.Generator().manual_seed(seed))
     loss = model(tokens[:, :-1], tokens[:, 1:]) / 16
     loss.backward()
@@ -53,7 +53,7 @@ def trained(steps: int = 2, *, mesh: MeshConfig = SHARD_ALL, moments: str = "flo
 
 
 def snapshot(model: nn.Module, optimizer: Optimizer, *, whole: bool = False) -> dict[str, Tensor]:
-    """Every number that the next step depends on, by name: of this process's shards, or whole ones."""
+    """Copies of all tensors that the next step depends on, by name: this process's shards, or whole tensors."""
     found = {}
     for name, parameter in model.named_parameters():
         states = {"": parameter, **optimizer.state[parameter]}
@@ -65,7 +65,7 @@ def snapshot(model: nn.Module, optimizer: Optimizer, *, whole: bool = False) -> 
 
 
 def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    """Names whose values differ in a bit."""
+    """Names whose values differ in any bit."""
     assert one.keys() == other.keys()
     return [name for name in one if not torch.equal(one[name], other[name])]
 

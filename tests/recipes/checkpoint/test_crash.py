@@ -1,4 +1,4 @@
-"""A save that breaks off at any point: what is found then is the old checkpoint or the new one, whole."""
+"""Saves that are interrupted at any point leave the old checkpoint or the new one intact."""
 
 import errno
 import shutil
@@ -31,7 +31,7 @@ def no_damage(line: str) -> None:
 
 
 def recorded(run: Run, folder: Path, name: str = "checkpoints") -> tuple[list[Operation], int]:
-    """Operations of a save of step 1 and of one of step 2, which deletes the first; how many belong to the first."""
+    """The operations of a save of step 1 and of one of step 2, which deletes the first; how many the first has."""
     recorder = Recorder(folder)
     checkpoints = Checkpoints(folder / name, keep=1, files={"data.json": "{}\n"})
     with recorder.recording():
@@ -44,11 +44,13 @@ def recorded(run: Run, folder: Path, name: str = "checkpoints") -> tuple[list[Op
 
 
 @pytest.mark.parametrize("durable_only", [False, True], ids=["killed", "power cut"])
-def test_every_beginning_of_a_save_leaves_the_old_or_the_new(durable_only: bool, run: Run, tmp_path: Path) -> None:
+def test_interrupted_save_leaves_the_old_or_the_new_checkpoint_intact(
+    durable_only: bool, run: Run, tmp_path: Path
+) -> None:
     (tmp_path / "recorded").mkdir()
     operations, first = recorded(run, tmp_path / "recorded")
     kinds = [kind for kind, _, _ in operations]
-    assert kinds.count("rename") == 3 and kinds.count("unlink") == 3  # two commits; the first one goes
+    assert kinds.count("rename") == 3 and kinds.count("unlink") == 3  # two commits, one deletion
     final = contents(step_folder(tmp_path / "recorded" / "checkpoints", 2))
     seen = []
     for number, beginning in enumerate(torn(operations)):
@@ -57,7 +59,7 @@ def test_every_beginning_of_a_save_leaves_the_old_or_the_new(durable_only: bool,
         replay(beginning, root, durable_only=durable_only)
         folder = root / "checkpoints"
         newest = newest_whole(folder, log=no_damage)
-        for found in checkpoint_steps(folder):  # the older one too, while it is there
+        for found in checkpoint_steps(folder):  # also the older one, while it exists
             assert verify(step_folder(folder, found)).step == found
         if newest == 2:
             assert contents(step_folder(folder, 2)) == final
@@ -66,11 +68,20 @@ def test_every_beginning_of_a_save_leaves_the_old_or_the_new(durable_only: bool,
         seen.append(newest or 0)
     assert seen == sorted(seen) and set(seen) == {0, 1, 2}
 
-    # What is left anywhere, the next save clears, and a run goes on from it.
+
+@pytest.mark.parametrize("durable_only", [False, True], ids=["killed", "power cut"])
+def test_run_resumes_after_an_interrupted_save_and_its_next_save_deletes_the_rest(
+    durable_only: bool, run: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "recorded").mkdir()
+    operations, _ = recorded(run, tmp_path / "recorded")
     before = snapshot(*run)
-    root = tmp_path / str(seen.index(2) - 2)
+    commits = [number for number, (kind, _, _) in enumerate(operations) if kind == "rename"]
+    root = tmp_path / "interrupted"
+    root.mkdir()
+    replay(operations[: commits[1]], root, durable_only=durable_only)  # just before the new one gets its name
     checkpoints = Checkpoints(root / "checkpoints", keep=2)
-    assert any(name.startswith(".partial") for name in names(checkpoints.folder)) and checkpoints.steps() == [1]
+    assert names(checkpoints.folder) == [".partial-00000002", "step-00000001"] and checkpoints.steps() == [1]
     fresh = build(seed=5)
     checkpoints.load(*fresh, step=1)
     step(*fresh, seed=9)
@@ -79,8 +90,8 @@ def test_every_beginning_of_a_save_leaves_the_old_or_the_new(durable_only: bool,
     assert checkpoints.finish() == 2 and names(checkpoints.folder) == ["step-00000001", "step-00000002"]
 
 
-def test_a_power_cut_may_take_every_name_that_was_not_synced(run: Run, tmp_path: Path) -> None:
-    """All of them, none, each alone, and all but each: what has the name of a checkpoint is one, and saved is saved."""
+def test_power_cut_that_loses_unsynced_names_leaves_an_intact_checkpoint(run: Run, tmp_path: Path) -> None:
+    """It may lose all unsynced names, none, any single one, or all but one."""
     (tmp_path / "recorded").mkdir()
     name = "runs/one/checkpoints"
     operations, first = recorded(run, tmp_path / "recorded", name)
@@ -106,16 +117,16 @@ def test_a_power_cut_may_take_every_name_that_was_not_synced(run: Run, tmp_path:
     assert seen == {None, 1, 2}
 
 
-def test_an_error_at_any_operation_costs_no_checkpoint(run: Run, tmp_path: Path) -> None:
-    """Whatever the disk refuses, and whenever: the old one is there, training goes on, and the next save succeeds."""
+def test_error_at_any_operation_costs_no_older_checkpoint(run: Run, tmp_path: Path) -> None:
+    """Whatever fails, the old checkpoint stays, training continues, and the next save succeeds."""
     operations, first = recorded(run, tmp_path)
     (tmp_path / "checkpoints" / "step-00000002").rename(tmp_path / "checkpoints" / "step-00000001x")
-    reasons = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota of the disk is used up", errno.EIO: "OSError"}
+    reasons = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is exceeded", errno.EIO: "OSError"}
     for at in range(len(operations) - first):
         code = list(reasons)[at % 3]
         folder = tmp_path / f"at-{at}"
-        told: list[str] = []
-        checkpoints = Checkpoints(folder, keep=1, files={"data.json": "{}\n"}, log=told.append)
+        logged: list[str] = []
+        checkpoints = Checkpoints(folder, keep=1, files={"data.json": "{}\n"}, log=logged.append)
         checkpoints.save(*run, step=1)
         checkpoints.finish()
         before = snapshot(*run)
@@ -124,16 +135,16 @@ def test_an_error_at_any_operation_costs_no_checkpoint(run: Run, tmp_path: Path)
             checkpoints.save(*run, step=2)
             checkpoints.finish()
         assert differences(snapshot(*run), before) == []
-        assert told[0].startswith("step      1  saved")
+        assert logged[0].startswith("step      1  saved")
         newest = newest_whole(folder, log=no_damage)
         assert newest is not None
         for found in checkpoint_steps(folder):
             verify(step_folder(folder, found))
-        if "NOT SAVED" in told[-1]:
-            assert reasons[code] in told[-1] and len(told) == 2, (at, told)
-        else:  # it came to be, but the old one is still there, or the rest of it
-            assert newest == 2 and reasons[code] in told[1], (at, told)
-            assert "cannot be deleted" in told[1] or "older checkpoints are kept" in told[1], (at, told)
-        told.clear()
+        if "NOT SAVED" in logged[-1]:
+            assert reasons[code] in logged[-1] and len(logged) == 2, (at, logged)
+        else:  # it is saved, but the old one was not deleted, or only in part
+            assert newest == 2 and reasons[code] in logged[1], (at, logged)
+            assert "cannot be deleted" in logged[1] or "older checkpoints are kept" in logged[1], (at, logged)
+        logged.clear()
         checkpoints.save(*run, step=3)
-        assert checkpoints.finish() == 3 and names(folder) == ["step-00000003"], (at, told)
+        assert checkpoints.finish() == 3 and names(folder) == ["step-00000003"], (at, logged)

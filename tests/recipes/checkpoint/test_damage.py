@@ -1,4 +1,4 @@
-"""A thousand ways to spoil a checkpoint on the disk, each of which is refused with the place."""
+"""Damaged files of a checkpoint are found, and the error says where the damage is."""
 
 import random
 import re
@@ -32,7 +32,7 @@ def refusal(path: Path) -> str:
     return str(refused.value)
 
 
-def test_every_flipped_bit_is_found_and_named(copy: Path) -> None:
+def test_every_flipped_bit_is_found_and_located(copy: Path) -> None:
     draw = random.Random(0)
     originals = contents(copy)
     tensors = {
@@ -42,7 +42,7 @@ def test_every_flipped_bit_is_found_and_named(copy: Path) -> None:
         ]
         for name in originals
     }
-    for number in range(1000):  # in turn: the small files would hardly ever be hit otherwise
+    for number in range(1000):  # files in turn: a random choice by size would hardly ever hit the small ones
         name = list(originals)[number % len(originals)]
         byte = draw.randrange(len(originals[name]))
         content = bytearray(originals[name])
@@ -59,17 +59,32 @@ def test_every_flipped_bit_is_found_and_named(copy: Path) -> None:
     verify(copy)
 
 
-def test_truncated_missing_and_swapped_files(copy: Path) -> None:
+def test_truncated_files_are_found(copy: Path) -> None:
     draw = random.Random(1)
-    originals = contents(copy)
-    for name, content in originals.items():
+    for name, content in contents(copy).items():
         for end in {0, 1, len(content) - 1, *draw.sample(range(len(content)), min(8, len(content)))}:
             (copy / name).write_bytes(content[:end])
             assert "cut off" in refusal(copy)
+        (copy / name).write_bytes(content)
+
+
+def test_files_that_are_too_long_are_found(copy: Path) -> None:
+    for name, content in contents(copy).items():
         (copy / name).write_bytes(content + b"\n")
         assert "too long" in refusal(copy) or name == MANIFEST
+        (copy / name).write_bytes(content)
+
+
+def test_missing_files_are_found(copy: Path) -> None:
+    for name, content in contents(copy).items():
         (copy / name).unlink()
         assert refusal(copy) == f"{copy / name} is missing"
+        (copy / name).write_bytes(content)
+
+
+def test_swapped_files_are_found(copy: Path) -> None:
+    originals = contents(copy)
+    for name, content in originals.items():
         for other, foreign in originals.items():
             if other != name:
                 (copy / name).write_bytes(foreign)
@@ -78,26 +93,23 @@ def test_truncated_missing_and_swapped_files(copy: Path) -> None:
     verify(copy)
 
 
-def test_a_shard_of_another_step_is_foreign(tmp_path: Path) -> None:
-    """The same tensors, the same sizes: only the numbers tell."""
+def test_shard_of_another_step_is_found(tmp_path: Path) -> None:
+    """It has the same tensors and the same size; only the values differ."""
     start("cpu", seed=0)
     for steps in (1, 2):
         checkpoints = Checkpoints(tmp_path, keep=2)
         checkpoints.save(*trained(steps), step=steps)
     stop()
     one, two = (next(checkpoints.path(steps).glob("*.safetensors")) for steps in (1, 2))
-    content = one.read_bytes()
+    verify(checkpoints.path(1))
     one.write_bytes(two.read_bytes())
     assert "which belong to" in refusal(checkpoints.path(1))
-    one.write_bytes(content)
-    verify(checkpoints.path(1))
 
 
-# The same as a run finds it
-
-
-def test_a_run_goes_on_from_the_one_before(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bits flipped anywhere in the newest: the run begins with the older one, whose numbers it has to the bit."""
+def test_run_resumes_from_the_older_checkpoint_if_the_newest_is_damaged(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever bit is flipped, the older checkpoint is loaded bit for bit."""
     for place in (files, storage):
         monkeypatch.setattr(place, "BLOCK_BYTES", 256)
     draw = random.Random(2)
@@ -112,15 +124,15 @@ def test_a_run_goes_on_from_the_one_before(alone: None, tmp_path: Path, monkeypa
         content = bytearray((path / name).read_bytes())
         content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
         (path / name).write_bytes(content)
-        told: list[str] = []
-        newest = newest_whole(tmp_path, log=told.append)
+        logged: list[str] = []
+        newest = newest_whole(tmp_path, log=logged.append)
         fresh = build(seed=number + 5)
         if newest == 2:
-            resuming = Checkpoints(tmp_path, keep=2, log=told.append)
+            resuming = Checkpoints(tmp_path, keep=2, log=logged.append)
             assert resuming.resume(*fresh, step=2, check=lambda path: None)["step"] == 1
         else:
             assert newest == 1
             checkpoints.load(*fresh, step=1)
-        assert (name in told[0] and "bytes" in told[0]) or "cut off" in told[0], told
+        assert (name in logged[0] and "bytes" in logged[0]) or "cut off" in logged[0], logged
         assert differences(snapshot(*fresh), before) == []
         shutil.rmtree(tmp_path / "damaged-step-00000002")

@@ -1,6 +1,8 @@
-"""Disks without room, damaged and misnamed checkpoints: what each costs, and what is told."""
+"""Full disks, damaged and misnamed checkpoints: what is lost, and what is logged."""
 
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,10 +10,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from parallel.errors import UserError
-from recipes.checkpoint import checkpoints as module
+from recipes.checkpoint import space
 from recipes.checkpoint.checkpoints import Checkpoints
+from recipes.checkpoint.errors import Damage
 from recipes.checkpoint.files import read_manifest
-from recipes.checkpoint.manifest import Damage
+from recipes.checkpoint.folder import newest_whole
 from tests.full_disk import files_of_at_most
 from tests.recipes.checkpoint.small import contents, names, trained
 
@@ -27,80 +30,100 @@ def run() -> Run:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_full_disk_costs_that_checkpoint_alone(asynchronous: bool, run: Run, tmp_path: Path) -> None:
-    told: list[str] = []
-    checkpoints = Checkpoints(tmp_path, keep=1, asynchronous=asynchronous, log=told.append)
+def test_full_disk_costs_only_the_checkpoint_being_saved(asynchronous: bool, run: Run, tmp_path: Path) -> None:
+    logged: list[str] = []
+    checkpoints = Checkpoints(tmp_path, keep=1, asynchronous=asynchronous, log=logged.append)
     checkpoints.save(*run, step=3)
     assert checkpoints.finish() == 3
     before = contents(checkpoints.path(3))
     with files_of_at_most(1024):
         checkpoints.save(*run, step=6)
         assert checkpoints.finish() == 3
-    assert told[-1] == "step      6  NOT SAVED: File too large; older checkpoints are as they were"
+    assert logged[-1] == "step      6  NOT SAVED: File too large; older checkpoints are unchanged"
     assert names(tmp_path) == ["step-00000003"] and contents(checkpoints.path(3)) == before
     checkpoints.save(*run, step=9)
     assert checkpoints.finish() == 9 and names(tmp_path) == ["step-00000009"]
 
 
-def test_a_checkpoint_is_never_written_over(run: Run, tmp_path: Path) -> None:
-    told: list[str] = []
-    checkpoints = Checkpoints(tmp_path, keep=2, log=told.append)
-    checkpoints.path(6).mkdir(parents=True)  # empty: rename() would replace it without a word
+def test_checkpoint_is_never_overwritten(run: Run, tmp_path: Path) -> None:
+    logged: list[str] = []
+    checkpoints = Checkpoints(tmp_path, keep=2, log=logged.append)
+    checkpoints.path(6).mkdir(parents=True)  # empty: rename() would silently replace it
     for number in (3, 3, 6):
         checkpoints.save(*run, step=number)
     checkpoints.report()
-    assert ["NOT SAVED" in line for line in told] == [False, True, True]
-    assert "never written over" in told[1]
+    assert ["NOT SAVED" in line for line in logged] == [False, True, True]
+    assert "never overwritten" in logged[1]
     assert names(tmp_path) == ["step-00000003", "step-00000006"] and not any(checkpoints.path(6).iterdir())
 
 
-def test_a_damaged_one_is_set_aside_and_the_one_before_it_loaded(run: Run, tmp_path: Path) -> None:
-    told: list[str] = []
-    checkpoints = Checkpoints(tmp_path, keep=3, log=told.append)
+def damage(path: Path) -> None:
+    """Change the last byte of the shard of a checkpoint."""
+    shard = next(path.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+
+
+def look_older(path: Path) -> None:
+    """Make a checkpoint look as if an older version had written it: no manifest, and a .metadata file."""
+    (path / "manifest.json").unlink()
+    (path / ".metadata").touch()
+
+
+def test_resume_sets_damaged_checkpoints_aside_and_loads_the_next_older_one(run: Run, tmp_path: Path) -> None:
+    logged: list[str] = []
+    checkpoints = Checkpoints(tmp_path, keep=3, log=logged.append)
     for number in (1, 2, 3):
         checkpoints.save(*run, step=number, progress={"tokens": number})
     for number in (2, 3):
-        shard = next(checkpoints.path(number).glob("*.safetensors"))
-        shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+        damage(checkpoints.path(number))
     checkpoints.finish()
-    told.clear()
+    logged.clear()
     checked: list[Path] = []
     assert checkpoints.resume(*run, step=3, check=checked.append) == {"tokens": 1, "step": 1}
     assert checked == [checkpoints.path(number) for number in (3, 2, 1)]
     assert names(tmp_path) == ["damaged-step-00000002", "damaged-step-00000003", "step-00000001"]
-    assert "which belong to" in told[0] and told[0].endswith("; it is set aside as damaged-step-00000003")
-    assert told[-1] == f"resumed from {checkpoints.path(1)}"
-
-    checkpoints.save(*run, step=2)  # its name is free again
-    shard = next(checkpoints.path(2).glob("*.safetensors"))
-    for path in (shard, next(checkpoints.path(1).glob("*.safetensors"))):
-        path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(UserError, match="no older checkpoint is left; the same command begins the run anew"):
-        checkpoints.resume(*run, step=2, check=checked.append)
-    assert names(tmp_path) == [f"damaged-step-0000000{end}" for end in ("1", "2", "2.1", "3")]
+    assert "which belong to" in logged[0] and logged[0].endswith("; it is set aside as damaged-step-00000003")
+    assert logged[-1] == f"resumed from {checkpoints.path(1)}"
 
 
-def test_what_looks_like_an_older_version_gives_way_to_a_whole_one(run: Run, tmp_path: Path) -> None:
-    """A lost manifest and a stray .metadata must not keep a run from its older checkpoints; alone, it stays."""
-    told: list[str] = []
+def test_resume_fails_if_all_checkpoints_are_damaged_and_keeps_what_was_set_aside_before(
+    run: Run, tmp_path: Path
+) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    (tmp_path / "damaged-step-00000002").mkdir()
+    for number in (1, 2):
+        checkpoints.save(*run, step=number)
+        damage(checkpoints.path(number))
+    with pytest.raises(UserError, match="no older checkpoint is left; the same command starts the run from the begin"):
+        checkpoints.resume(*run, step=2, check=lambda path: None)
+    assert names(tmp_path) == [f"damaged-step-0000000{end}" for end in ("1", "2", "2.1")]
+
+
+def test_checkpoints_that_look_like_an_older_version_are_set_aside_if_another_is_intact(
+    run: Run, tmp_path: Path
+) -> None:
+    logged: list[str] = []
     checkpoints = Checkpoints(tmp_path, keep=3)
     for number in (1, 2, 3):
         checkpoints.save(*run, step=number)
     for number in (2, 3):
-        (checkpoints.path(number) / "manifest.json").unlink()
-        (checkpoints.path(number) / ".metadata").touch()
-    assert module.folders.newest_whole(tmp_path, log=told.append) == 1
+        look_older(checkpoints.path(number))
+    assert newest_whole(tmp_path, log=logged.append) == 1
     assert names(tmp_path) == ["damaged-step-00000002", "damaged-step-00000003", "step-00000001"]
-    assert all("an older version of this program" in line and "set aside as damaged-" in line for line in told)
+    assert all("an older version of this program" in line and "set aside as damaged-" in line for line in logged)
 
-    (checkpoints.path(1) / "manifest.json").unlink()
-    (checkpoints.path(1) / ".metadata").touch()
+
+def test_only_checkpoint_that_looks_like_an_older_version_is_refused_and_stays(run: Run, tmp_path: Path) -> None:
+    logged: list[str] = []
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    checkpoints.save(*run, step=1)
+    look_older(checkpoints.path(1))
     with pytest.raises(UserError, match="an older version of this program"):
-        module.folders.newest_whole(tmp_path, log=told.append)
-    assert checkpoints.steps() == [1] and len(told) == 2
+        newest_whole(tmp_path, log=logged.append)
+    assert checkpoints.steps() == [1] and logged == []
 
 
-def test_a_checkpoint_under_another_name_is_refused(run: Run, tmp_path: Path) -> None:
+def test_checkpoint_under_the_name_of_another_step_is_refused(run: Run, tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     checkpoints.save(*run, step=1)
     checkpoints.path(1).rename(checkpoints.path(2))
@@ -108,62 +131,65 @@ def test_a_checkpoint_under_another_name_is_refused(run: Run, tmp_path: Path) ->
         checkpoints.load(*run, step=2)
 
 
-def test_room_is_looked_for_before_the_first_step(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import shutil
-    from types import SimpleNamespace
+def set_free_space(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=size))
 
-    told: list[str] = []
+
+def test_number_of_checkpoints_that_fit_is_logged(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[str] = []
     parameters = list(run[0].parameters())
     size = sum(12 * parameter.numel() + 4 for parameter in parameters)
-    checkpoints = Checkpoints(tmp_path / "not" / "there" / "yet", keep=2, log=told.append)
-    for free in (10 * size, 2 * size, size - 1):
-        monkeypatch.setattr(shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free))
-        if free < size:
-            with pytest.raises(UserError, match=r"a checkpoint takes 31.3 kB, but the disk of .* has 31.3 kB free"):
-                checkpoints.require_room(parameters)
-        else:
-            checkpoints.require_room(parameters)
-    assert told[0].endswith("each, the disk has room for 10")
-    assert told[1].endswith("each, the disk has room for 2; checkpoint.keep = 2 needs 3")
+    checkpoints = Checkpoints(tmp_path / "not" / "there" / "yet", keep=2, log=logged.append)
+    for free in (10 * size, 2 * size):
+        set_free_space(monkeypatch, free)
+        checkpoints.require_space(parameters)
+    assert logged[0].endswith("each, the disk has space for 10")
+    assert logged[1].endswith("each, the disk has space for 2; checkpoint.keep = 2 needs 3")
     checkpoints.save(*run, step=1)
     shard = next(checkpoints.path(1).glob("*.safetensors"))
     assert size < shard.stat().st_size < 1.5 * size + 4000
 
 
-def test_what_a_kill_left_counts_as_free(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next save clears it; before that it is nobody's to delete."""
-    import shutil
-    from types import SimpleNamespace
+def test_disk_without_space_for_one_checkpoint_is_an_error(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = list(run[0].parameters())
+    set_free_space(monkeypatch, sum(12 * parameter.numel() + 4 for parameter in parameters) - 1)
+    with pytest.raises(UserError, match=r"a checkpoint needs 31.3 kB, but the disk of .* has 31.3 kB free"):
+        Checkpoints(tmp_path / "not" / "there" / "yet", keep=2).require_space(parameters)
 
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=0))
-    told: list[str] = []
-    checkpoints = Checkpoints(tmp_path, keep=2, log=told.append)
+
+def test_left_overs_of_a_kill_count_as_free_space(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next save deletes them; until then they may belong to another process."""
+    set_free_space(monkeypatch, 0)
+    logged: list[str] = []
+    checkpoints = Checkpoints(tmp_path, keep=2, log=logged.append)
     (tmp_path / ".partial-00000004").mkdir()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "file").write_bytes(bytes(1 << 20))
     (tmp_path / ".partial-00000005").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="has 0 B free"):
-        checkpoints.require_room(run[0].parameters())
+        checkpoints.require_space(run[0].parameters())
     (tmp_path / ".partial-00000004" / "shard").write_bytes(bytes(40_000))
-    checkpoints.require_room(run[0].parameters())
-    assert "the disk has room for 1" in told[0] and (tmp_path / ".partial-00000004" / "shard").exists()
+    checkpoints.require_space(run[0].parameters())
+    assert "the disk has space for 1" in logged[0] and (tmp_path / ".partial-00000004" / "shard").exists()
 
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
-def test_the_size_that_is_told_is_that_of_the_numbers(
+def test_logged_size_is_that_of_the_tensors_and_the_small_files(
     moments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And of the files beside them; what says where they are comes on top."""
+    """The manifest and the headers of shards come on top."""
     sizes: list[int] = []
 
     def note(folder: Path, *, checkpoint_bytes: int, keep: int) -> str:
         sizes.append(checkpoint_bytes)
         return ""
 
-    monkeypatch.setattr(module, "room", note)
+    monkeypatch.setattr(space, "disk_space", note)
     model, optimizer = trained(1, moments=moments)
     checkpoints = Checkpoints(tmp_path, keep=2, files={"tokenizer.json": "ä" * 10_000})
-    checkpoints.require_room(model.parameters(), moments=getattr(torch, moments))
+    checkpoints.require_space(model.parameters(), moments=getattr(torch, moments))
     checkpoints.save(model, optimizer, step=1)
     manifest = read_manifest(checkpoints.path(1))
     numbers = sum(chunk.bytes for tensor in manifest.tensors.values() for chunk in tensor.chunks)

@@ -1,4 +1,4 @@
-"""Checkpoints of every version of the format load for ever, to the bit."""
+"""Checkpoints of every version of the format must always load, bit for bit."""
 
 import json
 
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 
 @pytest.mark.parametrize(("name", "moments"), [("sharded", "float32"), ("bfloat16", "bfloat16")])
-def test_a_run(name: str, moments: str) -> None:
-    """Of two processes, and of one that keeps its moments in bfloat16."""
+def test_golden_run_loads(name: str, moments: str) -> None:
+    """One was saved by two processes; the other has moments in bfloat16."""
     checkpoints = Checkpoints(GOLDEN / name, keep=1)
     assert checkpoints.steps() == [2]
     run = build(seed=3, moments=moments)
@@ -28,12 +28,12 @@ def test_a_run(name: str, moments: str) -> None:
     assert step(*run, seed=2) < 4
 
 
-def test_imported_parameters() -> None:
+def test_golden_imported_parameters_load() -> None:
     stored = StoredParameters(GOLDEN / "imported", SMALL)
     found = {name: stored.read(name) for name, _ in parameter_shapes(SMALL)}
     assert fingerprints(found) == EXPECTED["imported"]
 
 
 @pytest.mark.parametrize("name", ["imported", "sharded/step-00000002", "bfloat16/step-00000002"])
-def test_they_are_intact(name: str) -> None:
+def test_golden_checkpoint_is_intact(name: str) -> None:
     verify(GOLDEN / name)

@@ -1,6 +1,6 @@
-"""Checkpoints from strangers: none of their code runs, nothing outside of the folder is touched, one clear error.
+"""Malicious checkpoints: none of their code runs, nothing outside of the folder is touched, one clear error follows.
 
-Each has a manifest with a right checksum: whoever means harm can compute one.
+Each manifest has a valid checksum, because an attacker can compute one.
 """
 
 import json
@@ -33,13 +33,13 @@ STEP = "step-00000002"
 
 
 class Bomb:
-    """Leaves a file behind when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return os.system, ("touch exploded",)
 
 
-# An audit hook cannot be taken away again: there is one, which listens while a test wants it to.
+# An audit hook cannot be removed: there is one, which listens while a test wants it to.
 _heard: list[str] = []
 _allowed: list[Path] = []
 
@@ -62,7 +62,7 @@ sys.addaudithook(_listen)
 
 @contextmanager
 def silent(folder: Path) -> Iterator[None]:
-    """Nothing is executed or unpickled, and nothing outside of the folder opened, or the test fails."""
+    """Fail if anything is executed or unpickled, or anything outside of the folder is opened."""
     _heard.clear()
     _allowed.append(folder)
     try:
@@ -73,7 +73,7 @@ def silent(folder: Path) -> Iterator[None]:
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change what a manifest says, with the checksum that belongs to it."""
+    """Change a manifest, and give it a valid checksum."""
     content = json.loads((path / MANIFEST).read_text())
     del content["checksum"]
     change(content)
@@ -113,7 +113,7 @@ def huge_sparse(path: Path) -> None:
 
 
 def huge_header(path: Path) -> None:
-    """One that the file has, at no cost: it is a hole."""
+    """The file really has a header of that size, as a hole."""
     with (path / SHARD).open("r+b") as file:
         file.truncate(1 << 43)
 
@@ -137,37 +137,37 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a pickle as manifest": (lambda path: (path / MANIFEST).write_bytes(pickle.dumps(Bomb())), "not a manifest"),
     "a pickle under a right checksum": (lambda path: seal(path, pickle.dumps(Bomb())), "does not describe"),
     "a pickle as shard": (lambda path: (path / SHARD).write_bytes(pickle.dumps(Bomb())), "is cut off"),
-    "the format of before": (
+    "the older format": (
         lambda path: [(path / MANIFEST).unlink(), (path / ".metadata").write_bytes(pickle.dumps(Bomb()))],
         "older version of this program",
     ),
     "a newer version": (editing(lambda content: content.update(version=2)), "use a newer one"),
-    "another format": (editing(lambda content: content.update(format="x" * 9)), "it is called 'xxxxxxxxx'"),
+    "another format": (editing(lambda content: content.update(format="x" * 9)), "its format is 'xxxxxxxxx'"),
     "a path upwards": (editing(lambda content: rename_shard(content, "../outside")), "a file called '../outside'"),
     "an absolute path": (editing(lambda content: rename_shard(content, "/etc/passwd")), "a file called '/etc/passwd'"),
     "a folder": (editing(lambda content: rename_shard(content, "..")), "a file called '..'"),
     "a zero byte": (editing(lambda content: rename_shard(content, "a\0b")), "a file called 'a\\x00b'"),
     "a long name": (editing(lambda content: rename_shard(content, "x" * 5000)), "a file called 'xxxx"),
     "the manifest as a shard": (editing(lambda content: rename_shard(content, MANIFEST)), "a file called 'manifest"),
-    "a link as shard": (link_shard, "is a link"),
+    "a link as shard": (link_shard, "is a symbolic link"),
     "a link as manifest": (
         lambda path: [(path / MANIFEST).rename(path / "m"), (path / MANIFEST).symlink_to(path / "m")],
-        "is a link",
+        "is a symbolic link",
     ),
-    "a pipe": (fifo, "is not a file"),
-    "a folder as shard": (lambda path: [(path / SHARD).unlink(), (path / SHARD).mkdir()], "is not a file"),
-    "a manifest of a terabyte": (huge_sparse, "1099511627776 bytes, which no manifest has"),
+    "a pipe": (fifo, "is not a regular file"),
+    "a folder as shard": (lambda path: [(path / SHARD).unlink(), (path / SHARD).mkdir()], "is not a regular file"),
+    "a manifest of a terabyte": (huge_sparse, "1099511627776 bytes, more than a manifest can have"),
     "deep JSON": (lambda path: seal(path, b'{"state":' * 100_000 + b"{}" + b"}" * 99_999), "does not describe"),
     "a list": (lambda path: seal(path, b"[1]"), "does not describe"),
     "a number of a million digits": (lambda path: seal(path, b'{"step":' + b"9" * 1_000_000), "does not describe"),
-    "a million values that are nothing": (
+    "a million empty values": (
         editing(lambda content: content["state"].update(a=[{}] * 1_000_000)),
         "too many values",
     ),
     "a header of terabytes": (huge_header, f"{SHARD} has a header of 8796093022208 bytes"),
     "NaN as a size": (lambda path: seal(path, b'{"version":NaN'), "does not describe"),
     "a negative offset": (editing(lambda content: chunk(content).update(offset=-8)), "greater than or equal to 0"),
-    "an offset beyond the file": (editing(lambda content: chunk(content).update(offset=2**40)), "begins at"),
+    "an offset beyond the file": (editing(lambda content: chunk(content).update(offset=2**40)), "a part begins at"),
     "an offset of 300 bits": (editing(lambda content: chunk(content).update(offset=2**300)), "does not describe"),
     "parts of a file swapped": (editing(swap_offsets), "which belong to model."),
     "a float as offset": (editing(lambda content: chunk(content).update(offset=8.0)), "valid integer"),
@@ -189,10 +189,10 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
         editing(lambda content: chunk(content, number=1).update(start=[5, 0])),
         "do not make up the shape",
     ),
-    "a part outside": (editing(lambda content: chunk(content).update(start=[2**40, 0])), "outside of itself"),
+    "a part outside": (editing(lambda content: chunk(content).update(start=[2**40, 0])), "outside of its shape"),
     "another number of dimensions": (editing(lambda content: chunk(content).update(start=[0])), "dimensions"),
-    "no such file": (editing(lambda content: chunk(content).update(file="other")), "none of its shards"),
-    "a small file as shard": (editing(lambda content: chunk(content).update(file="note.txt")), "none of its shards"),
+    "no such file": (editing(lambda content: chunk(content).update(file="other")), "not a shard"),
+    "a small file as shard": (editing(lambda content: chunk(content).update(file="note.txt")), "not a shard"),
     "no such type": (
         editing(lambda content: content["tensors"]["model.embedding.weight"].update(dtype="object")),
         "elements of type 'object'",
@@ -209,19 +209,19 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
         editing(lambda content: content["files"]["note.txt"].update(bytes=2**50)),
         "note.txt is cut off: 14 bytes instead of 1125899906842624",
     ),
-    "an order to the terminal": (
+    "a terminal escape sequence": (
         editing(lambda content: content["tensors"].update({"\x1b[2J": content["tensors"].pop("model.norm.weight")})),
         "a tensor called '\\x1b[2J'",
     ),
     "no such step": (editing(lambda content: content.update(step=7)), "another step: 7"),
 }
 UNSEEN = "parts of a file swapped"
-"""What shows only to who reads the tensors."""
+"""Found only when the tensors are read."""
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of checkpoints with one in it, which is also the current folder."""
+    """A folder with one checkpoint, below the current folder."""
     (tmp_path / "run").mkdir()
     shutil.copytree(SHARDED / STEP, tmp_path / "run" / STEP)
     monkeypatch.chdir(tmp_path)
@@ -237,7 +237,7 @@ def alone() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_one_clear_error_and_nothing_else(name: str, place: Path) -> None:
+def test_reading_ends_with_one_clear_error_and_no_side_effect(name: str, place: Path) -> None:
     spoil, said = HOSTILE[name]
     path = place / STEP
     spoil(path)
@@ -259,7 +259,7 @@ def test_one_clear_error_and_nothing_else(name: str, place: Path) -> None:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_run_does_not_go_on_from_it(name: str, place: Path, alone: None) -> None:
+def test_run_does_not_resume_from_it(name: str, place: Path, alone: None) -> None:
     spoil, said = HOSTILE[name]
     spoil(place / STEP)
     checkpoints = Checkpoints(place, keep=1)
@@ -267,6 +267,13 @@ def test_a_run_does_not_go_on_from_it(name: str, place: Path, alone: None) -> No
     with silent(place), pytest.raises(UserError) as refused:
         checkpoints.load(*run, step=2)
     assert said in str(refused.value)
+
+
+def refuse_state(place: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    rewrite(place / STEP, lambda content: change(content["state"]))
+    checkpoints, run = Checkpoints(place, keep=1), build(seed=0)
+    with silent(place), pytest.raises(UserError, match=r"the state in the manifest is not valid|different optimizer"):
+        checkpoints.load(*run, step=2)
 
 
 @pytest.mark.parametrize(
@@ -278,8 +285,25 @@ def test_a_run_does_not_go_on_from_it(name: str, place: Path, alone: None) -> No
         {"progress": {}, "optimizer": [{"params": 7}]},
         {"progress": {}, "optimizer": [{"params": [["a"]]}]},
         {"progress": {}, "optimizer": []},
-        "lr as text",
-        "betas of one",
+    ],
+    ids=str,
+)
+def test_state_of_another_shape_is_refused(state: dict[str, Any], place: Path, alone: None) -> None:
+    def replace(present: dict[str, Any]) -> None:
+        present.clear()
+        present.update(state)
+
+    refuse_state(place, replace)
+
+
+@pytest.mark.parametrize("hyperparameters", [{"lr": "__import__('os')"}, {"betas": [0.9]}], ids=str)
+def test_hyperparameters_of_another_type_are_refused(hyperparameters: dict[str, Any], place: Path, alone: None) -> None:
+    refuse_state(place, lambda state: state["optimizer"][0].update(hyperparameters))
+
+
+@pytest.mark.parametrize(
+    "progress",
+    [
         {"skipped_in_a_row": "many"},
         {"skipped_in_a_row": -1},
         {"loss_window": [1.0] * 1000},
@@ -290,32 +314,18 @@ def test_a_run_does_not_go_on_from_it(name: str, place: Path, alone: None) -> No
         {"tokens": 1.5},
         {"sequences": None},
     ],
-    ids=lambda state: str(state)[:40],
+    ids=lambda progress: str(progress)[:40],
 )
-def test_a_state_that_is_none(state: Any, place: Path, alone: None) -> None:
-    def change(content: dict[str, Any]) -> None:
-        if state == "lr as text":
-            content["state"]["optimizer"][0]["lr"] = "__import__('os')"
-        elif state == "betas of one":
-            content["state"]["optimizer"][0]["betas"] = [0.9]
-        elif state and "optimizer" not in state:
-            content["state"]["progress"] |= state
-        else:
-            content["state"] = state
-
-    rewrite(place / STEP, change)
-    run = build(seed=0)
-    checkpoints = Checkpoints(place, keep=1)
-    with silent(place), pytest.raises(UserError, match=r"not what a run needs|another optimizer"):
-        checkpoints.load(*run, step=2)
+def test_progress_of_another_type_is_refused(progress: dict[str, Any], place: Path, alone: None) -> None:
+    refuse_state(place, lambda state: state["progress"].update(progress))
 
 
 def box(start: tuple[int, ...], shape: tuple[int, ...]) -> Chunk:
     return Chunk("shard", 0, 1, start, shape, ())
 
 
-def test_boxes_of_many_columns(place: Path) -> None:
-    """So many that they cannot be compared each with each."""
+def test_overlaps_of_very_many_boxes_are_found_quickly() -> None:
+    """There are too many to compare them pairwise."""
     count = 100_000
     columns = [box((0, number), (1, 1)) for number in range(count)]
     assert not _overlap(columns)
@@ -323,8 +333,8 @@ def test_boxes_of_many_columns(place: Path) -> None:
     assert _overlap([box((0, 0), (1, 1))] * count)
 
 
-def test_boxes_that_meet() -> None:
-    """Cut at random along straight lines, or turned around a middle: as comparing each with each says."""
+def test_overlapping_boxes_are_found() -> None:
+    """The boxes come from random straight cuts."""
     draw = random.Random(0)
 
     def cut(start: tuple[int, ...], shape: tuple[int, ...], depth: int) -> list[Chunk]:
@@ -342,12 +352,15 @@ def test_boxes_that_meet() -> None:
         assert not _overlap(boxes)
         wrong = draw.choice(boxes)
         assert _overlap([*boxes, box(wrong.start, (1,) * len(shape))])
+
+
+def test_boxes_that_no_straight_cut_separates_are_compared() -> None:
     pinwheel = [box((0, 0), (1, 2)), box((0, 2), (2, 1)), box((2, 1), (1, 2)), box((1, 0), (2, 1)), box((1, 1), (1, 1))]
     assert not _overlap(pinwheel)
     assert _overlap([*pinwheel, box((1, 1), (1, 1))])
 
 
-def test_a_manifest_that_could_not_be_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_manifest_that_would_be_too_large_to_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = read_manifest(SHARDED / STEP)
     size = (SHARDED / STEP / MANIFEST).stat().st_size
     monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", size)
@@ -357,18 +370,18 @@ def test_a_manifest_that_could_not_be_read_is_not_written(monkeypatch: pytest.Mo
         encode(stored)
 
 
-def test_a_link_as_checkpoint(place: Path, alone: None) -> None:
+def test_symbolic_link_is_refused_as_checkpoint_and_deleted_without_its_target(place: Path, alone: None) -> None:
     (place / STEP).rename(place.parent / "elsewhere")
     (place / STEP).symlink_to(place.parent / "elsewhere")
     before = names(place.parent / "elsewhere")
     checkpoints = Checkpoints(place, keep=1)
-    with pytest.raises(UserError, match="is a link, which a checkpoint never is"):
+    with pytest.raises(UserError, match="is a symbolic link, which a checkpoint must not be"):
         checkpoints.load(*build(seed=0), step=2)
     checkpoints.save(*build(seed=0), step=3)
-    assert names(place) == ["step-00000003"] and names(place.parent / "elsewhere") == before  # the link alone goes
+    assert names(place) == ["step-00000003"] and names(place.parent / "elsewhere") == before
 
 
-def test_the_hook_hears() -> None:
+def test_audit_hook_works() -> None:
     with pytest.raises(AssertionError), silent(Path("/nowhere")):
         pickle.loads(pickle.dumps(Path("x")))
     with pytest.raises(AssertionError), silent(Path("/nowhere")):

@@ -1,4 +1,4 @@
-"""One state, saved and loaded by any number of processes on any mesh: every number comes back to the bit."""
+"""A state saved by any number of processes on any mesh is restored bit for bit on any other."""
 
 from math import prod
 from pathlib import Path
@@ -20,12 +20,12 @@ MESHES = {1: [MeshConfig()], 2: [MeshConfig(), MeshConfig(replicate=2, shard=1)]
 
 
 def save(folder: Path, mesh: MeshConfig) -> dict[str, str]:
-    """Save beside the training and while it waits; the whole state."""
+    """Save asynchronously and synchronously. Returns the fingerprints of the whole state."""
     start("cpu", seed=0)
     run = trained(2, mesh=mesh)
     for asynchronous in (True, False):
         checkpoints = Checkpoints(folder / str(asynchronous), keep=1, asynchronous=asynchronous, log=lambda line: None)
-        for step in (1, 2):  # the second with the plan and the memory of the first
+        for step in (1, 2):  # the second reuses plan and memory of the first
             checkpoints.save(*run, step=step, progress={"tokens": step})
         assert checkpoints.finish() == 2
     found = fingerprints(snapshot(*run, whole=True))
@@ -34,7 +34,7 @@ def save(folder: Path, mesh: MeshConfig) -> dict[str, str]:
 
 
 def load(folder: Path) -> list[dict[str, str]]:
-    """Load on every mesh of so many processes."""
+    """Load on every mesh of this number of processes."""
     import torch.distributed as dist
 
     start("cpu", seed=0)
@@ -50,7 +50,7 @@ def load(folder: Path) -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     ("processes", "mesh", "others"), [(4, MeshConfig(replicate=2, shard=2), (1, 3)), (3, MeshConfig(), (2,))], ids=str
 )
-def test_every_mesh_loads_what_one_saved(
+def test_checkpoint_of_one_mesh_loads_on_every_other(
     processes: int, mesh: MeshConfig, others: tuple[int, ...], tmp_path: Path
 ) -> None:
     saved = run_processes(processes, save, tmp_path, mesh)[0]
@@ -58,7 +58,7 @@ def test_every_mesh_loads_what_one_saved(
     assert contents(path) == contents(tmp_path / "False" / "step-00000002")
     assert names(path)[1:] == [f"shard-{rank:05d}-of-{processes:05d}.safetensors" for rank in range(processes)]
     manifest = verify(path)
-    # Every number once, however many replicas there are, and shared out among them.
+    # Every element is stored once, however many replicas there are, and the replicas share the work.
     assert sum(chunk.bytes for tensor in manifest.tensors.values() for chunk in tensor.chunks) == sum(
         12 * prod(shape) + 4
         for _, shape in parameter_shapes(SMALL)  # the parameter, two moments, a count of steps
@@ -71,15 +71,15 @@ def test_every_mesh_loads_what_one_saved(
 
 
 def damaged(folder: Path) -> tuple[dict[str, str], list[str]]:
-    """Go on from step 2, of which one process alone reads the damaged byte."""
+    """Resume from step 2, of which only one process reads the damaged byte."""
     start("cpu", seed=0)
     run = build(seed=5)
-    told: list[str] = []
-    checkpoints = Checkpoints(folder, keep=1, log=told.append)
+    logged: list[str] = []
+    checkpoints = Checkpoints(folder, keep=1, log=logged.append)
     assert checkpoints.resume(*run, step=2, check=lambda path: None)["step"] == 1
     found = fingerprints(snapshot(*run, whole=True))
     stop()
-    return found, told
+    return found, logged
 
 
 def save_two(folder: Path) -> dict[str, str]:
@@ -93,7 +93,7 @@ def save_two(folder: Path) -> dict[str, str]:
     return found
 
 
-def test_all_go_back_when_one_reads_a_damaged_byte(tmp_path: Path) -> None:
+def test_all_processes_load_the_older_checkpoint_if_one_reads_a_damaged_byte(tmp_path: Path) -> None:
     saved = run_processes(2, save_two, tmp_path)[0]
     shard = tmp_path / "step-00000002" / "shard-00001-of-00002.safetensors"
     content = bytearray(shard.read_bytes())
@@ -102,21 +102,21 @@ def test_all_go_back_when_one_reads_a_damaged_byte(tmp_path: Path) -> None:
     answers = run_processes(2, damaged, tmp_path)
     for found, _ in answers:
         assert found == saved
-    told = answers[0][1]
-    assert "shard-00001-of-00002.safetensors is damaged: bytes" in told[0] and "set aside" in told[0]
+    logged = answers[0][1]
+    assert "shard-00001-of-00002.safetensors is damaged: bytes" in logged[0] and "set aside" in logged[0]
     assert names(tmp_path) == ["damaged-step-00000002", "step-00000001"]
 
 
 def one_cannot_write(folder: Path) -> tuple[int | None, int | None, list[str]]:
-    """A disk that is full on one node alone."""
+    """Save while the disk of one process is full."""
     import resource
 
     import torch.distributed as dist
 
     start("cpu", seed=0)
     run = trained(1)
-    told: list[str] = []
-    checkpoints = Checkpoints(folder, keep=2, asynchronous=True, log=told.append)
+    logged: list[str] = []
+    checkpoints = Checkpoints(folder, keep=2, asynchronous=True, log=logged.append)
     checkpoints.save(*run, step=1)
     checkpoints.finish()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -128,18 +128,18 @@ def one_cannot_write(folder: Path) -> tuple[int | None, int | None, list[str]]:
     checkpoints.save(*run, step=3)
     last = checkpoints.finish()
     stop()
-    return failed, last, told
+    return failed, last, logged
 
 
-def test_a_disk_full_for_one_process_is_no_checkpoint_for_all(tmp_path: Path) -> None:
-    for failed, last, told in run_processes(2, one_cannot_write, tmp_path):
+def test_full_disk_of_one_process_fails_the_save_on_all(tmp_path: Path) -> None:
+    for failed, last, logged in run_processes(2, one_cannot_write, tmp_path):
         assert (failed, last) == (1, 3)
-        assert told[1] == "step      2  NOT SAVED: File too large; older checkpoints are as they were"
+        assert logged[1] == "step      2  NOT SAVED: File too large; older checkpoints are unchanged"
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
 
 
 def no_common_folder(folder: Path) -> tuple[int | None, list[str], list[str]]:
-    """Each process writes to a disk of its own, until they share one."""
+    """Each process writes to a folder of its own at first, then to a shared one."""
     import torch.distributed as dist
 
     from recipes.checkpoint import folder as folders
@@ -147,39 +147,41 @@ def no_common_folder(folder: Path) -> tuple[int | None, list[str], list[str]]:
     folders.PATIENCE = 0.3
     start("cpu", seed=0)
     run = trained(1)
-    told: list[str] = []
+    logged: list[str] = []
     own = folder / f"node-{dist.get_rank()}"
     own.mkdir()
-    checkpoints = Checkpoints(own, keep=2, log=told.append)
+    checkpoints = Checkpoints(own, keep=2, log=logged.append)
     for step in (1, 2):
         checkpoints.save(*run, step=step)
     failed, left = checkpoints.finish(), names(own)
-    checkpoints.folder = folder / "common"
+    own.rmdir()
+    (folder / "common").mkdir(exist_ok=True)
+    own.symlink_to(folder / "common")
     checkpoints.save(*run, step=3)
     checkpoints.finish()
     stop()
-    return failed, left, told
+    return failed, left, logged
 
 
-def test_without_a_common_folder_nothing_is_called_saved(tmp_path: Path) -> None:
-    for failed, left, told in run_processes(2, no_common_folder, tmp_path):
+def test_without_a_shared_folder_saves_fail(tmp_path: Path) -> None:
+    for failed, left, logged in run_processes(2, no_common_folder, tmp_path):
         assert (failed, left) == (None, [])
-        for step, line in zip((1, 2), told, strict=False):
+        for step, line in zip((1, 2), logged, strict=False):
             assert line.startswith(f"step      {step}  NOT SAVED: shard-00001-of-00002.safetensors did not arrive in")
             assert "a folder that all nodes share" in line
-        assert "saved" in told[2]
+        assert "saved" in logged[2]
     verify(tmp_path / "common" / "step-00000003")
 
 
 def one_has_no_memory(folder: Path) -> tuple[int | None, int | None, list[str]]:
-    """The host of one process refuses the memory for the copy, once."""
+    """The host of one process has no memory for the first copy."""
     import torch
     import torch.distributed as dist
 
     start("cpu", seed=0)
     run = trained(1)
-    told: list[str] = []
-    checkpoints = Checkpoints(folder, keep=2, asynchronous=True, log=told.append)
+    logged: list[str] = []
+    checkpoints = Checkpoints(folder, keep=2, asynchronous=True, log=logged.append)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
 
@@ -196,25 +198,24 @@ def one_has_no_memory(folder: Path) -> tuple[int | None, int | None, list[str]]:
     checkpoints.save(*run, step=2)
     last = checkpoints.finish()
     stop()
-    return failed, last, told
+    return failed, last, logged
 
 
-def test_a_copy_that_one_host_refuses_is_no_checkpoint_for_all(tmp_path: Path) -> None:
-    for failed, last, told in run_processes(2, one_has_no_memory, tmp_path):
+def test_host_without_memory_for_the_copy_fails_the_save_on_all(tmp_path: Path) -> None:
+    for failed, last, logged in run_processes(2, one_has_no_memory, tmp_path):
         assert (failed, last) == (None, 2)
-        assert told[0].startswith("step      1  NOT SAVED: RuntimeError: CUDA error: out of memory; older")
+        assert logged[0].startswith("step      1  NOT SAVED: RuntimeError: CUDA error: out of memory; older")
     assert names(tmp_path) == ["step-00000002"]
 
 
 def cut_in_columns(folder: Path) -> None:
-    """Tensors cut by columns, by both, unevenly and not at all, as other parallelisms do; read in every other way."""
+    """Save tensors cut by rows, columns, both, unevenly or not at all, and load them cut in every other way."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-    from recipes.checkpoint.files import read_manifest, write_shard
-    from recipes.checkpoint.folder import complete
+    from recipes.checkpoint.files import complete, read_manifest, write_shard
     from recipes.checkpoint.storage import assemble, make_plan, raw, read_tensors, shard_name
 
     start("cpu", seed=0)
@@ -257,5 +258,5 @@ def cut_in_columns(folder: Path) -> None:
     stop()
 
 
-def test_boxes_of_any_shape(tmp_path: Path) -> None:
+def test_tensors_cut_in_any_way_load_cut_in_any_other(tmp_path: Path) -> None:
     run_processes(4, cut_in_columns, tmp_path)

@@ -114,7 +114,7 @@ def test_training_survives_a_full_disk_and_a_damaged_checkpoint(small: Recipe) -
     log = (folder_of(small, "full") / "log.txt").read_text()
     assert log.count("all steps are done, but the last checkpoint is not saved; the same command tries again\n") == 1
     for step in (4, 6):
-        assert f"step {step:>6}  NOT SAVED: File too large; older checkpoints are as they were" in log
+        assert f"step {step:>6}  NOT SAVED: File too large; older checkpoints are unchanged" in log
     assert [line.rpartition("/")[2] for line in log.splitlines() if "resumed from" in line] == [
         "step-00000002",  # with no room
         "step-00000002",  # and with room again
