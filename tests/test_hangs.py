@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from recipes.bench.crash import descendants
 from recipes.files.exit_codes import HUNG
-from scripts.chaos import descendants
 from tests.processes import rank_of
 from tests.scripts.nodes import ROOT, arguments
 from tests.scripts.nodes import environment as plain_environment

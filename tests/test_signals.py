@@ -13,8 +13,8 @@ from typing import IO
 
 import pytest
 
+from recipes.bench.crash import descendants
 from recipes.files.exit_codes import PREEMPTED, SIGNALS, ended_by
-from scripts.chaos import descendants
 from tests.test_run import ROOT, command, environment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")

@@ -1,4 +1,4 @@
-"""A short run of scripts/chaos.py; the long one is for people: --kills 50."""
+"""A short run of scripts/chaos.py; the default of 50 kills takes too long for a test."""
 
 import re
 import subprocess
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
-def test_a_run_that_is_killed_ends_as_if_it_had_not_been() -> None:
+def test_run_that_is_killed_ends_as_if_it_had_not_been_killed() -> None:
     found = subprocess.run(
         [sys.executable, ROOT / "scripts/chaos.py", "--kills", "4", "--steps", "24", "--pause", "0.5", "--seed", "3"],
         capture_output=True,

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from recipes.bench.crash import descendants
 from recipes.files.exit_codes import HUNG, PREEMPTED, is_there
-from scripts.chaos import descendants
 from tests.processes import free_ports, rank_of
 from tests.scripts import network
 from tests.scripts.network import DEVICE, Network

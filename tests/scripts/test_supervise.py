@@ -5,8 +5,8 @@ from contextlib import suppress
 from os import kill
 from pathlib import Path
 
+from recipes.bench.crash import descendants
 from recipes.files.exit_codes import PREEMPTED
-from scripts.chaos import descendants
 from tests.processes import rank_of, wait_for
 from tests.scripts.nodes import EVERY, arguments, launch, losses, reached
 
