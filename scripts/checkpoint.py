@@ -1,4 +1,4 @@
-"""What checkpoints there are, and whether they are whole: `python scripts/checkpoint.py list|verify|show PATH`."""
+"""Lists, verifies and shows checkpoints: `python scripts/checkpoint.py list|verify|show PATH`. Imports no torch."""
 
 import argparse
 import os
@@ -15,15 +15,15 @@ from parallel.errors import UserError  # noqa: E402
 from recipes.checkpoint import look  # noqa: E402
 
 USAGE = """\
-checkpoint.py list PATH      a table: steps, sizes, what shows to be wrong
+checkpoint.py list PATH      a table of checkpoints: step, size, visible damage
        checkpoint.py verify PATH    the same after reading every byte; exits with 1 if anything is damaged
-       checkpoint.py show PATH      what is inside of one: progress, files, tensors
+       checkpoint.py show PATH      the contents of one checkpoint: progress, files, tensors
 
-PATH: runs/NAME, its folder of checkpoints, or one checkpoint; to show of several: the newest."""
+PATH: runs/NAME, its folder of checkpoints, or one checkpoint. `show` takes the newest of several."""
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code: 0, 1 for damage, 2 for what the user can mend."""
+    """Returns the exit code: 0, 1 for damage, 2 for an error that the user can fix."""
     parser = argparse.ArgumentParser(usage=USAGE, allow_abbrev=False)
     parser.add_argument("command", choices=("list", "verify", "show"), help=argparse.SUPPRESS)
     parser.add_argument("path", type=Path, help=argparse.SUPPRESS)
@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
             print(line, flush=True)
             sound &= is_sound
         if others := look.aside(paths[0].parent):
-            print("beside them:", " ".join(others))
+            print("also in this folder:", " ".join(others))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

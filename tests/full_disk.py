@@ -1,4 +1,4 @@
-"""A disk that takes no more, as far as single files go."""
+"""Simulates a full disk by a limit on the size of files."""
 
 import resource
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """No file of this process may grow beyond so many bytes; what fits of a write is written."""
+    """Limit the files of this process to this many bytes; a write that exceeds it writes only what fits."""
     limit, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

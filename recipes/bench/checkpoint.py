@@ -1,4 +1,4 @@
-"""Saving and loading, against torch.distributed.checkpoint (DCP) on the same state: `bench.py --suite checkpoint`."""
+"""Compares saving and loading with torch.distributed.checkpoint (DCP): `bench.py --suite checkpoint`."""
 
 import argparse
 import json
@@ -31,13 +31,13 @@ Row = dict[str, float]
 
 
 def main(arguments: list[str]) -> int:
-    """Prints medians and ratios, and writes every measurement as JSON where --out says."""
+    """Prints medians and ratios, and writes all measurements as JSON to the file of --out."""
     parser = argparse.ArgumentParser(prog="bench.py --suite checkpoint", description=__doc__)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--width", type=int, default=768, help="of the twelve blocks")
-    parser.add_argument("--repeats", type=int, default=7, help="after one that does not count")
-    parser.add_argument("--folder", type=Path, help="where to write; default: a temporary one")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--width", type=int, default=768, help="width of the twelve blocks")
+    parser.add_argument("--repeats", type=int, default=7, help="measured rounds, after one for warm-up")
+    parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
+    parser.add_argument("--out", type=Path, help="JSON file for all measurements")
     options = parser.parse_args(arguments)
     context = multiprocessing.get_context("spawn")
     results: dict[int, list[Row]] = {}
@@ -67,7 +67,7 @@ def _print(processes: int, rows: list[Row]) -> None:
     for name in (name for name in rows[0] if name != "gigabytes"):
         seconds = [row[name] for row in rows]
         kind = "stall" if "stall" in name else "load" if "load" in name else "save"
-        # Ratios within one round, which a change of the machine's load meets alike.
+        # Ratios within a round: a change of the machine's load affects both times.
         ratio = median(row[name] / row[baselines[kind]] for row in rows)
         spread = f"{min(seconds):.3f} to {max(seconds):.3f}"
         print(f"  {name:<34} {median(seconds):7.3f} s  ({spread})  {ratio:5.2f} x {baselines[kind]}")
@@ -85,7 +85,7 @@ def _work(rank: int, processes: int, folder: Path, options: argparse.Namespace, 
 
 
 class Block(nn.Module):
-    """The parameters of a transformer block; it computes nothing of use."""
+    """The parameters of a transformer block; what it computes is meaningless."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Block(nn.Module):
 
 
 class Bench:
-    """One state, and every way to save and load it."""
+    """One state, and all ways to save and load it."""
 
     def __init__(self, folder: Path, width: int) -> None:
         self.folder = folder
@@ -121,7 +121,7 @@ class Bench:
         self.ours_keep = Checkpoints(folder / "ours-keep", **quiet | {"keep": 1})
 
     def round(self, number: int) -> Row:
-        """Each once, in an order that turns from round to round; what was written before is gone."""
+        """Run each once, in an order that rotates from round to round, and delete what they wrote."""
         found: Row = {"gigabytes": sum(p.numel() * p.element_size() for p in self.model.parameters()) * 3 / 1e9}
         steps = [self.dcp, self.save, self.dcp_async, self.save_async, self.dcp_async_stager, self.save_and_delete]
         turned = steps[number % len(steps) :] + steps[: number % len(steps)]
@@ -170,7 +170,7 @@ class Bench:
         return {f"{name}, stall": stall, name: stall + rest}
 
     def dcp_async_stager(self, number: int) -> Row:
-        """With staging memory that is used again, which DCP leaves to its caller."""
+        """With staging memory that is reused, which DCP leaves to its caller."""
         return self.dcp_async(number, "dcp async, stager kept", async_stager=self.stager)
 
     def dcp_load(self, number: int) -> Row:
@@ -188,7 +188,7 @@ class Bench:
 
 
 def _seconds(work: Callable[[], object], *, together: bool = True) -> float:
-    """How long the slowest process takes. together: all begin at the same time."""
+    """The seconds of the slowest process. together: start all at the same time."""
     if together:
         dist.barrier()
     began = perf_counter()

@@ -1,4 +1,4 @@
-"""scripts/checkpoint.py as a person uses it."""
+"""scripts/checkpoint.py as users run it."""
 
 import os
 import shutil
@@ -35,25 +35,30 @@ def run(tmp_path: Path) -> Path:
     return folder.parent
 
 
-def test_list_and_verify(run: Path) -> None:
+def test_list_shows_visible_damage(run: Path) -> None:
     code, out, error = checkpoint("list", run)
     head, cut, renamed, intact, others = out.splitlines()
     assert (code, error) == (1, "") and head.split() == ["step", "written", "size", "files", "tensors", "state"]
     assert "cut off: " in cut and renamed.endswith("holds the checkpoint of another step: 2")
     assert intact.split()[0] == "2" and "41 kB" in intact and intact.endswith("48  complete")
-    assert others == "beside them: damaged-step-00000007"
-    shard = run / "checkpoints" / "step-00000000" / SHARD
+    assert others == "also in this folder: damaged-step-00000007"
+
+
+def test_verify_finds_a_changed_byte(run: Path) -> None:
     content = bytearray((GOLDEN / "sharded" / "step-00000002" / SHARD).read_bytes())
     content[-1] ^= 1
-    shard.write_bytes(content)
+    (run / "checkpoints" / "step-00000000" / SHARD).write_bytes(content)
     code, out, _ = checkpoint("verify", run)
     assert code == 1 and "which belong to" in out.splitlines()[1] and out.splitlines()[3].endswith("intact")
-    for path in (run / "checkpoints" / "step-00000002", GOLDEN / "imported"):
-        code, out, error = checkpoint("verify", path)
-        assert (code, error) == (0, "") and out.splitlines()[1].endswith("intact")
 
 
-def test_show(run: Path) -> None:
+@pytest.mark.parametrize("path", [GOLDEN / "sharded" / "step-00000002", GOLDEN / "imported"], ids=["run", "imported"])
+def test_verify_reports_an_intact_checkpoint(path: Path) -> None:
+    code, out, error = checkpoint("verify", path)
+    assert (code, error) == (0, "") and out.splitlines()[1].endswith("intact")
+
+
+def test_show_describes_the_newest_checkpoint(run: Path) -> None:
     code, out, error = checkpoint("show", run)
     assert (code, error) == (0, "")
     lines = out.splitlines()
@@ -62,20 +67,24 @@ def test_show(run: Path) -> None:
     assert lines[-1].startswith("48 tensors, ")
 
 
-def test_one_without_its_manifest_is_damaged(run: Path) -> None:
-    """Under its own name, set aside, or under none: what shows is the damage."""
+@pytest.mark.parametrize("name", ["step-00000002", "damaged-step-00000002", "imported"])
+def test_checkpoint_without_its_manifest_is_damaged(name: str, run: Path) -> None:
+    """Whether it has its own name, is set aside, or has another name."""
+    (run / "checkpoints" / "step-00000002" / "manifest.json").unlink()
+    path = (run / "checkpoints" / "step-00000002").rename(run / "checkpoints" / name)
+    for command in ("list", "verify"):
+        code, out, error = checkpoint(command, path)
+        assert (code, error) == (1, "") and "manifest.json is missing" in out.splitlines()[1]
+
+
+def test_show_of_a_checkpoint_without_its_manifest_is_an_error(run: Path) -> None:
     path = run / "checkpoints" / "step-00000002"
     (path / "manifest.json").unlink()
-    for name in ("step-00000002", "damaged-step-00000002", "imported"):
-        path = path.rename(path.with_name(name))
-        for command in ("list", "verify"):
-            code, out, error = checkpoint(command, path)
-            assert (code, error) == (1, "") and "manifest.json is missing" in out.splitlines()[1]
     code, out, error = checkpoint("show", path)
     assert (code, out) == (2, "") and error == f"{path / 'manifest.json'} is missing\n"
 
 
-def test_what_is_set_aside_is_named(run: Path) -> None:
+def test_error_names_the_checkpoints_that_are_set_aside_if_there_are_no_others(run: Path) -> None:
     for path in (run / "checkpoints").glob("step-*"):
         shutil.rmtree(path)
     for path in (run, run / "checkpoints"):
@@ -85,10 +94,10 @@ def test_what_is_set_aside_is_named(run: Path) -> None:
 
 @pytest.mark.parametrize("thorough", [False, True])
 @pytest.mark.parametrize("file", ["manifest.json", SHARD])
-def test_what_training_deletes_meanwhile_is_no_damage(
+def test_checkpoint_that_training_deletes_in_the_meantime_is_not_damaged(
     file: str, thorough: bool, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own retention takes a checkpoint away while it is looked at: before this file, or after the last."""
+    """The run deletes it just before this file is opened. Only a file missing from an existing folder is damage."""
     folder, real = run / "checkpoints", os.open
     paths = [folder / "step-00000002"]
 
@@ -99,14 +108,16 @@ def test_what_training_deletes_meanwhile_is_no_damage(
 
     monkeypatch.setattr(os, "open", open_and_delete)
     rows = list(look.table(paths, thorough=thorough))
-    assert rows[1] == ("step-00000002  deleted meanwhile", True)
+    assert rows[1] == ("step-00000002  deleted in the meantime", True)
     monkeypatch.undo()
     (folder / ".partial-00000002").rename(paths[0])
     (paths[0] / file).unlink()
     assert [sound for _, sound in look.table(paths, thorough=thorough)] == [True, False]
 
 
-def test_one_deleted_after_the_last_byte(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_deleted_after_its_last_byte_was_read_is_not_damaged(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, verify = run / "checkpoints" / "step-00000002", look.verify
 
     def verify_and_delete(path: Path) -> Manifest:
@@ -115,16 +126,15 @@ def test_one_deleted_after_the_last_byte(run: Path, monkeypatch: pytest.MonkeyPa
         return manifest
 
     monkeypatch.setattr(look, "verify", verify_and_delete)
-    assert list(look.table([path], thorough=True))[1] == ("step-00000002  deleted meanwhile", True)
+    assert list(look.table([path], thorough=True))[1] == ("step-00000002  deleted in the meantime", True)
 
 
-def test_what_is_no_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "old").mkdir()
+@pytest.mark.parametrize(
+    ("name", "reason"), [("empty", "holds no checkpoint"), ("x", "does not exist"), ("old", "an older version")]
+)
+def test_path_without_a_checkpoint_is_an_error(name: str, reason: str, tmp_path: Path) -> None:
+    for folder in ("empty", "old"):
+        (tmp_path / folder).mkdir()
     (tmp_path / "old" / ".metadata").write_bytes(b"a pickle")
-    for path, said in (
-        (tmp_path, "holds no checkpoint"),
-        (tmp_path / "x", "not there"),
-        (tmp_path / "old", "older ver"),
-    ):
-        code, out, error = checkpoint("list", path)
-        assert (code, out) == (2, "") and said in error and "Traceback" not in error
+    code, out, error = checkpoint("list", tmp_path / name)
+    assert (code, out) == (2, "") and reason in error and "Traceback" not in error

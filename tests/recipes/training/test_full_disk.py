@@ -1,4 +1,4 @@
-"""Whole runs on a disk that is full, or read-only, from some step on: a small tmpfs."""
+"""Whole runs on a disk (a small tmpfs) that becomes full or read-only at some step."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from tests.processes import run_processes
 from tests.training import DEBUG, change, curve, rows, training
 
 STEPS, BAD, GOOD = 24, 4, 18
-"""The disk takes nothing more in step BAD, and is well again in step GOOD."""
+"""The disk cannot be written from step BAD on, and can be written again from step GOOD on."""
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     if mounted.returncode:
         pytest.skip(f"mounting a tmpfs is not allowed here: {mounted.stderr.strip()}")
     yield place
-    while os.path.ismount(place):  # once for each mount on top of another
+    while os.path.ismount(place):  # once per mount, as they are stacked
         subprocess.run(["umount", "-l", place], check=True)
 
 
@@ -42,7 +42,7 @@ def fill(disk: Path) -> None:
 
 
 def mount(disk: Path, mode: str) -> None:
-    # A bind mount: it becomes read-only though files are open.
+    # A bind mount can become read-only while files are open.
     if mode == "ro":
         subprocess.run(["mount", "--bind", disk, disk], check=True)
         subprocess.run(["mount", "-o", "remount,bind,ro", disk], check=True)
@@ -51,7 +51,7 @@ def mount(disk: Path, mode: str) -> None:
 
 
 def run(recipe: Recipe, screen: Path, disk: Path, kind: str) -> tuple[int, list[str]]:
-    """The exit code, and the names of files in the order in which they were synced until the first shard was."""
+    """The exit code, and the names of the files synced before the first shard, in order."""
     from parallel.dist import start, stop
 
     synced: list[str] = []
@@ -96,7 +96,7 @@ def recipe_of(corpus: Path, folder: Path, output: Path, name: str) -> Recipe:
 
 
 def lost(screen: str, file: Path) -> int:
-    """How many lines of a file were lost, as it was told, once each."""
+    """How many lines of a file were lost, as reported; begin and end are reported once."""
     begin = [line for line in screen.splitlines() if line.startswith(f"{file} cannot be written: ")]
     end = [line for line in screen.splitlines() if line.startswith(f"{file} can be written again; ")]
     assert len(begin) == len(end) == 1
@@ -104,28 +104,30 @@ def lost(screen: str, file: Path) -> int:
 
 
 @pytest.mark.parametrize("kind", ["gap", "read-only"])
-def test_training_goes_on_without_its_files(kind: str, corpus: Path, disk: Path, tmp_path: Path) -> None:
+def test_training_continues_while_its_files_cannot_be_written(
+    kind: str, corpus: Path, disk: Path, tmp_path: Path
+) -> None:
     recipe, screen = recipe_of(corpus, tmp_path, disk, kind), tmp_path / "screen"
     [(code, synced)] = run_processes(1, run, recipe, screen, disk, kind)
     assert code == 0
     assert {"metrics.jsonl", "float8.jsonl", "log.txt", kind} <= set(synced)  # before the first shard
-    said, folder = screen.read_text(), recipe.run.folder
-    assert [f"step {step:>6}/{STEPS}" in said for step in range(1, STEPS + 1)] == [True] * STEPS
-    assert "NOT SAVED" in said
-    steps = [row["step"] for row in rows(recipe)]  # whole rows alone
+    output, folder = screen.read_text(), recipe.run.folder
+    assert [f"step {step:>6}/{STEPS}" in output for step in range(1, STEPS + 1)] == [True] * STEPS
+    assert "NOT SAVED" in output
+    steps = [row["step"] for row in rows(recipe)]  # whole rows only
     assert steps == sorted(set(steps)) and {1, BAD - 1, GOOD, STEPS} <= set(steps)
-    assert STEPS - len(steps) == lost(said, folder / "metrics.jsonl") > 0
+    assert STEPS - len(steps) == lost(output, folder / "metrics.jsonl") > 0
     shares = [json.loads(line)["step"] for line in (folder / "float8.jsonl").read_text().splitlines()]
     casts = shares.count(1)
     assert [shares.count(step) for step in range(GOOD, STEPS + 1)] == [casts] * (STEPS - GOOD + 1)
-    assert STEPS * casts - len(shares) == lost(said, folder / "float8.jsonl")
-    if kind == "read-only":  # on the full disk, its last page may have had room
-        assert lost(said, folder / "log.txt") > 0
+    assert STEPS * casts - len(shares) == lost(output, folder / "float8.jsonl")
+    if kind == "read-only":  # on the full disk, the last page of the log may have space left
+        assert lost(output, folder / "log.txt") > 0
     log = (folder / "log.txt").read_text().splitlines()
-    assert all(line in said.splitlines() for line in log)
+    assert all(line in output.splitlines() for line in log)
 
 
-def test_a_disk_that_stays_full_is_code_74_and_the_same_command_goes_on(
+def test_disk_that_stays_full_ends_with_code_74_and_the_same_command_continues(
     corpus: Path, disk: Path, tmp_path: Path
 ) -> None:
     screen = tmp_path / "screen"
