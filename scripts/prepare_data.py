@@ -1,7 +1,7 @@
-"""Tokenize a source once, with all cores: `prepare_data.py SOURCE FOLDER --tokenizer T`; recipes then read the folder.
+"""Tokenize a source once, on all cores: `prepare_data.py SOURCE FOLDER --tokenizer T`. Recipes then read the folder.
 
-Interrupted or killed, the same command goes on behind the last whole shard. The bytes in the folder depend on the
-source, the tokenizer and the held-out share alone.
+If it was interrupted or killed, the same command continues after the last whole shard. The bytes in the folder depend
+only on the source, the tokenizer and the held-out share.
 """
 
 import argparse
@@ -18,14 +18,14 @@ sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level 
 from parallel.errors import UserError  # noqa: E402
 
 if TYPE_CHECKING:
-    from recipes.data.tokens.prepare import Preparation
+    from recipes.data.tokens.preparation import Preparation
     from recipes.data.tokens.shards import Index
 
 SHARDS_SHOWN = 20
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code: 0, 2 for what the user can mend, 130 for Ctrl-C."""
+    """Returns the exit code: 0, 2 for an error that the user can fix, 130 for Ctrl-C."""
     options = _parser().parse_args(arguments)
     if options.cores:
         os.environ["RAYON_NUM_THREADS"] = str(options.cores)  # read by the tokenizers library when it is imported
@@ -35,10 +35,12 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"cannot write '{options.folder}': {error.strerror or error}; the same command goes on", file=sys.stderr)
+        print(
+            f"cannot write '{options.folder}': {error.strerror or error}; the same command continues", file=sys.stderr
+        )
         return 2
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on behind the last whole shard", file=sys.stderr)
+        print("\ninterrupted; the same command continues after the last whole shard", file=sys.stderr)
         return 130
     return 0
 
@@ -46,43 +48,44 @@ def main(arguments: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", help="as data.source in a recipe: a file, folder or glob of text, hf:ID, ...")
-    parser.add_argument("folder", type=Path, help="where the shards go")
+    parser.add_argument("folder", type=Path, help="folder for the shards")
     parser.add_argument("--tokenizer", required=True, help='as data.tokenizer: a tokenizer.json, its folder, "train:N"')
     parser.add_argument("--text-field", default="text", help="field or column that holds the text (default: text)")
-    parser.add_argument("--validation-fraction", type=float, default=0.01, help="held-out share (default: 0.01)")
     parser.add_argument(
-        "--bad-row-budget", type=float, default=0.01, help="bad share that is put up with (default: 0.01)"
+        "--validation-fraction", type=float, default=0.01, help="share of documents to hold out (default: 0.01)"
     )
+    parser.add_argument("--bad-row-budget", type=float, default=0.01, help="largest share of bad rows (default: 0.01)")
     parser.add_argument("--cores", type=int, help="cores to use (default: all)")
-    parser.add_argument("--cache", type=Path, default=Path("~/.cache/shardwright"), help="for trained tokenizers")
+    parser.add_argument(
+        "--cache", type=Path, default=Path("~/.cache/shardwright"), help="folder for trained tokenizers"
+    )
     return parser
 
 
 def prepare(options: argparse.Namespace) -> None:
-    """Tokenize, and say what came out."""
-    from recipes.data.text.hub import pinned
-    from recipes.data.text.sources import is_prepared, source_problem
+    """Tokenize the source, and print what the folder holds."""
+    from recipes.data.text.sources import is_prepared, pinned, source_problem
     from recipes.data.text.tokenizer import load_tokenizer
-    from recipes.data.tokens.prepare import Pieces, preparation, would_read_itself
+    from recipes.data.tokens.preparation import Pieces, preparation, would_read_itself
     from recipes.data.tokens.shards import bad_rows, open_index
     from recipes.data.tokens.workspace import unclaim
 
     if not 0 < options.validation_fraction < 1:
-        raise UserError(f"--validation-fraction {options.validation_fraction} must lie between 0 and 1; write 0.01")
+        raise UserError(f"--validation-fraction {options.validation_fraction} must be between 0 and 1; write 0.01")
     if not 0 <= options.bad_row_budget <= 1:
         raise UserError(f"--bad-row-budget {options.bad_row_budget} must be a share from 0 to 1; write 0.01")
     if options.cores is not None and options.cores < 1:
         raise UserError(f"--cores {options.cores} must be at least 1")
     folder = options.folder.expanduser()
     if is_prepared(options.source):
-        raise UserError(f"'{options.source}' is prepared already")
+        raise UserError(f"'{options.source}' is prepared already; use it as data.source")
     if folder.exists() and not folder.is_dir():
-        raise UserError(f"'{folder}' is a file; give a folder, or a name that is free")
+        raise UserError(f"'{folder}' is a file; give a folder, or a name that does not exist")
     source = pinned(options.source)
     if problem := source_problem(source):
         raise UserError(f"data.source: {problem}")
     if would_read_itself(source, folder):
-        raise UserError(f"'{folder}' lies inside of '{options.source}' and would be part of it; give another folder")
+        raise UserError(f"'{folder}' lies inside '{options.source}' and would be part of it; give another folder")
     text_field, fraction = options.text_field, options.validation_fraction
     tokenizer = load_tokenizer(
         options.tokenizer, sources=[source], text_field=text_field, cache=options.cache, log=print
@@ -95,7 +98,7 @@ def prepare(options: argparse.Namespace) -> None:
     try:
         tokens = _write(folder, work, budget=options.bad_row_budget)
     except BaseException:
-        unclaim(folder, remove=new)  # where nothing was made, nothing is left
+        unclaim(folder, remove=new)  # leave nothing behind if no shard was written
         raise
     seconds = time.perf_counter() - started
     index = open_index(str(folder))
@@ -103,7 +106,7 @@ def prepare(options: argparse.Namespace) -> None:
         raise UserError(f"'{options.source}' holds no text for training; give another source")
     with (folder / "quarantine.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in bad_rows(folder, index.shards))
-    _tell(folder, index)
+    _print_contents(folder, index)
     if tokens:
         print(f"tokenized {tokens:,} tokens in {seconds:.1f} s, {tokens / seconds / 1e6:.2f} M tokens/s")
     else:
@@ -112,11 +115,12 @@ def prepare(options: argparse.Namespace) -> None:
 
 
 def _write(folder: Path, work: "Preparation", *, budget: float) -> int:
-    """Write all shards that are missing; returns how many tokens that were."""
+    """Write all missing shards. Returns how many tokens were written."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    from recipes.data.tokens.prepare import whole_shards, write_shards
+    from recipes.data.tokens.preparation import whole_shards
+    from recipes.data.tokens.prepare import write_shards
     from recipes.data.tokens.shards import BadRowBudget
     from recipes.data.tokens.workspace import claimed
 
@@ -142,7 +146,7 @@ def _write(folder: Path, work: "Preparation", *, budget: float) -> int:
     return done
 
 
-def _tell(folder: Path, index: "Index") -> None:
+def _print_contents(folder: Path, index: "Index") -> None:
     for number, shard in enumerate(index.shards[:SHARDS_SHOWN]):
         print(f"shard {number:05d}  {shard.train:>12,} tokens  checksum {shard.checksums['train']}")
     if len(index.shards) > SHARDS_SHOWN:

@@ -1,6 +1,6 @@
-"""Reading, tokenizing and preparing text, against the libraries alone: `bench.py --suite data`. CPU only.
+"""Benchmark reading, tokenizing and preparing text against the libraries alone: `bench.py --suite data`. CPU only.
 
-Every comparison alternates its sides in one process run (or in child processes where cores are limited), and gives
+Every comparison alternates its sides within one run, or in child processes where cores are limited, and reports
 medians, because machines are noisy.
 """
 
@@ -25,14 +25,15 @@ import numpy as np
 import torch
 import xxhash
 
-from recipes.data.batches import Batches
 from recipes.data.config import DataConfig
-from recipes.data.open_data import Data, open_data, pinned_sources
+from recipes.data.loader import Batches
+from recipes.data.open_data import Data, Launch, open_data
 from recipes.data.order import SequenceOrder
 from recipes.data.sequences import Sequences, Source
 from recipes.data.text.rows import documents
 from recipes.data.text.tokenizer import Tokenizer, load_tokenizer, parallel_tokenizers
-from recipes.data.tokens.prepare import Pieces, preparation, write_shards
+from recipes.data.tokens.preparation import Pieces, preparation
+from recipes.data.tokens.prepare import write_shards
 from recipes.data.tokens.shards import (
     ARRAYS,
     DOCUMENT,
@@ -56,16 +57,20 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def main(arguments: list[str]) -> int:
-    """Prints a Markdown table, and writes every measurement as JSON where --out says."""
+    """Print a Markdown table, and write every measurement as JSON to --out. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="bench.py --suite data", description=__doc__)
-    parser.add_argument("--tokens", type=int, default=2**27, help="in the prepared shards that are read (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=2**27, help="tokens in the prepared shards to read (%(default)s)")
     parser.add_argument(
-        "--copies", type=int, default=12, help="of the standard library's text to tokenize (%(default)s)"
+        "--copies", type=int, default=12, help="copies of the standard library's text to tokenize (%(default)s)"
     )
-    parser.add_argument("--shards", type=int, default=15_000, help="opened to resume far out (%(default)s)")
-    parser.add_argument("--batches", type=int, default=100_000, help="over which memory must not grow (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="after one that does not count (%(default)s)")
-    parser.add_argument("--folder", type=Path, help="where to write; default: a temporary one")
+    parser.add_argument(
+        "--shards", type=int, default=15_000, help="shards to open when resuming far into a run (%(default)s)"
+    )
+    parser.add_argument(
+        "--batches", type=int, default=100_000, help="batches over which memory must not grow (%(default)s)"
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="measurements after one warm-up (%(default)s)")
+    parser.add_argument("--folder", type=Path, help="where to create a temporary folder")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", choices=("reading", "tokenizing", "preparing"), nargs="+")
     options = parser.parse_args(arguments)
@@ -89,7 +94,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _reading(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Prepared shards to ready batches, from the page cache."""
+    """From prepared shards in the page cache to batches."""
     _random_shards(folder / "shards", options.tokens)
     for what, mask, target in (("", None, "100"), (" with document positions", END, "20")):
         batches = _batches(_sequences(folder / "shards"), global_batch_size=16, mask=mask)
@@ -125,7 +130,7 @@ def _reading(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, An
     growth = _own_memory() - before
     batches.close()
     yield {
-        "what": f"memory of the process over {options.batches:,} batches, pages of mapped files left out",
+        "what": f"memory of the process over {options.batches:,} batches, without pages of mapped files",
         "median": f"{growth / 2**20:+.1f} MiB",
         "target": "no growth",
         "all": [growth],
@@ -133,7 +138,7 @@ def _reading(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, An
 
 
 def _random_shards(folder: Path, tokens: int) -> None:
-    """Prepared shards of random tokens, a document every 800 or so."""
+    """Write prepared shards of random tokens, with about one document per 800 tokens."""
     folder.mkdir()
     generator = np.random.default_rng(0)
     size = min(tokens, 2**26)
@@ -149,7 +154,7 @@ def _random_shards(folder: Path, tokens: int) -> None:
 
 
 def _resume(folder: Path, count: int, *, first: bool) -> float:
-    """Seconds from a recipe's data section to a batch far out. The shards are one file under many names."""
+    """Seconds from a recipe's data section to a batch far into a run. The shards are one file under many names."""
     shards = folder / "many"
     tokenizer = _tokenizer(folder, 300)
     section = DataConfig(source=str(shards), cache=str(folder / "cache"))
@@ -180,17 +185,8 @@ def _resume(folder: Path, count: int, *, first: bool) -> float:
 
 
 def _open(section: DataConfig, tokenizer: Tokenizer) -> Data:
-    return open_data(
-        section,
-        pinned=pinned_sources(section.sources, {}),
-        tokenizer=tokenizer,
-        sequence_length=LENGTH,
-        seed=0,
-        resumed_data_state={},
-        run="benchmark",
-        writes=True,
-        log=lambda line: None,
-    )
+    launch = Launch(run="benchmark", writes=True, log=lambda line: None)
+    return open_data(section, launch, tokenizer=tokenizer, sequence_length=LENGTH, seed=0, resumed_data_state={})
 
 
 def _tokenizer(folder: Path, entries: int) -> Tokenizer:
@@ -215,7 +211,7 @@ def _batches(sequences: Sequences, *, global_batch_size: int, mask: int | None) 
 
 
 def _own_memory() -> int:
-    """Bytes that belong to this process alone: mapped files are the page cache's."""
+    """Bytes of anonymous memory of this process, without mapped files."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
     return int(line.split()[1]) * 1024
 
@@ -224,7 +220,7 @@ def _own_memory() -> int:
 
 
 def _corpus(folder: Path, copies: int) -> tuple[Path, list[str], Tokenizer]:
-    """The standard library's sources, each copy a little different, as one .jsonl file."""
+    """Copies of the standard library's sources, each slightly different, as one .jsonl file."""
     texts = list(documents("python-stdlib", text_field="text"))
     texts = [f"# copy {copy}\n{text}" for copy in range(copies) for text in texts]
     file = folder / "corpus.jsonl"
@@ -239,11 +235,11 @@ PIPELINES = {
     "batched": "batched=True",
     "all cores": "batched=True, num_proc and num_workers = all cores",
 }
-"""Of datasets.map and a DataLoader: what they are called with."""
+"""The arguments of datasets.map and a torch DataLoader."""
 
 
 def _tokenizing(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A text file to the first batches while it is being tokenized, against the tokenizer alone and a plain loader."""
+    """From a text file to batches while it is tokenized, against the tokenizer alone and a plain loader."""
     file, texts, tokenizer = _corpus(folder, options.copies)
     with parallel_tokenizers():
         tokens = sum(len(ids) + 1 for ids in tokenizer.encode_batch(texts))
@@ -296,7 +292,7 @@ def _tokenizers_alone(texts: list[str], tokenizer: Tokenizer) -> float:
 
 
 def _preparing(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A text file to shards, with one core and all, against datasets.map writing Arrow."""
+    """From a text file to shards, on one core and on all, against datasets.map writing Arrow."""
     file, _, _ = _corpus(folder, options.copies)
     sides: dict[str, Callable[[int], float]] = {
         "one core": lambda repeat: _in_child("prepare", file, folder, cores=1),
@@ -321,7 +317,7 @@ def _preparing(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, 
 
 
 def _alternate(sides: dict[str, Callable[[int], float]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each side, taken in turns; the first round does not count."""
+    """Seconds of each side, measured in turns after one warm-up round."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for repeat in range(repeats + 1):
         for name, side in sides.items():
@@ -331,7 +327,7 @@ def _alternate(sides: dict[str, Callable[[int], float]], repeats: int) -> dict[s
     return seconds
 
 
-# The libraries' own processes and threads, and a number of cores, want a fresh process each.
+# A fresh process per measurement: the libraries start processes and threads, and the number of cores is limited.
 CHILD = """
 import os, sys, time
 from pathlib import Path
@@ -355,7 +351,7 @@ def _in_child(what: str, file: Path, folder: Path, *, cores: int | None) -> floa
 
 
 def child(what: str, file: Path, folder: Path) -> float:
-    """One side of a comparison, timed without the imports: "prepare", "map", or one of PIPELINES."""
+    """Seconds of one side of a comparison, without imports: "prepare", "map", or one of PIPELINES."""
     tokenizer = _tokenizer(folder, 32000)
     with tempfile.TemporaryDirectory(dir=folder) as own:
         if what == "prepare":

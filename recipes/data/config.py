@@ -1,4 +1,4 @@
-"""What a recipe says of its data and of its batches. Imports no torch."""
+"""The [data] and [batch] sections of a recipe. Imports no torch."""
 
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -19,15 +19,15 @@ class DataConfig:
     tokenizer: Annotated[str, MinLen(1)] = "train:4096"
     """A tokenizer.json, a folder with one, "train:N" (N entries trained on the source), or "from_weights"."""
     document_mask: bool = False
-    """Attention stays inside a document and positions start anew in each; false = all tokens of a sequence are one."""
+    """Keep attention inside each document and restart positions there; false = a sequence is one document."""
     validation_fraction: Annotated[float, Interval(gt=0, lt=1)] = 0.01
     """Share of the documents held out for validation, chosen by a hash of the document."""
     shuffle_tokens: Annotated[int, Ge(1)] = 2**25
-    """Tokens shuffled together in the first epoch of text that is tokenized during training; else all of them are."""
+    """Tokens shuffled together in the first epoch of text tokenized during training; other epochs shuffle them all."""
     bad_row_budget: Annotated[float, Interval(ge=0, le=1)] = 0.01
-    """Share of a source's rows that may be broken or without text; more stop the run. quarantine.jsonl lists them."""
+    """Largest share of a source's rows that may be bad before the run stops; quarantine.jsonl lists the bad rows."""
     cache: Annotated[str, MinLen(1)] = "~/.cache/shardwright"
-    """Folder for trained tokenizers and tokenized text, keyed by content; must be shared by all nodes."""
+    """Folder for trained tokenizers and tokenized text, keyed by content; all nodes must share it."""
 
     @property
     def sources(self) -> dict[str, float]:
@@ -42,8 +42,8 @@ class BatchConfig:
     sequence_length: Annotated[int, Ge(1)] = 2048
     """Tokens per sequence."""
     global_batch_size: Annotated[int, Ge(1)] = 16
-    """Sequences per optimizer step over all processes; what is missing comes from gradient accumulation."""
+    """Sequences per optimizer step over all processes; gradient accumulation makes up the difference."""
     micro_batch_size: Annotated[int, Ge(1)] = 1
     """Sequences per process in one forward and backward pass."""
     loss_chunks: Annotated[int, Ge(1)] = 1
-    """Take a micro-batch's loss in so many runs of tokens: float32 logits of one exist at a time; 1 = all at once."""
+    """Chunks in which the loss of a micro-batch is computed; the float32 logits of only one exist at a time."""

@@ -1,23 +1,38 @@
-"""All that a run reads, opened on every process alike."""
+"""The training and held-out batches of a run: this process's share of each, read ahead of the step that needs it.
+
+b sequences of this process in a step, B of a micro-batch, T sequence length.
+"""
 
 import platform
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from models.documents import Documents
+from models.loss import IGNORED
 from parallel.dist import World, on_all, on_main
 from parallel.errors import UserError
-from recipes.data.batches import Batches, MicroBatch
 from recipes.data.config import BatchConfig, DataConfig
-from recipes.data.open_data import Data, open_data, pinned_sources
+from recipes.data.open_data import Data, Launch, open_data
 from recipes.data.sequences import Quarantine, Sequences, Source
 from recipes.data.text.tokenizer import Tokenizer
 from recipes.files.layout import QUARANTINE
 
+# Batches read before they are needed: the next one, and one more in case reading takes longer than a step.
+AHEAD = 2
+
+MicroBatch = tuple[Tensor, Tensor, Documents | None]
+"""Inputs and targets, (B, T) each, and the documents of the inputs; None = each sequence is one document."""
+
 
 class DataLoader:
-    """Training and held-out batches, the tokenizer behind them, and the list of what was left out."""
+    """Training and held-out batches, their tokenizer, and the list of bad rows."""
 
     def __init__(
         self,
@@ -41,54 +56,27 @@ class DataLoader:
             data_rank, data_ranks: which of how many equal shares of the global batch this process reads.
             seed: of the data order.
             vocabulary: entries in the model's embedding.
-            tokenizer: returns data.tokenizer, or one that is loaded already.
+            tokenizer: returns data.tokenizer, or a tokenizer that is loaded already.
             resumed_data_state: called on rank 0; returns the data_state of the checkpoint to resume from, or {}.
             log: receives one line of text per message.
 
         Raises:
-            UserError: for whatever is wrong with the sources, their text or the tokenizer.
+            UserError: if a source, its text or the tokenizer is bad, or the processes see different files.
         """
-        # The id of this start of the run: a process that tokenizes for another run may share the cache.
-        resumed, run = on_main(world, lambda: (resumed_data_state(), uuid.uuid4().hex))
-        pinned = on_main(world, lambda: pinned_sources(data.sources, resumed))
 
-        def opening(resumed_data_state: Mapping[str, Any]) -> Data:
+        def opened_from(state: Mapping[str, Any], launch: Launch) -> Data:
+            length = batch.sequence_length
             return open_data(
-                data,
-                pinned=pinned,
-                tokenizer=tokenizer(),
-                sequence_length=batch.sequence_length,
-                seed=seed,
-                resumed_data_state=resumed_data_state,
-                run=run,
-                writes=world.is_main,
-                log=log,
+                data, launch, tokenizer=tokenizer(), sequence_length=length, seed=seed, resumed_data_state=state
             )
 
-        held: list[Data] = []
-
-        def first() -> dict[str, Any]:
-            held.append(opening(resumed))
-            return held[0].data_state
-
-        data_state = on_main(world, first)  # the other processes read the folders that rank 0 chose
-        opened = held[0] if world.is_main else opening(data_state)
+        opened = _open_on_all(world, opened_from, resumed_data_state=resumed_data_state, log=log)
+        _require_vocabulary(opened.tokenizer, vocabulary)
         self.tokenizer, self.data_state = opened.tokenizer, opened.data_state
-        if data_state != self.data_state:
-            raise UserError(
-                f"data: {platform.node()} sees another text or tokenizer than rank 0 ({self.data_state} and"
-                f" {data_state}); all nodes need the same files and the same Python"
-            )
-        if (entries := self.tokenizer.vocabulary) > vocabulary:
-            raise UserError(
-                f"data.tokenizer has {entries} entries, more than model.vocabulary = {vocabulary}"
-                f"; write model.vocabulary = {entries} or another tokenizer"
-            )
         self.document_boundary = self.tokenizer.end_of_document if data.document_mask else None
-        """The token behind which attention does not look, if the recipe says so."""
-
-        def batches(sequences: Sequences) -> Batches:
-            return Batches(
+        """The token that attention does not look past, if the recipe asks for that."""
+        self.training, self.validation = (
+            Batches(
                 sequences,
                 global_batch_size=batch.global_batch_size,
                 micro_batch_size=batch.micro_batch_size,
@@ -97,90 +85,213 @@ class DataLoader:
                 end_of_document=self.document_boundary,
                 device=world.device,
             )
-
-        self.training, self.validation = batches(opened.training), batches(opened.validation)
+            for sequences in (opened.training, opened.validation)
+        )
         self._global_batch_size = batch.global_batch_size
         self._world, self._log = world, log
         self._quarantine: Quarantine | None = None
         self._bad_rows = 0
 
-    def validation_batches(self, batches: int) -> Iterator[MicroBatch]:
-        """This process's share of the first global batches of held-out text, or of all there are."""
-        whole = -(-self.validation.sequences.available // self._global_batch_size)  # the last may be filled up
-        for batch in range(min(batches, whole)):
-            yield from self.validation.take_once(batch)
-
-    def opening(self, tokens: int) -> list[int]:
-        """The first tokens of the held-out text."""
-        return self.validation.sequences.rows(0, 1)[0, :tokens].tolist()
-
-    def documents(self, batch: int) -> dict[str, list[list[int]]]:
-        """What global batch number `batch` is made of: source -> [file, row, first token, last + 1] of each piece."""
-        found: dict[str, list[list[int]]] = {}
-        for number in range(batch * self._global_batch_size, (batch + 1) * self._global_batch_size):
-            for piece in self.training.sequences.pieces(number):
-                found.setdefault(piece.source, []).append([piece.file, piece.row, piece.begin, piece.end])
-        return found
-
     def batch(self, batch: int) -> list[MicroBatch]:
-        """This process's share of global batch number `batch`, on the device. Raises UserError where there is none."""
+        """This process's share of global batch number `batch`, on the device. Raises UserError if there is none."""
         try:
             return self.training.take(batch)
         except UserError:
             self.note_bad_rows()  # there may be too many
             raise
 
+    def validation_batches(self, batches: int) -> Iterator[MicroBatch]:
+        """This process's share of the first `batches` global batches of held-out text, or of all if there are fewer."""
+        available = -(-self.validation.sequences.available // self._global_batch_size)  # the last may be incomplete
+        for batch in range(min(batches, available)):
+            yield from self.validation.take_once(batch)
+
+    def held_out_tokens(self, count: int) -> list[int]:
+        """The first tokens of the held-out text."""
+        return self.validation.sequences.rows(0, 1)[0, :count].tolist()
+
+    def documents(self, batch: int) -> dict[str, list[list[int]]]:
+        """The contents of global batch number `batch`: source -> [file, row, first token, last + 1] of each piece."""
+        found: dict[str, list[list[int]]] = {}
+        for number in range(batch * self._global_batch_size, (batch + 1) * self._global_batch_size):
+            for piece in self.training.sequences.pieces(number):
+                found.setdefault(piece.source, []).append([piece.file, piece.row, piece.begin, piece.end])
+        return found
+
     def epochs(self, batches: int) -> dict[str, float | None]:
-        """How often each source was read in so many batches; None while its length is not known."""
+        """How often each source is read in so many batches; None while its length is unknown."""
         found = self.training.sequences.epochs(batches * self._global_batch_size)
         return {name: None if times is None else round(times, 4) for name, times in found.items()}
 
     def checksums(self, batches: int) -> dict[str, str]:
-        """Of each source's tokens that so many global batches come from: what a run was trained on."""
+        """For each source, a checksum of the tokens that the first `batches` global batches come from."""
         return self.training.sequences.checksums(batches * self._global_batch_size, log=self._log)
 
     def require_trained_on(self, checksums: Mapping[str, str], *, batches: int) -> None:
-        """Raises UserError where so many global batches come from other tokens than those a run was trained on.
+        """Raises UserError if the first `batches` global batches come from other tokens than the run was trained on.
 
-        The facts tell which text was given; this, what was read of it. Every process must call it.
+        The data state identifies the given text, the checksums what was read of it. Every process must call this.
         """
 
-        def look() -> None:
+        def compare() -> None:
             now = self.checksums(batches)
             for source in self.training.sequences.sources:
-                if source.name in checksums and checksums[source.name] != now.get(source.name):  # older ones have none
+                if source.name in checksums and checksums[source.name] != now.get(source.name):  # old ones lack it
                     raise UserError(
-                        f"data: this run was trained on {batches} global batches that are others now: {source.name!r}"
-                        f" gives other tokens, though its files look the same. {_way_back(source)}; or start another"
-                        " run (--run.name OTHER)"
+                        f"data: the {batches} global batches that this run was trained on have changed:"
+                        f" {source.name!r} gives different tokens, though its files look the same."
+                        f" {_remedy(source)}; or start another run (--run.name OTHER)"
                     )
 
-        on_all(self._world, look)
+        on_all(self._world, compare)
 
     def list_bad_rows_in(self, folder: Path) -> None:
-        """From now on, note bad rows in this folder of a run."""
+        """List bad rows in this run folder from now on."""
         self._quarantine = Quarantine(folder / QUARANTINE, log=self._log)
         self.note_bad_rows()
 
     def note_bad_rows(self) -> None:
-        """List the bad rows of what was used since the last call, and say how many there are."""
+        """List the bad rows of the text used since the last call, and log how many there are."""
         if not self._world.is_main or self._quarantine is None:
             return
         if (rows := self._quarantine.note(self.training.sequences.sources)) > self._bad_rows:
-            self._log(f"bad rows left out so far: {rows}, listed in {self._quarantine.file}")
+            self._log(f"bad rows skipped so far: {rows}, listed in {self._quarantine.file}")
             self._bad_rows = rows
 
     def close(self) -> None:
-        """Stop reading, and what tokenizes."""
+        """Stop reading and tokenizing."""
         self.training.close()
         self.validation.close()
 
 
-def _way_back(source: Source) -> str:
+class Batches:
+    """Reads batch after batch in a thread. Reading ahead keeps no state: batch n is the same whenever it is read."""
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int,
+        data_rank: int,
+        data_ranks: int,
+        end_of_document: int | None,
+        device: torch.device,
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            sequences: all sequences, of all processes.
+            global_batch_size, micro_batch_size: sequences per optimizer step and per forward pass.
+            data_rank, data_ranks: which of how many equal shares of the global batch this process reads.
+            end_of_document: id of this token, to keep attention inside documents; None = do not.
+            device: where the batches go.
+        """
+        self.sequences = sequences
+        self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
+        self._share = global_batch_size // data_ranks
+        self._offset = data_rank * self._share
+        self._end_of_document = end_of_document
+        self._device = device
+        self._waiting: deque[tuple[int, Future[list[MicroBatch]]]] = deque()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="data")
+
+    def take(self, batch: int) -> list[MicroBatch]:
+        """Global batch number `batch`, on the device, without waiting for a GPU.
+
+        Waits while the text is not tokenized yet. Raises UserError if it cannot be.
+        """
+        if not self._waiting or self._waiting[0][0] != batch:
+            self._waiting.clear()
+        while len(self._waiting) <= AHEAD:
+            number = batch + len(self._waiting)
+            self._waiting.append((number, self._thread.submit(self._read, number)))
+        return self._on_device(self._waiting.popleft()[1].result())
+
+    def take_once(self, batch: int) -> list[MicroBatch]:
+        """The same for text that is read once: sequences that only fill up the last batch have ignored targets."""
+        return self._on_device(self._read(batch, available=self.sequences.available))
+
+    def close(self) -> None:
+        """Stop reading and tokenizing."""
+        self.sequences.close()
+        self._thread.shutdown(cancel_futures=True)
+
+    def _read(self, batch: int, *, available: int | None = None) -> list[MicroBatch]:
+        first = batch * self._global_batch_size
+        # The whole batch, not this process's share, so that all processes stop at the same step if there is a problem.
+        self.sequences.require(first, self._global_batch_size)
+        first += self._offset
+        rows = torch.from_numpy(self.sequences.rows(first, self._share))  # (b, T + 1)
+        inputs, targets = rows[:, :-1], rows[:, 1:]
+        if available is not None and first + self._share > available:
+            targets = targets.clone()
+            targets[max(0, available - first) :] = IGNORED
+        size = self._micro_batch_size
+        pairs = zip(inputs.split(size), targets.split(size), strict=True)
+        return [self._micro_batch(own_inputs, own_targets) for own_inputs, own_targets in pairs]
+
+    def _micro_batch(self, inputs: Tensor, targets: Tensor) -> MicroBatch:
+        end = self._end_of_document
+        documents = None if end is None else Documents.of(inputs, end_of_document=end)
+        if self._device.type != "cuda":
+            return inputs, targets, documents
+        # Pin here, in the reading thread, because it takes as long as a copy.
+        pinned = None if documents is None else documents.pin_memory()
+        return inputs.contiguous().pin_memory(), targets.contiguous().pin_memory(), pinned
+
+    def _on_device(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+        return [
+            (
+                inputs.to(self._device, non_blocking=True),
+                targets.to(self._device, non_blocking=True),
+                None if documents is None else documents.to(self._device),
+            )
+            for inputs, targets, documents in micro_batches
+        ]
+
+
+def _open_on_all(
+    world: World,
+    opened_from: Callable[[Mapping[str, Any], Launch], Data],
+    *,
+    resumed_data_state: Callable[[], Mapping[str, Any]],
+    log: Callable[[str], None],
+) -> Data:
+    """Open the data on rank 0, then on the other processes from what it found. Raises UserError if they differ."""
+    # The id is for this start of the run: processes that tokenize for other runs may share the cache.
+    resumed, run = on_main(world, lambda: (resumed_data_state(), uuid.uuid4().hex))
+    launch = Launch(run=run, writes=world.is_main, log=log)
+    opened: list[Data] = []
+
+    def open_first() -> dict[str, Any]:
+        opened.append(opened_from(resumed, launch))
+        return opened[0].data_state
+
+    data_state = on_main(world, open_first)
+    found = opened[0] if world.is_main else opened_from(data_state, launch)
+    if found.data_state != data_state:
+        raise UserError(
+            f"data: {platform.node()} sees different text or another tokenizer than rank 0 ({found.data_state} and"
+            f" {data_state}); all nodes need the same files and the same Python"
+        )
+    return found
+
+
+def _require_vocabulary(tokenizer: Tokenizer, vocabulary: int) -> None:
+    """Raises UserError if the tokenizer has more entries than the model's embedding."""
+    if (entries := tokenizer.vocabulary) > vocabulary:
+        raise UserError(
+            f"data.tokenizer has {entries} entries, more than model.vocabulary = {vocabulary}"
+            f"; write model.vocabulary = {entries} or another tokenizer"
+        )
+
+
+def _remedy(source: Source) -> str:
     """What to do about a source that gives other tokens than before."""
     folder = source.shards.folder
     if source.order.window is None:
-        return f"Prepare '{folder}' again from what it was made of"
+        return f"Prepare '{folder}' again from its original files"
     if any(shard.unread for shard in source.shards.shards):
-        return f"One of them cannot be read now: mend that, remove '{folder}' and give the same command"
-    return "One of them could not be read then, or the tokenizers package was another: put the data.cache of then back"
+        return f"A file cannot be read now: repair it, remove '{folder}' and run the same command again"
+    return "A file could not be read then, or the tokenizers package was another version: restore the old data.cache"

@@ -4,22 +4,20 @@ import errno
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parallel.errors import UserError
 from recipes.data.config import DataConfig
 from recipes.data.order import SequenceOrder
 from recipes.data.sequences import Sequences, Source
-from recipes.data.text import hub
-from recipes.data.text.sources import describe, is_prepared
+from recipes.data.text.sources import describe, is_prepared, pinned
 from recipes.data.text.tokenizer import Tokenizer, load_tokenizer
-from recipes.data.tokens.background import Background
-from recipes.data.tokens.prepare import (
+from recipes.data.tokens.preparation import (
     VERIFY_UP_TO_BYTES,
     Pieces,
     Preparation,
@@ -44,9 +42,27 @@ from recipes.data.tokens.shards import (
 )
 from recipes.data.tokens.workspace import claimed
 
-USUAL = Pieces()
+if TYPE_CHECKING:
+    from recipes.data.tokens.background import Background
+
 NO_LINKS = (errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
-"""What a file system says that makes no hard links: there the text is tokenized again."""
+"""Errors of file systems without hard links; there the text is tokenized again."""
+
+
+USUAL = Pieces()
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One process of one start of a run."""
+
+    run: str
+    """An id of this start of the run, the same on all its processes."""
+    writes: bool
+    """Whether this process tokenizes what is missing. Exactly one process does, and it must call open_data() first."""
+    log: Callable[[str], None]
+    """Receives one line of text per message."""
+    pieces: Pieces = USUAL
 
 
 @dataclass(frozen=True)
@@ -60,147 +76,176 @@ class Data:
     """What the order of the tokens depends on, as in data.json: fingerprints of the tokenizer and of each source."""
 
 
-def pinned_sources(sources: Mapping[str, float], resumed_data_state: Mapping[str, Any]) -> dict[str, str]:
-    """Recipe's name -> the source to read: of datasets on the hub always the commit that a run began with.
+@dataclass(frozen=True)
+class _Tokens:
+    """The tokens of one source, of which more may follow."""
 
-    resumed_data_state: of the checkpoint to resume from, or {}. Raises UserError when the hub must be asked and does
-    not answer.
-    """
-    resumed = resumed_data_state.get("sources", {})
-    return {name: resumed.get(name, {}).get("source") or hub.pinned(name) for name in sources}
+    folder: Path
+    entry: dict[str, Any]
+    """The source's entry in Data.data_state."""
+    background: "Background | None" = None
+    """Writes the missing tokens, if this process started it."""
 
 
 def open_data(
     section: DataConfig,
+    launch: Launch,
     *,
-    pinned: Mapping[str, str],
     tokenizer: str | Tokenizer,
     sequence_length: int,
     seed: int,
     resumed_data_state: Mapping[str, Any],
-    run: str,
-    writes: bool,
-    log: Callable[[str], None],
-    pieces: Pieces = USUAL,
 ) -> Data:
-    """Open all sources, and wait until the first sequences are there.
+    """Open all sources, and wait until their first sequences are there.
 
-    pinned: of pinned_sources(). tokenizer: that of the section, or one that is there already.
-    resumed_data_state: of the checkpoint to resume from, or {}; for processes that do not write, the data_state of the
-    one that does. run: names this start of the run, on all its processes.
-    writes: whether this process tokenizes what is not there yet (one of all must, and be
-    called first). `log` gets one line of text for each thing done. Raises UserError for whatever is wrong
-    with the fields.
+    Args:
+        section: of the recipe.
+        launch: the process that calls this.
+        tokenizer: data.tokenizer, or a tokenizer that is loaded already.
+        sequence_length: inputs per sequence.
+        seed: of the data order.
+        resumed_data_state: of the checkpoint to resume from, or {}; on processes that do not write, the data_state of
+            the one that does. A dataset on the hub stays at the commit named there.
+
+    Raises:
+        UserError: if a source, its text or the tokenizer is bad, or the hub does not answer.
     """
-    cache, fraction = Path(section.cache).expanduser(), section.validation_fraction
-    for text in pinned.values():
-        if not is_prepared(text) and would_read_itself(text, cache / "tokens" / "any"):
-            raise UserError(
-                f"data.cache: '{cache}' lies inside of the source {text!r}, which would read its own tokens; give a"
-                " cache elsewhere"
-            )
+    resumed = resumed_data_state.get("sources", {})
+    texts = {name: resumed.get(name, {}).get("source") or pinned(name) for name in section.sources}
+    cache = Path(section.cache).expanduser()
+    _require_cache_outside(cache, texts.values())
     if isinstance(tokenizer, str):
-        raw = [pinned[source] for source in section.sources if not is_prepared(source)] or list(pinned.values())
-        tokenizer = load_tokenizer(tokenizer, sources=raw, text_field=section.text_field, cache=cache, log=log)
+        raw = [texts[name] for name in section.sources if not is_prepared(name)] or list(texts.values())
+        tokenizer = load_tokenizer(tokenizer, sources=raw, text_field=section.text_field, cache=cache, log=launch.log)
     training, validation = [], []
     data_state: dict[str, Any] = {"tokenizer": tokenizer.fingerprint, "sources": {}}
-    for name in section.sources:
-        background = None
+    for name, text in texts.items():
         if is_prepared(name):
-            folder = Path(name).expanduser()
-            index = _matching_index(folder, tokenizer, fraction, verify=writes)
-            fingerprint, text, window = index.fingerprint, index.source_fingerprint, None
-            about = f"{sum(shard.train for shard in index.shards):,} tokens"
+            tokens = _prepared_tokens(name, text, section, tokenizer, verify=launch.writes)
         else:
-            work = preparation(
-                pinned[name],
-                text_field=section.text_field,
-                tokenizer=tokenizer,
-                validation_fraction=fraction,
-                pieces=pieces,
-            )
-            used = resumed_data_state.get("sources", {}).get(name, {}).get("tokens", "")
-            if writes:
-                folder, background = _tokenize(cache / "tokens", work, used=used, run=run, log=log)
-            else:
-                folder = _rank_0_tokenizes(cache / "tokens" / (used or work.fingerprint), work, name=name)
-            fingerprint, text = folder.name, work.source_fingerprint
-            window = max(1, section.shuffle_tokens // sequence_length)
-            about = describe(pinned[name])
-        order = SequenceOrder(sequence_length, seed, window)
-        source = Source(
-            name, Shards(folder, TRAIN), order, bad_row_budget=section.bad_row_budget, problem=problem_path(folder, run)
-        )
-        source.background = background
-        try:
-            _wait_for_the_first(source, log)
-            training.append(source)
-            validation.append(_held_out(source))
-            _require_enough(source, validation[-1], validation_fraction=fraction)
-        except BaseException:
-            if background is not None:
-                background.stop()
-            raise
-        prepared = window is None  # which is shuffled otherwise
-        data_state["sources"][name] = {
-            "source": pinned[name],
-            "tokens": fingerprint,
-            "text": text,
-            "prepared": prepared,
-            "about": about,
-        }
+            used = resumed.get(name, {}).get("tokens", "")
+            tokens = _cached_tokens(name, text, section, tokenizer, used=used, launch=launch)
+        window = None if is_prepared(name) else max(1, section.shuffle_tokens // sequence_length)
+        source, held_out = _open_source(name, tokens, SequenceOrder(sequence_length, seed, window), section, launch)
+        training.append(source)
+        validation.append(held_out)
+        data_state["sources"][name] = tokens.entry
     weights = list(section.sources.values())
     return Data(tokenizer, Sequences(training, weights), Sequences(validation, weights), data_state)
 
 
-def _tokenize(
-    cache: Path, work: Preparation, *, used: str, run: str, log: Callable[[str], None]
-) -> tuple[Path, Background | None]:
-    """The folder of the tokens, and what makes those that are not there. used: as in _folder()."""
-    folder, there = _folder(cache, work, used=used)
-    if there and there[-1].last:
-        log(f"tokens found in {folder}")
-        return folder, None
-    return folder, Background(folder, work, run=run)
+def _require_cache_outside(cache: Path, sources: Iterable[str]) -> None:
+    """Raises UserError if a source would read the tokens in the cache as text."""
+    for text in sources:
+        if not is_prepared(text) and would_read_itself(text, cache / "tokens" / "any"):
+            raise UserError(
+                f"data.cache: '{cache}' lies inside the source {text!r}, which would read its own tokens; give a cache"
+                " elsewhere"
+            )
 
 
-def _rank_0_tokenizes(folder: Path, work: Preparation, *, name: str) -> Path:
-    """The folder, in which this process finds the same text as rank 0. name: of the source, as the recipe has it."""
-    if not _is_of(folder, work):
-        raise UserError(
-            f"data.source: {platform.node()} sees another text behind {name!r}, or another tokenizer, than rank 0; all"
-            " nodes need the same files and the same Python"
-        )
-    return folder
+def _prepared_tokens(name: str, text: str, section: DataConfig, tokenizer: Tokenizer, *, verify: bool) -> _Tokens:
+    """The tokens in a prepared folder. verify: compare them with their checksums."""
+    folder = Path(name).expanduser()
+    index = _matching_index(folder, tokenizer, section.validation_fraction, verify=verify)
+    about = f"{sum(shard.train for shard in index.shards):,} tokens"
+    return _Tokens(folder, _entry(text, index.fingerprint, index.source_fingerprint, prepared=True, about=about))
 
 
-def _folder(cache: Path, work: Preparation, *, used: str) -> tuple[Path, list[Shard]]:
-    """Where the tokens go, and what is there already.
+def _cached_tokens(
+    name: str, text: str, section: DataConfig, tokenizer: Tokenizer, *, used: str, launch: Launch
+) -> _Tokens:
+    """The tokens of a source in the cache; the process that writes starts to tokenize if some are missing.
 
-    used: name of the folder that the run was trained on. Where a file could not be read for a while, those shards are
-    kept for the runs that were trained on them; other runs get a folder of their own, which has all that did not miss
-    it, and try the file again.
+    Args:
+        name: of the source, as the recipe writes it.
+        text: the source, pinned to a commit if it is on the hub.
+        section, tokenizer: how it becomes tokens.
+        used: as in _choose_folder().
+        launch: the process that calls this.
+
+    Raises:
+        UserError: if this process sees other text than the process that writes, or the cache cannot be written.
+    """
+    work = preparation(
+        text,
+        text_field=section.text_field,
+        tokenizer=tokenizer,
+        validation_fraction=section.validation_fraction,
+        pieces=launch.pieces,
+    )
+    cache = Path(section.cache).expanduser() / "tokens"
+    background = None
+    if not launch.writes:
+        folder = cache / (used or work.fingerprint)
+        if not _is_of(folder, work):
+            raise UserError(
+                f"data.source: {platform.node()} sees different text behind {name!r}, or another tokenizer, than rank"
+                " 0; all nodes need the same files and the same Python"
+            )
+    else:
+        folder, shards = _choose_folder(cache, work, used=used)
+        if shards and shards[-1].last:
+            launch.log(f"tokens found in {folder}")
+        else:
+            from recipes.data.tokens.background import Background
+
+            background = Background(folder, work, run=launch.run)
+    entry = _entry(text, folder.name, work.source_fingerprint, prepared=False, about=describe(text))
+    return _Tokens(folder, entry, background)
+
+
+def _entry(source: str, tokens: str, text: str, *, prepared: bool, about: str) -> dict[str, Any]:
+    """A source's entry in data.json. tokens, text: their fingerprints. prepared: because it changes the order."""
+    return {"source": source, "tokens": tokens, "text": text, "prepared": prepared, "about": about}
+
+
+def _open_source(
+    name: str, tokens: _Tokens, order: SequenceOrder, section: DataConfig, launch: Launch
+) -> tuple[Source, Source]:
+    """Training and held-out sequences of a source. Waits for the first, and raises UserError if there are too few."""
+    shards, problem = Shards(tokens.folder, TRAIN), problem_path(tokens.folder, launch.run)
+    source = Source(name, shards, order, bad_row_budget=section.bad_row_budget, problem=problem)
+    source.background = tokens.background
+    try:
+        _wait_for_first_window(source, launch.log)
+        held_out = _held_out(source)
+        _require_documents(source, held_out, validation_fraction=section.validation_fraction)
+        _require_sequences(source, held_out)
+    except BaseException:
+        if tokens.background is not None:
+            tokens.background.stop()
+        raise
+    return source, held_out
+
+
+def _choose_folder(cache: Path, work: Preparation, *, used: str) -> tuple[Path, list[Shard]]:
+    """The folder for the tokens, and the shards that are in it.
+
+    used: name of the folder that the run was trained on. Shards that lack a file which was unreadable are kept for the
+    runs that were trained on them. Other runs get a folder of their own with the shards before those, and try the file
+    again.
     """
     if _is_of(cache / used, work):
-        return cache / used, _there(cache / used)
-    before: tuple[Path, list[Shard]] | None = None
+        return cache / used, _shards_in(cache / used)
+    previous: tuple[Path, list[Shard]] | None = None
     for number in count():
         folder = cache / (f"{work.fingerprint}-{number}" if number else work.fingerprint)
-        if before is not None and not folder.exists():
-            _link(*before, folder, work)
-        there = _there(folder)
-        if not any(shard.unread for shard in there):
+        if previous is not None and not folder.exists():
+            _link(*previous, folder, work)
+        shards = _shards_in(folder)
+        if not any(shard.unread for shard in shards):
             break
-        before = folder, list(takewhile(lambda shard: not shard.unread, there))
-    return folder, there
+        previous = folder, list(takewhile(lambda shard: not shard.unread, shards))
+    return folder, shards
 
 
 def _is_of(folder: Path, work: Preparation) -> bool:
-    """Whether its name is one of those that _folder() gives."""
+    """Whether the folder's name is one that _choose_folder() returns for this work."""
     return folder.name.partition("-")[0] == work.fingerprint
 
 
-def _there(folder: Path) -> list[Shard]:
+def _shards_in(folder: Path) -> list[Shard]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return whole_shards(folder)
@@ -209,14 +254,14 @@ def _there(folder: Path) -> list[Shard]:
 
 
 def _link(old: Path, shards: Sequence[Shard], new: Path, work: Preparation) -> None:
-    """Begin a folder with these shards of another one. Files of shards are replaced, never changed."""
+    """Start a folder with hard links to these shards of another one: files of shards are replaced, never changed."""
     try:
         with claimed(new, fingerprint=work.fingerprint, tokenizer=work.tokenizer.json):
             for number, shard in enumerate(shards):
                 paths = [array_path(old, number, kind) for kind in ARRAYS]
                 paths += [bad_rows_path(old, number)] if shard.bad else []
                 for path in (*paths, shard_path(old, number)):
-                    with suppress(FileExistsError):  # another run does the same
+                    with suppress(FileExistsError):  # another run links it too
                         os.link(path, new / path.name)
     except OSError as error:
         if error.errno not in NO_LINKS:
@@ -228,7 +273,7 @@ def _cannot_write(folder: Path, error: OSError) -> UserError:
 
 
 def _matching_index(folder: Path, tokenizer: Tokenizer, validation_fraction: float, *, verify: bool) -> Index:
-    """The index of prepared shards, if they are what the recipe asks for."""
+    """The index of prepared shards. Raises UserError if they do not match the recipe or are damaged."""
     index = open_index(str(folder))
     if index.tokenizer_fingerprint != tokenizer.fingerprint:
         raise UserError(
@@ -237,7 +282,7 @@ def _matching_index(folder: Path, tokenizer: Tokenizer, validation_fraction: flo
     if index.validation_fraction != validation_fraction:
         raise UserError(
             f"data.validation_fraction: '{folder}' was prepared with {index.validation_fraction}; write that, or"
-            " prepare it again"
+            " prepare the folder again"
         )
     size = 0
     for number, shard in enumerate(index.shards if verify else ()):
@@ -247,8 +292,8 @@ def _matching_index(folder: Path, tokenizer: Tokenizer, validation_fraction: flo
     return index
 
 
-def _wait_for_the_first(source: Source, log: Callable[[str], None]) -> None:
-    """Until the first window is there; says how fast it comes."""
+def _wait_for_first_window(source: Source, log: Callable[[str], None]) -> None:
+    """Wait until the first window is tokenized, and log how fast that was."""
     started = time.perf_counter()
     source.require(0, waiting=source.progress(log))
     if source.background is not None:
@@ -261,14 +306,14 @@ def _wait_for_the_first(source: Source, log: Callable[[str], None]) -> None:
 
 
 def _held_out(source: Source) -> Source:
-    """The held-out text beside the first window of training text, or beside all of it where that is there at once."""
+    """The held-out text of the shards that the first window needs: of all shards if the source is not windowed."""
     shards = Shards(source.shards.folder, VALIDATION, only=source.shards.shards[: source.used(0)])
-    # Shuffled too, so that a few batches are a fair sample; whatever the seed of the run, always the same one.
+    # Shuffled, so that a few batches are a fair sample; with a fixed seed, so that every run has the same sample.
     return Source(source.name, shards, SequenceOrder(source.order.sequence_length, 0, None))
 
 
-def _require_enough(training: Source, validation: Source, *, validation_fraction: float) -> None:
-    """Raises UserError where there is less than one sequence of either."""
+def _require_documents(training: Source, validation: Source, *, validation_fraction: float) -> None:
+    """Raises UserError if there is no training or no held-out document."""
     shards = validation.shards.shards
     documents, held_out = sum(shard.documents for shard in shards), sum(shard.held_out for shard in shards)
     message = f"data.validation_fraction: of the {documents + held_out} documents of {training.name!r} "
@@ -277,7 +322,7 @@ def _require_enough(training: Source, validation: Source, *, validation_fraction
     lowest, highest = min(shard.lowest for shard in shards), max(shard.highest for shard in shards)
     if not documents or not held_out:
         if lowest == highest:
-            raise UserError(message + "no two differ, so none can be held out; give more text")
+            raise UserError(message + "no two are different, so none can be held out; give more text")
         if not held_out:
             needed = int(lowest * 1e4 + 1) / 1e4
             raise UserError(
@@ -289,6 +334,10 @@ def _require_enough(training: Source, validation: Source, *, validation_fraction
             message
             + f"all would be held out with {validation_fraction}; write {allowed:.4f} or less, or give more text"
         )
+
+
+def _require_sequences(training: Source, validation: Source) -> None:
+    """Raises UserError if there is less than one sequence of training or held-out text."""
     for source, what, more in (
         (training, "training", "give more text"),
         (validation, "held-out", "raise data.validation_fraction"),
@@ -296,6 +345,6 @@ def _require_enough(training: Source, validation: Source, *, validation_fraction
         if source.sequences < 1:
             length, tokens = source.order.sequence_length, source.shards.tokens
             raise UserError(
-                f"batch.sequence_length: the {what} text of {source.name!r} has {tokens} tokens, a single sequence"
+                f"batch.sequence_length: the {what} text of {source.name!r} has {tokens} tokens, but one sequence"
                 f" of {length} and its last target need {length + 1}; write at most {max(tokens - 1, 1)}, or {more}"
             )

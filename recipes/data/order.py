@@ -1,11 +1,11 @@
-"""Which tokens sequence number n of a run holds: computed from the recipe and n alone, and never stored.
+"""Which tokens sequence number n of a run holds, computed from the recipe and n alone. Nothing is stored.
 
-The order depends neither on the number of processes nor on the batch size nor on what was read before, so the whole
-state of the data is one integer, the number of sequences consumed, and any place is reached at once.
+The order does not depend on the number of processes, the batch size or what was read before. So the whole state of the
+data is one integer, the number of sequences consumed, and any position is reached at once.
 
-S sequence length. A source is a row of `total` tokens that repeats for ever. Its sequence i covers the tokens i*S ..
-i*S + S of that row: the last one, only a target here, is the first input of sequence i + 1. A sequence may begin at the
-end of one repetition and end in the next, so that no token is ever dropped, padded or, per repetition, seen twice.
+S sequence length. A source is a row of `total` tokens that repeats forever. Its sequence i covers tokens i*S .. i*S + S
+of that row: the last one is only a target here, and the first input of sequence i + 1. A sequence may start at the end
+of one repetition and end in the next, so no token is dropped, padded or seen twice per repetition.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-# Weights of a mixture are kept to this many parts, exactly in every run of as many sequences.
+# Weights of a mixture are rounded to multiples of 1 / this, and are exact over any so many sequences in a row.
 MIXTURE_PERIOD = 10_000
-# Four would do for large sizes; for halves of a few bits each round adds little.
+# Four are enough for large sizes; with halves of a few bits, each round adds little.
 FEISTEL_ROUNDS = 8
 
 
@@ -24,25 +24,25 @@ FEISTEL_ROUNDS = 8
 class SequenceOrder:
     """The shuffled order of one source's sequences.
 
-    Epoch e consists of the sequences e*total // S up to (e+1)*total // S, each once. The first epoch is shuffled window
-    by window where the source is still being tokenized while training reads it, every other epoch as a whole.
+    Epoch e consists of sequences e*total // S to (e+1)*total // S - 1, each once. Each epoch is shuffled as a whole,
+    except that the first epoch of a source that is tokenized during training is shuffled window by window.
     """
 
     sequence_length: int
     seed: int
     window: int | None
-    """Sequences that the first epoch shuffles together; None = all."""
+    """Sequences shuffled together in the first epoch; None = all."""
 
     def needs(self, number: int) -> int | None:
-        """How many tokens (or else the whole source) must be there to know sequence `number`; None = all of it."""
+        """How many tokens must exist, unless the source is complete, to determine sequence `number`; None = all."""
         if self.window is None:
             return None
         return (number // self.window + 1) * self.window * self.sequence_length + 1
 
     def starts(self, numbers: np.ndarray, *, total: int | None) -> np.ndarray:
-        """Where in the source the sequences of these numbers begin: (n,) int64 -> (n,) int64, below `total`.
+        """Where in the source the sequences of these numbers start: (n,) int64 -> (n,) int64, below `total`.
 
-        total: tokens in the source; None = not known yet, then needs() of every number must be there already.
+        total: tokens in the source; None = unknown, then needs() of every number must exist already.
         """
         if total is None:
             assert self.window is not None
@@ -58,15 +58,15 @@ class SequenceOrder:
                 window_firsts = numbers // self.window * self.window
                 sizes = np.where(first, np.minimum(self.window, sizes - window_firsts), sizes)
                 firsts = np.where(first, window_firsts, firsts)
-        # A key for each epoch and window; that two of them fall together is possible, and about as likely as lightning.
-        seed = np.uint64(xxhash.xxh3_64_intdigest(str(self.seed).encode()))  # of seeds of any size, and far apart
+        # A key per epoch and window; a collision of two 64-bit keys is possible but practically never happens.
+        seed = np.uint64(xxhash.xxh3_64_intdigest(str(self.seed).encode()))  # any int -> 64 bits
         keys = _mixed(_mixed(_u64(epochs) + seed) + _u64(firsts))
         sequences = firsts + permuted(numbers - firsts, sizes=sizes, keys=keys)
         starts = sequences * self.sequence_length
         return starts if total is None else starts % total
 
     def epochs(self, numbers: np.ndarray, *, total: int) -> np.ndarray:
-        """How often the source had been read before each of these sequences: (n,) -> (n,) int64."""
+        """The epoch, from 0, in which each of these sequences ends: (n,) -> (n,) int64."""
         return ((numbers + 1) * self.sequence_length + total - 1) // total - 1
 
 
@@ -75,18 +75,18 @@ def mixture_problem(weights: Mapping[str, float]) -> str | None:
     small = [source for source, weight in weights.items() if weight * MIXTURE_PERIOD < sum(weights.values())]
     if not small:
         return None
-    return f"gives {', '.join(map(repr, small))} less than 1 / {MIXTURE_PERIOD} of all; write more, or leave it out"
+    return f"gives {', '.join(map(repr, small))} less than 1 / {MIXTURE_PERIOD} of the tokens; raise it or leave it out"
 
 
 class Mixture:
-    """Spreads the sequences of a run over several sources, evenly and by fixed shares.
+    """Distributes the sequences of a run over several sources, evenly and by fixed shares.
 
-    Of any MIXTURE_PERIOD sequences in a row every source has its share exactly, and of a few hundred nearly so: less
-    noise than drawing lots would give. All sequences are equally long, so these are shares of the tokens.
+    Each source has exactly its share of any MIXTURE_PERIOD sequences in a row, and nearly its share of a few hundred:
+    less noise than random sampling. All sequences are equally long, so these are shares of the tokens.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        """weights: positive, of any sum, none below 1 / MIXTURE_PERIOD of it."""
+        """weights: positive, with any sum, none below 1 / MIXTURE_PERIOD of it."""
         shares = np.asarray(weights, dtype=np.float64) / sum(weights) * MIXTURE_PERIOD
         quotas = np.floor(shares + 1e-6).astype(np.int64)
         left = MIXTURE_PERIOD - int(quotas.sum())
@@ -96,12 +96,12 @@ class Mixture:
         places = np.concatenate([(np.arange(quota) + 0.5) / quota for quota in quotas])
         sources = np.repeat(np.arange(len(quotas)), quotas)
         order = np.lexsort((sources, places))
-        self._source = sources[order]  # (MIXTURE_PERIOD,): whose turn it is
+        self._source = sources[order]  # (MIXTURE_PERIOD,): the source of each sequence
         ranks = np.concatenate([np.arange(quota) for quota in quotas])
-        self._rank = ranks[order]  # (MIXTURE_PERIOD,): how often it was before, in this period
+        self._rank = ranks[order]  # (MIXTURE_PERIOD,): how many of its sequences came before in the period
 
     def place(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The source of each sequence, and which of that source's sequences it is: (n,) -> (n,), (n,) int64."""
+        """The source of each sequence, and its number within that source: (n,) -> (n,), (n,) int64."""
         periods, slots = np.divmod(numbers, MIXTURE_PERIOD)
         sources = self._source[slots]
         return sources, periods * self.quotas[sources] + self._rank[slots]
@@ -113,7 +113,7 @@ class Mixture:
         return (periods * self.quotas + begun).tolist()
 
     def available(self, counts: Sequence[int]) -> int:
-        """Sequences it takes to read all of every source, of which there are so many each."""
+        """Sequences needed to read each source completely. counts: sequences of each source."""
         return max(
             (count - 1) // quota * MIXTURE_PERIOD + int(np.flatnonzero(self._source == source)[(count - 1) % quota]) + 1
             if count
@@ -123,11 +123,11 @@ class Mixture:
 
 
 def permuted(positions: np.ndarray, *, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Where each position of 0 .. size-1 goes under its key's permutation: three of (n,) -> (n,) int64.
+    """Where the permutation of each key maps each position in 0 .. size-1: three of (n,) -> (n,) int64.
 
     A Feistel network permutes the numbers of 2 * half bits whatever its round function is. There are at most 4 * size
-    of them; a result outside 0 .. size-1 goes through again until it falls inside, which leaves a permutation of
-    0 .. size-1 (cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+    of them. A result outside 0 .. size-1 is permuted again until it is inside, which gives a permutation of 0 .. size-1
+    (cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
     """
     bits = np.frexp((sizes - 1).astype(np.float64))[1]  # exact below 2**53
     halves = _u64(np.maximum(1, (bits + 1) // 2))

@@ -9,14 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from parallel.errors import UserError
 from recipes.data.order import Mixture, SequenceOrder
-from recipes.data.tokens.background import EVERYTHING, Background
 from recipes.data.tokens.shards import TRAIN, BadRowBudget, Shards, bad_rows
 from recipes.files.atomic import Lines
+
+if TYPE_CHECKING:
+    from recipes.data.tokens.background import Background
 
 SECONDS_BETWEEN_LOOKS = 0.05
 SECONDS_BETWEEN_REPORTS = 10.0
@@ -24,7 +27,7 @@ SECONDS_BETWEEN_REPORTS = 10.0
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens begin .. end - 1 of a document, and where in its source that is."""
+    """Tokens begin .. end - 1 of the document in this row of a source."""
 
     source: str
     file: int
@@ -34,24 +37,24 @@ class Piece:
 
 
 class Quarantine:
-    """quarantine.jsonl: file, row and reason of every bad row in what a run has used so far."""
+    """quarantine.jsonl: file, row and reason of every bad row in the text that a run has used so far."""
 
     def __init__(self, file: Path, *, log: Callable[[str], None] = print) -> None:
-        """tell: where lines for people go."""
+        """log: receives one line of text per message."""
         self.file = file
         self._lines = Lines(file, log=log)
         self._rows = 0
         self._noted: dict[str, int] = {}
 
     def note(self, sources: "Sequence[Source]") -> int:
-        """Add what is new; returns how many bad rows there are by now."""
+        """Add new bad rows. Returns how many there are in total."""
         for source in sources:
             first, used = self._noted.get(source.name, 0), source.used_shards
             rows = list(bad_rows(source.shards.folder, source.shards.shards[:used], first=first))
             self._noted[source.name] = used
             if rows:
-                if not self._rows:  # a resumed run looks through all that it used, so that the file is always whole
-                    with suppress(OSError):  # then nothing is appended either, and that is told
+                if not self._rows:  # a resumed run lists everything it used again, so the file is always complete
+                    with suppress(OSError):  # then appending fails too, and is reported
                         self.file.unlink(missing_ok=True)
                 self._lines.append(*(json.dumps({"source": source.name, **row}) for row in rows))
                 self._rows += len(rows)
@@ -59,7 +62,7 @@ class Quarantine:
 
 
 class Source:
-    """The shuffled sequences of one source, as far as it is tokenized; who asks for more waits for it."""
+    """The shuffled sequences of one source. Waits for those that are not tokenized yet."""
 
     def __init__(
         self,
@@ -70,26 +73,31 @@ class Source:
         bad_row_budget: float = 1.0,
         problem: Path | None = None,
     ) -> None:
-        """name: what the recipe calls it. bad_row_budget: share of the rows that may be bad.
+        """Open a source.
 
-        problem: where another process of this run says why it tokenizes no more.
+        Args:
+            name: of the source, as the recipe writes it.
+            shards: its tokens.
+            order: of its sequences.
+            bad_row_budget: share of the rows that may be bad.
+            problem: file in which the process that tokenizes says why it ended.
         """
         self.name = name
         self.shards = shards
         self.order = order
         self.background: Background | None = None
-        """What writes the shards, on the one process that started it."""
+        """Writes the shards; only on the process that started it."""
         self.closed = False
         self._problem = problem
         self._budget = BadRowBudget(shards.folder, source=name, budget=bad_row_budget)
         self.used_shards = 0
-        """How many were needed so far."""
+        """How many shards were needed so far."""
 
     @property
     def tokens(self) -> int | None:
-        """Length of the row that repeats; None while it is not known.
+        """Length of the row of tokens that repeats; None while it is unknown.
 
-        Held-out text is read once: its row is cut to whole sequences with their targets.
+        Held-out text is read once, so its row is cut to whole sequences with their targets.
         """
         if not self.shards.complete:
             return None
@@ -98,65 +106,66 @@ class Source:
 
     @property
     def sequences(self) -> int:
-        """Whole sequences with their last target in what is there."""
+        """Whole sequences, with their last target, in the existing shards."""
         return max(0, self.shards.tokens - 1) // self.order.sequence_length
 
     def require(self, number: int, *, waiting: Callable[[], None] = lambda: None) -> None:
-        """Wait until sequence `number` is known, calling `waiting` now and then.
+        """Wait until the tokens of sequence `number` are known, calling `waiting` every now and then.
 
-        Raises UserError when that will not be, or when too many rows are bad.
+        Raises UserError if they never will be, or if too many rows are bad.
         """
         needed = self.order.needs(number)
         if self.background is not None:
             window = (self.order.window or 0) * self.order.sequence_length
-            self.background.want(EVERYTHING if needed is None else needed + window)
+            self.background.want(None if needed is None else needed + window)
         while not self.ready(needed) and not self.closed:
             if not self.shards.refresh():
-                self._look_for_trouble()
+                self._require_progress()
                 waiting()
                 time.sleep(SECONDS_BETWEEN_LOOKS)
-        self._judge(self.used(number))
+        self._count_bad_rows(self.used(number))
 
     def used(self, number: int) -> int:
-        """How many shards it takes to know sequence `number`, which must be known."""
+        """How many shards determine sequence `number`, which must be known."""
         needed = self.order.needs(number)
         return len(self.shards.shards) if needed is None else self.shards.covering(needed)
 
     def progress(self, log: Callable[[str], None]) -> Callable[[], None]:
-        """For require() to call: where this process tokenizes, tells every few seconds how far that has come."""
+        """A `waiting` for require() that logs every few seconds how much is tokenized, if this process started that."""
         reported = time.monotonic()
 
-        def tell() -> None:
+        def log_progress() -> None:
             nonlocal reported
             if self.background is not None and time.monotonic() - reported > SECONDS_BETWEEN_REPORTS:
                 reported = time.monotonic()
-                log(f"tokenized {self.shards.tokens / 1e6:.0f} M tokens of {self.name}, going on")
+                log(f"tokenized {self.shards.tokens / 1e6:.0f} M tokens of {self.name} so far")
 
-        return tell
+        return log_progress
 
     def ready(self, needed: int | None) -> bool:
-        """Whether so many tokens are there, or the whole source (None)."""
+        """Whether there are so many tokens, or the whole source (None)."""
         return self.shards.complete or (needed is not None and self.shards.tokens >= needed)
 
     def starts(self, numbers: np.ndarray) -> list[int]:
-        """Where in the source sequences of these numbers, (n,), begin."""
+        """Where in the source the sequences of these numbers, (n,), start."""
         return self.order.starts(numbers, total=self.tokens).tolist()
 
     def pieces(self, number: int) -> Iterator[Piece]:
-        """What the inputs of training sequence `number` are made of, in their order."""
+        """The pieces of documents that the inputs of training sequence `number` consist of, in order."""
         (start,) = self.starts(np.array([number]))
         for place in self.shards.documents(start, self.order.sequence_length):
             yield Piece(self.name, *place)
 
-    def _look_for_trouble(self) -> None:
+    def _require_progress(self) -> None:
+        """Raises UserError if tokenizing has ended with a problem."""
         if self.background is not None:
             self.background.check()
         elif self._problem is not None:
             with suppress(FileNotFoundError):
                 raise UserError(self._problem.read_text(encoding="utf-8"))
 
-    def _judge(self, used: int) -> None:
-        # Shards in use, not those that happen to be there: so a run stops at the same step wherever it runs.
+    def _count_bad_rows(self, used: int) -> None:
+        # Of the shards in use, not of all existing ones, so that a run stops at the same step on any machine.
         if used > self.used_shards:
             self.used_shards = used
             self._budget.count(self.shards.shards[:used])
@@ -166,14 +175,14 @@ class Sequences:
     """The sequences of all sources in the order of the run."""
 
     def __init__(self, sources: Sequence[Source], weights: Sequence[float]) -> None:
-        """weights: shares of the tokens, as Mixture takes them."""
+        """weights: shares of the tokens, as for Mixture."""
         self.sources = list(sources)
         self.mixture = Mixture(weights)
         self.sequence_length = self.sources[0].order.sequence_length
 
     @property
     def available(self) -> int:
-        """Sequences until all of what is there was read; of a mixture, smaller sources repeat until then."""
+        """Sequences until all existing tokens are read; in a mixture, smaller sources repeat until then."""
         return self.mixture.available([source.sequences for source in self.sources])
 
     def require(self, first: int, count: int) -> None:
@@ -194,21 +203,21 @@ class Sequences:
         return rows
 
     def pieces(self, number: int) -> Iterator[Piece]:
-        """What the inputs of training sequence `number` are made of, in their order."""
+        """The pieces of documents that the inputs of training sequence `number` consist of, in order."""
         (place,), (own,) = self.mixture.place(np.array([number]))
         return self.sources[place].pieces(int(own))
 
     def epochs(self, consumed: int) -> dict[str, float | None]:
-        """How often each source was read after so many sequences; None while its length is not known."""
+        """How often each source is read in so many sequences; None while its length is unknown."""
         return {
             source.name: count * self.sequence_length / source.tokens if source.tokens else None
             for source, count in zip(self.sources, self.mixture.consumed(consumed), strict=True)
         }
 
     def checksums(self, consumed: int, *, log: Callable[[str], None] = print) -> dict[str, str]:
-        """Of each source's tokens that the first so many sequences come from. Waits, and says so, until they are there.
+        """For each source, a checksum of the tokens that the first `consumed` sequences come from.
 
-        Reads what they take of the last shard.
+        Waits until they are tokenized and logs progress. Reads only their part of the last shard.
         """
         found = {}
         for source, count in zip(self.sources, self.mixture.consumed(consumed), strict=True):
@@ -218,7 +227,7 @@ class Sequences:
         return found
 
     def close(self) -> None:
-        """Let nobody wait any longer, and stop what tokenizes."""
+        """End all waiting, and stop tokenizing."""
         for source in self.sources:
             source.closed = True
             if source.background is not None:

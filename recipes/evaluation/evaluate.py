@@ -16,9 +16,8 @@ from models.loss import IGNORED
 from parallel.errors import UserError
 from parallel.mesh import Mesh
 from parallel.reduce import sum_over_group
-from recipes.data.batches import MicroBatch
 from recipes.data.config import BatchConfig
-from recipes.data.loader import DataLoader
+from recipes.data.loader import DataLoader, MicroBatch
 from recipes.data.text.tokenizer import Tokenizer, parallel_tokenizers, text_batches
 from recipes.evaluation.sampling import next_token
 
@@ -203,7 +202,7 @@ def show_sample(
     log: Callable[..., None],
 ) -> None:
     """Let the model continue the beginning of a held-out document, by so many tokens, and say both."""
-    prompt = loader.opening(min(32, batch.sequence_length // 2))
+    prompt = loader.held_out_tokens(min(32, batch.sequence_length // 2))
     shape = batch.micro_batch_size, batch.sequence_length
     boundary = loader.document_boundary
     answer = continuation(model, prompt, tokens=tokens, shape=shape, device=device, seed=seed, end_of_document=boundary)

@@ -8,7 +8,7 @@ from torch import Tensor
 from models.loss import IGNORED
 from parallel.float8 import precompute_scales
 from parallel.reduce import clip_gradients, gradient_norm, sum_over_group
-from recipes.data.batches import MicroBatch
+from recipes.data.loader import MicroBatch
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard, backward
 from recipes.training.build import Built

@@ -1,31 +1,24 @@
-"""The text of .gz and .zst files, and where a broken one breaks. Imports no torch."""
+"""The text of .gz and .zst files, and where a broken file breaks off. Imports no torch."""
 
 import gzip
 import io
-import zlib
 from pathlib import Path
 from typing import IO
 
-# Decompressed at once. Where a stream is broken, as much text before the break is lost with it.
+from recipes.data.text.readers import BROKEN
+
+# Decompressed at once. Where a stream breaks off, up to this much text before the break is lost.
 BLOCK = 1 << 16
-# How exactly the place is found at which a stream breaks.
+# Precision with which the break in a stream is located.
 BREAK_BYTES = 1 << 10
-# How much longer text is than what gzip or zstd make of it: C4's English part is 806 GB of text in 305 GB of .json.gz.
+# Bytes of text per compressed byte of gzip or zstd: C4's English part is 806 GB of text in 305 GB of .json.gz.
 COMPRESSION_RATIO = 3
-# Checksum and length.
+# The checksum and length at the end of a .gz.
 GZIP_END_BYTES = 8
-# What reading a broken file raises: pyarrow's errors are among the first three, the others are gzip's.
-BROKEN = (OSError, ValueError, NotImplementedError, EOFError, zlib.error)
 
 
-def is_compressed(path: Path) -> bool:
-    return path.name.lower().endswith((".gz", ".zst"))
-
-
-def open_text(path: Path) -> IO[bytes]:
-    """The text of a file, decompressed if need be. Opening and reading raise one of BROKEN."""
-    if not is_compressed(path):
-        return path.open("rb")
+def open_compressed(path: Path) -> IO[bytes]:
+    """The decompressed text of a file. Opening and reading raise one of BROKEN."""
     if _is_padded(path):
         return io.BufferedReader(gzip.GzipFile(path), BLOCK)
     import pyarrow
@@ -34,7 +27,7 @@ def open_text(path: Path) -> IO[bytes]:
 
 
 def before_the_break(path: Path) -> tuple[int, int]:
-    """Of a compressed file that breaks off: how many lines come before that place, and how many bytes of the file."""
+    """How many lines and how many compressed bytes come before the place where a compressed file breaks off."""
     lines = place = 0
     try:
         with _InPieces(path) as file, _decompressed(path, file) as stream:
@@ -42,12 +35,12 @@ def before_the_break(path: Path) -> tuple[int, int]:
                 lines += text.count(b"\n")
                 place = file.place
     except BROKEN:
-        pass  # here it is, or the file is gone
+        pass  # this is the place, or the file is gone
     return lines, place
 
 
 class _InPieces(io.FileIO):
-    """A file that gives no more than BREAK_BYTES at a time, whatever it is asked for."""
+    """A file that returns at most BREAK_BYTES per read, however many are requested."""
 
     place = 0
 
@@ -58,7 +51,7 @@ class _InPieces(io.FileIO):
 
 
 def _decompressed(path: Path, file: io.FileIO) -> io.BufferedIOBase:
-    """As open_text(), of a file that is open, and not in blocks."""
+    """Like open_compressed(), but for an open file and without buffering."""
     if _is_padded(path):
         return gzip.GzipFile(fileobj=file)
     import pyarrow
@@ -67,12 +60,12 @@ def _decompressed(path: Path, file: io.FileIO) -> io.BufferedIOBase:
 
 
 def _compression(path: Path) -> str:
-    """In pyarrow's words."""
+    """The name that pyarrow uses."""
     return "gzip" if path.name.lower().endswith(".gz") else "zstd"
 
 
 def _is_padded(path: Path) -> bool:
-    """Whether zeros follow a .gz, as block devices leave them: damage to pyarrow, none to gzip."""
+    """Whether a .gz ends in zeros, as block devices leave them: gzip ignores them, pyarrow reports damage."""
     if _compression(path) != "gzip":
         return False
     with path.open("rb") as file:

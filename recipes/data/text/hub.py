@@ -1,6 +1,6 @@
-"""Datasets of the Hugging Face hub, or of a folder laid out like it, as rows: "hf:ID[@REVISION][:CONFIG[:SPLIT]]".
+"""Rows of a dataset on the Hugging Face hub, or in a folder laid out like it: "hf:ID[@REVISION][:CONFIG[:SPLIT]]".
 
-Imports no torch, and the datasets library (a second) only to read.
+The datasets library takes a second to import, so only reading imports it. Imports no torch.
 """
 
 import json
@@ -23,88 +23,75 @@ from recipes.data.text.readers import (
     reason,
     text_or_problem,
 )
+from recipes.data.text.sources import HUB_PREFIX, folder_files
 
-PREFIX = "hf:"
 COMMIT = re.compile(r"[0-9a-f]{40}")
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 EXAMPLES = "'hf:allenai/c4:en', 'hf:roneneldan/TinyStories@REVISION' or 'hf:FOLDER::validation'"
-# To say whether the hub is there at all; the library's own retries while reading are left as they are.
+# Timeout for reaching the hub at all; the library's own retries while reading are left as they are.
 SECONDS_TO_ANSWER = 10
-# Files of a folder that our own readers can go on with where datasets gives up.
+# Files in a folder that our own readers can continue with when datasets gives up.
 READABLE = (".parquet", ".json", ".json.gz", ".json.zst", ".jsonl", ".jsonl.gz", ".jsonl.zst")
-# Rows converted at once; datasets itself holds a row group of parquet, or ten megabytes of JSON.
+# Rows converted at once; datasets itself holds a parquet row group or ten megabytes of JSON in memory.
 BATCH_ROWS = 128
 
 
 @dataclass(frozen=True)
 class HubDataset:
-    """What a source that begins with "hf:" names."""
+    """The parts of a source that starts with "hf:"."""
 
     name: str
     """A name on the hub, or a path."""
     revision: str = ""
-    """A commit, tag or branch; "" = the hub's main branch."""
+    """A commit, tag or branch; "" = the main branch."""
     config: str = ""
     """"" = the dataset's default."""
     split: str = "train"
 
     @property
     def folder(self) -> Path | None:
-        """The local folder, of which a name on the hub is no path."""
+        """The local folder; None for a name on the hub."""
         path = Path(self.name).expanduser()
         return path if path.is_dir() or not NAME.fullmatch(self.name) else None
 
     @property
     def source(self) -> str:
-        """As it is written in a recipe."""
+        """The source as a recipe writes it."""
         revision = f"@{self.revision}" if self.revision else ""
         split = "" if self.split == "train" else f":{self.split}"
         config = f":{self.config}" if self.config or split else ""
-        return f"{PREFIX}{self.name}{revision}{config}{split}"
-
-
-def is_hub(source: str) -> bool:
-    return source.startswith(PREFIX)
+        return f"{HUB_PREFIX}{self.name}{revision}{config}{split}"
 
 
 def parse(source: str) -> HubDataset:
-    """Raises UserError for what is no name of a dataset; asks neither the hub nor the datasets library."""
+    """The dataset that a source names. Raises UserError if the name is malformed. Needs no network."""
     if problem := hub_problem(source):
         raise UserError(f"data.source: {problem}")
     return _parsed(source)
 
 
 def hub_problem(source: str) -> str | None:
-    """What is wrong with a source that begins with "hf:" and what to write instead, or None. Needs no network."""
+    """What is wrong with a source that starts with "hf:" and what to write instead, or None. Needs no network."""
     if source.count(":") > 3 or not _parsed(source).name:
-        return f"{source!r}: after 'hf:' goes a name or folder, then perhaps a configuration and a split, as {EXAMPLES}"
+        return f"{source!r}: write a name or folder after 'hf:', optionally a configuration and a split, as {EXAMPLES}"
     dataset = _parsed(source)
     folder = dataset.folder
     if folder is None:
         return None
     if not folder.is_dir():
-        return f"{source!r}: there is no folder '{folder}', and it is no name on the hub either; write it as {EXAMPLES}"
+        return f"{source!r}: there is no folder '{folder}', and hub names look different; write it as {EXAMPLES}"
     if dataset.revision:
-        return f"{source!r}: a folder has no revisions; leave '@{dataset.revision}' out"
+        return f"{source!r}: a folder has no revisions; remove '@{dataset.revision}'"
     if not folder_files(folder):
-        return f"{source!r}: the folder is empty; give one that holds a dataset, as the hub does"
+        return f"{source!r}: the folder is empty; give one with a dataset laid out as on the hub"
     return None
 
 
-def folder_files(folder: Path) -> list[Path]:
-    """All that a dataset in a folder may be read from, hidden files left out, sorted by path."""
-    found = (file for file in folder.rglob("*") if file.is_file())
-    visible = (file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts))
-    return sorted(visible, key=lambda file: file.parts)
+def pinned_dataset(source: str) -> str:
+    """The source with the commit that its revision names now; a folder unchanged.
 
-
-def pinned(source: str) -> str:
-    """The source with the commit that its revision is at now; any other source, and a folder, as it is.
-
-    Raises UserError where the hub does not answer.
+    Raises UserError when the hub does not answer.
     """
-    if not is_hub(source):
-        return source
     dataset = parse(source)
     if dataset.folder or COMMIT.fullmatch(dataset.revision):
         return source
@@ -112,7 +99,7 @@ def pinned(source: str) -> str:
 
 
 def _parsed(source: str) -> HubDataset:
-    name, *rest = source.removeprefix(PREFIX).split(":")
+    name, *rest = source.removeprefix(HUB_PREFIX).split(":")
     revision = ""
     if not Path(name).expanduser().is_dir():
         name, _, revision = name.partition("@")
@@ -130,15 +117,15 @@ def _commit(dataset: HubDataset) -> str:
     try:
         found = HfApi().dataset_info(dataset.name, revision=dataset.revision or None, timeout=SECONDS_TO_ANSWER)
     except GatedRepoError as error:
-        raise UserError(f"{name} must be asked for on {page}; then log in with 'hf auth login'") from error
+        raise UserError(f"{name}: access is gated; request it on {page}, then log in with 'hf auth login'") from error
     except RepositoryNotFoundError as error:
         raise UserError(f"{name}: the hub has no such dataset; correct it, or if private: 'hf auth login'") from error
     except RevisionNotFoundError as error:
         raise UserError(f"{name}: it has no revision {dataset.revision!r}; see {page}") from error
-    except Exception as error:  # whatever the network library of the day raises
+    except Exception as error:  # any error of whichever network library is in use
         raise UserError(
-            f"{name}: the Hugging Face hub does not answer ({reason(error)}); where it does, run 'hf download "
-            f"{dataset.name} --repo-type dataset --local-dir FOLDER', then write the source as hf:FOLDER"
+            f"{name}: the Hugging Face hub does not answer ({reason(error)}); on a machine that reaches it, run 'hf"
+            f" download {dataset.name} --repo-type dataset --local-dir FOLDER', then write the source as hf:FOLDER"
         ) from error
     assert found.sha is not None
     return found.sha
@@ -150,20 +137,20 @@ def _commit(dataset: HubDataset) -> str:
 class HubReader:
     """An open dataset. Its shards are its files, in the hub's order.
 
-    A place is a shard and a row of it: exact whatever the versions of datasets count in their own cursors. As with
-    those, entering a shard reads it from its beginning. datasets gives up at a broken row: from there on our own
-    readers read the file, bad rows and all, if it lies in a folder.
+    A place is a shard and a row in it, which stays exact whatever a version of datasets counts in its own cursors. As
+    with those, resuming inside a shard reads it from its start. datasets gives up at a broken row: if the file lies in
+    a folder, our own readers continue there and report bad rows.
     """
 
     def __init__(self, source: str, *, text_field: str) -> None:
-        """Raises UserError for a dataset that cannot be opened or has no such field of text."""
+        """Raises UserError if the dataset cannot be opened or has no such text field."""
         self._source = source
         self._text_field = text_field
         self._dataset = parse(source)
         self._commit = "" if self._dataset.folder else _commit(self._dataset)
         self._may_be_mixed = False
-        self._data_files: list[Path] = []  # those of a folder that our own readers can read, one for each shard
-        self._stream = self._open()  # None = datasets cannot even open them
+        self._data_files: list[Path] = []  # one per shard: files in a folder that our own readers can read
+        self._stream = self._open()  # None = datasets cannot open the files at all
         if self._stream is not None:
             self._check(self._stream.features)
         shards = len(self._data_files) if self._stream is None else self._stream.num_shards
@@ -173,14 +160,14 @@ class HubReader:
         self.files = [f"{source}, shard {number} of {shards}" for number in range(1, shards + 1)]
 
     def rows(self, start: Place) -> Rows:
-        """The rows behind `start`. Raises UserError where the dataset breaks off and our own readers cannot go on."""
+        """The rows after `start`. Raises UserError where the dataset breaks off and our own readers cannot continue."""
         for shard in range(start.file, len(self.files)):
             yield from self._shard(start if shard == start.file else Place(shard))
 
     def _open(self, features: Any = None) -> Any:
-        """A datasets.IterableDataset with no more columns than it must have, as `features` or as found.
+        """A datasets.IterableDataset with as few columns as possible, typed as `features` or as found.
 
-        None where datasets cannot open the files, but our own readers can read them.
+        None if datasets cannot open the files but our own readers can read them.
         """
         _quiet()
         import datasets
@@ -202,31 +189,31 @@ class HubReader:
                 self._data_files = _own_files(config, split)
             stream = builder.as_streaming_dataset(split=split)
             if isinstance(config, ParquetConfig) and self._text_field in (stream.features or ()):
-                config.columns = [self._text_field]  # the others are not even fetched
+                config.columns = [self._text_field]  # the other columns are not fetched
                 stream = builder.as_streaming_dataset(split=split)
-        except Exception as error:  # whatever the file formats and file systems of datasets raise
+        except Exception as error:  # any error of a file format or file system that datasets supports
             if self._data_files:
                 return None
             raise UserError(f"data.source: cannot open {self._source!r}: {reason(error)}") from error
         if isinstance(config, JsonConfig) and features is None:
             text_type = (stream.features or {}).get(self._text_field)
-            # Where the types of a field are mixed, datasets turns every text of the block into JSON, with quotes, and
-            # does not say so if the blocks before it were plain (5.2). Rather stop there: _of_any_type() goes on, or
-            # where the first block is broken, so that datasets knows no types, _by_ourselves().
+            # Where a field has mixed types, datasets (5.2) turns every text of the block into quoted JSON, silently if
+            # the blocks before were plain. Make it stop instead: _of_any_type() continues from there, or, if the first
+            # block is broken and datasets knows no types, _by_ourselves().
             if not _is_json(text_type):
                 self._may_be_mixed = text_type is not None
                 config.on_mixed_types = None
         return stream
 
     def _check(self, features: Any) -> None:
-        if features is None:  # datasets does not know before it has read all
+        if features is None:  # datasets does not know them before it has read everything
             return
         where = f"data.text_field: {self._source!r}"
         if self._text_field not in features:
-            raise UserError(f"{where}: {no_such_field(self._text_field, features)}; name a field of text")
+            raise UserError(f"{where}: {no_such_field(self._text_field, features)}; name a text field")
         kind = features[self._text_field]
         if getattr(kind, "dtype", "") not in ("string", "large_string", "string_view") and not _is_json(kind):
-            raise UserError(f"{where}: not text: field {self._text_field!r} holds {kind}; name a field of text")
+            raise UserError(f"{where}: not text: field {self._text_field!r} holds {kind}; name a text field")
 
     def _shard(self, start: Place) -> Rows:
         if self._stream is None:
@@ -237,7 +224,7 @@ class HubReader:
             for row, place in self._of_any_type(start):
                 last = row
                 yield row, place
-        except Exception as error:  # whatever the file formats and file systems of datasets raise
+        except Exception as error:  # any error of a file format or file system that datasets supports
             if not self._data_files:
                 if isinstance(error, UserError):
                     raise
@@ -245,22 +232,22 @@ class HubReader:
             yield from self._by_ourselves(place, last)
 
     def _by_ourselves(self, start: Place, last: Row | None) -> Rows:
-        """The rows of a shard behind `start` without datasets, counted as there. last: the one before, if it was read.
+        """The rows of a shard after `start`, read without datasets but numbered as datasets does.
 
-        Raises UserError for a file of JSON that has not one row on each line.
+        last: the row before `start`, if it was read. Raises UserError for a JSON file that is not one row per line.
         """
         shard, file = start.file, self._data_files[start.file]
         is_parquet = file.name.lower().endswith(".parquet")
         if not is_parquet and is_array(file):
-            raise self._refusal(start, "it is broken, and one JSON array rather than a row on each line")
+            raise self._refusal(start, "it is broken, and it is one JSON array rather than one row per line")
         number = start.number if is_parquet else 0
         in_step = is_parquet or start.number == 0
         begin = Place(shard, number)
         for row, behind in read_file(file, text_field=self._text_field, start=begin, size=self._sizes[shard]):
-            number = row.number if is_parquet else number + 1  # of JSON, blank lines are no rows
+            number = row.number if is_parquet else number + 1  # in JSON, blank lines are not rows
             if number == start.number:
                 in_step = last is None or bool(last.problem) or row.text == last.text
-            if behind.file != shard:  # the rest is lost, perhaps beginning at a row that datasets could still read
+            if behind.file != shard:  # the rest is lost, perhaps including a row that datasets could still read
                 number, in_step = max(number, start.number + 1), True
             if number > start.number:
                 if not in_step:
@@ -268,31 +255,31 @@ class HubReader:
                 end = behind.number if is_parquet or behind.file != shard else number
                 yield row._replace(number=number), Place(behind.file, end)
         if not in_step:
-            raise self._refusal(start, "it is broken, and before that it has not one row on each line")
+            raise self._refusal(start, "it is broken, and the part before that is not one row per line")
 
     def _refusal(self, place: Place, why: str) -> UserError:
-        """What to say, and to do, where neither datasets nor our own readers can read on."""
-        where = f"{self.files[place.file]}, cannot be read beyond row {place.number}"
+        """The error for a place where neither datasets nor our own readers can continue."""
+        where = f"{self.files[place.file]}, cannot be read past row {place.number}"
         if self._data_files:
             where += f" ('{self._data_files[place.file]}')"
         if self._dataset.folder:
             return UserError(f"data.source: {where}: {why}; repair the file or leave it out")
         return UserError(
-            f"data.source: {where}: {why}; if it is the network, the same command goes on later; if the file is broken,"
-            f" run 'hf download {self._dataset.name} --repo-type dataset --revision {self._commit} --local-dir FOLDER'"
-            " and start another run on hf:FOLDER, where broken rows are counted and left out"
+            f"data.source: {where}: {why}; if it is the network, run the same command again later; if the file is"
+            f" broken, run 'hf download {self._dataset.name} --repo-type dataset --revision {self._commit} --local-dir"
+            " FOLDER' and start another run on hf:FOLDER, where broken rows are counted and skipped"
         )
 
     def _of_any_type(self, start: Place) -> Rows:
-        """A shard's rows; from a block on in which some values are no text, as JSON values, several times slower.
+        """A shard's rows. From the first block with values that are not text on, read as JSON: several times slower.
 
-        Which block that is depends on the shard alone, as it is read from its beginning.
+        That block depends only on the shard, because a shard is always read from its start.
         """
         place = start
         try:
             for row, place in self._read(self._stream, start):
                 yield row, place
-        except ValueError:  # Arrow's; another trouble comes again below
+        except ValueError:  # Arrow's; any other problem occurs again below
             if not self._may_be_mixed:
                 raise
             from datasets import Features, Json
@@ -327,7 +314,7 @@ class HubReader:
 
 
 def _own_files(config: Any, split: str) -> list[Path]:
-    """The files behind a split of a folder, one for each shard; none where one is of a kind we do not read."""
+    """The files of a split in a folder, one per shard; empty if one of them has a type that we do not read."""
     files = [Path(file) for file in (config.data_files or {}).get(split, [])]
     readable = all(file.name.lower().endswith(READABLE) for file in files)
     return files if readable and getattr(config, "field", None) is None else []
@@ -338,7 +325,7 @@ def _is_json(feature: Any) -> bool:
 
 
 def _quiet() -> None:
-    """Keep the hub's progress bars and warnings off the screen, process-wide: what matters is in our errors."""
+    """Turn off the hub's progress bars and warnings, process-wide: our errors say what matters."""
     import huggingface_hub.utils
 
     huggingface_hub.utils.disable_progress_bars()

@@ -1,40 +1,41 @@
-"""The rows of one file, in order, from any place in it: what is wrong with a row is a part of it. Imports no torch.
+"""The rows of one file in order, starting at any place; a bad row is a row with a problem. Imports no torch.
 
-A reader yields each row with the place behind it. The rows are a function of the file's bytes alone, whatever the
-place it was entered by. At most one row is held, of parquet one batch of rows.
+A reader yields each row with the place after it. The rows depend only on the file's bytes, not on where reading starts.
+At most one row is held in memory; of parquet, one batch of rows.
 """
 
 import io
 import json
+import zlib
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from recipes.data.text.compressed import BROKEN, COMPRESSION_RATIO, before_the_break, is_compressed, open_text
-
-# A longer line is a bad row, passed over in pieces: one without end would fill the memory.
+# What reading a broken file raises: the first three include pyarrow's errors, the others are gzip's.
+BROKEN = (OSError, ValueError, NotImplementedError, EOFError, zlib.error)
+# A longer line is a bad row and is skipped in pieces: an endless one would fill the memory.
 LONGEST_ROW = 64_000_000
 PIECE = 1 << 20
 
-# Plain text has no documents of its own, and as one document a whole file would be either training or held-out text.
-# So it is cut at the first blank line after this many bytes: small enough that one per cent of a 1 MB file is several
-# documents, large enough to hold some context. Text without blank lines is cut at the longer length.
+# Plain text has no document boundaries, and a file as one document would be all training or all held-out text. So it is
+# cut at the first blank line after this many bytes: small enough that one percent of a 1 MB file is several documents,
+# large enough for some context. Text without blank lines is cut at the longer length.
 CHUNK_BYTES = 2_048
 LONGEST_CHUNK_BYTES = 65_536
 
-# Parquet is decoded in batches of about this size by the mean of all rows, but never more rows: their sizes may differ.
+# Parquet is decoded in batches of about this size, by the mean row size, and of at most this many rows: sizes may vary.
 BATCH_BYTES = 1 << 22
 BATCH_ROWS = 128
 
-# JSON nested deeper is a bad row. How deep Python's parser gets depends on who calls it: 1000 less the calls it is in.
+# JSON nested deeper is a bad row. Python's parser itself would stop at 1000 minus the depth of the call stack.
 DEEPEST_NESTING = 500
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 NAMES_SHOWN = 20
 UNREADABLE, BROKEN_FILE = "unreadable file", "broken file"
-"""Out of reach, which may pass; or with contents that cannot be read, which stay."""
-# A page of the web is about as long. Else a lost file of a million rows would weigh no more than a broken line.
+"""Unreachable, perhaps only for now; or with contents that can never be read."""
+# About the length of a web page. Counted as one row, a lost file of a million rows would equal one broken line.
 BYTES_PER_LOST_ROW = 4096
 
 
@@ -46,15 +47,15 @@ class Row(NamedTuple):
     file: int
     """Index into the source's files."""
     number: int
-    """From 1: the line of .jsonl, the row of parquet or of a hub dataset's shard, the document of plain text."""
+    """From 1: the line of .jsonl, the row of parquet or of a hub dataset's shard, or the document of plain text."""
     problem: str = ""
-    """Why the row is bad, beginning with the kind, which ends at the first colon or semicolon; "" = it is fine."""
+    """Why the row is bad, starting with the kind, which ends at the first colon or semicolon; "" = it is fine."""
     lost: int = 1
-    """Of a bad row: how many rows are lost with it, where a part of a file or all of it cannot be read."""
+    """Of a bad row: how many rows are lost with it, if a part of the file or all of it cannot be read."""
 
     @property
     def kind(self) -> str:
-        """The problem without what differs from row to row, to count by."""
+        """The problem without the details of this row, for counting."""
         return self.problem.partition(":")[0].partition(";")[0]
 
 
@@ -63,44 +64,59 @@ class Place(NamedTuple):
 
     file: int
     number: int = 0
-    """Of the last row before it: 0 = the file's beginning."""
+    """Number of the last row before it; 0 = the start of the file."""
     offset: int = 0
-    """Bytes before it, where that is of use."""
+    """Bytes before it, in formats that can seek."""
 
 
 Rows = Iterator[tuple[Row, Place]]
 
 
 def read_file(path: Path, *, text_field: str, start: Place, size: int) -> Rows:
-    """The rows of a file behind `start`, each with the place behind it. A file that breaks off ends in a bad row.
+    """The rows of a file after `start`, each with the place after it. A file that breaks off ends in a bad row.
 
-    size: of the file in bytes when the source was opened; how much is lost where the file is gone since.
+    size: bytes of the file when the source was opened, to estimate what is lost if it has disappeared since.
     """
     place = start
     try:
         for row, place in _reader(path, text_field=text_field, start=start):
             yield row, place
     except BROKEN as error:
-        # The place behind it is the next file: entered there, this row comes once.
-        kind = UNREADABLE if isinstance(error, OSError) and error.errno else BROKEN_FILE  # pyarrow's have none of that
-        problem = f"{kind}: {reason(error)}; the rest of it is lost"
-        yield Row("", start.file, place.number + 1, problem, _rows_behind(path, place, size)), Place(start.file + 1)
+        # The place after it is the next file, so that this row comes only once when reading resumes there.
+        kind = UNREADABLE if isinstance(error, OSError) and error.errno else BROKEN_FILE  # pyarrow's have no errno
+        problem = f"{kind}: {reason(error)}; the rest of the file is lost"
+        yield Row("", start.file, place.number + 1, problem, _rows_after(path, place, size)), Place(start.file + 1)
 
 
 def file_size(path: Path) -> int:
-    """Bytes; 0 where the file is gone."""
+    """Bytes; 0 if the file does not exist."""
     try:
         return path.stat().st_size
     except OSError:
         return 0
 
 
-def _rows_behind(path: Path, place: Place, size: int) -> int:
-    """About how many rows there are behind a place in a file that cannot be read there: at least one.
+def is_compressed(path: Path) -> bool:
+    return path.name.lower().endswith((".gz", ".zst"))
 
-    They are taken to be as long as those before them, or else BYTES_PER_LOST_ROW.
+
+def _open_text(path: Path) -> IO[bytes]:
+    """The text of a file, decompressed if need be. Opening and reading raise one of BROKEN."""
+    if not is_compressed(path):
+        return path.open("rb")
+    from recipes.data.text.compressed import open_compressed
+
+    return open_compressed(path)
+
+
+def _rows_after(path: Path, place: Place, size: int) -> int:
+    """An estimate, at least 1, of the rows after a place where a file cannot be read further.
+
+    They are assumed to be as long as the rows before, or BYTES_PER_LOST_ROW if there are none.
     """
     if is_compressed(path):
+        from recipes.data.text.compressed import COMPRESSION_RATIO, before_the_break
+
         lines, broken_at = before_the_break(path)
         if lines:
             return max(1, lines - place.number + (size - broken_at) * lines // broken_at)
@@ -111,7 +127,7 @@ def _rows_behind(path: Path, place: Place, size: int) -> int:
 
 
 def unit(path: Path | str) -> str:
-    """What a row's number counts in this file."""
+    """What a row number counts in this file: document, line or row."""
     name = str(path).lower()
     if name.endswith(".txt"):
         return "document"
@@ -119,7 +135,7 @@ def unit(path: Path | str) -> str:
 
 
 def text_or_problem(value: Any, *, text_field: str) -> tuple[str, str]:
-    """(text, "") for a value that is a text which can be encoded, ("", problem) for any other."""
+    """(text, "") for a string that can be encoded as UTF-8, ("", problem) for any other value."""
     if not isinstance(value, str):
         return "", "null" if value is None else f"not text: field {text_field!r} holds {type(value).__name__}"
     if len(value) > LONGEST_ROW:
@@ -133,7 +149,7 @@ def text_or_problem(value: Any, *, text_field: str) -> tuple[str, str]:
 
 
 def no_such_field(text_field: str, fields: Any) -> str:
-    """The problem of a row without the field; `fields` it has."""
+    """The problem of a row that has only these `fields`."""
     names = [repr(str(name)[:50]) for name in islice(fields, NAMES_SHOWN)]
     return f"no field {text_field!r}; it has {', '.join(names) or '(none)'}"
 
@@ -150,13 +166,13 @@ def _reader(path: Path, *, text_field: str, start: Place) -> Rows:
 
 
 def reason(error: Exception) -> str:
-    """One line, without the path that the operating system's errors repeat."""
+    """The error as one line, without the path that errors of the operating system repeat."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return " ".join(text.split())[:500] or type(error).__name__
 
 
 def _decoded(data: bytes | bytearray, *, offset: int = 0) -> tuple[str, str]:
-    """(text, "") or ("", problem); `offset` is added to the place of a bad byte."""
+    """(text, "") or ("", problem). offset: bytes before `data`, added to the position of a bad byte."""
     try:
         return data.decode(), ""
     except UnicodeDecodeError as error:
@@ -185,7 +201,7 @@ def _plain_text(path: Path, *, start: Place) -> Rows:
 
 
 def _chunk(stream: IO[bytes]) -> bytes:
-    """The bytes of the next document: a function of those that follow alone, so that any cut is a place to enter."""
+    """The bytes of the next document. They depend only on the bytes that follow, so reading can resume at any cut."""
     lines: list[bytes] = []
     size = 0
     while size < LONGEST_CHUNK_BYTES and (line := stream.readline(LONGEST_CHUNK_BYTES - size)):
@@ -196,13 +212,13 @@ def _chunk(stream: IO[bytes]) -> bytes:
     chunk = b"".join(lines)
     if size < LONGEST_CHUNK_BYTES or chunk.endswith(b"\n"):
         return chunk
-    torn = _torn(chunk)
-    stream.seek(-torn, io.SEEK_CUR)
-    return chunk[: size - torn]
+    partial = _partial_bytes(chunk)
+    stream.seek(-partial, io.SEEK_CUR)
+    return chunk[: size - partial]
 
 
-def _torn(chunk: bytes) -> int:
-    """How many bytes at the end begin a character, or a line end, that the next bytes would complete."""
+def _partial_bytes(chunk: bytes) -> int:
+    """How many bytes at the end start a character or a line ending that is cut off."""
     if chunk.endswith(b"\r"):
         return 1
     for back in (1, 2, 3):
@@ -223,9 +239,9 @@ def _with_line_feeds(text: str) -> str:
 
 def _json_lines(path: Path, *, text_field: str, start: Place) -> Rows:
     file, number, offset = start
-    with open_text(path) as stream:
+    with _open_text(path) as stream:
         lines = _lines(stream)
-        if is_compressed(path):  # no seeking: decompressed again and passed over unread
+        if is_compressed(path):  # cannot seek: decompress again and skip
             next(islice(lines, number, number), None)
         else:
             stream.seek(offset)
@@ -241,16 +257,16 @@ def _json_lines(path: Path, *, text_field: str, start: Place) -> Rows:
 
 
 def is_array(path: Path) -> bool:
-    """Whether a file of JSON is one array rather than a row on each line, as far as it can be read."""
+    """Whether a JSON file is one array rather than one row per line, as far as it can be read."""
     try:
-        with open_text(path) as stream:
+        with _open_text(path) as stream:
             return stream.read(PIECE).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"[")
     except BROKEN:
         return False
 
 
 def _lines(stream: IO[bytes]) -> Iterator[tuple[bytes | bytearray | None, int]]:
-    """Each line and its size in bytes; None for a line that is too long, of which one piece is held at a time."""
+    """Each line and its size in bytes; None for a line that is too long, which is read piece by piece."""
     while piece := stream.readline(PIECE):
         if len(piece) < PIECE or piece.endswith(b"\n"):
             yield piece, len(piece)
@@ -268,7 +284,7 @@ def _lines(stream: IO[bytes]) -> Iterator[tuple[bytes | bytearray | None, int]]:
 
 def _text_of(line: bytes | bytearray, text_field: str) -> tuple[str, str]:
     """(text, "") or ("", problem) of a line."""
-    content, problem = _decoded(line.rstrip())  # a line end inside an open string would be blamed
+    content, problem = _decoded(line.rstrip())  # else an open string would be reported as a bad line ending
     if problem:
         return "", problem
     try:
@@ -279,7 +295,7 @@ def _text_of(line: bytes | bytearray, text_field: str) -> tuple[str, str]:
         return "", f"not JSON: {error.msg} (character {error.pos + 1})"
     except RecursionError:
         return "", f"not JSON: nested deeper than {DEEPEST_NESTING} levels"
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # a number with thousands of digits
         return "", f"not JSON: {reason(error)}"
     if not isinstance(row, dict):
         return "", f"not a JSON object: {type(row).__name__}"
@@ -304,7 +320,7 @@ def _is_nested_deeper(value: Any) -> bool:
 def _parquet(path: Path, *, text_field: str, start: Place) -> Rows:
     import pyarrow.parquet
 
-    # A column of a row group is read page by page, not whole.
+    # Read a column of a row group page by page, not whole.
     options = {"buffer_size": PIECE, "pre_buffer": False, "page_checksum_verification": True}
     with pyarrow.parquet.ParquetFile(path, **options) as table:
         fields, rows = table.schema_arrow.names, table.metadata.num_rows
@@ -321,7 +337,7 @@ def _parquet(path: Path, *, text_field: str, start: Place) -> Rows:
 
 
 def _row_group(table: Any, group: int, *, text_field: str, start: Place, first: int, end: int) -> Rows:
-    """Rows first + 1 .. end of the file, from behind `start`. Decoded from its beginning, so always in like batches."""
+    """Rows first + 1 .. end of the file that are after `start`. Always decodes from the first, in the same batches."""
     number = first
     batches = table.iter_batches(
         batch_size=_batch_rows(table.metadata.row_group(group)),
@@ -350,12 +366,12 @@ def _row_group(table: Any, group: int, *, text_field: str, start: Place, first: 
 
 
 def _batch_rows(group: Any) -> int:
-    # By the size of all columns: asking a damaged file for that of one ends the process (pyarrow 26).
+    # The size of all columns: asking a damaged file for the size of one crashes the process (pyarrow 26).
     return min(max(1, BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)), BATCH_ROWS)
 
 
 def _values(column: Any) -> Iterator[tuple[Any, str]]:
-    """(value, problem) of each: Arrow does not promise that its strings are UTF-8."""
+    """(value, problem) of each value: Arrow does not guarantee that its strings are UTF-8."""
     try:
         values = column.to_pylist()
     except UnicodeDecodeError:

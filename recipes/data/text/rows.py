@@ -1,4 +1,4 @@
-"""Every source as a stream of rows that can be left and entered again; bad rows are values, not ends.
+"""Any source as a stream of rows that can be resumed at any row. Bad rows are values; they do not end the stream.
 
 Imports no torch.
 """
@@ -8,25 +8,24 @@ from itertools import islice
 from typing import Any
 
 from parallel.errors import UserError
-from recipes.data.text.hub import HubReader, is_hub
 from recipes.data.text.readers import Place, Row, file_size, read_file, unit
-from recipes.data.text.sources import find_files, source_problem
+from recipes.data.text.sources import find_files, is_hub, source_problem
 
 __all__ = ["Row", "RowStream", "documents", "open_rows", "readable_documents"]
 
-# A source is refused when its first rows have no such field: so many of so many files are looked at.
+# A source is refused if the first rows of its first files lack the text field.
 PROBED_FILES, PROBED_ROWS = 16, 16
 
-# A tokenizer is trained on no more than this of a source: a stream from the hub may have no practical end.
+# A tokenizer is trained on at most this much of a source: a stream from the hub may be practically endless.
 SAMPLED_CHARACTERS = 1_000_000_000
 
 
 class RowStream(Iterator[Row]):
-    """The rows of a source behind a cursor. Raises what reading does raise: nothing for files, UserError for a hub."""
+    """The rows of a source after a cursor. Iterating raises UserError for the hub, and nothing for files."""
 
     def __init__(self, rows: Iterator[tuple[Row, Place]], *, files: Sequence[str], start: Place) -> None:
         self.files = files
-        """What Row.file counts: paths, or the shards of a hub dataset."""
+        """What Row.file indexes: paths, or the shards of a hub dataset."""
         self._rows = rows
         self._place = start
 
@@ -36,25 +35,27 @@ class RowStream(Iterator[Row]):
 
     @property
     def cursor(self) -> dict[str, Any]:
-        """The place behind the row that was returned last, to be given to open_rows(); JSON can hold it."""
+        """The place after the last returned row, for open_rows(); can be stored as JSON."""
         return self._place._asdict()
 
     def where(self, row: Row) -> str:
-        """The file and number of a row, for a message."""
+        """The file and number of a row, for messages."""
         file = self.files[row.file]
         return f"'{file}', {unit(file)} {row.number}"
 
 
 def open_rows(source: str, *, text_field: str, cursor: dict[str, Any] | None = None) -> RowStream:
-    """The rows of a source, from its beginning or from behind the row after which `cursor` was taken.
+    """The rows of a source, from its start or after the row at which `cursor` was taken.
 
-    The rows depend on the source's bytes alone, whatever the cursor. Raises UserError for a source with a problem, and
-    without a cursor also for one whose first rows have no such field of text.
+    The rows depend only on the source's bytes, not on the cursor. Raises UserError for a bad source and, without a
+    cursor, if the first rows have no such text field.
     """
     if problem := source_problem(source):
         raise UserError(f"data.source: {problem}")
     start = Place(**cursor) if cursor else Place(0)
     if is_hub(source):
+        from recipes.data.text.hub import HubReader
+
         dataset = HubReader(source, text_field=text_field)
         return RowStream(dataset.rows(start), files=dataset.files, start=start)
     files = find_files(source)
@@ -79,22 +80,22 @@ def open_rows(source: str, *, text_field: str, cursor: dict[str, Any] | None = N
 
 
 def _refuse_wrong_field(beginnings: Iterator[RowStream]) -> None:
-    """Raise the first row's complaint about the field where none of the files' first rows has a text in it."""
+    """Raise UserError with the first problem of the text field if no file has text in it among its first rows."""
     complaint = ""
     for stream in beginnings:
         for row in stream:
             if not row.problem or row.kind == "null":
                 return
             if row.kind.startswith(("no field", "not text")):
-                complaint = complaint or f"data.text_field: {stream.where(row)}: {row.problem}; name a field of text"
+                complaint = complaint or f"data.text_field: {stream.where(row)}: {row.problem}; name a text field"
     if complaint:
         raise UserError(complaint)
 
 
 def documents(source: str, *, text_field: str) -> Iterator[str]:
-    """The documents of a source, always in the same order; empty ones (a null in a row too) are left out.
+    """The documents of a source, always in the same order, without empty rows and nulls.
 
-    Raises UserError for a source with a problem, for the first bad row, and for text that is nowhere.
+    Raises UserError for a bad source, at the first bad row, and if there is no text at all.
     """
     rows = open_rows(source, text_field=text_field)
     found = False
@@ -110,7 +111,7 @@ def documents(source: str, *, text_field: str) -> Iterator[str]:
 
 
 def readable_documents(source: str, *, text_field: str, characters: int = SAMPLED_CHARACTERS) -> Iterator[str]:
-    """As documents(), but bad rows are passed over, and the source ends after so many characters."""
+    """Like documents(), but skips bad rows and stops after so many characters."""
     found = 0
     for row in open_rows(source, text_field=text_field):
         if row.text and not row.text.isspace():

@@ -1,4 +1,4 @@
-"""From data.source to files: which, in what order, what is wrong with them, how they are recognised again.
+"""The files behind data.source: which ones, their order, what is wrong with them, and their fingerprint.
 
 Imports no torch.
 """
@@ -10,38 +10,48 @@ import os
 import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from parallel.errors import UserError
-from recipes.data.text import hub
 
+if TYPE_CHECKING:
+    from recipes.data.text.hub import HubDataset
+
+HUB_PREFIX = "hf:"
 STDLIB = "python-stdlib"
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 
-# Below this many bytes a corpus is identified by its contents (a fraction of a second), above it by its files'
-# names, sizes and times of change.
+# Up to this many bytes a corpus is identified by its contents (a fraction of a second), beyond it by the names, sizes
+# and modification times of its files.
 HASH_CONTENTS_UP_TO = 1_000_000_000
 
-# Part of every fingerprint: raise it when the same files begin to give other documents.
+# Part of every fingerprint: raise it when the same files start to give different documents.
 READER_VERSION = 2
 
-# Tests are left out because they are repetitive and partly not UTF-8 on purpose; installed packages and the build
-# configuration (_sysconfigdata*) because they differ from machine to machine.
-# encodings: half of it are tables of numbers, in which a model sees nothing but themselves.
+# Tests are skipped because they are repetitive and some are deliberately not UTF-8; installed packages and the build
+# configuration (_sysconfigdata*) because they differ between machines; encodings because half of it is number tables.
 STDLIB_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
 
 
+def is_hub(source: str) -> bool:
+    """Whether the source is a Hugging Face dataset, on the hub or in a folder."""
+    return source.startswith(HUB_PREFIX)
+
+
 def is_prepared(source: str) -> bool:
-    """Whether the source is a folder of token shards, as scripts/prepare_data.py makes them."""
+    """Whether the source is a folder of token shards written by scripts/prepare_data.py."""
     folder = Path(source).expanduser()
     return (folder / "owner.txt").is_file() and (folder / "index.json").is_file()
 
 
 def source_problem(source: str) -> str | None:
-    """What is wrong with data.source and what to write instead, or None. Looks at names and sizes, reads no text."""
-    if hub.is_hub(source):
-        return hub.hub_problem(source)
+    """What is wrong with data.source and what to write instead, or None. Checks names and sizes; reads no text."""
+    if is_hub(source):
+        from recipes.data.text.hub import hub_problem
+
+        return hub_problem(source)
     if source == STDLIB:
         if _stdlib_files():
             return None
@@ -53,16 +63,16 @@ def source_problem(source: str) -> str | None:
     if not is_glob and not path.exists():
         return f"{source!r} does not exist{_did_you_mean(path)}"
     if path.is_file() and _suffix(path) is None:
-        return f"{source!r} is of no known kind; known are {', '.join(SUFFIXES)}"
+        return f"{source!r} has an unknown type; supported are {', '.join(SUFFIXES)}"
     if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
-        return f"the folder {source!r} may not be read by this user; change its permissions or give another one"
+        return f"this user may not read the folder {source!r}; change its permissions or give another folder"
     files = find_files(source)
     if not files:
-        where = "no file matches" if is_glob else "there is no file of a known kind in the folder"
-        return f"{where} {source!r}; known are {', '.join(SUFFIXES)}"
+        where = "no file matches" if is_glob else "no file of a supported type is in the folder"
+        return f"{where} {source!r}; supported are {', '.join(SUFFIXES)}"
     for file in files:
         if not os.access(file, os.R_OK):
-            return f"'{file}' cannot be read by this user; change its permissions or leave it out"
+            return f"this user may not read '{file}'; change its permissions or leave the file out"
     if all(file.stat().st_size == 0 for file in files):
         return (
             f"{source!r} is empty (0 bytes)" if len(files) == 1 else f"all {len(files)} files of {source!r} are empty"
@@ -71,42 +81,36 @@ def source_problem(source: str) -> str | None:
 
 
 def fingerprint(source: str, *, text_field: str) -> str:
-    """Identity of a source: equal for equal files at any place, different once a name, a size or a content differs.
+    """The identity of a source: equal files have it wherever they are; another name, size or content changes it.
 
-    Beyond HASH_CONTENTS_UP_TO bytes the time of change stands for the content: copies must keep it (cp -p, rsync -t).
-
-    A dataset on the hub is identified by its commit. Raises UserError for a source with a problem, and where the hub
-    does not answer.
+    Beyond HASH_CONTENTS_UP_TO bytes, modification times replace the contents: copies must keep them (cp -p, rsync -t).
+    A dataset on the hub is identified by its commit. Raises UserError for a bad source, and when the hub does not
+    answer.
     """
     if problem := source_problem(source):
         raise UserError(f"data.source: {problem}")
-    if not hub.is_hub(source):
+    if not is_hub(source):
         files = find_files(source)
         has_rows = any(_suffix(file) not in (".txt", None) for file in files)  # None: Python sources
         root = Path(os.path.commonpath([file.parent for file in files]))
         return _identity((READER_VERSION, text_field if has_rows else None), files, root=root)
-    dataset = hub.parse(hub.pinned(source))
-    facts = (READER_VERSION, text_field, dataset.config, dataset.split)
+    dataset = _dataset(pinned(source))
+    settings = (READER_VERSION, text_field, dataset.config, dataset.split)
     if dataset.folder:
-        return _identity(facts, hub.folder_files(dataset.folder), root=dataset.folder)
-    return _identity((*facts, dataset.name, dataset.revision), [], root=Path())
+        return _identity(settings, folder_files(dataset.folder), root=dataset.folder)
+    return _identity((*settings, dataset.name, dataset.revision), [], root=Path())
 
 
 def file_states(source: str) -> dict[str, tuple[int, int]]:
-    """Size and time of change of each file, as far as they are on this machine, in the order in which they are read.
-
-    Raises UserError for a source with a problem.
-    """
+    """Size and modification time of each local file, in reading order. Raises UserError for a bad source."""
     if problem := source_problem(source):
         raise UserError(f"data.source: {problem}")
-    folder = hub.parse(source).folder if hub.is_hub(source) else None
-    files = [] if hub.is_hub(source) else find_files(source)
-    states = {str(file): file_state(file) for file in (hub.folder_files(folder) if folder else files)}
+    states = {str(file): file_state(file) for file in _local_files(source)}
     return {name: state for name, state in states.items() if state is not None}
 
 
 def file_state(file: str | Path) -> tuple[int, int] | None:
-    """Size and time of change; None where there is no such file, or it is out of reach."""
+    """Size and modification time; None if the file does not exist or cannot be reached."""
     try:
         state = os.stat(file)
     except OSError:
@@ -115,23 +119,23 @@ def file_state(file: str | Path) -> tuple[int, int] | None:
 
 
 def require_unchanged(files: Sequence[str], states: Mapping[str, tuple[int, int]]) -> None:
-    """Raises UserError where one of these files is not what the fingerprint was taken of. states: from before that.
+    """Raises UserError if one of these files changed since `states` was taken, before the fingerprint.
 
-    One that is gone is no matter of this: what is lost with it counts as bad rows.
+    A missing file does not count as changed: its rows count as bad rows.
     """
     for file in files:
         if (state := file_state(file)) is not None and state != states[file]:
             raise UserError(
-                f"data.source: '{file}' changed while it was read; when nothing writes to it any more, start again"
+                f"data.source: '{file}' changed while it was read; start again when nothing writes to it any more"
             )
 
 
-def takes_in(source: str, file: Path) -> bool:
-    """Whether the source would read this file, of a known kind, if it were there."""
+def would_read(source: str, file: Path) -> bool:
+    """Whether the source would read this file, of a supported type, if it existed."""
     if source == STDLIB:
         return False
-    if hub.is_hub(source):
-        folder = hub.parse(source).folder
+    if is_hub(source):
+        folder = _dataset(source).folder
         if folder is None:
             return False
         fixed, pattern = folder, ["**"]
@@ -150,7 +154,7 @@ def takes_in(source: str, file: Path) -> bool:
 
 
 def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
-    """As glob does: ** stands for any number of folders, and hidden names must be written out."""
+    """Match as glob does: ** is any number of folders, and only a pattern with a leading dot matches hidden names."""
     if not pattern or not names:
         return not names and all(part == "**" for part in pattern)
     hidden = names[0].startswith(".")
@@ -161,19 +165,16 @@ def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def describe(source: str) -> str:
-    """How much is behind a source, for people: its files and bytes, or its commit on the hub."""
-    if hub.is_hub(source):
-        dataset = hub.parse(source)
-        if dataset.folder is None:
-            return f"commit {dataset.revision}" if dataset.revision else "its newest commit"
-        files = hub.folder_files(dataset.folder)
-    else:
-        files = find_files(source)
+    """The size of a source, for messages: its files and bytes, or its commit on the hub."""
+    if is_hub(source) and _dataset(source).folder is None:
+        revision = _dataset(source).revision
+        return f"commit {revision}" if revision else "its newest commit"
+    files = _local_files(source)
     return f"{len(files):,} files with {sum(file.stat().st_size for file in files):,} bytes"
 
 
-def _identity(facts: tuple[object, ...], files: list[Path], *, root: Path) -> str:
-    identity = xxhash.xxh3_128(repr(facts).encode())
+def _identity(settings: tuple[object, ...], files: list[Path], *, root: Path) -> str:
+    identity = xxhash.xxh3_128(repr(settings).encode())
     try:
         total = sum(file.stat().st_size for file in files)
         for file in files:
@@ -193,7 +194,7 @@ def _identity(facts: tuple[object, ...], files: list[Path], *, root: Path) -> st
 
 
 def document_hash(text: str) -> int:
-    """A number below 2**64 that depends on the text alone."""
+    """A number below 2**64 that depends only on the text."""
     return xxhash.xxh3_64_intdigest(text.encode())
 
 
@@ -201,7 +202,7 @@ def document_hash(text: str) -> int:
 
 
 def find_files(source: str) -> list[Path]:
-    """The files of a source, sorted by path; other kinds of files beside them are passed over, hidden ones too."""
+    """The files of a source, sorted by path. Hidden files and files of other types are ignored."""
     if source == STDLIB:
         return _stdlib_files()
     path = Path(source).expanduser()
@@ -212,8 +213,40 @@ def find_files(source: str) -> list[Path]:
     return sorted((file for file in found if _suffix(file) and file.is_file()), key=lambda file: file.parts)
 
 
+def folder_files(folder: Path) -> list[Path]:
+    """Every file that a dataset in a folder may consist of, sorted by path. Hidden files are ignored."""
+    found = (file for file in folder.rglob("*") if file.is_file())
+    visible = (file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts))
+    return sorted(visible, key=lambda file: file.parts)
+
+
+def pinned(source: str) -> str:
+    """A source on the hub with the commit that its revision names now; any other source unchanged.
+
+    Raises UserError when the hub does not answer.
+    """
+    if not is_hub(source):
+        return source
+    from recipes.data.text.hub import pinned_dataset
+
+    return pinned_dataset(source)
+
+
+def _dataset(source: str) -> "HubDataset":
+    from recipes.data.text.hub import parse
+
+    return parse(source)
+
+
+def _local_files(source: str) -> list[Path]:
+    if not is_hub(source):
+        return find_files(source)
+    folder = _dataset(source).folder
+    return folder_files(folder) if folder else []
+
+
 def _stdlib_folder() -> Path:
-    # Inside a virtual environment too this is the base interpreter's library.
+    # In a virtual environment, too, this is the base interpreter's library.
     return Path(sysconfig.get_path("stdlib"))
 
 
@@ -232,14 +265,14 @@ def _suffix(path: Path) -> str | None:
 
 
 def _did_you_mean(path: Path) -> str:
-    """The most similar name beside a path that does not exist, or the nearest folder above it that does."""
+    """The most similar name next to a path that does not exist, or the nearest existing folder above it."""
     parent = path.parent
     if not parent.is_dir():
         existing = next(folder for folder in parent.absolute().parents if folder.is_dir())
-        return f" (there is no folder '{parent}'; the nearest that exists is '{existing}')"
+        return f" (there is no folder '{parent}'; the nearest existing one is '{existing}')"
     try:
         siblings = {entry.name: str(parent / entry.name) for entry in os.scandir(parent)}
-    except OSError:  # not ours to list
+    except OSError:  # may not be listed
         siblings = {}
     close = difflib.get_close_matches(path.name, [*siblings, STDLIB], n=1)
     if close:

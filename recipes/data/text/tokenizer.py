@@ -1,4 +1,4 @@
-"""From data.tokenizer to a tokenizer: a tokenizer.json, or one trained on the corpus itself. Imports no torch."""
+"""The tokenizer that data.tokenizer names: a tokenizer.json, or one trained on the corpus. Imports no torch."""
 
 import heapq
 import json
@@ -15,40 +15,39 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import xxhash
 
 from parallel.errors import UserError
-from recipes.data.text.rows import readable_documents
 from recipes.data.text.sources import document_hash, file_state, file_states, fingerprint, require_unchanged
 
 if TYPE_CHECKING:
     import tokenizers
 
 END_OF_DOCUMENT = "<|endoftext|>"
-# In the order in which they are looked for: GPT-2 and SmolLM2, SmolLM3 and Llama 3, Llama 2, chat models.
+# In order of preference: GPT-2 and SmolLM2, SmolLM3 and Llama 3, Llama 2, chat models.
 END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<|im_end|>")
-SMALLEST_VOCABULARY = 256 + 1  # every byte, and the end of a document
+SMALLEST_VOCABULARY = 256 + 1  # every byte, and the end-of-document token
 
-# Llama 3's split: words with the space before them, numbers by up to three digits, runs of signs, line ends, spaces.
+# Llama 3's split: words with the preceding space, numbers of up to three digits, runs of symbols, newlines, spaces.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
-# Training takes about a second per 10 MB, and more text than this no longer changes the entries much.
+# Training takes about a second per 10 MB, and more text than this barely changes the entries.
 TRAINING_CHARACTERS = 64_000_000
-# What is tokenized in one call: enough to keep all cores busy, little enough to hold as lists of ids.
+# Text tokenized in one call: enough to keep all cores busy, little enough to hold as lists of ids.
 BATCH_CHARACTERS = 2_000_000
-# Part of the cache key: raise it when the same text begins to give another tokenizer.
+# Part of the cache key: raise it when the same text starts to give a different tokenizer.
 TRAINER_VERSION = 1
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Text to token ids and back; special tokens written out in a text are ordinary text."""
+    """Text to token ids and back. Special tokens spelled out in a text are ordinary text."""
 
     vocabulary: int
     """Largest id + 1."""
     end_of_document: int
-    """Id of the token that ends every document."""
+    """Id of the token that ends each document."""
     fingerprint: str
-    """Depends on the tokenizer's contents alone."""
+    """Depends only on the tokenizer's contents."""
     json: str
     """The tokenizer.json it came from."""
     backend: "tokenizers.Tokenizer"
@@ -57,7 +56,7 @@ class Tokenizer:
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> Iterator[list[int]]:
-        """Several texts at once; inside parallel_tokenizers() on all cores. The lists are made one by one."""
+        """Encode several texts at once, on all cores inside parallel_tokenizers(). Yields the lists one by one."""
         encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return (encoding.ids for encoding in encodings)
 
@@ -66,21 +65,21 @@ class Tokenizer:
 
 
 def tokenizer_problem(spec: str, vocabulary: int) -> str | None:
-    """What is wrong with data.tokenizer for a model of that vocabulary and what to write instead, or None.
+    """What is wrong with data.tokenizer for a model of this vocabulary and what to write instead, or None.
 
-    Trains nothing and does not import tokenizers: a tokenizer.json is read as JSON.
+    Trains nothing and does not import tokenizers: reads a tokenizer.json as plain JSON.
     """
     try:
         if _is_training(spec):
             size = _training_size(spec)
             if size > vocabulary:
                 return (
-                    f"{spec!r} makes ids up to {size - 1}, but model.vocabulary is {vocabulary}; write "
+                    f"{spec!r} produces ids up to {size - 1}, but model.vocabulary is {vocabulary}; write "
                     f"'train:{vocabulary}' or less, or raise model.vocabulary to {size} or more"
                 )
             return None
         path = _tokenizer_file(spec)
-        largest = _facts(_read(path), where=path).largest_id
+        largest = _read_ids(_read(path), where=path).largest
         if largest >= vocabulary:
             return (
                 f"'{path}' has ids up to {largest}, but model.vocabulary is {vocabulary}; raise model.vocabulary to "
@@ -94,7 +93,17 @@ def tokenizer_problem(spec: str, vocabulary: int) -> str | None:
 def load_tokenizer(
     spec: str, *, sources: Sequence[str], text_field: str, cache: Path, log: Callable[[str], None]
 ) -> Tokenizer:
-    """The tokenizer of a recipe. "train:N" trains on the sources once; equal text and N are then in the cache."""
+    """The tokenizer of a recipe. "train:N" trains on the sources, or takes the result for equal text from the cache.
+
+    Args:
+        spec: data.tokenizer.
+        sources, text_field: what to train on.
+        cache: folder for trained tokenizers.
+        log: receives one line of text per message.
+
+    Raises:
+        UserError: if the tokenizer or a source is bad, or the cache cannot be written.
+    """
     if not _is_training(spec):
         path = _tokenizer_file(spec)
         return build_tokenizer(_read(path), where=path)
@@ -105,13 +114,15 @@ def load_tokenizer(
     cached = cache.expanduser() / "tokenizers" / f"{xxhash.xxh3_128_hexdigest(identity.encode())}.json"
     try:
         return build_tokenizer(_read(cached), where=cached)
-    except UserError:  # not there yet, or damaged
+    except UserError:  # missing or damaged
         pass
+    from recipes.data.text.rows import readable_documents
+
     started = time.perf_counter()
     texts = training_sample(text for source in sources for text in readable_documents(source, text_field=text_field))
     require_unchanged(list(states), states)
     if gone := [file for file in states if file_state(file) is None]:
-        raise UserError(f"data.source: '{gone[0]}' went away while it was read; start again")
+        raise UserError(f"data.source: '{gone[0]}' disappeared while it was read; start again")
     trained = _train(texts, size=size)
     try:
         _write_at_once(cached, trained)
@@ -123,10 +134,10 @@ def load_tokenizer(
 
 
 def training_sample(documents: Iterable[str], characters: int = TRAINING_CHARACTERS) -> list[str]:
-    """The documents with the largest hashes whose lengths add up to that many characters: all of a small corpus.
+    """The documents with the largest hashes, up to a total of `characters`; all documents of a small corpus.
 
-    One pass and bounded memory, and the same sample in whatever order the documents come. The largest, because
-    recipes/data/tokens/prepare.py holds the smallest out for validation.
+    Takes one pass and bounded memory. The sample does not depend on the order of the documents, and contains no
+    held-out text of a large corpus: recipes/data/tokens/prepare.py holds out the smallest hashes.
     """
     kept: list[tuple[int, str]] = []  # a heap with the smallest hash on top
     size = 0
@@ -139,7 +150,7 @@ def training_sample(documents: Iterable[str], characters: int = TRAINING_CHARACT
 
 
 def text_batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    """The documents in lists that are worth a call of the tokenizer each."""
+    """The documents in lists of at least BATCH_CHARACTERS, each worth a call of the tokenizer."""
     batch: list[str] = []
     size = 0
     for text in documents:
@@ -154,10 +165,10 @@ def text_batches(documents: Iterable[str]) -> Iterator[list[str]]:
 
 @contextmanager
 def parallel_tokenizers() -> Iterator[None]:
-    """Let the tokenizers library use all cores in here (RAYON_NUM_THREADS limits them), and no threads afterwards.
+    """Let the tokenizers library use all cores inside (RAYON_NUM_THREADS limits them), and no threads afterwards.
 
-    It reads the variable at each call. Left unset, the library prints a warning at every later fork (data workers,
-    compile workers); left "true", a forked child that tokenizes would wait forever for threads it does not have.
+    The library reads the variable at each call. If unset, it prints a warning at every later fork (data workers,
+    compile workers); if left at "true", a forked child that tokenizes waits forever for threads it does not have.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     try:
@@ -173,7 +184,7 @@ def _is_training(spec: str) -> bool:
 def _training_size(spec: str) -> int:
     number = spec.removeprefix("train:")
     if not re.fullmatch(r"[0-9]+", number):
-        raise UserError(f"data.tokenizer: {spec!r}: after 'train:' goes a whole number of entries, as in 'train:4096'")
+        raise UserError(f"data.tokenizer: {spec!r}: write a whole number of entries after 'train:', as in 'train:4096'")
     if int(number) < SMALLEST_VOCABULARY:
         raise UserError(
             f"data.tokenizer: {spec!r} is too small: 256 bytes and {END_OF_DOCUMENT} make {SMALLEST_VOCABULARY}; "
@@ -206,13 +217,13 @@ def _read(path: Path) -> str:
         raise UserError(f"data.tokenizer: cannot read '{path}': {error}") from error
 
 
-class _Facts(NamedTuple):
-    largest_id: int
+class _Ids(NamedTuple):
+    largest: int
     end_of_document: int
 
 
-def _facts(text: str, *, where: Path, ends: Sequence[int] = ()) -> _Facts:
-    """What the JSON alone says about a tokenizer. The first of `ends` that is an added token of it ends documents."""
+def _read_ids(text: str, *, where: Path, ends: Sequence[int] = ()) -> _Ids:
+    """The ids in a tokenizer.json, read as JSON. Documents end with the first of `ends` that is an added token."""
     wrong = f"data.tokenizer: '{where}' is not a tokenizer.json as Hugging Face tokenizers writes it"
     try:
         content: Any = json.loads(text)
@@ -227,11 +238,11 @@ def _facts(text: str, *, where: Path, ends: Sequence[int] = ()) -> _Facts:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{wrong}: no entries under 'model.vocab'") from error
     for end in ends:
-        if end in added_ids.values():  # an id of a plain word would be a mistake, such as a family's default
-            return _Facts(largest_id=largest, end_of_document=end)
+        if end in added_ids.values():  # the id of an ordinary word is a mistake, such as a model family's default
+            return _Ids(largest=largest, end_of_document=end)
     for name in END_OF_DOCUMENT_NAMES:
         if name in ids:
-            return _Facts(largest_id=largest, end_of_document=ids[name])
+            return _Ids(largest=largest, end_of_document=ids[name])
     raise UserError(
         f"data.tokenizer: '{where}' has no token that ends a document; looked for {', '.join(END_OF_DOCUMENT_NAMES)}; "
         f"add one of them, or give another tokenizer"
@@ -239,26 +250,26 @@ def _facts(text: str, *, where: Path, ends: Sequence[int] = ()) -> _Facts:
 
 
 def build_tokenizer(text: str, *, where: Path, ends: Sequence[int] = ()) -> Tokenizer:
-    """The tokenizer of a tokenizer.json with this text; `where` it is from stands in the UserError it may raise.
+    """The tokenizer of a tokenizer.json with this text. Raises UserError, naming `where` the text is from.
 
-    ends: the ids that the model's description gives for the end of a document, best first.
+    ends: ids that the model's config gives for the end of a document, best first.
     """
     import tokenizers
 
-    facts = _facts(text, where=where, ends=ends)
-    text = _with_special(text, facts.end_of_document)
+    ids = _read_ids(text, where=where, ends=ends)
+    text = _with_special(text, ids.end_of_document)
     try:
         library = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing more specific
-        raise UserError(f"data.tokenizer: the tokenizers library refuses '{where}': {error}") from error
-    # A file may say how its model was last called; text here is neither cut nor filled up, and never ends a document
-    # from the inside by spelling an added token out. (A model may have it among its words: then it does.)
+        raise UserError(f"data.tokenizer: the tokenizers library rejects '{where}': {error}") from error
+    # A file may contain truncation and padding settings; here text is neither truncated nor padded. A text that spells
+    # out an added token does not end its document, unless the model has that token as an ordinary word.
     library.no_truncation()
     library.no_padding()
     library.encode_special_tokens = True
     return Tokenizer(
-        vocabulary=facts.largest_id + 1,
-        end_of_document=facts.end_of_document,
+        vocabulary=ids.largest + 1,
+        end_of_document=ids.end_of_document,
         fingerprint=xxhash.xxh3_128_hexdigest(text.encode()),
         json=text,
         backend=library,
@@ -266,7 +277,7 @@ def build_tokenizer(text: str, *, where: Path, ends: Sequence[int] = ()) -> Toke
 
 
 def _with_special(text: str, number: int) -> str:
-    """The same tokenizer.json, but if this id is that of an added token, a special one: others are found in text."""
+    """The tokenizer.json with this id special if it is an added token: plain added tokens are matched in text."""
     content = json.loads(text)
     plain = [added for added in content.get("added_tokens") or () if added["id"] == number and not added.get("special")]
     for added in plain:
@@ -275,7 +286,7 @@ def _with_special(text: str, number: int) -> str:
 
 
 def _train(texts: Sequence[str], *, size: int) -> str:
-    """The JSON of a byte-level BPE tokenizer: every text can be encoded and comes back unchanged."""
+    """The JSON of a byte-level BPE tokenizer, which can encode any text and decodes it unchanged."""
     from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as LibraryTokenizer
 
@@ -299,7 +310,7 @@ def _train(texts: Sequence[str], *, size: int) -> str:
 
 
 def _write_at_once(path: Path, text: str) -> None:
-    """A reader finds the whole file or none; of two writers the last wins, and both wrote the same."""
+    """Write atomically. Of two concurrent writers the last wins, and both write the same text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="part-") as folder:
         part = Path(folder, path.name)

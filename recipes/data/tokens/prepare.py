@@ -1,8 +1,8 @@
-"""From rows of text to token shards, with all cores. Imports no torch.
+"""From rows of text to token shards, on all cores.
 
-The tokenizers library does the work in its own threads while the next batch is being read and the one before is being
-written. Batches and shards end where the text alone says, so that the bytes are the same for any number of cores and
-however often the work was interrupted: it goes on behind the last whole shard.
+The tokenizers library works in its own threads while the next batch is read and the previous one is written. Where
+batches and shards end depends only on the text, so the bytes are the same for any number of cores and interruptions.
+Interrupted work continues after the last whole shard. Imports no torch.
 """
 
 import json
@@ -11,16 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 import numpy as np
+import xxhash
 
 from parallel.errors import UserError
-from recipes.data.text.hub import is_hub
 from recipes.data.text.readers import UNREADABLE
 from recipes.data.text.rows import Row, RowStream, open_rows
-from recipes.data.text.sources import document_hash, file_states, fingerprint, require_unchanged, takes_in
-from recipes.data.text.tokenizer import BATCH_CHARACTERS, Tokenizer, parallel_tokenizers
+from recipes.data.text.sources import document_hash, is_hub, require_unchanged
+from recipes.data.text.tokenizer import Tokenizer, parallel_tokenizers
+from recipes.data.tokens.preparation import Pieces, Preparation, whole_shards
 from recipes.data.tokens.shards import (
     ARRAYS,
     DOCUMENT,
@@ -29,122 +30,31 @@ from recipes.data.tokens.shards import (
     INDEX,
     TRAIN,
     VALIDATION,
-    ArrayWriter,
     Index,
     Shard,
     array_path,
     bad_rows_path,
-    damage,
     read_index,
     read_shard,
     shard_path,
     token_type,
-    tokens_fingerprint,
 )
-from recipes.data.tokens.workspace import alone, claimed, publish, remove_left
+from recipes.data.tokens.workspace import alone, claimed, publish
 
-# Batches given to the tokenizer at a time: the second keeps the cores busy while the first runs out of documents.
+# Batches tokenized at a time: the second keeps the cores busy while the first runs out of documents.
 IN_FLIGHT = 2
-# Up to this size what is found is compared with its checksums at every start (a fraction of a second).
-VERIFY_UP_TO_BYTES = 1_000_000_000
 HASHES = 2**64
-# What a folder of shards holds that a source would take for text.
-TEXTS = ("owner.txt", "problem-of-a-run.txt", "00000-bad.jsonl", "quarantine.jsonl")
-
-
-@dataclass(frozen=True)
-class Pieces:
-    """How the work is cut. Shards of one folder must all be cut alike."""
-
-    smallest_shard: int = 2**22
-    """Tokens in the first shard, so that training can begin soon; each further one has twice as many ..."""
-    largest_shard: int = 2**26
-    """... up to this, so that a trillion tokens are some thousand files."""
-    shard_rows: int = 2**22
-    """Rows that end a shard though they hold hardly any text."""
-    batch_characters: int = BATCH_CHARACTERS
-    """Text that the tokenizer gets in one call ..."""
-    batch_rows: int = 2**16
-    """... or rows, where they hold hardly any."""
-
-    def shard_tokens(self, number: int) -> int:
-        """Tokens after which shard `number` ends with the next batch."""
-        return min(self.largest_shard, self.smallest_shard << min(number, 40))
-
-
-@dataclass(frozen=True)
-class Preparation:
-    """A source, and what makes tokens of it. Equal fingerprints mean equal shards."""
-
-    source: str
-    text_field: str
-    tokenizer: Tokenizer
-    validation_fraction: float
-    source_fingerprint: str
-    states: dict[str, tuple[int, int]]
-    """Size and time of change of each file that the fingerprint was taken of, from before that; of datasets on the hub,
-    whose commit does not change, none."""
-    pieces: Pieces
-
-    @property
-    def fingerprint(self) -> str:
-        """Names the folder of the shards in the cache."""
-        return tokens_fingerprint(self.source_fingerprint, self.tokenizer.fingerprint, self.validation_fraction)
-
-
-def preparation(
-    source: str, *, text_field: str, tokenizer: Tokenizer, validation_fraction: float, pieces: Pieces
-) -> Preparation:
-    """Looks at the source's files. Raises UserError where something is wrong with them."""
-    states = file_states(source)  # first: what changes while the contents are read is noticed when it is tokenized
-    found = fingerprint(source, text_field=text_field)
-    return Preparation(source, text_field, tokenizer, validation_fraction, found, states, pieces)
-
-
-def would_read_itself(source: str, folder: Path) -> bool:
-    """Whether shards in this folder would be a part of the source."""
-    return any(takes_in(source, folder / name) for name in TEXTS)
-
-
-def whole_shards(folder: Path, *, keep_unread: bool = True) -> list[Shard]:
-    """The shards that are there without a gap. Damaged ones, and those behind them, are taken away to be made again.
-
-    keep_unread: also those that miss a file which could not be read then, since a run was trained on them.
-    """
-    remove_left(folder)
-    shards: list[Shard] = []
-    size = 0
-    while (shard := read_shard(folder, len(shards))) is not None:
-        size += sum(
-            array_path(folder, len(shards), kind).stat().st_size
-            for kind in ARRAYS
-            if array_path(folder, len(shards), kind).exists()
-        )
-        lacks = shard.unread and not keep_unread
-        if lacks or (size <= VERIFY_UP_TO_BYTES and damage(folder, len(shards), shard)):
-            (folder / INDEX).unlink(missing_ok=True)
-            number = len(shards)
-            while shard_path(folder, number).exists():
-                shard_path(folder, number).unlink()
-                number += 1
-            break
-        shards.append(shard)
-        if shard.last:
-            break
-    if read_index(folder) is None or not (shards and shards[-1].last):
-        (folder / INDEX).unlink(missing_ok=True)
-    return shards
 
 
 def write_shards(
     folder: Path, work: Preparation, *, progress: Callable[[int], None] = lambda tokens: None
 ) -> Iterator[Shard]:
-    """Write the shards that are not there yet, yielding each when it is whole; at the end the index.
+    """Write the missing shards, yielding each when it is whole, and finally the index.
 
-    progress: called with the number of tokens after each batch.
+    progress: called after each batch with the number of tokens so far.
 
-    Any number of processes may write the same tokens to the same folder. Raises UserError for a source that cannot be
-    read any further or has changed, and for a folder that holds something else; OSError where it cannot be written.
+    Any number of processes may write the same tokens to the same folder. Raises UserError if the source cannot be read
+    further or has changed, or if the folder holds something else; OSError if it cannot be written.
     """
     with claimed(folder, fingerprint=work.fingerprint, tokenizer=work.tokenizer.json) as part:
         shards = whole_shards(folder)
@@ -155,10 +65,10 @@ def write_shards(
 def _write_missing(
     folder: Path, shards: list[Shard], work: Preparation, *, part: Path, progress: Callable[[int], None]
 ) -> Iterator[Shard]:
-    """The shards behind these, and the index. part: where unfinished files go."""
+    """Write the shards after these, and the index. part: folder for unfinished files."""
     rows = open_rows(work.source, text_field=work.text_field, cursor=shards[-1].cursor if shards else None)
     if not is_hub(work.source) and list(rows.files) != list(work.states):
-        raise UserError(f"data.source: files of {work.source!r} came or went just now; start again")
+        raise UserError(f"data.source: files of {work.source!r} appeared or disappeared just now; start again")
     if not (shards and shards[-1].last):
         with parallel_tokenizers():
             batches = _counted(_tokenized(rows, work.tokenizer, work.pieces), progress)
@@ -184,31 +94,31 @@ def _write_missing(
 class _Batch:
     rows: list[Row]
     documents: list[np.ndarray]
-    """The tokens of the rows that have text, in their order, each with its end-of-document token."""
+    """The tokens of each row with text, in order, each with its end-of-document token."""
     cursor: Any
-    """Where the source goes on behind them."""
+    """Where the source continues after them."""
     last: bool
 
 
 def _tokenized(rows: RowStream, tokenizer: Tokenizer, pieces: Pieces) -> Iterator[_Batch]:
-    """Batches of rows with their tokens, in order; reading and tokenizing run ahead of who asks for them."""
+    """Batches of rows with their tokens, in order. Reading and tokenizing run ahead of the caller."""
     waiting: deque[tuple[list[Row], Any, Future[list[np.ndarray]]]] = deque()
     with ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="tokenizer") as pool:
         for batch, cursor in _batches(rows, pieces):
             documents = [row for row in batch if has_text(row)]
             waiting.append((batch, cursor, pool.submit(_documents, documents, tokenizer, where=rows.where)))
             if len(waiting) > IN_FLIGHT:
-                first, behind, found = waiting.popleft()
-                yield _Batch(first, found.result(), behind, last=False)
+                first, cursor_after, found = waiting.popleft()
+                yield _Batch(first, found.result(), cursor_after, last=False)
         while waiting:
-            first, behind, found = waiting.popleft()
-            yield _Batch(first, found.result(), behind, last=not waiting)
+            first, cursor_after, found = waiting.popleft()
+            yield _Batch(first, found.result(), cursor_after, last=not waiting)
 
 
 def _documents(rows: Sequence[Row], tokenizer: Tokenizer, *, where: Callable[[Row], str]) -> list[np.ndarray]:
-    """The tokens of each row, and the end of the document. A list of numbers is gone before the next is made.
+    """The tokens of each row with its end-of-document token. Only one list of Python integers exists at a time.
 
-    Raises UserError for a text that the tokenizer cannot encode, which `where` it is.
+    Raises UserError for a text that the tokenizer cannot encode, naming `where` it is.
     """
     dtype, end = token_type(tokenizer.vocabulary), tokenizer.end_of_document
     try:
@@ -219,8 +129,8 @@ def _documents(rows: Sequence[Row], tokenizer: Tokenizer, *, where: Callable[[Ro
                 tokenizer.encode(row.text)
             except Exception as error:
                 raise UserError(
-                    f"data.tokenizer: {where(row)} cannot be encoded: {error}; give a tokenizer that encodes every"
-                    " text, as one of bytes or with a token for unknown words"
+                    f"data.tokenizer: {where(row)} cannot be encoded: {error}; give a tokenizer that encodes any"
+                    " text: a byte-level one, or one with a token for unknown words"
                 ) from None
         raise
     return [np.array([*ids, end], dtype=dtype) for ids in found]
@@ -235,7 +145,7 @@ def _counted(batches: Iterator[_Batch], progress: Callable[[int], None]) -> Iter
 
 
 def _batches(rows: RowStream, pieces: Pieces) -> Iterator[tuple[list[Row], Any]]:
-    """Rows that are worth a call of the tokenizer, and the cursor behind them; at least one batch, maybe empty."""
+    """Rows that are worth a call of the tokenizer, and the cursor after them. At least one batch, maybe empty."""
     batch: list[Row] = []
     size, any_yet = 0, False
     for row in rows:
@@ -264,9 +174,10 @@ def _write_shard(
     begin: int,
     part: Path,
 ) -> Shard:
-    """Write the next shard from as many batches as it takes.
+    """Write the next shard, from as many batches as it takes.
 
-    files: names of the source's files. begin: which of them the shard begins in. part: where it grows.
+    files: names of the source's files. begin: index of the file in which the shard starts. part: folder for its
+    unfinished files.
     """
     target = work.pieces.shard_tokens(number)
     with _ShardWriter(part, work, files) as writer:
@@ -275,18 +186,18 @@ def _write_shard(
             if batch.last or writer.tokens >= target or writer.rows >= work.pieces.shard_rows:
                 break
         shard = writer.finish(batch)
-    # Its rows were read by now. Of a dataset that is a folder any file may have been; at the end, empty ones count too.
+    # The files that its rows came from. For a dataset in a folder that may be any; the last shard includes empty files.
     read = list(work.states) if is_hub(work.source) else files[begin : None if shard.last else shard.cursor["file"] + 1]
     require_unchanged(read, work.states)
     with alone(folder):
-        if (there := read_shard(folder, number)) is not None:  # of another process, and perhaps trained on already
+        if (there := read_shard(folder, number)) is not None:  # of a faster process; a run may use it
             if there.checksums != shard.checksums:
                 raise UserError(
-                    f"data.source: another process made other tokens of {work.source!r}: a file could not be read by"
-                    " one of the two; start again"
+                    f"data.source: another process made different tokens of {work.source!r}: one of the two could"
+                    " not read a file; start again"
                 )
             return there
-        # The arrays first, and the description, without which there is no shard, last.
+        # The arrays first, and last the description, without which the shard does not exist.
         for kind in ARRAYS:
             (part / kind).replace(array_path(folder, number, kind))
         if shard.bad:
@@ -296,7 +207,7 @@ def _write_shard(
 
 
 class _ShardWriter:
-    """The files of one shard while they grow."""
+    """The files of one shard while it is written."""
 
     def __init__(self, part: Path, work: Preparation, files: Sequence[str]) -> None:
         tokens = token_type(work.tokenizer.vocabulary)
@@ -336,7 +247,7 @@ class _ShardWriter:
                 self._empty += 1
             else:
                 tokens = next(documents)
-                # By its contents a document is held out or not whatever stands beside it, and so are its copies.
+                # A document's text alone decides whether it is held out, so its copies are treated alike.
                 number = document_hash(row.text)
                 self._lowest, self._highest = min(self._lowest, number / HASHES), max(self._highest, number / HASHES)
                 if number < self._held_out_below:
@@ -351,7 +262,7 @@ class _ShardWriter:
         self._files[DOCUMENTS].extend([np.array(records, dtype=DOCUMENT)])
 
     def finish(self, batch: _Batch) -> Shard:
-        """What the shard holds; `batch` is its last."""
+        """Finish the files. Returns what the shard holds; `batch` is its last."""
         checksums = {kind: file.finish() for kind, file in self._files.items()}
         return Shard(
             train=self._files[TRAIN].length,
@@ -373,3 +284,36 @@ class _ShardWriter:
         self._unread |= row.kind == UNREADABLE
         place = {"file": self._names[row.file], "row": row.number, "reason": row.problem}
         self._bad_file.write(json.dumps(place) + "\n")
+
+
+class ArrayWriter:
+    """A one-dimensional .npy file that grows."""
+
+    def __init__(self, file: BinaryIO, dtype: np.dtype) -> None:
+        self.length = 0
+        self._file = file
+        self._dtype = dtype
+        self._checksum = xxhash.xxh3_64()
+        self._header_size = self._write_header()
+
+    def extend(self, arrays: Sequence[np.ndarray]) -> None:
+        if arrays:
+            joined = np.concatenate(arrays)
+            self._file.write(joined.data)
+            self._checksum.update(joined.data)
+            self.length += len(joined)
+
+    def finish(self) -> str:
+        """Write the length into the header, which numpy pads for this. Returns the checksum of the contents."""
+        self._file.seek(0)
+        if self._write_header() != self._header_size:
+            raise UserError("a token shard has grown too long for its header")
+        return self._checksum.hexdigest()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write_header(self) -> int:
+        header = {"descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False, "shape": (self.length,)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+        return self._file.tell()

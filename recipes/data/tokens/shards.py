@@ -1,19 +1,19 @@
 """A tokenized source on disk: a folder of shards, each readable while the next is being written.
 
-    00000-train.npy        tokens of the training documents, uint16 or uint32, each document ended by its token
-    00000-validation.npy   the same of the held-out documents
-    00000-documents.npy    one record for each training document: where it ends, and the row of the source it was
-    00000-bad.jsonl        rows that hold no usable text, with the reason; absent where there are none
-    00000.json             counts, checksums, where the source goes on. Written last: without it there is no shard
+    00000-train.npy        tokens of the training documents, uint16 or uint32, each with its end-of-document token
+    00000-validation.npy   the same for the held-out documents
+    00000-documents.npy    one record per training document: where it ends, and its row in the source
+    00000-bad.jsonl        rows without usable text, with the reason; absent if there are none
+    00000.json             counts, checksums, where the source continues. Written last: without it there is no shard
     ...
-    index.json             all of these in one file, once the source has come to its end
-    tokenizer.json         what made the tokens
+    index.json             all of these in one file, once the whole source is tokenized
+    tokenizer.json         the tokenizer
     owner.txt              fingerprint of the source, the tokenizer and the held-out share
-    .lock, .part-*         who is at work here just now (recipes/data/tokens/workspace.py)
+    .lock, .part-*         processes that are working here now (recipes/data/tokens/workspace.py)
     problem-*.txt          why the process that tokenizes for a run ended
 
-The tokens depend on the source, the tokenizer and the held-out share, and on nothing else; beside them stand the names
-of the files as they were given. Imports no torch.
+The tokens depend only on the source, the tokenizer and the held-out share; file names are stored as they were given.
+Imports no torch.
 """
 
 import json
@@ -22,27 +22,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from parallel.errors import UserError
-from recipes.data.text.readers import unit
 
-# Part of every fingerprint: raise it when the same source begins to give other files.
+# Part of every fingerprint: raise it when the same source starts to give different files.
 FORMAT_VERSION = 2
 
 TRAIN, VALIDATION, DOCUMENTS = "train", "validation", "documents"
 ARRAYS = (TRAIN, VALIDATION, DOCUMENTS)
-# Files that are mapped at a time: each takes a descriptor, of which a process usually has 1024.
+# Files mapped at a time: each takes a file descriptor, and a process usually has 1024.
 MAPS = 256
-# Bad rows that stand in a message.
+# Bad rows shown in a message.
 LISTED = 5
 INDEX, TOKENIZER, OWNER = "index.json", "tokenizer.json", "owner.txt"
 PROBLEMS = "problem*.txt"
-"""Files in which a process that tokenizes says why it ended. (problem.txt: of older versions)"""
-# `end` counts tokens from the beginning of the shard; `file` and `row` are those of recipes/data/text/rows.py.
+"""Files in which processes that tokenize say why they ended. (problem.txt: of older versions)"""
+# `end` counts tokens from the start of the shard; `file` and `row` are those of recipes/data/text/readers.py.
 DOCUMENT = np.dtype([("end", "<u8"), ("file", "<u4"), ("row", "<u8")])
 
 
@@ -60,16 +59,16 @@ class Shard:
     empty: int
     """Rows without text."""
     bad: int
-    """Rows that are not what they should be, and those lost with a part of a file that cannot be read."""
+    """Bad rows, and rows lost with a part of a file that cannot be read."""
     lowest: float
-    """Smallest hash of a document, as a share of all hashes; below the held-out share it is held out."""
+    """Smallest hash of a document, from 0 to 1; a document below the held-out share is held out."""
     highest: float
     cursor: Any
-    """Where the source goes on behind this shard."""
+    """Where the source continues after this shard."""
     last: bool
     """Whether the source ends here."""
     unread: bool = False
-    """Whether a file could not be read: perhaps it can be another time."""
+    """Whether a file could not be read, perhaps only for a while."""
     checksums: dict[str, str] = field(default_factory=dict)
     """xxh3 of each array's bytes, in hexadecimal."""
 
@@ -92,12 +91,12 @@ def shard_path(folder: Path, number: int) -> Path:
 
 
 def problem_path(folder: Path, run: str) -> Path:
-    """Where the process that tokenizes for this run says why it ended: what others came to is no matter of the run."""
+    """Where the process that tokenizes for this run says why it ended. Problems of other runs do not concern it."""
     return folder / f"problem-{run}.txt"
 
 
 def tokens_fingerprint(source: str, tokenizer: str, validation_fraction: float) -> str:
-    """Equal for equal shards. source, tokenizer: their fingerprints."""
+    """The fingerprint of shards. source, tokenizer: their fingerprints."""
     return xxhash.xxh3_128_hexdigest(repr((FORMAT_VERSION, source, tokenizer, validation_fraction)).encode())
 
 
@@ -107,7 +106,7 @@ def token_type(vocabulary: int) -> np.dtype:
 
 
 def read_shard(folder: Path, number: int) -> Shard | None:
-    """What a shard holds; None where it is not there, or not whole."""
+    """What a shard holds; None if it is missing or incomplete."""
     try:
         return Shard(**json.loads(shard_path(folder, number).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -116,7 +115,7 @@ def read_shard(folder: Path, number: int) -> Shard | None:
 
 @dataclass(frozen=True)
 class Index:
-    """index.json: a source that was tokenized to its end."""
+    """index.json of a source that is tokenized completely."""
 
     format: int
     source: str
@@ -124,12 +123,12 @@ class Index:
     tokenizer_fingerprint: str
     validation_fraction: float
     files: tuple[str, ...]
-    """Names of the source's files, in the order that documents refer to them by."""
+    """Names of the source's files; documents refer to them by index."""
     shards: tuple[Shard, ...]
 
     @property
     def fingerprint(self) -> str:
-        """Names what the shards hold, as Preparation.fingerprint does; another one where a file could not be read."""
+        """Identifies what the shards hold, as Preparation.fingerprint does, unless a file could not be read."""
         found = tokens_fingerprint(self.source_fingerprint, self.tokenizer_fingerprint, self.validation_fraction)
         if lacking := [(number, shard.checksums) for number, shard in enumerate(self.shards) if shard.unread]:
             return xxhash.xxh3_128_hexdigest(repr((found, lacking)).encode())
@@ -140,7 +139,7 @@ class Index:
 
 
 def read_index(folder: Path) -> Index | None:
-    """None where the folder has no whole index of this version."""
+    """The index of a folder; None if it has no complete index of this version."""
     try:
         content = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         if content["format"] != FORMAT_VERSION:
@@ -152,7 +151,7 @@ def read_index(folder: Path) -> Index | None:
 
 
 def open_index(folder: str) -> Index:
-    """As read_index(). Raises UserError where there is none that can be used."""
+    """The index of a folder. Raises UserError if there is no usable one."""
     index = read_index(Path(folder).expanduser())
     if index is None:
         raise UserError(
@@ -165,7 +164,7 @@ def open_index(folder: str) -> Index:
 def bad_rows(folder: Path, shards: Sequence[Shard], *, first: int = 0) -> Iterator[dict[str, Any]]:
     """File, row and reason of each bad row in these shards, from number `first` on.
 
-    Raises UserError where a list of them is damaged.
+    Raises UserError if a list is damaged.
     """
     for number, shard in enumerate(shards[first:], start=first):
         if shard.bad:
@@ -175,34 +174,36 @@ def bad_rows(folder: Path, shards: Sequence[Shard], *, first: int = 0) -> Iterat
             except (OSError, ValueError) as error:
                 raise UserError(
                     f"data.source: the list of bad rows '{file}' cannot be read ({error}); remove"
-                    f" '{shard_path(folder, number)}', and the same command (or prepare_data.py) makes both again"
+                    f" '{shard_path(folder, number)}' and run the same command (or prepare_data.py) again"
                 ) from None
 
 
 def _bad_rows(file: Path) -> list[dict[str, Any]]:
-    """Raises ValueError where they are not what they should be."""
+    """Raises ValueError if the file does not hold bad rows."""
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     if not rows or not all(isinstance(row, dict) and {"file", "row", "reason"} <= row.keys() for row in rows):
-        raise ValueError("not what it should be")
+        raise ValueError("not a list of bad rows")
     return rows
 
 
 class BadRowBudget:
-    """Keeps count of the bad rows of one source, shard by shard."""
+    """Counts the bad rows of one source, shard by shard."""
 
     def __init__(self, folder: Path, *, source: str, budget: float, setting: str = "data.bad_row_budget") -> None:
-        """source: what the user calls it. budget: share of the rows that may be bad. setting: what it is called."""
+        """source: its name in messages. budget: share of the rows that may be bad. setting: name of the budget."""
         self._folder, self._source, self._budget, self._setting = folder, source, budget, setting
         self._bad = self._rows = self._shards = 0
 
     def count(self, shards: Sequence[Shard]) -> None:
-        """Take in the shards behind those counted already. Raises UserError where too many rows are bad."""
+        """Count the shards after those counted already. Raises UserError if too many rows are bad."""
         for shard in shards[self._shards :]:
             self._bad, self._rows, self._shards = self._bad + shard.bad, self._rows + shard.rows, self._shards + 1
             if self._bad > self._budget * self._rows:
-                raise UserError(self._complaint(shards[: self._shards]))
+                raise UserError(self._message(shards[: self._shards]))
 
-    def _complaint(self, shards: Sequence[Shard]) -> str:
+    def _message(self, shards: Sequence[Shard]) -> str:
+        from recipes.data.text.readers import unit
+
         listed = "".join(
             f"\n  {row['file']}, {unit(row['file'])} {row['row']}: {row['reason']}"
             for row in islice(bad_rows(self._folder, shards), LISTED)
@@ -217,7 +218,7 @@ class BadRowBudget:
 
 
 def damage(folder: Path, number: int, shard: Shard) -> str | None:
-    """What is wrong with the files of a shard, or None. Reads all of them."""
+    """What is wrong with the files of a shard, or None. Reads all files."""
     for kind in ARRAYS:
         file = array_path(folder, number, kind)
         try:
@@ -225,7 +226,7 @@ def damage(folder: Path, number: int, shard: Shard) -> str | None:
         except (OSError, ValueError) as error:
             return f"{file.name} cannot be read: {error}"
         if xxhash.xxh3_64_hexdigest(content.data) != shard.checksums[kind]:
-            return f"{file.name} does not have the checksum that {shard_path(folder, number).name} says"
+            return f"{file.name} does not have the checksum in {shard_path(folder, number).name}"
     if shard.bad:
         try:
             _bad_rows(bad_rows_path(folder, number))
@@ -234,53 +235,20 @@ def damage(folder: Path, number: int, shard: Shard) -> str | None:
     return None
 
 
-class ArrayWriter:
-    """A one-dimensional .npy file that grows."""
-
-    def __init__(self, file: BinaryIO, dtype: np.dtype) -> None:
-        self.length = 0
-        self._file = file
-        self._dtype = dtype
-        self._checksum = xxhash.xxh3_64()
-        self._header_size = self._write_header()
-
-    def extend(self, arrays: Sequence[np.ndarray]) -> None:
-        if arrays:
-            joined = np.concatenate(arrays)
-            self._file.write(joined.data)
-            self._checksum.update(joined.data)
-            self.length += len(joined)
-
-    def finish(self) -> str:
-        """numpy's headers leave room for the length to be written in place. Returns the checksum of the contents."""
-        self._file.seek(0)
-        if self._write_header() != self._header_size:
-            raise UserError("a token shard has grown too long for its header")
-        return self._checksum.hexdigest()
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _write_header(self) -> int:
-        header = {"descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False, "shape": (self.length,)}
-        np.lib.format.write_array_header_1_0(self._file, header)
-        return self._file.tell()
-
-
 class Shards:
-    """The tokens of one kind in a folder, one row over all shards, as far as they are there.
+    """The tokens of one kind in a folder, as one row over all existing shards.
 
-    Tokens are mapped, not read: what stays in memory is for the operating system to decide.
+    Tokens are memory-mapped, so the operating system decides what stays in memory.
     """
 
     def __init__(self, folder: Path, kind: str = TRAIN, *, only: Sequence[Shard] | None = None) -> None:
-        """kind: TRAIN or VALIDATION. only: these first shards of the folder, as if the source ended with them."""
+        """kind: TRAIN or VALIDATION. only: use just these first shards of the folder, as if the source ended there."""
         self.folder = folder
         self.kind = kind
         self.shards: list[Shard] = []
         self._closed = only is not None
-        self._ends = np.zeros(1, dtype=np.int64)  # (shards + 1,): tokens before each shard, and in all
-        self._maps: OrderedDict[int, np.ndarray] = OrderedDict()  # the one used last at the end
+        self._ends = np.zeros(1, dtype=np.int64)  # (shards + 1,): tokens before each shard, and in total
+        self._maps: OrderedDict[int, np.ndarray] = OrderedDict()  # the last used at the end
         if only is not None:
             self._take(only)
         elif index := read_index(folder):
@@ -289,16 +257,16 @@ class Shards:
 
     @property
     def tokens(self) -> int:
-        """Tokens that are there."""
+        """Tokens in the existing shards."""
         return int(self._ends[-1])
 
     @property
     def complete(self) -> bool:
-        """Whether the whole source is there."""
+        """Whether the whole source is tokenized."""
         return self._closed or (bool(self.shards) and self.shards[-1].last)
 
     def refresh(self) -> bool:
-        """Look for further shards; returns whether there were any."""
+        """Look for new shards. Returns whether there are any."""
         found: list[Shard] = []
         while not (found and found[-1].last) and not self.complete:
             shard = read_shard(self.folder, len(self.shards) + len(found))
@@ -309,21 +277,21 @@ class Shards:
         return bool(found)
 
     def covering(self, tokens: int) -> int:
-        """How many shards it takes to hold the first so many tokens; all there are where there are fewer tokens."""
+        """How many shards hold the first `tokens` tokens; all existing shards if they hold fewer."""
         return min(int(np.searchsorted(self._ends, tokens, side="left")), len(self.shards))
 
     def checksum(self, tokens: int | None) -> str:
-        """Of the first so many tokens; of all there are where there are fewer, or for None."""
+        """The checksum of the first `tokens` tokens; of all existing tokens for None, or if there are fewer."""
         count = len(self.shards) if tokens is None else self.covering(tokens)
         parts = [shard.checksums[self.kind] for shard in self.shards[:count]]
         if tokens is not None and tokens < self._ends[count]:
-            # Mapped here and not by _array(), which belongs to the thread that reads ahead.
+            # Not mapped by _array(), which belongs to the thread that reads ahead.
             last = np.load(array_path(self.folder, count - 1, self.kind), mmap_mode="r")
             parts[-1] = xxhash.xxh3_64_hexdigest(last[: tokens - int(self._ends[count - 1])].data)
         return xxhash.xxh3_128_hexdigest(" ".join(parts).encode())
 
     def read(self, start: int, out: np.ndarray) -> None:
-        """Copy tokens start .. start + len(out) - 1 into `out`, any integer type. The first follows the last."""
+        """Copy tokens start .. start + len(out) - 1 into `out`, of any integer type. The row of tokens repeats."""
         filled = 0
         while filled < len(out):
             position = (start + filled) % self.tokens
@@ -334,9 +302,9 @@ class Shards:
             filled += len(piece)
 
     def documents(self, start: int, count: int) -> Iterator[tuple[int, int, int, int]]:
-        """The training documents in tokens start .. start + count - 1, in their order: (file, row, begin, end) of each.
+        """The (file, row, begin, end) of each piece of a training document in tokens start .. start + count - 1.
 
-        Its tokens begin .. end - 1 are meant; the last of a document is its end-of-document token.
+        A piece is tokens begin .. end - 1 of a document, whose last token is its end-of-document token.
         """
         while count > 0:
             start %= self.tokens
@@ -370,12 +338,12 @@ class Shards:
         else:
             file = array_path(self.folder, number, self.kind)
             try:
-                # As a plain array: numpy's class for maps makes each slice twenty times slower.
+                # As a plain array, because slicing a numpy.memmap is twenty times slower.
                 self._maps[number] = np.asarray(np.load(file, mmap_mode="r"))
             except (OSError, ValueError) as error:
                 raise UserError(f"data.source: cannot read the tokens in '{file}': {error}") from error
             if self._maps[number].shape != (int(self._ends[number + 1] - self._ends[number]),):
-                raise UserError(f"data.source: '{file}' holds other tokens than its index says; remove {self.folder}")
+                raise UserError(f"data.source: '{file}' does not match its index; remove {self.folder}")
             if len(self._maps) > MAPS:
                 self._maps.popitem(last=False)
         return self._maps[number]

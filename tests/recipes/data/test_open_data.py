@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from parallel.errors import UserError
-from recipes.data.batches import Batches
 from recipes.data.config import DataConfig
-from recipes.data.open_data import Data, open_data, pinned_sources
+from recipes.data.loader import Batches
+from recipes.data.open_data import Data, Launch, open_data
 from recipes.data.sequences import Piece, Quarantine, Sequences
 from recipes.data.tokens.prepare import write_shards
 from recipes.data.tokens.shards import array_path, problem_path, read_index, shard_path
@@ -33,20 +33,18 @@ LENGTH, BATCH = 32, 12
 
 def opened(cache: Path, mixture: Mapping[str, float], **changes: Any) -> Data:
     section = DataConfig(mixture=dict(mixture), validation_fraction=0.2, shuffle_tokens=5000, cache=str(cache))
+    launch = Launch(run="this", writes=True, log=lambda line: None, pieces=SMALL)
     options: dict[str, Any] = {
-        "pinned": pinned_sources(mixture, {}),
         "tokenizer": "train:300",
         "sequence_length": LENGTH,
         "seed": 3,
         "resumed_data_state": {},
-        "run": "this",
-        "writes": True,
-        "log": lambda line: None,
-        "pieces": SMALL,
     }
     of_section = {field.name for field in fields(DataConfig)} & set(changes) - set(options)
     section = replace(section, **{name: changes.pop(name) for name in of_section})
-    return open_data(section, **options | changes)
+    of_launch = {field.name for field in fields(Launch)} & set(changes)
+    launch = replace(launch, **{name: changes.pop(name) for name in of_launch})
+    return open_data(section, launch, **options | changes)
 
 
 def batches(sequences: Sequences, *, rank: int = 0, ranks: int = 1, mask: int | None = None) -> Batches:
@@ -385,7 +383,7 @@ def test_a_file_that_could_not_be_read_is_tried_again_by_another_run(tmp_path: P
     next(shards)
     (tmp_path / "in" / "c.jsonl").rename(tmp_path / "c.jsonl")  # gone before it is read
     assert list(shards)[-1].unread
-    with pytest.raises(UserError, match=r"files of .* came or went just now; start again"):
+    with pytest.raises(UserError, match=r"files of .* appeared or disappeared just now; start again"):
         list(write_shards(tmp_path / "other", work))
     (tmp_path / "c.jsonl").rename(tmp_path / "in" / "c.jsonl")
     options: dict[str, Any] = {"tokenizer": tokenizer, "bad_row_budget": 0.9}
@@ -409,7 +407,7 @@ def test_a_file_that_could_not_be_read_is_tried_again_by_another_run(tmp_path: P
 
 def test_another_text_on_another_node_is_said_instead_of_waited_for(rows: Path, tmp_path: Path) -> None:
     facts = {"sources": {str(rows): {"tokens": "those of rank 0"}}}
-    with pytest.raises(UserError, match=r"sees another text behind .*rows.jsonl', or another tokenizer, than rank 0"):
+    with pytest.raises(UserError, match=r"sees different text behind .*rows.jsonl', or another tokenizer, than rank 0"):
         opened(tmp_path / "cache", {str(rows): 1.0}, resumed_data_state=facts, writes=False)
 
 
@@ -510,7 +508,9 @@ def test_too_little_text_for_the_share_says_what_would_do(tmp_path: Path) -> Non
     allowed = float(str(caught.value).split("write ")[1].split(" or less")[0])
     opened(tmp_path / "cache", **options, validation_fraction=allowed)
     path.write_text('{"text": "always the same"}\n' * 3)
-    with pytest.raises(UserError, match=r"of the 3 documents .* no two differ, so none can be held out; give more"):
+    with pytest.raises(
+        UserError, match=r"of the 3 documents .* no two are different, so none can be held out; give more"
+    ):
         opened(tmp_path / "cache", **options, validation_fraction=0.5)
 
 
@@ -585,7 +585,7 @@ def test_what_another_run_came_to_is_no_matter_of_this_one(tmp_path: Path) -> No
     with pytest.raises(UserError, match="signal 9"):
         other.training.sources[0].require(10**6)
     # Before there is more than what the other run's process made: it looks for trouble then.
-    follower.training.sources[0]._look_for_trouble()
+    follower.training.sources[0]._require_progress()
     data.training.sources[0].require(10**6)
     follower.training.sources[0].require(10**6)
     data.training.close()
@@ -596,7 +596,7 @@ def test_a_cache_inside_of_the_source_is_refused_before_anything_is_written(tmp_
     (tmp_path / "in").mkdir()
     write_rows(tmp_path / "in" / "rows.jsonl", 100)
     for source in (tmp_path / "in", tmp_path / "in" / "**", f"hf:{tmp_path / 'in'}"):
-        with pytest.raises(UserError, match=r"data.cache: .* lies inside of the source .* give a cache elsewhere"):
+        with pytest.raises(UserError, match=r"data.cache: .* lies inside the source .* give a cache elsewhere"):
             opened(tmp_path / place, {str(source): 1.0})
     assert [path.name for path in (tmp_path / "in").iterdir()] == ["rows.jsonl"]
     opened(tmp_path / "in" / ".cache", {str(tmp_path / "in"): 1.0}).training.close()  # hidden: no source reads it
@@ -607,7 +607,7 @@ def test_a_file_that_changes_while_it_is_tokenized_ends_the_run(tmp_path: Path) 
     source = {str(tmp_path / "rows.jsonl"): 1.0}
     data = opened(tmp_path / "cache", source)
     write_rows(tmp_path / "rows.jsonl", 100)
-    with pytest.raises(UserError, match=r"rows.jsonl' changed while it was read; .* start again"):
+    with pytest.raises(UserError, match=r"rows.jsonl' changed while it was read; start again"):
         data.training.sources[0].require(10**6)
     data.training.close()
     again = opened(tmp_path / "cache", source)

@@ -177,9 +177,9 @@ def test_tokens_that_are_made_again_must_be_those_that_were_trained_on(small: Re
     other = change(recipe, run={"name": "other"})
     make(lacking=True)
     run_processes(1, run_all, [other])
-    gives = r"trained on {} global batches that are others now: .*/in' gives other tokens, .* One of them {}"
-    with pytest.raises(Exception, match=gives.format(4, "cannot be read now: mend that, remove .*tokens/")):
+    gives = r"the {} global batches that this run .* have changed: .*/in' gives different tokens, .* A file {}"
+    with pytest.raises(Exception, match=gives.format(4, "cannot be read now: repair it, remove .*tokens/")):
         run_processes(1, run_all, [change(recipe, run={"steps": 6})])
     make(lacking=False)
-    with pytest.raises(Exception, match=gives.format(2, "could not be read then, or .*: put the data.cache of then")):
+    with pytest.raises(Exception, match=gives.format(2, "could not be read then, or .*: restore the old data.cache")):
         run_processes(1, run_all, [change(other, run={"steps": 6})])

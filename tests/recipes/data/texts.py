@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from recipes.data.text.tokenizer import Tokenizer, load_tokenizer
-from recipes.data.tokens.prepare import Pieces, Preparation, preparation, write_shards
+from recipes.data.tokens.preparation import Pieces, Preparation, preparation
+from recipes.data.tokens.prepare import write_shards
 from recipes.data.tokens.shards import Shard, array_path
 
 END = "<|endoftext|>"

@@ -230,11 +230,13 @@ ARRAY = json.dumps(LONG)[:-1] + ', {"text'
 TWO_ON_A_LINE = json.dumps(LONG[0]) + "".join(json.dumps(row) + "\n" for row in LONG[1:]) + '{"text'
 
 
-@pytest.mark.parametrize(("content", "why"), [(ARRAY, "one JSON array"), (TWO_ON_A_LINE, "before that it has not one")])
+@pytest.mark.parametrize(
+    ("content", "why"), [(ARRAY, "one JSON array"), (TWO_ON_A_LINE, "the part before that is not one")]
+)
 def test_a_file_that_has_not_one_row_on_each_line_must_be_whole(tmp_path: Path, content: str, why: str) -> None:
     write_shard(tmp_path / "train.json.gz", [content])
     where = r"data\.source: .*, shard 1 of 1, .* \('.*/train\.json\.gz'\)"
-    with pytest.raises(UserError, match=rf"{where}: it is broken, and {why}.*; repair the file or leave it out"):
+    with pytest.raises(UserError, match=rf"{where}: it is broken, and .*{why}.*; repair the file or leave it out"):
         rows_of(f"hf:{tmp_path}")
 
 
@@ -244,13 +246,13 @@ def test_a_file_that_has_not_one_row_on_each_line_must_be_whole(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
-        ("hf:", "after 'hf:' goes a name or folder"),
-        ("hf:a:b:c:d", "after 'hf:' goes a name or folder"),
-        ("hf:@main", "after 'hf:' goes a name or folder"),
-        ("hf:./nowhere:en", "there is no folder 'nowhere', and it is no name on the hub either"),
+        ("hf:", "write a name or folder after 'hf:'"),
+        ("hf:a:b:c:d", "write a name or folder after 'hf:'"),
+        ("hf:@main", "write a name or folder after 'hf:'"),
+        ("hf:./nowhere:en", "there is no folder 'nowhere', and hub names look different"),
         ("hf:a/b/c", "there is no folder 'a/b/c'"),
         ("hf:some thing", "there is no folder 'some thing'"),
-        ("hf:FOLDER@main", "a folder has no revisions; leave '@main' out"),
+        ("hf:FOLDER@main", "a folder has no revisions; remove '@main'"),
         ("hf:FOLDER/empty", "the folder is empty"),
     ],
 )
@@ -302,7 +304,7 @@ def failure(source: str, text_field: str) -> str:
 @pytest.mark.parametrize("offline", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}])
 def test_without_a_network_there_is_one_clear_message(tmp_path: Path, offline: dict[str, str]) -> None:
     code = (
-        "import sys; from parallel.errors import UserError; from recipes.data import rows, sources\n"
+        "import sys; from parallel.errors import UserError; from recipes.data.text import rows, sources\n"
         "assert sources.source_problem('hf:allenai/c4:en') is None\n"
         "loaded = {'torch', 'datasets', 'pyarrow', 'huggingface_hub'} & set(sys.modules); assert not loaded, loaded\n"
         "def told(function, *given):\n"
@@ -333,12 +335,12 @@ def test_without_a_network_there_is_one_clear_message(tmp_path: Path, offline: d
 
 def test_a_dataset_on_a_hub(tmp_path: Path) -> None:
     code = (
-        "import json, sys; from parallel.errors import UserError; from recipes.data import hub, rows, sources\n"
+        "import json, sys; from parallel.errors import UserError; from recipes.data.text import rows, sources\n"
         "source = sys.argv[1]; stream = rows.open_rows(source, text_field='text')\n"
         "texts = [next(stream).text for _ in range(200)]\n"
-        "again = rows.open_rows(hub.pinned(source), text_field='text', cursor=stream.cursor)\n"
-        "print(json.dumps([texts + [row.text for row in again], stream.files, hub.pinned(source)]))\n"
-        "print(sources.fingerprint(source, text_field='text') == sources.fingerprint(hub.pinned(source), "
+        "again = rows.open_rows(sources.pinned(source), text_field='text', cursor=stream.cursor)\n"
+        "print(json.dumps([texts + [row.text for row in again], stream.files, sources.pinned(source)]))\n"
+        "print(sources.fingerprint(source, text_field='text') == sources.fingerprint(sources.pinned(source), "
         "text_field='text'))\n"
         "for wrong in ('hf:no/where', 'hf:allenai/c4@nowhere'):\n"
         "    try: rows.open_rows(wrong, text_field='text')\n"
@@ -372,7 +374,7 @@ def test_a_broken_file_on_a_hub_ends_the_run_with_two_ways_on(tmp_path: Path) ->
     file = c4(tmp_path / "hub") / "en" / "c4-train.00002-of-00003.json.gz"
     write_shard(file, [c4_row(140), '{"text": "cut\n'])
     code = (
-        "from parallel.errors import UserError; from recipes.data import rows\n"
+        "from parallel.errors import UserError; from recipes.data.text import rows\n"
         "try: print(len(list(rows.open_rows('hf:allenai/c4:en', text_field='text'))))\n"
         "except UserError as error: print(error)"
     )
@@ -386,8 +388,8 @@ def test_a_broken_file_on_a_hub_ends_the_run_with_two_ways_on(tmp_path: Path) ->
             check=True,
         )
     message = found.stdout
-    assert message.startswith("data.source: hf:allenai/c4:en, shard 3 of 3, cannot be read beyond row 0: ")
-    assert "if it is the network, the same command goes on later; if the file is broken, run 'hf download" in message
+    assert message.startswith("data.source: hf:allenai/c4:en, shard 3 of 3, cannot be read past row 0: ")
+    assert "if it is the network, run the same command again later; if the file is broken, run 'hf" in message
 
 
 # --------------------------------------------------------------------------------------------------------- fingerprint
@@ -416,8 +418,8 @@ def test_the_fingerprint_of_a_folder_follows_its_files_and_the_choice_in_it(tmp_
 def test_a_commit_is_an_identity_without_a_network() -> None:
     commit = "1588ec454efa1a09f29cd18ddd04fe05fc8653a2"
     source = f"hf:allenai/c4@{commit}:en"
-    assert hub.pinned(source) == source
-    assert hub.pinned("python-stdlib") == "python-stdlib"
+    assert sources.pinned(source) == source
+    assert sources.pinned("python-stdlib") == "python-stdlib"
     first = sources.fingerprint(source, text_field="text")
     assert first != sources.fingerprint(source.replace("158", "258"), text_field="text")
     assert first != sources.fingerprint(source.replace(":en", ":de"), text_field="text")

@@ -257,7 +257,7 @@ def test_a_file_that_is_not_what_its_name_says_is_one_row(tmp_path: Path, name: 
     assert (before.text, after.text) == ("before", "after")
     assert (bad.file, bad.number) == (1, 1)
     assert bad.kind == "broken file"
-    assert bad.problem.endswith("; the rest of it is lost")
+    assert bad.problem.endswith("; the rest of the file is lost")
     assert f"data.source: '{tmp_path / name}', " in failure(tmp_path)
 
 
@@ -472,13 +472,13 @@ def test_entering_reads_no_more_than_it_must(tmp_path: Path, monkeypatch: pytest
 
 def test_a_source_without_the_field_is_refused_with_the_fields_it_has(tmp_path: Path) -> None:
     path = write_json_lines(tmp_path / "a.jsonl", [{"content": "x", "id": 1}] * 100)
-    message = f"data.text_field: '{path}', line 1: no field 'text'; it has 'content', 'id'; name a field of text"
+    message = f"data.text_field: '{path}', line 1: no field 'text'; it has 'content', 'id'; name a text field"
     assert failure(path) == message
     path = write_parquet(tmp_path / "a.parquet", {"content": ["y"], "id": [1]})
     assert f"data.text_field: '{path}', row 1: no field 'text'; it has 'content', 'id'" in failure(path)
     assert failure(tmp_path) == message
     path = write_json_lines(tmp_path / "b.jsonl", [{"text": 1}])
-    assert "line 1: not text: field 'text' holds int; name a field of text" in failure(path)
+    assert "line 1: not text: field 'text' holds int; name a text field" in failure(path)
 
 
 def test_a_source_with_the_field_somewhere_near_its_beginning_is_not(tmp_path: Path) -> None:

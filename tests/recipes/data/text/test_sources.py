@@ -70,15 +70,17 @@ def test_a_source_that_does_not_exist(tmp_path: Path) -> None:
         sources.source_problem(str(tmp_path / "zzz"))
     )
     problem = sources.source_problem(str(tmp_path / "no" / "where" / "a.txt"))
-    assert f"there is no folder '{tmp_path / 'no' / 'where'}'; the nearest that exists is '{tmp_path}'" in str(problem)
+    assert f"there is no folder '{tmp_path / 'no' / 'where'}'; the nearest existing one is '{tmp_path}'" in str(problem)
     with pytest.raises(UserError, match=r"data\.source: .* does not exist"):
         identity(tmp_path / "zzz")
 
 
 def test_nothing_that_can_be_read(tmp_path: Path) -> None:
     (tmp_path / "notes.docx").write_text("text")
-    assert "is of no known kind; known are .txt, .jsonl," in str(sources.source_problem(str(tmp_path / "notes.docx")))
-    assert "no file of a known kind in the folder" in str(sources.source_problem(str(tmp_path)))
+    assert "has an unknown type; supported are .txt, .jsonl," in str(
+        sources.source_problem(str(tmp_path / "notes.docx"))
+    )
+    assert "no file of a supported type is in the folder" in str(sources.source_problem(str(tmp_path)))
     assert "no file matches" in str(sources.source_problem(str(tmp_path / "*.txt")))
 
 
@@ -94,9 +96,11 @@ def test_empty_files(tmp_path: Path) -> None:
 def test_files_and_folders_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("text")
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).suffix != ".txt")  # root may read everything
-    assert "a.txt' cannot be read by this user; change its permissions" in str(sources.source_problem(str(tmp_path)))
+    assert f"this user may not read '{tmp_path / 'a.txt'}'; change its permissions" in str(
+        sources.source_problem(str(tmp_path))
+    )
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert "may not be read by this user" in str(sources.source_problem(str(tmp_path)))
+    assert "this user may not read the folder" in str(sources.source_problem(str(tmp_path)))
 
 
 def test_an_interpreter_without_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +110,7 @@ def test_an_interpreter_without_sources(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_neither_checks_nor_plain_reading_import_anything_heavy() -> None:
     code = (
-        "import sys; from recipes import tokenizer; from recipes.data import rows, sources\n"
+        "import sys; from recipes.data.text import tokenizer; from recipes.data.text import rows, sources\n"
         "assert sources.source_problem('python-stdlib') is None\n"
         "assert tokenizer.tokenizer_problem('train:4096', 4096) is None\n"
         "next(rows.documents('python-stdlib', text_field='text'))\n"
@@ -146,13 +150,13 @@ def test_what_a_source_would_read_is_known_before_it_is_there(tmp_path: Path, pa
     (tmp_path / "k").mkdir()
     (tmp_path / "k" / "m.jsonl").write_text('{"text": "a"}\n')
     source = str(tmp_path / pattern)
-    expected = [sources.takes_in(source, tmp_path / place) for place in places]
+    expected = [sources.would_read(source, tmp_path / place) for place in places]
     linked = tmp_path.with_name("link")
     linked.symlink_to(tmp_path)
-    assert [sources.takes_in(str(linked / pattern), tmp_path / place) for place in places] == expected
+    assert [sources.would_read(str(linked / pattern), tmp_path / place) for place in places] == expected
     linked.unlink()
     for place in places:
         (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / place).write_text("text")
     assert [tmp_path / place in sources.find_files(source) for place in places] == expected
-    assert not sources.takes_in(sources.STDLIB, tmp_path / "owner.txt")
+    assert not sources.would_read(sources.STDLIB, tmp_path / "owner.txt")

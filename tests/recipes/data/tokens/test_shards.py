@@ -71,7 +71,7 @@ def test_shards_are_found_when_they_come(tmp_path: Path) -> None:
 def test_files_that_are_not_what_the_index_says(tmp_path: Path) -> None:
     write(tmp_path, 0, np.arange(10, dtype=np.uint16), last=True)
     describe(tmp_path, 0, 11, last=True)
-    with pytest.raises(UserError, match=r"00000-train.npy' holds other tokens than its index says"):
+    with pytest.raises(UserError, match=r"00000-train.npy' does not match its index"):
         Shards(tmp_path).read(0, np.empty(3, dtype=np.int64))
     array_path(tmp_path, 0, TRAIN).unlink()
     with pytest.raises(UserError, match="cannot read the tokens in"):
