@@ -6,6 +6,7 @@ data is one integer, the number of sequences consumed, and any position is reach
 S sequence length. A source is a row of `total` tokens that repeats forever. Its sequence i covers tokens i*S .. i*S + S
 of that row: the last one is only a target here, and the first input of sequence i + 1. A sequence may start at the end
 of one repetition and end in the next, so no token is dropped, padded or seen twice per repetition.
+Imports no torch.
 """
 
 from collections.abc import Mapping, Sequence

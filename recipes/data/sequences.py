@@ -1,6 +1,6 @@
-"""The sequences of a run, from one source or a mixture of several. Imports no torch.
+"""The sequences of a run, from one source or a mixture of several.
 
-S sequence length; a row holds S + 1 tokens, S inputs and S targets that overlap.
+S sequence length; a row holds S + 1 tokens, S inputs and S targets that overlap. Imports no torch.
 """
 
 import json

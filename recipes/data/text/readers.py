@@ -1,7 +1,7 @@
-"""The rows of one file in order, starting at any place; a bad row is a row with a problem. Imports no torch.
+"""The rows of one file in order, starting at any place; a bad row is a row with a problem.
 
 A reader yields each row with the place after it. The rows depend only on the file's bytes, not on where reading starts.
-At most one row is held in memory; of parquet, one batch of rows.
+At most one row is held in memory; of parquet, one batch of rows. Imports no torch.
 """
 
 import io
