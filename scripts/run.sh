@@ -8,16 +8,16 @@ Usage: scripts/run.sh RECIPE [--section.field value ...]   train
        scripts/run.sh RECIPE --check                       print the resolved recipe, or everything wrong with it
        scripts/run.sh RECIPE --help                        list every field
 
-RECIPE is looked for in the current directory, then in the checkout. Environment:
-  NPROC            processes on this node (default: one per GPU; 2 on a CPU machine)
-  PYTHON           use this interpreter as it is instead of .venv
+RECIPE is searched for in the current directory, then in the checkout. Environment variables:
+  NPROC            processes on this node (default: one per GPU; 2 on a machine without GPUs)
+  PYTHON           interpreter to use, with its packages as they are, instead of .venv
   OMP_NUM_THREADS  threads per process (default: cores / NPROC)
-  HOSTFILE         several nodes, the same command on each: a file with the name or address of one node per line,
-                   the same on all; or, instead of it,
-  NNODES, NODE_RANK, MASTER_ADDR   the number of nodes, which this one is (from 0), and the address of node 0
-  MASTER_PORT      a free port of node 0 (default 29500)
-  RESTARTS         after a crash or a hang start again from the newest checkpoint, so many times (default 0); on all nodes
-With NPROC or several nodes, --check is for that many processes. Under SLURM: scripts/slurm.sbatch
+  HOSTFILE         for several nodes, with the same command on each: a file with one node's name or address per line,
+                   the same on all nodes; or, instead of it,
+  NNODES, NODE_RANK, MASTER_ADDR   the number of nodes, the index of this one (from 0), and the address of node 0
+  MASTER_PORT      a free port on node 0 (default 29500)
+  RESTARTS         how many times to restart from the newest checkpoint after a crash or a hang (default 0); on all nodes
+With NPROC or several nodes, --check checks the recipe for that many processes. Under SLURM, use scripts/slurm.sbatch.
 END
 }
 
@@ -29,7 +29,7 @@ fi
 # shellcheck source=scripts/setup.sh
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh" || exit
 
-# The current directory stays the caller's: a relative --run.output means what it says there.
+# The current directory stays the caller's, so that a relative --run.output is relative to it.
 if [ "$#" -gt 0 ] && [ ! -e "$1" ] && [ -e "$ROOT/$1" ]; then
     set -- "$ROOT/$1" "${@:2}"
 fi
@@ -46,7 +46,7 @@ read_hosts() {
     hosts=$(sed 's/#.*//' "$HOSTFILE" | awk 'NF { print $1 }') || return
     own=" localhost 127.0.0.1 $(hostname) $(hostname -s 2>/dev/null) $(hostname -f 2>/dev/null) $(hostname -I 2>/dev/null) "
     words=$(echo "$hosts" | tr '\n' ' ')
-    [ -n "$hosts" ] || { echo "HOSTFILE=$HOSTFILE names no node" >&2; return 2; }
+    [ -n "$hosts" ] || { echo "HOSTFILE=$HOSTFILE does not name a node" >&2; return 2; }
     NNODES=$(echo "$hosts" | wc -l)
     MASTER_ADDR=${MASTER_ADDR:-${hosts%%$'\n'*}}
     [ -z "${NODE_RANK:-}" ] || return 0
@@ -55,7 +55,7 @@ read_hosts() {
         rank=$((rank + 1))
     done
     echo "HOSTFILE=$HOSTFILE names ${words}but not this node:$own" >&2
-    echo "write one of these names into it, or set NODE_RANK on each node" >&2
+    echo "add one of this node's names to it, or set NODE_RANK on each node" >&2
     return 2
 }
 if [ -n "${HOSTFILE:-}" ]; then
@@ -92,7 +92,7 @@ if [ -z "${OMP_NUM_THREADS:-}" ]; then
 fi
 export OMP_NUM_THREADS
 
-# A bad recipe fails here, in a second and once, instead of in every process after torch is loaded.
+# A bad recipe fails here, once and within a second, instead of in every process after torch is loaded.
 checked() { "$PYTHON" "$ROOT/train.py" "$@" --check --processes "$((NPROC * NNODES))" --nodes "$NNODES"; }
 if [ -n "$check" ]; then
     case " $* " in
@@ -107,16 +107,16 @@ nodes=(--standalone)
 if [ "$NNODES" -gt 1 ]; then
     for name in NODE_RANK MASTER_ADDR; do
         if [ -z "${!name:-}" ]; then
-            echo "NNODES=$NNODES: several nodes need NODE_RANK (0 to NNODES - 1) and MASTER_ADDR (the address of node 0)" >&2
+            echo "NNODES=$NNODES: set NODE_RANK (0 to NNODES - 1) and MASTER_ADDR (the address of node 0), too" >&2
             exit 2
         fi
     done
     if ! [ "$NODE_RANK" -ge 0 ] 2>/dev/null || [ "$NODE_RANK" -ge "$NNODES" ]; then
-        echo "NODE_RANK=$NODE_RANK: with NNODES=$NNODES it is a number from 0 to $((NNODES - 1))" >&2
+        echo "NODE_RANK=$NODE_RANK: must be a number from 0 to $((NNODES - 1)), as NNODES=$NNODES" >&2
         exit 2
     fi
-    # By number, so that ranks follow the order in which the nodes are named, as the scheduler laid them out.
-    # torchrun's c10d rendezvous would sort them by host name, "node10" before "node9".
+    # With numbers, so that ranks follow the scheduler's order of the nodes. torchrun's c10d rendezvous would sort them
+    # by host name, "node10" before "node9".
     nodes=(--nnodes="$NNODES" --node-rank="$NODE_RANK" --master-addr="$MASTER_ADDR" --master-port="${MASTER_PORT:-29500}")
 fi
 

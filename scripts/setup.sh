@@ -1,11 +1,11 @@
 # shellcheck shell=bash
-# Sourced by run.sh and test.sh: leaves PYTHON naming an interpreter that can run Shardwright, or returns non-zero.
+# Sourced by run.sh and test.sh: sets PYTHON to an interpreter that can run Shardwright, or returns non-zero.
 #
-#   PYTHON set by the caller   that interpreter as it is: no network, no installation
-#   .venv up to date           that (a few milliseconds: no Python is started)
-#   otherwise                  .venv is made from requirements.lock with plain pip, then stamped
+#   PYTHON set by the caller   uses it as it is: no network, no installation
+#   .venv up to date           uses .venv (takes milliseconds: Python is not started)
+#   otherwise                  creates .venv from requirements.lock with pip, then writes the stamp
 #
-# SETUP_EXTRAS=dev also asks a caller's PYTHON for the test tools (.venv always has them).
+# SETUP_EXTRAS=dev also requires the test tools of the caller's PYTHON (.venv always has them).
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 SETUP_VENV=$ROOT/.venv
@@ -14,8 +14,8 @@ SETUP_STAMP=$SETUP_VENV/shardwright-stamp
 setup_say() { echo "set-up: $*" >&2; }
 setup_fail() { echo "set-up failed: $*" >&2; return 1; }
 
-# The stamp is written last, so an interrupted set-up has none. It holds the torch build and the lock file's checksum;
-# cksum, because it is on every POSIX system and guards against a stale environment, not an attacker.
+# The stamp is written last, so an interrupted set-up has none. It holds the torch build and the lock file's checksum.
+# cksum is on every POSIX system, and enough to detect a stale environment.
 setup_lock_sum() { cksum <"$ROOT/requirements.lock"; }
 
 setup_has_gpu() { nvidia-smi -L >/dev/null 2>&1; }
@@ -24,12 +24,12 @@ setup_is_current() {
     local build sum
     [ -x "$SETUP_VENV/bin/python" ] && read -r build sum 2>/dev/null <"$SETUP_STAMP" || return 1
     [ "$sum" = "$(setup_lock_sum)" ] || return 1
-    # A checkout shared between machines: the GPU build also serves where there is no GPU, the CPU build does not
-    # serve where there is one. nvidia-smi takes up to a second, so the device file is asked first.
+    # Machines may share a checkout: the GPU build also works without a GPU, but the CPU build is wrong where there is
+    # one. nvidia-smi takes up to a second, so the device file is checked first.
     [ "$build" = gpu ] || ! [ -e /dev/nvidia0 ] || ! setup_has_gpu
 }
 
-# setup_check PYTHON [dev]: prints what the interpreter lacks, nothing if it serves.
+# setup_check PYTHON [dev]: prints the packages that the interpreter lacks.
 setup_check() {
     "$1" - "$ROOT/pyproject.toml" "${@:2}" <<'PYTHON_END'
 import sys
@@ -75,12 +75,12 @@ setup_find_python() {
         "install one, or set PYTHON to an interpreter that has the packages of pyproject.toml"
 }
 
-# setup_phase "text" command...: one line on the screen; the command's output goes to the log.
+# setup_phase "text" command...: prints one line; the command's output goes to the log.
 setup_phase() {
     local text=$1 started=$SECONDS
     shift
     printf 'set-up: %s ...' "$text" >&2
-    if ("$@") >>"$SETUP_VENV/setup.log" 2>&1; then # a subshell, or the interrupt's message would go to the log too
+    if ("$@") >>"$SETUP_VENV/setup.log" 2>&1; then # a subshell, so that the message of an interrupt is not redirected
         echo " $((SECONDS - started)) s" >&2
     else
         echo " failed" >&2
@@ -90,21 +90,22 @@ setup_phase() {
 
 setup_show_log() {
     tail -n 15 "$SETUP_VENV/setup.log" | sed 's/^/    /' >&2
-    setup_fail "the whole output is in .venv/setup.log; run the same command again to retry"
+    setup_fail "the full output is in .venv/setup.log; run the same command again to retry"
 }
 
 setup_pip() {
-    # Wheels only: without one for this Python, "no matching distribution" beats an hour of compiling Arrow.
-    # pip compiles to bytecode on one core; setup_compile uses all.
+    # Wheels only: if there is none for this Python, pip fails at once instead of compiling Arrow for an hour.
+    # pip compiles bytecode on one core; setup_compile uses all.
     "$SETUP_VENV/bin/python" -m pip install --no-input --disable-pip-version-check --no-compile \
         --only-binary=:all: --progress-bar=off "$@"
 }
 
-# Otherwise the first run's processes would all do it at once, and show the packages' SyntaxWarnings. Files for other
-# versions of Python do not compile; that is no failure.
+# Compiles bytecode now, or all processes of the first run would do it at once and print the packages' SyntaxWarnings.
+# Files for other versions of Python do not compile, which is expected.
 setup_compile() { "$SETUP_VENV/bin/python" -W ignore -m compileall -q -j 0 "$SETUP_VENV/lib" || true; }
 
-# The PyTorch project's index of CPU wheels, if it answers soon. The alarm also ends a name look-up that hangs.
+# Prints pip's option for the PyTorch project's index of CPU wheels, if the index answers soon. The alarm also ends a
+# DNS look-up that hangs.
 setup_cpu_index() {
     local url=https://download.pytorch.org/whl/cpu
     if "$SETUP_VENV/bin/python" - "$url/torch/" 2>/dev/null <<'PYTHON_END'
@@ -118,7 +119,7 @@ PYTHON_END
     fi
 }
 
-# Leaves "gpu" or "cpu" in SETUP_BUILD. --no-deps with a +cpu wheel: the lock names all that it needs.
+# Sets SETUP_BUILD to "gpu" or "cpu". --no-deps with a +cpu wheel: the lock file lists what it needs.
 setup_install_torch() {
     local torch index
     torch=$(grep -o '^torch==[0-9.]*' "$ROOT/requirements.lock")
@@ -135,7 +136,7 @@ setup_install_torch() {
     index=$(setup_cpu_index)
     setup_phase "installing $torch+cpu" setup_pip --no-deps ${index:+"$index"} "$torch+cpu" && return
     grep -q 'No matching distribution found' "$SETUP_VENV/setup.log" || return 1
-    setup_say "no CPU-only build of torch within reach; the plain one brings several GB of CUDA libraries"
+    setup_say "the CPU-only build of torch is not reachable; the default build installs several GB of CUDA libraries"
     setup_phase "installing $torch" setup_pip -c "$ROOT/requirements.lock" "$torch"
 }
 
@@ -149,9 +150,9 @@ setup_verify() {
     fi
     case "$SETUP_BUILD $found" in
         "cpu None False" | "gpu "*" True") ;;
-        cpu*) setup_say "WARNING: no NVIDIA GPU here, yet torch is the CUDA ${found% *} build: it works, but it is large" ;;
+        cpu*) setup_say "WARNING: torch is the CUDA ${found% *} build, but this machine has no NVIDIA GPU: it works, but it is large" ;;
         *) setup_say "WARNING: this machine has an NVIDIA GPU but torch cannot use it (CUDA ${found% *} build):" \
-            "runs will be on the CPU; is the driver recent enough?" ;;
+            "training will run on the CPU; is the driver recent enough?" ;;
     esac
 }
 
@@ -159,11 +160,11 @@ setup_build() {
     local python started=$SECONDS
     if [ -e "$SETUP_VENV" ] && ! [ -e "$SETUP_VENV/setup.log" ]; then
         setup_fail "$SETUP_VENV exists but was not made by scripts/setup.sh;" \
-            "remove it, or use it as it is with PYTHON=$SETUP_VENV/bin/python"
+            "remove it, or use it as it is by setting PYTHON=$SETUP_VENV/bin/python"
         return 1
     fi
     python=$(setup_find_python) || return 1
-    setup_say "making .venv from requirements.lock with $("$python" --version)"
+    setup_say "creating .venv from requirements.lock with $("$python" --version)"
     rm -rf "$SETUP_VENV" && mkdir "$SETUP_VENV" && : >"$SETUP_VENV/setup.log" || return 1
     if ! { setup_phase "creating the environment" "$python" -m venv "$SETUP_VENV" &&
         setup_install_torch &&
@@ -177,7 +178,7 @@ setup_build() {
     setup_say "ready after $((SECONDS - started)) s"
 }
 
-# Two starts at once: the second waits, then finds the first one's stamp. Without flock (macOS) there is no such guard.
+# Of two set-ups at once, the second waits and then finds the first one's stamp. macOS has no flock, so no such guard.
 setup_build_once() (
     trap 'echo >&2; setup_say "interrupted; run the same command again"; exit 130' INT
     if command -v flock >/dev/null; then
@@ -198,7 +199,7 @@ setup_main() {
         if ! command -v "$PYTHON" >/dev/null; then
             setup_fail "PYTHON=$PYTHON does not exist or cannot be executed"
         elif ! missing=$(setup_check "$PYTHON" ${extras:+"$extras"} 2>&1); then
-            setup_fail "PYTHON=$PYTHON lacks: $missing. Install that there, or unset PYTHON to have .venv made."
+            setup_fail "PYTHON=$PYTHON lacks: $missing. Install these there, or unset PYTHON to have .venv created."
         fi
         return
     fi

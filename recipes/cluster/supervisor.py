@@ -1,7 +1,7 @@
-"""Starts the processes of one node again after a crash or a hang. Imports no torch.
+"""Starts the processes of one node again after a crash or a hang.
 
 Each node decides by itself, by the exit code and the newest checkpoint. Both are the same on all nodes, so all decide
-alike.
+alike. Imports no torch.
 """
 
 import os
