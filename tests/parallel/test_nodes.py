@@ -1,4 +1,4 @@
-"""Which processes share a node, and what is said of it."""
+"""Which processes share a node, and the line about shard groups."""
 
 import pytest
 
@@ -8,24 +8,35 @@ from parallel.nodes import Node, arrange, listed, placement, require_like_nodes
 
 
 def nodes(*sizes: int) -> tuple[Node, ...]:
-    """gpu-0, gpu-1 ... with so many processes each."""
+    """Nodes gpu-0, gpu-1 ... with these numbers of processes."""
     return arrange([(f"gpu-{number}", number) for number, size in enumerate(sizes) for _ in range(size)])
 
 
-def test_a_node_is_a_launcher_on_a_host() -> None:
+def test_hosts_with_one_launcher_are_nodes_with_the_hosts_names() -> None:
     assert nodes(2, 1) == (Node("gpu-0", (0, 1)), Node("gpu-1", (2,)))
+
+
+def test_launchers_of_one_host_are_numbered_nodes() -> None:
     assert arrange([("host", 0), ("host", 0), ("host", 1)]) == (Node("host#0", (0, 1)), Node("host#1", (2,)))
-    # Processes of a starter that numbers no launchers.
+
+
+def test_nodes_may_have_scattered_ranks() -> None:
+    """As when another starter assigns them, which does not number launchers."""
     assert arrange([("b", 0), ("a", 0), ("b", 0)]) == (Node("b", (0, 2)), Node("a", (1,)))
 
 
-def test_like_nodes_are_required() -> None:
-    require_like_nodes(nodes(8))
-    require_like_nodes(nodes(8, 8, 8))
-    with pytest.raises(
-        UserError, match=r"but there are 7 on gpu-2 and 8 on gpu-0, gpu-1; start as many on each \(NPROC\)"
-    ):
+@pytest.mark.parametrize("sizes", [(8,), (8, 8, 8)])
+def test_nodes_of_equal_size_are_accepted(sizes: tuple[int, ...]) -> None:
+    require_like_nodes(nodes(*sizes))
+
+
+def test_nodes_of_different_size_are_refused_by_name() -> None:
+    message = r"but there are 7 on gpu-2 and 8 on gpu-0, gpu-1; start as many on each \(NPROC\)"
+    with pytest.raises(UserError, match=message):
         require_like_nodes(nodes(8, 8, 7))
+
+
+def test_nodes_with_scattered_ranks_are_refused_by_name() -> None:
     with pytest.raises(UserError, match=r"consecutive ranks on each node, but those of a, b are scattered"):
         require_like_nodes(arrange([("a", 0), ("b", 1)] * 2))
 
@@ -43,10 +54,15 @@ def test_like_nodes_are_required() -> None:
         ((4, 2), (3, 2, 3), "nodes: 3 of 2 or 3 processes (gpu-0, gpu-1, gpu-2); 2 of 4 shard groups cross nodes"),
     ],
 )
-def test_where_the_shard_groups_are(degrees: tuple[int, int], sizes: tuple[int, ...], line: str | None) -> None:
+def test_placement_says_which_nodes_a_shard_group_spans(
+    degrees: tuple[int, int], sizes: tuple[int, ...], line: str | None
+) -> None:
     assert placement(MeshDegrees(*degrees), nodes(*sizes)) == ([] if line is None else [line])
 
 
-def test_many_names_are_cut_short() -> None:
+def test_a_long_list_of_names_is_shortened() -> None:
     assert listed([f"gpu-{n}" for n in range(1, 101)]) == "gpu-1, gpu-2, gpu-3, ... gpu-100: 100 in all"
+
+
+def test_a_short_list_of_names_is_complete() -> None:
     assert listed(["a", "b"]) == "a, b"

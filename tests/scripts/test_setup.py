@@ -1,4 +1,4 @@
-"""What a person meets before any training code runs: the lock file, the environment, the launcher."""
+"""What runs before any training code: the lock file, the environment, scripts/run.sh and the launcher."""
 
 import os
 import re
@@ -26,7 +26,7 @@ PINS = {
 
 
 @pytest.mark.parametrize("script", [*sorted(ROOT.glob("scripts/*.sh")), ROOT / ".ci/run"], ids=lambda path: path.name)
-def test_bash_can_parse(script: Path) -> None:
+def test_bash_parses_every_shell_script(script: Path) -> None:
     subprocess.run(["bash", "-n", script], check=True)
 
 
@@ -48,18 +48,18 @@ def test_lock_leaves_cuda_packages_to_torch() -> None:
     assert not [name for name in PINS if name.startswith(("nvidia-", "cuda-")) or name == "triton"]
 
 
-def test_lock_names_no_index_and_no_path() -> None:
+def test_lock_contains_no_index_and_no_path() -> None:
     requirements = [line.split("#")[0] for line in LOCK.splitlines()]
     assert not [line for line in requirements if re.search(r"[/@]|^-", line)]
     assert "://" not in LOCK
 
 
-# --- scripts/setup.sh, in a copy of the checkout so that the real .venv is left alone
+# --- scripts/setup.sh, in a copy of the checkout so that the real .venv is not touched
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout whose .venv is up to date, as far as setup.sh can tell without starting Python."""
+    """A checkout whose .venv looks up to date to setup.sh, which does not start Python to check."""
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     for name in ("requirements.lock", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
@@ -94,25 +94,30 @@ def test_a_current_environment_is_used_as_it_is(checkout: Path) -> None:
 
 
 def no_python(folder: Path) -> str:
-    """A PATH on which every Python that setup.sh may try is too old."""
+    """A PATH on which every Python that setup.sh tries is too old."""
     folder.mkdir()
     for name in ("python", "python3", *(f"python3.{minor}" for minor in range(11, 15))):
         executable(folder / name, "exit 1")
     return f"{folder}:{os.environ['PATH']}"
 
 
-@pytest.mark.parametrize("spoiled", ["requirements.lock", ".venv/shardwright-stamp"])
-def test_another_lock_file_or_an_unfinished_environment_is_set_up_again(checkout: Path, spoiled: str) -> None:
-    if spoiled == "requirements.lock":
-        (checkout / spoiled).write_text("torch==2.12.0\n")
-    else:
-        (checkout / spoiled).unlink()
+def assert_is_set_up_again(checkout: Path) -> None:
     result = source_setup(checkout, PATH=no_python(checkout / "bin"))
     assert result.returncode != 0
     assert "no Python 3.11 to 3.14 found" in result.stderr
 
 
-def test_an_environment_of_somebody_else_is_not_deleted(checkout: Path) -> None:
+def test_a_changed_lock_file_causes_a_new_set_up(checkout: Path) -> None:
+    (checkout / "requirements.lock").write_text("torch==2.12.0\n")
+    assert_is_set_up_again(checkout)
+
+
+def test_an_unfinished_environment_is_set_up_again(checkout: Path) -> None:
+    (checkout / ".venv/shardwright-stamp").unlink()
+    assert_is_set_up_again(checkout)
+
+
+def test_an_environment_that_setup_did_not_create_is_not_deleted(checkout: Path) -> None:
     for name in ("setup.log", "shardwright-stamp"):
         (checkout / ".venv" / name).unlink()
     result = source_setup(checkout)
@@ -121,13 +126,13 @@ def test_an_environment_of_somebody_else_is_not_deleted(checkout: Path) -> None:
     assert (checkout / ".venv/bin/python").exists()
 
 
-def test_python_that_does_not_exist(checkout: Path) -> None:
+def test_a_missing_interpreter_is_refused_by_name(checkout: Path) -> None:
     result = source_setup(checkout, PYTHON="/nonexistent")
     assert result.returncode != 0
     assert result.stderr == "set-up failed: PYTHON=/nonexistent does not exist or cannot be executed\n"
 
 
-def test_python_that_lacks_packages(checkout: Path) -> None:
+def test_an_interpreter_that_lacks_packages_is_refused_with_their_names(checkout: Path) -> None:
     venv.create(checkout / "empty", with_pip=False)
     result = source_setup(checkout, PYTHON="empty/bin/python", SETUP_EXTRAS="dev")
     assert result.returncode != 0
@@ -136,15 +141,15 @@ def test_python_that_lacks_packages(checkout: Path) -> None:
     assert result.stderr.count("\n") == 1
 
 
-def test_python_that_serves(checkout: Path) -> None:
+def test_an_interpreter_with_all_packages_is_used(checkout: Path) -> None:
     assert source_setup(checkout, PYTHON=sys.executable).stdout == f"{sys.executable}\n"
 
 
-# --- scripts/run.sh, with a stand-in for Python that writes down how it was called
+# --- scripts/run.sh, with a substitute for Python that records how it was called
 
 
 def run_sh(checkout: Path, *arguments: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """Runs it from another folder; returns the result and the calls, OMP_NUM_THREADS first."""
+    """Run it from another folder. Returns the result and the calls, each with OMP_NUM_THREADS first."""
     calls = checkout / "calls"
     python = executable(
         checkout / "python",
@@ -164,7 +169,7 @@ def run_sh(checkout: Path, *arguments: str, **environment: str) -> tuple[subproc
     return result, calls.read_text().splitlines() if calls.exists() else []
 
 
-def test_run_checks_the_recipe_then_launches(checkout: Path) -> None:
+def test_run_checks_the_recipe_and_then_launches(checkout: Path) -> None:
     recipe = checkout / "pyproject.toml"
     result, calls = run_sh(checkout, "pyproject.toml", "--run.steps", "3", NPROC="1024")
     assert result.returncode == 0, result.stderr
@@ -174,22 +179,25 @@ def test_run_checks_the_recipe_then_launches(checkout: Path) -> None:
     ]
 
 
-def test_run_on_several_nodes(checkout: Path) -> None:
+def test_run_passes_nodes_and_their_processes_on(checkout: Path) -> None:
     nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
     _, calls = run_sh(checkout, "pyproject.toml", NPROC="4", **nodes)
     assert "--processes 8" in calls[0]
     assert "--nnodes=2 --node-rank=1 --master-addr=127.0.0.1 --master-port=29500 --nproc-per-node=4" in calls[1]
+
+
+def test_run_requires_the_node_rank_with_several_nodes(checkout: Path) -> None:
     result, _ = run_sh(checkout, "pyproject.toml", NPROC="4", NNODES="2")
-    assert "several nodes need NODE_RANK" in result.stderr
+    assert "set NODE_RANK (0 to NNODES - 1) and MASTER_ADDR" in result.stderr
 
 
-def test_a_bad_recipe_starts_no_process(checkout: Path) -> None:
+def test_run_does_not_launch_a_bad_recipe(checkout: Path) -> None:
     result, calls = run_sh(checkout, "bad.toml", NPROC="2")
     assert (result.returncode, result.stderr, len(calls)) == (2, "1 problem\n", 1)
 
 
 @pytest.mark.parametrize("arguments", [[], ["pyproject.toml", "--check"], ["--help"]], ids=str)
-def test_questions_go_straight_to_train_py(checkout: Path, arguments: list[str]) -> None:
+def test_run_passes_check_and_help_to_train_py_alone(checkout: Path, arguments: list[str]) -> None:
     _, calls = run_sh(checkout, *arguments)
     assert len(calls) == 1
     assert calls[0].split()[0] == f"{checkout}/train.py"
@@ -248,7 +256,7 @@ def wait_until_ready(process: subprocess.Popen[str]) -> None:
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """Output and errors. It ends when nobody holds the pipes any more, so it also proves that no worker is left."""
+    """Output and errors. It returns when no process holds the pipes, which also proves that no worker is left."""
     return process.communicate(timeout=30)
 
 
@@ -261,7 +269,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
         ("kill", 128 + signal.SIGKILL, "launch: rank 1 was killed by SIGKILL (often: out of memory)"),
     ],
 )
-def test_a_workers_end_is_the_launchers_end(launch, mode: str, code: int, last_line: str) -> None:
+def test_a_workers_exit_code_is_the_launchers(launch, mode: str, code: int, last_line: str) -> None:
     process = launch(mode)
     _, errors = finish(process)
     assert process.returncode == code, errors
@@ -270,7 +278,7 @@ def test_a_workers_end_is_the_launchers_end(launch, mode: str, code: int, last_l
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_interrupt_lets_workers_save_once(launch, times: int) -> None:
+def test_an_interrupt_and_its_echo_let_workers_save_once(launch, times: int) -> None:
     process = launch("save")
     wait_until_ready(process)
     for _ in range(times):
@@ -283,7 +291,9 @@ def test_interrupt_lets_workers_save_once(launch, times: int) -> None:
     assert len(errors.splitlines()) == 1
 
 
-def test_interrupt_while_torch_is_imported(launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_torch_is_imported_prints_nothing(
+    launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "torch.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     process = launch("save")
@@ -296,7 +306,7 @@ def test_interrupt_while_torch_is_imported(launch, tmp_path: Path, monkeypatch: 
     subprocess.call("setpriv --pdeathsig TERM true", shell=True, stderr=subprocess.DEVNULL) != 0,
     reason="needs a setpriv that can set a parent-death signal",
 )
-def test_a_killed_launcher_leaves_no_orphan(launch) -> None:
+def test_a_killed_launcher_leaves_no_worker_behind(launch) -> None:
     process = launch("sleep")
     wait_until_ready(process)
     process.kill()

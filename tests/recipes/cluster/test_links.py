@@ -1,4 +1,4 @@
-"""The network between real processes: exact, timed, and caught when it lies."""
+"""Measurements of the network between real processes, and detection of wrong results."""
 
 import math
 import os
@@ -27,8 +27,11 @@ AHEAD = 1000.0
 """Seconds that rank 1's clock is ahead: far more than any delay here."""
 
 
-def look() -> tuple[list[tuple[float, float]], list[Links], list[Links]]:
-    """As one of two nodes of two processes: clocks, of which rank 1's is wrong, links, and links with a liar at 2."""
+def measure() -> tuple[list[tuple[float, float]], list[Links], list[Links]]:
+    """As one of two nodes of two processes: clocks, links, and links when rank 2 sends wrong numbers.
+
+    Rank 1's clock is wrong.
+    """
     rank = int(os.environ["RANK"])
     os.environ["GROUP_RANK"] = str(rank // 2)
     if rank == 1:
@@ -36,46 +39,71 @@ def look() -> tuple[list[tuple[float, float]], list[Links], list[Links]]:
         time.time = lambda: own() + AHEAD
     world = start("cpu", seed=0)
     assert [node.ranks for node in world.nodes] == [(0, 1), (2, 3)]
-    clocks, honest = clock_bounds(world), measure_links(world)
+    clocks, correct = clock_bounds(world), measure_links(world)
     if rank == 2:
         right = links._pattern
         links.summand = links.contribution = lambda rank, length, device: right(length, device) - 1
-    deceived = measure_links(world)
+    wrong = measure_links(world)
     stop()
-    return clocks, honest, deceived
+    return clocks, correct, wrong
 
 
-def test_links_between_processes() -> None:
-    answers = run_processes(4, look)
-    assert all(answer == answers[0] for answer in answers)  # all know the same, and can decide the same
-    clocks, honest, deceived = answers[0]
+Measured = tuple[list[tuple[float, float]], list[Links], list[Links]]
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[Measured]:
+    """What each of four processes returned."""
+    return run_processes(4, measure)
+
+
+def test_all_processes_know_the_same_measurements(answers: list[Measured]) -> None:
+    """So that all can decide alike."""
+    assert all(answer == answers[0] for answer in answers)
+
+
+def test_bounds_of_clocks_contain_the_true_offset(answers: list[Measured]) -> None:
+    clocks = answers[0][0]
     assert all(least <= true <= most for (least, most), true in zip(clocks, (0, AHEAD, 0, 0), strict=True))
     assert all(most - least < AHEAD for least, most in clocks)
-    for rank, link in enumerate(honest):
+
+
+def test_links_are_correct_and_timed_with_the_neighbouring_node(answers: list[Measured]) -> None:
+    for rank, link in enumerate(answers[0][1]):
         assert not link.wrong_sum and not link.wrong_parts
         assert list(link.exchanges) == [(rank + 2) % 4]
         speeds = [link.all_reduce_seconds, link.all_gather_seconds, *link.exchanges.values()]
         assert all(math.isfinite(speed) and speed > 0 for speed in speeds)
-    assert [(link.wrong_sum, link.wrong_parts) for link in deceived] == [(True, (2,))] * 4
+
+
+def test_a_rank_that_sends_wrong_numbers_is_found_by_all(answers: list[Measured]) -> None:
+    assert [(link.wrong_sum, link.wrong_parts) for link in answers[0][2]] == [(True, (2,))] * 4
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 130])
-def test_results_are_told_from_wrong_ones(ranks: int) -> None:
+def test_one_wrong_element_makes_a_sum_wrong(ranks: int) -> None:
     total = torch.stack([summand(rank, 40, CPU) for rank in range(ranks)]).sum(0)
     assert not is_wrong_sum(total, ranks)
     total[39] += 1
     assert is_wrong_sum(total, ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 130])
+def test_one_wrong_element_makes_its_ranks_part_wrong(ranks: int) -> None:
     gathered = torch.cat([contribution(rank, 40, CPU) for rank in range(ranks)])
     assert wrong_ranks(gathered, ranks) == ()
     gathered[-1] += 1
     assert wrong_ranks(gathered, ranks) == (ranks - 1,)
-    if ranks > 1:
-        swapped = torch.cat([contribution(rank, 40, CPU) for rank in (1, 0, *range(2, ranks))])
-        assert wrong_ranks(swapped, ranks) == (0, 1)
+
+
+@pytest.mark.parametrize("ranks", [3, 130])
+def test_swapped_parts_are_both_wrong(ranks: int) -> None:
+    swapped = torch.cat([contribution(rank, 40, CPU) for rank in (1, 0, *range(2, ranks))])
+    assert wrong_ranks(swapped, ranks) == (0, 1)
 
 
 @pytest.mark.parametrize("count", range(1, 9))
-def test_everybody_meets_both_neighbours_and_one_at_a_time(count: int) -> None:
+def test_every_process_exchanges_with_both_neighbours_one_at_a_time(count: int) -> None:
     nodes = arrange([(f"gpu-{number}", number) for number in range(count) for _ in range(2)])
     met = set()
     for partners in rounds(nodes):

@@ -1,4 +1,4 @@
-"""What launchers tell each other, through a real store."""
+"""How launchers notify each other, through a real store."""
 
 import threading
 from collections.abc import Callable
@@ -13,19 +13,19 @@ HUNG = 77
 
 
 def store() -> TCPStore:
-    """As node 0's launcher keeps one."""
+    """A store like that of node 0's launcher."""
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def nothing(line: str) -> None:
+def fail(line: str) -> None:
     raise AssertionError(line)
 
 
 def node(number: int, port: int, *, nodes: int = 3, log: Callable[[str], None] | None = None) -> Launchers:
-    return Launchers("127.0.0.1", port, node=number, nodes=nodes, hung=HUNG, log=log or nothing)
+    return Launchers("127.0.0.1", port, node=number, nodes=nodes, hung=HUNG, log=log or fail)
 
 
-def test_a_node_does_not_join_those_that_wait_for_its_first_start() -> None:
+def test_a_restarted_node_ends_the_run_it_was_in_and_waits_for_a_new_store() -> None:
     kept = [store()]
     port = kept[0].port
     lines: list[str] = []
@@ -34,7 +34,7 @@ def test_a_node_does_not_join_those_that_wait_for_its_first_start() -> None:
     other.join()
     waits = threading.Thread(target=again.join)
     waits.start()
-    wait_for("the word to end", lambda: kept[0].check([ENDED]))
+    wait_for("the request to end", lambda: kept[0].check([ENDED]))
     ended = threading.Event()
     other.watch(ended.set, grace=1000)
     assert other.wait_for_cause() == Cause("node 1 was started again", 1, crashed=True)
@@ -46,37 +46,37 @@ def test_a_node_does_not_join_those_that_wait_for_its_first_start() -> None:
     assert lines == ["node 0 is still in the run that this node was in before: waiting for that to end"]
 
 
-def test_a_node_may_start_before_node_0_does() -> None:
+def test_a_node_may_start_before_node_0() -> None:
     kept = store()
     port = kept.port
     del kept
     node(1, port).join()
 
 
-@pytest.mark.parametrize(("teller", "hearer"), [(0, 1), (1, 0)])
-def test_the_others_hear_of_an_end(teller: int, hearer: int) -> None:
+@pytest.mark.parametrize(("sender", "receiver"), [(0, 1), (1, 0)])
+def test_the_end_of_one_launcher_reaches_the_others(sender: int, receiver: int) -> None:
     kept = store()
     ended = threading.Event()
-    hears = node(hearer, kept.port)
-    hears.watch(ended.set, grace=1000)
-    assert hears.wait_for_cause() is None
-    node(teller, kept.port).announce_end(2, crashed=False)
-    assert hears.wait_for_cause() == Cause(f"node {teller} ended with exit code 2", 2, crashed=False)
-    assert not ended.is_set()  # its workers leave by themselves
+    other = node(receiver, kept.port)
+    other.watch(ended.set, grace=1000)
+    assert other.wait_for_cause() is None
+    node(sender, kept.port).announce_end(2, crashed=False)
+    assert other.wait_for_cause() == Cause(f"node {sender} ended with exit code 2", 2, crashed=False)
+    assert not ended.is_set()  # its workers end by themselves
 
 
-def test_a_launcher_of_node_0_that_is_gone_is_a_cause() -> None:
+def test_losing_the_launcher_of_node_0_ends_a_node() -> None:
     kept = store()
-    hears, ended = node(1, kept.port), threading.Event()
-    hears.join()
-    hears.watch(ended.set, grace=0)
+    other, ended = node(1, kept.port), threading.Event()
+    other.join()
+    other.watch(ended.set, grace=0)
     del kept
     wait_for("the end", ended.is_set)
-    assert hears.cause == Cause("the launcher of node 0 is gone", 1, crashed=False)
-    hears.announce_end(1, crashed=True)  # nobody is there, and that is no error
+    assert other.cause == Cause("the launcher of node 0 is gone", 1, crashed=False)
+    other.announce_end(1, crashed=True)  # no launcher receives it, which is not an error
 
 
-def test_who_is_waited_for_is_said_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_nodes_are_named_and_waited_for_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("recipes.cluster.rendezvous.SILENT_SECONDS", 0.0)
     monkeypatch.setattr("recipes.cluster.rendezvous.WAIT_SECONDS", 3.0)
     kept = store()
@@ -90,9 +90,13 @@ def test_who_is_waited_for_is_said_and_not_for_ever(monkeypatch: pytest.MonkeyPa
     assert lines[0].startswith("waiting for node ")
     assert lines[-1] == "the nodes did not meet: node 1, 3 of 4 did not come within 0.05 minutes"
 
+
+def test_a_missing_node_0_is_named_with_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipes.cluster.rendezvous.SILENT_SECONDS", 0.0)
+    kept = store()
     port = kept.port
-    del kept, main, came
-    lonely: list[str] = []
-    node(1, port, log=lonely.append).await_all(lambda: bool(lonely), give_up=lambda: None)
-    wait_for("a line", lambda: lonely)
-    assert lonely == [f"waiting for node 0 at 127.0.0.1:{port}"]
+    del kept
+    lines: list[str] = []
+    node(1, port, log=lines.append).await_all(lambda: bool(lines), give_up=lambda: None)
+    wait_for("a line", lambda: lines)
+    assert lines == [f"waiting for node 0 at 127.0.0.1:{port}"]

@@ -1,4 +1,4 @@
-"""When a job starts once more, and when it does not."""
+"""When a job starts again, and when it does not."""
 
 from pathlib import Path
 
@@ -24,7 +24,9 @@ CRASHED, PREEMPTED, TAKEN = End.CRASHED, End.PREEMPTED, End.TAKEN
         ([None, None], (CRASHED, 1)),
     ],
 )
-def test_the_cause_is_told_from_its_consequences(codes: list[int | None], expected: tuple[End, int]) -> None:
+def test_the_exit_code_of_the_cause_wins_in_any_order_of_nodes(
+    codes: list[int | None], expected: tuple[End, int]
+) -> None:
     assert end_of(codes) == expected
     assert end_of(codes[::-1]) == expected
 
@@ -33,49 +35,76 @@ def stops(attempts: list[tuple[int, End | None]], *, step: int, restarts: int = 
     return reason_to_stop([Attempt(*attempt) for attempt in attempts], step=step, restarts=restarts)
 
 
-def test_a_job_starts_again_while_it_comes_further() -> None:
-    assert stops([], step=0) is None
-    assert stops([(0, CRASHED)], step=0) is None
-    assert stops([(0, CRASHED), (0, CRASHED)], step=0) is None
-    assert stops([(0, PREEMPTED), (10, CRASHED), (20, None), (30, PREEMPTED)], step=40) is None
-    assert stops([(0, CRASHED), (0, CRASHED), (0, CRASHED)], step=10) is None
+@pytest.mark.parametrize(
+    ("attempts", "step"),
+    [
+        ([], 0),
+        ([(0, CRASHED)], 0),
+        ([(0, CRASHED), (0, CRASHED)], 0),
+        ([(0, PREEMPTED), (10, CRASHED), (20, None), (30, PREEMPTED)], 40),
+        ([(0, CRASHED), (0, CRASHED), (0, CRASHED)], 10),
+    ],
+)
+def test_a_job_starts_again_while_it_makes_progress(attempts: list[tuple[int, End | None]], step: int) -> None:
+    assert stops(attempts, step=step) is None
 
 
-def test_a_crash_loop_ends() -> None:
-    assert "two restarts got no further than step 0" in (stops([(0, CRASHED)] * 3, step=0) or "")
-    assert "no further than step 10" in (stops([(0, CRASHED), (10, CRASHED), (10, None)], step=10) or "")
-    assert "no further than step 10" in (stops([(0, CRASHED), (10, PREEMPTED), (10, PREEMPTED)], step=10) or "")
+@pytest.mark.parametrize(
+    ("attempts", "step"),
+    [
+        ([(0, CRASHED)] * 3, 0),
+        ([(0, CRASHED), (10, CRASHED), (10, None)], 10),
+        ([(0, CRASHED), (10, PREEMPTED), (10, PREEMPTED)], 10),
+    ],
+)
+def test_two_restarts_without_progress_stop_a_job(attempts: list[tuple[int, End | None]], step: int) -> None:
+    assert f"two restarts got no further than step {step}" in (stops(attempts, step=step) or "")
 
 
-def test_what_the_scheduler_takes_away_is_no_crash() -> None:
+def test_ends_by_the_scheduler_do_not_count_as_restarts_without_progress() -> None:
     assert stops([(0, TAKEN)] * 9, step=0) is None
     assert stops([(0, CRASHED), (0, TAKEN), (0, CRASHED), (0, TAKEN)], step=0) is None
+
+
+def test_crashes_between_ends_by_the_scheduler_count() -> None:
     assert stops([(0, CRASHED), (0, TAKEN), (0, CRASHED), (0, TAKEN), (0, None)], step=0)
 
 
-def test_a_node_that_does_not_answer_is_no_crash_loop() -> None:
+def test_a_node_that_does_not_answer_is_not_a_restart_without_progress() -> None:
     assert stops([(0, CRASHED), (0, End.UNSTARTED), (0, End.UNSTARTED)], step=0) is None
+
+
+def test_a_node_that_does_not_answer_counts_as_a_crash() -> None:
     assert stops([(0, End.UNSTARTED)] * 3, step=0, restarts=2) == "it crashed 3 times, and RESTARTS=2"
 
 
-def test_crashes_are_counted_and_preemptions_are_not() -> None:
-    often: list[tuple[int, End | None]] = [(step, PREEMPTED) for step in range(50)]
-    assert stops(often, step=50, restarts=0) is None
-    assert stops([*often, (50, CRASHED)], step=60, restarts=1) is None
-    assert stops([*often, (50, CRASHED), (60, None)], step=70, restarts=1) == "it crashed 2 times, and RESTARTS=1"
+OFTEN_PREEMPTED: list[tuple[int, End | None]] = [(step, PREEMPTED) for step in range(50)]
+
+
+def test_preemptions_are_not_limited_by_restarts() -> None:
+    assert stops(OFTEN_PREEMPTED, step=50, restarts=0) is None
+
+
+def test_as_many_crashes_as_restarts_are_allowed() -> None:
+    assert stops([*OFTEN_PREEMPTED, (50, CRASHED)], step=60, restarts=1) is None
+
+
+def test_more_crashes_than_restarts_stop_a_job() -> None:
+    attempts = [*OFTEN_PREEMPTED, (50, CRASHED), (60, None)]
+    assert stops(attempts, step=70, restarts=1) == "it crashed 2 times, and RESTARTS=1"
 
 
 @pytest.mark.parametrize("end", [End.DONE, End.FINAL])
-def test_an_end_is_an_end(end: End) -> None:
+def test_a_job_does_not_start_again_after_a_final_end(end: End) -> None:
     assert stops([(0, end)], step=10)
 
 
-def test_the_history_outlives_the_job(tmp_path: Path) -> None:
+def test_a_requeued_job_continues_the_history(tmp_path: Path) -> None:
     path = tmp_path / "attempts.json"
     history = History(path)
     history.begin(0)
     history.end(CRASHED)
-    history.begin(10)  # and the node dies
+    history.begin(10)  # the node dies before it can record an end
     again = History(path)
     assert again.attempts == [Attempt(0, CRASHED), Attempt(10)]
     again.begin(20)
