@@ -1,4 +1,4 @@
-"""A SLURM of two nodes on this machine: its own configuration, key, ports and folders, and nothing left afterwards."""
+"""A SLURM cluster of two nodes on this machine, with its own configuration, key, ports and folders."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ KILL_WAIT = 20
 
 
 def missing() -> str | None:
-    """Why there can be no SLURM here."""
+    """Why SLURM cannot run here, or None."""
     if absent := [name for name in DAEMONS if not shutil.which(name, path=PATH)]:
         return f"{', '.join(absent)} not installed (Debian: slurm-wlm, munge)"
     if os.geteuid() != 0:
@@ -26,7 +26,7 @@ def missing() -> str | None:
 
 
 class Cluster:
-    """node0 and node1, and the commands to use them."""
+    """A cluster of node0 and node1."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -43,7 +43,7 @@ class Cluster:
         (self.folder / "slurm.conf").write_text(self._configuration())
         files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
         options = [f"--{option}={self.folder / 'munge' / name}" for option, name in files.items()]
-        # --force: the folder for temporary files may be written to by all
+        # --force: munged rejects folders below one that is writable by all
         self._daemon("munged", "--foreground", "--force", *options)
         wait_for("munged", (self.folder / "munge" / "socket").exists, seconds=30)
         self._daemon("slurmctld", "-D")
@@ -55,7 +55,7 @@ class Cluster:
         self._nodes[node] = self._daemon("slurmd", "-D", "-N", node)
 
     def lose(self, node: str) -> None:
-        """What a node does that loses its power: the daemon, its helpers and all tasks are gone at once."""
+        """Simulate a power failure: kill the node's daemon, its helpers and all tasks."""
         daemon = self._nodes[node]
         daemon.kill()
         for process in self.processes(node, daemons=True):
@@ -77,7 +77,7 @@ SlurmctldPort={control}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-# A requeued job may start again when this credential has expired: 120 s by default, which less than 5 stand for too.
+# A requeued job may start again after this credential has expired. Values below 5 mean the default, 120 s.
 AuthInfo=socket={self.folder}/munge/socket,cred_expire=5
 StateSaveLocation={self.folder}/state
 SlurmdSpoolDir={self.folder}/spool-%n
@@ -104,7 +104,7 @@ SlurmdTimeout=10
         return self._daemons[-1]
 
     def stop(self) -> None:
-        """End all jobs, then the daemons, the last one first; then nothing may be left."""
+        """End all jobs, then the daemons in reverse order, and check that no process is left."""
         try:
             self._ask("scancel", "--user=root")
             wait_for("an empty queue", lambda: not self._ask("squeue", "-h"), seconds=KILL_WAIT + 40)
@@ -127,7 +127,7 @@ SlurmdTimeout=10
         return done.stdout
 
     def do(self, *command: str) -> str:
-        """Standard output of a command of SLURM, which must not fail."""
+        """Standard output of a SLURM command, which must succeed."""
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -135,7 +135,7 @@ SlurmdTimeout=10
     def submit(
         self, script: Path, words: list[str], *, folder: Path, flags: list[str], variables: dict[str, str]
     ) -> str:
-        """Returns the job's number."""
+        """Submit a job. Returns its number."""
         command = ["sbatch", "--parsable", *flags, str(script), *words]
         environment = {**variables, "SLURM_CONF": self.environment["SLURM_CONF"]}
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
@@ -143,12 +143,12 @@ SlurmdTimeout=10
         return done.stdout.strip()
 
     def job(self, number: str) -> dict[str, str]:
-        """What SLURM knows of a job: JobState, ExitCode, Restarts and so on."""
+        """SLURM's fields of a job: JobState, ExitCode, Restarts and so on."""
         words = self.do("scontrol", "--oneliner", "show", "job", number).split()
         return {key: value for key, _, value in (word.partition("=") for word in words)}
 
     def processes(self, node: str | None = None, *, daemons: bool = False) -> list[int]:
-        """Everything that runs with this configuration; node: of the tasks on that node alone, or its daemons too."""
+        """Processes that run with this configuration. node: only tasks on that node; daemons: and its daemons."""
         found = []
         for path in Path("/proc").glob("[0-9]*"):
             try:

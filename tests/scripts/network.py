@@ -1,4 +1,4 @@
-"""Several hosts on this machine: network namespaces with one address each, whose cables can be cut and slowed down."""
+"""Several hosts on this machine: network namespaces whose links can be cut and slowed down."""
 
 import os
 import shutil
@@ -6,11 +6,11 @@ import subprocess
 from collections.abc import Sequence
 
 DEVICE = "eth0"
-"""Of every host."""
+"""The network device of every host."""
 
 
 def missing() -> str | None:
-    """Why there can be no such hosts here, or None."""
+    """Why network namespaces are not available here, or None."""
     for program in ("ip", "tc"):
         if shutil.which(program) is None:
             return f"{program} (iproute2) is not installed"
@@ -23,7 +23,7 @@ def missing() -> str | None:
 
 
 class Network:
-    """The hosts, and the switch between them, in a namespace of its own: the machine's network is not touched."""
+    """Hosts and a switch between them, each in its own namespace; the machine's network is not changed."""
 
     def __init__(self, hosts: int) -> None:
         self.hosts = range(hosts)
@@ -46,18 +46,18 @@ class Network:
         return f"10.99.0.{host + 1}"
 
     def command(self, host: int, words: Sequence[str]) -> list[str]:
-        """The command, as one that runs on this host. GLOO_SOCKET_IFNAME must be DEVICE."""
+        """The command that runs these words on a host. GLOO_SOCKET_IFNAME must be DEVICE."""
         return ["ip", "netns", "exec", self._name(host), *words]
 
     def cut(self, host: int) -> None:
-        """Pull the cable out: connections stay open, and nothing comes through."""
+        """Disconnect a host: connections stay open, but nothing arrives."""
         self._in_switch("link", "set", f"port{host}", "down")
 
     def mend(self, host: int) -> None:
         self._in_switch("link", "set", f"port{host}", "up")
 
     def slow_down(self, host: int, rate: str) -> None:
-        """Both directions of this host's cable. rate: as tc has it, "20mbit"."""
+        """Limit both directions of a host's link. rate: in tc's notation, such as "20mbit"."""
         for name, device in ((self._name(host), DEVICE), (self._switch, f"port{host}")):
             limit = ("tbf", "rate", rate, "burst", "64kb", "latency", "200ms")
             do("tc", "-n", name, "qdisc", "replace", "dev", device, "root", *limit)

@@ -1,4 +1,4 @@
-"""What the tests of several nodes share: a run of seconds, and how its curve is read."""
+"""Shared by the tests of several nodes: a run of some seconds, and its logged losses."""
 
 import json
 import os
@@ -47,26 +47,26 @@ def arguments(folder: Path, corpus: Path, name: str, *overrides: str) -> list[st
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Nothing of this machine but its programs."""
+    """Variables of a run: of this machine only the PATH."""
     own = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     return own | more
 
 
 def losses(folder: Path, name: str) -> list[tuple[int, float]]:
-    """Step and loss of each logged step, as they stand in the file."""
+    """Step and loss of each logged step, in the order of the file."""
     path = folder / "runs" / name / "metrics.jsonl"
     rows = (json.loads(line) for line in path.read_text().splitlines()) if path.exists() else ()
     return [(row["step"], row["loss"]) for row in rows]
 
 
 def reached(folder: Path, name: str, step: int) -> bool:
-    """Whether this step is logged, and the checkpoint that was due before it is whole: saves go on beside the steps."""
+    """Whether this step is logged and the checkpoint due before it is complete. Saves overlap with steps."""
     due = (step - 1) // EVERY * EVERY
     return len(losses(folder, name)) >= step and newest_step(folder / "runs" / name) >= due
 
 
 def launch(folder: Path, words: list[str], *, on: Sequence[str] = (), **variables: str) -> "subprocess.Popen[str]":
-    """scripts/run.sh with these words. on: a command that runs others, on another host say."""
+    """Start scripts/run.sh with these arguments. on: a command that runs it, on another host for example."""
     return subprocess.Popen(
         [*on, "bash", str(ROOT / "scripts/run.sh"), *words],
         cwd=folder,

@@ -1,4 +1,4 @@
-"""Several nodes without a scheduler: one launcher for each, all on this machine."""
+"""Several nodes without a scheduler: one launcher per node, all on this machine."""
 
 import os
 import re
@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ def run(folder: Path, words: list[str], **variables: str) -> tuple[int, str, str
 
 
 def ends(nodes: list[subprocess.Popen[str]]) -> list[tuple[str, str]]:
-    """What each launcher said, on both streams."""
+    """Standard output and standard error of each launcher."""
     try:
         return [process.communicate(timeout=120) for process in nodes]
     finally:
@@ -40,7 +41,7 @@ def free_port() -> str:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> list[tuple[int, float]]:
-    """The curve of four processes on one node."""
+    """The losses of four processes on one node."""
     folder = tmp_path_factory.mktemp("whole")
     code, _, err = run(folder, arguments(folder, corpus, "one"), NPROC="4")
     assert (code, err) == (0, "")
@@ -49,29 +50,84 @@ def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> list[tuple[
     return found
 
 
-def test_two_launchers_train_as_one(tmp_path: Path, corpus: Path, whole: list[tuple[int, float]]) -> None:
-    hosts = tmp_path / "hosts"
+@dataclass(frozen=True)
+class PerNode:
+    """A run of 20 steps on two nodes with mesh.shard = "node", and the same mesh on one node."""
+
+    folder: Path
+    words: list[str]
+    """Arguments of both nodes, without the number of steps."""
+    codes: list[int]
+    outputs: list[tuple[str, str]]
+    losses: list[tuple[int, float]]
+    one_node_output: str
+    one_node_losses: list[tuple[int, float]]
+
+
+@pytest.fixture(scope="module")
+def per_node(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> PerNode:
+    """Node 0 finds itself in a host file, node 1 gets its number."""
+    folder = tmp_path_factory.mktemp("per-node")
+    explicit = ("--mesh.replicate", "2", "--mesh.shard", "2", "--run.steps", "20")
+    code, one_node_output, err = run(folder, arguments(folder, corpus, "one", *explicit), NPROC="4")
+    assert (code, err) == (0, "")
+    hosts = folder / "hosts"
     hosts.write_text("# the first node\n127.0.0.1 slots=2\n\nlocalhost\n")
-    port = free_port()
-    words = arguments(tmp_path, corpus, "two")
+    words, port = arguments(folder, corpus, "two", "--mesh.shard", "node"), free_port()
+    short = [*words, "--run.steps", "20"]
     nodes = [
-        launch(tmp_path, words, NPROC="2", NODE_RANK="0", HOSTFILE=str(hosts), MASTER_PORT=port),
-        launch(tmp_path, words, NPROC="2", NODE_RANK="1", NNODES="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
+        launch(folder, short, NPROC="2", NODE_RANK="0", HOSTFILE=str(hosts), MASTER_PORT=port),
+        launch(folder, short, NPROC="2", NODE_RANK="1", NNODES="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
     ]
-    (out, err), (other_out, other_err) = ends(nodes)
-    assert [process.returncode for process in nodes] == [0, 0], err + other_err
-    assert (err, other_out, other_err) == ("", "", "")  # rank 0 speaks for all
+    outputs = ends(nodes)
+    codes = [process.returncode for process in nodes]
+    return PerNode(folder, words, codes, outputs, losses(folder, "two"), one_node_output, losses(folder, "one"))
+
+
+def test_only_rank_0_of_two_nodes_prints_anything(per_node: PerNode) -> None:
+    (out, err), (other_out, other_err) = per_node.outputs
+    assert per_node.codes == [0, 0], err + other_err
+    assert (err, other_out, other_err) == ("", "", "")
     assert "= 4 processes on cpu" in out
-    assert losses(tmp_path, "two") == whole
+
+
+def test_preflight_lists_the_nodes_and_their_ranks(per_node: PerNode) -> None:
+    host, out = socket.gethostname(), per_node.outputs[0][0]
+    assert out.startswith("pre-flight: 4 processes on 2 nodes agree: cpu, ")
+    assert f"\n  {host}#0  0-1 " in out and f"\n  {host}#1  2-3 " in out
+
+
+def test_shard_node_keeps_each_shard_group_inside_one_node(per_node: PerNode) -> None:
+    host, out = socket.gethostname(), per_node.outputs[0][0]
+    assert "  mesh: replicate 2 x shard 2 = 4 processes on cpu\n" in out
+    assert f"  nodes: 2 of 2 processes ({host}#0, {host}#1); each shard group is inside one node\n" in out
+    assert 'shard = "node"\n' in (per_node.folder / "runs" / "two" / "recipe.toml").read_text()
+
+
+def test_two_nodes_train_like_the_same_mesh_on_one_node(per_node: PerNode) -> None:
+    assert len(per_node.losses) == 20
+    assert per_node.losses == per_node.one_node_losses
+
+
+def test_a_single_node_has_no_line_about_nodes(per_node: PerNode) -> None:
+    assert "\n  nodes: " not in per_node.one_node_output
+    assert per_node.one_node_output.startswith("pre-flight: 4 processes on 1 node agree; all-reduce ")
+
+
+def test_a_run_on_two_nodes_resumes_on_one_with_another_mesh(per_node: PerNode) -> None:
+    code, out, err = run(per_node.folder, per_node.words, NPROC="2")
+    assert (code, err) == (0, "")
+    assert "  mesh: replicate 1 x shard 2 = 2 processes on cpu\n" in out
+    assert [step for step, _ in losses(per_node.folder, "two")] == list(range(1, STEPS + 1))
 
 
 class Nodes:
-    """A run on two nodes of two processes each, whose commands can be started again."""
+    """A run on two nodes of two processes each, which can be started again."""
 
     def __init__(
         self, folder: Path, corpus: Path, *overrides: str, network: Network | None = None, **variables: str
     ) -> None:
-        """network: whose hosts are the nodes; else they are all this machine."""
+        """network: its hosts are the nodes; None = both are this machine."""
         self.folder, self.words, self.network = folder, arguments(folder, corpus, "two", *overrides), network
         self.variables = {"NPROC": "2", "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         self.variables |= variables
@@ -94,11 +150,11 @@ class Nodes:
             time.sleep(0.05)
 
     def worker(self, rank: int) -> int:
-        """The process of this rank, when it is there."""
+        """The process of this rank, as soon as it exists."""
         return self._process(lambda process: rank_of(process) == rank)
 
     def launcher(self, node: int) -> int:
-        """The process that has the workers of this node."""
+        """The process that started the workers of this node."""
         script, rank = str(ROOT / "scripts/launch.py").encode(), f"--node-rank={node}".encode()
         return self._process(lambda process: script in (found := words_of(process))[:3] and rank in found)
 
@@ -106,7 +162,7 @@ class Nodes:
         end = time.monotonic() + 60
         while time.monotonic() < end:
             for process in (process for node in self.nodes for process in descendants(node.pid)):
-                with suppress(OSError):  # it has just ended
+                with suppress(OSError):  # it has ended meanwhile
                     if wanted(process):
                         return process
             time.sleep(0.05)
@@ -114,14 +170,14 @@ class Nodes:
 
 
 def words_of(process: int) -> list[bytes]:
-    """Of a process's command."""
+    """The command line of a process."""
     return Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
 
 
-def test_a_preempted_node_takes_the_others_with_it_and_nothing_is_lost(
+def test_a_signal_to_one_node_stops_all_and_loses_no_step(
     tmp_path: Path, corpus: Path, whole: list[tuple[int, float]]
 ) -> None:
-    """Also where crashes are answered with a restart: whoever sent the signal wants the machine."""
+    """Also with RESTARTS: whoever sent the signal wants the machine."""
     job = Nodes(tmp_path, corpus, RESTARTS="2")
     job.reach(EVERY + 2)
     job.nodes[1].terminate()
@@ -147,18 +203,15 @@ def test_a_signal_before_the_first_step_ends_all_nodes(tmp_path: Path, corpus: P
     assert "step " not in out and "launch: node 1 ended with exit code 143\n" in err
 
 
-def test_a_lost_node_and_a_frozen_process_cost_the_steps_since_the_checkpoint(
+def test_nodes_restart_after_a_lost_node_a_frozen_process_and_a_killed_launcher(
     tmp_path: Path, corpus: Path, whole: list[tuple[int, float]]
 ) -> None:
-    """With RESTARTS the nodes that are left start again, and wait for the one that somebody has started again.
-
-    Then its launcher dies alone.
-    """
+    """Three failures in one run. The lost node is started again from outside."""
     job = Nodes(tmp_path, corpus, "--run.hang_timeout", "5", RESTARTS="3")
     job.reach(EVERY + 2)
     lost = job.nodes[1]
     for process in [lost.pid, *descendants(lost.pid)]:
-        with suppress(ProcessLookupError):  # one follows the other
+        with suppress(ProcessLookupError):  # some end when others are killed
             os.kill(process, signal.SIGKILL)
     job.nodes[1] = job.start(1)
     lost.communicate()
@@ -175,8 +228,10 @@ def test_a_lost_node_and_a_frozen_process_cost_the_steps_since_the_checkpoint(
 
 
 @pytest.mark.skipif(network.missing() is not None, reason=str(network.missing()))
-def test_a_node_that_is_cut_off_is_waited_for(tmp_path: Path, corpus: Path, whole: list[tuple[int, float]]) -> None:
-    """Connections stay open and nothing comes through, as where a node loses power."""
+def test_a_node_that_is_disconnected_is_waited_for(
+    tmp_path: Path, corpus: Path, whole: list[tuple[int, float]]
+) -> None:
+    """Connections stay open and nothing arrives, as when a node loses power."""
     hosts = Network(2)
     try:
         job = Nodes(tmp_path, corpus, "--run.hang_timeout", "5", network=hosts, RESTARTS="2")
@@ -199,7 +254,7 @@ def test_a_node_that_is_cut_off_is_waited_for(tmp_path: Path, corpus: Path, whol
 
 
 def test_a_process_that_cannot_start_ends_the_other_nodes(tmp_path: Path, corpus: Path) -> None:
-    """They would wait for it in vain, and starting again would not help."""
+    """They would wait for it, and a restart would not help."""
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "sitecustomize.py").write_text(
@@ -211,36 +266,8 @@ def test_a_process_that_cannot_start_ends_the_other_nodes(tmp_path: Path, corpus
     assert err == "launch: node 1 ended with exit code 2\n"
 
 
-def test_shards_stay_inside_nodes(tmp_path: Path, corpus: Path) -> None:
-    """The curve is that of the same mesh on one node; the run goes on there, where the mesh is another one."""
-    explicit = ("--mesh.replicate", "2", "--mesh.shard", "2", "--run.steps", "20")
-    code, out, err = run(tmp_path, arguments(tmp_path, corpus, "one", *explicit), NPROC="4")
-    assert (code, err) == (0, "")
-    assert "\n  nodes: " not in out and out.startswith("pre-flight: 4 processes on 1 node agree; all-reduce ")
-    port = free_port()
-    words = arguments(tmp_path, corpus, "two", "--mesh.shard", "node")
-    shared = {"NPROC": "2", "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    nodes = [launch(tmp_path, [*words, "--run.steps", "20"], NODE_RANK=rank, **shared) for rank in ("0", "1")]
-    (out, err), (other_out, other_err) = ends(nodes)
-    assert [process.returncode for process in nodes] == [0, 0], err + other_err
-    assert (err, other_out, other_err) == ("", "", "")
-    host = socket.gethostname()
-    assert out.startswith("pre-flight: 4 processes on 2 nodes agree: cpu, ")
-    assert f"\n  {host}#0  0-1 " in out and f"\n  {host}#1  2-3 " in out
-    assert "  mesh: replicate 2 x shard 2 = 4 processes on cpu\n" in out
-    assert f"  nodes: 2 of 2 processes ({host}#0, {host}#1); each shard group is inside one node\n" in out
-    assert len(losses(tmp_path, "two")) == 20
-    assert losses(tmp_path, "two") == losses(tmp_path, "one")
-    assert 'shard = "node"\n' in (tmp_path / "runs" / "two" / "recipe.toml").read_text()
-
-    code, out, err = run(tmp_path, words, NPROC="2")
-    assert (code, err) == (0, "")
-    assert "  mesh: replicate 1 x shard 2 = 2 processes on cpu\n" in out
-    assert [step for step, _ in losses(tmp_path, "two")] == list(range(1, STEPS + 1))
-
-
-def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path, corpus: Path) -> None:
-    """A relative path, from another folder on each node."""
+def test_a_run_folder_that_differs_between_nodes_is_refused(tmp_path: Path, corpus: Path) -> None:
+    """A relative path, with another current folder on each node."""
     port, host = free_port(), socket.gethostname()
     words = arguments(tmp_path, corpus, "two", "--run.output", "runs")
     nodes = []
@@ -256,7 +283,7 @@ def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path, corpus: Path) ->
     assert not list((tmp_path / "0").iterdir()) and not list((tmp_path / "1").iterdir())
 
 
-def test_a_node_whose_every_process_is_frozen_ends_with_the_others(tmp_path: Path, corpus: Path) -> None:
+def test_a_node_with_all_processes_frozen_ends_with_the_others(tmp_path: Path, corpus: Path) -> None:
     port = free_port()
     words = [*arguments(tmp_path, corpus, "frozen", "--run.steps", "100000"), "--run.hang_timeout", "5"]
     shared = {"NPROC": "1", "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -281,19 +308,21 @@ def test_a_node_whose_every_process_is_frozen_ends_with_the_others(tmp_path: Pat
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"NNODES": "2"}, "several nodes need NODE_RANK (0 to NNODES - 1) and MASTER_ADDR"),
+        ({"NNODES": "2"}, "NNODES=2: set NODE_RANK (0 to NNODES - 1) and MASTER_ADDR"),
         (
             {"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"},
-            "NODE_RANK=2: with NNODES=2 it is a number from 0 to 1",
+            "NODE_RANK=2: must be a number from 0 to 1, as NNODES=2",
         ),
         ({"NNODES": "none"}, "NNODES=none: must be a number of nodes"),
         ({"HOSTFILE": "no-such-file"}, "no-such-file"),
-        ({"HOSTFILE": "empty"}, "HOSTFILE=empty names no node"),
+        ({"HOSTFILE": "empty"}, "HOSTFILE=empty does not name a node"),
         ({"HOSTFILE": "others"}, "HOSTFILE=others names this.invalid that.invalid but not this node: localhost"),
     ],
 )
-def test_nodes_that_do_not_add_up(variables: dict[str, str], message: str, tmp_path: Path, corpus: Path) -> None:
-    (tmp_path / "empty").write_text("# nobody\n")
+def test_inconsistent_variables_of_nodes_are_refused(
+    variables: dict[str, str], message: str, tmp_path: Path, corpus: Path
+) -> None:
+    (tmp_path / "empty").write_text("# no name\n")
     (tmp_path / "others").write_text("this.invalid\nthat.invalid\n")
     code, out, err = run(tmp_path, arguments(tmp_path, corpus, "none"), NPROC="2", **variables)
     assert (code, out) == (2, "")
@@ -301,8 +330,8 @@ def test_nodes_that_do_not_add_up(variables: dict[str, str], message: str, tmp_p
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_host_file_tells_which_node_this_is(tmp_path: Path, corpus: Path) -> None:
-    """Only node 1 of the two is started, which then waits for the other."""
+def test_a_node_finds_its_number_in_the_host_file(tmp_path: Path, corpus: Path) -> None:
+    """Only node 1 of two is started, and waits for the other."""
     (tmp_path / "hosts").write_text(f"127.9.9.9\n{socket.gethostname()}\n")
     process = launch(
         tmp_path, arguments(tmp_path, corpus, "none"), NPROC="2", HOSTFILE="hosts", MASTER_PORT=free_port()
@@ -321,27 +350,34 @@ def test_a_host_file_tells_which_node_this_is(tmp_path: Path, corpus: Path) -> N
         process.communicate()
 
 
-def test_a_recipe_is_checked_for_all_processes(tmp_path: Path, corpus: Path) -> None:
-    words = [*arguments(tmp_path, corpus, "none"), "--check"]
-    assert run(tmp_path, words)[0] == 0  # for any number of them
-    assert run(tmp_path, words, NPROC="4", NNODES="2")[0] == 0
-    code, out, err = run(tmp_path, [*words, "--mesh.shard", "node", "--mesh.replicate", "3"], NPROC="4", NNODES="2")
+@pytest.mark.parametrize("variables", [{}, {"NPROC": "4", "NNODES": "2"}], ids=str)
+def test_check_accepts_a_recipe_that_fits(variables: dict[str, str], tmp_path: Path, corpus: Path) -> None:
+    """For any number of processes if none is given."""
+    assert run(tmp_path, [*arguments(tmp_path, corpus, "none"), "--check"], **variables)[0] == 0
+
+
+def test_check_refuses_replicate_beside_shard_node(tmp_path: Path, corpus: Path) -> None:
+    words = arguments(tmp_path, corpus, "none", "--check", "--mesh.shard", "node", "--mesh.replicate", "3")
+    code, out, err = run(tmp_path, words, NPROC="4", NNODES="2")
     assert (code, out) == (2, "")
     assert 'shard = "node" makes one copy for each node, and there are 2; leave replicate out' in err
-    code, out, err = run(tmp_path, words, NPROC="4", NNODES="3")
+
+
+def test_check_refuses_a_batch_that_does_not_fit_the_processes_of_all_nodes(tmp_path: Path, corpus: Path) -> None:
+    code, out, err = run(tmp_path, [*arguments(tmp_path, corpus, "none"), "--check"], NPROC="4", NNODES="3")
     assert (code, out) == (2, "")
     assert re.search(r"multiple of\s+micro_batch_size 1 x 12 data-parallel\s+processes", err)
 
 
 @pytest.mark.skipif(network.missing() is not None, reason=str(network.missing()))
-def test_a_node_whose_cable_has_become_slow_is_named(tmp_path: Path, corpus: Path) -> None:
-    """All of them wait longer, and only the links tell for whom."""
+def test_a_node_whose_link_becomes_slow_is_named(tmp_path: Path, corpus: Path) -> None:
+    """All processes wait longer; only measuring the links shows for which one."""
     hosts, nodes = Network(3), []
     words = arguments(tmp_path, corpus, "slow", "--batch.global_batch_size", "12", "--checkpoint.every", "0")
     shared = {"NPROC": "1", "NNODES": "3", "MASTER_ADDR": hosts.address(0), "MASTER_PORT": free_port()}
 
     def logged_by(time_limit: float, *, steps: int = 0, line: str = "STRAGGLER") -> int:
-        """Wait for so many logged steps, or else for the line; how many there are."""
+        """Wait for this many logged steps, or else for the line. Returns the number of logged steps."""
         end, log = time.monotonic() + time_limit, tmp_path / "runs/slow/log.txt"
         while not (len(losses(tmp_path, "slow")) >= steps if steps else line in log.read_text()):
             assert time.monotonic() < end and nodes[0].poll() is None, ends(nodes)

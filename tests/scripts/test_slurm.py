@@ -1,4 +1,4 @@
-"""scripts/slurm.sbatch on real daemons: two nodes of two processes each, all on this machine."""
+"""scripts/slurm.sbatch with real daemons: two nodes of two processes each, all on this machine."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
 ]
 SEEN = EVERY + 2
-"""Steps to wait for before something happens: one checkpoint is there, and some steps after it."""
+"""Steps to wait for before a fault: one checkpoint exists, and some steps follow it."""
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +33,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where jobs are submitted from, and where their runs go."""
+    """Jobs are submitted from here, and their runs are written here."""
     return tmp_path_factory.mktemp("jobs")
 
 
 @pytest.fixture(scope="module")
 def whole(folder: Path, corpus: Path) -> list[tuple[int, float]]:
-    """The curve of four processes on one node, without SLURM."""
+    """The losses of four processes on one node, without SLURM."""
     done = subprocess.run(
         ["bash", str(ROOT / "scripts/run.sh"), *arguments(folder, corpus, "whole")],
         cwd=folder,
@@ -92,7 +92,7 @@ class Job:
         return job["JobState"], job["ExitCode"]
 
 
-def test_two_nodes_train_as_one(cluster: Cluster, folder: Path, corpus: Path, whole: list[tuple[int, float]]) -> None:
+def test_two_nodes_train_like_one(cluster: Cluster, folder: Path, corpus: Path, whole: list[tuple[int, float]]) -> None:
     job = Job(cluster, folder, corpus, "two")
     assert job.finish() == ("COMPLETED", "0:0"), job.log
     assert "attempt 1 on node[0-1], from the beginning\n" in job.log
@@ -105,10 +105,10 @@ def test_two_nodes_train_as_one(cluster: Cluster, folder: Path, corpus: Path, wh
     assert (logs / "node1.log").read_text() == ""
 
 
-def test_a_preempted_job_goes_on_by_itself_and_loses_nothing(
+def test_a_preempted_job_resumes_by_itself_and_loses_no_step(
     cluster: Cluster, folder: Path, corpus: Path, whole: list[tuple[int, float]]
 ) -> None:
-    """Once as --signal does before the time is up, and once as SLURM takes nodes away."""
+    """First by the signal before the time limit, then by SLURM taking the nodes."""
     job = Job(cluster, folder, corpus, "preempted")
     job.reach(SEEN)
     cluster.do("scancel", "--signal=USR1", job.number)
@@ -129,21 +129,21 @@ def test_a_preempted_job_goes_on_by_itself_and_loses_nothing(
 
 
 def saved(log: str) -> list[int]:
-    """Steps after which a run was interrupted, which it says when they are saved."""
+    """Steps after which the run says that it was interrupted and saved."""
     lines = [line for line in log.splitlines() if ": interrupted after step " in line]
     assert all(line.endswith("; the same command goes on from there") for line in lines)
     return [int(line.split()[4].rstrip(";")) for line in lines]
 
 
-def test_a_lost_node_costs_the_steps_since_the_checkpoint_and_no_sleep(
+def test_a_job_restarts_on_its_nodes_after_all_processes_of_one_are_killed(
     cluster: Cluster, folder: Path, corpus: Path, whole: list[tuple[int, float]]
 ) -> None:
     job = Job(cluster, folder, corpus, "lost")
     job.reach(SEEN)
     killed = cluster.processes("node1")
-    assert len(killed) >= 4  # what srun started, the launcher and two workers
+    assert len(killed) >= 4  # the task of srun, the launcher and two workers
     for process in killed:
-        with suppress(ProcessLookupError):  # one follows the other
+        with suppress(ProcessLookupError):  # some end when others are killed
             os.kill(process, signal.SIGKILL)
     assert job.finish() == ("COMPLETED", "0:0"), job.log
     assert cluster.job(job.number)["Restarts"] == "0"  # on the nodes it had
@@ -153,7 +153,7 @@ def test_a_lost_node_costs_the_steps_since_the_checkpoint_and_no_sleep(
     assert job.losses == whole
 
 
-def test_a_node_that_is_gone_with_its_daemon_is_waited_for_in_the_queue(
+def test_a_job_whose_node_does_not_answer_waits_in_the_queue(
     cluster: Cluster, folder: Path, corpus: Path, whole: list[tuple[int, float]]
 ) -> None:
     job = Job(cluster, folder, corpus, "gone")
@@ -169,7 +169,7 @@ def test_a_node_that_is_gone_with_its_daemon_is_waited_for_in_the_queue(
     assert job.losses == whole
 
 
-def test_a_frozen_process_is_named_and_the_job_goes_on(
+def test_a_frozen_process_is_named_and_the_job_restarts(
     cluster: Cluster, folder: Path, corpus: Path, whole: list[tuple[int, float]]
 ) -> None:
     job = Job(cluster, folder, corpus, "frozen", "--run.hang_timeout", "5")
@@ -185,7 +185,7 @@ def test_a_frozen_process_is_named_and_the_job_goes_on(
     assert job.losses == whole
 
 
-def test_a_cancelled_job_saves_and_stays_away(cluster: Cluster, folder: Path, corpus: Path) -> None:
+def test_a_cancelled_job_saves_and_does_not_restart(cluster: Cluster, folder: Path, corpus: Path) -> None:
     job = Job(cluster, folder, corpus, "cancelled")
     job.reach(SEEN)
     cluster.do("scancel", job.number)
@@ -196,8 +196,8 @@ def test_a_cancelled_job_saves_and_stays_away(cluster: Cluster, folder: Path, co
     assert cluster.job(job.number)["Restarts"] == "0" and "attempt 2" not in job.log
 
 
-def test_a_crash_loop_ends_with_its_reason(cluster: Cluster, folder: Path, corpus: Path) -> None:
-    """A worker that crashes at once: on the node, since the check has no fault to find."""
+def test_a_crash_loop_stops_the_job_with_the_reason(cluster: Cluster, folder: Path, corpus: Path) -> None:
+    """Workers crash at once, although the recipe is valid."""
     broken = folder / "broken"
     broken.mkdir()
     (broken / "torch.py").write_text("raise SystemExit(3)")
@@ -228,7 +228,7 @@ def test_a_bad_recipe_is_refused_before_anything_starts(cluster: Cluster, folder
     assert not (folder / "runs" / "bad").exists() and not (folder / f"slurm-{job.number}").exists()
 
 
-def test_a_dry_run_starts_nothing(cluster: Cluster, folder: Path, corpus: Path) -> None:
+def test_check_only_checks_the_recipe_for_the_allocation(cluster: Cluster, folder: Path, corpus: Path) -> None:
     job = Job(cluster, folder, corpus, "dry", "--mesh.shard", "node", "--check")
     assert job.finish() == ("COMPLETED", "0:0")
     assert job.log == "slurm: the recipe fits 2 nodes\n"

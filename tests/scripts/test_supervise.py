@@ -19,7 +19,7 @@ def worker(process: int) -> int:
     raise AssertionError("no process of rank 1")
 
 
-def test_a_crash_is_answered_with_a_restart_and_a_signal_is_not(tmp_path: Path, corpus: Path) -> None:
+def test_a_run_restarts_after_a_crash_but_not_after_a_signal(tmp_path: Path, corpus: Path) -> None:
     words = arguments(tmp_path, corpus, "run", "--run.steps", "100000")
     process = launch(tmp_path, words, NPROC="2", RESTARTS="1")
     wait_for("a checkpoint", lambda: reached(tmp_path, "run", EVERY + 2))
@@ -31,15 +31,15 @@ def test_a_crash_is_answered_with_a_restart_and_a_signal_is_not(tmp_path: Path, 
     out, err = process.communicate(timeout=60)
     assert process.returncode == PREEMPTED, err
     assert "SIGTERM: interrupted after step " in out
-    killed, crashed, told = err.splitlines()
+    killed, crashed, stopped = err.splitlines()
     assert killed == "launch: rank 1 was killed by SIGKILL (often: out of memory)"
     assert crashed.startswith("supervise: attempt 1 crashed, exit code 137; newest checkpoint: step ")
-    assert told.startswith("launch: SIGTERM: ")
+    assert stopped.startswith("launch: SIGTERM: ")
     assert [step for step, _ in losses(tmp_path, "run")] == list(range(1, len(losses(tmp_path, "run")) + 1))
 
 
-def test_a_crash_loop_ends_with_its_reason(tmp_path: Path, corpus: Path) -> None:
-    """A worker that crashes at once: the check, which needs no torch, has no fault to find."""
+def test_a_crash_loop_stops_with_the_reason(tmp_path: Path, corpus: Path) -> None:
+    """The worker crashes when it imports torch, which the check of the recipe does not."""
     (tmp_path / "torch.py").write_text("raise SystemExit(3)")
     process = launch(tmp_path, arguments(tmp_path, corpus, "loop"), NPROC="1", RESTARTS="9", PYTHONPATH=str(tmp_path))
     out, err = process.communicate(timeout=60)
@@ -50,18 +50,20 @@ def test_a_crash_loop_ends_with_its_reason(tmp_path: Path, corpus: Path) -> None
     ]
 
 
-def test_a_run_that_is_refused_or_has_its_steps_is_started_once(tmp_path: Path, corpus: Path) -> None:
-    words = arguments(tmp_path, corpus, "once", "--run.steps", "2")
-    (tmp_path / "runs").mkdir()
-    process = launch(tmp_path, [*words, "--data.source", "no-such-file"], NPROC="1", RESTARTS="9")
+def test_a_refused_run_is_not_restarted(tmp_path: Path, corpus: Path) -> None:
+    words = arguments(tmp_path, corpus, "once", "--run.steps", "2", "--data.source", "no-such-file")
+    process = launch(tmp_path, words, NPROC="1", RESTARTS="9")
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2 and "supervise: " not in err, err
-    process = launch(tmp_path, words, NPROC="1", RESTARTS="9")
+
+
+def test_a_finished_run_is_not_restarted(tmp_path: Path, corpus: Path) -> None:
+    process = launch(tmp_path, arguments(tmp_path, corpus, "once", "--run.steps", "2"), NPROC="1", RESTARTS="9")
     out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "") and "done: 2 steps" in out
 
 
-def test_a_number_of_restarts_is_a_number(tmp_path: Path, corpus: Path) -> None:
+def test_restarts_that_is_not_a_number_is_refused(tmp_path: Path, corpus: Path) -> None:
     process = launch(tmp_path, arguments(tmp_path, corpus, "none"), NPROC="1", RESTARTS="many")
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (2, "")
