@@ -1,4 +1,4 @@
-"""Runs that come to a halt, in real processes: they end with code 77, and say which process held up the others."""
+"""Runs in real processes that hang: they exit with 77 and name the process that the others wait for."""
 
 import json
 import os
@@ -23,7 +23,7 @@ __all__ = ["start"]  # a fixture
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
 TIMEOUT = 5.0
-"""Seconds; a step takes some hundredths on an idle machine."""
+"""Seconds. A step takes some hundredths of a second on an idle machine."""
 SHORT = ("--run.hang_timeout", str(TIMEOUT))
 
 
@@ -42,14 +42,14 @@ def test_a_frozen_process_is_named_and_ended(ill: int, start: Callable[..., Star
     assert "Traceback" not in err and "launch: a worker did not stop in time and was killed\n" in err
     log = (run.folder / "log.txt").read_text()
     assert log.count("HUNG: no progress for ") == 1 and f"  rank {ill} on {platform.node()}: last seen" in log
-    [stacks] = (run.folder / "hang").iterdir()  # who is frozen writes none
+    [stacks] = (run.folder / "hang").iterdir()  # the frozen process writes none
     assert stacks.name == f"rank-{1 - ill}.txt"
     assert "most recent call first" in stacks.read_text() and "in _loop\n" in stacks.read_text()
     assert not [pid for pid in family if words(pid)]
 
 
-def test_all_processes_stopped_and_continued_go_on(start: Callable[..., Started]) -> None:
-    """Ctrl-Z, a debugger: nothing hung, for all the time that went by."""
+def test_a_run_continues_after_all_its_processes_were_stopped_and_continued(start: Callable[..., Started]) -> None:
+    """As with Ctrl-Z or a debugger: the time in between is not a hang."""
     run = start(*SHORT, "--checkpoint.every", "0", "--run.steps", "100000")
     run.read_until("step      2/")
     family = [run.process.pid, *descendants(run.process.pid)]
@@ -67,7 +67,7 @@ def test_all_processes_stopped_and_continued_go_on(start: Callable[..., Started]
 
 
 def ill_run(folder: Path, corpus: Path, fault: str, *overrides: str) -> tuple[int, str]:
-    """Exit code and standard error of a run of two, whose rank 1 has a fault at step 6."""
+    """Exit code and standard error of a run of two processes with a fault on rank 1 from step 6 on."""
     launcher = [sys.executable, str(ROOT / "scripts/launch.py"), "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [*launcher, str(ROOT / "tests/ill_train.py"), fault, "1", "5", *arguments(folder, corpus, "ill", *overrides)],
@@ -81,7 +81,7 @@ def ill_run(folder: Path, corpus: Path, fault: str, *overrides: str) -> tuple[in
 
 
 @pytest.mark.parametrize(("fault", "phase"), [("stuck_in_data", "data"), ("stuck", "step")])
-def test_a_stuck_process_is_named_with_its_phase(fault: str, phase: str, tmp_path: Path, corpus: Path) -> None:
+def test_a_stuck_process_is_named_with_phase_and_place(fault: str, phase: str, tmp_path: Path, corpus: Path) -> None:
     code, err = ill_run(tmp_path, corpus, fault, *SHORT)
     assert code == HUNG, err
     assert "busy on its own while others wait for it:\n" in err
@@ -93,7 +93,7 @@ def test_a_stuck_process_is_named_with_its_phase(fault: str, phase: str, tmp_pat
     assert f" {fault}\n" in (hang / "rank-1.txt").read_text()
 
 
-def test_a_left_out_collective_shows_where_each_waits(tmp_path: Path, corpus: Path) -> None:
+def test_a_collective_left_out_on_one_rank_shows_where_each_process_waits(tmp_path: Path, corpus: Path) -> None:
     code, err = ill_run(tmp_path, corpus, "left_out", *SHORT)
     assert code == HUNG, err
     assert "the processes wait for each other in different places:\n" in err
@@ -101,8 +101,8 @@ def test_a_left_out_collective_shows_where_each_waits(tmp_path: Path, corpus: Pa
     assert "  rank 1 on " in err and ": phase step of step 5, at recipes/training/trainer.py:" in err
 
 
-def test_a_compilation_is_no_hang(start: Callable[..., Started]) -> None:
-    """It takes longer than the limit of the steps behind it, in which nothing is said."""
+def test_a_long_compilation_is_not_a_hang(start: Callable[..., Started]) -> None:
+    """The first step may take longer than the limit of later steps."""
     run = start("--run.hang_timeout", "5", "--compile.enabled", "true", "--run.steps", "40", "--validation.every", "20")
     code, out, err = run.end()
     assert (code, err) == (0, ""), out

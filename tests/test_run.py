@@ -1,4 +1,4 @@
-"""Runs as a person starts, watches, interrupts and repeats them: scripts/run.sh with two real processes."""
+"""Runs as a user starts, watches, interrupts and repeats them: scripts/run.sh with two real processes."""
 
 import hashlib
 import json
@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ STEPS = 30
 
 
 def command(corpus: Path, *overrides: str) -> list[str]:
-    """The debug recipe made small, every step logged, in the folder runs/whole of the current one."""
+    """The debug recipe made small, with every step logged. The run goes to runs/whole."""
     values = {
         "run.name": "whole",
         "run.steps": str(STEPS),
@@ -44,12 +45,12 @@ def command(corpus: Path, *overrides: str) -> list[str]:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Nothing of this machine but its programs: the default cache is in the home folder."""
+    """Variables of a run: of this machine only the PATH. The default cache is in the home folder."""
     return {"PATH": os.environ["PATH"], "HOME": str(home), "PYTHON": sys.executable, "NPROC": "2"}
 
 
 def run(folder: Path, arguments: list[str]) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr. Their ends are reached when no process holds them any more."""
+    """Exit code, stdout and stderr. It returns when no process holds them any more."""
     done = subprocess.run(
         ["bash", *arguments], cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=120
     )
@@ -61,14 +62,14 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """By step; a step that is there twice fails."""
+    """Loss by step; fails if a step is logged twice."""
     logged = [(row["step"], row["loss"]) for row in rows(folder) if "loss" in row]
     assert [step for step, _ in logged] == list(range(1, STEPS + 1))
     return dict(logged)
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Path -> checksum of every file below; not of the lock, which names the last process that had it."""
+    """Path -> checksum of every file below, except the lock, which names the last process that held it."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
@@ -78,33 +79,45 @@ def contents(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder to run in, home as well."""
+    """The folder to run in, which is also the home folder."""
     return tmp_path_factory.mktemp("run")
 
 
 @pytest.fixture(scope="module")
 def whole(folder: Path, corpus: Path) -> str:
-    """What was on the screen of a run from beginning to end."""
+    """The screen output of a complete run."""
     code, out, err = run(folder, command(corpus))
-    assert (code, err) == (0, "")  # nobody needs to wonder about a warning
+    assert (code, err) == (0, "")  # no warnings
     return out
 
 
-def test_a_run_says_what_came_out(whole: str, folder: Path) -> None:
+def test_a_run_prints_every_logged_step_and_validation(whole: str) -> None:
     assert re.match(r"pre-flight: 2 processes on 1 node agree; all-reduce .*\nwhole: smollm3_debug with ", whole)
     assert len(re.findall(r"^step +\d+/30  loss \d+\.\d{4}  .* [\d,]+ tokens/s  ", whole, flags=re.MULTILINE)) == STEPS
     assert len(re.findall(r"^step +\d+  validation loss \d\.\d{4}$", whole, flags=re.MULTILINE)) == 2
+
+
+def test_a_run_ends_with_a_sample_a_summary_and_its_files(whole: str) -> None:
     end = whole[whole.index("a held-out text, and how the model goes on:") :]
     assert re.search(r"^done: 30 steps, 3,840 tokens in [\d.]+ s, [\d,]+ tokens/s.* validation loss \d", end, re.M)
     assert end.endswith("written to runs/whole: checkpoints environment.json log.txt metrics.jsonl recipe.toml\n")
+
+
+def test_the_log_holds_what_was_on_the_screen(whole: str, folder: Path) -> None:
     assert (folder / "runs/whole/log.txt").read_text().expandtabs() == whole.expandtabs()
+
+
+def test_the_loss_of_a_run_falls(whole: str, folder: Path) -> None:
     found = losses(folder / "runs/whole")
     assert found[STEPS] < 0.95 * found[1]
+
+
+def test_a_run_saves_checkpoints_when_due_and_after_the_last_step(whole: str, folder: Path) -> None:
     names = sorted(path.name for path in (folder / "runs/whole/checkpoints").iterdir())
     assert names == ["step-00000020", "step-00000030"]
 
 
-def test_a_finished_run_is_left_as_it_is(whole: str, folder: Path, corpus: Path) -> None:
+def test_repeating_a_finished_run_changes_no_result(whole: str, folder: Path, corpus: Path) -> None:
     before = contents(folder / "runs/whole")
     code, out, err = run(folder, command(corpus))
     assert (code, err) == (0, "")
@@ -118,10 +131,30 @@ def test_a_finished_run_is_left_as_it_is(whole: str, folder: Path, corpus: Path)
     assert changed <= {"log.txt", "environment.json"}
 
 
-def test_an_interrupted_run_goes_on_as_if_nothing_had_been(whole: str, folder: Path, corpus: Path) -> None:
-    arguments = command(corpus, "--run.name", "interrupted")
+@dataclass(frozen=True)
+class Interrupted:
+    """A run in runs/interrupted that Ctrl-C stopped after its second step, before anything resumed it."""
+
+    code: int
+    out: str
+    err: str
+    checkpoints: list[str]
+    last_step: int
+    """In metrics.jsonl."""
+
+    @property
+    def stopped_after(self) -> int:
+        """The step after which the run says that it stopped."""
+        line = r"^SIGINT: interrupted after step (\d+); the same command goes on from there$"
+        match = re.search(line, self.out, re.MULTILINE)
+        assert match, self.out
+        return int(match[1])
+
+
+@pytest.fixture(scope="module")
+def interrupted(folder: Path, corpus: Path) -> Interrupted:
     process = subprocess.Popen(
-        ["bash", *arguments],
+        ["bash", *command(corpus, "--run.name", "interrupted")],
         cwd=folder,
         env=environment(folder),
         stdout=subprocess.PIPE,
@@ -134,21 +167,30 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(whole: str, folder: P
         seen = next(line for line in process.stdout if line.startswith("step      2/"))
         assert "loss" in seen
         os.killpg(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=60)  # which also waits for every process to be gone
+        out, err = process.communicate(timeout=60)  # also waits for every process to end
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == PREEMPTED, err
-    assert "Traceback" not in err and len(err.splitlines()) == 1 and err.startswith("launch: SIGINT: ")
-    match = re.search(r"^SIGINT: interrupted after step (\d+); the same command goes on from there$", out, re.MULTILINE)
-    assert match, out
-    stopped = int(match[1])
-    assert 2 <= stopped < STEPS
-    saved = folder / "runs/interrupted/checkpoints"
-    assert [path.name for path in saved.iterdir()] == [f"step-{stopped:08d}"]
-    assert rows(folder / "runs/interrupted")[-1]["step"] == stopped
+    saved = [path.name for path in (folder / "runs/interrupted/checkpoints").iterdir()]
+    return Interrupted(process.returncode, out, err, saved, rows(folder / "runs/interrupted")[-1]["step"])
 
-    code, out, err = run(folder, arguments)
+
+def test_ctrl_c_saves_the_current_step(interrupted: Interrupted) -> None:
+    assert interrupted.code == PREEMPTED, interrupted.err
+    assert 2 <= interrupted.stopped_after < STEPS
+    assert interrupted.checkpoints == [f"step-{interrupted.stopped_after:08d}"]
+    assert interrupted.last_step == interrupted.stopped_after
+
+
+def test_ctrl_c_prints_one_line_and_no_traceback(interrupted: Interrupted) -> None:
+    assert len(interrupted.err.splitlines()) == 1 and interrupted.err.startswith("launch: SIGINT: ")
+
+
+def test_an_interrupted_run_resumes_with_the_losses_of_an_uninterrupted_one(
+    whole: str, interrupted: Interrupted, folder: Path, corpus: Path
+) -> None:
+    stopped = interrupted.stopped_after
+    code, out, err = run(folder, command(corpus, "--run.name", "interrupted"))
     assert (code, err) == (0, "")
     assert f"resumed from runs/interrupted/checkpoints/step-{stopped:08d}\n" in out
     assert f"done: {STEPS - stopped} steps" in out
@@ -156,7 +198,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(whole: str, folder: P
 
 
 @pytest.mark.parametrize("module", ["torch", "pydantic"], ids=["of the trainer", "of the recipe"])
-def test_an_interrupted_import_says_nothing(module: str, tmp_path: Path) -> None:
+def test_ctrl_c_during_an_import_prints_nothing(module: str, tmp_path: Path) -> None:
     (tmp_path / f"{module}.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
     process = subprocess.Popen(
         [sys.executable, ROOT / "train.py", ROOT / "configs/smollm3_debug.toml"],
@@ -170,33 +212,36 @@ def test_an_interrupted_import_says_nothing(module: str, tmp_path: Path) -> None
     assert process.stdout.readline() == "importing\n"
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=30) == ("", "")
-    assert process.returncode == -signal.SIGINT  # to a shell: 130
+    assert process.returncode == -signal.SIGINT  # 130 in a shell
 
 
 def refused(folder: Path, arguments: list[str]) -> str:
-    """The message of a command that must not do anything."""
+    """The message of a command that must be refused and write nothing."""
     before = contents(folder / "runs") if (folder / "runs").exists() else None
     code, out, err = run(folder, arguments)
-    # What shows only when the model is built comes after the look at the processes, and after nothing else.
+    # Pre-flight comes before the model is built, so some refusals come after its line.
     assert code == 2 and re.fullmatch(r"(pre-flight: 2 processes on 1 node agree; .*\n)?", out)
     assert "Traceback" not in err and len(err.splitlines()) < 20
     assert (contents(folder / "runs") if (folder / "runs").exists() else None) == before
     return err
 
 
-def test_float8_where_there_is_none(tmp_path: Path, corpus: Path) -> None:
-    """Before a process starts where the recipe says cpu; else by rank 0, at whose word the others end too."""
+def test_float8_on_cpu_is_refused_before_a_process_starts(tmp_path: Path, corpus: Path) -> None:
     message = refused(tmp_path, command(corpus, "--float8.recipe", "tensorwise"))
     assert "no float8 matrix units; write emulate = true" in message
-    if not torch.cuda.is_available():
-        message = refused(tmp_path, command(corpus, "--float8.recipe", "tensorwise", "--run.device", "auto"))
-        assert message.count("\n") == 1
-        assert "a cpu device has no float8 matrix units; write float8.emulate = true" in message
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_refusal_by_the_processes_always_ends_with_its_code(tmp_path: Path) -> None:
-    """Blank text is found out only by reading it. An interpreter taken down around gloo's threads may abort instead."""
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine whose device is a CPU")
+def test_float8_on_a_device_found_to_be_a_cpu_is_refused_once(tmp_path: Path, corpus: Path) -> None:
+    message = refused(tmp_path, command(corpus, "--float8.recipe", "tensorwise", "--run.device", "auto"))
+    assert message.count("\n") == 1
+    assert "a cpu device has no float8 matrix units; write float8.emulate = true" in message
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_refusal_by_the_processes_always_has_exit_code_2(tmp_path: Path) -> None:
+    """Blank text is noticed only by reading it. Normal interpreter shutdown beside gloo's threads may abort instead."""
     blank = tmp_path / "blank.txt"
     blank.write_text(" \n" * 10_000)
     for _ in range(4):
@@ -206,7 +251,7 @@ def test_a_refusal_by_the_processes_always_ends_with_its_code(tmp_path: Path) ->
         assert not (tmp_path / "runs").exists()
 
 
-def test_a_run_whose_text_has_changed_is_not_continued(whole: str, folder: Path, corpus: Path) -> None:
+def test_a_run_whose_text_has_changed_is_refused(whole: str, folder: Path, corpus: Path) -> None:
     grown = folder / "grown.txt"
     grown.write_text(corpus.read_text())
     arguments = command(grown, "--run.name", "grown", "--run.steps", "20", "--validation.sample_tokens", "0")
@@ -220,7 +265,7 @@ def test_a_run_whose_text_has_changed_is_not_continued(whole: str, folder: Path,
     assert [row["step"] for row in rows(folder / "runs/grown") if "loss" in row] == list(range(1, 21))
 
 
-def test_results_that_nothing_continues_are_set_aside(whole: str, folder: Path, corpus: Path) -> None:
+def test_results_without_a_checkpoint_are_set_aside(whole: str, folder: Path, corpus: Path) -> None:
     arguments = command(
         corpus, "--run.name", "again", "--run.steps", "8", "--checkpoint.every", "0", "--validation.sample_tokens", "0"
     )
@@ -234,7 +279,7 @@ def test_results_that_nothing_continues_are_set_aside(whole: str, folder: Path, 
     assert len(curves[0]) == 8 and curves[0] == curves[1]
 
 
-def test_an_empty_corpus(tmp_path: Path) -> None:
+def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
     empty = tmp_path / "empty.txt"
     empty.touch()
     message = refused(tmp_path, command(empty))
@@ -242,7 +287,9 @@ def test_an_empty_corpus(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.txt"]
 
 
-def test_a_folder_of_another_recipe(whole: str, folder: Path, corpus: Path) -> None:
+def test_a_folder_of_another_recipe_is_refused_with_the_fields_that_differ(
+    whole: str, folder: Path, corpus: Path
+) -> None:
     message = refused(folder, command(corpus, "--optimizer.lr", "1e-4"))
     assert "runs/whole belongs to a different recipe:\n" in message
     assert "  optimizer.lr: 0.003 in the folder's recipe.toml, 0.0001 now\n" in message

@@ -1,4 +1,4 @@
-"""Signals to a run in real processes: which, to whom, when. ALL_SIGNALS=1 runs all 72 combinations."""
+"""Signals to runs in real processes, by phase, signal and target. ALL_SIGNALS=1 runs all 72 combinations."""
 
 import json
 import os
@@ -41,7 +41,7 @@ MATRIX = EVERY if os.environ.get("ALL_SIGNALS") else FEW
 
 
 class Started:
-    """A run of two processes on small data, and what is on its screen."""
+    """A run of two processes on small data, and its screen output."""
 
     def __init__(self, folder: Path, corpus: Path, *overrides: str) -> None:
         small = {"run.name": "run", "run.steps": "400", "checkpoint.every": "200", "validation.every": "0"}
@@ -74,13 +74,13 @@ class Started:
         self.seen += line
 
     def wait_for(self, look: Callable[[], bool]) -> None:
-        """A short wait that notices what is over soon."""
+        """Poll often, for conditions that hold only briefly."""
         while not look():
             assert self.process.poll() is None, self.process.communicate()[1]
             time.sleep(0.001)
 
     def workers(self) -> list[int]:
-        """The processes that run train.py; none while run.sh checks the recipe."""
+        """The processes that run train.py; empty while run.sh checks the recipe."""
         found = {pid: words(pid) for pid in descendants(self.process.pid)}
         return [pid for pid, line in found.items() if str(ROOT / "train.py") in line and "--check" not in line]
 
@@ -90,7 +90,7 @@ class Started:
         chosen = {
             "launcher": [self.process.pid],
             "one worker": [random.choice(workers)],
-            # As a scheduler does it: compilers and whatever else there is among them.
+            # As a scheduler does, to compilers and all other processes of the run.
             "all": [self.process.pid, *descendants(self.process.pid)],
         }[target]
         for process in chosen:
@@ -100,12 +100,12 @@ class Started:
                 continue
 
     def end(self) -> tuple[int, str, str]:
-        """Exit code, all that was on the screen, and errors; when no process holds those any more."""
+        """Exit code, all screen output, and errors, when no process holds them any more."""
         out, err = self.process.communicate(timeout=300)  # a compilation on a busy machine
         return self.process.returncode, self.seen + out, err
 
     def saved_step(self) -> int:
-        """Of the newest checkpoint; nothing else may lie beside them."""
+        """Step of the newest checkpoint; the folder must contain only checkpoints."""
         names = sorted(path.name for path in (self.folder / "checkpoints").iterdir())
         assert all(name.startswith("step-") for name in names), names
         return int(names[-1].removeprefix("step-"))
@@ -115,7 +115,7 @@ class Started:
 
 
 def words(pid: int) -> list[str]:
-    """A process's command; nothing of one that has ended."""
+    """A process's command line, empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:-1]
     except OSError:
@@ -139,10 +139,10 @@ def start(tmp_path: Path, corpus: Path) -> Iterator[Callable[..., Started]]:
 
 
 def reach(phase: str, start: Callable[..., Started]) -> Started:
-    """A run that is in this phase, as far as can be seen from outside."""
+    """Start a run and wait until it is in this phase, as seen from outside."""
     overrides = {
         "compile": ("--compile.enabled", "true"),
-        # So long that it is still under way when the line of the step before it has been read.
+        # So long that it still runs when the line of the step before it has been read.
         "validation": ("--validation.every", "2", "--validation.batches", "400"),
         "save": ("--checkpoint.every", "2", "--checkpoint.asynchronous", "false"),
     }
@@ -160,21 +160,41 @@ def reach(phase: str, start: Callable[..., Started]) -> Started:
     return run
 
 
-@pytest.mark.parametrize(("phase", "name", "target"), MATRIX)
-def test_a_signal_loses_at_most_a_step(phase: str, name: str, target: str, start: Callable[..., Started]) -> None:
-    number = signal.Signals[name]
+def assert_ended_cleanly(err: str, out: str, family: list[int]) -> None:
+    assert "Traceback" not in err + out, err
+    assert len(err.splitlines()) <= 1, err  # the launcher's line
+    assert not [pid for pid in family if words(pid)]
+
+
+def cases(phases: tuple[str, ...]) -> pytest.MarkDecorator:
+    chosen = [(phase, name, target) for phase, name, target in MATRIX if phase in phases]
+    return pytest.mark.parametrize(("phase", "name", "target"), chosen)
+
+
+@cases(("import", "start-up"))
+def test_a_signal_before_the_first_step_ends_the_run_without_a_folder(
+    phase: str, name: str, target: str, start: Callable[..., Started]
+) -> None:
     run = reach(phase, start)
     family = [run.process.pid, *descendants(run.process.pid)]
-    run.send(number, target)
+    run.send(signal.Signals[name], target)
     code, out, err = run.end()
-    assert "Traceback" not in err + out, err
-    assert len(err.splitlines()) <= 1, err  # what the launcher says of it
-    assert not [pid for pid in family if words(pid)]
-    if phase in ("import", "start-up"):
-        assert code == ended_by(number), (out, err)
-        assert not run.folder.exists()
-    elif phase == "compile" and target == "all" and code != PREEMPTED:
-        assert code == ended_by(number), (out, err)  # the compiler among the processes has ended, and so the step
+    assert_ended_cleanly(err, out, family)
+    assert code == ended_by(signal.Signals[name]), (out, err)
+    assert not run.folder.exists()
+
+
+@cases(("compile", "step", "validation", "save"))
+def test_a_signal_during_training_saves_the_current_step(
+    phase: str, name: str, target: str, start: Callable[..., Started]
+) -> None:
+    run = reach(phase, start)
+    family = [run.process.pid, *descendants(run.process.pid)]
+    run.send(signal.Signals[name], target)
+    code, out, err = run.end()
+    assert_ended_cleanly(err, out, family)
+    if phase == "compile" and target == "all" and code != PREEMPTED:  # the signal has ended the compiler, too
+        assert code == ended_by(signal.Signals[name]), (out, err)
         assert f"{name} ended the run in the middle of a step; NOT SAVED" in out
     else:
         assert code == PREEMPTED, (out, err)
@@ -182,24 +202,23 @@ def test_a_signal_loses_at_most_a_step(phase: str, name: str, target: str, start
         assert run.saved_step() == run.logged_step() < 400
 
 
-def test_a_second_signal_ends_a_run_at_once(start: Callable[..., Started]) -> None:
-    """While it validates, say, which takes longer than anybody wants to wait."""
-    long = ("--validation.every", "1", "--validation.batches", "100000", "--data.validation_fraction", "0.9")
-    for target in ("launcher", "one worker"):
-        run = start(*long, "--run.name", target)
-        run.read_until("step      1/")
-        family = [run.process.pid, *descendants(run.process.pid)]
-        run.send(signal.SIGTERM, "launcher")
-        time.sleep(1.2)  # or it is an echo
-        assert run.process.poll() is None
-        run.send(signal.SIGTERM, target)
-        code, out, err = run.end()
-        assert code == ended_by(signal.SIGTERM)
-        assert "Traceback" not in err + out and "interrupted" not in out
-        assert not [pid for pid in family if words(pid)]
+@pytest.mark.parametrize("target", ["launcher", "one worker"])
+def test_a_second_signal_ends_a_run_at_once(target: str, start: Callable[..., Started]) -> None:
+    """During a validation that would take very long."""
+    run = start("--validation.every", "1", "--validation.batches", "100000", "--data.validation_fraction", "0.9")
+    run.read_until("step      1/")
+    family = [run.process.pid, *descendants(run.process.pid)]
+    run.send(signal.SIGTERM, "launcher")
+    time.sleep(1.2)  # a second signal within 1 s counts as an echo
+    assert run.process.poll() is None
+    run.send(signal.SIGTERM, target)
+    code, out, err = run.end()
+    assert code == ended_by(signal.SIGTERM)
+    assert "Traceback" not in err + out and "interrupted" not in out
+    assert not [pid for pid in family if words(pid)]
 
 
-def test_nothing_is_promised_where_nothing_is_saved(start: Callable[..., Started]) -> None:
+def test_a_signal_with_checkpoints_off_says_that_nothing_is_saved(start: Callable[..., Started]) -> None:
     run = start("--checkpoint.every", "0")
     run.read_until("step      2/")
     run.send(signal.SIGTERM, "launcher")
