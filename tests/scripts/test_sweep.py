@@ -1,21 +1,36 @@
-"""scripts/sweep.py as people start it: every twin of a shipped sweep, rows that fail, resuming, and Ctrl-C."""
+"""scripts/sweep.py: the CPU variant of every sweep, rows that fail, going on where a sweep stopped, and signals.
 
+Where launcher and worker processes are not what is tested, the command runs in this process and forks its rows.
+"""
+
+import contextlib
+import importlib.util
+import io
 import json
 import math
 import os
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from matplotlib.image import imread
 
+from recipes.sweep import loop
+from recipes.sweep.runner import Ended
+from tests.processes import wait_for
+from tests.recipes.sweep.forked import run_forked
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "scripts/sweep.py")
-TWINS = sorted(path for path in (ROOT / "configs/sweeps/cpu").glob("*.toml") if path.stem not in ("tiny", "gpu_bench"))
+CPU = ROOT / "configs/sweeps/cpu"
+CPU_VARIANTS = sorted(path.stem for path in CPU.glob("*.toml") if path.stem not in ("tiny", "gpu_bench"))
 NUMBERS = (
     "step_seconds",
     "data_seconds",
@@ -41,16 +56,33 @@ def environment(home: Path) -> dict[str, str]:
     return {"PATH": os.environ["PATH"], "HOME": str(home), "OMP_NUM_THREADS": "1", "NPROC": "1"}
 
 
-def run(home: Path, corpus: Path, sweep: Path | str, *arguments: str, **more: str) -> tuple[int, str, str]:
-    done = subprocess.run(
-        command(sweep, *arguments, "--data.source", str(corpus)),
-        cwd=home,
-        env=environment(home) | more,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    return done.returncode, done.stdout, done.stderr
+@cache
+def script() -> ModuleType:
+    """scripts/sweep.py as a module."""
+    spec = importlib.util.spec_from_file_location("sweep_script", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(
+    home: Path,
+    sweep: Path | str,
+    *arguments: str,
+    rows: Callable[..., Ended] = run_forked,
+    **more: str,
+) -> tuple[int, str, str]:
+    """Exit code, output and errors of the command, called in this process. rows: what runs one row."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        for name, value in (environment(home) | more).items():
+            patch.setenv(name, value)
+        patch.setattr(loop, "run", rows)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = script().main([str(sweep), *arguments])
+    return code, out.getvalue(), err.getvalue()
 
 
 def results(folder: Path) -> list[dict[str, Any]]:
@@ -63,64 +95,46 @@ def cells(page: str) -> dict[str, list[str]]:
     return {line[0].strip(): [cell.strip() for cell in line[1:]] for line in lines}
 
 
-@pytest.mark.parametrize("twin", TWINS, ids=lambda path: path.stem)
-def test_a_twin_from_end_to_end(twin: Path, home: Path, corpus: Path) -> None:
-    more = ["--profile.trace_steps", "2", "--profile.after", "6"] if twin.stem == "zero" else []
-    if twin.stem == "document_mask":
-        corpus = short_documents(corpus, home)
-    code, out, err = run(home, corpus, twin, *more)
-    assert (code, err) == (0, "")
-    folder = home / "runs/sweeps/cpu" / twin.stem
-    found = results(folder)
-    assert [result["outcome"] for result in found] == ["done"] * len(found)
-    for result in found:
-        assert all(math.isfinite(result[name]) and result[name] > 0 for name in NUMBERS)
-        assert (result["mfu"], result["mfu_full"]) == (None, None)  # a CPU has no known peak
-        assert [window[:2] for window in result["windows"]] == [[2, 4], [4, 6], [6, 8], [8, 10], [10, 12]]
-        assert [point[0] for point in result["curve"]] == [1, 2, 4, 6, 8, 10, 12]
-        assert result["curve"][-1][2] < result["curve"][0][2] - 0.2  # it learns
-    page = (folder / "table.md").read_text()
-    assert out.endswith(page)
-    speed, _, numerics = page.partition("## Numerics")
-    table = cells(speed)
-    assert list(table) == ["run", *(result["label"] for result in found)]
-    for result, line in zip(found, list(table.values())[1:], strict=True):
-        assert len(line) == 10
-        assert float(line[0].replace(",", "")) == pytest.approx(result["tokens_per_second_per_device"], abs=0.51)
-        assert all(math.isfinite(float(line[column])) for column in (1, 2, 4, 7, 8))
-        assert line[5:7] == ["unknown", "unknown"]
-    if twin.stem not in ("sequence_length", "document_mask"):
-        assert all(abs(float(line[-1])) < 0.02 for line in list(table.values())[1:])
-    attended = {result["label"]: result["attention_length"] for result in found}
-    if twin.stem == "document_mask":
-        assert attended["whole_sequences"] == 64 and 1 < attended["documents"] < 48
-        whole, documents = ([loss for _, _, loss in result["curve"]] for result in found)
-        assert all(abs(one - other) > 1e-4 for one, other in zip(whole, documents, strict=True))
-    elif twin.stem != "sequence_length":
-        assert set(attended.values()) == {64}
-    if more:
-        numbers = json.loads((folder / "runs/zero3/profile/breakdown.json").read_text())
-        assert sum(numbers["seconds"].values()) == pytest.approx(numbers["step_seconds"], rel=0.02)
-        assert numbers["steps"] == 2 and numbers["seconds"]["communication, exposed"] > 0
-    compared = {label: line for label, line in cells(numerics).items() if label != "against bf16"}
-    sampled = [result["label"] for result in found if result["float8"]]
-    if twin.stem in ("numerics", "fp8"):
-        assert list(compared) == [result["label"] for result in found[1:]]
-        assert all(math.isfinite(float(line[0])) and float(line[3]) > 0 for line in compared.values())
-        verdicts = {label: line[-1] for label, line in compared.items()}
-        assert verdicts.pop("bf16_sums", "yardstick") == "yardstick"
-        assert all(verdict.startswith("pass") for verdict in verdicts.values())
-    if twin.stem == "numerics":
-        assert sampled == ["tensorwise", "tensorwise_gather", "rowwise", "rowwise_gw_hp"]
-        for label in sampled:
-            assert compared[label][4] == "0" and 0 < float(compared[label][5].partition(" in ")[0]) < 50
-            shares = [json.loads(line) for line in (folder / "runs" / label / "float8.jsonl").read_text().splitlines()]
-            assert {row["step"] for row in shares} == {6, 12}
-            assert len({row["linear"] for row in shares}) == 14
-    assert (folder / "underflow.png").exists() == bool(sampled)
-    for name in ("bars.png", "loss.png", *(["underflow.png"] if sampled else [])):
-        pixels = imread(folder / name)
-        assert 0.01 < (pixels[..., :3].min(axis=2) < 0.9).mean() < 0.6
+# The CPU variants of the shipped sweeps
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A sweep that has run to its end."""
+
+    name: str
+    folder: Path
+    out: str
+
+    @property
+    def results(self) -> list[dict[str, Any]]:
+        return results(self.folder)
+
+    @property
+    def speed(self) -> dict[str, list[str]]:
+        """The first table of its page, by row."""
+        return cells((self.folder / "table.md").read_text().partition("## Numerics")[0])
+
+    @property
+    def numerics(self) -> dict[str, list[str]]:
+        """The second table, by row, without its head."""
+        table = cells((self.folder / "table.md").read_text().partition("## Numerics")[2])
+        return {label: line for label, line in table.items() if label != "against bf16"}
+
+
+@pytest.fixture(scope="module")
+def finished(home: Path, corpus: Path) -> Callable[[str], Finished]:
+    """Gives a CPU variant that has run; each runs once for this whole file."""
+
+    @cache
+    def finish(name: str) -> Finished:
+        source = short_documents(corpus, home) if name == "document_mask" else corpus
+        more = ["--profile.trace_steps", "2", "--profile.after", "6"] if name == "zero" else []
+        code, out, err = run(home, CPU / f"{name}.toml", *more, "--data.source", str(source))
+        assert (code, err) == (0, "")
+        return Finished(name, home / "runs/sweeps/cpu" / name, out)
+
+    return finish
 
 
 def short_documents(corpus: Path, folder: Path) -> Path:
@@ -132,10 +146,103 @@ def short_documents(corpus: Path, folder: Path) -> Path:
     return path
 
 
+EVERY = pytest.mark.parametrize("name", CPU_VARIANTS)
+
+
+@EVERY
+def test_every_row_of_a_cpu_variant_is_measured_and_learns(name: str, finished: Callable[[str], Finished]) -> None:
+    found = finished(name).results
+    assert [result["outcome"] for result in found] == ["done"] * len(found)
+    for result in found:
+        assert all(math.isfinite(result[number]) and result[number] > 0 for number in NUMBERS)
+        assert (result["mfu"], result["mfu_full"]) == (None, None)  # a CPU has no known peak
+        assert [window[:2] for window in result["windows"]] == [[2, 4], [4, 6], [6, 8], [8, 10], [10, 12]]
+        assert [point[0] for point in result["curve"]] == [1, 2, 4, 6, 8, 10, 12]
+        assert result["curve"][-1][2] < result["curve"][0][2] - 0.2
+
+
+@EVERY
+def test_the_page_of_a_cpu_variant_is_printed_and_has_the_numbers_of_every_row(
+    name: str, finished: Callable[[str], Finished]
+) -> None:
+    sweep = finished(name)
+    assert sweep.out.endswith((sweep.folder / "table.md").read_text())
+    assert list(sweep.speed) == ["run", *(result["label"] for result in sweep.results)]
+    for result, line in zip(sweep.results, list(sweep.speed.values())[1:], strict=True):
+        assert len(line) == 10
+        assert float(line[0].replace(",", "")) == pytest.approx(result["tokens_per_second_per_device"], abs=0.51)
+        assert all(math.isfinite(float(line[column])) for column in (1, 2, 4, 7, 8))
+        assert line[5:7] == ["unknown", "unknown"]
+
+
+@EVERY
+def test_the_pictures_of_a_cpu_variant_show_something(name: str, finished: Callable[[str], Finished]) -> None:
+    sweep = finished(name)
+    sampled = any(result["float8"] for result in sweep.results)
+    assert (sweep.folder / "underflow.png").exists() == sampled
+    for picture in ("bars.png", "loss.png", *(["underflow.png"] if sampled else [])):
+        pixels = imread(sweep.folder / picture)
+        assert 0.01 < (pixels[..., :3].min(axis=2) < 0.9).mean() < 0.6
+
+
+@pytest.mark.parametrize("name", [name for name in CPU_VARIANTS if name not in ("sequence_length", "document_mask")])
+def test_rows_that_only_compute_otherwise_end_at_the_same_loss(name: str, finished: Callable[[str], Finished]) -> None:
+    assert all(abs(float(line[-1])) < 0.02 for line in list(finished(name).speed.values())[1:])
+
+
+@pytest.mark.parametrize("name", [name for name in CPU_VARIANTS if name not in ("sequence_length", "document_mask")])
+def test_without_document_masks_attention_is_counted_over_whole_sequences(
+    name: str, finished: Callable[[str], Finished]
+) -> None:
+    assert {result["attention_length"] for result in finished(name).results} == {64}
+
+
+def test_document_masks_shorten_attention_and_change_the_losses(finished: Callable[[str], Finished]) -> None:
+    found = finished("document_mask").results
+    attended = {result["label"]: result["attention_length"] for result in found}
+    assert attended["whole_sequences"] == 64 and 1 < attended["documents"] < 48
+    whole, documents = ([loss for _, _, loss in result["curve"]] for result in found)
+    assert all(abs(one - other) > 1e-4 for one, other in zip(whole, documents, strict=True))
+
+
+def test_a_sweep_can_trace_where_the_time_of_its_steps_goes(finished: Callable[[str], Finished]) -> None:
+    numbers = json.loads((finished("zero").folder / "runs/zero3/profile/breakdown.json").read_text())
+    assert sum(numbers["seconds"].values()) == pytest.approx(numbers["step_seconds"], rel=0.02)
+    assert numbers["steps"] == 2 and numbers["seconds"]["communication, exposed"] > 0
+
+
+@pytest.mark.parametrize("name", ["fp8", "numerics"])
+def test_every_float8_row_is_compared_with_bf16_and_passes(name: str, finished: Callable[[str], Finished]) -> None:
+    sweep = finished(name)
+    assert list(sweep.numerics) == [result["label"] for result in sweep.results[1:]]
+    assert all(math.isfinite(float(line[0])) and float(line[3]) > 0 for line in sweep.numerics.values())
+    verdicts = {label: line[-1] for label, line in sweep.numerics.items()}
+    assert verdicts.pop("bf16_sums", "yardstick") == "yardstick"
+    assert all(verdict.startswith("pass") for verdict in verdicts.values())
+
+
+def test_the_float8_rows_of_numerics_sample_the_casts_of_every_linear(finished: Callable[[str], Finished]) -> None:
+    sweep = finished("numerics")
+    sampled = [result["label"] for result in sweep.results if result["float8"]]
+    assert sampled == ["tensorwise", "tensorwise_gather", "rowwise", "rowwise_gw_hp"]
+    for label in sampled:
+        overflow, underflow = sweep.numerics[label][4:6]
+        assert overflow == "0" and 0 < float(underflow.partition(" in ")[0]) < 50
+        shares = [json.loads(line) for line in (sweep.folder / f"runs/{label}/float8.jsonl").read_text().splitlines()]
+        assert {row["step"] for row in shares} == {6, 12}
+        assert len({row["linear"] for row in shares}) == 14
+
+
+# Rows that fail
+
+
 TROUBLE = """
 base = "{tiny}"
 processes = 1
 skip_steps = 2
+
+[fixed]
+data.source = "{corpus}"
 
 [[runs]]
 name = "fine"
@@ -161,113 +268,176 @@ data.source = "{blank}"
 name = "last"
 optimizer.lr = 1e-3
 """
+FAILING = {
+    "too large": "out of memory",
+    "no compiler": "crashed",
+    "endless": "timed out",
+    "blank text": "refused",
+}
 
 
-def test_rows_that_fail_are_results_and_the_others_go_on(home: Path, corpus: Path, tmp_path: Path) -> None:
-    """Out of memory, a crash, a run without end and a refusal."""
-    blank = tmp_path / "blank.txt"
-    blank.write_text(" \n" * 10_000)
-    sweep = tmp_path / "trouble.toml"
-    text = TROUBLE.format(tiny=ROOT / "configs/sweeps/cpu/tiny.toml", blank=blank)
-    sweep.write_text(
-        text.replace('[[runs]]\nname = "fine"', f'[fixed]\ndata.source = "{corpus}"\n\n[[runs]]\nname = "fine"')
-    )
-    start = [*command(sweep), "--output", "out"]
-    done = subprocess.run(
-        start, cwd=home, env=environment(home) | {"CXX": "false"}, capture_output=True, text=True, timeout=300
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    folder = home / "out/trouble"
-    found = {result["label"]: result for result in results(folder)}
-    assert {label: result["outcome"] for label, result in found.items()} == {
-        "fine": "done",
-        "too large": "out of memory",
-        "no compiler": "crashed",
-        "endless": "timed out",
-        "blank text": "refused",
-        "last": "done",
-    }
-    assert "allocate" in found["too large"]["reason"]
-    assert "Error" in found["no compiler"]["reason"] and "no step was logged" in found["no compiler"]["reason"]
-    assert "no end after 15 s" in found["endless"]["reason"] and " of 100000000)" in found["endless"]["reason"]
-    assert found["blank text"]["reason"].startswith("data.source")
-    page = (folder / "table.md").read_text()
-    assert {label: line[0] for label, line in cells(page).items() if label not in ("run", "fine", "last")} == {
-        "too large": "out of memory",
-        "no compiler": "crashed",
-        "endless": "timed out",
-        "blank text": "refused",
-    }
-    for label in ("too large", "no compiler", "endless", "blank text"):
-        assert f"- {label}: {found[label]['outcome']}: {found[label]['reason']}\n" in page
+launched = loop.run
 
-    # A row with a result is not run again, unless asked for: then only those that failed. A changed recipe is.
-    before = (folder / "results.jsonl").read_text()
-    sweep.write_text(
-        sweep.read_text()
-        .replace('data.source = "' + str(blank), 'data.source = "' + str(corpus))
-        .replace("1e-3", "2e-3")
-    )
-    again = subprocess.run(start, cwd=home, env=environment(home), capture_output=True, text=True, timeout=300)
-    assert (again.returncode, again.stderr) == (0, "")
-    assert again.stdout.count(": as before, ") == 4
-    after = (folder / "results.jsonl").read_text()
-    assert after.startswith(before)
-    assert [(result["label"], result["outcome"]) for result in results(folder)[6:]] == [
+
+def run_failing(command: Sequence[str], **options: Any) -> Ended:
+    """Failing rows as processes of their own; the others forked."""
+    return (launched if Path(command[-1]).stem in FAILING else run_forked)(command, **options)
+
+
+@pytest.fixture(scope="module")
+def trouble(home: Path, corpus: Path) -> Finished:
+    """Out of memory, a crash, a run without end and a refusal, and one row before and after them that trains."""
+    (home / "blank.txt").write_text(" \n" * 10_000)
+    text = TROUBLE.format(tiny=CPU / "tiny.toml", blank=home / "blank.txt", corpus=corpus)
+    (home / "trouble.toml").write_text(text)
+    code, out, err = run(home, "trouble.toml", "--output", "out", rows=run_failing, CXX="false")
+    assert (code, err) == (0, "")
+    return Finished("trouble", home / "out/trouble", out)
+
+
+@pytest.fixture(scope="module")
+def mended(trouble: Finished, home: Path, corpus: Path) -> tuple[Finished, list[dict[str, Any]]]:
+    """The same sweep once more with the recipes of two rows changed; and its results from before."""
+    before = trouble.results
+    text = (home / "trouble.toml").read_text()
+    (home / "trouble.toml").write_text(text.replace(str(home / "blank.txt"), str(corpus)).replace("1e-3", "2e-3"))
+    code, out, err = run(home, "trouble.toml", "--output", "out")
+    assert (code, err) == (0, "")
+    return Finished("trouble", home / "out/trouble", out), before
+
+
+def test_rows_that_fail_are_results_and_the_others_go_on(trouble: Finished) -> None:
+    outcomes = {result["label"]: result["outcome"] for result in trouble.results[:6]}
+    assert outcomes == {"fine": "done", **FAILING, "last": "done"}
+
+
+def test_the_reason_of_a_failed_row_says_what_happened_and_how_far_it_came(trouble: Finished) -> None:
+    reasons = {result["label"]: result["reason"] for result in trouble.results[:6]}
+    assert "allocate" in reasons["too large"]
+    assert "Error" in reasons["no compiler"] and "no step was logged" in reasons["no compiler"]
+    assert "no end after 15 s" in reasons["endless"] and " of 100000000)" in reasons["endless"]
+    assert reasons["blank text"].startswith("data.source")
+
+
+def test_the_page_lists_the_failed_rows_with_their_reasons(trouble: Finished) -> None:
+    page = trouble.out
+    assert {label: line[0] for label, line in cells(page).items() if label in FAILING} == FAILING
+    for result in trouble.results[:6]:
+        listed = f"- {result['label']}: {result['outcome']}: {result['reason']}\n" in page
+        assert listed == (result["label"] in FAILING)
+
+
+def test_only_rows_whose_recipe_has_changed_run_again(mended: tuple[Finished, list[dict[str, Any]]]) -> None:
+    sweep, before = mended
+    assert sweep.out.count(": as before, ") == 4
+    assert sweep.results[:6] == before
+    assert [(result["label"], result["outcome"]) for result in sweep.results[6:]] == [
         ("blank text", "done"),
         ("last", "done"),
     ]
-    assert (folder / "runs/last.1/metrics.jsonl").is_file()  # of the recipe before
 
 
-def test_a_dry_run_starts_nothing(tmp_path: Path, corpus: Path) -> None:
-    code, out, err = run(tmp_path, corpus, "configs/sweeps/fp8.toml", "--dry-run")
+def test_the_folder_of_the_run_before_is_set_aside(mended: tuple[Finished, list[dict[str, Any]]]) -> None:
+    assert (mended[0].folder / "runs/last.1/metrics.jsonl").is_file()
+
+
+# Nothing starts
+
+
+def test_a_dry_run_lists_the_rows_and_starts_nothing(tmp_path: Path, corpus: Path) -> None:
+    code, out, err = run(tmp_path, "configs/sweeps/fp8.toml", "--dry-run", "--data.source", str(corpus))
     assert (code, err) == (0, "")
     assert out.startswith("fp8: 5 rows on 1 processes, results in runs/sweeps/fp8\n  bf16: the base as it is\n")
     assert "  tensorwise_gather: float8.recipe = tensorwise, float8.all_gather = True\n" in out
     assert not (tmp_path / "runs").exists()
-    code, out, err = run(tmp_path, corpus, "configs/sweeps/numerics.toml", "--dry-run", "--float8.sample_every", "0")
+
+
+def test_a_dry_run_shows_values_from_the_command_line(tmp_path: Path) -> None:
+    code, out, err = run(tmp_path, "configs/sweeps/numerics.toml", "--dry-run", "--float8.sample_every", "0")
     assert (code, err) == (0, "")
     assert "  tensorwise: float8.recipe = tensorwise, float8.sample_every = 0\n" in out
 
 
-def test_what_cannot_run_is_one_message(tmp_path: Path, corpus: Path) -> None:
-    for arguments, message in [
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
         (["configs/sweeps/pf8.toml"], "did you mean"),
         (["configs/sweeps/fp8.toml", "--float8.recipie", "none"], "unknown key; did you mean float8.recipe?"),
         (["configs/sweeps/fp8.toml"], 'run.device = "cuda", and this machine has no GPU; '),
         (["configs/sweeps/fp8.toml", "--run.device", "auto"], "which has no GPU; write emulate = true"),
-    ]:
-        code, out, err = run(tmp_path, corpus, *arguments, CUDA_VISIBLE_DEVICES="")
-        assert (code, out) == (2, "")
-        assert message in " ".join(err.split()) and "Traceback" not in err
-    code, _, err = run(tmp_path, corpus, TWINS[0], NPROC="x")
+    ],
+)
+def test_a_sweep_that_cannot_run_is_refused_with_one_message(
+    arguments: list[str], message: str, tmp_path: Path, corpus: Path
+) -> None:
+    code, out, err = run(tmp_path, *arguments, "--data.source", str(corpus), CUDA_VISIBLE_DEVICES="")
+    assert (code, out) == (2, "")
+    assert message in " ".join(err.split()) and "Traceback" not in err
+
+
+def test_nproc_must_be_a_number(tmp_path: Path) -> None:
+    code, _, err = run(tmp_path, CPU / "attention.toml", NPROC="x")
     assert code == 2 and err == "NPROC=x: must be a number of processes, 1 or more\n"
+
+
+def test_an_output_that_is_a_file_is_refused(tmp_path: Path, corpus: Path) -> None:
     (tmp_path / "file").touch()
-    code, _, err = run(tmp_path, corpus, TWINS[0], "--output", "file")
+    code, _, err = run(tmp_path, CPU / "attention.toml", "--output", "file", "--data.source", str(corpus))
     assert code == 2 and "cannot be written" in err and "Traceback" not in err
 
 
-def test_an_interrupted_sweep_goes_on(home: Path, corpus: Path) -> None:
-    twin = ROOT / "configs/sweeps/cpu/micro_batch.toml"
-    arguments = [*command(twin), "--output", "interrupted", "--data.source", str(corpus)]
-    process = subprocess.Popen(
-        arguments, cwd=home, env=environment(home), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    seen = next(line for line in process.stdout if line.startswith("[2/3]"))
-    assert "running" in seen
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, out) == (130, "")
-    assert err.strip() == "interrupted; the same command goes on from here"
-    folder = home / "interrupted/cpu/micro_batch"
-    assert [result["label"] for result in results(folder)] == ["micro_batch_size=1"]
+# Signals, to real processes
 
-    code, out, err = run(home, corpus, twin, "--output", "interrupted")
+
+TWO_ROWS = f"""
+base = "{CPU / "tiny.toml"}"
+processes = 2
+skip_steps = 2
+
+[axes]
+batch.micro_batch_size = [1, 2]
+"""
+
+
+@pytest.fixture(scope="module")
+def interrupted(home: Path, corpus: Path) -> tuple[list[str], subprocess.CompletedProcess[str]]:
+    """A sweep that Ctrl-C has ended in its second row: its arguments, and how it ended."""
+    (home / "two_rows.toml").write_text(TWO_ROWS)
+    arguments = ["two_rows.toml", "--output", "interrupted", "--data.source", str(corpus)]
+    start = command(*arguments)
+    with subprocess.Popen(
+        start, cwd=home, env=environment(home), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        seen = next(line for line in process.stdout if line.startswith("[2/2]"))
+        assert "running" in seen
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    return arguments, subprocess.CompletedProcess(start, process.returncode, out, err)
+
+
+def test_an_interrupted_sweep_keeps_the_rows_that_have_ended(
+    interrupted: tuple[list[str], subprocess.CompletedProcess[str]], home: Path
+) -> None:
+    ended = interrupted[1]
+    assert (ended.returncode, ended.stdout) == (130, "")
+    assert ended.stderr.strip() == "interrupted; the same command goes on from here"
+    assert results(home / "interrupted/two_rows")[0]["label"] == "micro_batch_size=1"
+
+
+def test_the_command_of_an_interrupted_sweep_runs_the_other_rows(
+    interrupted: tuple[list[str], subprocess.CompletedProcess[str]], home: Path
+) -> None:
+    before = results(home / "interrupted/two_rows")
+    assert [result["label"] for result in before] == ["micro_batch_size=1"]
+    code, out, err = run(home, *interrupted[0])
     assert (code, err) == (0, "")
-    assert [result["label"] for result in results(folder)] == [f"micro_batch_size={size}" for size in (1, 2, 4)]
-    assert "[1/3] micro_batch_size=1: as before, " in out
+    after = results(home / "interrupted/two_rows")
+    assert [(result["label"], result["outcome"]) for result in after] == [
+        ("micro_batch_size=1", "done"),
+        ("micro_batch_size=2", "done"),
+    ]
+    assert "[1/2] micro_batch_size=1: as before, " in out
 
 
 def processes_of(folder: Path) -> list[int]:
@@ -283,29 +453,40 @@ def processes_of(folder: Path) -> list[int]:
     return found
 
 
-@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds processes as Linux shows them")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
-def test_a_signal_leaves_no_process_on_the_device(number: signal.Signals, home: Path, corpus: Path) -> None:
-    folder = home / number.name
+def sweep_in_training(folder: Path, home: Path, corpus: Path) -> subprocess.Popen[str]:
+    """A sweep whose first row trains without end."""
     endless = ["--run.steps", "100000000", "--data.source", str(corpus)]
     process = subprocess.Popen(
-        [*command(TWINS[0]), "--output", str(folder), *endless],
+        command(CPU / "activation_checkpointing.toml", "--output", str(folder), *endless),
         cwd=home,
         env=environment(home),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
     )
-    end = time.monotonic() + 120
-    while not list(folder.rglob("metrics.jsonl")) and process.poll() is None and time.monotonic() < end:
-        time.sleep(0.1)
+    wait_for("the first step", lambda: list(folder.rglob("metrics.jsonl")) or process.poll() is not None, seconds=120)
     assert len(processes_of(folder)) >= 2  # launcher and worker
-    process.send_signal(number)
+    return process
+
+
+SHOWS_PROCESSES = pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds processes through /proc")
+
+
+@SHOWS_PROCESSES
+def test_sigterm_leaves_no_process_on_the_device(home: Path, corpus: Path) -> None:
+    folder = home / "SIGTERM"
+    process = sweep_in_training(folder, home, corpus)
+    process.terminate()
     _, err = process.communicate(timeout=90)
-    if number == signal.SIGKILL:
-        while processes_of(folder) and time.monotonic() < end:  # the launcher notices
-            time.sleep(0.1)
-    else:
-        assert process.returncode == 128 + number
-        assert err.strip() == "interrupted; the same command goes on from here"
+    assert process.returncode == 128 + signal.SIGTERM
+    assert err.strip() == "interrupted; the same command goes on from here"
     assert processes_of(folder) == []
+
+
+@SHOWS_PROCESSES
+def test_sigkill_leaves_no_process_on_the_device(home: Path, corpus: Path) -> None:
+    folder = home / "SIGKILL"
+    process = sweep_in_training(folder, home, corpus)
+    process.kill()
+    process.communicate(timeout=90)
+    wait_for("the launcher to notice", lambda: not processes_of(folder), seconds=120)
