@@ -1,4 +1,4 @@
-"""Measurements that compare: `python scripts/bench.py --suite NAME [options]`, where recipes/bench/NAME.py is."""
+"""Run a benchmark: `python scripts/bench.py --suite NAME [options]`, implemented in recipes/bench/NAME.py."""
 
 import importlib
 import sys

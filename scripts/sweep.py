@@ -1,4 +1,4 @@
-"""Which recipe is fastest here, and what does it do to the loss: `python scripts/sweep.py SWEEP`. --help has more."""
+"""Compare the speed and loss of recipes on this machine: `python scripts/sweep.py SWEEP`; see --help."""
 
 import argparse
 import os
@@ -10,17 +10,17 @@ sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level 
 
 from parallel.errors import UserError  # noqa: E402
 from recipes.files.exit_codes import ended_by  # noqa: E402
-from recipes.sweep.runner import Stopped, say_stopped, stop_signals  # noqa: E402
+from recipes.sweep.runner import Stopped, print_stopped, stop_signals  # noqa: E402
 
 EPILOG = """\
-Every row is a run of its own, as scripts/run.sh starts one. What runs out of memory, crashes, is refused or does not
-end in time is a result too. The same command goes on where it was stopped; a row whose recipe has changed runs again.
+Every row is a separate run, started as scripts/run.sh starts one. A row that runs out of memory, crashes, is refused or
+times out is also a result. The same command continues an interrupted sweep; a row whose recipe has changed runs again.
 Results go to OUTPUT/NAME: results.jsonl, table.md, bars.png, loss.png, and the folder of every run.
-Sweeps are in configs/sweeps/, and in configs/sweeps/cpu/ their twins for any machine."""
+Sweeps are in configs/sweeps/, their CPU variants, for any machine, in configs/sweeps/cpu/."""
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code: 0, 1 when no row was measured, 2 for what the user can mend, 128 + n after signal n."""
+    """Returns the exit code: 0, 1 if no row was measured, 2 for a user error, 128 + n after signal n."""
     parser = argparse.ArgumentParser(
         description="Run the rows of a sweep and compare them.",
         epilog=EPILOG,
@@ -29,9 +29,9 @@ def main(arguments: list[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("sweep", type=Path, help="a file such as configs/sweeps/fp8.toml")
-    parser.add_argument("--dry-run", action="store_true", help="check all rows, say what would run, and stop")
-    parser.add_argument("--retry", action="store_true", help="also run again what did not run to its end")
-    parser.add_argument("--output", type=Path, default=Path("runs/sweeps"), help="(%(default)s)")
+    parser.add_argument("--dry-run", action="store_true", help="check and list all rows without running them")
+    parser.add_argument("--retry", action="store_true", help="also rerun the rows that failed")
+    parser.add_argument("--output", type=Path, default=Path("runs/sweeps"), help="folder of all results (%(default)s)")
     options, overrides = parser.parse_known_args(arguments)
     try:
         with stop_signals():
@@ -40,15 +40,15 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     except Stopped as stop:
-        say_stopped("interrupted; the same command goes on from here")
+        print_stopped("interrupted; the same command continues from here")
         return ended_by(stop.number)
 
 
 def sweep(options: argparse.Namespace, overrides: list[str]) -> int:
-    """What main says. Raises UserError."""
+    """Run the sweep; returns the exit code. Raises UserError."""
     from recipes.sweep.grid import device_count, read_sweep
     from recipes.sweep.loop import run_sweep
-    from recipes.sweep.results import TABLE, current, read_results
+    from recipes.sweep.results import TABLE, current_results, read_results
 
     path = options.sweep if options.sweep.exists() or not (ROOT / options.sweep).exists() else ROOT / options.sweep
     devices = device_count()
@@ -59,13 +59,13 @@ def sweep(options: argparse.Namespace, overrides: list[str]) -> int:
         processes=_processes(devices),
         device=None if options.dry_run else "cuda" if devices else "cpu",
     )
-    known = current(plan, read_results(plan.folder))
+    known = current_results(plan, read_results(plan.folder))
     print(f"{plan.name}: {len(plan.rows)} rows on {plan.rows[0].processes} processes, results in {plan.folder}")
     if options.dry_run:
         for row in plan.rows:
-            said = ", ".join(f"{key} = {value}" for key, value in row.overrides.items()) or "the base as it is"
+            values = ", ".join(f"{key} = {value}" for key, value in row.overrides.items()) or "the base as it is"
             state = f"   ({known[row.label]['outcome']} already)" if row.label in known else ""
-            print(f"  {row.label}: {said}{state}")
+            print(f"  {row.label}: {values}{state}")
         return 0
     results = run_sweep(plan, retry=options.retry, log=lambda line: print(line, flush=True))
     print((plan.folder / TABLE).read_text(encoding="utf-8"), end="")
@@ -73,7 +73,7 @@ def sweep(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _processes(devices: int) -> int:
-    """As scripts/run.sh decides."""
+    """The number of processes that scripts/run.sh would start."""
     asked = os.environ.get("NPROC", "")
     if not asked:
         return devices or 2

@@ -1,6 +1,6 @@
-"""What one GPU does, from a matrix product to a whole training step: `bench.py --suite gpu`.
+"""Measure one GPU, from single matrix products to whole training steps: `bench.py --suite gpu`.
 
-About 8 minutes by our estimate; a run of full steps that takes longer than 5 is ended, and its row says so.
+Takes about 8 minutes (an estimate). A run of full steps is ended after 5 minutes, and its row says so.
 """
 
 import argparse
@@ -27,22 +27,22 @@ from recipes.optimization.config import OptimizerConfig
 from recipes.sweep.grid import read_sweep
 from recipes.sweep.loop import run_sweep
 from recipes.sweep.results import table
-from recipes.sweep.runner import Stopped, say_stopped, stop_signals
+from recipes.sweep.runner import Stopped, print_stopped, stop_signals
 from recipes.training.environment import environment
 
 PAGES = CONFIGS.parent / "docs" / "benchmarks"
 
 
 def main(arguments: list[str]) -> int:
-    """Measure and write NAME.json and NAME.md; returns the exit code, 2 for what the user can mend, or 128 + signal."""
+    """Measure and write NAME.json and NAME.md. Returns the exit code: 0, 2 for a user error, 128 + n after signal n."""
     parser = argparse.ArgumentParser(
         prog="bench.py --suite gpu",
         description=__doc__,
         epilog="Further options, such as --activation_checkpointing.mode selective, go to the full steps.",
         allow_abbrev=False,
     )
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes on the CPU: tests the suite, measures nothing")
-    parser.add_argument("--no-steps", action="store_true", help="leave the full training steps out")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes on the CPU, to test the suite itself")
+    parser.add_argument("--no-steps", action="store_true", help="skip the full training steps")
     parser.add_argument("--output", type=Path, default=PAGES, help="folder of the record (%(default)s)")
     parser.add_argument("--runs", type=Path, default=Path("runs/bench"), help="folder of the full steps (%(default)s)")
     options, overrides = parser.parse_known_args(arguments)
@@ -53,28 +53,28 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     except Stopped as stop:
-        say_stopped("interrupted; what was not measured yet is missing in the record")
+        print_stopped("interrupted; the record lacks what was not measured yet")
         return ended_by(stop.number)
 
 
 def _measure(options: argparse.Namespace, overrides: list[str]) -> int:
     begin = time.monotonic()
     if not options.tiny and not torch.cuda.is_available():
-        raise UserError("this machine has no GPU to measure; --tiny goes through the suite on a CPU")
+        raise UserError("this machine has no GPU to measure; --tiny runs the suite on a CPU")
     device = torch.device("cpu" if options.tiny else "cuda:0")
-    # What is wrong with folder or overrides is found out before minutes of measuring.
+    # Check folder and overrides before minutes of measuring.
     _make_folder(options.output)
     path = CONFIGS / "sweeps" / ("cpu/gpu_bench.toml" if options.tiny else "gpu_bench.toml")
-    fresh = options.runs / time.strftime("%Y%m%d-%H%M%S")  # a sweep would keep the numbers that it has
+    fresh = options.runs / time.strftime("%Y%m%d-%H%M%S")  # in an existing folder a sweep would keep its old results
     sweep = read_sweep(path, overrides, output=fresh, processes=1, device=device.type)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's log is for its own developers
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's log helps only its developers
     record: dict[str, Any] = {"suite": "gpu", "environment": environment(world_size=1, device=device)}
     record |= measure_kernels(device, tiny=options.tiny)
     record["seconds"] = time.monotonic() - begin
-    place = _write(record, "", options.output)  # kept, whatever becomes of the full steps
+    place = _write(record, "", options.output)  # kept even if the full steps fail
     if not options.no_steps:
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # the full steps are processes of their own
+            torch.cuda.empty_cache()  # the full steps run in other processes
         results = run_sweep(sweep, retry=False, log=lambda line: print(line, flush=True))
         record["steps"] = list(results.values())
         record["seconds"] = time.monotonic() - begin
@@ -84,18 +84,18 @@ def _measure(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _make_folder(folder: Path) -> None:
-    """Raises UserError where nothing can be written."""
+    """Create the folder. Raises UserError if it cannot be created or written to."""
     remedy = "write another --output"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{folder} cannot be made: {error.strerror}; {remedy}") from None
+        raise UserError(f"{folder} cannot be created: {error.strerror}; {remedy}") from None
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"{folder} may not be written to; {remedy}")
+        raise UserError(f"{folder} is not writable; {remedy}")
 
 
 def _write(record: dict[str, Any], steps_page: str, folder: Path) -> Path:
-    """Both files; returns their path without an ending."""
+    """Write both files; returns their path without a suffix."""
     name = "gpu-" + re.sub(r"[^a-z0-9]+", "-", record["environment"]["device"].lower()).strip("-")
     (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     (folder / f"{name}.md").write_text(page(record, steps_page), encoding="utf-8")
@@ -103,7 +103,7 @@ def _write(record: dict[str, Any], steps_page: str, folder: Path) -> Path:
 
 
 def measure_kernels(device: torch.device, *, tiny: bool) -> dict[str, Any]:
-    """Everything but the full steps."""
+    """All measurements except the full steps, by section of the record."""
     models: Sequence[ModelConfig] = [SIZES["smollm3_3b"], SIZES["llama3_8b"]]
     tokens, gib, repeats = 8192, 4.0, 20
     if tiny:
@@ -122,7 +122,7 @@ def measure_kernels(device: torch.device, *, tiny: bool) -> dict[str, Any]:
 
 
 def page(record: dict[str, Any], steps: str) -> str:
-    """The record as Markdown; steps: the table of the full steps."""
+    """The record as Markdown. steps: the table of the full steps, as Markdown; may be empty."""
     facts = record["environment"]
     peak = bf16_peak(facts["device"])
     changes = " with uncommitted changes" if facts["git_uncommitted_changes"] else ""
@@ -132,11 +132,11 @@ def page(record: dict[str, Any], steps: str) -> str:
         "",
         f"Python {facts['python']}, CUDA {facts['cuda']}, {packages}; commit {facts['git_commit']}{changes}. Peak for"
         f" dense bf16: {'unknown' if peak is None else f'{peak / 1e12:g} TFLOP/s'}. Took {record['seconds']:.0f} s."
-        " README.md in docs/benchmarks says how to read this.",
+        " docs/benchmarks/README.md explains how to read this.",
         "",
         "## Matrix products",
         "",
-        "TFLOP/s, without float8's casts.",
+        "TFLOP/s, without the casts to float8.",
         "",
         *_matmul_table(record["matmuls"]),
         "",
@@ -151,7 +151,7 @@ def page(record: dict[str, Any], steps: str) -> str:
             f"| {row['model']} | {row['backend']} | {row['passes']} | {_ms(row)} | {_rate(row)} | "
             f"{names or row.get('error', '')} |"
         )
-    lines += ["", "## Optimizer and copies", "", "| what | ms | TB/s |", "|---|---:|---:|"]
+    lines += ["", "## Optimizer and copies", "", "| operation | ms | TB/s |", "|---|---:|---:|"]
     for row in record["optimizer"]:
         lines.append(
             f"| AdamW, {row['parameters']:,} parameters, {row['moments']} moments | {_ms(row)} | {_bandwidth(row)} |"
@@ -162,7 +162,7 @@ def page(record: dict[str, Any], steps: str) -> str:
 
 
 def _matmul_table(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """One line for each product, one column for each kind."""
+    """One line per product, one column per kind."""
     by_product: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
     for row in rows:
         place = (row["model"], row["linear"], row["product"], " x ".join(map(str, row["shape"])))

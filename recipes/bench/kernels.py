@@ -1,7 +1,7 @@
-"""How fast this device does what a step is made of: matrix products, attention, the optimizer, copies.
+"""Time the operations of a training step on this device: matrix products, attention, the optimizer, copies.
 
-Every measurement is one object: what, its shape, the median seconds and what follows from them. One that the device
-cannot do says why instead ("error"), and the others go on.
+Every measurement is one object: the operation, its shape, the median seconds and the rates that follow from them. An
+operation that the device cannot do has an "error" instead, and the suite continues.
 """
 
 import time
@@ -33,7 +33,7 @@ WARM_UP = 3
 
 
 def seconds_of(call: Callable[[], Any], device: torch.device, *, repeats: int) -> list[float]:
-    """Seconds of each of `repeats` calls, after a few that do not count; on CUDA by events on the device."""
+    """Seconds of each of `repeats` calls after a warm-up; on CUDA measured with events on the device."""
     for _ in range(WARM_UP):
         call()
     if device.type != "cuda":
@@ -54,7 +54,7 @@ def seconds_of(call: Callable[[], Any], device: torch.device, *, repeats: int) -
 
 
 def measured(facts: Measurement, call: Callable[[], Any], device: torch.device, *, repeats: int) -> Measurement:
-    """The facts with the median seconds, or with the error that the device raised."""
+    """`facts` plus the median seconds, or plus the error that the call raised."""
     try:
         return facts | {"seconds": median(seconds_of(call, device, repeats=repeats))}
     except (RuntimeError, NotImplementedError) as error:  # torch.OutOfMemoryError is a RuntimeError
@@ -64,7 +64,7 @@ def measured(facts: Measurement, call: Callable[[], Any], device: torch.device, 
 def matmuls(model: ModelConfig, *, tokens: int, device: torch.device, repeats: int) -> Iterator[Measurement]:
     """Each kind of linear of the model, forward and both backward products, in bf16 and float8 (e4m3, e5m2 gradients).
 
-    float8's casts are not in it. Those "as one" are not the model's: they say what fused projections would bring.
+    The casts to float8 are not timed. The model has no linears "as one": they show what fused projections would gain.
     """
     width, query, key = model.width, model.heads * model.head_width, model.key_value_heads * model.head_width
     linears = {
@@ -95,7 +95,7 @@ def matmuls(model: ModelConfig, *, tokens: int, device: torch.device, repeats: i
 
 
 def _products(a: Tensor, b: Tensor, *, forward: bool) -> dict[str, Callable[[], Tensor]]:
-    """a x b in bf16, and in float8 with one scale per tensor and per row, as torchao calls it."""
+    """a x b in bf16, and in float8 with one scale per tensor or per row, as torchao computes it."""
 
     def float8(rowwise: bool) -> Callable[[], Tensor]:
         def call() -> Tensor:
@@ -113,9 +113,9 @@ def _products(a: Tensor, b: Tensor, *, forward: bool) -> dict[str, Callable[[], 
 
 
 def attention(model: ModelConfig, *, tokens: int, device: torch.device, repeats: int) -> Iterator[Measurement]:
-    """Causal attention of one sequence by each backend, forward alone and with backward; the kernels' own names.
+    """Causal attention of one sequence with each backend, forward alone and with backward, and the kernels' names.
 
-    tflops by the count of ModelConfig.flops_per_token("causal"): backward is twice the forward pass.
+    tflops counts as ModelConfig.flops_per_token("causal") does: backward is twice the forward pass.
     """
     options = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
     query = torch.randn(1, model.heads, tokens, model.head_width, **options)  # type: ignore[call-overload]
@@ -143,7 +143,7 @@ def attention(model: ModelConfig, *, tokens: int, device: torch.device, repeats:
 
 
 def _kernel_names(call: Callable[[], Any], device: torch.device) -> list[str]:
-    """What really ran: the kernels, on a CPU the operators, that do attention."""
+    """The attention kernels that ran; on a CPU, the attention operators."""
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     with profile(activities=[activity], acc_events=True) as traced:
         call()
@@ -158,9 +158,9 @@ def _kernel_names(call: Callable[[], Any], device: torch.device) -> list[str]:
 def optimizer(
     model: ModelConfig, *, state_dtype: Literal["float32", "bfloat16"], device: torch.device, repeats: int
 ) -> Measurement:
-    """One step of AdamW over as many float32 parameters as the model has, with moments of either kind.
+    """One AdamW step over as many float32 parameters as the model has.
 
-    bytes_per_second where the traffic is that of one kernel, 28 bytes a parameter: with float32 moments.
+    bytes_per_second only with float32 moments, where one kernel moves 28 bytes per parameter.
     """
     facts: Measurement = {"model": model.name, "parameters": model.num_params(), "moments": state_dtype}
     try:
@@ -179,7 +179,7 @@ def optimizer(
 
 
 def copy(*, gib: float, device: torch.device, repeats: int) -> Measurement:
-    """Reading and writing a buffer that no cache holds."""
+    """Read and write a buffer larger than any cache."""
     source = torch.ones(int(gib * 2**30), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     found = measured({"gib": gib}, lambda: target.copy_(source), device, repeats=repeats)

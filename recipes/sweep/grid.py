@@ -1,4 +1,4 @@
-"""From a sweep's TOML file to its rows, every one a checked recipe. Imports no torch."""
+"""Read a sweep's TOML file into rows, each with a checked recipe. Imports no torch."""
 
 import hashlib
 import itertools
@@ -19,13 +19,13 @@ from recipes.schema import Recipe, RunConfig
 
 SWEEPS = CONFIGS / "sweeps"
 LEAST_WINDOWS = 3
-"""Fewer have neither a median nor a spread."""
+"""A median and a spread need at least this many."""
 SET_BY_THE_SWEEP = ("run.name", "run.output")
 LONGEST_LABEL = 200
-"""Bytes. File systems take 255; endings and numbers come behind it."""
+"""In bytes. File systems allow 255, and files add suffixes and numbers to the label."""
 Tables = dict[str, dict[str, Any]]
 Variant = tuple[str, str, Tables, int]
-"""(where it is written, label, overrides, timeout) of a row."""
+"""(place in the file, label, overrides, timeout) of a row."""
 
 
 @dataclass(frozen=True)
@@ -33,19 +33,19 @@ class Row:
     """One run of a sweep."""
 
     label: str
-    """Its name, and that of its folder."""
+    """Names the row and its folder."""
     recipe: Recipe
     overrides: dict[str, Any]
-    """Dotted key -> value, the one that runs, of what the file says of this row beyond the base and [fixed]."""
+    """Dotted key -> value for the keys that the file sets for this row alone; the value is the one that runs."""
     processes: int
     skip_steps: int
-    """Steps before the first one that is measured."""
+    """Steps before the first measured one."""
     timeout: float
-    """Seconds after which the run counts as hung."""
+    """Seconds after which the run is treated as hung."""
 
     @property
     def fingerprint(self) -> str:
-        """Of everything that the numbers of the row depend on, except code and machine."""
+        """A hash of everything that the row's numbers depend on, except code and machine."""
         anywhere = replace(self.recipe, run=replace(self.recipe.run, output=RunConfig().output))
         text = f"{to_toml(anywhere)}\nprocesses = {self.processes}\nskip_steps = {self.skip_steps}\n"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -53,7 +53,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All rows, and how they are run and measured."""
+    """The rows of a file and the folder of their results."""
 
     name: str
     file: str
@@ -65,26 +65,31 @@ class Sweep:
 def read_sweep(
     path: Path, arguments: Sequence[str] = (), *, output: Path, processes: int, device: str | None = None
 ) -> Sweep:
-    """The sweep of a file. Raises one UserError with everything wrong in it and in all of its rows.
+    """The sweep that a file describes. A key set on the command line has that value in every row, and labels omit it.
 
-    arguments: overrides of all rows, `--section.field value`, as train.py takes them. processes: of a run, where the
-    file does not say. device: what "auto" will be ("cpu" or "cuda"), where it is known. A key that the command line
-    sets has its value in every row: no label is made from it, and rows that differed in nothing else are refused.
+    Args:
+        path: the TOML file.
+        arguments: overrides for all rows, `--section.field value`, as train.py takes them.
+        output: folder under which the sweep gets a folder of its own.
+        processes: processes per run if the file does not set it.
+        device: what "auto" will resolve to, "cpu" or "cuda"; None if unknown.
+    Raises:
+        UserError: everything wrong with the file and its rows, including rows that the command line makes identical.
     """
     if not path.is_file():
-        raise UserError(f"{shown(path)} is no file; {_similar(path)}")
+        raise UserError(f"{shown(path)} is not a file; {_suggestion(path)}")
     written = read_toml(path)
     file = shown(path)
-    settings = _settings(written, file)
+    settings = _checked_settings(written, file)
     base = path.parent / settings["base"]
     processes = settings.get("processes", processes)
     if processes < settings["least_processes"]:
         raise UserError(
-            f"{file}: its rows do not differ on {processes} processes; it takes {settings['least_processes']} or more:"
-            " run it where so many GPUs are, or set NPROC"
+            f"{file}: its rows do not differ on {processes} processes and need {settings['least_processes']} or more;"
+            " run it on a machine with that many GPUs, or set NPROC"
         )
     fixed = nested(settings.get("fixed", {}))
-    given = _given(arguments)
+    given = _keys_set_by(arguments)
     variants = list(_variants(settings, file, given))
     _require_known(
         [(f"{file} [fixed]", fixed), *((f"{file} {where}", tables) for where, _, tables, _ in variants)], file
@@ -94,7 +99,7 @@ def read_sweep(
     name = path.resolve().relative_to(SWEEPS).with_suffix("").as_posix() if inside else path.stem
     folder = output / name
     rows: list[Row] = []
-    wrong: dict[str, list[str]] = {}  # message -> the rows that have it
+    wrong: dict[str, list[str]] = {}  # message -> labels of its rows
     for where, label, tables, timeout in variants:
         place: Layer = ("the sweep", {"run": {"name": label, "output": str(folder / "runs")}})
         layers = [(f"{file} [fixed]", fixed), (f"{file} {where}", tables), place]
@@ -116,10 +121,10 @@ def read_sweep(
 
 
 def windows(*, steps: int, every: int, skip: int) -> Iterator[tuple[int, int]]:
-    """(last step before it, its last step) of every window of steps whose time is measured.
+    """(last step before the window, its last step) for every window of steps whose time is measured.
 
-    The loop waits for the device at logged steps alone (step 1, every `every`-th and the last), so the time between
-    two of them is known and that of a single step is not. Windows that begin before step `skip` warm up.
+    The loop waits for the device only at logged steps (step 1, every `every`-th and the last), so only the time between
+    two of them is known, not that of a single step. Windows that begin before step `skip` are warm-up.
     """
     regular = range(every, steps + 1, every)
     others = [step for step in sorted({1, steps}) if step not in regular]
@@ -128,7 +133,7 @@ def windows(*, steps: int, every: int, skip: int) -> Iterator[tuple[int, int]]:
 
 
 def device_count() -> int:
-    """GPUs that a run would use; what scripts/run.sh counts, without torch."""
+    """How many GPUs a run would use, counted as in scripts/run.sh, without torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return 0 if visible in ("", "-1") else len([name for name in visible.split(",") if name])
@@ -140,7 +145,7 @@ def device_count() -> int:
 
 
 def nested(table: dict[str, Any]) -> Tables:
-    """The same values by section; a quoted "section.field" key means what an unquoted one does."""
+    """The values by section; a quoted "section.field" key means the same as an unquoted one."""
     found: Tables = {}
     for key, value in table.items():
         section, dot, name = key.partition(".")
@@ -154,34 +159,34 @@ def nested(table: dict[str, Any]) -> Tables:
 
 
 def dotted(tables: Tables) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every value."""
+    """Every (dotted key, value)."""
     for section, table in tables.items():
         for name, value in table.items():
             yield f"{section}.{name}", value
 
 
-def _given(arguments: Sequence[str]) -> set[str]:
-    """The keys that the command line sets. What is wrong with it, load() says."""
+def _keys_set_by(arguments: Sequence[str]) -> set[str]:
+    """The keys that the command line sets; load() reports errors in it."""
     if not arguments:
         return set()
-    from recipes import command_line  # tyro takes a while
+    from recipes import command_line  # imports tyro, which is slow
 
     keys = set(command_line.parse(arguments, Recipe())[0])
-    text = {"data.source", "data.mixture"}  # each takes the other's place
+    text = {"data.source", "data.mixture"}  # setting one replaces the other
     return keys | text if keys & text else keys
 
 
 def _variants(settings: dict[str, Any], file: str, given: set[str]) -> Iterator[Variant]:
-    """Every row; the last axis turns fastest. given: keys that the command line sets, which no label is made from."""
+    """Every row; the last axis varies fastest. given: keys that the command line sets; labels omit them."""
     if "axes" in settings:
         axes = dict(dotted(_sections_only(nested(settings["axes"]), f"{file} [axes]")))
         for key, values in axes.items():
             if not isinstance(values, list) or not values:
-                raise UserError(f"{file}: [axes] {key} = {toml(values)} must be a list of values, one for each row")
+                raise UserError(f"{file}: [axes] {key} = {toml(values)} must be a list of values, one per row")
         for chosen in itertools.product(*axes.values()):
             values = dict(zip(axes, chosen, strict=True))
             label = _label(values, given)
-            _require_file_name(label, f"{file} [axes]", "use [[runs]], where each row has a name of its own")
+            _require_file_name(label, f"{file} [axes]", "use [[runs]], where you can name each row")
             yield "[axes]", label, nested(values), settings["timeout"]
         return
     for number, run in enumerate(settings["runs"], 1):
@@ -193,28 +198,28 @@ def _variants(settings: dict[str, Any], file: str, given: set[str]) -> Iterator[
         _require_file_name(label, f"{file}: {where}", f'write name = "run_{number}"')
         timeout = run.get("timeout", settings["timeout"])
         if not isinstance(timeout, int) or isinstance(timeout, bool) or timeout < 1:
-            raise UserError(f"{file}: {where}: timeout = {toml(timeout)} must be seconds, 1 or more")
+            raise UserError(f"{file}: {where}: timeout = {toml(timeout)} must be a number of seconds, 1 or more")
         yield where, label, tables, timeout
 
 
 def _label(values: dict[str, Any], given: set[str]) -> str:
-    """Such as "recipe=tensorwise,all_gather=true", without the keys that the command line sets."""
+    """A label such as "recipe=tensorwise,all_gather=true", without the keys that the command line sets."""
     kept = {key: value for key, value in values.items() if key not in given}
     words = (f"{key.partition('.')[2]}={toml(value)}".replace('"', "") for key, value in kept.items())
     return ",".join(words).replace("/", "_").replace(" ", "") or "base"
 
 
-def _settings(written: dict[str, Any], file: str) -> dict[str, Any]:
-    """What the file says, checked, with the defaults of what it leaves out."""
+def _checked_settings(written: dict[str, Any], file: str) -> dict[str, Any]:
+    """The file's settings, checked, with defaults for those it leaves out."""
     kinds: dict[str, tuple[type, str]] = {
-        "base": (str, 'the recipe of all rows, relative to this file: base = "../smollm3_3b_h100.toml"'),
-        "processes": (int, "processes per run, 1 or more: processes = 8"),
-        "timeout": (int, "seconds after which a run counts as hung, 1 or more: timeout = 1800"),
-        "skip_steps": (int, "steps before the first measured one, 1 or more: skip_steps = 10"),
-        "least_processes": (int, "processes without which the rows do not differ, 1 or more: least_processes = 2"),
-        "fixed": (dict, "a table of overrides of all rows: [fixed]"),
-        "axes": (dict, "a table of lists, whose combinations are the rows: [axes]"),
-        "runs": (list, "a list of tables, one for each row, with overrides and its own name and timeout: [[runs]]"),
+        "base": (str, 'the recipe that all rows start from, relative to this file: base = "../smollm3_3b_h100.toml"'),
+        "processes": (int, "the number of processes per run, 1 or more: processes = 8"),
+        "timeout": (int, "the seconds after which a run is treated as hung, 1 or more: timeout = 1800"),
+        "skip_steps": (int, "the number of steps before the first measured one, 1 or more: skip_steps = 10"),
+        "least_processes": (int, "the fewest processes on which the rows differ, 1 or more: least_processes = 2"),
+        "fixed": (dict, "a table of overrides for all rows: [fixed]"),
+        "axes": (dict, "a table of lists whose combinations are the rows: [axes]"),
+        "runs": (list, "a list of tables, one per row, with overrides and optionally name and timeout: [[runs]]"),
     }
     problems = []
     for key, value in written.items():
@@ -232,16 +237,18 @@ def _settings(written: dict[str, Any], file: str) -> dict[str, Any]:
     if "base" not in written:
         problems.append(Problem("base", f"is missing: {kinds['base'][1]}", "", file))
     if ("axes" in written) == ("runs" in written):
-        problems.append(Problem("axes, runs", "write one of the two: [axes], or [[runs]] once for each row", "", file))
+        problems.append(Problem("axes, runs", "write exactly one of them: [axes], or [[runs]] once per row", "", file))
     elif not written.get("axes", written.get("runs")):
-        problems.append(Problem("axes" if "axes" in written else "runs", "is empty, so there is no row", "", file))
+        problems.append(
+            Problem("axes" if "axes" in written else "runs", "is empty, so the sweep has no rows", "", file)
+        )
     if problems:
         raise refusal(problems, where=file)
     return {"timeout": 1800, "skip_steps": 10, "least_processes": 1, **written}
 
 
 def _sections_only(tables: Tables, where: str) -> Tables:
-    """The tables as they are. Raises UserError for a bare value among them."""
+    """The tables unchanged. Raises UserError if a value stands outside a section."""
     for name, table in tables.items():
         if not isinstance(table, dict):
             raise refusal([Problem(name, unknown_key(name), toml(table), where)], where=where)
@@ -249,7 +256,7 @@ def _sections_only(tables: Tables, where: str) -> Tables:
 
 
 def _require_known(layers: Sequence[tuple[str, Tables]], file: str) -> None:
-    """Raises one UserError with the keys that no recipe has, each once however many rows have it."""
+    """Raises one UserError that lists each unknown key once, however many rows set it."""
     problems: dict[tuple[str, str], Problem] = {}
     for where, tables in layers:
         for section, table in tables.items():
@@ -272,14 +279,14 @@ def _require_known(layers: Sequence[tuple[str, Tables]], file: str) -> None:
 
 
 def _require_file_name(label: Any, where: str, remedy: str) -> None:
-    """A row's name is that of its folder and of its files, and a cell of a Markdown table."""
+    """Raises UserError if a label cannot name a row's folder and files, or be a cell of a Markdown table."""
     fits = isinstance(label, str) and label and not label.startswith(".") and not re.search(r"[/|\x00-\x1f]", label)
     if not fits:
-        raise UserError(f'{where}: name = {toml(label)} must name a folder, without "|"; {remedy}')
+        raise UserError(f'{where}: name = {toml(label)} must be a valid folder name without "|"; {remedy}')
     if len(label.encode()) > LONGEST_LABEL:
         raise UserError(
-            f"{where}: name = {toml(label[:40] + '...')} has {len(label.encode())} bytes, and its files' names take no"
-            f" more than {LONGEST_LABEL}; {remedy}"
+            f"{where}: name = {toml(label[:40] + '...')} has {len(label.encode())} bytes, more than the"
+            f" {LONGEST_LABEL} that names of its files allow; {remedy}"
         )
 
 
@@ -287,36 +294,36 @@ def _require_unique(variants: Sequence[Variant], file: str, given: set[str]) -> 
     labels = [label for _, label, _, _ in variants]
     for label in dict.fromkeys(label for label in labels if labels.count(label) > 1):
         tables = [dict(dotted(tables)) for _, other, tables, _ in variants if other == label]
-        if keys := _differing(tables) & given:
-            raise UserError(f"{file}: {_same_run(keys, f'the {len(tables)} rows of {label}')}")
-        raise UserError(f"{file}: several rows are called {label}; give each another name")
+        if keys := _differing_keys(tables) & given:
+            raise UserError(f"{file}: {_same_run_message(keys, f'the {len(tables)} rows of {label}')}")
+        raise UserError(f"{file}: several rows are named {label}; give each a different name")
 
 
 def _require_different(rows: Sequence[Row], tables: Sequence[dict[str, Any]], file: str, given: set[str]) -> None:
-    """Raises UserError where the command line has made two rows one. The file may ask for the same row twice."""
+    """Raises UserError if the command line makes two rows identical. The file itself may repeat a row."""
     for (one, before), (other, after) in itertools.combinations(zip(rows, tables, strict=True), 2):
-        keys = _differing([before, after]) & given
+        keys = _differing_keys([before, after]) & given
         renamed = replace(other.recipe, run=replace(other.recipe.run, name=one.recipe.run.name))
         if keys and renamed == one.recipe:
-            raise UserError(f"{file}: {_same_run(keys, f'{one.label} and {other.label}')}")
+            raise UserError(f"{file}: {_same_run_message(keys, f'{one.label} and {other.label}')}")
 
 
-def _differing(tables: Sequence[dict[str, Any]]) -> set[str]:
-    """The keys that are not the same in all tables."""
+def _differing_keys(tables: Sequence[dict[str, Any]]) -> set[str]:
+    """The keys whose values differ between the tables."""
     keys = {key for table in tables for key in table}
     return {key for key in keys if any(key not in table or table[key] != tables[0].get(key) for table in tables)}
 
 
-def _same_run(keys: set[str], rows: str) -> str:
+def _same_run_message(keys: set[str], rows: str) -> str:
     flags = " and ".join(f"--{key}" for key in sorted(keys))
-    return f"{flags} makes {rows} the same run; leave it out, or write a sweep without the rows that differ in it"
+    return f"{flags} makes {rows} the same run; omit it, or write a sweep without rows that differ only in it"
 
 
 def _require_device(recipe: Recipe, device: str | None) -> None:
-    """Raises UserError where the machine is known and lacks the GPU that the recipe, or its float8, asks for."""
+    """Raises UserError if the recipe or its float8 needs a GPU and `device` says that there is none."""
     if recipe.run.device == "cuda" and device == "cpu":
         raise UserError(
-            'run.device = "cuda", and this machine has no GPU; start it where there is one, or one of'
+            'run.device = "cuda", but this machine has no GPU; run the sweep on one that has, or run a sweep of'
             " configs/sweeps/cpu here"
         )
     if recipe.run.device == "auto" and device is not None:
@@ -329,27 +336,21 @@ def _require_device(recipe: Recipe, device: str | None) -> None:
 
 
 def _require_windows(recipe: Recipe, skip: int) -> None:
-    """Raises UserError where too few steps are left to measure."""
+    """Raises UserError if too few steps are left to measure."""
     steps, every = recipe.run.steps, recipe.metrics.every
     found = len(list(itertools.islice(windows(steps=steps, every=every, skip=skip), LEAST_WINDOWS)))
     if found < LEAST_WINDOWS:
         enough = -(-skip // every) * every + LEAST_WINDOWS * every
-        raise refusal(
-            [
-                Problem(
-                    "run.steps",
-                    f"leaves {found} windows of metrics.every = {every} steps after skip_steps = {skip}, and the median"
-                    f" needs {LEAST_WINDOWS}; write run.steps = {enough} or more, or a smaller metrics.every",
-                    str(steps),
-                )
-            ],
-            where="what is measured",
+        message = (
+            f"leaves {found} windows of metrics.every = {every} steps after skip_steps = {skip}, but the median needs"
+            f" {LEAST_WINDOWS}; write run.steps = {enough} or more, or a smaller metrics.every"
         )
+        raise refusal([Problem("run.steps", message, str(steps))], where="the measured steps")
 
 
-def _similar(path: Path) -> str:
-    there = {file.stem: shown(file) for file in sorted(SWEEPS.glob("*.toml"))}
-    close = get_close_matches(path.stem, there, n=2)
+def _suggestion(path: Path) -> str:
+    known = {file.stem: shown(file) for file in sorted(SWEEPS.glob("*.toml"))}
+    close = get_close_matches(path.stem, known, n=2)
     if close:
-        return f"did you mean {' or '.join(there[stem] for stem in close)}?"
-    return f"sweeps are in {shown(SWEEPS)}: {', '.join(there)}"
+        return f"did you mean {' or '.join(known[stem] for stem in close)}?"
+    return f"sweeps are in {shown(SWEEPS)}: {', '.join(known)}"

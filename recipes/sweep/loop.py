@@ -1,4 +1,4 @@
-"""Run the rows of a sweep that have no result yet, one after the other. Imports no torch."""
+"""Run the rows of a sweep one after another, skipping those with a result. Imports no torch."""
 
 import os
 import sys
@@ -12,32 +12,32 @@ from recipes.files.lock import FolderLock
 from recipes.load import to_toml
 from recipes.sweep.grid import Row, Sweep
 from recipes.sweep.numerics import numerics_table
-from recipes.sweep.results import TABLE, Result, append, current, read_results, result_of, table
+from recipes.sweep.results import TABLE, Result, append, current_results, read_results, result_of, table
 from recipes.sweep.runner import run
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_sweep(sweep: Sweep, *, retry: bool, log: Callable[[str], None]) -> dict[str, Result]:
-    """Run what has no result yet (retry: also what did not run to its end); results by label, in the order of the rows.
+    """Run the rows without a result (retry: also those that failed); returns label -> result, in the order of the rows.
 
-    The table and the pictures are written after every row. Raises UserError where the folder cannot be written, and
-    where another process is at work in it.
+    Writes table and pictures after every row. Raises UserError if the folder cannot be written or another process
+    uses it.
     """
-    with _claimed(sweep, log=log):
+    with _locked(sweep, log=log):
         return _run_all(sweep, retry=retry, log=log)
 
 
 @contextmanager
-def _claimed(sweep: Sweep, *, log: Callable[[str], None]) -> Iterator[None]:
-    """Hold the sweep's folder, with what can be said of it before the first row starts."""
+def _locked(sweep: Sweep, *, log: Callable[[str], None]) -> Iterator[None]:
+    """Lock the sweep's folder and write its page before the first row starts."""
     lock = FolderLock()  # two sweeps would measure each other, and move each other's folders
     try:
         try:
             (sweep.folder / "recipes").mkdir(parents=True, exist_ok=True)
             (sweep.folder / "logs").mkdir(exist_ok=True)
             lock.take(sweep.folder, log=log, remedy="write another --output", here=0, elsewhere=0)
-            write(sweep)
+            write_page(sweep)
         except OSError as error:
             raise UserError(f"{sweep.folder} cannot be written: {error.strerror}; write another --output") from None
         yield
@@ -48,20 +48,20 @@ def _claimed(sweep: Sweep, *, log: Callable[[str], None]) -> Iterator[None]:
 def _run_all(sweep: Sweep, *, retry: bool, log: Callable[[str], None]) -> dict[str, Result]:
     for number, row in enumerate(sweep.rows, 1):
         place = f"[{number}/{len(sweep.rows)}] {row.label}"
-        known = current(sweep, read_results(sweep.folder)).get(row.label)
+        known = current_results(sweep, read_results(sweep.folder)).get(row.label)
         if known is not None and (known["outcome"] == "done" or not retry):
-            log(f"{place}: as before, {in_words(known)}")
+            log(f"{place}: as before, {one_line(known)}")
             continue
         log(f"{place}: running, at most {row.timeout:g} s")
         result = run_row(row, folder=sweep.folder)
         append(sweep.folder, result)
-        log(f"{place}: {in_words(result)}")
-        write(sweep)
-    return current(sweep, read_results(sweep.folder))
+        log(f"{place}: {one_line(result)}")
+        write_page(sweep)
+    return current_results(sweep, read_results(sweep.folder))
 
 
 def run_row(row: Row, *, folder: Path) -> Result:
-    """Train what the row says in processes of its own, as scripts/run.sh starts them."""
+    """Train a row in processes of its own, started as scripts/run.sh starts them; returns its line of results.jsonl."""
     recipe = folder / "recipes" / f"{row.label}.toml"
     recipe.write_text(to_toml(row.recipe), encoding="utf-8")
     _set_aside(row.recipe.run.folder)
@@ -77,27 +77,27 @@ def run_row(row: Row, *, folder: Path) -> Result:
     return result_of(row, ended)
 
 
-def write(sweep: Sweep) -> None:
-    """The table and the pictures, from results.jsonl."""
+def write_page(sweep: Sweep) -> None:
+    """Write the table and the pictures from results.jsonl."""
     from recipes.sweep.plots import draw  # matplotlib
 
-    results = current(sweep, read_results(sweep.folder))
+    results = current_results(sweep, read_results(sweep.folder))
     page = [table(sweep, results), numerics_table(sweep, results)]
     (sweep.folder / TABLE).write_text("\n".join(filter(None, page)), encoding="utf-8")
     draw(sweep, results)
 
 
-def in_words(result: Result) -> str:
-    """A result on one line."""
+def one_line(result: Result) -> str:
+    """A result as one line of text."""
     if result["outcome"] != "done":
         return f"{result['outcome']}: {result['reason']}"
     return (
-        f"{result['tokens_per_second_per_device']:,.0f} tokens/s/device, {result['step_seconds']:.4g} s a step,"
-        f" {result['peak_memory_gib']:.2f} GiB ({result['seconds']:.0f} s in all)"
+        f"{result['tokens_per_second_per_device']:,.0f} tokens/s/device, {result['step_seconds']:.4g} s per step,"
+        f" {result['peak_memory_gib']:.2f} GiB ({result['seconds']:.0f} s in total)"
     )
 
 
 def _set_aside(folder: Path) -> None:
-    """A run that broke off, or whose recipe was another one, keeps its files under another name."""
+    """Rename the folder of an earlier run, interrupted or of another recipe, so that its files are kept."""
     if folder.exists():
         folder.rename(next(path for n in count(1) if not (path := folder.with_name(f"{folder.name}.{n}")).exists()))

@@ -1,68 +1,68 @@
-"""What float8 does to a run, against the reference on the same batches, and whether it passes. Imports no torch."""
+"""Compare float8 rows with the reference on the same batches, and apply the pass rule. Imports no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
 from recipes.sweep.grid import Row, Sweep
-from recipes.sweep.results import Result, last_quarter, loss_gaps, reference
+from recipes.sweep.results import Result, last_quarter, loss_gaps, reference_row
 
 # The pass rule.
 LARGEST_LOSS_GAP = 0.005
-"""Mean over the last quarter of the logged steps, as a share of the reference's loss. DeepSeek-V3's report (arXiv
-2412.19437, section 3.3) has its float8 within 0.25% of bf16; runs of a few hundred steps are noisier."""
+"""Of the mean over the last quarter of the logged steps, as a share of the reference's. DeepSeek-V3 (arXiv 2412.19437,
+section 3.3) reports float8 within 0.25% of bf16; runs of a few hundred steps are noisier."""
 LARGEST_NOISE = 0.05
-"""Where rounding elsewhere in bf16 does more than this, the runs tell nothing about float8."""
+"""If a bf16 row that rounds elsewhere is further from the reference than this, it is no yardstick."""
 NORM_RATIO = (0.9, 1.1)
-"""Median over the logged steps of the gradient norm, divided by the reference's."""
+"""Range of the median, over the logged steps, of the gradient norm divided by the reference's."""
 RULE = (
-    "A row passes when no step was skipped, all its losses and gradient norms are finite, the magnitude of its loss gap"
-    " is no larger than the limit, the median over the logged steps of its gradient norm, divided by the reference's,"
-    f" lies from {NORM_RATIO[0]:g} to {NORM_RATIO[1]:g}, and no sampled cast overflowed. Loss gap: of the mean loss"
-    " over the last quarter of the logged steps to the reference's. A row without float8 is a yardstick and has no"
-    " verdict: on the same batches, rounded elsewhere, its gap is what rounding alone does to the loss. Limit:"
-    f" {100 * LARGEST_LOSS_GAP:g}%, or the largest gap of a yardstick where that is more; a yardstick that skipped a"
-    f" step, is not finite, leaves the range of the norms or is more than {100 * LARGEST_NOISE:g}% away does not count."
-    " Underflow has no limit of its own: what it costs shows in the loss. Overflow: the largest share of numbers beyond"
-    " the range of float8 among all casts of sampled steps; underflow: the largest share of numbers, not zero before,"
-    " that became zero, and where."
+    "A row passes if no step was skipped, all its losses and gradient norms are finite, the magnitude of its loss gap"
+    " is at most the limit, the median over the logged steps of its gradient norm divided by the reference's is between"
+    f" {NORM_RATIO[0]:g} and {NORM_RATIO[1]:g}, and no sampled cast overflowed. Loss gap: the mean loss over the last"
+    " quarter of the logged steps, relative to the reference's. A row without float8 is a yardstick without a verdict:"
+    " it sees the same batches and rounds elsewhere, so its gap is the effect of rounding alone. Limit:"
+    f" {100 * LARGEST_LOSS_GAP:g}%, or the largest gap of a yardstick if that is larger; a yardstick is ignored if it"
+    " skipped a step, is not finite, leaves the range of gradient norms or is more than"
+    f" {100 * LARGEST_NOISE:g}% away. Underflow has no limit of its own: its cost shows in the loss. Overflow: the"
+    " largest share of values beyond the range of float8 among all casts of sampled steps. Underflow: the largest share"
+    " of nonzero values that became zero, and where."
 )
 YARDSTICK = "yardstick"
 MOST_NAMED = 5
-"""Of skipped steps."""
+"""How many skipped steps a verdict lists."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A row against the reference. None: not known, because numbers are missing or not finite."""
+    """A row against the reference. None: unknown, because numbers are missing or not finite."""
 
     label: str
     loss_gap: float | None
-    """Mean over the last quarter of the logged steps, as a share of the reference's mean loss there."""
+    """Mean over the last quarter of the logged steps, as a share of the reference's mean loss."""
     largest_loss_gap: tuple[int, float] | None
-    """(step, loss minus the reference's) where that is largest in magnitude."""
+    """(step, loss minus the reference's) where the difference is largest in magnitude."""
     norm_ratio: float | None
     """Median of the gradient norm's ratio to the reference's."""
     overflow: float | None
-    """The largest share among the sampled casts; None where none was sampled."""
+    """The largest share among the sampled casts; None if none was sampled."""
     underflow: tuple[float, str, str] | None
-    """(share, linear, tensor) of the sampled cast that loses most."""
+    """(share, linear, tensor) of the sampled cast with the largest share."""
     limit: float | None
     """The largest magnitude of loss_gap that passes; None for a yardstick."""
     verdict: str
-    """By RULE: "pass", or what is wrong."""
+    """By RULE: "pass", or what failed."""
 
 
 def compare(sweep: Sweep, results: dict[str, Result]) -> list[Comparison]:
-    """Every finished row on the reference's batches, but the reference; none where no float8 is among them."""
-    base = reference(sweep, results)
+    """Every finished row on the reference's batches except the reference; empty if none of them uses float8."""
+    base = reference_row(sweep, results)
     gaps = loss_gaps(sweep, results)
     rows = [row for row in sweep.rows if base is not None and row.label in gaps and row != base]
     if base is None or all(row.recipe.float8.recipe == "none" for row in rows):
         return []
     limit = LARGEST_LOSS_GAP
     found = {}
-    # Yardsticks first: the others' limit is theirs.
+    # Yardsticks first: they set the limit of the others.
     for row in sorted(rows, key=lambda row: row.recipe.float8.recipe != "none"):
         found[row.label] = one = _compared(results[base.label], results[row.label], gaps[row.label], row, limit=limit)
         if one.verdict == YARDSTICK and one.loss_gap is not None:
@@ -106,17 +106,17 @@ def _compared(base: Result, result: Result, gap: Sequence[tuple[int, float]], ro
     )
 
 
-def _skipped(result: Result, who: str) -> dict[str, bool]:
-    """What is wrong with a run that skipped steps, by name."""
+def _skipped(result: Result, prefix: str) -> dict[str, bool]:
+    """{message: True} for a run that skipped steps; empty for others."""
     steps = result.get("skipped_steps", [])
-    words = f"{who} step{'s' * (len(steps) > 1)} {', '.join(map(str, steps[:MOST_NAMED]))}"
+    words = f"{prefix} step{'s' * (len(steps) > 1)} {', '.join(map(str, steps[:MOST_NAMED]))}"
     return {words + f" and {len(steps) - MOST_NAMED} more" * (len(steps) > MOST_NAMED): True} if steps else {}
 
 
 def numerics_table(sweep: Sweep, results: dict[str, Result]) -> str:
-    """The section of the sweep's page, with the rule; empty where there is nothing to compare."""
+    """The "Numerics" section of the sweep's page, with the rule; empty if there is nothing to compare."""
     found = compare(sweep, results)
-    base = reference(sweep, results)
+    base = reference_row(sweep, results)
     if not found or base is None:
         return ""
     head = (

@@ -1,7 +1,4 @@
-"""A sweep's pictures: throughput and memory bars, loss curves and their gap to the reference, what float8 loses.
-
-Imports no torch.
-"""
+"""Plot a sweep: bars of throughput and memory, loss curves and gaps, underflow of float8 casts. Imports no torch."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -10,18 +7,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from recipes.sweep.grid import Sweep
-from recipes.sweep.results import Result, baseline, loss_gaps, reference
+from recipes.sweep.results import Result, baseline_row, loss_gaps, reference_row
 
 BARS = "bars.png"
 LOSS = "loss.png"
 UNDERFLOW = "underflow.png"
-# Okabe and Ito's palette, told apart by most colour-blind readers; black is the reference.
+# Okabe and Ito's palette, which most colour-blind readers can distinguish; black is the reference.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#7F7F7F")
 DOTS_PER_INCH = 150
 
 
 def draw(sweep: Sweep, results: dict[str, Result]) -> list[Path]:
-    """Write the pictures that the results give; returns their paths."""
+    """Write the pictures for which there are results; returns their paths."""
     drawn = []
     if results:
         drawn.append(_save(bars(sweep, results), sweep.folder / BARS))
@@ -33,12 +30,12 @@ def draw(sweep: Sweep, results: dict[str, Result]) -> list[Path]:
 
 
 def bars(sweep: Sweep, results: dict[str, Result]) -> Figure:
-    """One bar a row in each of two panels; a row without numbers says why."""
+    """Two panels with one bar per row; a row without numbers shows its outcome."""
     figure = Figure(figsize=(11, 1.7 + 0.48 * len(results)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     left.invert_yaxis()  # the first row on top, in both panels
     left.set_yticks(range(len(results)), list(results))
-    slow = baseline(sweep, results)
+    slow = baseline_row(sweep, results)
     first = results[slow.label]["tokens_per_second_per_device"] if slow else None
     for bar, (label, result) in enumerate(results.items()):
         if result["outcome"] != "done":
@@ -54,7 +51,7 @@ def bars(sweep: Sweep, results: dict[str, Result]) -> Figure:
         left.plot([slowest, fastest], [bar, bar], color="black", linewidth=1.2, marker="|", markersize=6)
         _bar(right, bar, memory, memory, f"{memory:.2f}", colour=COLOURS[4])
     for axes, title in ((left, "tokens/s per device; line: slowest to fastest window"), (right, "peak memory, GiB")):
-        axes.set_xlim(0, 1.3 * axes.dataLim.x1 or 1)  # room for the numbers
+        axes.set_xlim(0, 1.3 * axes.dataLim.x1 or 1)  # space for the numbers
         axes.set_xlabel(title)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
         _tidy(axes, grid="x")
@@ -63,7 +60,7 @@ def bars(sweep: Sweep, results: dict[str, Result]) -> Figure:
 
 
 def _bar(axes: Axes, bar: int, value: float, end: float, text: str, *, colour: str) -> None:
-    """A bar of length `value` with a text to the right of `end`; a text alone where there is no value."""
+    """A bar of length `value` with text to the right of `end`; only the text if the value is 0."""
     axes.barh(bar, value, color=colour, height=0.62)
     style = "normal" if value else "italic"
     place: dict[str, Any] = {"xytext": (7, 0), "textcoords": "offset points", "va": "center"}
@@ -71,9 +68,9 @@ def _bar(axes: Axes, bar: int, value: float, end: float, text: str, *, colour: s
 
 
 def losses(sweep: Sweep, results: dict[str, Result]) -> Figure:
-    """Loss over tokens of every finished row; below it the gap to the reference over steps, where there is one."""
+    """Loss over tokens of every finished row; below it, over steps, the gap to the reference if there is one."""
     gaps = {label: gap for label, gap in loss_gaps(sweep, results).items() if gap}
-    base = reference(sweep, results)
+    base = reference_row(sweep, results)
     compared = base is not None and len(gaps) > 1
     figure = Figure(figsize=(9, 7.2 if compared else 4.6), layout="constrained")
     panels = figure.subplots(2, 1, height_ratios=(3, 2)) if compared else [figure.subplots()]
@@ -107,7 +104,7 @@ OPERANDS = {"input": "inputs", "weight": "weights", "grad_output": "output gradi
 
 
 def underflow(sweep: Sweep, results: dict[str, Result]) -> Figure:
-    """The largest share that any cast of a layer loses in a sampled step, over the layers; a panel for each operand."""
+    """The largest underflow of any cast of a layer in a sampled step, over the layers; one panel per operand."""
     figure = Figure(figsize=(9, 7.2), layout="constrained")
     panels = figure.subplots(len(OPERANDS), 1, sharex=True)
     sampled = {label: result["float8"] for label, result in results.items() if result.get("float8")}
@@ -122,7 +119,7 @@ def underflow(sweep: Sweep, results: dict[str, Result]) -> Figure:
                     layer = layers.index(_layer(linear))
                     worst[layer] = max(worst.get(layer, 0.0), 100 * share)
             most = max(most, *worst.values(), 0.0)
-            # Rows often agree: those drawn first are wider, and their markers show around those of the others.
+            # Rows often coincide: earlier ones have wider lines, so that they show behind the later ones.
             style: dict[str, Any] = {"color": colours[label], "linewidth": 3.0 - 2.0 * number / len(sampled)}
             style |= {"marker": "os^D"[number % 4], "markersize": 6, "markerfacecolor": "none", "clip_on": False}
             axes.plot(list(worst), list(worst.values()), label=label, **style)
@@ -138,8 +135,8 @@ def underflow(sweep: Sweep, results: dict[str, Result]) -> Figure:
 
 
 def _colours(sweep: Sweep, results: dict[str, Result]) -> dict[str, str]:
-    """Label -> colour, the same in all pictures; black is what others are compared with."""
-    base = reference(sweep, results)
+    """Label -> colour, the same in all pictures; black for the row that others are compared with."""
+    base = reference_row(sweep, results)
     gaps = loss_gaps(sweep, results)
     compared = base is not None and any(gap for label, gap in gaps.items() if label != base.label)
     colours = iter(COLOURS * len(results))
@@ -151,12 +148,12 @@ def _colours(sweep: Sweep, results: dict[str, Result]) -> dict[str, str]:
 
 
 def _layer(linear: str) -> str:
-    """ "blocks.3.attention.q_proj" -> "3"; "lm_head" stays."""
+    """ "blocks.3.attention.q_proj" -> "3"; "lm_head" is unchanged."""
     return linear.split(".")[1] if linear.startswith("blocks.") else linear
 
 
 def _title(sweep: Sweep, results: dict[str, Result]) -> str:
-    """The sweep, its model and where it ran."""
+    """The sweep's name, models and devices."""
     done = [result for result in results.values() if result["outcome"] == "done"]
     devices = ", ".join(dict.fromkeys(f"{result['processes']} x {result['environment']['device']}" for result in done))
     models = ", ".join(dict.fromkeys(row.recipe.model.name for row in sweep.rows))

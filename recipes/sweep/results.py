@@ -1,4 +1,4 @@
-"""What a sweep found: one JSON object per row in results.jsonl, and the Markdown table. Imports no torch."""
+"""A sweep's results: one JSON object per row in results.jsonl, and the Markdown table. Imports no torch."""
 
 import json
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ RESULTS = "results.jsonl"
 TABLE = "table.md"
 
 Result = dict[str, Any]
-"""A line of results.jsonl. Of every row: label, fingerprint, overrides, processes, outcome, reason, seconds; of one
-that is done also what measure() returns."""
+"""A line of results.jsonl: label, fingerprint, overrides, processes, outcome, reason and seconds; if the row is done,
+also what measure() returns."""
 
 
 def result_of(row: Row, ended: Ended) -> Result:
-    """The line of a row that ended."""
+    """The line of results.jsonl for a row that ended."""
     result: Result = {
         "label": row.label,
         "fingerprint": row.fingerprint,
@@ -46,9 +46,9 @@ def result_of(row: Row, ended: Ended) -> Result:
 def measure(row: Row, folder: Path) -> Result:
     """The numbers of a finished run, from its folder.
 
-    step_seconds is the median over windows of steps (see plan.windows): seconds per step and device, each window's the
-    mean of its steps. Rates follow from it. attention_length: what FLOPs are counted with, the mean length of the
-    documents that the measured windows logged where documents are masked, else that of a sequence. Memory is rank 0's.
+    step_seconds is the median over windows of steps (see grid.windows) of a window's mean; rates follow from it.
+    attention_length is the length that FLOPs are counted with: the sequence length or, where documents are masked, the
+    mean length of documents that the measured windows logged. Memory is rank 0's.
     """
     recipe = row.recipe
     rows = {logged["step"]: logged for logged in _logged(folder / METRICS)}
@@ -56,7 +56,7 @@ def measure(row: Row, folder: Path) -> Result:
     times = [rows[end]["step_seconds"] for _, end in spans]
     middle = median(times)
     length = recipe.batch.sequence_length
-    rate = recipe.batch.global_batch_size * length / middle / row.processes  # tokens per second and device
+    rate = recipe.batch.global_batch_size * length / middle / row.processes  # tokens/s/device
     lengths = [(end - begin, rows[end].get("attention_length", length)) for begin, end in spans]
     attended = sum(steps * mean for steps, mean in lengths) / sum(steps for steps, _ in lengths)
     flops, flops_full = (recipe.model.flops_per_token(attended, kind) for kind in ("causal", "full"))
@@ -95,16 +95,16 @@ def _worst_casts(path: Path) -> list[list[Any]]:
 
 
 def read_results(folder: Path) -> list[Result]:
-    """All lines there are, oldest first; a line that was cut off while it was written does not count.
+    """All results in results.jsonl, oldest first, without lines that were cut off while being written.
 
-    Raises UserError for a line that is something else.
+    Raises UserError for a line that is not a result.
     """
     path = folder / RESULTS
     found = _json_lines(path) if path.is_file() else []
     for result in found:
         if not isinstance(result, dict) or not {"label", "fingerprint", "outcome"} <= set(result):
             start = json.dumps(result)[:60]
-            raise UserError(f"{path}: a line is no result of a sweep: {start}; remove it, or write another --output")
+            raise UserError(f"{path}: a line is not a result of a sweep: {start}; remove it, or write another --output")
     return found
 
 
@@ -116,26 +116,26 @@ def append(folder: Path, result: Result) -> None:
         file.write(("\n" if cut_off else "") + json.dumps(result, allow_nan=False) + "\n")
 
 
-def current(sweep: Sweep, results: Sequence[Result]) -> dict[str, Result]:
-    """Label -> the newest result of the row as it is now, in the order of the rows; rows without one are left out."""
+def current_results(sweep: Sweep, results: Sequence[Result]) -> dict[str, Result]:
+    """Label -> the newest result of the row's current recipe, in the order of the rows; omits rows without one."""
     newest = {(result["label"], result["fingerprint"]): result for result in results}
     return {
         row.label: newest[row.label, row.fingerprint] for row in sweep.rows if (row.label, row.fingerprint) in newest
     }
 
 
-def reference(sweep: Sweep, results: dict[str, Result]) -> Row | None:
-    """The row that losses are compared with: the first finished one without float8 matrix products."""
+def reference_row(sweep: Sweep, results: dict[str, Result]) -> Row | None:
+    """The row that losses are compared with: the first finished one without float8."""
     rows = (row for row in sweep.rows if row.recipe.float8.recipe == "none")
     return next((row for row in rows if results.get(row.label, {}).get("outcome") == "done"), None)
 
 
 def loss_gaps(sweep: Sweep, results: dict[str, Result]) -> dict[str, list[tuple[int, float]]]:
-    """Label -> (step, loss minus that of the reference at this step), of finished rows that saw the same batches.
+    """Label -> (step, loss minus the reference's at that step) for finished rows that saw the same batches.
 
-    A row with another model, data order, batch or learning rate has no gap: its losses are of other sequences.
+    A row with another model, data order, batch or learning rate has no gap, since its losses are not comparable.
     """
-    base = reference(sweep, results)
+    base = reference_row(sweep, results)
     if base is None:
         return {}
     expected = {step: loss for step, _, loss in results[base.label]["curve"]}
@@ -150,27 +150,27 @@ def loss_gaps(sweep: Sweep, results: dict[str, Result]) -> dict[str, list[tuple[
     }
 
 
-def baseline(sweep: Sweep, results: dict[str, Result]) -> Row | None:
-    """The row that speeds are compared with: the first one that was measured."""
+def baseline_row(sweep: Sweep, results: dict[str, Result]) -> Row | None:
+    """The row that speeds are compared with: the first measured one."""
     return next((row for row in sweep.rows if results.get(row.label, {}).get("outcome") == "done"), None)
 
 
 def mean_gap(gap: Sequence[tuple[int, float]]) -> float | None:
-    """Mean over the last quarter of the logged steps; of one step it would say little."""
+    """Mean over the last quarter of the logged steps, because the gap at a single step is noise."""
     return fmean(difference for _, difference in last_quarter(gap)) if gap else None
 
 
 def last_quarter(gap: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
-    """What the mean is taken over."""
+    """The points that mean_gap averages."""
     return gap[-max(1, len(gap) // 4) :]
 
 
 def table(sweep: Sweep, results: dict[str, Result]) -> str:
-    """The whole sweep as a Markdown page."""
+    """The sweep's page in Markdown."""
     done = [result for result in results.values() if result["outcome"] == "done"]
     gaps = loss_gaps(sweep, results)
-    base = reference(sweep, results)
-    slow = baseline(sweep, results)
+    base = reference_row(sweep, results)
+    slow = baseline_row(sweep, results)
     first = results[slow.label]["tokens_per_second_per_device"] if slow else None
     head = (
         "run",
@@ -200,11 +200,11 @@ def table(sweep: Sweep, results: dict[str, Result]) -> str:
         lines.append(f"| {row.label} | {' | '.join(cells)} |")
     failed = [result for result in results.values() if result["outcome"] != "done"]
     if failed:
-        lines += ["", "What did not run to its end:", ""]
+        lines += ["", "Rows that failed:", ""]
         lines += [f"- {result['label']}: {result['outcome']}: {result['reason']}" for result in failed]
     skipping = [result for result in done if result.get("skipped_steps")]
     if skipping:
-        lines += ["", "What skipped optimizer steps, because gradients were not finite or far too large:", ""]
+        lines += ["", "Rows that skipped optimizer steps because gradients were not finite or far too large:", ""]
         lines += [f"- {result['label']}: {', '.join(map(str, result['skipped_steps']))}" for result in skipping]
     return "\n".join([*lines, "", *_how_to_read(sweep, base, slow), ""])
 
@@ -230,7 +230,7 @@ def _cells(result: Result, first: float | None, gap: Sequence[tuple[int, float]]
 
 
 def _conditions(sweep: Sweep, done: Sequence[Result]) -> list[str]:
-    """Where and with what the rows ran; more than one value where the sweep was resumed elsewhere."""
+    """Device, versions and commit; several of each if the sweep was resumed elsewhere."""
     lines = [f"`{sweep.file}`, base `{sweep.base}`; {len(sweep.rows)} rows, {len(done)} of them measured."]
     facts = {
         "device": [f"{result['processes']} x {result['environment']['device']}" for result in done],
@@ -248,21 +248,21 @@ def _conditions(sweep: Sweep, done: Sequence[Result]) -> list[str]:
 
 def _how_to_read(sweep: Sweep, base: Row | None, slow: Row | None) -> list[str]:
     first = sweep.rows[0]
-    compared = f"row {base.label}" if base else "none: no row without float8 has finished"
+    compared = f"row {base.label}" if base else "no row, because none without float8 has finished"
     return [
-        f"A step's time is the median over windows of `metrics.every` = {toml(first.recipe.metrics.every)} steps (first"
-        " row), the only times at which the loop waits for the device; windows that begin before step"
-        f" {first.skip_steps}, compilation among them, are left out. Speed-up: over"
-        f" {f'row {slow.label}' if slow else 'nothing yet'}. Spread: fastest and slowest window against the median."
+        f"Step time: the median over windows of `metrics.every` = {toml(first.recipe.metrics.every)} steps (first row);"
+        " the loop waits for the device only at the end of a window. Windows that begin before step"
+        f" {first.skip_steps}, such as those with compilation, are excluded. Speed-up: over"
+        f" {f'row {slow.label}' if slow else 'nothing yet'}. Spread: fastest and slowest window relative to the median."
         " TFLOP/s counts causal attention and no recomputation. MFU: share of the dense bf16 peak, also for float8."
-        " Where documents are masked, TFLOP/s and both MFUs count attention at the mean length of the documents, as the"
-        " run logged it. Memory: rank 0's peak, on a CPU that of the whole process. Loss gap: mean difference over the"
-        f" last quarter of the logged steps to {compared}."
+        " With document masks, TFLOP/s and both MFUs count attention at the mean length of the documents, as the run"
+        " logged it. Memory: rank 0's peak, on a CPU that of the whole process. Loss gap: mean difference over the last"
+        f" quarter of the logged steps to {compared}."
     ]
 
 
 def _logged(path: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl that hold a training step."""
+    """The training steps of metrics.jsonl."""
     return [row for row in (_json_lines(path) if path.is_file() else []) if "loss" in row]
 
 
@@ -271,6 +271,6 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             found.append(json.loads(line))
-        except ValueError:  # cut off by a kill
+        except ValueError:  # cut off when the run was killed
             continue
     return found

@@ -1,4 +1,4 @@
-"""One run of a sweep as processes of its own, and how they ended. Imports no torch."""
+"""Run one row of a sweep in processes of its own, and find out how they ended. Imports no torch."""
 
 import os
 import re
@@ -18,11 +18,11 @@ from recipes.files.exit_codes import with_parent
 
 Outcome = Literal["done", "out of memory", "crashed", "refused", "timed out"]
 MARK = "SHARDWRIGHT_SWEEP_RUN"
-"""Environment variable by which all processes of a run are found again, wherever they moved to: torchrun gives each
-worker a session of its own, out of reach of the launcher's process group."""
+"""Environment variable that marks all processes of a run. The process group does not: torchrun gives each worker a
+session of its own."""
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLITE_SECONDS = 35.0
-"""How long an interrupted run may take to finish its step and end by itself."""
+"""How long an interrupted run may take to finish its step and exit."""
 LONGEST_REASON = 300
 
 # Of CUDA: torch, runtime and driver, Triton, cuBLAS and cuDNN, NCCL. Of CPUs: torch, C++, Python, Linux.
@@ -35,7 +35,7 @@ RAISED = re.compile(r"^(?:\[rank\d+\]: ?)?([A-Za-z_][\w.]*(?:Error|Exception)\b.
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal asks for the end: Ctrl-C, a scheduler's or that of a terminal that closes."""
+    """A signal asks the sweep to stop: Ctrl-C, SIGTERM from a scheduler, or SIGHUP from a closed terminal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -44,14 +44,14 @@ class Stopped(KeyboardInterrupt):
 
 @contextmanager
 def stop_signals() -> Iterator[None]:
-    """Raise Stopped at a signal: without it SIGTERM and SIGHUP would leave a run without its parent, on its device."""
+    """Raise Stopped at a signal; otherwise SIGTERM and SIGHUP would leave an orphaned run on the device."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise Stopped(number)
 
     before = {number: signal.getsignal(number) for number in STOPS}
     for number in STOPS:
-        if number != signal.SIGHUP or before[number] != signal.SIG_IGN:  # nohup stays in force
+        if number != signal.SIGHUP or before[number] != signal.SIG_IGN:  # nohup keeps working
             signal.signal(number, stop)
     try:
         yield
@@ -60,15 +60,15 @@ def stop_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def say_stopped(text: str) -> None:
-    """On standard error, if it is still there: a terminal that sent SIGHUP is gone."""
+def print_stopped(text: str) -> None:
+    """Print on standard error, which may be closed after SIGHUP."""
     with suppress(OSError):
         print(f"\n{text}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended, and why where it did not go well."""
+    """How a run ended; reason: why it failed, or empty."""
 
     outcome: Outcome
     reason: str
@@ -76,10 +76,16 @@ class Ended:
 
 
 def run(command: Sequence[str], *, stdout: Path, stderr: Path, timeout: float, environment: dict[str, str]) -> Ended:
-    """Run the command to its end, or to `timeout` seconds. None of its processes is there afterwards.
+    """Run a command and return how it ended; none of its processes is left afterwards.
 
-    Its output goes to the two files. A KeyboardInterrupt (see stop_signals) asks it to end, and is raised again when it
-    has ended.
+    On KeyboardInterrupt (see stop_signals), the command is asked to stop, and the exception continues once it has.
+
+    Args:
+        command: program and arguments.
+        stdout: file for its standard output.
+        stderr: file for its standard error.
+        timeout: seconds after which it is killed.
+        environment: its environment variables.
     """
     mark = uuid.uuid4().hex
     begin = time.monotonic()
@@ -93,7 +99,7 @@ def run(command: Sequence[str], *, stdout: Path, stderr: Path, timeout: float, e
                 stdout=out,
                 stderr=err,
                 env=environment | {MARK: mark},
-                start_new_session=True,  # else Ctrl-C would reach it twice, from the terminal and from us
+                start_new_session=True,  # otherwise Ctrl-C reaches it twice, from the terminal and from us
             )
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -103,21 +109,21 @@ def run(command: Sequence[str], *, stdout: Path, stderr: Path, timeout: float, e
                 _end_politely(process)
             raise
         finally:
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # else one more signal would leave some of them
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # another signal here would leave processes
             _kill_all(mark, process)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     seconds = time.monotonic() - begin
     errors = stderr.read_text(encoding="utf-8", errors="replace")
     if code is None:
         return Ended("timed out", f"no end after {timeout:g} s; all its processes were killed", seconds)
-    return Ended(*explain(code, errors), seconds)
+    return Ended(*outcome_and_reason(code, errors), seconds)
 
 
-def explain(code: int, errors: str) -> tuple[Outcome, str]:
-    """Outcome and reason of an exit code and what was on standard error."""
+def outcome_and_reason(code: int, errors: str) -> tuple[Outcome, str]:
+    """How a run ended and why, from its exit code and standard error."""
     if code == 0:
         return "done", ""
-    said_by_launcher = [line for line in errors.splitlines() if line.startswith("launch: ")]
+    launcher_lines = [line for line in errors.splitlines() if line.startswith("launch: ")]
     own = "\n".join(line for line in errors.splitlines() if not line.startswith("launch: "))
     raised = RAISED.findall(own)
     for line in (*raised, *own.splitlines()):
@@ -127,12 +133,12 @@ def explain(code: int, errors: str) -> tuple[Outcome, str]:
         return "refused", _short(own)
     if raised:
         return "crashed", _short(raised[-1])
-    last = said_by_launcher[-1].removeprefix("launch: ") if said_by_launcher else _last_line(own)
+    last = launcher_lines[-1].removeprefix("launch: ") if launcher_lines else _last_line(own)
     return "crashed", _short(last or f"exit code {code}")
 
 
 def _short(text: str) -> str:
-    """On one line, without ends that say little."""
+    """On one line of limited length."""
     line = " ".join(text.split())
     return line if len(line) <= LONGEST_REASON else line[: LONGEST_REASON - 3] + "..."
 
@@ -142,7 +148,7 @@ def _last_line(text: str) -> str:
 
 
 def _end_politely(process: subprocess.Popen[bytes]) -> None:
-    """Ask for the end as Ctrl-C does, and wait; a second signal ends the waiting."""
+    """Send SIGINT, as Ctrl-C does, and wait; a second signal ends the wait."""
     try:
         process.send_signal(signal.SIGINT)
         process.wait(POLITE_SECONDS)
@@ -151,11 +157,11 @@ def _end_politely(process: subprocess.Popen[bytes]) -> None:
 
 
 def _kill_all(mark: str, process: subprocess.Popen[bytes] | None) -> None:
-    """Kill what is left of a run, its launcher first lest it replaces what is killed. None: it was about to start."""
+    """Kill what is left of a run, the launcher first so that it restarts nothing. None: it had not started."""
     if process is not None and process.poll() is None:
         process.kill()
         process.wait()
-    if not Path("/proc/self/environ").exists():  # no Linux: its process group is all that can be found
+    if not Path("/proc/self/environ").exists():  # not Linux: only the process group is known
         if process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -169,14 +175,14 @@ def _kill_all(mark: str, process: subprocess.Popen[bytes] | None) -> None:
 
 
 def processes_with(mark: str) -> list[int]:
-    """Processes that inherited this mark. Linux only; ended ones that nobody has waited for have no environment."""
+    """Processes that inherited this mark (Linux only). Zombies are not among them: they have no environment."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
                 variables = (folder / "environ").read_bytes().split(b"\0")
-            except OSError:  # another user's, or gone
+            except OSError:  # of another user, or ended
                 continue
             if wanted in variables:
                 found.append(int(folder.name))

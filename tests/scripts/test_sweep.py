@@ -363,7 +363,7 @@ def test_a_dry_run_shows_values_from_the_command_line(tmp_path: Path) -> None:
     [
         (["configs/sweeps/pf8.toml"], "did you mean"),
         (["configs/sweeps/fp8.toml", "--float8.recipie", "none"], "unknown key; did you mean float8.recipe?"),
-        (["configs/sweeps/fp8.toml"], 'run.device = "cuda", and this machine has no GPU; '),
+        (["configs/sweeps/fp8.toml"], 'run.device = "cuda", but this machine has no GPU; '),
         (["configs/sweeps/fp8.toml", "--run.device", "auto"], "which has no GPU; write emulate = true"),
     ],
 )
@@ -421,7 +421,7 @@ def test_an_interrupted_sweep_keeps_the_rows_that_have_ended(
 ) -> None:
     ended = interrupted[1]
     assert (ended.returncode, ended.stdout) == (130, "")
-    assert ended.stderr.strip() == "interrupted; the same command goes on from here"
+    assert ended.stderr.strip() == "interrupted; the same command continues from here"
     assert results(home / "interrupted/two_rows")[0]["label"] == "micro_batch_size=1"
 
 
@@ -479,7 +479,7 @@ def test_sigterm_leaves_no_process_on_the_device(home: Path, corpus: Path) -> No
     process.terminate()
     _, err = process.communicate(timeout=90)
     assert process.returncode == 128 + signal.SIGTERM
-    assert err.strip() == "interrupted; the same command goes on from here"
+    assert err.strip() == "interrupted; the same command continues from here"
     assert processes_of(folder) == []
 
 

@@ -1,4 +1,4 @@
-"""From a sweep's file to its rows, what is refused, and the sweeps that are shipped."""
+"""Reading a sweep's file into rows, what is refused, and the shipped sweeps."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from recipes.sweep.grid import Sweep, read_sweep, windows
 ROOT = Path(__file__).resolve().parents[3]
 BENCH = ROOT / "configs/sweeps/gpu_bench.toml"
 SWEEPS = sorted(path for path in (ROOT / "configs/sweeps").glob("*.toml") if path != BENCH)
-TWINS = sorted((ROOT / "configs/sweeps/cpu").glob("*.toml"))
+CPU_VARIANTS = sorted((ROOT / "configs/sweeps/cpu").glob("*.toml"))
 DEBUG = ROOT / "configs/smollm3_debug.toml"
 
 
@@ -29,7 +29,7 @@ def refused(tmp_path: Path, text: str, *arguments: str, **options: Any) -> str:
     return " ".join(str(caught.value).split())
 
 
-def test_axes_are_combined_and_the_last_turns_fastest(tmp_path: Path) -> None:
+def test_axes_are_combined_and_the_last_varies_fastest(tmp_path: Path) -> None:
     sweep = read(
         tmp_path,
         """
@@ -57,7 +57,7 @@ def test_axes_are_combined_and_the_last_turns_fastest(tmp_path: Path) -> None:
     assert (sweep.name, last.timeout, last.skip_steps, last.processes) == ("mine", 60, 10, 2)
 
 
-def test_runs_are_listed_and_named(tmp_path: Path) -> None:
+def test_runs_are_rows_in_order_with_names_or_labels(tmp_path: Path) -> None:
     sweep = read(
         tmp_path,
         """
@@ -76,7 +76,7 @@ def test_runs_are_listed_and_named(tmp_path: Path) -> None:
     assert [row.timeout for row in sweep.rows] == [1800, 5]
 
 
-def test_the_fingerprint_is_that_of_what_changes_a_number(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_whatever_changes_a_number(tmp_path: Path) -> None:
     text = '[[runs]]\nname = "a"\noptimizer.lr = 1e-3'
     first = read(tmp_path, text).rows[0].fingerprint
     path = tmp_path / "mine.toml"
@@ -92,7 +92,7 @@ def test_windows_begin_and_end_at_logged_steps() -> None:
     assert list(windows(steps=10, every=5, skip=1)) == [(1, 5), (5, 10)]
     assert list(windows(steps=4, every=1, skip=1)) == [(1, 2), (2, 3), (3, 4)]
     assert list(windows(steps=3, every=10, skip=3)) == list(windows(steps=1, every=10, skip=0)) == []
-    assert next(windows(steps=10**15, every=1, skip=2)) == (2, 3)  # none is made before its turn
+    assert next(windows(steps=10**15, every=1, skip=2)) == (2, 3)  # computed lazily
 
 
 @pytest.mark.parametrize(
@@ -107,30 +107,33 @@ def test_windows_begin_and_end_at_logged_steps() -> None:
         ),
         ("[[runs]]\nmodle.width = 1", "[modle] (mine.toml [[runs]] 1) unknown section; did you mean [model]?"),
         ("[axes]\nrun.name = ['a']", "run.name (mine.toml [axes]) is set by the sweep; leave it out"),
-        ("[axes]\noptimizer.lr = 1", "[axes] optimizer.lr = 1 must be a list of values, one for each row"),
+        ("[axes]\noptimizer.lr = 1", "[axes] optimizer.lr = 1 must be a list of values, one per row"),
         ("[axes]\noptimizer.lr = []", "[axes] optimizer.lr = [] must be a list"),
-        ("[axes]", "axes (mine.toml) is empty, so there is no row"),
-        ("", "write one of the two: [axes], or [[runs]]"),
-        ("timeout = 0\n[[runs]]", "timeout = 0 (mine.toml) must be seconds after which a run counts as hung"),
-        ("processes = true\n[[runs]]", "processes = true (mine.toml) must be processes per run"),
+        ("[axes]", "axes (mine.toml) is empty, so the sweep has no rows"),
+        ("", "write exactly one of them: [axes], or [[runs]]"),
+        ("timeout = 0\n[[runs]]", "timeout = 0 (mine.toml) must be the seconds after which a run is treated as hung"),
+        ("processes = true\n[[runs]]", "processes = true (mine.toml) must be the number of processes per run"),
         ("proceses = 1\n[[runs]]", "proceses = 1 (mine.toml) unknown key; did you mean processes?"),
         ("[batch]\nmicro_batch_size = 1\n[[runs]]", "write it below [fixed] as batch.FIELD"),
-        ("[[runs]]\nname = 'a'\n[[runs]]\nname = 'a'", "several rows are called a; give each another name"),
-        ("[[runs]]\nname = 'a/b'", 'name = "a/b" must name a folder, without "|"; write name = "run_1"'),
-        ("[[runs]]\nname = 'a|b'", 'must name a folder, without "|"; write name = "run_1"'),
-        ("[[runs]]\nname = ''", "must name a folder"),
-        (f"[[runs]]\nname = '{'ä' * 101}'", "has 202 bytes, and its files' names take no more than 200; write name ="),
+        ("[[runs]]\nname = 'a'\n[[runs]]\nname = 'a'", "several rows are named a; give each a different name"),
+        ("[[runs]]\nname = 'a/b'", 'name = "a/b" must be a valid folder name without "|"; write name = "run_1"'),
+        ("[[runs]]\nname = 'a|b'", 'must be a valid folder name without "|"; write name = "run_1"'),
+        ("[[runs]]\nname = ''", "must be a valid folder name"),
+        (
+            f"[[runs]]\nname = '{'ä' * 101}'",
+            "has 202 bytes, more than the 200 that names of its files allow; write name =",
+        ),
         (
             f"[axes]\ndata.source = ['{'a' * 200}']",
-            "has 207 bytes, and its files' names take no more than 200; use [[runs]]",
+            "has 207 bytes, more than the 200 that names of its files allow; use [[runs]]",
         ),
-        ("[axes]\ndata.source = ['a|b']", 'source=a|b" must name a folder, without "|"; use [[runs]]'),
-        ("least_processes = 3\n[[runs]]", "mine.toml: its rows do not differ on 2 processes; it takes 3 or more"),
-        ("[[runs]]\ntimeout = '1'", '[[runs]] 1: timeout = "1" must be seconds, 1 or more'),
+        ("[axes]\ndata.source = ['a|b']", 'source=a|b" must be a valid folder name without "|"; use [[runs]]'),
+        ("least_processes = 3\n[[runs]]", "mine.toml: its rows do not differ on 2 processes and need 3 or more"),
+        ("[[runs]]\ntimeout = '1'", '[[runs]] 1: timeout = "1" must be a number of seconds, 1 or more'),
         ("[[runs]]\nmetrics.every = 100", "leaves 1 windows of metrics.every = 100 steps after skip_steps = 10"),
     ],
 )
-def test_what_is_wrong_with_the_file_is_said(text: str, message: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_error_in_the_file_is_refused(text: str, message: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     assert message in refused(tmp_path, text)
 
@@ -151,7 +154,7 @@ run.seed = 3
 
 
 def test_a_key_of_the_command_line_has_its_value_in_every_row(tmp_path: Path) -> None:
-    """Labels and records say what runs."""
+    """Labels and overrides show the value that runs."""
     sweep = read(tmp_path, NAMED, "--float8.sample_every", "0", "--optimizer.betas", "0.7", "0.8")
     assert [(row.label, row.overrides) for row in sweep.rows] == [
         ("a", {"float8.recipe": "tensorwise", "float8.sample_every": 0}),
@@ -164,20 +167,23 @@ def test_a_key_of_the_command_line_has_its_value_in_every_row(tmp_path: Path) ->
     assert {row.overrides["activation_checkpointing.mode"] for row in sweep.rows} == {"full"}
 
 
-def test_rows_that_the_command_line_makes_the_same_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
+def test_rows_that_the_command_line_makes_identical_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     message = refused(tmp_path, AXES, "--activation_checkpointing.mode", "selective")
     assert message == (
-        "mine.toml: --activation_checkpointing.mode makes the 2 rows of micro_batch_size=1 the same run; leave it out,"
-        " or write a sweep without the rows that differ in it"
+        "mine.toml: --activation_checkpointing.mode makes the 2 rows of micro_batch_size=1 the same run; omit it,"
+        " or write a sweep without rows that differ only in it"
     )
     text = "[[runs]]\nname = 'a'\nrun.seed = 1\n[[runs]]\nname = 'b'\n[[runs]]\nname = 'c'\noptimizer.lr = 1.0"
     assert "mine.toml: --run.seed makes a and b the same run" in refused(tmp_path, text, "--run.seed", "2")
+
+
+def test_a_file_may_repeat_a_row(tmp_path: Path) -> None:
     again = "[[runs]]\nname = 'a'\nrun.seed = 1\n[[runs]]\nname = 'again'\nrun.seed = 1"
-    assert len(read(tmp_path, again, "--run.seed", "2").rows) == 2  # the file asks for one run twice
+    assert len(read(tmp_path, again, "--run.seed", "2").rows) == 2
 
 
-def test_every_row_is_checked_as_a_recipe_and_one_problem_is_told_once(tmp_path: Path, monkeypatch: Any) -> None:
+def test_every_row_is_checked_as_a_recipe(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     message = refused(
         tmp_path,
@@ -194,39 +200,42 @@ def test_every_row_is_checked_as_a_recipe_and_one_problem_is_told_once(tmp_path:
     assert message.count('float8.recipe = "fp4" (mine.toml [axes]) must be one of "none", "tensorwise"') == 2
     assert "micro_batch_size 3 x 2 data-parallel processes = 6" in message
 
+
+def test_a_problem_of_several_rows_is_listed_once(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
     message = refused(tmp_path, "[axes]\nrun.seed = [1, 2, 3]", "--batch.micro_batch_size", "5")
     assert message.count("must be a multiple of") == 1
     assert "seed=1, seed=2, seed=3: 1 problem in " in message
 
 
-def test_float8_is_refused_where_the_machine_has_no_device_for_it(tmp_path: Path) -> None:
+def test_float8_is_refused_on_a_machine_without_a_gpu(tmp_path: Path) -> None:
     text = "[axes]\nfloat8.recipe = ['none', 'tensorwise']"
     assert "which has no GPU; write emulate = true" in refused(tmp_path, text, device="cpu")
     assert "1 of 2 rows" in refused(tmp_path, text, device="cpu")
     assert len(read(tmp_path, text, device="cuda").rows) == 2
-    assert len(read(tmp_path, text).rows) == 2  # a dry run, wherever
+    assert len(read(tmp_path, text).rows) == 2  # a dry run, on any machine
     assert len(read(tmp_path, text, "--float8.emulate", "true", device="cpu").rows) == 2
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused_with_a_suggestion(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"did you mean configs/sweeps/fp8\.toml\?"):
         read_sweep(Path("configs/sweeps/fp8x.toml"), output=tmp_path, processes=1)
     with pytest.raises(UserError, match="does not exist; did you mean"):
         read(tmp_path, "[[runs]]", base='base = "smollm3_debgu.toml"')
 
 
-# The sweeps that are shipped
+# The shipped sweeps
 
 
-def test_the_promised_sweeps_are_there() -> None:
+def test_every_documented_sweep_is_shipped_with_its_cpu_variant() -> None:
     promised = {"fp8", "numerics", "activation_checkpointing", "zero", "micro_batch", "sequence_length", "compile"}
     promised |= {"attention", "document_mask"}
     assert {path.stem for path in SWEEPS} == promised
-    assert {path.stem for path in TWINS} == promised | {"tiny", "gpu_bench"}
+    assert {path.stem for path in CPU_VARIANTS} == promised | {"tiny", "gpu_bench"}
 
 
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
-def test_every_sweep_fits_one_gpu_and_eight_and_has_a_twin(path: Path, tmp_path: Path) -> None:
+def test_every_sweep_fits_one_gpu_and_eight(path: Path, tmp_path: Path) -> None:
     for processes in (2, 8) if path.stem == "zero" else (1, 2, 8):
         sweep = read_sweep(path, output=tmp_path, processes=processes)
         assert all(row.processes == processes and row.recipe.run.device == "cuda" for row in sweep.rows)
@@ -234,33 +243,38 @@ def test_every_sweep_fits_one_gpu_and_eight_and_has_a_twin(path: Path, tmp_path:
             tokens = row.recipe.batch.global_batch_size * row.recipe.batch.sequence_length
             assert tokens >= 65_536 * (8 if path.stem == "zero" else 1)
             assert row.recipe.checkpoint.every == row.recipe.validation.every == 0
-    twin = read_sweep(path.parent / "cpu" / path.name, output=tmp_path, processes=1)
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+def test_every_cpu_variant_compares_what_its_sweep_compares(path: Path, tmp_path: Path) -> None:
+    sweep = read_sweep(path, output=tmp_path, processes=8)
+    variant = read_sweep(path.parent / "cpu" / path.name, output=tmp_path, processes=1)
     if path.stem == "attention":  # CPUs have other kernels
-        assert [list(row.overrides) for row in twin.rows] == [["attention.backend"]] * 3
+        assert [list(row.overrides) for row in variant.rows] == [["attention.backend"]] * 3
         return
-    assert len(twin.rows) == len(sweep.rows)
-    if path.stem != "sequence_length":  # its twin's are shorter
-        assert [row.label for row in twin.rows] == [row.label for row in sweep.rows]
-    # The same question: each key differs between the same rows, wherever the base or a row sets it.
-    varied = {key for row in (*sweep.rows, *twin.rows) for key in row.overrides}
+    assert len(variant.rows) == len(sweep.rows)
+    if path.stem != "sequence_length":  # its CPU variant has shorter sequences
+        assert [row.label for row in variant.rows] == [row.label for row in sweep.rows]
+    # Each key differs between the same rows, whether the base or a row sets it.
+    varied = {key for row in (*sweep.rows, *variant.rows) for key in row.overrides}
     if path.stem == "document_mask":
-        varied.remove("attention.backend")  # the kernel of the GPU's base takes no document mask; a CPU's does
+        varied.remove("attention.backend")  # cuDNN, set by the GPU base, supports no document masks; CPU kernels do
     for key in varied:
-        assert pattern(twin, key) == pattern(sweep, key), key
+        assert pattern(variant, key) == pattern(sweep, key), key
 
 
 def pattern(sweep: Sweep, key: str) -> list[int]:
-    """For every row, the number of the first row with its value of this key."""
+    """For every row, the index of the first row with the same value of this key."""
     values = [value_of(row.recipe, key) for row in sweep.rows]
     return [values.index(value) for value in values]
 
 
-def test_one_process_has_nothing_to_shard_or_replicate(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"its rows do not differ on 1 processes; it takes 2 or more"):
+def test_the_zero_sweep_needs_two_processes(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"its rows do not differ on 1 processes and need 2 or more"):
         read_sweep(ROOT / "configs/sweeps/zero.toml", output=tmp_path, processes=1)
 
 
-def test_the_full_steps_of_the_bench(tmp_path: Path) -> None:
+def test_the_gpu_benchmark_runs_both_models_in_bf16_and_float8(tmp_path: Path) -> None:
     sweep = read_sweep(BENCH, output=tmp_path, processes=8)
     assert [(row.label, row.recipe.model.name, row.recipe.float8.recipe) for row in sweep.rows] == [
         ("smollm3_3b_bf16", "smollm3_3b", "none"),

@@ -1,4 +1,4 @@
-"""The folder of a sweep while its rows run."""
+"""The lock on a sweep's folder."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ time.sleep(600)
 """
 
 
-def test_two_sweeps_do_not_share_a_folder(tmp_path: Path) -> None:
+def test_a_second_sweep_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(f'base = "{TINY}"\nskip_steps = 2\n[[runs]]\nname = "a"\n')
     sweep = read_sweep(tmp_path / "mine.toml", output=tmp_path, processes=1)
     sweep.folder.mkdir()

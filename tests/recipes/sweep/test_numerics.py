@@ -1,4 +1,4 @@
-"""The comparison of float8 with its reference, and the pass rule, on made-up numbers."""
+"""The comparison of float8 rows with the reference, and the pass rule, on made-up numbers."""
 
 import json
 from pathlib import Path
@@ -72,9 +72,9 @@ def verdict(sweep: Sweep, **numbers: Any) -> str:
     [
         ({}, "pass"),
         ({"casts": ()}, "pass, casts not sampled"),
-        ({"losses": (9.0,) * 7 + (4.0, 4.039)}, "pass"),  # what counts is the last quarter, within 0.02 in the mean
+        ({"losses": (9.0,) * 7 + (4.0, 4.039)}, "pass"),  # only the last quarter counts, and its mean is within 0.02
         ({"losses": (4.0,) * 7 + (4.0, 4.041)}, "FAIL: loss"),
-        ({"losses": (4.0,) * 7 + (4.0, 3.959)}, "FAIL: loss"),  # better by that much is not the same training
+        ({"losses": (4.0,) * 7 + (4.0, 3.959)}, "FAIL: loss"),  # a much lower loss is not the same training either
         ({"losses": (4.0,) * 3 + (None,) + (4.0,) * 5}, "FAIL: not finite"),
         ({"losses": (None,) * 9}, "FAIL: not finite, loss"),
         ({"norms": (1.09,) * 5 + (9.0,) * 4}, "pass"),
@@ -90,14 +90,14 @@ def verdict(sweep: Sweep, **numbers: Any) -> str:
         ),
     ],
 )
-def test_the_pass_rule(sweep: Sweep, numbers: dict[str, Any], expected: str) -> None:
+def test_a_row_passes_or_fails_by_the_rule(sweep: Sweep, numbers: dict[str, Any], expected: str) -> None:
     assert verdict(sweep, **numbers) == expected
 
 
-def test_what_is_compared(sweep: Sweep) -> None:
+def test_a_comparison_has_gap_norm_ratio_and_worst_casts(sweep: Sweep) -> None:
     noisy = result("fp8", losses=(4.0, 3.5, *(4.01,) * 7), norms=(2.0, *(1.05,) * 8), casts=CLEAN)
     results = {"bf16": result("bf16"), "fp8": noisy, "again": result("again"), "other": result("other")}
-    fp8, again = compare(sweep, results)  # the other has another learning rate
+    fp8, again = compare(sweep, results)  # "other" has another learning rate
     assert (fp8.label, again.label) == ("fp8", "again")
     assert fp8.loss_gap == pytest.approx(0.0025)
     assert fp8.largest_loss_gap == (4, -0.5)
@@ -109,45 +109,55 @@ def test_what_is_compared(sweep: Sweep) -> None:
     assert f"| fp8 | {cells}\n| again | +0.000 | none | " in page and "Limit: 0.5%, or the largest gap of a" in page
 
 
-def test_a_row_in_bf16_that_rounds_elsewhere_is_the_yardstick(sweep: Sweep) -> None:
-    """Losses of 4: a gap of 0.04 is 1%."""
+def verdicts(sweep: Sweep, again: Result, fp8: float) -> list[tuple[float | None, str]]:
+    """(limit, verdict) of a float8 row whose losses are `fp8` above the reference's, and of the bf16 row `again`."""
+    rows = {"bf16": result("bf16"), "fp8": result("fp8", losses=(4 + fp8,) * 9, casts=CLEAN), "again": again}
+    return [(row.limit, row.verdict) for row in compare(sweep, rows)]
 
-    def verdicts(again: Result, fp8: float) -> list[tuple[float | None, str]]:
-        rows = {"bf16": result("bf16"), "fp8": result("fp8", losses=(4 + fp8,) * 9, casts=CLEAN), "again": again}
-        return [(row.limit, row.verdict) for row in compare(sweep, rows)]
 
+def test_a_bf16_row_that_rounds_elsewhere_sets_the_limit(sweep: Sweep) -> None:
+    """The reference's losses are 4, so a gap of 0.04 is 1%."""
     far = result("again", losses=(3.96,) * 9)
-    assert verdicts(far, 0.039) == [(pytest.approx(0.01), "pass"), (None, "yardstick")]
-    assert verdicts(far, 0.041) == [(pytest.approx(0.01), "FAIL: loss"), (None, "yardstick")]
+    assert verdicts(sweep, far, 0.039) == [(pytest.approx(0.01), "pass"), (None, "yardstick")]
+    assert verdicts(sweep, far, 0.041) == [(pytest.approx(0.01), "FAIL: loss"), (None, "yardstick")]
     near = result("again", losses=(4.001,) * 9)
-    assert verdicts(near, 0.019) == [(0.005, "pass"), (None, "yardstick")]
-    assert verdicts(near, 0.021) == [(0.005, "FAIL: loss"), (None, "yardstick")]
-    for wrong, why in [
+    assert verdicts(sweep, near, 0.019) == [(0.005, "pass"), (None, "yardstick")]
+    assert verdicts(sweep, near, 0.021) == [(0.005, "FAIL: loss"), (None, "yardstick")]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
         ({"losses": (4.21,) * 9}, "loss"),
         ({"losses": (3.96,) * 8 + (None,)}, "not finite"),
         ({"losses": (3.96,) * 9, "norms": (1.2,) * 9}, "gradient norm"),
         ({"losses": (3.96,) * 9, "skipped": [5]}, "skipped step 5"),
-    ]:
-        broken = result("again", **wrong)
-        assert verdicts(broken, 0.03) == [(0.005, "FAIL: loss"), (None, f"no yardstick: {why}")]
+    ],
+)
+def test_a_bf16_row_that_breaks_the_rule_is_no_yardstick(sweep: Sweep, wrong: dict[str, Any], why: str) -> None:
+    expected = [(0.005, "FAIL: loss"), (None, f"no yardstick: {why}")]
+    assert verdicts(sweep, result("again", **wrong), 0.03) == expected
 
 
-def test_a_reference_that_skipped_steps_passes_nothing(sweep: Sweep) -> None:
+def test_no_row_passes_if_the_reference_skipped_steps(sweep: Sweep) -> None:
     rows = {"bf16": result("bf16", skipped=[3, 4]), "fp8": result("fp8", casts=CLEAN), "again": result("again")}
     why = "the reference skipped steps 3, 4"
     assert [row.verdict for row in compare(sweep, rows)] == [f"FAIL: {why}", f"no yardstick: {why}"]
 
 
-def test_without_float8_or_a_reference_there_is_nothing_to_say(sweep: Sweep) -> None:
-    for results in (
+@pytest.mark.parametrize(
+    "results",
+    [
         {"bf16": result("bf16"), "again": result("again")},
         {"fp8": result("fp8")},
         {"bf16": result("bf16"), "fp8": result("fp8") | {"outcome": "crashed"}},
-    ):
-        assert compare(sweep, results) == [] and numerics_table(sweep, results) == ""
+    ],
+)
+def test_the_page_has_no_numerics_without_float8_or_a_reference(sweep: Sweep, results: dict[str, Result]) -> None:
+    assert compare(sweep, results) == [] and numerics_table(sweep, results) == ""
 
 
-def test_a_row_keeps_norms_and_the_worst_casts(sweep: Sweep) -> None:
+def test_a_result_has_gradient_norms_and_the_worst_casts(sweep: Sweep) -> None:
     row = sweep.rows[1]
     folder = row.recipe.run.folder
     folder.mkdir(parents=True)
@@ -166,7 +176,7 @@ def test_a_row_keeps_norms_and_the_worst_casts(sweep: Sweep) -> None:
     assert found["float8"] == [["a", "input", 0.125, 0.5], ["b", "input", 0.25, 0.0]]
 
 
-def test_the_picture_shows_the_worst_of_each_layer(sweep: Sweep) -> None:
+def test_the_underflow_picture_shows_the_worst_cast_of_each_layer(sweep: Sweep) -> None:
     casts = (
         *(("blocks.0.attention.q_proj", "input", 0.0, 0.1), ("blocks.0.attention.k_proj", "input", 0.0, 0.2)),
         ("blocks.0.attention.q_proj", "input_for_grad_weight", 0.0, 0.3),
@@ -184,7 +194,7 @@ def test_the_picture_shows_the_worst_of_each_layer(sweep: Sweep) -> None:
     assert [line.get_color() for line in loss] == ["black", inputs.get_color()]
 
 
-def test_nothing_sampled_leaves_no_picture_of_it(sweep: Sweep) -> None:
+def test_the_underflow_picture_is_drawn_only_if_casts_were_sampled(sweep: Sweep) -> None:
     sweep.folder.mkdir(parents=True)
     speed = {"final_loss": 4.0, "tokens_per_second_per_device": 1.0, "peak_memory_gib": 1.0}
     times = {"step_seconds": 1.0, "step_seconds_least": 1.0, "step_seconds_most": 1.0}

@@ -1,4 +1,4 @@
-"""Numbers, table and pictures from the folders of runs whose figures are known."""
+"""Numbers, table and pictures made from run folders with known contents."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from models.sizes import SIZES
 from parallel.errors import UserError
 from recipes.sweep.grid import Sweep, read_sweep
 from recipes.sweep.plots import BARS, LOSS, bars, draw, losses
-from recipes.sweep.results import append, current, loss_gaps, mean_gap, read_results, result_of, table
+from recipes.sweep.results import append, current_results, loss_gaps, mean_gap, read_results, result_of, table
 from recipes.sweep.runner import Ended
 
 DEBUG = Path(__file__).resolve().parents[3] / "configs/smollm3_debug.toml"
@@ -40,11 +40,11 @@ batch.micro_batch_size = 8
 name = "not yet"
 optimizer.lr = 1.0
 """
-SECONDS = {1: 30.0, 4: 3.0, 8: 0.5, 12: 0.4, 16: 0.6, 18: 0.7}  # of a step, by the last step of its window
+SECONDS = {1: 30.0, 4: 3.0, 8: 0.5, 12: 0.4, 16: 0.6, 18: 0.7}  # per step, by the last step of its window
 
 
 def logged(folder: Path, *, tokens_per_step: int, offset: float, nan_at: int | None = None, **more: float) -> None:
-    """What a run would have left: losses 5 - step / 10 + offset."""
+    """Write what a run leaves behind, with losses 5 - step / 10 + offset."""
     folder.mkdir(parents=True)
     rows = [
         {
@@ -71,7 +71,7 @@ def logged(folder: Path, *, tokens_per_step: int, offset: float, nan_at: int | N
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> Sweep:
-    """Three rows that are done, one that failed and one that has not run."""
+    """Three finished rows, one that failed and one that has not run."""
     (tmp_path / "mine.toml").write_text(TEXT)
     sweep = read_sweep(tmp_path / "mine.toml", output=tmp_path, processes=2)
     for row, offset in zip(sweep.rows, (0.0, 0.02, -1.0), strict=False):
@@ -83,9 +83,14 @@ def sweep(tmp_path: Path) -> Sweep:
     return sweep
 
 
-def test_a_rows_numbers(sweep: Sweep) -> None:
-    result = current(sweep, read_results(sweep.folder))["bf16"]
-    assert result["windows"] == [[4, 8, 0.5], [8, 12, 0.4], [12, 16, 0.6], [16, 18, 0.7]]  # neither 30.0 nor 3.0
+def test_a_finished_row_is_measured_over_its_windows(sweep: Sweep) -> None:
+    result = current_results(sweep, read_results(sweep.folder))["bf16"]
+    assert result["windows"] == [
+        [4, 8, 0.5],
+        [8, 12, 0.4],
+        [12, 16, 0.6],
+        [16, 18, 0.7],
+    ]  # not 30.0 and 3.0, the warm-up
     assert (result["step_seconds"], result["step_seconds_least"], result["step_seconds_most"]) == (0.55, 0.4, 0.7)
     assert result["first_step_seconds"] == 30.0
     rate = 16 * 256 / 0.55 / 2
@@ -100,7 +105,7 @@ def test_a_rows_numbers(sweep: Sweep) -> None:
     assert len(result["curve"]) == len(SECONDS)
 
 
-def test_attention_inside_documents_is_counted_at_the_length_that_the_run_logged(sweep: Sweep) -> None:
+def test_flops_count_attention_at_the_document_length_that_the_run_logged(sweep: Sweep) -> None:
     row = sweep.rows[4]
     logged(row.recipe.run.folder, tokens_per_step=4096, offset=0.0)
     path = row.recipe.run.folder / "metrics.jsonl"
@@ -108,19 +113,19 @@ def test_attention_inside_documents_is_counted_at_the_length_that_the_run_logged
     rows = [json.loads(line) for line in path.read_text().splitlines()[: len(SECONDS)]]
     path.write_text("\n".join(json.dumps(row | {"attention_length": lengths[row["step"]]}) for row in rows))
     result = result_of(row, Ended("done", "", 40.0))
-    mean = (4 * 100 + 4 * 50 + 4 * 60 + 2 * 140) / 14  # of the measured steps
+    mean = (4 * 100 + 4 * 50 + 4 * 60 + 2 * 140) / 14  # over the measured steps
     assert result["attention_length"] == pytest.approx(mean)
     rate, model = result["tokens_per_second_per_device"], SIZES["smollm3_debug"]
     assert result["tflops_per_device"] == pytest.approx(rate * model.flops_per_token(mean, "causal") / 1e12)
     assert result["mfu"] == pytest.approx(rate * model.flops_per_token(mean, "causal") / 989.4e12)
     assert result["mfu_full"] == pytest.approx(rate * model.flops_per_token(mean, "full") / 989.4e12)
-    whole = current(sweep, read_results(sweep.folder))["bf16"]
+    whole = current_results(sweep, read_results(sweep.folder))["bf16"]
     assert whole["attention_length"] == 256 and result["tflops_per_device"] < whole["tflops_per_device"]
     assert "count attention at the mean length of the documents, as the run logged it" in table(sweep, {})
 
 
-def test_speeds_are_compared_with_the_first_row_that_was_measured(sweep: Sweep) -> None:
-    results = current(sweep, read_results(sweep.folder))
+def test_speeds_are_relative_to_the_first_measured_row(sweep: Sweep) -> None:
+    results = current_results(sweep, read_results(sweep.folder))
     assert "Speed-up: over row bf16." in table(sweep, results)
     results["bf16"] = results["bf16"] | {"outcome": "crashed", "reason": "x"}
     page = table(sweep, results)
@@ -131,41 +136,44 @@ def test_speeds_are_compared_with_the_first_row_that_was_measured(sweep: Sweep) 
     assert "Speed-up: over nothing yet." in table(sweep, {})
 
 
-def test_skipped_steps_are_named(sweep: Sweep) -> None:
+def test_the_page_lists_skipped_steps(sweep: Sweep) -> None:
     row = sweep.rows[1]
     with (row.recipe.run.folder / "metrics.jsonl").open("a") as file:
         file.write('\n{"step": 7, "tokens": 7, "skipped": true, "grad_norm": null}\n{"step": 9, "skipped": true}\n')
     append(sweep.folder, result_of(row, Ended("done", "", 40.0)))
-    results = current(sweep, read_results(sweep.folder))
+    results = current_results(sweep, read_results(sweep.folder))
     assert [results[label]["skipped_steps"] for label in ("bf16", "fp8")] == [[], [7, 9]]
-    assert "What skipped optimizer steps" in table(sweep, results) and "\n- fp8: 7, 9\n" in table(sweep, results)
+    assert "Rows that skipped optimizer steps" in table(sweep, results) and "\n- fp8: 7, 9\n" in table(sweep, results)
 
 
 @pytest.mark.parametrize("line", ['{"outcome": "done"}', "[1]", "3", '{"label": "a", "fingerprint": "b"}'])
-def test_a_line_that_is_no_result_is_refused(line: str, sweep: Sweep) -> None:
+def test_a_line_that_is_not_a_result_is_refused(line: str, sweep: Sweep) -> None:
     with (sweep.folder / "results.jsonl").open("a") as file:
         file.write(line + "\n")
-    with pytest.raises(UserError, match=r"results\.jsonl: a line is no result of a sweep: .*; remove it, or write"):
+    with pytest.raises(UserError, match=r"results\.jsonl: a line is not a result of a sweep: .*; remove it, or write"):
         read_results(sweep.folder)
 
 
-def test_the_gap_is_taken_where_the_batches_are_the_same(sweep: Sweep) -> None:
-    gaps = loss_gaps(sweep, current(sweep, read_results(sweep.folder)))
+def test_only_rows_on_the_same_batches_have_a_loss_gap(sweep: Sweep) -> None:
+    gaps = loss_gaps(sweep, current_results(sweep, read_results(sweep.folder)))
     assert list(gaps) == ["bf16", "fp8"]  # the longer one saw other sequences
     assert [step for step, _ in gaps["fp8"]] == list(SECONDS)
     assert all(gap == pytest.approx(0.02) for _, gap in gaps["fp8"])
+
+
+def test_the_mean_gap_is_over_the_last_quarter() -> None:
     assert mean_gap([(1, 9.0), (2, 9.0), (3, 9.0), (4, 1.0), (5, 1.0), (6, 1.0), (7, 2.0), (8, 4.0)]) == 3.0
     assert mean_gap([]) is None
 
 
 def cells(page: str) -> dict[str, list[str]]:
-    """First cell -> the others, of every line of the table."""
+    """First cell -> the other cells, for every line of the table."""
     lines = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| ")]
     return {line[0].strip(): [cell.strip() for cell in line[1:]] for line in lines}
 
 
-def test_the_table_has_every_row_and_says_what_failed(sweep: Sweep) -> None:
-    page = table(sweep, current(sweep, read_results(sweep.folder)))
+def test_the_table_has_every_row_and_the_reasons_of_failures(sweep: Sweep) -> None:
+    page = table(sweep, current_results(sweep, read_results(sweep.folder)))
     found = cells(page)
     assert list(found) == ["run", "bf16", "fp8", "longer", "too large", "not yet"]
     assert {len(line) for line in found.values()} == {10}
@@ -179,36 +187,36 @@ def test_the_table_has_every_row_and_says_what_failed(sweep: Sweep) -> None:
     assert f"device: 2 x {DEVICE}. torch: 2.13.0." in page and "commit: 0123456789ab." in page
 
 
-def test_a_loss_that_is_not_finite_is_told(sweep: Sweep) -> None:
+def test_a_loss_that_is_not_finite_is_marked(sweep: Sweep) -> None:
     row = sweep.rows[1]
     row.recipe.run.folder.rename(sweep.folder / "before")
     logged(row.recipe.run.folder, tokens_per_step=4096, offset=0.0, nan_at=18)
     append(sweep.folder, result_of(row, Ended("done", "", 40.0)))
-    results = current(sweep, read_results(sweep.folder))
+    results = current_results(sweep, read_results(sweep.folder))
     assert cells(table(sweep, results))["fp8"][-2:] == ["not finite", "+0.0000"]
     assert draw(sweep, results)
 
 
-def test_a_run_that_did_not_end_says_how_far_it_came(sweep: Sweep) -> None:
+def test_the_reason_of_a_failed_run_includes_its_last_logged_step(sweep: Sweep) -> None:
     result = result_of(sweep.rows[0], Ended("timed out", "no end after 9 s", 9.0))
     assert result["reason"] == "no end after 9 s (last logged step 18 of 18)"
     assert "step_seconds" not in result
 
 
-def test_the_newest_result_of_a_recipe_counts(sweep: Sweep) -> None:
+def test_the_newest_result_of_the_current_recipe_is_used(sweep: Sweep) -> None:
     row = sweep.rows[3]
     with (sweep.folder / "results.jsonl").open("a") as file:
         file.write('{"label": "cut o')
     logged(row.recipe.run.folder, tokens_per_step=4096, offset=0.0)
     append(sweep.folder, result_of(row, Ended("done", "", 1.0)))
-    assert current(sweep, read_results(sweep.folder))["too large"]["outcome"] == "done"
+    assert current_results(sweep, read_results(sweep.folder))["too large"]["outcome"] == "done"
     changed = replace(row, recipe=replace(row.recipe, batch=replace(row.recipe.batch, micro_batch_size=4)))
     other = replace(sweep, rows=(*sweep.rows[:3], changed, sweep.rows[4]))
-    assert list(current(other, read_results(sweep.folder))) == ["bf16", "fp8", "longer"]
+    assert list(current_results(other, read_results(sweep.folder))) == ["bf16", "fp8", "longer"]
 
 
 def test_the_pictures_show_the_numbers(sweep: Sweep) -> None:
-    results = current(sweep, read_results(sweep.folder))
+    results = current_results(sweep, read_results(sweep.folder))
     rates, memory = bars(sweep, results).axes
     assert [label.get_text() for label in rates.get_yticklabels()] == list(results)
     expected = [result.get("tokens_per_second_per_device", 0) for result in results.values()]
@@ -224,8 +232,8 @@ def test_the_pictures_show_the_numbers(sweep: Sweep) -> None:
     assert [list(line.get_ydata()) for line in gaps.get_lines()][1] == pytest.approx([0.02] * len(SECONDS))
 
 
-def test_the_pictures_are_files_with_something_in_them(sweep: Sweep) -> None:
-    results = current(sweep, read_results(sweep.folder))
+def test_the_picture_files_are_not_blank(sweep: Sweep) -> None:
+    results = current_results(sweep, read_results(sweep.folder))
     assert draw(sweep, results) == [sweep.folder / BARS, sweep.folder / LOSS]
     for name in (BARS, LOSS):
         pixels = imread(sweep.folder / name)

@@ -1,4 +1,4 @@
-"""Processes of a run: how they ended, and that none of them is left."""
+"""The processes of a run: how they ended, and that none of them is left."""
 
 import os
 import signal
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from recipes.sweep.runner import Ended, Stopped, explain, processes_with, run, stop_signals
+from recipes.sweep.runner import Ended, Stopped, outcome_and_reason, processes_with, run, stop_signals
 
 ROOT = Path(__file__).resolve().parents[3]
-# A worker as torchrun makes one, with a session of its own, that no polite signal ends; and its own child.
+# A worker as torchrun starts one, in its own session, that ignores SIGINT and SIGTERM; with children of its own.
 STUBBORN = """
 import os, signal, subprocess, sys, time
 for number in (signal.SIGINT, signal.SIGTERM):
@@ -38,7 +38,7 @@ def finish(tmp_path: Path, code: str, timeout: float = 60) -> Ended:
     )
 
 
-def test_a_run_that_ends_well(tmp_path: Path) -> None:
+def test_a_run_with_exit_code_0_is_done_and_its_output_is_kept(tmp_path: Path) -> None:
     ended = finish(tmp_path, "import sys; print('fine'); print('warning', file=sys.stderr)")
     assert (ended.outcome, ended.reason) == ("done", "")
     assert 0 < ended.seconds < 60
@@ -46,12 +46,12 @@ def test_a_run_that_ends_well(tmp_path: Path) -> None:
     assert (tmp_path / "err").read_text() == "warning\n"
 
 
-def test_a_run_that_raises(tmp_path: Path) -> None:
+def test_a_run_that_raises_has_crashed_with_its_last_exception_as_reason(tmp_path: Path) -> None:
     ended = finish(tmp_path, "raise RuntimeError('the lights went out')")
     assert (ended.outcome, ended.reason) == ("crashed", "RuntimeError: the lights went out")
 
 
-def test_memory_that_really_is_not_there(tmp_path: Path) -> None:
+def test_a_run_without_enough_memory_is_out_of_memory(tmp_path: Path) -> None:
     ended = finish(tmp_path, "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**30,) * 2); b'x' * 2**31")
     assert (ended.outcome, ended.reason) == ("out of memory", "MemoryError")
 
@@ -59,7 +59,7 @@ def test_memory_that_really_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "errors", "outcome", "reason"),
     [
-        (0, "torch.OutOfMemoryError: told and survived", "done", ""),
+        (0, "torch.OutOfMemoryError: caught and logged", "done", ""),
         (2, "1 problem in x.toml\n  float8: no units\nlaunch: over", "refused", "1 problem in x.toml float8: no units"),
         (1, "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried\nValueError: x", "out of memory", None),
         (1, "Traceback\nValueError: a\n\nDuring handling\nmine.OtherError: b\nnote", "crashed", "mine.OtherError: b"),
@@ -72,7 +72,7 @@ def test_memory_that_really_is_not_there(tmp_path: Path) -> None:
             "crashed",
             "ValueError: a",
         ),
-        (1, "RuntimeError: the ring ran out of memory of who is next", "crashed", None),
+        (1, "RuntimeError: the ring ran out of memory of its neighbours", "crashed", None),
         (1, "torch.AcceleratorError: CUDA error: out of memory\nCUDA kernel errors might be", "out of memory", None),
         (1, "RuntimeError: CUDA driver error: out of memory", "out of memory", None),
         (1, "RuntimeError: Triton Error [CUDA]: out of memory", "out of memory", None),
@@ -104,8 +104,10 @@ def test_memory_that_really_is_not_there(tmp_path: Path) -> None:
         (1, "OSError: [Errno 12] Cannot allocate memory", "out of memory", None),
     ],
 )
-def test_what_an_exit_code_and_errors_mean(code: int, errors: str, outcome: str, reason: str | None) -> None:
-    found = explain(code, errors)
+def test_exit_code_and_standard_error_give_outcome_and_reason(
+    code: int, errors: str, outcome: str, reason: str | None
+) -> None:
+    found = outcome_and_reason(code, errors)
     assert found[0] == outcome
     if reason is not None:
         assert found[1] == reason
@@ -119,7 +121,7 @@ def stubborn(tmp_path: Path) -> list[str]:
 
 
 def alive(folder: Path) -> list[int]:
-    """Those of the stubborn processes that are still there; one that nobody has waited for yet is not."""
+    """The stubborn processes that still run; zombies do not count."""
     found = []
     for path in folder.glob("pid-*"):
         try:
@@ -131,21 +133,22 @@ def alive(folder: Path) -> list[int]:
     return found
 
 
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes as Linux shows them")
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes through /proc")
 def test_a_run_that_hangs_leaves_no_process_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ended = run(
         stubborn(tmp_path), stdout=tmp_path / "out", stderr=tmp_path / "err", timeout=5, environment=dict(os.environ)
     )
     assert (ended.outcome, ended.reason) == ("timed out", "no end after 5 s; all its processes were killed")
-    assert len(list(tmp_path.glob("pid-*"))) == 3  # else the machine was too slow to test anything
+    assert len(list(tmp_path.glob("pid-*"))) == 3  # otherwise the machine was too slow to start them all
     assert alive(tmp_path) == []
 
 
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes as Linux shows them")
-def test_a_second_interrupt_ends_a_run_that_the_first_did_not(tmp_path: Path) -> None:
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes through /proc")
+def test_a_second_interrupt_kills_a_run_that_ignores_the_first(tmp_path: Path) -> None:
     code = f"""
-        import os, sys
+        import os, signal, sys
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background
         sys.path.insert(0, {str(ROOT)!r})
         from pathlib import Path
         from recipes.sweep.runner import run
@@ -159,7 +162,7 @@ def test_a_second_interrupt_ends_a_run_that_the_first_did_not(tmp_path: Path) ->
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     time.sleep(1)
-    assert process.poll() is None  # still waiting for a good end
+    assert process.poll() is None  # still waiting for a clean exit
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert err.rstrip().endswith("KeyboardInterrupt")
@@ -167,13 +170,14 @@ def test_a_second_interrupt_ends_a_run_that_the_first_did_not(tmp_path: Path) ->
     assert alive(tmp_path) == []
 
 
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes as Linux shows them")
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes through /proc")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
-def test_a_signal_ends_the_run_too(number: signal.Signals, tmp_path: Path) -> None:
-    """A run that ends at Ctrl-C, and two of its children that end at nothing."""
+def test_a_signal_asks_the_run_to_stop_and_kills_its_other_processes(number: signal.Signals, tmp_path: Path) -> None:
+    """The run stops at Ctrl-C; its two children ignore every signal but SIGKILL."""
     (tmp_path / "stubborn.py").write_text(STUBBORN)
     (tmp_path / "polite.py").write_text(
-        "import subprocess, sys, time\n"
+        "import signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "for _ in range(2):\n"
         "    subprocess.Popen([sys.executable, 'stubborn.py'], start_new_session=True)\n"
         "try:\n"
@@ -182,7 +186,9 @@ def test_a_signal_ends_the_run_too(number: signal.Signals, tmp_path: Path) -> No
         "    open('asked', 'w').close()\n"
     )
     code = f"""
-        import os, sys
+        import os, signal, sys
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored if the tests run under nohup
         sys.path.insert(0, {str(ROOT)!r})
         from pathlib import Path
         from recipes.sweep.runner import Stopped, run, stop_signals
@@ -204,14 +210,16 @@ def test_a_signal_ends_the_run_too(number: signal.Signals, tmp_path: Path) -> No
     assert alive(tmp_path) == []
 
 
-def test_what_nohup_ignores_stays_ignored() -> None:
-    with ignoring_hangups():
-        with stop_signals():
-            os.kill(os.getpid(), signal.SIGHUP)
-            time.sleep(0.1)
-        with pytest.raises(Stopped), stop_signals():
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(5)
+def test_sighup_stays_ignored_under_nohup() -> None:
+    with ignoring_hangups(), stop_signals():
+        os.kill(os.getpid(), signal.SIGHUP)
+        time.sleep(0.1)
+
+
+def test_sigterm_stops_the_sweep_under_nohup() -> None:
+    with ignoring_hangups(), pytest.raises(Stopped), stop_signals():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
 
 
 @contextmanager
@@ -223,5 +231,5 @@ def ignoring_hangups() -> Iterator[None]:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_other_processes_are_not_found() -> None:
+def test_processes_without_the_mark_are_not_found() -> None:
     assert processes_with("no such mark") == []
