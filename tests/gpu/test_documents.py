@@ -1,4 +1,4 @@
-"""Attention inside documents by the kernels for lengths, against a mask, on the GPU they are for."""
+"""Attention within documents with the GPU kernels that take document lengths, compared with a mask."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 GPU = torch.device("cuda")
-TOLERANCE = 2e-2  # bfloat16 against bfloat16 by another kernel, relative norm
+TOLERANCE = 2e-2  # relative norm, between different kernels in bfloat16
 
 
 def relative_norm(found: Tensor, expected: Tensor) -> float:
@@ -29,12 +29,12 @@ def relative_norm(found: Tensor, expected: Tensor) -> float:
 
 
 def long_batch() -> Tensor:
-    """(2, 1536): documents longer than the kernel's blocks, and shorter, in more than one of them."""
+    """(2, 1536): documents longer and shorter than the kernel's blocks, some of them across blocks."""
     return packed([700, 1, 515, 320], [1536])
 
 
 @pytest.mark.parametrize("key_value_heads", [8, 2, 1])
-def test_lengths_are_the_mask(key_value_heads: int) -> None:
+def test_attention_by_lengths_equals_attention_with_a_mask(key_value_heads: int) -> None:
     for tokens in (packed(*BATCH), long_batch()):
         documents = documents_of(tokens).to(GPU)
         mask, lengths = documents.for_attention_in(torch.float32), documents.for_attention_in(torch.bfloat16)
@@ -79,7 +79,7 @@ def results(model: Decoder, tokens: Tensor, documents: Documents) -> tuple[Tenso
 @pytest.mark.parametrize(
     ("mode", "compiled"), [("none", False), ("full", False), ("selective", False), ("selective", True)]
 )
-def test_the_model_by_lengths_is_the_model_by_mask(
+def test_a_model_gives_the_same_loss_and_gradients_by_lengths_as_with_a_mask(
     size: str, mode: Any, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = replace(SIZES[size], vocabulary=END + 1, init_std=0.1)
@@ -94,7 +94,7 @@ def test_the_model_by_lengths_is_the_model_by_mask(
         assert relative_norm(found, expected) < 5 * TOLERANCE
 
 
-def test_changing_documents_compile_nothing_anew() -> None:
+def test_batches_with_other_documents_do_not_recompile() -> None:
     from torch._dynamo.utils import counters
 
     model = model_of(replace(SIZES["smollm3_debug"], vocabulary=END + 1), mode="selective", compiled=True)
