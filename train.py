@@ -1,8 +1,8 @@
-"""Train what a recipe says: `train.py RECIPE [--section.field value ...]`, alone or as one of several processes."""
+"""Train a recipe: `train.py RECIPE [--section.field value ...]`, alone or as one of several processes."""
 
 import signal
 
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: go at once, without a traceback, until there is work to save
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C exits at once, without a traceback, until there is work to save
 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # recipes/cluster/launcher.py blocks it until here
 
 import argparse  # noqa: E402
@@ -10,7 +10,7 @@ import sys  # noqa: E402
 import time  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # first: others install a top-level `recipes` too
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # first: other packages install a top-level `recipes` too
 
 from parallel.errors import UserError  # noqa: E402
 from recipes.files.exit_codes import FINISHED, REFUSED, leave  # noqa: E402
@@ -18,16 +18,16 @@ from recipes.files.exit_codes import FINISHED, REFUSED, leave  # noqa: E402
 USAGE = """\
 usage: train.py RECIPE [--section.field value ...]
 
-  train.py RECIPE                          train; scripts/run.sh: on all devices
-  train.py RECIPE --optimizer.lr 1e-3      ... with another value of any field
-  train.py RECIPE --check [--processes N [--nodes M]]  print it resolved
-  train.py [RECIPE] --help                 list all fields with their values
+  train.py RECIPE                       train; scripts/run.sh uses all devices
+  train.py RECIPE --optimizer.lr 1e-3   override any field
+  train.py RECIPE --check [--processes N [--nodes M]]   print it resolved
+  train.py [RECIPE] --help              list all fields with their values
 
-Recipes are in configs/; docs/recipes.md says what they can hold."""
+Recipes are in configs/; docs/recipes.md lists every field."""
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code, see recipes/files/exit_codes.py."""
+    """Returns the exit code (see recipes/files/exit_codes.py)."""
     parser = argparse.ArgumentParser(usage=USAGE.removeprefix("usage: "), add_help=False, allow_abbrev=False)
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--check", action="store_true")
@@ -41,25 +41,25 @@ def main(arguments: list[str]) -> int:
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
-    """What main says; arguments: the recipe and its overrides. Raises UserError."""
+    """Train, check or print help; arguments: the recipe and its overrides. Returns the exit code. Raises UserError."""
     from recipes.load import load, load_run, to_toml
 
     if arguments and arguments[0].startswith("-"):
-        raise UserError(f"the recipe comes first: train.py RECIPE {' '.join(arguments)}")
+        raise UserError(f"the recipe must come first: train.py RECIPE {' '.join(arguments)}")
     counts = [count for count in (options.processes, options.nodes) if count is not None]
     if counts and (min(counts) < 1 or not options.check):
-        raise UserError("--processes N, N at least 1, belongs to --check; NPROC=N scripts/run.sh trains on N processes")
+        raise UserError("--processes N and --nodes M, at least 1, need --check; to train on N: NPROC=N scripts/run.sh")
     if options.help or options.check:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
     if options.help:
         from recipes.command_line import print_help
 
         recipe = load(arguments[0], arguments[1:], rules=False) if arguments else None
-        print_help(recipe, description="Train what a recipe says. The forms of this command are listed at the end.")
+        print_help(recipe, description="Train a recipe. The end of this text lists the forms of the command.")
         print(USAGE)
         return FINISHED
     if not arguments:
-        raise UserError(f"which recipe? As in train.py configs/smollm3_debug.toml --check\n\n{USAGE}")
+        raise UserError(f"no recipe given, as in train.py configs/smollm3_debug.toml --check\n\n{USAGE}")
     loaded = load_run(arguments[0], arguments[1:], processes=options.processes, nodes=options.nodes)
     if options.check:
         from recipes.training.run_folder import check_output_folder

@@ -1,4 +1,4 @@
-"""Overrides from the command line, `--section.field value`, and --help, both through tyro. Imports no torch."""
+"""Command-line overrides, `--section.field value`, and --help, both parsed by tyro. Imports no torch."""
 
 from collections.abc import Sequence
 from contextlib import redirect_stderr, suppress
@@ -13,23 +13,23 @@ from recipes.schema import Recipe
 
 ORIGIN = "command line"
 OPTIONS = ("check", "processes", "nodes", "help")
-"""What train.py itself understands."""
+"""Options of train.py itself."""
 
 
 def parse(arguments: Sequence[str], defaults: Recipe) -> tuple[dict[str, Any], list[Problem]]:
-    """The values that were really given, by dotted key, and what is wrong with the others.
+    """The values given, by dotted key, and what is wrong with the invalid ones.
 
-    Also a value that equals the default counts as given: it outranks a model size chosen by name.
+    A value that equals the default counts as given too: it overrides the model size.
     """
     groups, problems = _split(arguments)
     parsed = _quietly([word for words in groups.values() for word in words], defaults)
     values: dict[str, Any] = {}
     for key, words in groups.items():
-        own = parsed or _quietly(words, defaults)  # tyro stops at the first error: ask again for each flag
+        own = parsed or _quietly(words, defaults)  # tyro stops at the first error, so parse each flag alone
         value = value_of(own, key) if own else " ".join(words).removeprefix(f"--{key}").removeprefix("=")
         message = complaint(key, value, flag=True)
         if own is None:
-            message = message or "takes one value; put quotes around one with spaces"
+            message = message or "takes one value; put a value with spaces in quotes"
             problems.append(Problem(key, message, value, ORIGIN))
         elif message:
             problems.append(Problem(key, message, toml(value), ORIGIN))
@@ -39,13 +39,13 @@ def parse(arguments: Sequence[str], defaults: Recipe) -> tuple[dict[str, Any], l
 
 
 def print_help(recipe: Recipe | None, *, description: str) -> None:
-    """Every field, grouped by section, with its documentation and the recipe's value (None: the schema's)."""
+    """Print every field, grouped by section, with its documentation and its value in the recipe (None: the default)."""
     with suppress(SystemExit):
         _tyro(["--help"], recipe or Recipe(), description=description)
 
 
 def _split(arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[Problem]]:
-    """Dotted key -> its words as tyro wants them (a repeated flag: the last one counts), and what is no flag at all."""
+    """Dotted key -> its words for tyro (of a repeated flag, the last), and problems with unknown arguments."""
     found: list[tuple[str, list[str]]] = []
     problems = []
     for argument in arguments:
@@ -55,7 +55,7 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[Problem
         elif found:
             found[-1][1].append(argument)
         else:
-            message = f"unexpected; after the recipe come --section.field value, --{', --'.join(OPTIONS)}"
+            message = f"unexpected; after the recipe, write --section.field value or --{', --'.join(OPTIONS)}"
             problems.append(Problem(argument, message, "", ORIGIN))
     groups = {}
     for key, values in found:
@@ -65,14 +65,14 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[Problem
             problems.append(Problem(key, message, " ".join(values), ORIGIN))
             continue
         if annotation is bool:
-            values = [{"true": "True", "false": "False"}.get(value, value) for value in values]  # as TOML has them
-        # The first value is attached, so that one with a leading hyphen is no flag to tyro.
+            values = [{"true": "True", "false": "False"}.get(value, value) for value in values]  # as in TOML
+        # The first value is attached, or tyro would take one with a leading hyphen for a flag.
         groups[key] = [f"--{key}={values[0]}", *values[1:]] if values else [f"--{key}"]
     return groups, problems
 
 
 def _quietly(words: list[str], defaults: Recipe) -> Recipe | None:
-    """None where tyro cannot read the words; its own message, about the first of them, gives way to ours."""
+    """The recipe, or None if tyro cannot parse the words; its own message is dropped in favour of ours."""
     with suppress(SystemExit), redirect_stderr(StringIO()):
         return _tyro(words, defaults)
     return None
@@ -84,7 +84,7 @@ def _tyro(words: list[str], defaults: Recipe, **options: Any) -> Recipe:
         prog="train.py RECIPE",
         args=words,
         default=defaults,
-        use_underscores=True,  # as the keys of the file
-        config=(tyro.conf.FlagConversionOff,),  # --compile.enabled True, which scripts can fill in
+        use_underscores=True,  # as in recipe files
+        config=(tyro.conf.FlagConversionOff,),  # --compile.enabled True, which scripts can generate
         **options,
     )

@@ -1,4 +1,4 @@
-"""What the fields of a recipe accept: their types and ranges in words, the check of one value, their documentation.
+"""What the fields of a recipe accept: types and ranges in words, checks of single values, documentation.
 
 Imports no torch.
 """
@@ -25,13 +25,13 @@ from recipes.schema import Recipe
 TYPE_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 VALUE_WORDS = {bool: "a boolean", int: "an integer", float: "a float", str: "a string", list: "a list", dict: "a table"}
 EXAMPLES = {"data.mixture": {"web.jsonl": 0.7, "code.jsonl": 0.3}}
-"""Where the default is no example of what may be written."""
+"""For fields whose default is not a useful example."""
 BOUNDS = ((ranges.Gt, ">", "gt"), (ranges.Ge, ">=", "ge"), (ranges.Lt, "<", "lt"), (ranges.Le, "<=", "le"))
 
 
 @cache
 def sections() -> dict[str, type]:
-    """Section name -> its dataclass, in the recipe's order."""
+    """Section name -> its dataclass, in the order of the recipe."""
     hints = get_type_hints(Recipe)
     return {section.name: hints[section.name] for section in fields(Recipe)}
 
@@ -47,13 +47,13 @@ def field_types() -> dict[str, Any]:
 
 
 def value_of(recipe: Recipe, key: str) -> Any:
-    """The value behind a dotted key."""
+    """The value at a dotted key."""
     section, _, name = key.partition(".")
     return getattr(getattr(recipe, section), name)
 
 
 def toml(value: Any) -> str:
-    """The value as TOML writes it, on one line."""
+    """The value in TOML syntax, on one line."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_toml_key(key)} = {toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -78,7 +78,7 @@ def describe(annotation: Any) -> str:
             f"{sign} {getattr(part, at)}" for part in parts for kind, sign, at in BOUNDS if isinstance(part, kind)
         ]
         return f"{describe(base)} {' and '.join(bounds)}"
-    if get_origin(annotation) is Union:  # of numbers and a word
+    if get_origin(annotation) is Union:  # of numbers and a string
         *others, word = get_args(annotation)
         return " or ".join([*map(describe, others), *map(toml, get_args(word))])
     if get_origin(annotation) is Literal:
@@ -93,9 +93,9 @@ def describe(annotation: Any) -> str:
 
 
 def accept(annotation: Any, value: Any) -> Any:
-    """The value as the field holds it. Raises ValidationError when type or range is wrong.
+    """The value as the field stores it. Raises ValidationError when its type or range is wrong.
 
-    Strict: 1 is a fine float, but true is no integer, 1e3 no integer, "3e-4" no float, and nan and inf are no numbers.
+    Strict: 1 is a valid float, but true and 1e3 are not integers, "3e-4" is not a float, and nan and inf are refused.
     """
     if get_origin(annotation) is tuple and isinstance(value, list):
         value = tuple(value)
@@ -103,7 +103,7 @@ def accept(annotation: Any, value: Any) -> Any:
 
 
 def accepts(annotation: Any, value: Any) -> bool:
-    """Whether the field takes this value."""
+    """Whether the field accepts this value."""
     with suppress(ValidationError):
         accept(annotation, value)
         return True
@@ -111,9 +111,9 @@ def accepts(annotation: Any, value: Any) -> bool:
 
 
 def complaint(key: str, value: Any, *, flag: bool = False) -> str | None:
-    """What is wrong with this value of a field and what to write instead; None when nothing is.
+    """What is wrong with this value of a field and what to write instead; None if it is valid.
 
-    flag: the value comes from the command line; a list then is written as words.
+    flag: the value comes from the command line, where a list is several words.
     """
     annotation = field_types()[key]
     try:
@@ -137,7 +137,7 @@ def complaint(key: str, value: Any, *, flag: bool = False) -> str | None:
 
 
 def _readings(annotation: Any, value: Any) -> list[Any]:
-    """What the user may have meant by a value of the wrong type, likeliest first."""
+    """What the user may have meant by a value of the wrong type, most likely first."""
     readings: list[Any] = []
     if isinstance(value, str):
         with suppress(tomli.TOMLDecodeError):  # "3e-4", "True"
@@ -156,18 +156,17 @@ def _readings(annotation: Any, value: Any) -> list[Any]:
 
 
 def unknown_section(name: str) -> str:
-    """What to say of a [section] that does not exist."""
+    """The message for a [section] that does not exist."""
     close = get_close_matches(_normal(name), sections(), n=1)
-    return (
-        f"unknown section; did you mean [{close[0]}]?" if close else f"unknown section; there are {_listed(sections())}"
-    )
+    hint = f"did you mean [{close[0]}]?" if close else f"the sections are {_listed(sections())}"
+    return f"unknown section; {hint}"
 
 
 def unknown_key(key: str) -> str:
-    """What to say of a dotted or bare key that does not exist."""
+    """The message for a dotted or bare key that does not exist."""
     section, _, name = _normal(key).rpartition(".")
     if name == "base":
-        return 'unknown key; base = "other.toml" stands in a file, above its first [section]'
+        return 'unknown key; base = "other.toml" belongs in a file, above its first [section]'
     if name in sections() and not section:
         return f"is a section; its keys are {_listed(key for key in field_types() if key.startswith(name + '.'))}"
     names = {known: known.partition(".")[2] for known in field_types()}
@@ -184,7 +183,7 @@ def unknown_key(key: str) -> str:
         return f"unknown key; did you mean {_listed(elsewhere, last='or')}?"
     if of_section:
         return f"unknown key; [{section}] has {_listed(of_section)}"
-    return f"unknown key; keys live in sections: {_listed(sections())}"
+    return f"unknown key; every key belongs to a section: {_listed(sections())}"
 
 
 def _normal(name: str) -> str:
@@ -197,7 +196,7 @@ def _listed(names: Any, *, last: str = "and") -> str:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Field name -> the string written below it in the class body."""
+    """Field name -> the string below it in the class body."""
     (body,) = ast.parse(inspect.getsource(cls)).body
     assert isinstance(body, ast.ClassDef)
     return {
@@ -216,11 +215,11 @@ class Problem:
     """A key, what is wrong with it and what to write instead."""
 
     key: str
-    """Dotted, such as "batch.micro_batch_size", or a section."""
+    """A dotted key such as "batch.micro_batch_size", or a section."""
     message: str
     """The rule and the remedy."""
     written: str = ""
-    """The value as it is written; empty when it says nothing."""
+    """The value as written; empty if it adds nothing."""
     origin: str = ""
     """The file it comes from, or "command line"."""
 
@@ -235,12 +234,12 @@ class Problem:
 
 
 def one_line(error: UserError) -> str:
-    """The text of an error that lists things line by line, as part of a sentence."""
+    """The text of an error that lists things line by line, joined into one line."""
     head, *lines = str(error).split("\n")
     return " ".join([head, "; ".join(line.strip() for line in lines)]).strip()
 
 
 def refusal(problems: Sequence[Problem], *, where: str) -> UserError:
-    """The error to raise for all of them at once."""
+    """One error for all problems."""
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     return UserError("\n".join([f"{count} in {where}", *map(str, problems)]))

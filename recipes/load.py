@@ -110,7 +110,7 @@ def load_run(
 
 
 def to_toml(recipe: Recipe) -> str:
-    """The whole recipe, every field that counts, as TOML that loads back to an equal one."""
+    """The whole recipe with every field in effect, as TOML that loads back to an equal recipe."""
     tables = asdict(recipe)
     del tables["data"]["source" if recipe.data.mixture else "mixture"]
     return "\n".join(
@@ -120,11 +120,11 @@ def to_toml(recipe: Recipe) -> str:
 
 
 def _take(tables: dict[str, Any], origin: str, given: Given) -> list[Problem]:
-    """Put one file's values over those of its bases; returns what is wrong with them."""
+    """Put the values of one file over those of its bases; returns what is wrong with them."""
     problems = []
     for section, table in tables.items():
         if section in sections() and not isinstance(table, dict):
-            message = f"is a section; write [{section}] on a line of its own and its keys below"
+            message = f"is a section; write [{section}] on a separate line and its keys below"
             problems.append(Problem(section, message, toml(table), origin))
         elif section not in sections() and isinstance(table, dict):
             problems.append(Problem(f"[{section}]", unknown_section(section), "", origin))
@@ -142,9 +142,9 @@ def _take(tables: dict[str, Any], origin: str, given: Given) -> list[Problem]:
 
 
 def _choose_source(given: Given, names: set[str], origin: str) -> list[Problem]:
-    """data.source and data.mixture say the same thing: the nearer one counts. names: fields of [data] of this layer."""
+    """data.source and data.mixture exclude each other: the later layer wins. names: fields of [data] in this layer."""
     if {"source", "mixture"} <= names and given.get("data.mixture", ({}, ""))[0]:
-        message = "stands beside data.source in the same place, and says the same thing; leave one of them out"
+        message = "cannot be given together with data.source in the same place; remove one of them"
         return [Problem("data.mixture", message, "", origin)]
     if "source" in names:
         given.pop("data.mixture", None)
@@ -215,7 +215,7 @@ def _check_size(given: Given, weights: InitialWeights) -> list[Problem]:
 
 
 def _located(key: str, message: str, recipe: Recipe, given: Given) -> Problem:
-    """A broken rule with the value it is about and where that was written."""
+    """A broken rule as a Problem, with the value and where it was written."""
     if key not in field_types():  # a section
         origins = dict.fromkeys(origin for known, (_, origin) in given.items() if known.startswith(f"{key}."))
         return Problem(key, message, "", ", ".join(origins) or "default")
@@ -224,14 +224,14 @@ def _located(key: str, message: str, recipe: Recipe, given: Given) -> Problem:
 
 
 def _read_chain(path: Path) -> list[Layer]:
-    """(file, its sections) from the farthest base to the file itself."""
+    """(file, its sections), from the outermost base to the file itself."""
     chain: list[Path] = []
     layers: list[Layer] = []
     while True:
         named_by = f" (base of {shown(chain[-1])})" if chain else ""
         if path.resolve() in [earlier.resolve() for earlier in chain]:
             names = " -> ".join(shown(file) for file in [*chain, path])
-            raise UserError(f"the bases of {shown(chain[0])} go in a circle: {names}; remove one of these base lines")
+            raise UserError(f"the bases of {shown(chain[0])} form a circle: {names}; remove one of these base lines")
         tables = read_toml(path, named_by)
         base = tables.pop("base", None)
         chain.append(path)
@@ -239,19 +239,19 @@ def _read_chain(path: Path) -> list[Layer]:
         if base is None:
             return layers
         if not isinstance(base, str):
-            raise UserError(f'base = {toml(base)} in {shown(path)}: must be one file name; write base = "other.toml"')
+            raise UserError(f'base = {toml(base)} in {shown(path)}: must be a file name; write base = "other.toml"')
         path = path.parent / base
 
 
 def read_toml(path: Path, named_by: str = "") -> dict[str, Any]:
-    """One TOML file as it is. Raises UserError with the place of a syntax error."""
+    """The contents of one TOML file. Raises UserError with the position of a syntax error."""
     file = shown(path) + named_by
     try:
         text = path.read_bytes().decode("utf-8-sig")
         return tomli.loads(text)
     except IsADirectoryError:
         inside = ", ".join(sorted(recipe.name for recipe in path.glob("*.toml"))) or "no .toml file"
-        raise UserError(f"{file} is a folder, not a recipe; it has {inside}") from None
+        raise UserError(f"{file} is a folder, not a recipe; it contains {inside}") from None
     except FileNotFoundError:
         raise UserError(f"{file} does not exist; {_similar(path)}") from None
     except OSError as error:
@@ -261,17 +261,17 @@ def read_toml(path: Path, named_by: str = "") -> dict[str, Any]:
         raise UserError(f"{file} is not UTF-8 text (line {line}, byte {error.start}); save it as UTF-8") from None
     except tomli.TOMLDecodeError as error:
         line_text = (text.splitlines() or [""])[min(error.lineno, len(text.splitlines())) - 1]
-        hint = '; strings stand in "quotes", booleans are true and false' if error.msg == "Invalid value" else ""
+        hint = '; strings need "quotes", booleans are true and false' if error.msg == "Invalid value" else ""
         raise UserError(
             f"{file} is not TOML: line {error.lineno}, column {error.colno}: {error.msg}{hint}\n"
             f"  {line_text}\n  {' ' * (error.colno - 1)}^"
         ) from None
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, lists in lists in lists ...
+    except (ValueError, RecursionError) as error:  # such as numbers with thousands of digits, or very deep lists
         raise UserError(f"{file} cannot be read: {error}") from None
 
 
 def _similar(path: Path) -> str:
-    """What to say of a recipe that is not there."""
+    """The hint for a recipe that does not exist."""
     here = {file.stem: file for folder in (CONFIGS, path.parent) for file in sorted(folder.glob("*.toml"))}
     close = [path.stem] if path.stem in here else get_close_matches(path.stem, here, n=3)
     if close:
@@ -280,6 +280,6 @@ def _similar(path: Path) -> str:
 
 
 def shown(path: Path) -> str:
-    """The path as people would type it from here."""
+    """The path as a user would type it in the current folder."""
     relative = os.path.relpath(path)
     return os.path.normpath(path) if relative.startswith("..") else relative

@@ -1,4 +1,4 @@
-"""The rules that span several fields of a recipe, or look at what it names. Imports no torch."""
+"""Rules that span several fields of a recipe, or check what it names on the disk. Imports no torch."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ from recipes.schema import Recipe, RunConfig
 from recipes.weights.locate import FROM_WEIGHTS, InitialWeights, differences
 
 Violation = tuple[str, str]
-"""(dotted key, the rule it breaks and what to write instead)."""
+"""(dotted key, the broken rule and what to write instead)."""
 
 
 def require_fits_world(mesh: MeshConfig, batch: BatchConfig, *, nodes: Sequence[Node]) -> None:
@@ -79,28 +79,28 @@ def violations(
     if sound("compile"):
         yield from autotune_has_a_compiler(recipe.compile)
     if sound("float8", "compile", "run"):
-        yield from float8_is_sampled(recipe.float8, compiled=recipe.compile.enabled, steps=recipe.run.steps)
+        yield from float8_can_be_sampled(recipe.float8, compiled=recipe.compile.enabled, steps=recipe.run.steps)
     if sound("float8", "model"):
         yield from float8_fits(recipe.float8, model=recipe.model)
     if sound("checkpoint"):
-        yield from export_has_a_net(recipe.checkpoint)
-        yield from there_is_one_to_keep(recipe.checkpoint)
+        yield from export_has_checkpoints(recipe.checkpoint)
+        yield from kept_checkpoints_are_saved(recipe.checkpoint)
     if sound("schedule", "run"):
         yield from schedule_fits(recipe.schedule, steps=recipe.run.steps)
     if sound("optimizer"):
-        yield from moments_move(recipe.optimizer)
+        yield from moments_can_move(recipe.optimizer)
     if sound("profile", "run"):
         yield from profile_fits(recipe.profile, steps=recipe.run.steps)
 
 
 def name_is_a_folder(run: RunConfig) -> Iterator[Violation]:
-    """A run has one folder below `output`."""
+    """A run has one folder directly below `output`."""
     if "/" in run.name or run.name in (".", ".."):
-        yield "run.name", 'names the folder of the run inside run.output; write a name without "/"'
+        yield "run.name", 'is the name of the run folder inside run.output; write a name without "/"'
 
 
 def model_is_consistent(model: ModelConfig) -> Iterator[Violation]:
-    """What the shape of the model asks of its own fields."""
+    """The fields of the model are consistent with each other."""
     for field, message in model.problems():
         yield f"model.{field}", message
 
@@ -122,7 +122,7 @@ def weights_fit(model: ModelConfig, initial: InitialWeights) -> Iterator[Violati
 
 
 def data_is_there(data: DataConfig, *, model: ModelConfig, weights: InitialWeights) -> Iterator[Violation]:
-    """The source can be read, the model has a row for every token, and its weights know what a token means."""
+    """The sources can be read, and the tokenizer fits the model."""
     from recipes.data.text.sources import is_prepared, source_problem
 
     for source in data.sources:
@@ -131,7 +131,7 @@ def data_is_there(data: DataConfig, *, model: ModelConfig, weights: InitialWeigh
         elif message := source_problem(source):
             yield "data.mixture" if data.mixture else "data.source", message
     if len({Path(source).expanduser().resolve() for source in data.mixture}) < len(data.mixture):
-        yield "data.mixture", "names the same place twice; give each source one share"
+        yield "data.mixture", "names the same source twice; give each source one share"
     if len(data.mixture) > 1:
         from recipes.data.order import mixture_problem
 
@@ -166,7 +166,7 @@ def tokenizer_fits(tokenizer: str, *, model: ModelConfig, initial: InitialWeight
 
 
 def prepared_fits(source: str, data: DataConfig) -> Iterator[Violation]:
-    """Prepared tokens are those of one tokenizer and one held-out share."""
+    """Prepared tokens were made with this tokenizer and this validation fraction."""
     from recipes.data.tokens.shards import TOKENIZER as TOKENIZER_FILE
     from recipes.data.tokens.shards import open_index
 
@@ -176,27 +176,28 @@ def prepared_fits(source: str, data: DataConfig) -> Iterator[Violation]:
         yield "data.source", one_line(error).removeprefix("data.source: ")
         return
     if data.tokenizer.startswith("train:"):
-        yield "data.tokenizer", f"'{source}' has tokens already; write tokenizer = {toml(f'{source}/{TOKENIZER_FILE}')}"
+        file = toml(f"{source}/{TOKENIZER_FILE}")
+        yield "data.tokenizer", f"'{source}' is tokenized already; write tokenizer = {file}"
     if index.validation_fraction != data.validation_fraction:
         share = index.validation_fraction
-        yield "data.validation_fraction", f"'{source}' was prepared with {share}; write that, or prepare it again"
+        yield "data.validation_fraction", f"'{source}' was prepared with {share}; write that or prepare it again"
 
 
-def export_has_a_net(checkpoint: CheckpointConfig) -> Iterator[Violation]:
-    """An export that fails, on a full disk for instance, must not cost the run."""
+def export_has_checkpoints(checkpoint: CheckpointConfig) -> Iterator[Violation]:
+    """A failed export, for example on a full disk, must not lose the run."""
     if checkpoint.export_hf and checkpoint.every == 0:
-        yield "checkpoint.export_hf", "needs checkpoints, lest a failed export cost the run; write every = run.steps"
+        yield "checkpoint.export_hf", "needs checkpoints, or a failed export loses the run; write every = run.steps"
 
 
-def there_is_one_to_keep(checkpoint: CheckpointConfig) -> Iterator[Violation]:
-    """Checkpoints to keep for good are among those that are written."""
+def kept_checkpoints_are_saved(checkpoint: CheckpointConfig) -> Iterator[Violation]:
+    """Checkpoints that are kept forever are among those that are saved."""
     every, keep_every = checkpoint.every, checkpoint.keep_every
     if keep_every and (every == 0 or keep_every % every):
-        yield "checkpoint.keep_every", f"must be a multiple of checkpoint.every = {every}, or 0 to keep none for good"
+        yield "checkpoint.keep_every", f"must be a multiple of checkpoint.every = {every}, or 0 to keep none forever"
 
 
 def mesh_fits(mesh: MeshConfig, *, processes: int | None, nodes: int | None) -> Iterator[Violation]:
-    """The degrees multiply to the number of processes."""
+    """The product of the degrees is the number of processes."""
     try:
         _fitted(mesh, processes, nodes)
     except UserError as error:
@@ -208,10 +209,10 @@ def mesh_fits(mesh: MeshConfig, *, processes: int | None, nodes: int | None) -> 
 def batch_divides(
     batch: BatchConfig, *, mesh: MeshConfig, processes: int | None, nodes: int | None
 ) -> Iterator[Violation]:
-    """Every process does the same number of full micro-batches in every step."""
+    """Every process runs the same number of full micro-batches in every step."""
     try:
         data_parallel = _fitted(mesh, processes, nodes).data_parallel
-    except UserError:  # mesh_fits says so
+    except UserError:  # mesh_fits reports it
         data_parallel = 1
     batch_size, micro = batch.global_batch_size, batch.micro_batch_size
     unit = micro * data_parallel
@@ -231,7 +232,7 @@ def batch_divides(
 
 
 def schedule_fits(schedule: ScheduleConfig, *, steps: int) -> Iterator[Violation]:
-    """The phases of the learning rate fit into the run."""
+    """Warm-up and decay fit into the run."""
     warmup, decay = schedule.warmup_steps, schedule.decay_steps
     if decay and schedule.kind != "wsd":
         yield "schedule.decay_steps", f'is for kind = "wsd" only, not "{schedule.kind}"; write decay_steps = 0'
@@ -243,18 +244,18 @@ def schedule_fits(schedule: ScheduleConfig, *, steps: int) -> Iterator[Violation
         )
 
 
-def moments_move(optimizer: OptimizerConfig) -> Iterator[Violation]:
-    """A moment in bfloat16 stands still when a step changes it by less than half of its last bit, 1/512 to 1/256."""
+def moments_can_move(optimizer: OptimizerConfig) -> Iterator[Violation]:
+    """A bfloat16 moment does not change when an update is below half of its last bit, 1/512 to 1/256 of it."""
     if optimizer.state_dtype == "bfloat16" and max(optimizer.betas) > 0.99:
         yield (
             "optimizer.state_dtype",
-            f'"bfloat16" would round the small steps of betas = {toml(optimizer.betas)} away; write betas of at most'
+            f'"bfloat16" would round away the small updates of betas = {toml(optimizer.betas)}; write betas of at most'
             ' 0.99, such as [0.9, 0.95], or state_dtype = "float32"',
         )
 
 
 def profile_fits(profile: ProfileConfig, *, steps: int) -> Iterator[Violation]:
-    """The traced steps are among those of the run."""
+    """The run reaches the steps to trace."""
     last = profile.after + profile.trace_steps
     if profile.trace_steps and last > steps:
         yield (
@@ -265,15 +266,15 @@ def profile_fits(profile: ProfileConfig, *, steps: int) -> Iterator[Violation]:
 
 
 def attention_has_a_kernel(attention: AttentionConfig, *, masked: bool, device: str) -> Iterator[Violation]:
-    """Document masks are computed by kernels of their own; "cudnn" is CUDA's. (See parallel/attention.py.)"""
+    """Document masks use their own kernels, and "cudnn" needs CUDA (see parallel/attention.py)."""
     if masked and attention.backend != "auto":
-        yield "attention.backend", 'has no say over document_mask = true, which has kernels of its own; write "auto"'
+        yield "attention.backend", 'has no effect with document_mask = true, which uses its own kernels; write "auto"'
     elif device == "cpu" and attention.backend == "cudnn":
-        yield "attention.backend", 'is for CUDA devices, and run.device = "cpu"; write "auto", "flash" or "math"'
+        yield "attention.backend", 'needs CUDA, but run.device = "cpu"; write "auto", "flash" or "math"'
 
 
 def float8_gathers(float8: Float8Config) -> Iterator[Violation]:
-    """Row scales are not known before the gather."""
+    """Row-wise scales are unknown before the all-gather."""
     if float8.all_gather and float8.recipe != "tensorwise":
         yield (
             "float8.all_gather",
@@ -282,37 +283,37 @@ def float8_gathers(float8: Float8Config) -> Iterator[Violation]:
 
 
 def float8_has_a_device(float8: Float8Config, *, device: str) -> Iterator[Violation]:
-    """CPUs have no float8 matrix units. (Which GPU there is shows only when the run starts.)"""
+    """CPUs have no float8 matrix units. (The kind of GPU is known only when the run starts.)"""
     if float8.recipe != "none" and not float8.emulate and device == "cpu":
         yield (
             "float8.emulate",
-            'must be true where run.device = "cpu", which has no float8 matrix units; write emulate = true',
+            'must be true with run.device = "cpu": CPUs have no float8 matrix units; write emulate = true',
         )
 
 
 def autotune_has_a_compiler(compile: CompileConfig) -> Iterator[Violation]:
-    """What is not compiled takes the kernels that torch has."""
+    """Only compiled code chooses between kernels."""
     if compile.autotune and not compile.enabled:
-        yield "compile.autotune", "times kernels while it compiles, and enabled = false; write false, or enabled = true"
+        yield "compile.autotune", "times kernels while compiling, but enabled = false; write false, or enabled = true"
 
 
-def float8_is_sampled(float8: Float8Config, *, compiled: bool, steps: int) -> Iterator[Violation]:
-    """Casts are counted by hooks on the linears, and a block compiled as one graph takes none."""
+def float8_can_be_sampled(float8: Float8Config, *, compiled: bool, steps: int) -> Iterator[Violation]:
+    """Hooks on the linears count the casts, and a block compiled as one graph runs no hooks."""
     if float8.sample_every == 0:
         return
     if float8.recipe == "none":
-        yield "float8.sample_every", 'samples casts, and recipe = "none" has none; write 0, or a recipe'
+        yield "float8.sample_every", 'samples casts, but recipe = "none" makes none; write 0, or a recipe'
     elif compiled:
         yield (
             "float8.sample_every",
-            "hooks into blocks, which compile.enabled = true closes; write 0, or enabled = false",
+            "needs hooks in the blocks, which compile.enabled = true rules out; write 0, or enabled = false",
         )
     elif float8.sample_every > steps:
-        yield "float8.sample_every", f"samples no step of run.steps = {steps}; write at most {steps}"
+        yield "float8.sample_every", f"exceeds run.steps = {steps}, so no step would be sampled; write at most {steps}"
 
 
 def float8_fits(float8: Float8Config, *, model: ModelConfig) -> Iterator[Violation]:
-    """Float8 matrix units take widths that are multiples of 16, and torchao skips other linears without a word."""
+    """Float8 matrix units need widths that are multiples of 16; torchao silently skips other linears."""
     if float8.recipe == "none":
         return
     widths = {
@@ -333,7 +334,7 @@ def float8_fits(float8: Float8Config, *, model: ModelConfig) -> Iterator[Violati
 
 
 def _fitted(mesh: MeshConfig, processes: int | None, nodes: int | None) -> MeshDegrees:
-    """The mesh with -1 and "node" replaced; with unknown numbers, as small as its degrees allow."""
+    """The mesh with -1 and "node" replaced; if the numbers are unknown, as small as its degrees allow."""
     if mesh.shard == "node":
         nodes = nodes or max(1, mesh.replicate)
         return mesh.fit(processes or nodes, nodes=nodes)

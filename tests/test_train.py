@@ -1,4 +1,4 @@
-"""The command line as people meet it: exit codes, what is on the screen, what is imported."""
+"""The command line of train.py: exit codes, output, and what is imported."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ DEBUG = str(ROOT / "configs" / "smollm3_debug.toml")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The folder to run in. Importing torch raises there, and another distribution's `recipes` is installed."""
+    """The folder to run in. Importing torch fails there, and a foreign package `recipes` is installed."""
     (tmp_path / "site" / "torch").mkdir(parents=True)
     (tmp_path / "site" / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")
     (tmp_path / "site" / "recipes").mkdir()
@@ -42,27 +42,30 @@ def test_check_prints_the_resolved_recipe_without_torch(folder: Path) -> None:
     assert (code, err) == (0, "")
     assert out == to_toml(load(DEBUG, ["--run.steps", "300"]))
     assert list(tomli.loads(out)) == list(sections())
-    assert sorted(path.name for path in folder.iterdir()) == ["site"]  # wrote nothing
+    assert sorted(path.name for path in folder.iterdir()) == ["site"]  # nothing was written
 
 
-def test_no_arguments_say_how(folder: Path) -> None:
+def test_no_arguments_print_the_usage(folder: Path) -> None:
     code, out, err = train(folder)
     assert (code, out) == (2, "")
-    assert err.startswith("which recipe? As in ") and "\nusage: train.py RECIPE" in err
+    assert err.startswith("no recipe given, as in ") and "\nusage: train.py RECIPE" in err
     assert all(len(line) <= 80 for line in err.splitlines())
 
 
-def test_help_comes_without_torch(folder: Path) -> None:
+def test_help_is_printed_without_torch(folder: Path) -> None:
     code, out, err = train(folder, "--help")
     assert (code, err) == (0, "")
     assert "--optimizer.lr FLOAT" in out and "train.py RECIPE --check" in out
     assert all(len(line) <= 80 for line in out.splitlines())
+
+
+def test_help_shows_the_values_of_a_recipe(folder: Path) -> None:
     code, out, err = train(folder, DEBUG, "-h")
     assert (code, err) == (0, "")
     assert "Peak learning rate. (default: 0.003)" in out
 
 
-def test_a_closed_pipe_is_no_error(folder: Path) -> None:
+def test_a_closed_pipe_is_not_an_error(folder: Path) -> None:
     command = f"{sys.executable} {ROOT / 'train.py'} --help | head -1"
     done = subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True)
     assert done.stdout.startswith("usage") and done.stderr == ""
@@ -77,23 +80,23 @@ def test_a_closed_pipe_is_no_error(folder: Path) -> None:
         ),
         ([DEBUG, "--run.steps", "x"], "must be an integer >= 1"),
         ([DEBUG, "--check", "--processes", "3"], "micro_batch_size 2 x 3 data-parallel processes = 6; write 12 or 18"),
-        ([DEBUG, "--check", "--processes", "0"], "N at least 1"),
+        ([DEBUG, "--check", "--processes", "0"], "--nodes M, at least 1, need --check"),
         ([DEBUG, "--check", "--processes", "two"], "invalid int value: 'two'"),
-        ([DEBUG, "--processes", "2"], "belongs to --check"),
+        ([DEBUG, "--processes", "2"], "need --check; to train on N"),
         ([DEBUG, "--check", "--data.source", "nowhere"], "data.source"),
-        (["--run.steps", "3", DEBUG], "the recipe comes first"),
-        (["--check"], "which recipe?"),
+        (["--run.steps", "3", DEBUG], "the recipe must come first"),
+        (["--check"], "no recipe given"),
         (["nowhere.toml", "--check"], "nowhere.toml does not exist; "),
         (["nowhere.toml", "--help"], "nowhere.toml does not exist; "),
     ],
 )
-def test_mistakes_end_with_a_message_and_exit_code_2(folder: Path, arguments: list[str], expected: str) -> None:
+def test_a_mistake_ends_with_a_message_and_exit_code_2(folder: Path, arguments: list[str], expected: str) -> None:
     code, out, err = train(folder, *arguments)
     assert (code, out) == (2, "")
     assert expected in err
 
 
-def test_a_folder_of_another_recipe_is_refused(folder: Path) -> None:
+def test_check_refuses_the_run_folder_of_another_recipe(folder: Path) -> None:
     run = folder / "runs" / "smollm3_debug"
     run.mkdir(parents=True)
     (run / "recipe.toml").write_text(to_toml(load(DEBUG)))
@@ -104,7 +107,7 @@ def test_a_folder_of_another_recipe_is_refused(folder: Path) -> None:
     assert "optimizer.lr: 0.003 in the folder's recipe.toml, 1.0 now" in err
 
 
-def test_training_uses_our_recipes_and_torch(folder: Path) -> None:
-    """The way to the trainer: past the foreign `recipes`, into the `torch` that this folder forbids."""
+def test_training_imports_our_recipes_and_torch(folder: Path) -> None:
+    """It gets past the foreign `recipes`, to the `torch` that fails in this folder."""
     code, _, err = train(folder, DEBUG)
     assert code == 1 and "torch was imported" in err

@@ -1,4 +1,4 @@
-"""From TOML and command line to a recipe: layers, precedence, and the message for every kind of mistake."""
+"""Loading a recipe: layers, precedence, and the message for every kind of mistake."""
 
 import dataclasses
 import re
@@ -37,11 +37,11 @@ def refused(text: str, *arguments: str) -> str:
 # Layers
 
 
-def test_defaults_come_from_the_schema_and_the_size() -> None:
+def test_defaults_come_from_the_schema_and_the_model_size() -> None:
     assert recipe_of(MODEL) == Recipe(model=SIZES["smollm3_debug"])
 
 
-def test_the_nearer_file_wins_key_by_key(tmp_path: Path) -> None:
+def test_a_file_overrides_its_bases_key_by_key(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     Path("far.toml").write_text('[model]\nname = "llama3_8b"\n[run]\nsteps = 1\nseed = 1\nname = "far"\n')
     Path("sub/middle.toml").write_text('base = "../far.toml"\n[run]\nsteps = 2\nseed = 2\n')
@@ -50,19 +50,19 @@ def test_the_nearer_file_wins_key_by_key(tmp_path: Path) -> None:
     assert recipe.model == SIZES["llama3_8b"]
 
 
-def test_a_written_model_field_beats_the_size_wherever_its_name_comes_from() -> None:
+def test_a_model_field_in_a_base_overrides_the_size_named_in_the_file() -> None:
     Path("far.toml").write_text('[model]\nname = "smollm3_3b"\nlayers = 5\n')
     assert recipe_of('base = "far.toml"\n[model]\nname = "llama3_8b"\n').model == dataclasses.replace(
         SIZES["llama3_8b"], layers=5
     )
 
 
-def test_the_command_line_is_the_nearest_layer() -> None:
+def test_the_command_line_overrides_the_file_and_its_last_flag_wins() -> None:
     recipe = recipe_of(MODEL + "[run]\nsteps = 3\n", "--run.steps", "4", "--run.seed=9", "--run.steps=5")
     assert (recipe.run.steps, recipe.run.seed) == (5, 9)
 
 
-def test_the_command_line_may_choose_the_size() -> None:
+def test_the_command_line_can_choose_the_model_size() -> None:
     assert recipe_of("", "--model.name", "llama3_8b").model == SIZES["llama3_8b"]
     assert recipe_of(MODEL, "--model.name=llama3_70b").model == SIZES["llama3_70b"]
 
@@ -92,28 +92,28 @@ def test_an_override_equal_to_the_default_counts_as_given() -> None:
         (["--run.name", "two words"], "run.name", "two words"),
     ],
 )
-def test_spellings_of_overrides(arguments: list[str], key: str, value: object) -> None:
+def test_an_override_is_read_in_every_spelling(arguments: list[str], key: str, value: object) -> None:
     section, name = key.split(".")
     found = getattr(getattr(recipe_of(MODEL, *arguments), section), name)
     assert found == value and type(found) is type(value)
 
 
-def test_a_whole_number_is_a_fine_float() -> None:
+def test_a_whole_number_is_accepted_as_a_float() -> None:
     lr = recipe_of(MODEL + "[optimizer]\nlr = 1\n").optimizer.lr
     assert lr == 1.0 and type(lr) is float
 
 
-def test_lists_become_tuples() -> None:
+def test_lists_are_stored_as_tuples() -> None:
     recipe = recipe_of(MODEL + "no_rope_layers = [0, 2]\n[optimizer]\nbetas = [0, 0.5]\n")
     assert recipe.model.no_rope_layers == (0, 2) and recipe.optimizer.betas == (0.0, 0.5)
 
 
-def test_a_byte_order_mark_and_windows_line_ends_are_fine() -> None:
+def test_a_byte_order_mark_and_windows_line_ends_are_accepted() -> None:
     Path("w.toml").write_bytes(b"\xef\xbb\xbf" + MODEL.replace("\n", "\r\n").encode())
     assert load("w.toml").model == SIZES["smollm3_debug"]
 
 
-def test_the_resolved_recipe_loads_back() -> None:
+def test_a_resolved_recipe_loads_back_to_the_same_recipe() -> None:
     recipe = recipe_of(
         MODEL + "no_rope_layers = [1]\nrope_theta = 1e30\n[optimizer]\neps = 1e-30\n"
         '[data]\ntext_field = "a \\"b\\"\\n\\u00e9"\n'
@@ -187,14 +187,14 @@ LR, STEPS = "[optimizer]\nlr = {}\n", "[run]\nsteps = {}\n"
         ("[mesh]\nshard = -2\n", "must be an integer >= -1"),
     ],
 )
-def test_wrong_values(text: str, expected: str) -> None:
+def test_a_wrong_value_is_refused_with_a_valid_one(text: str, expected: str) -> None:
     message = refused(MODEL + text)
     assert expected in message
     assert message.startswith("1 problem in x.toml")
 
 
 @pytest.mark.parametrize("key", list(field_types()))
-def test_every_field_refuses_a_value_of_another_type(key: str) -> None:
+def test_every_field_refuses_a_value_of_the_wrong_type(key: str) -> None:
     section, name = key.split(".")
     wrong = {"a list": "[[1]]", "a table": "[1]"}.get(describe(field_types()[key])[:7].strip(), "{a = 1}")
     message = refused(f"{MODEL if section != 'model' else ''}[{section}]\n{name} = {wrong}\n")
@@ -219,14 +219,14 @@ def test_every_field_refuses_a_value_of_another_type(key: str) -> None:
         ),
         ("[optimizer.nested]\nlr = 3\n", "optimizer.nested = {lr = 3} (x.toml) unknown key"),
         ("[optimiser]\nlr = 3\n", "[optimiser] (x.toml) unknown section; did you mean [optimizer]?"),
-        ("[network]\nlr = 3\n", "[network] (x.toml) unknown section; there are run, model, data,"),
+        ("[network]\nlr = 3\n", "[network] (x.toml) unknown section; the sections are run, model, data,"),
         (
             '[run]\nbase = "x"\n',
-            'run.base = "x" (x.toml) unknown key; base = "other.toml" stands in a file, above its first',
+            'run.base = "x" (x.toml) unknown key; base = "other.toml" belongs in a file, above its first',
         ),
     ],
 )
-def test_unknown_names(text: str, expected: str) -> None:
+def test_an_unknown_name_is_refused_with_the_likeliest_ones(text: str, expected: str) -> None:
     assert expected in refused(MODEL + text)
 
 
@@ -235,32 +235,38 @@ def test_unknown_names(text: str, expected: str) -> None:
     [
         ("steps = 5", "steps = 5 (x.toml) unknown key; did you mean run.steps?"),
         ("batch_size = 5", "did you mean batch.global_batch_size or batch.micro_batch_size?"),
-        ("zzz = 5", "unknown key; keys live in sections: run, model,"),
-        ("run = 5", "run = 5 (x.toml) is a section; write [run] on a line of its own"),
+        ("zzz = 5", "unknown key; every key belongs to a section: run, model,"),
+        ("run = 5", "run = 5 (x.toml) is a section; write [run] on a separate line"),
         ("run = [{steps = 5}]", "run = [{steps = 5}] (x.toml) is a section"),
     ],
 )
-def test_keys_outside_sections(line: str, expected: str) -> None:
+def test_a_key_outside_of_sections_is_refused(line: str, expected: str) -> None:
     assert expected in refused(f"{line}\n{MODEL}")
 
 
-def test_a_recipe_must_name_its_size() -> None:
+def test_a_recipe_must_name_its_model_size() -> None:
     message = refused("[model]\nlayers = 3\n")
     assert 'model.name is missing; write name = "smollm3_debug" below [model]; the sizes in models/sizes.py' in message
     assert all(size in message for size in SIZES)
+
+
+def test_an_empty_recipe_must_name_its_model_size() -> None:
     assert "model.name is missing" in refused("")
 
 
-def test_an_unknown_size() -> None:
+def test_a_misspelled_size_is_refused_with_the_likeliest_one() -> None:
     message = refused('[model]\nname = "llama3_8B"\n')
     assert 'model.name = "llama3_8B" (x.toml) unknown size; did you mean "llama3_8b"?' in message
+
+
+def test_an_unknown_size_is_refused_with_all_sizes() -> None:
     assert "(command line) unknown size; the sizes" in refused(MODEL, "--model.name", "gpt-5")
 
 
-# Many at once, and from where
+# Several problems, and where they come from
 
 
-def test_all_problems_at_once_each_with_its_origin() -> None:
+def test_all_problems_are_reported_at_once_each_with_its_origin() -> None:
     Path("far.toml").write_text('[optimizer]\nlr = "x"\n[data]\nsource = "nowhere.txt"\n')
     message = refused(
         'base = "far.toml"\n[run]\nsteps = 0\n[modell]\n',
@@ -279,13 +285,13 @@ def test_all_problems_at_once_each_with_its_origin() -> None:
         assert part in message
 
 
-def test_rules_do_not_look_at_sections_with_wrong_values() -> None:
+def test_rules_skip_sections_with_wrong_values() -> None:
     message = refused(MODEL + '[run]\nsteps = "x"\n[schedule]\nwarmup_steps = 101\n[batch]\nmicro_batch_size = 3\n')
     assert "schedule" not in message
     assert "batch.global_batch_size = 16 (default) must be a multiple" in message
 
 
-def test_broken_rules_name_where_the_value_comes_from() -> None:
+def test_a_broken_rule_names_where_the_value_comes_from() -> None:
     assert "model.key_value_heads = 2 (size smollm3_debug)" in refused(MODEL + "heads = 3\n")
     assert "model.key_value_heads = 3 (x.toml)" in refused(MODEL + "key_value_heads = 3\n")
     Path("far.toml").write_text(MODEL + "[mesh]\nreplicate = 2\n")
@@ -294,7 +300,7 @@ def test_broken_rules_name_where_the_value_comes_from() -> None:
         load("x.toml", ["--mesh.shard", "2"], processes=3)
 
 
-def test_rules_can_be_left_out() -> None:
+def test_loading_without_rules_does_not_look_at_the_data() -> None:
     Path("x.toml").write_text(MODEL + '[data]\nsource = "nowhere.txt"\n')
     assert load("x.toml", rules=False).data.source == "nowhere.txt"
 
@@ -309,10 +315,10 @@ def test_rules_can_be_left_out() -> None:
         (["--steps=100"], "steps = 100 (command line) unknown key; did you mean run.steps?"),
         (["--float8", "1"], "is a section; its keys are float8.recipe, float8.all_gather"),
         (["--chek"], "chek (command line) unknown; did you mean --check?"),
-        (["--base", "y.toml"], "stands in a file, above its first [section]"),
+        (["--base", "y.toml"], "belongs in a file, above its first [section]"),
         (
             ["foo", "--run.steps", "1"],
-            "foo (command line) unexpected; after the recipe come --section.field value, --check",
+            "foo (command line) unexpected; after the recipe, write --section.field value or --check",
         ),
         (["--run.steps", "1e3"], "run.steps = 1e3 (command line) must be an integer >= 1; write --run.steps 1000"),
         (["--run.steps"], "run.steps (command line) must be an integer >= 1; write for example --run.steps 100"),
@@ -321,7 +327,7 @@ def test_rules_can_be_left_out() -> None:
             ["--run.steps=-5"],
             "run.steps = -5 (command line) must be an integer >= 1; write for example --run.steps 100",
         ),
-        (["--run.name", "my", "run"], "run.name = my run (command line) takes one value; put quotes around"),
+        (["--run.name", "my", "run"], "run.name = my run (command line) takes one value; put a value with spaces in"),
         (["--run.name", ""], "must be a non-empty string; write for example --run.name unnamed"),
         (["--optimizer.lr", "nan"], "must be a finite number > 0"),
         (
@@ -334,14 +340,16 @@ def test_rules_can_be_left_out() -> None:
         (["--schedule.kind", "wds"], "write --schedule.kind wsd"),
     ],
 )
-def test_wrong_overrides(arguments: list[str], expected: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_override_is_refused_in_our_words(
+    arguments: list[str], expected: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     message = refused(MODEL, *arguments)
     assert expected in message
     assert message.startswith("1 problem in x.toml")
-    assert capfd.readouterr() == ("", "")  # tyro's own message gives way to ours
+    assert capfd.readouterr() == ("", "")  # tyro's own message is dropped
 
 
-def test_help_documents_every_field_with_the_values_of_the_recipe(
+def test_help_documents_every_field_with_its_value_in_the_recipe(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
@@ -360,113 +368,150 @@ def test_help_documents_every_field_with_the_values_of_the_recipe(
 # Files
 
 
-def test_a_missing_recipe_suggests_names() -> None:
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("smollm3_min.toml", r"^smollm3_min.toml does not exist; did you mean smollm3_mine.toml"),
+        ("nosuch/smollm3_debg.toml", r"^nosuch/smollm3_debg.toml does not exist; did you mean .*smollm3_debug.toml"),
+        ("smollm3_debug", r"^smollm3_debug does not exist; did you mean .*configs/smollm3_debug.toml"),
+        ("zzzz", r"^zzzz does not exist; recipes are in .*configs: llama2_7b_8xh100, "),
+    ],
+)
+def test_a_missing_recipe_is_refused_with_similar_names(path: str, expected: str) -> None:
     Path("smollm3_mine.toml").write_text(MODEL)
-    with pytest.raises(UserError, match=r"^smollm3_min.toml does not exist; did you mean smollm3_mine.toml"):
-        load("smollm3_min.toml")
-    with pytest.raises(UserError, match=r"^nosuch/smollm3_debg.toml does not exist; did you mean .*smollm3_debug.toml"):
-        load("nosuch/smollm3_debg.toml")
-    with pytest.raises(UserError, match=r"^smollm3_debug does not exist; did you mean .*configs/smollm3_debug.toml"):
-        load("smollm3_debug")
-    with pytest.raises(UserError, match=r"^zzzz does not exist; recipes are in .*configs: llama2_7b_8xh100, "):
-        load("zzzz")
+    with pytest.raises(UserError, match=expected):
+        load(path)
 
 
-def test_a_folder_is_no_recipe() -> None:
+def test_an_empty_folder_is_refused_as_a_recipe() -> None:
     Path("folder").mkdir()
-    with pytest.raises(UserError, match=r"^folder is a folder, not a recipe; it has no .toml file"):
+    with pytest.raises(UserError, match=r"^folder is a folder, not a recipe; it contains no .toml file"):
         load("folder")
+
+
+def test_a_folder_is_refused_with_the_recipes_in_it() -> None:
+    Path("folder").mkdir()
     Path("folder/a.toml").touch()
-    with pytest.raises(UserError, match=r"^folder is a folder, not a recipe; it has a.toml"):
+    with pytest.raises(UserError, match=r"^folder is a folder, not a recipe; it contains a.toml"):
         load("folder")
+
+
+def test_an_empty_name_is_refused_as_the_current_folder() -> None:
     with pytest.raises(UserError, match="is a folder"):
         load("")
 
 
-def test_a_file_that_cannot_be_read() -> None:
+def test_a_file_that_cannot_be_read_is_refused() -> None:
     with pytest.raises(UserError, match=r"cannot be read: File name too long"):
         load("x" * 300)
 
 
-def test_text_that_is_not_utf8() -> None:
+def test_text_that_is_not_utf8_is_refused_with_its_line() -> None:
     Path("x.toml").write_bytes(MODEL.encode() + b'# caf\xe9\nx = "\xff"')
     with pytest.raises(UserError, match=r"^x.toml is not UTF-8 text \(line 3, byte 36\); save it as UTF-8$"):
         load("x.toml")
 
 
-def test_syntax_errors_show_their_place() -> None:
+def test_a_syntax_error_is_shown_with_its_position() -> None:
     with pytest.raises(UserError) as refusal:
         recipe_of("[run]\nname = smollm3\nsteps = 3\n")
     assert str(refusal.value) == (
-        'x.toml is not TOML: line 2, column 8: Invalid value; strings stand in "quotes", booleans are true and false\n'
+        'x.toml is not TOML: line 2, column 8: Invalid value; strings need "quotes", booleans are true and false\n'
         "  name = smollm3\n"
         "         ^"
     )
-    assert "line 3, column 10: Cannot overwrite a value" in refused("[run]\nsteps = 1\nsteps = 2\n")
-    assert "x.toml is not TOML: line" in refused("[run")
-    assert "x.toml is not TOML: line" in refused("a = [1,\n\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[run]\nsteps = 1\nsteps = 2\n", "line 3, column 10: Cannot overwrite a value"),
+        ("[run", "x.toml is not TOML: line"),
+        ("a = [1,\n\n", "x.toml is not TOML: line"),
+    ],
+)
+def test_every_syntax_error_names_the_file_and_the_line(text: str, expected: str) -> None:
+    assert expected in refused(text)
 
 
 @pytest.mark.parametrize("value", ["1" + "0" * 5000, "[" * 5000])
-def test_absurd_values(value: str) -> None:
+def test_an_absurd_value_is_refused_without_a_traceback(value: str) -> None:
     assert refused(f"x = {value}\n").startswith("x.toml cannot be read: ")
 
 
 # Bases
 
 
-def test_a_missing_base_names_both_files() -> None:
+def test_a_missing_base_is_refused_naming_both_files() -> None:
     Path("near.toml").write_text(MODEL)
     message = refused('base = "nearr.toml"\n')
     assert message == "nearr.toml (base of x.toml) does not exist; did you mean near.toml?"
 
 
-def test_a_broken_base_is_named() -> None:
+def test_a_syntax_error_in_a_base_names_both_files() -> None:
     Path("far.toml").write_text("= 3")
     assert refused('base = "far.toml"\n').startswith("far.toml (base of x.toml) is not TOML: line 1, column 1")
 
 
-def test_base_must_be_one_name() -> None:
-    assert refused("base = 3\n") == 'base = 3 in x.toml: must be one file name; write base = "other.toml"'
-    assert "must be one file name" in refused('base = ["a", "b"]\n')
+def test_base_must_be_a_single_file_name() -> None:
+    assert refused("base = 3\n") == 'base = 3 in x.toml: must be a file name; write base = "other.toml"'
+    assert "must be a file name" in refused('base = ["a", "b"]\n')
 
 
-def test_bases_in_a_circle_show_the_chain(tmp_path: Path) -> None:
+def test_bases_in_a_circle_are_refused_with_the_chain(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     Path("b.toml").write_text('base = "sub/c.toml"\n')
     Path("sub/c.toml").write_text('base = "../b.toml"\n')
-    assert "go in a circle: x.toml -> b.toml -> sub/c.toml -> b.toml; remove one" in refused('base = "b.toml"\n')
+    assert "form a circle: x.toml -> b.toml -> sub/c.toml -> b.toml; remove one" in refused('base = "b.toml"\n')
     assert "circle: x.toml -> x.toml" in refused('base = "./x.toml"\n')
 
 
-def test_the_nearer_of_source_and_mixture_counts(tmp_path: Path) -> None:
+@pytest.fixture
+def texts(tmp_path: Path) -> tuple[str, str]:
+    """Two text files, and recipes: "mixed" reads both, its child the second, the grandchild the first."""
     (tmp_path / "a.txt").write_text("some text")
     (tmp_path / "b.txt").write_text("some other text")
     a, b = f"{tmp_path}/a.txt", f"{tmp_path}/b.txt"
-    (tmp_path / "mixed.toml").write_text(f'{MODEL}[data.mixture]\n"{a}" = 1\n"{b}" = 2\n')
-    (tmp_path / "child.toml").write_text(f'base = "mixed.toml"\n[data]\nsource = "{b}"\n')
-    (tmp_path / "grandchild.toml").write_text(f'base = "child.toml"\n[data]\nmixture = {{"{a}" = 1}}\n')
-    assert load(tmp_path / "mixed.toml").data.sources == {a: 1, b: 2}
-    assert load(tmp_path / "child.toml").data.sources == {b: 1.0}
-    assert load(tmp_path / "grandchild.toml").data.sources == {a: 1}
-    assert load(tmp_path / "grandchild.toml").data.source == DataConfig().source  # or a resumed run would differ
-    assert load(tmp_path / "mixed.toml", ["--data.source", b]).data.sources == {b: 1.0}
-    assert load(tmp_path / "child.toml", ["--data.mixture", a, "0.5", b, "0.5"]).data.sources == {a: 0.5, b: 0.5}
-    for name in ("mixed", "child"):
-        recipe = load(tmp_path / f"{name}.toml")
-        (tmp_path / "resolved.toml").write_text(to_toml(recipe))
-        assert load(tmp_path / "resolved.toml") == recipe
-    (tmp_path / "both.toml").write_text(f'{MODEL}[data]\nsource = "{a}"\nmixture = {{"{b}" = 1}}\n')
-    with pytest.raises(UserError, match=r"stands beside data\.source in the same place"):
-        load(tmp_path / "both.toml")
+    Path("mixed.toml").write_text(f'{MODEL}[data.mixture]\n"{a}" = 1\n"{b}" = 2\n')
+    Path("child.toml").write_text(f'base = "mixed.toml"\n[data]\nsource = "{b}"\n')
+    Path("grandchild.toml").write_text(f'base = "child.toml"\n[data]\nmixture = {{"{a}" = 1}}\n')
+    return a, b
 
 
-def test_a_wrong_mixture_is_answered_with_a_right_one(tmp_path: Path) -> None:
-    (tmp_path / "x.toml").write_text(MODEL)
-    with pytest.raises(UserError) as caught:
-        load(tmp_path / "x.toml", ["--data.mixture", "a.txt", "many"])
-    assert "write for example --data.mixture web.jsonl 0.7 code.jsonl 0.3" in " ".join(str(caught.value).split())
-    (tmp_path / "a.txt").write_text("some text")
-    twice = ["--data.mixture", f"{tmp_path}/a.txt", "1", f"{tmp_path}/./a.txt", "1"]
-    with pytest.raises(UserError, match="names the same place twice"):
-        load(tmp_path / "x.toml", twice)
+def test_a_file_overrides_the_source_or_mixture_of_its_base(texts: tuple[str, str]) -> None:
+    a, b = texts
+    assert load("mixed.toml").data.sources == {a: 1, b: 2}
+    assert load("child.toml").data.sources == {b: 1.0}
+    assert load("grandchild.toml").data.sources == {a: 1}
+
+
+def test_a_mixture_resets_the_source_to_its_default(texts: tuple[str, str]) -> None:
+    assert load("grandchild.toml").data.source == DataConfig().source  # or a resumed run would differ
+
+
+def test_the_command_line_overrides_source_or_mixture(texts: tuple[str, str]) -> None:
+    a, b = texts
+    assert load("mixed.toml", ["--data.source", b]).data.sources == {b: 1.0}
+    assert load("child.toml", ["--data.mixture", a, "0.5", b, "0.5"]).data.sources == {a: 0.5, b: 0.5}
+
+
+@pytest.mark.parametrize("name", ["mixed", "child"])
+def test_a_resolved_source_or_mixture_loads_back(name: str, texts: tuple[str, str]) -> None:
+    recipe = load(f"{name}.toml")
+    Path("resolved.toml").write_text(to_toml(recipe))
+    assert load("resolved.toml") == recipe
+
+
+def test_source_and_mixture_in_one_file_are_refused(texts: tuple[str, str]) -> None:
+    said = refused(f'{MODEL}[data]\nsource = "{texts[0]}"\nmixture = {{"{texts[1]}" = 1}}\n')
+    assert "data.mixture (x.toml) cannot be given together with data.source in the same place" in said
+
+
+def test_a_wrong_mixture_is_refused_with_a_valid_one() -> None:
+    said = refused(MODEL, "--data.mixture", "a.txt", "many")
+    assert "write for example --data.mixture web.jsonl 0.7 code.jsonl 0.3" in said
+
+
+def test_a_mixture_that_names_a_source_twice_is_refused(texts: tuple[str, str], tmp_path: Path) -> None:
+    said = refused(MODEL, "--data.mixture", texts[0], "1", f"{tmp_path}/./a.txt", "1")
+    assert "names the same source twice" in said

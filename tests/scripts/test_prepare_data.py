@@ -59,7 +59,7 @@ def test_a_source_becomes_a_folder_that_a_recipe_reads(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     said = " ".join(done.stderr.split())
-    assert "has tokens already; write tokenizer =" in said
+    assert "is tokenized already; write tokenizer =" in said
     assert "was prepared with 0.1; write that" in said
 
 
