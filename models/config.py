@@ -1,4 +1,4 @@
-"""The shape of a dense decoder, and the numbers that follow from it. Imports no torch."""
+"""The shape of a dense decoder, and numbers computed from it. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -10,10 +10,10 @@ AttentionFlops = Literal["causal", "full"]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape and constants of the decoder. `name` picks the values from models/sizes.py; any field overrides one."""
+    """Shape and constants of the decoder. `name` selects values from models/sizes.py; every field can override one."""
 
     name: str
-    """A size from models/sizes.py, such as "smollm3_3b", or "from_weights": the shape that `weights` has."""
+    """A size from models/sizes.py, such as "smollm3_3b", or "from_weights" for the shape of `weights`."""
     layers: Annotated[int, Ge(1)]
     """Number of blocks."""
     width: Annotated[int, Ge(1)]
@@ -25,36 +25,36 @@ class ModelConfig:
     key_value_heads: Annotated[int, Ge(1)]
     """Key and value heads per layer; must divide `heads` (grouped-query attention)."""
     head_width: Annotated[int, Ge(2)]
-    """Width of one head; even, because rotary embeddings turn pairs."""
+    """Width of one head; even, because rotary embeddings rotate pairs."""
     vocabulary: Annotated[int, Ge(2)]
     """Rows of the embedding; at least the tokenizer's vocabulary."""
     tied_embeddings: bool
-    """Use the embedding matrix as the output projection too."""
+    """Share the embedding matrix with the output projection."""
     norm_eps: Annotated[float, Gt(0)]
     """Epsilon of every RMSNorm."""
     rope_theta: Annotated[float, Gt(0)]
     """Base of the rotary frequencies."""
     rope_scaling: Literal["none", "llama3"] = "none"
-    """Rescaling of the rotary frequencies; "llama3" is what Llama 3.1 and 3.2 checkpoints need."""
+    """Rescaling of the rotary frequencies; Llama 3.1 and 3.2 checkpoints need "llama3"."""
     rope_factor: Annotated[float, Ge(1)] = 8.0
-    """llama3 scaling: by how much the low frequencies are slowed down."""
+    """llama3 scaling: factor by which low frequencies are divided."""
     rope_low_frequency_factor: Annotated[float, Gt(0)] = 1.0
-    """llama3 scaling: wavelengths above original length / this are scaled in full."""
+    """llama3 scaling: wavelengths above original length / this are scaled fully."""
     rope_high_frequency_factor: Annotated[float, Gt(0)] = 4.0
-    """llama3 scaling: wavelengths below original length / this are left alone."""
+    """llama3 scaling: wavelengths below original length / this are not scaled."""
     rope_original_length: Annotated[int, Ge(1)] = 8192
-    """llama3 scaling: sequence length (tokens) before the context was extended."""
+    """llama3 scaling: context length (tokens) before the extension."""
     no_rope_every: Annotated[int, Ge(0)] = 0
     """Every n-th layer has no rotary embedding (SmolLM3: 4, so layers 3, 7, 11, ...); 0 = all layers have one."""
     no_rope_layers: tuple[Annotated[int, Ge(0)], ...] = ()
-    """Further layers without rotary embedding, by index from 0, for irregular patterns."""
+    """Indices (from 0) of further layers without rotary embedding, for irregular patterns."""
     init_std: Annotated[float, Gt(0)] = 0.02
-    """Standard deviation of the initial weights; projections into the residual stream get it / sqrt(2 x layers)."""
+    """Standard deviation of the initial weights; / sqrt(2 x layers) for projections into the residual stream."""
     weights: str = ""
-    """Start from these instead of random ones: a Hugging Face folder, a checkpoint, or the folder of a run."""
+    """Initial weights instead of random ones: a Hugging Face folder, a checkpoint, or a run folder."""
 
     def problems(self) -> list[tuple[str, str]]:
-        """(field, what is wrong and what to write instead) for every rule that spans several fields."""
+        """(field, what is wrong and what to write instead) for every broken rule that spans several fields."""
         found = []
         if self.heads % self.key_value_heads:
             found.append(
@@ -78,33 +78,33 @@ class ModelConfig:
         return found
 
     def uses_rope(self, layer: int) -> bool:
-        """Whether this layer (index from 0) turns its queries and keys."""
+        """Whether this layer (index from 0) applies rotary embeddings."""
         by_interval = self.no_rope_every > 0 and (layer + 1) % self.no_rope_every == 0
         return not by_interval and layer not in self.no_rope_layers
 
     def matmul_params(self) -> int:
-        """Parameters that multiply every token: the blocks' linears and the output projection, not the look-up."""
+        """Parameters in matrix products: linears of the blocks and output projection, not the embedding look-up."""
         query_and_output = 2 * self.width * self.heads * self.head_width
         key_and_value = 2 * self.width * self.key_value_heads * self.head_width
         feed_forward = 3 * self.width * self.feed_forward_width
         return self.layers * (query_and_output + key_and_value + feed_forward) + self.vocabulary * self.width
 
     def num_params(self) -> int:
-        """All parameters; a tied embedding counts once."""
+        """Total number of parameters; a tied embedding counts once."""
         norms = (2 * self.layers + 1) * self.width
         embedding = 0 if self.tied_embeddings else self.vocabulary * self.width
         return self.matmul_params() + norms + embedding
 
     def flops_per_token(self, sequence_length: float, attention: AttentionFlops) -> int:
-        """Floating-point operations of one training step per token, forward and backward, nothing recomputed.
+        """Floating-point operations per token of one training step, forward and backward, without recomputation.
 
-        A matmul parameter costs 2 FLOPs per token forward (multiply, add) and 4 backward (gradients of input and of
-        weight): 6 each. Attention multiplies every query with S keys and every probability row with S values: 2 x 2 x
-        heads x head_width x S forward, twice that backward, 12 x heads x head_width x S a layer for "full"
-        attention (the convention of PaLM, appendix B, and of most published MFU). A causal mask needs half of it
-        ("causal"). Grouped queries shrink the key and value projections, not these products.
+        A matmul parameter costs 2 FLOPs per token forward (multiply, add) and 4 backward (gradients of input and
+        weight): 6 in all. Attention multiplies every query with S keys and every probability row with S values: 2 x 2
+        x heads x head_width x S forward and twice that backward, so 12 x heads x head_width x S per layer for "full"
+        attention (the convention of PaLM, appendix B, and of most published MFU). A causal mask halves it ("causal").
+        Grouped queries reduce the key and value projections, not these products.
 
-        Where attention stays inside documents, S is the mean length of the document that a token is in.
+        With attention restricted to documents, S is the mean length of the document that a token is in.
         """
         full_attention = round(12 * self.layers * self.heads * self.head_width * sequence_length)
         return 6 * self.matmul_params() + (full_attention if attention == "full" else full_attention // 2)

@@ -1,4 +1,4 @@
-"""What a recipe may ask of the parallel room. Imports no torch."""
+"""The sections of a recipe that parallel/ reads. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -10,43 +10,43 @@ from parallel.errors import UserError
 
 @dataclass(frozen=True)
 class MeshDegrees:
-    """The layout of so many processes. Neighbouring ranks are in the same shard group."""
+    """The mesh degrees for a known number of processes. Neighbouring ranks are in the same shard group."""
 
     replicate: int
     shard: int
 
     @property
     def data_parallel(self) -> int:
-        """Number of processes that see different sequences."""
+        """Number of processes that read different sequences."""
         return self.replicate * self.shard
 
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """How the processes are laid out. The product of the degrees is the number of processes."""
+    """Layout of the processes. The product of the degrees is the number of processes."""
 
     replicate: Annotated[int, Ge(-1)] = 1
-    """Copies of the sharded model (hybrid sharding); gradients are all-reduced across them. -1 = the rest."""
+    """Replicas of the sharded model (hybrid sharding), with gradients all-reduced across them; -1 = the rest."""
     shard: Annotated[int, Ge(-1)] | Literal["node"] = -1
-    """Sharding degree of FSDP; 1 = none, -1 = the rest, "node" = the processes of a node, with a copy on each node."""
+    """Sharding degree of FSDP; 1 = none, -1 = the rest, "node" = the processes of a node, with one replica per node."""
     tensor: Annotated[int, Ge(1)] = 1
-    """Tensor-parallel degree. Not built yet: must be 1."""
+    """Tensor-parallel degree. Not implemented yet: must be 1."""
     context: Annotated[int, Ge(1)] = 1
-    """Context-parallel degree. Not built yet: must be 1."""
+    """Context-parallel degree. Not implemented yet: must be 1."""
 
     def fit(self, world_size: int, *, nodes: int | None = None) -> MeshDegrees:
-        """The degrees with -1 and "node" replaced, so that they multiply to `world_size`.
+        """The degrees with -1 and "node" replaced, so that their product is `world_size`.
 
-        nodes: how many these processes are on; shard = "node" needs to know. Raises UserError, with the arithmetic,
-        when no layout of that many processes fits; one line for each problem.
+        nodes: the number of nodes, required for shard = "node". Raises UserError, with the arithmetic and one line for
+        each problem, if the processes cannot be laid out like that.
         """
         asked = f"replicate {self.replicate} x shard {self.shard} x tensor {self.tensor} x context {self.context}"
         problems = [
-            f"mesh.{axis} = {degree}: {axis} parallelism is not built yet; write {axis} = 1"
+            f"mesh.{axis} = {degree}: {axis} parallelism is not implemented yet; write {axis} = 1"
             for axis in ("tensor", "context")
             if (degree := getattr(self, axis)) > 1
         ] + [
-            f"mesh.{axis} = 0: a degree is at least 1; write 1, or -1 for the rest"
+            f"mesh.{axis} = 0: a degree must be at least 1; write 1, or -1 for the rest"
             for axis in ("replicate", "shard")
             if getattr(self, axis) == 0
         ]
@@ -63,7 +63,7 @@ class MeshConfig:
             fixed = self.shard if self.replicate == -1 else self.replicate
             if world_size % fixed:
                 raise UserError(
-                    f"mesh: {asked} does not fit {world_size} processes: {world_size} / {fixed} is not a whole number"
+                    f"mesh: {asked} does not fit {world_size} processes: {world_size} / {fixed} is not an integer"
                     f"; start a multiple of {fixed} processes (NPROC) or change the degrees"
                 )
             rest = world_size // fixed
@@ -77,60 +77,60 @@ class MeshConfig:
         return degrees
 
     def _inside_nodes(self, world_size: int, nodes: int) -> MeshDegrees:
-        """A replica for each node, whose processes share it. replicate may say so too; 1, its default, is no wish."""
+        """One replica per node, sharded over its processes. replicate may be the number of nodes or its default, 1."""
         if self.replicate not in (1, -1, nodes):
             raise UserError(
-                f'mesh.replicate = {self.replicate}: shard = "node" makes one copy for each node, and there are {nodes}'
-                "; leave replicate out"
+                f'mesh.replicate = {self.replicate}: shard = "node" makes one replica per node, and there are {nodes}'
+                "; omit replicate"
             )
         if world_size % nodes:
             raise UserError(
-                f'mesh.shard = "node": {world_size} processes on {nodes} nodes are not as many on each'
-                "; start as many on each (NPROC), or write a number"
+                f'mesh.shard = "node": {world_size} processes cannot be divided equally among {nodes} nodes'
+                "; start the same number on each (NPROC), or write a number"
             )
         return MeshDegrees(nodes, world_size // nodes)
 
 
 @dataclass(frozen=True)
 class Float8Config:
-    """Matrix multiplications of the blocks' linears in 8-bit floating point, through torchao."""
+    """8-bit floating-point matrix multiplications in the linears of the blocks, through torchao."""
 
     recipe: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
-    """Scaling: one scale per tensor, per row, or per row with the weight gradient in high precision. "none" = off."""
+    """Scales per tensor, per row, or per row with the weight gradient in high precision; "none" = off."""
     all_gather: bool = False
-    """FSDP all-gathers weights in float8, halving the traffic; tensorwise only, scales computed after each step."""
+    """All-gather weights in float8, which halves the traffic; tensorwise only, scales are computed after each step."""
     exclude: tuple[str, ...] = ("lm_head",)
-    """Linears to leave alone: every one whose dotted name contains one of these as a whole component."""
+    """Linears not to convert: those with one of these as a component of their dotted name."""
     emulate: bool = False
-    """Compute in bf16/fp32 with float8 rounding, for devices without float8 matrix units. Slow; for tests."""
+    """Compute in bf16 or fp32 with float8 rounding, for devices without float8 matrix units. Slow; for tests."""
     sample_every: Annotated[int, Ge(0)] = 0
-    """Steps between those whose overflow and underflow, cast by cast, go to float8.jsonl; 0 = off. Needs no compile."""
+    """Every this many steps, write overflow and underflow of every cast to float8.jsonl; 0 = off. Not with compile."""
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Kernels of attention without document masks; those have their own, for documents of various lengths."""
+    """Attention kernels. Document masks use their own, for documents of various lengths."""
 
     backend: Literal["auto", "flash", "cudnn", "math"] = "auto"
-    """What scaled_dot_product_attention may use; "auto" = what torch thinks best. It takes no other than asked for."""
+    """The kernel of scaled_dot_product_attention; "auto" = torch chooses. There is no fall-back to another kernel."""
 
 
 @dataclass(frozen=True)
 class ActivationCheckpointingConfig:
-    """Trade recomputation in the backward pass for activation memory."""
+    """Recompute activations in the backward pass to save memory."""
 
     mode: Literal["none", "selective", "full"] = "none"
-    """"full" recomputes whole blocks; "selective" keeps matmul and attention outputs and recomputes the cheap rest."""
+    """"full" recomputes whole blocks; "selective" keeps matmul and attention outputs and recomputes the rest."""
 
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """torch.compile, block by block."""
+    """torch.compile, one block at a time."""
 
     enabled: bool = False
     """Compile every block in place with fullgraph=True."""
     autotune: bool = False
-    """Time several kernels for each product and fused loop in the first step, minutes for a large model; GPUs."""
+    """Time several kernels for each matmul and fused loop in the first step; minutes for a large model. GPUs only."""
 
 
 @dataclass(frozen=True)
@@ -138,12 +138,12 @@ class FSDPConfig:
     """Fully sharded data parallelism (FSDP2) and its mixed precision."""
 
     reshard_after_forward: bool = True
-    """Free gathered weights after the forward pass (ZeRO-3); false keeps them for the backward pass (ZeRO-2)."""
+    """Free the gathered weights after the forward pass (ZeRO-3); false keeps them for the backward pass (ZeRO-2)."""
     param_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Precision of gathered weights and of the computation; the sharded master weights are float32."""
+    """Precision of the gathered weights and the computation; the sharded master weights are float32."""
     reduce_dtype: Literal["bfloat16", "float32"] = "float32"
-    """Precision of the gradient reduction."""
+    """Precision of the gradient reduce-scatter."""
     prefetch: Annotated[int, Ge(1)] = 1
-    """Blocks whose weights are gathered ahead of the one that computes; each more holds another block's weights."""
+    """How many blocks ahead to all-gather weights; each adds the memory of one block's weights."""
     cpu_offload: bool = False
-    """Keep sharded parameters, gradients and optimizer states in host memory, and step there."""
+    """Keep sharded parameters, gradients and optimizer state in host memory, and run the optimizer there."""

@@ -1,7 +1,7 @@
-"""Everything a recipe can say, with types, ranges and defaults. Imports no torch.
+"""The sections of a recipe, with types, ranges and defaults.
 
-A field's type (with its annotated_types range) is what recipes/load.py enforces; the string below it is what --help
-and docs/recipes.md print.
+recipes/load.py enforces the type of each field and its annotated_types range. --help and docs/recipes.md print the
+string below the field. Imports no torch.
 """
 
 from dataclasses import dataclass, field
@@ -29,34 +29,34 @@ from recipes.optimization.config import OptimizerConfig, ScheduleConfig
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What the run is called, where it goes and how long it is."""
+    """Name, output folder and length of the run."""
 
     name: Annotated[str, MinLen(1)] = "unnamed"
-    """Name of the run; its files go to `output`/`name`."""
+    """Name of the run; its files are written to `output`/`name`."""
     output: Annotated[str, MinLen(1)] = "runs"
-    """Folder of all runs; a relative path starts at the current folder."""
+    """Folder that holds all runs, relative to the current folder."""
     steps: Annotated[int, Ge(1)] = 100
-    """Optimizer steps in all. Raise it to extend a finished run."""
+    """Total number of optimizer steps. Raise it to extend a finished run."""
     seed: Annotated[int, Interval(ge=0, lt=2**32)] = 0
-    """Seed of the initial weights and of the data order."""
+    """Seed of the initial weights and the data order."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """"auto" = the GPUs where there are any, else the CPU."""
+    """"auto" = the GPUs if there are any, otherwise the CPU."""
     max_skipped_steps: Annotated[int, Ge(1)] = 10
-    """A step whose loss or gradient norm is not finite changes nothing; so many in a row stop the run."""
+    """A step whose loss or gradient norm is NaN or infinite is skipped; this many in a row stop the run."""
     loss_spike_z: Annotated[float, Ge(0)] = 0.0
-    """Skip steps whose loss is so many standard deviations above the mean of the last 64 that counted; 0 = off."""
+    """Skip steps whose loss is this many standard deviations above the mean of the last 64 good steps; 0 = off."""
     hang_timeout: Annotated[float, Interval(ge=0, le=86400)] = 600.0
-    """Seconds without progress that end the run; 0 = off. Start-up, first step, validation and saves have more time."""
+    """End the run after so many seconds without progress; 0 = off. Start-up, first step, validation, saves get more."""
 
     @property
     def folder(self) -> Path:
-        """Where the files of the run go."""
+        """The folder of the run's files."""
         return Path(self.output).expanduser() / self.name
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One run. The sections, in the order of the steps of a run."""
+    """One run. The sections are in the order in which a run uses them."""
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=lambda: SIZES["smollm3_debug"])

@@ -1,4 +1,4 @@
-"""The [checkpoint] section of a recipe. Imports no torch."""
+"""The [checkpoint] section. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -11,14 +11,14 @@ class CheckpointConfig:
     """Saving and resuming."""
 
     every: Annotated[int, Ge(0)] = 0
-    """Steps between checkpoints; one more is saved at the end. 0 = save none."""
+    """Save a checkpoint every this many steps, and after the last; 0 = never."""
     keep: Annotated[int, Ge(1)] = 2
     """How many of the newest checkpoints to keep."""
     keep_every: Annotated[int, Ge(0)] = 0
-    """Also keep the checkpoints whose step is a multiple of this; 0 = none."""
+    """Also keep every checkpoint whose step is a multiple of this; 0 = none."""
     asynchronous: bool = True
-    """Write checkpoints from a copy in host memory while training continues; false = wait for the disk."""
+    """Write checkpoints in the background, from a copy in host memory, while training continues; false = wait."""
     resume: Literal["auto", "never"] = "auto"
-    """"auto" continues from the newest checkpoint of this run; "never" refuses a run folder that has one."""
+    """"auto" resumes from the newest checkpoint of this run; "never" refuses a run folder that has results."""
     export_hf: bool = False
-    """At the end, write the weights to `hf` in the run folder, in the format of Hugging Face transformers."""
+    """After the last step, write the weights to `hf` in the run folder, in the format of Hugging Face transformers."""

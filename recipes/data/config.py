@@ -1,4 +1,4 @@
-"""The [data] and [batch] sections of a recipe. Imports no torch."""
+"""The [data] and [batch] sections. Imports no torch."""
 
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -8,24 +8,24 @@ from annotated_types import Ge, Gt, Interval, MinLen
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where the text comes from and how it becomes tokens."""
+    """The text and how it is tokenized."""
 
     source: Annotated[str, MinLen(1)] = "python-stdlib"
     """"python-stdlib", a file, folder or glob (.txt .jsonl .parquet), "hf:ID[:CONFIG[:SPLIT]]", or prepared shards."""
     mixture: dict[Annotated[str, MinLen(1)], Annotated[float, Gt(0)]] = field(default_factory=dict)
-    """Several sources instead of `source`, each with its share of the tokens, as in {"web/*.parquet" = 0.7, ...}."""
+    """Several sources instead of `source`, each with its share of the tokens, such as {"web/*.parquet" = 0.7, ...}."""
     text_field: Annotated[str, MinLen(1)] = "text"
-    """Field or column that holds the text in .jsonl and .parquet files."""
+    """Name of the text field or column in .jsonl and .parquet files."""
     tokenizer: Annotated[str, MinLen(1)] = "train:4096"
     """A tokenizer.json, a folder with one, "train:N" (N entries trained on the source), or "from_weights"."""
     document_mask: bool = False
-    """Keep attention inside each document and restart positions there; false = a sequence is one document."""
+    """Restrict attention to each document and restart its positions at 0; false = treat a sequence as one document."""
     validation_fraction: Annotated[float, Interval(gt=0, lt=1)] = 0.01
-    """Share of the documents held out for validation, chosen by a hash of the document."""
+    """Fraction of the documents held out for validation, chosen by a hash of their text."""
     shuffle_tokens: Annotated[int, Ge(1)] = 2**25
-    """Tokens shuffled together in the first epoch of text tokenized during training; other epochs shuffle them all."""
+    """Shuffle window (tokens) of the first epoch for text that is tokenized during training; otherwise all tokens."""
     bad_row_budget: Annotated[float, Interval(ge=0, le=1)] = 0.01
-    """Largest share of a source's rows that may be bad before the run stops; quarantine.jsonl lists the bad rows."""
+    """Fraction of a source's rows that may be invalid or empty; more stop the run. quarantine.jsonl lists them."""
     cache: Annotated[str, MinLen(1)] = "~/.cache/shardwright"
     """Folder for trained tokenizers and tokenized text, keyed by content; all nodes must share it."""
 
@@ -37,7 +37,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """How many sequences make one optimizer step."""
+    """Sequence length and batch sizes."""
 
     sequence_length: Annotated[int, Ge(1)] = 2048
     """Tokens per sequence."""
@@ -46,4 +46,4 @@ class BatchConfig:
     micro_batch_size: Annotated[int, Ge(1)] = 1
     """Sequences per process in one forward and backward pass."""
     loss_chunks: Annotated[int, Ge(1)] = 1
-    """Chunks in which the loss of a micro-batch is computed; the float32 logits of only one exist at a time."""
+    """Compute the loss in this many chunks of tokens, to hold the float32 logits of only one; 1 = all at once."""

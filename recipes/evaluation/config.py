@@ -1,4 +1,4 @@
-"""What a recipe says of validation. Imports no torch."""
+"""The [validation] section. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -11,8 +11,8 @@ class ValidationConfig:
     """Loss on held-out documents."""
 
     every: Annotated[int, Ge(0)] = 0
-    """Steps between validations, and one at the end; 0 = none."""
+    """Validate every this many steps, and after the last; 0 = never."""
     batches: Annotated[int, Ge(1)] = 8
-    """Global batches per validation; always the same ones."""
+    """Global batches per validation, always the same ones."""
     sample_tokens: Annotated[int, Ge(0)] = 0
-    """Length of the continuation sampled at the end of the run; 0 = none."""
+    """Tokens of sample text to generate at the end of the run; 0 = none."""

@@ -1,4 +1,4 @@
-"""What a recipe says of what is measured. Imports no torch."""
+"""The [metrics] and [profile] sections. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -8,21 +8,21 @@ from annotated_types import Ge, MinLen
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """What is measured and where it goes; metrics.jsonl is always written."""
+    """How often metrics are logged, and where; metrics.jsonl is always written."""
 
     every: Annotated[int, Ge(1)] = 10
-    """Steps between logged steps, the only ones at which the loop waits for the device."""
+    """Log every this many steps; only at these steps does the loop wait for the device."""
     wandb: bool = False
-    """Send metrics to Weights & Biases; without an API key the run is kept offline."""
+    """Also log to Weights & Biases; without an API key the run stays offline."""
     wandb_project: Annotated[str, MinLen(1)] = "shardwright"
-    """Weights & Biases project."""
+    """Name of the Weights & Biases project."""
 
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """Traces by torch.profiler and where their steps' time goes, written to `profile` in the run's folder."""
+    """Traces of torch.profiler and a breakdown of their step time, written to `profile` in the run folder."""
 
     trace_steps: Annotated[int, Ge(0)] = 0
-    """Steps to trace on rank 0, one after the other; 0 = none. One is enough where steps are alike."""
+    """Consecutive steps to trace on rank 0; 0 = none. One is enough if all steps are alike."""
     after: Annotated[int, Ge(0)] = 10
-    """Steps to take first, from where the run starts or goes on: the first ones compile."""
+    """Steps to run before the first trace, counted from the start or resume: the first steps compile."""

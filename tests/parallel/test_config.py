@@ -35,8 +35,8 @@ def test_shard_node_shards_inside_each_node_and_replicates_across_nodes(replicat
 @pytest.mark.parametrize(
     ("mesh", "nodes", "message"),
     [
-        (MeshConfig(2, "node"), 3, 'mesh.replicate = 2: shard = "node" makes one copy for each node, and there are 3'),
-        (MeshConfig(1, "node"), 5, 'mesh.shard = "node": 12 processes on 5 nodes are not as many on each'),
+        (MeshConfig(2, "node"), 3, 'mesh.replicate = 2: shard = "node" makes one replica per node, and there are 3'),
+        (MeshConfig(1, "node"), 5, 'mesh.shard = "node": 12 processes cannot be divided equally among 5 nodes'),
         (MeshConfig(0, "node"), 3, "mesh.replicate = 0"),
         (MeshConfig(shard="node", tensor=2), 3, "mesh.tensor = 2"),
     ],
@@ -50,11 +50,11 @@ def test_shard_node_is_refused_where_the_nodes_do_not_fit(mesh: MeshConfig, node
     ("asked", "processes", "message"),
     [
         (MeshConfig(2, 2), 8, r"replicate 2 x shard 2 .* = 4 processes, but 8 were started; start 4 \(NPROC\)"),
-        (MeshConfig(3, -1), 8, r"8 / 3 is not a whole number; start a multiple of 3"),
+        (MeshConfig(3, -1), 8, r"8 / 3 is not an integer; start a multiple of 3"),
         (MeshConfig(-1, -1), 8, "replicate and shard are both -1"),
         (MeshConfig(0, 8), 8, "mesh.replicate = 0"),
-        (MeshConfig(tensor=2), 8, "mesh.tensor = 2: tensor parallelism is not built yet"),
-        (MeshConfig(context=4), 8, "mesh.context = 4: context parallelism is not built yet"),
+        (MeshConfig(tensor=2), 8, "mesh.tensor = 2: tensor parallelism is not implemented yet"),
+        (MeshConfig(context=4), 8, "mesh.context = 4: context parallelism is not implemented yet"),
     ],
 )
 def test_degrees_that_do_not_fit_are_refused_with_the_arithmetic(

@@ -117,10 +117,10 @@ def test_every_second_checkpoint_can_be_kept() -> None:
 @pytest.mark.parametrize(
     ("mesh", "key", "message"),
     [
-        (MeshConfig(tensor=2), "mesh.tensor", "tensor parallelism is not built yet; write tensor = 1"),
-        (MeshConfig(context=2), "mesh.context", "context parallelism is not built yet; write context = 1"),
-        (MeshConfig(shard=0), "mesh.shard", "a degree is at least 1; write 1, or -1 for the rest"),
-        (MeshConfig(replicate=0), "mesh.replicate", "a degree is at least 1"),
+        (MeshConfig(tensor=2), "mesh.tensor", "tensor parallelism is not implemented yet; write tensor = 1"),
+        (MeshConfig(context=2), "mesh.context", "context parallelism is not implemented yet; write context = 1"),
+        (MeshConfig(shard=0), "mesh.shard", "a degree must be at least 1; write 1, or -1 for the rest"),
+        (MeshConfig(replicate=0), "mesh.replicate", "a degree must be at least 1"),
         (MeshConfig(replicate=-1, shard=-1), "mesh", "only one can be the rest"),
     ],
 )
@@ -136,7 +136,7 @@ def test_written_degrees_must_multiply_to_the_processes() -> None:
 
 def test_written_degrees_must_divide_the_processes() -> None:
     message = the_rule(Recipe(mesh=MeshConfig(replicate=3, shard=-1)), "mesh", processes=8)
-    assert "8 / 3 is not a whole number" in message
+    assert "8 / 3 is not an integer" in message
 
 
 def test_the_rest_of_the_processes_becomes_the_sharding_degree() -> None:
@@ -152,7 +152,7 @@ def test_shards_inside_nodes_need_as_many_processes_on_each_node() -> None:
     assert not broken_by(recipe) and not broken_by(recipe, processes=16)
     assert not violations_of(recipe, processes=16, nodes=4)
     [(key, message)] = violations_of(recipe, processes=16, nodes=3)
-    assert key == "mesh.shard" and "16 processes on 3 nodes are not as many on each" in message
+    assert key == "mesh.shard" and "16 processes cannot be divided equally among 3 nodes" in message
 
 
 def test_shards_inside_nodes_divide_the_batch_over_all_processes() -> None:
@@ -163,7 +163,7 @@ def test_copies_of_shards_inside_nodes_must_equal_the_nodes() -> None:
     twice = replace(INSIDE_NODES, mesh=MeshConfig(replicate=2, shard="node"))
     assert not broken_by(twice) and not broken_by(twice, processes=8)
     [(key, message)] = violations_of(twice, processes=8, nodes=4)
-    assert key == "mesh.replicate" and "there are 4; leave replicate out" in message
+    assert key == "mesh.replicate" and "there are 4; omit replicate" in message
 
 
 def test_shards_inside_nodes_name_the_nodes_that_differ() -> None:

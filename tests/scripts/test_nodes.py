@@ -360,7 +360,7 @@ def test_check_refuses_replicate_beside_shard_node(tmp_path: Path, corpus: Path)
     words = arguments(tmp_path, corpus, "none", "--check", "--mesh.shard", "node", "--mesh.replicate", "3")
     code, out, err = run(tmp_path, words, NPROC="4", NNODES="2")
     assert (code, out) == (2, "")
-    assert 'shard = "node" makes one copy for each node, and there are 2; leave replicate out' in err
+    assert 'shard = "node" makes one replica per node, and there are 2; omit replicate' in err
 
 
 def test_check_refuses_a_batch_that_does_not_fit_the_processes_of_all_nodes(tmp_path: Path, corpus: Path) -> None:
