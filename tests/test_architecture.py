@@ -296,6 +296,14 @@ def test_entry_has_fewer_than_80_lines() -> None:
     assert lines_outside_tests()["train.py"] < 80
 
 
+def test_training_loop_has_at_most_200_lines() -> None:
+    assert lines_outside_tests()["recipes/training/trainer.py"] <= 200
+
+
+def test_training_loop_imports_at_most_20_files_of_ours() -> None:
+    assert len(our_files(imports(MODULES["recipes.training.trainer"]))) <= 20
+
+
 # Packages and tests
 
 
