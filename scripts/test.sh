@@ -16,9 +16,9 @@ phase() {
 phase "lint (ruff check)" ruff check .
 phase "format (ruff format --check)" ruff format --check .
 phase "types (mypy)" mypy
-# Last, because it is the longest and its closing line is the one to read.
-# By file: tests of one file share runs that take a while.
-phase "tests (pytest)" pytest -n auto --dist loadfile "$@"
+# Last, because it takes longest and its closing line is the one to read.
+# By file, because tests of one file share runs; in the order of tests/conftest.py, which puts the slow files first.
+phase "tests (pytest)" pytest -n auto --dist loadfile --no-loadscope-reorder "$@"
 
 if [ "${#failed[@]}" -gt 0 ]; then
     printf '\nFAILED: %s\n' "${failed[@]}" >&2

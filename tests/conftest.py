@@ -14,6 +14,39 @@ if TYPE_CHECKING:
     from recipes.schema import Recipe
 
 
+ROOT = Path(__file__).parents[1]
+# Longest first, so that no worker is left alone with one of them at the end; scripts/test.sh hands out whole files in
+# this order. Files that mostly wait for their processes (nodes, slurm) stand beside files that compute.
+SLOW_FILES = (
+    "tests/scripts/test_nodes.py",
+    "tests/scripts/test_sweep.py",
+    "tests/recipes/training/test_trainer.py",
+    "tests/scripts/test_slurm.py",
+    "tests/test_hangs.py",
+    "tests/test_signals.py",
+    "tests/test_run.py",
+    "tests/recipes/sweep/test_runner.py",
+    "tests/parallel/test_float8_casts.py",
+    "tests/parallel/test_order.py",
+    "tests/models/test_parity.py",
+    "tests/recipes/cluster/test_stragglers.py",
+    "tests/recipes/data/test_training.py",
+    "tests/recipes/checkpoint/test_resharding.py",
+    "tests/recipes/training/test_resume.py",
+    "tests/scripts/test_chaos.py",
+    "tests/scripts/test_bench.py",
+    "tests/scripts/test_supervise.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the slow files first; the order within a file stays."""
+    if missing := [name for name in SLOW_FILES if not (ROOT / name).is_file()]:
+        raise pytest.UsageError(f"SLOW_FILES of tests/conftest.py names files that do not exist: {missing}")
+    place = {name: number for number, name in enumerate(SLOW_FILES)}
+    items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> Iterator[None]:
     """The same random numbers in every test, whatever ran before it."""
