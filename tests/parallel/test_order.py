@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
+from torchao.float8.float8_linear import Float8Linear
+from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from models.decoder import Decoder
 from models.sizes import SIZES
@@ -17,6 +22,7 @@ from parallel.errors import UserError
 from parallel.float8 import convert_linears, precompute_scales
 from parallel.materialize import plain_name
 from recipes.load import load
+from recipes.schema import Recipe
 from tests.build import build_model
 from tests.processes import run_processes
 
@@ -29,89 +35,118 @@ def build(config=DEBUG, **parts):
     return build_model(config, **parts)
 
 
-def everything_on() -> dict:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor
-    from torchao.float8.float8_linear import Float8Linear
-    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
-
+def everything_on() -> dict[str, dict]:
+    """What one rank finds on the debug models with every part of the everything recipe, by model."""
     start("cpu", seed=0)
-    recipe = load(EVERYTHING)
-    # The recipe's own parts, on an untied model too, whose lm_head float8 must leave alone.
-    facts = {}
-    for name in ("smollm3_debug", "llama3_debug"):
-        model, report = build(
-            SIZES[name],
-            mesh=recipe.mesh,
-            float8=recipe.float8,
-            mode=recipe.activation_checkpointing.mode,
-            compiled=recipe.compile.enabled,
-            fsdp=recipe.fsdp,
-        )
-        with torch.device("meta"):
-            plain = Decoder(SIZES[name])
-        parameters = list(model.parameters())
-        linears = [module for module in model.modules() if isinstance(module, Float8Linear)]
-        gathered = [linear.weight._local_tensor for linear in linears]  # what FSDP asks for its float8 form
-        facts[name] = {
-            "report": report,
-            "root": isinstance(model, FSDPModule),
-            "blocks": [isinstance(block, FSDPModule) for block in model.blocks],
-            "wrapped": [isinstance(block, CheckpointWrapper) for block in model.blocks],
-            "compiled": [block._compiled_call_impl is not None for block in model.blocks],
-            "float8": sorted(
-                plain_name(name) for name, module in model.named_modules() if isinstance(module, Float8Linear)
-            ),
-            "emulated": all(linear.config.emulate for linear in linears),
-            "gathered": all(isinstance(weight, WeightWithDynamicFloat8CastTensor) for weight in gathered),
-            "same_keys": list(model.state_dict()) == list(plain.state_dict()),
-            "sharded": all(isinstance(parameter, DTensor) for parameter in parameters),
-            "mesh_axes": {parameter.device_mesh.mesh_dim_names for parameter in parameters},
-            "local_share": sum(p.to_local().numel() for p in parameters) / sum(p.numel() for p in parameters),
-            "master_dtypes": {str(parameter.dtype) for parameter in parameters},
-        }
-        seen = {}
-        model.blocks[1].register_forward_hook(lambda module, inputs, output, seen=seen: seen.update(it=output.dtype))
-        x = torch.zeros(1, 32, dtype=torch.int64)
-        model(x, x).backward()
-        facts[name]["compute_dtype"] = str(seen["it"])
-        facts[name]["gradient_dtypes"] = {str(parameter.grad.dtype) for parameter in parameters}
-        before = [weight._precomputed_scale for weight in gathered]
-        precompute_scales(model)
-        facts[name]["scales"] = (before, [float(weight._precomputed_scale) for weight in gathered])
-        largest = [linear.weight.full_tensor().abs().max().item() for linear in linears]
-        facts[name]["expected_scales"] = [torch.finfo(torch.float8_e4m3fn).max / value for value in largest]
+    # Also on an untied model, whose lm_head float8 must leave alone.
+    found = {name: facts_of(name, load(EVERYTHING)) for name in ("smollm3_debug", "llama3_debug")}
     stop()
+    return found
+
+
+def facts_of(name: str, recipe: Recipe) -> dict:
+    model, report = build(
+        SIZES[name],
+        mesh=recipe.mesh,
+        float8=recipe.float8,
+        mode=recipe.activation_checkpointing.mode,
+        compiled=recipe.compile.enabled,
+        fsdp=recipe.fsdp,
+    )
+    with torch.device("meta"):
+        plain = Decoder(SIZES[name])
+    parameters = list(model.parameters())
+    linears = [module for module in model.modules() if isinstance(module, Float8Linear)]
+    gathered = [linear.weight._local_tensor for linear in linears]  # what FSDP asks for its float8 form
+    facts = {
+        "report": report,
+        "root": isinstance(model, FSDPModule),
+        "blocks": [isinstance(block, FSDPModule) for block in model.blocks],
+        "wrapped": [isinstance(block, CheckpointWrapper) for block in model.blocks],
+        "compiled": [block._compiled_call_impl is not None for block in model.blocks],
+        "float8": sorted(
+            plain_name(name) for name, module in model.named_modules() if isinstance(module, Float8Linear)
+        ),
+        "emulated": all(linear.config.emulate for linear in linears),
+        "gathered": all(isinstance(weight, WeightWithDynamicFloat8CastTensor) for weight in gathered),
+        "same_keys": list(model.state_dict()) == list(plain.state_dict()),
+        "sharded": all(isinstance(parameter, DTensor) for parameter in parameters),
+        "mesh_axes": {parameter.device_mesh.mesh_dim_names for parameter in parameters},
+        "local_share": sum(p.to_local().numel() for p in parameters) / sum(p.numel() for p in parameters),
+        "master_dtypes": {str(parameter.dtype) for parameter in parameters},
+    }
+    seen = {}
+    model.blocks[1].register_forward_hook(lambda module, inputs, output, seen=seen: seen.update(it=output.dtype))
+    # The micro-batch of tests/recipes/training/test_trainer.py: what one of both has compiled, the other finds.
+    x = torch.zeros(2, 64, dtype=torch.int64)
+    model(x, x).backward()
+    facts["compute_dtype"] = str(seen["it"])
+    facts["gradient_dtypes"] = {str(parameter.grad.dtype) for parameter in parameters}
+    before = [weight._precomputed_scale for weight in gathered]
+    precompute_scales(model)
+    facts["scales"] = (before, [float(weight._precomputed_scale) for weight in gathered])
+    largest = [linear.weight.full_tensor().abs().max().item() for linear in linears]
+    facts["expected_scales"] = [torch.finfo(torch.float8_e4m3fn).max / value for value in largest]
     return facts
 
 
-def test_every_part_of_the_everything_recipe_leaves_its_mark_on_the_modules() -> None:
-    for by_model in run_processes(4, everything_on):
-        for name, facts in by_model.items():
-            assert facts["root"] and all(facts["blocks"]) and len(facts["blocks"]) == 4
-            assert all(facts["wrapped"]) and all(facts["compiled"])
-            assert len(facts["float8"]) == 4 * 7 and "lm_head" not in facts["float8"]
-            assert facts["float8"][:2] == ["blocks.0.attention.k_proj", "blocks.0.attention.o_proj"]
-            assert facts["emulated"] and facts["gathered"]
-            assert facts["same_keys"] and facts["sharded"]
-            assert facts["mesh_axes"] == {("replicate", "shard")}
-            assert facts["local_share"] == pytest.approx(0.5, abs=0.01)
-            assert facts["master_dtypes"] == {"torch.float32"} == facts["gradient_dtypes"]
-            assert facts["compute_dtype"] == "torch.bfloat16"
-            before, after = facts["scales"]
-            assert set(before) == {None}
-            assert after == pytest.approx(facts["expected_scales"], rel=1e-5)
-            linears = 29 if name == "llama3_debug" else 28
-            assert facts["report"] == [
-                f"float8: tensorwise, 28 of {linears} linears converted, float8 all-gather, emulated",
-                "activation checkpointing: selective, keeps matmul and attention outputs",
-                "compile: 4 blocks in place, during the first step",
-                "fsdp: ZeRO-3 over 2 x 2 replicas, bfloat16 compute, float32 reduction",
-            ]
+@pytest.fixture(scope="module")
+def everything() -> list[tuple[str, dict]]:
+    """(model, what a rank found on it) for each of 2 x 2 ranks and each model."""
+    return [pair for found in run_processes(4, everything_on) for pair in found.items()]
 
 
-def test_nothing_asked_for_leaves_only_fsdp(alone) -> None:
+def test_fsdp_shards_every_block_and_the_root_within_each_replica(everything: list[tuple[str, dict]]) -> None:
+    for _, facts in everything:
+        assert facts["root"] and facts["blocks"] == [True] * 4
+        assert facts["sharded"]
+        assert facts["mesh_axes"] == {("replicate", "shard")}
+        assert facts["local_share"] == pytest.approx(0.5, abs=0.01)
+
+
+def test_every_block_is_checkpointed_and_compiled(everything: list[tuple[str, dict]]) -> None:
+    for _, facts in everything:
+        assert facts["wrapped"] == facts["compiled"] == [True] * 4
+
+
+def test_float8_converts_every_linear_of_the_blocks_and_leaves_lm_head_alone(
+    everything: list[tuple[str, dict]],
+) -> None:
+    for _, facts in everything:
+        assert len(facts["float8"]) == 4 * 7 and "lm_head" not in facts["float8"]
+        assert facts["float8"][:2] == ["blocks.0.attention.k_proj", "blocks.0.attention.o_proj"]
+        assert facts["emulated"] and facts["gathered"]
+
+
+def test_wrapping_renames_no_parameter(everything: list[tuple[str, dict]]) -> None:
+    assert all(facts["same_keys"] for _, facts in everything)
+
+
+def test_blocks_compute_in_bfloat16_on_float32_parameters_and_gradients(everything: list[tuple[str, dict]]) -> None:
+    for _, facts in everything:
+        assert facts["master_dtypes"] == {"torch.float32"} == facts["gradient_dtypes"]
+        assert facts["compute_dtype"] == "torch.bfloat16"
+
+
+def test_scales_of_sharded_weights_come_from_the_whole_weight(everything: list[tuple[str, dict]]) -> None:
+    for _, facts in everything:
+        before, after = facts["scales"]
+        assert set(before) == {None}
+        assert after == pytest.approx(facts["expected_scales"], rel=1e-5)
+
+
+def test_the_report_names_every_part(everything: list[tuple[str, dict]]) -> None:
+    for name, facts in everything:
+        linears = 29 if name == "llama3_debug" else 28
+        assert facts["report"] == [
+            f"float8: tensorwise, 28 of {linears} linears converted, float8 all-gather, emulated",
+            "activation checkpointing: selective, keeps matmul and attention outputs",
+            "compile: 4 blocks in place, during the first step",
+            "fsdp: ZeRO-3 over 2 x 2 replicas, bfloat16 compute, float32 reduction",
+        ]
+
+
+def test_a_recipe_without_options_gets_only_fsdp(alone) -> None:
     model, report = build()
     assert report[:3] == ["float8: off", "activation checkpointing: off", "compile: off"]
     assert type(model.blocks[0]).__name__ == "FSDPBlock"
@@ -137,14 +172,14 @@ def flops(mode: str) -> tuple[int, int]:
     return forward.get_total_flops(), backward.get_total_flops()
 
 
-def test_backward_flops_of_each_checkpointing_mode(alone) -> None:
-    """Full repeats the blocks' forward pass; selective repeats no matrix product and no attention."""
+def test_checkpointing_costs_the_backward_flops_that_it_says(alone) -> None:
+    """Full repeats the forward pass of the blocks; selective repeats no matrix product and no attention."""
     none, selective, full = (flops(mode) for mode in ("none", "selective", "full"))
     tokens = 64
     attention = 2 * 2 * DEBUG.layers * DEBUG.heads * DEBUG.head_width * tokens * tokens
     assert none[0] == selective[0] == full[0] == 2 * tokens * DEBUG.matmul_params() + attention
     assert none[1] == selective[1] == 2 * 2 * tokens * DEBUG.matmul_params()
-    # Recomputation stops at a block's last product, whose output nobody needs.
+    # Recomputation stops before a block's last product, because nothing needs its output.
     lm_head = 2 * tokens * DEBUG.vocabulary * DEBUG.width
     last_products = 2 * tokens * DEBUG.layers * DEBUG.feed_forward_width * DEBUG.width
     assert full[1] == none[1] + none[0] - lm_head - last_products
@@ -165,7 +200,7 @@ def saved_bytes(mode: str) -> int:
     return sum(storages.values())
 
 
-def test_full_checkpointing_keeps_less(alone) -> None:
+def test_full_checkpointing_saves_less_for_the_backward_pass(alone) -> None:
     assert saved_bytes("full") < 0.7 * saved_bytes("none")
 
 
@@ -178,7 +213,7 @@ def losses(mode: str) -> list[bytes]:
     return [loss.detach().numpy().tobytes(), *gradients]
 
 
-def test_checkpointing_changes_no_bit(alone) -> None:
+def test_checkpointing_changes_no_bit_of_loss_and_gradients(alone) -> None:
     assert losses("none") == losses("selective") == losses("full")
 
 
@@ -190,7 +225,7 @@ def initial_states(cases: list[tuple[MeshConfig, str]]) -> list[dict]:
     return states
 
 
-def test_initial_weights_depend_on_seed_and_name_alone() -> None:
+def test_initial_weights_depend_only_on_seed_and_parameter_name() -> None:
     [[reference]] = run_processes(1, initial_states, [(MeshConfig(), "none")])
     for states in run_processes(3, initial_states, [(MeshConfig(), "full"), (MeshConfig(3, 1), "none")]):
         for state in states:
@@ -206,7 +241,7 @@ def test_another_seed_gives_other_weights(alone) -> None:
 
 
 def gathered_ahead(prefetch: int) -> tuple[list[int], list[bytes]]:
-    """Which blocks each block asks for in the forward pass, and the gradients."""
+    """Which blocks each block prefetches in the forward pass, and the gradients."""
     start("cpu", seed=0)
     model, _ = build(fsdp=FSDPConfig(param_dtype="float32", prefetch=prefetch))
     x = torch.randint(0, DEBUG.vocabulary, (2, 65), generator=torch.Generator().manual_seed(3))
@@ -218,7 +253,7 @@ def gathered_ahead(prefetch: int) -> tuple[list[int], list[bytes]]:
     return asked, gradients
 
 
-def test_gathering_further_ahead_changes_no_bit() -> None:
+def test_prefetching_more_blocks_changes_no_bit_of_the_gradients() -> None:
     one, three = run_processes(2, gathered_ahead, 1), run_processes(2, gathered_ahead, 3)
     for (asked_one, gradients_one), (asked_three, gradients_three) in zip(one, three, strict=True):
         assert (asked_one, asked_three) == ([[1], [2], [3], []], [[1, 2, 3], [2, 3], [3], []])
@@ -226,8 +261,8 @@ def test_gathering_further_ahead_changes_no_bit() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_compiling_casts_what_several_linears_share_once(recipe: str) -> None:
-    """q, k, v read one float8 copy of their input, gate and up another: fusing them would save no cast."""
+def test_compiled_blocks_cast_an_input_that_several_linears_share_once(recipe: str) -> None:
+    """q, k and v read one float8 copy of their input, gate and up another: fusing these linears would save no cast."""
     from functorch.compile import min_cut_rematerialization_partition  # as torch.compile's own backend partitions
     from torch._dynamo.backends.common import aot_autograd
 
@@ -249,7 +284,7 @@ def test_compiling_casts_what_several_linears_share_once(recipe: str) -> None:
     assert casts.count((2, 64, DEBUG.feed_forward_width)) == 1  # of down
 
 
-# Refusals: what was asked for happens, or it raises.
+# Refusals: what the recipe asks for happens, or parallelize() raises.
 
 
 def test_float8_without_float8_units_is_refused(alone) -> None:
@@ -262,29 +297,29 @@ def test_float8_that_converts_nothing_is_refused(alone) -> None:
         build(float8=replace(FLOAT8, exclude=("blocks",)))
 
 
-def test_float8_excludes_by_whole_name_components(alone) -> None:
+def test_float8_exclusions_match_whole_components_of_names(alone) -> None:
     _, report = build(float8=replace(FLOAT8, exclude=("k_proj", "v_proj")))
     assert report[0].startswith("float8: tensorwise, 20 of 28 linears")
 
 
-def test_a_float8_exclusion_that_names_nothing_is_refused(alone) -> None:
+def test_a_float8_exclusion_that_matches_no_linear_is_refused(alone) -> None:
     with pytest.raises(
         UserError, match=r"\['o_projj', 'proj'\], but no linear is called so: attention, blocks, down_proj"
     ):
         build(float8=replace(FLOAT8, exclude=("lm_head", "o_projj", "proj")))
 
 
-def test_float8_gather_of_a_group_that_gloo_cannot_gather_is_refused(alone) -> None:
+def test_float8_all_gather_of_lm_head_alone_is_refused_on_gloo(alone) -> None:
     with pytest.raises(UserError, match=r"gloo cannot gather lm_head in float8"):
         build(SIZES["llama3_debug"], float8=replace(FLOAT8, all_gather=True, exclude=()))
 
 
-def test_float8_names_linears_of_uneven_width(alone) -> None:
+def test_float8_refuses_linears_of_uneven_width_by_name(alone) -> None:
     with pytest.raises(UserError, match=r"gate_proj \(128 -> 392\)"):
         build(replace(DEBUG, feed_forward_width=392), float8=FLOAT8)
 
 
-def test_compile_without_a_compiler_is_refused(alone, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_without_a_cpp_compiler_is_refused(alone, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UserError, match=r"C\+\+ compiler.*no-such-compiler"):
         build(compiled=True)

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
@@ -56,21 +57,41 @@ def norms(world: World, mesh: MeshConfig) -> dict:
     }
 
 
-def test_norm_and_clip_on_every_mesh() -> None:
-    [[alone]] = run_processes(1, all_norms, [MeshConfig()])
+@pytest.fixture(scope="module")
+def alone() -> dict:
+    [[found]] = run_processes(1, all_norms, [MeshConfig()])
+    return found
+
+
+# Each mesh, and the all-reduces of a norm on it: one scalar within the shard group and nothing across replicas.
+MESHES = {MeshConfig(1, 4): [(1, 4)], MeshConfig(2, 2): [(1, 2)], MeshConfig(4, 1): []}
+
+
+@pytest.fixture(scope="module")
+def on_meshes() -> list[tuple[dict, list[tuple[int, int]]]]:
+    """(what a rank found, the all-reduces expected) for each of 4 ranks on each mesh."""
+    answers = run_processes(4, all_norms, list(MESHES))
+    return [pair for answer in answers for pair in zip(answer, MESHES.values(), strict=True)]
+
+
+def test_the_norm_takes_one_scalar_all_reduce_over_the_shard_group(alone: dict, on_meshes: list[tuple]) -> None:
     assert alone["calls"] == []
-    meshes = [MeshConfig(1, 4), MeshConfig(2, 2), MeshConfig(4, 1)]
-    # One scalar within the shard group and nothing across replicas.
-    expected_calls = [[(1, 4)], [(1, 2)], []]
-    for answers in run_processes(4, all_norms, meshes):
-        for answer, calls in zip(answers, expected_calls, strict=True):
-            assert answer["calls"] == calls
-            assert answer["functional"] <= len(calls)  # nothing more hidden in DTensor
-            assert math.isclose(answer["norm"], answer["expected"], rel_tol=2e-5)
-            assert math.isclose(answer["norm"], alone["norm"], rel_tol=2e-5)
-            assert torch.allclose(torch.tensor(answer["first"]), torch.tensor(alone["first"]), rtol=1e-4, atol=1e-6)
-            assert math.isclose(answer["clipped"], 0.5, rel_tol=1e-4)
-            assert math.isclose(answer["left_alone"], answer["clipped"], rel_tol=1e-6)
+    for answer, calls in on_meshes:
+        assert answer["calls"] == calls
+        assert answer["functional"] <= len(calls)  # nothing more hidden in DTensor
+
+
+def test_the_norm_is_that_of_the_whole_gradient_on_every_mesh(alone: dict, on_meshes: list[tuple]) -> None:
+    for answer, _ in on_meshes:
+        assert math.isclose(answer["norm"], answer["expected"], rel_tol=2e-5)
+        assert math.isclose(answer["norm"], alone["norm"], rel_tol=2e-5)
+        assert torch.allclose(torch.tensor(answer["first"]), torch.tensor(alone["first"]), rtol=1e-4, atol=1e-6)
+
+
+def test_clipping_scales_down_to_the_largest_norm_and_never_up(on_meshes: list[tuple]) -> None:
+    for answer, _ in on_meshes:
+        assert math.isclose(answer["clipped"], 0.5, rel_tol=1e-4)
+        assert math.isclose(answer["left_alone"], answer["clipped"], rel_tol=1e-6)
 
 
 def talk() -> dict:
@@ -114,14 +135,35 @@ def talk() -> dict:
     }
 
 
-def test_ranks_agree_and_rank_0_speaks() -> None:
-    answers = run_processes(3, talk)
-    for rank, answer in enumerate(answers):
-        assert answer["heard"] == [0, 0, 0, 7, 0]  # one call late, the same on all
-        assert answer["value"] == 7
-        assert answer["work"] == [rank]
-        assert answer["refused"] == ("the corpus is empty" if rank == 0 else "silently")
-        assert answer["told"] == "by 0"
-        assert answer["refused_by_one"] == "the disk of rank 1 is damaged"
-        assert answer["done_by_all"] == rank
-        assert answer["total"] == 6.0
+@pytest.fixture(scope="module")
+def answers() -> list[dict]:
+    """What each of 3 ranks got from the functions by which ranks agree."""
+    return run_processes(3, talk)
+
+
+def test_a_vote_reaches_all_ranks_one_call_later(answers: list[dict]) -> None:
+    assert [answer["heard"] for answer in answers] == [[0, 0, 0, 7, 0]] * 3
+
+
+def test_work_on_main_first_is_done_by_all_ranks(answers: list[dict]) -> None:
+    assert [(answer["value"], answer["work"]) for answer in answers] == [(7, [0]), (7, [1]), (7, [2])]
+
+
+def test_an_error_of_rank_0_is_raised_on_all_ranks_and_told_by_rank_0_alone(answers: list[dict]) -> None:
+    assert [answer["refused"] for answer in answers] == ["the corpus is empty", "silently", "silently"]
+
+
+def test_the_result_of_rank_0_reaches_all_ranks(answers: list[dict]) -> None:
+    assert [answer["told"] for answer in answers] == ["by 0"] * 3
+
+
+def test_an_error_of_any_rank_is_raised_on_all_ranks(answers: list[dict]) -> None:
+    assert [answer["refused_by_one"] for answer in answers] == ["the disk of rank 1 is damaged"] * 3
+
+
+def test_work_on_all_returns_the_own_result_of_each_rank(answers: list[dict]) -> None:
+    assert [answer["done_by_all"] for answer in answers] == [0, 1, 2]
+
+
+def test_a_sum_over_processes_is_the_same_on_all_ranks(answers: list[dict]) -> None:
+    assert [answer["total"] for answer in answers] == [6.0] * 3
