@@ -1,12 +1,15 @@
-"""Causal grouped-query attention over PyTorch's kernels.
+"""Causal grouped-query attention over PyTorch's kernels, and rotary position embeddings.
 
 B batch, T tokens, S all tokens, cached and new, N query heads, K key/value heads, H head width.
 """
+
+import math
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from models.config import ModelConfig
 from models.documents import Lengths, Mask
 
 
@@ -44,3 +47,41 @@ def attention_in_documents(query: Tensor, key: Tensor, value: Tensor, documents:
     from models.varlen import attention_by_lengths  # imported late: see models/varlen.py
 
     return attention_by_lengths(query, key, value, documents)
+
+
+def rope_tables(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of each position's angles, float32.
+
+    positions: (T,) or (B, T) integers. Returns two tensors of shape positions.shape + (H / 2,).
+    Recomputed in each forward pass: this costs a few small kernels and avoids a buffer that meta initialization,
+    precision policies or sharding could corrupt.
+    """
+    frequencies = _inverse_frequencies(config, positions.device)  # (H/2,)
+    angles = positions.to(torch.float32)[..., None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each pair (x[i], x[i + H/2]) by its position's angle, in float32.
+
+    x: (B, N, T, H); cos, sin: (T, H/2) or (B, T, H/2). Hugging Face checkpoints pair the two halves of a head in this
+    way, not neighbouring elements.
+    """
+    if cos.dim() == 3:
+        cos, sin = cos[:, None], sin[:, None]  # (B, 1, T, H/2)
+    first, second = x.float().chunk(2, dim=-1)  # (B, N, T, H/2)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def _inverse_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
+    """Radians per token for each pair, (H/2,) float32."""
+    exponent = torch.arange(0, config.head_width, 2, dtype=torch.float32, device=device) / config.head_width
+    frequencies = 1.0 / config.rope_theta**exponent
+    if config.rope_scaling == "none":
+        return frequencies
+    # Llama 3.1: wavelengths longer than the original context are stretched by `factor`, short ones are unchanged, and
+    # those between are interpolated (The Llama 3 Herd of Models; apply_scaling in the llama-models reference code).
+    wavelengths = 2 * math.pi / frequencies
+    low, high = config.rope_low_frequency_factor, config.rope_high_frequency_factor
+    keep = ((config.rope_original_length / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
+    return keep * frequencies + (1 - keep) * frequencies / config.rope_factor

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
-from models.attention import attention_in_documents, attention_to_cached, causal_attention
+from models.attention import attention_in_documents, attention_to_cached, causal_attention, rope_tables, rotate
 from models.config import ModelConfig
 from models.documents import Documents, Lengths, Mask
 from models.interface import ModelInterface
 from models.loss import cross_entropy_sum
-from models.rope import rope_tables, rotate
 
 if TYPE_CHECKING:
     from models.cache import KeyValueCache, LayerCache

@@ -145,7 +145,7 @@ class Interrupted:
     @property
     def stopped_after(self) -> int:
         """The step after which the run says that it stopped."""
-        line = r"^SIGINT: interrupted after step (\d+); the same command goes on from there$"
+        line = r"^SIGINT: interrupted after step (\d+); the same command resumes from there$"
         match = re.search(line, self.out, re.MULTILINE)
         assert match, self.out
         return int(match[1])
@@ -273,7 +273,7 @@ def test_results_without_a_checkpoint_are_set_aside(whole: str, folder: Path, co
     first = contents(folder / "runs/again")
     code, out, _ = run(folder, arguments)
     assert code == 0
-    assert "runs/again held results and no checkpoint to go on from: they are in runs/again.1 now" in out
+    assert "runs/again held results but no checkpoint to resume from; they are in runs/again.1 now" in out
     assert contents(folder / "runs/again.1") == first
     curves = [[row["loss"] for row in rows(folder / "runs" / name) if "loss" in row] for name in ("again", "again.1")]
     assert len(curves[0]) == 8 and curves[0] == curves[1]

@@ -198,7 +198,7 @@ def test_a_signal_during_training_saves_the_current_step(
         assert f"{name} ended the run in the middle of a step; NOT SAVED" in out
     else:
         assert code == PREEMPTED, (out, err)
-        assert f"{name}: interrupted after step {run.saved_step()}; the same command goes on from there" in out
+        assert f"{name}: interrupted after step {run.saved_step()}; the same command resumes from there" in out
         assert run.saved_step() == run.logged_step() < 400
 
 

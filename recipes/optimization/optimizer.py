@@ -15,15 +15,16 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 BATCH = 2**27
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, config: OptimizerConfig, *, embedding: str = "") -> torch.optim.AdamW:
     """AdamW over the sharded parameters of `model`, with one fused kernel per dtype and device.
 
-    Matrices decay. Norm weights and embeddings do not, nor does a tied output projection (it is the embedding).
+    Matrices decay. Norm weights and the embedding do not, nor does a tied output projection (it is the embedding).
+    embedding: fully qualified name of the embedding's module, if the model has one.
     """
     decayed: list[nn.Parameter] = []
     undecayed: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
-        decays = parameter.dim() >= 2 and plain_name(name) != "embedding.weight"
+        decays = parameter.dim() >= 2 and plain_name(name) != f"{embedding}.weight"
         (decayed if decays else undecayed).append(parameter)
     kind = torch.optim.AdamW if config.state_dtype == "float32" else BFloat16StateAdamW
     return kind(

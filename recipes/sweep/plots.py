@@ -148,8 +148,8 @@ def _colours(sweep: Sweep, results: dict[str, Result]) -> dict[str, str]:
 
 
 def _layer(linear: str) -> str:
-    """ "blocks.3.attention.q_proj" -> "3"; "lm_head" is unchanged."""
-    return linear.split(".")[1] if linear.startswith("blocks.") else linear
+    """The number in the name of a block's linear, such as 3; the whole name of a linear outside of the blocks."""
+    return next((part for part in linear.split(".") if part.isdigit()), linear)
 
 
 def _title(sweep: Sweep, results: dict[str, Result]) -> str:

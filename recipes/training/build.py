@@ -100,7 +100,8 @@ def build_run(loaded: LoadedRecipe, world: World, console: Console, clock: RunCl
     on_main(world, lambda: lock.take(folder, log=console.log))
     resume_step = on_main(world, lambda: _newest_checkpoint(recipe, console))
     weights = _weights(loaded, resumes=resume_step is not None)
-    built = build(recipe, world, weights=weights if recipe.model.weights and resume_step is None else None)
+    starts_from = weights if recipe.model.weights and resume_step is None else None
+    built = build(recipe, world, weights=starts_from)
     throughput = Throughput(
         recipe.model,
         tokens_per_step=recipe.batch.global_batch_size * recipe.batch.sequence_length,
@@ -108,11 +109,14 @@ def build_run(loaded: LoadedRecipe, world: World, console: Console, clock: RunCl
         devices=world.size,
         device=world.device,
     )
-    _log_header(recipe, world, built, throughput, console)
-    if weights and recipe.model.weights and resume_step is None:
-        console.log(f"weights from {weights.path}")
+    for line in run_header(recipe, built.mesh.degrees, throughput, built.report):
+        console.log(line, style=None if line.startswith(" ") else "bold")
+    if starts_from is not None:
+        console.log(f"weights from {starts_from.path}")
     loader = _open_data(recipe, world, built.mesh, weights, resume_step, console)
-    context_length = _context_length(recipe, weights)
+    context_length = recipe.batch.sequence_length
+    if weights is not None and recipe.model.weights:
+        context_length = max(context_length, weights.facts.context_length)
     checkpoints = _open_checkpoints(recipe, loader, context_length, resume_step, console)
     guard = StepGuard(
         built.mesh,
@@ -130,34 +134,10 @@ def build_run(loaded: LoadedRecipe, world: World, console: Console, clock: RunCl
     _claim_folder(recipe, world, lock, console, done=clock.step)
     if clock.step < recipe.run.steps:  # a finished run reads nothing more, and has its list
         loader.list_bad_rows_in(folder)
-    recorder = Recorder(
-        recipe,
-        world,
-        mesh=built.mesh,
-        model=built.model,
-        clock=clock,
-        console=console,
-        loader=loader,
-        guard=guard,
-        throughput=throughput,
-        progress=progress,
-    )
+    recorder = Recorder(recipe, world, built.mesh, built.model, clock, console, loader, guard, throughput, progress)
     observers = _observers(recipe, world, built, clock, console)
-    return Run(
-        recipe,
-        world,
-        console,
-        clock,
-        lock,
-        built,
-        loader,
-        checkpoints,
-        guard,
-        recorder,
-        interruption,
-        observers,
-        context_length,
-    )
+    parts = (built, loader, checkpoints, guard, recorder, interruption, observers)
+    return Run(recipe, world, console, clock, lock, *parts, context_length=context_length)
 
 
 def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh: Mesh | None = None) -> Built:
@@ -202,7 +182,7 @@ def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh:
         mesh,
         model,
         sharded=cast(FSDPModule, model),
-        optimizer=build_optimizer(model, recipe.optimizer),
+        optimizer=build_optimizer(model, recipe.optimizer, embedding=model.interface.embedding),
         parameters=tuple(model.parameters()),
         grad_clip=recipe.optimizer.grad_clip,
         reshard_after_forward=recipe.fsdp.reshard_after_forward,
@@ -234,20 +214,6 @@ def _weights(loaded: LoadedRecipe, *, resumes: bool) -> Weights | None:
     found, recipe = loaded.weights, loaded.recipe
     stale = found is not None and not resumes and recipe.run.folder in found.path.parents
     return initial_weights(recipe.model.weights, recipe.run.folder) if stale else found
-
-
-def _context_length(recipe: Recipe, weights: Weights | None) -> int:
-    own = recipe.batch.sequence_length
-    return max(own, weights.facts.context_length) if weights and recipe.model.weights else own
-
-
-def _log_header(recipe: Recipe, world: World, built: Built, throughput: Throughput, console: Console) -> None:
-    headline, *lines = run_header(
-        recipe.run.name, recipe.model, recipe.data, recipe.batch, built.mesh.degrees, throughput, built.report
-    )
-    console.log(headline, style="bold")
-    for line in lines:
-        console.log("  " + line)
 
 
 def _open_data(

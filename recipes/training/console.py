@@ -1,4 +1,4 @@
-"""What a person sees: a live line on a terminal, plain lines in a file. Rank 0 speaks for all."""
+"""Output for people: lines and a live progress line on a terminal, plain lines in a file. Only rank 0 prints."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,28 +7,27 @@ from types import TracebackType
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from models.config import ModelConfig
 from parallel.config import MeshDegrees
-from recipes.data.config import BatchConfig, DataConfig
 from recipes.files.atomic import Lines
 from recipes.metrics.throughput import Throughput
+from recipes.schema import Recipe
 
-# A young model emits any byte; an escape among them would be an order to the terminal.
+# An untrained model emits any byte, and the terminal would obey an escape sequence among them.
 CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), 127) if chr(code) not in "\n\t"}
 
 
 class Console:
-    """Prints to standard output and, as plain text, to a log file. A silent one (other ranks) does nothing."""
+    """Prints to standard output and, as plain text, to a log file. A silent one, on other ranks, does nothing."""
 
     def __init__(self, *, silent: bool) -> None:
         self._silent = silent
         self._screen = self._new_screen()
         self._file: Lines | None = None
-        self._early: list[str] = []  # what was said before there was a log
+        self._early: list[str] = []  # lines from before there was a log file
         self._progress: Progress | None = None
 
     def open_log(self, path: Path) -> None:
-        """Lines go to this file too, after what it holds already; those said before follow now."""
+        """Append lines to this file too, beginning with those logged before it was opened."""
         if not self._silent:
             self._file = Lines(path, log=self._show)
             self._file.append(*self._early)
@@ -44,15 +43,15 @@ class Console:
     def _show(self, text: str, *, style: str | None = None) -> None:
         try:
             self._screen.print(text, style=style)
-        except OSError:  # the screen may be a file on the disk that is full: training goes on
-            self._screen = self._new_screen()  # the old one would print this again, with all that follows
+        except OSError:  # standard output may be a file on a full disk: training continues
+            self._screen = self._new_screen()  # the old one would print this line again with the next
 
     def _new_screen(self) -> RichConsole:
-        # Numbers are read more easily without colours on half of them, and text may hold [brackets] and :colons:.
+        # No colours on numbers, and [brackets] and :colons: in the text are printed as they are.
         return RichConsole(highlight=False, markup=False, emoji=False, soft_wrap=True, quiet=self._silent)
 
     def progress(self, step: int, steps: int, text: str) -> None:
-        """Move the live line, which only a terminal has."""
+        """Update the live line; only a terminal has one."""
         if self._silent or not self._screen.is_terminal:
             return
         if self._progress is None:
@@ -82,31 +81,28 @@ class Console:
         self.end_progress()
 
 
-def run_header(
-    run_name: str,
-    model: ModelConfig,
-    data: DataConfig,
-    batch: BatchConfig,
-    degrees: MeshDegrees,
-    yardstick: Throughput,
-    parts: Sequence[str],
-) -> list[str]:
-    """The headline, the mesh, what every part of parallel/ did (`parts`), the batch and the yardstick."""
+def run_header(recipe: Recipe, degrees: MeshDegrees, throughput: Throughput, parts: Sequence[str]) -> list[str]:
+    """The lines that open a run: a headline, and indented below it the mesh, the parallelization, batch and FLOPs.
+
+    parts: what each part of parallel/ did, one line each.
+    """
+    model, data, batch = recipe.model, recipe.data, recipe.batch
     processes = degrees.data_parallel
     accumulation = batch.global_batch_size // degrees.data_parallel // batch.micro_batch_size
-    # Inside documents it is less; how much less, the logged steps say, from the documents that there were.
+    # Attention inside documents needs fewer; logged steps count them from the documents that were read.
     at_most = "at most " if data.document_mask else ""
-    peak = "unknown, so no MFU" if yardstick.peak is None else f"{yardstick.peak / 1e12:.1f} TFLOP/s (dense bf16)"
-    return [
-        f"{run_name}: {model.name} with {model.num_params():,} parameters",
+    peak = "unknown, so no MFU" if throughput.peak is None else f"{throughput.peak / 1e12:.1f} TFLOP/s (dense bf16)"
+    headline = f"{recipe.run.name}: {model.name} with {model.num_params():,} parameters"
+    lines = [
         f"mesh: replicate {degrees.replicate} x shard {degrees.shard}"
-        f" = {processes} {'process' if processes == 1 else 'processes'} on {yardstick.device_name}",
+        f" = {processes} {'process' if processes == 1 else 'processes'} on {throughput.device_name}",
         *parts,
         f"batch: {batch.global_batch_size} sequences of {batch.sequence_length} tokens"
         f" = {processes} x {accumulation} micro-batches of {batch.micro_batch_size}",
-        *(["attention: inside documents, where positions start anew"] if data.document_mask else []),
-        f"flops: {at_most}{yardstick.flops / 1e9:.3g} billion per token, peak of the device {peak}",
+        *(["attention: inside documents, with positions from 0 in each"] if data.document_mask else []),
+        f"flops: {at_most}{throughput.flops / 1e9:.3g} billion per token, peak of the device {peak}",
     ]
+    return [headline, *(f"  {line}" for line in lines)]
 
 
 def step_line(row: Mapping[str, float | None], steps: int) -> str:
@@ -120,22 +116,26 @@ def step_line(row: Mapping[str, float | None], steps: int) -> str:
 
 
 def summary(steps: int, tokens: int, seconds: float, *, validation_loss: float | None) -> str:
-    """What came out of all steps of this start."""
+    """The result of all steps of this start."""
     validation = "" if validation_loss is None else f", validation loss {validation_loss:.4f}"
     rate = f"{tokens / seconds:,.0f} tokens/s in all"
     return f"done: {steps} steps, {tokens:,} tokens in {seconds:.1f} s, {rate}{validation}"
 
 
 def interrupted_message(signal: str, step: int, *, saved: bool, every: int) -> str:
-    """The last word of a run that a signal stopped after this step. every: as in [checkpoint]."""
-    rest = "NOT SAVED, the same command goes on from an older one" if every else "not saved, as checkpoint.every = 0"
-    return f"{signal}: interrupted after step {step}; {'the same command goes on from there' if saved else rest}"
+    """The last line of a run that a signal stopped after this step. every: as checkpoint.every."""
+    rest = (
+        "NOT SAVED, the same command resumes from an older checkpoint"
+        if every
+        else "not saved, as checkpoint.every = 0"
+    )
+    return f"{signal}: interrupted after step {step}; {'the same command resumes from there' if saved else rest}"
 
 
 UNSAVED = "all steps are done, but the last checkpoint is not saved; the same command tries again"
 
 
 def contents(folder: Path) -> str:
-    """What a run wrote, and where."""
+    """The names of the files that a run wrote, and their folder."""
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
     return f"written to {folder}: {' '.join(names)}"

@@ -1,4 +1,4 @@
-"""What a run ran on: what environment.json records."""
+"""What environment.json records of where a run ran."""
 
 import platform
 import subprocess
@@ -14,7 +14,7 @@ PACKAGES = ("torch", "torchao", "datasets", "tokenizers", "safetensors", "numpy"
 
 
 def environment(*, world_size: int, device: torch.device) -> dict[str, Any]:
-    """What environment.json records, so that a number can be traced to what produced it."""
+    """Versions, commit and device, so that a number can be traced to what produced it."""
     changes = _git("status", "--porcelain")
     return {
         "git_commit": _git("rev-parse", "HEAD"),
@@ -29,7 +29,7 @@ def environment(*, world_size: int, device: torch.device) -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says about this checkout; None without git, and for a copy that is no checkout."""
+    """The output of a git command in this checkout; None without git or without a checkout."""
     root = Path(__file__).resolve().parents[2]
     try:
         done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Signals: all ranks stop after the same step. The first asks for it, a second one ends the process at once."""
+"""Signals: after the first, all ranks stop after the same step; a second one ends the process immediately."""
 
 import os
 import signal
@@ -43,14 +43,14 @@ class Agreement:
 
 
 class Interruption:
-    """Notes signals from its making on, and lets the ranks agree on the step after which they stop.
+    """Records signals from its construction on, and lets the ranks agree on the step after which they stop.
 
-    Signals are read from a pipe by a thread of its own: the main thread may be inside of C++ for minutes, and an
-    exception thrown into it there could come out as an error of another kind.
+    A separate thread reads the signals from a pipe: the main thread may be inside C++ code for minutes, and an
+    exception raised there could surface as a different error.
     """
 
     def __init__(self) -> None:
-        """All ranks return when all of them note signals: from then on none leaves without the others."""
+        """Returns once all ranks record signals: from then on none stops without the others."""
         self._first = 0
         self._first_at = 0.0
         self._ending = False
@@ -59,26 +59,26 @@ class Interruption:
         os.set_blocking(pythons, False)
         signal.set_wakeup_fd(pythons)
         for number in SIGNALS:
-            signal.signal(number, lambda number, frame: None)  # else Python puts nothing into the pipe
+            signal.signal(number, lambda number, frame: None)  # without a handler Python writes nothing to the pipe
         threading.Thread(target=self._listen, args=(ours,), daemon=True, name="signals").start()
         self.agreed_now()
 
     @property
     def noted(self) -> int:
-        """The signal that asks this process to stop, or 0."""
+        """The signal that asked this process to stop, or 0."""
         return self._first
 
     def agreed(self) -> int:
-        """The signal that any rank had noted at the previous call, or 0. Every rank calls it once in each step."""
+        """The signal that any rank had received by the previous call, or 0. Every rank calls it once per step."""
         return self._agreement.largest(self._first)
 
     def agreed_now(self) -> int:
-        """The signal that any rank has noted by now, or 0: waits for all ranks. No vote of agreed() is left over."""
+        """The signal that any rank has received by now, or 0. Waits for all ranks; leaves no vote pending."""
         self._agreement.largest(self._first)
         return self._agreement.end()
 
     def end(self) -> None:
-        """Leave together: a rank that is first to go has torchrun end the others, which need not be told any more."""
+        """Leave together, ignoring signals: when the first rank ends, torchrun may send one to the others."""
         self._ending = True
         self.agreed_now()
 
@@ -94,12 +94,12 @@ class Interruption:
             self._first, self._first_at = number, time.monotonic()
         elif number != self._first or time.monotonic() - self._first_at > ECHO_SECONDS:
             if sys.stdout.isatty():
-                os.write(sys.stdout.fileno(), SHOW_CURSOR)  # the live line hides it
+                os.write(sys.stdout.fileno(), SHOW_CURSOR)  # which the live line hides
             os._exit(ended_by(number))
 
 
 def forget_signals() -> None:
-    """From now on a signal does what it does to any program. For a run that has failed, and waits for its end."""
+    """Restore the default handling of signals, for a run that has failed and is about to end."""
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)

@@ -33,7 +33,6 @@ class Recorder:
         self,
         recipe: Recipe,
         world: World,
-        *,
         mesh: Mesh,
         model: Decoder,
         clock: RunClock,

@@ -1,4 +1,4 @@
-"""The folder of a run, OUTPUT/NAME, belongs to one recipe. Imports no torch."""
+"""The run folder, OUTPUT/NAME, which belongs to one recipe. Imports no torch."""
 
 import json
 import os
@@ -26,8 +26,8 @@ from recipes.load import load, to_toml
 from recipes.optimization.schedule import learning_rate
 from recipes.schema import Recipe
 
-# What makes two runs the same run. Everything else (length, mesh, micro-batches, precision, compile, checkpoints,
-# metrics ...) may change between a run and its continuation.
+# Fields that must not change when a run resumes. Everything else (length, mesh, micro-batches, precision, compile,
+# checkpoints, metrics ...) may.
 IDENTITY = (
     "run.seed",
     "model.",
@@ -46,22 +46,22 @@ IDENTITY = (
 
 
 def identity_differences(old: Recipe, new: Recipe) -> list[str]:
-    """What makes `new` another run than `old`, the one whose folder it would continue in; one line each."""
+    """Why `new` cannot continue in the run folder of `old`: one line per field that must not change and did."""
     differences = [
         f"{key}: {toml(was)} in the folder's recipe.toml, {toml(now)} now"
         for key in field_types()
-        if key.startswith(IDENTITY) and key != "model.weights"  # they matter before the first step alone
+        if key.startswith(IDENTITY) and key != "model.weights"  # used only before the first step
         if (was := value_of(old, key)) != (now := value_of(new, key))
     ]
     was, now = old.data.mixture, new.data.mixture
-    if was == now and list(was) != list(now):  # equal as dicts, but sequences are dealt out in the order of the lines
+    if was == now and list(was) != list(now):  # equal as dicts, but the data order follows the order of the lines
         orders = f"{toml(was)} in the folder's recipe.toml, {toml(now)} now"
-        differences.append(f"data.mixture: the sources stand in another order: {orders}")
+        differences.append(f"data.mixture: the sources are in a different order: {orders}")
     return differences
 
 
 def check_output_folder(recipe: Recipe) -> None:
-    """Raises UserError where the run's files cannot go, or where something is that it must not touch."""
+    """Raises UserError if the run's files cannot be written, or if the folder holds something else."""
     folder = recipe.run.folder
     remedy = "give this run another name (--run.name OTHER)"
     if folder.is_file():
@@ -72,11 +72,13 @@ def check_output_folder(recipe: Recipe) -> None:
             what = "may not be written to" if place.is_dir() else "is no folder"
             raise UserError(f"run.output = {toml(recipe.run.output)}: {place} {what}; write another run.output")
         return
-    if all(path.name == LOCK or path.name.startswith(PART) for path in folder.iterdir()):  # empty, or begun and killed
+    if all(
+        path.name == LOCK or path.name.startswith(PART) for path in folder.iterdir()
+    ):  # empty, or left by a killed start
         return
     if not (folder / RECIPE).is_file():
-        raise UserError(f"{folder} is not empty and holds no {RECIPE}, so it is not a run's folder; {remedy}")
-    if not holds_results(folder):  # a run that broke off before its first logged step
+        raise UserError(f"{folder} is not empty and has no {RECIPE}, so it is not a run folder; {remedy}")
+    if not holds_results(folder):  # a run that ended before its first logged step
         return
     if recipe.checkpoint.resume == "never":
         raise UserError(
@@ -86,30 +88,37 @@ def check_output_folder(recipe: Recipe) -> None:
     try:
         old = load(folder / RECIPE, rules=False)
     except UserError as error:
-        raise UserError(f"{folder} belongs to another version of the recipe schema; {remedy}\n{error}") from None
+        raise UserError(f"{folder} was written with another version of the recipe schema; {remedy}\n{error}") from None
     if differences := identity_differences(old, recipe):
         lines = "".join(f"\n  {line}" for line in differences)
         raise UserError(f"{folder} belongs to a different recipe:{lines}\n{remedy}, or put these keys back")
 
 
 def claim_run_folder(recipe: Recipe, *, done: int, environment: dict[str, Any], lock: FolderLock) -> list[str]:
-    """Make the folder this run's own: recipe.toml and environment.json. Returns what the user should know.
+    """Make the folder this run's own: write recipe.toml and environment.json. Returns notes for the user.
 
-    done: steps of the checkpoint that the run goes on from, or 0. What is there already is kept: results that no
-    checkpoint continues move aside with their folder, a recipe that changes on the way stays under another name, and
-    rows of steps that come again are cut off. lock: the folder's, from here on at the latest. Raises UserError where
-    another process has the folder, or it cannot be written.
+    Nothing is lost: a folder with results but no checkpoint to resume from is moved aside, a recipe that changed is
+    kept under another name, and only the rows of steps that will be repeated are cut off.
+
+    Args:
+        recipe: of the run.
+        done: steps of the checkpoint that the run resumes from, or 0.
+        environment: the content of environment.json.
+        lock: of the folder; taken here unless it is held already.
+
+    Raises:
+        UserError: if another process uses the folder, or it cannot be written.
     """
     folder = recipe.run.folder
     notes: list[str] = []
-    if folder.is_symlink():  # what is set aside stays where the link points, and so does what is new
+    if folder.is_symlink():  # old and new files stay where the link points
         folder = folder.resolve()
     try:
         lock.take(folder, log=notes.append)
         if done == 0 and holds_results(folder):
             aside = next(path for n in count(1) if not (path := folder.with_name(f"{folder.name}.{n}")).exists())
             folder.rename(aside)
-            notes.append(f"{folder} held results and no checkpoint to go on from: they are in {aside} now")
+            notes.append(f"{folder} held results but no checkpoint to resume from; they are in {aside} now")
         folder.mkdir(parents=True, exist_ok=True)
         lock.take(folder, log=notes.append)
         if done < recipe.run.steps:
@@ -117,10 +126,10 @@ def claim_run_folder(recipe: Recipe, *, done: int, environment: dict[str, Any], 
             if done > 0 and file.is_file() and (old := file.read_text(encoding="utf-8")) != text:
                 notes += _note_schedule(load(file, rules=False), recipe, done)
                 kept = folder / f"recipe-until-{done:08d}.toml"
-                if not kept.exists():  # else the recipe in `file` took no step that is left
+                if not kept.exists():  # if it exists, no step of the recipe in `file` remains
                     write_whole(kept, old, sync=True)
             _update(file, text)
-            (folder / QUARANTINE).unlink(missing_ok=True)  # which is written anew as far as the run has come
+            (folder / QUARANTINE).unlink(missing_ok=True)  # rewritten up to the present step
             _update(folder / ENVIRONMENT, json.dumps(environment, indent=2) + "\n")
         for name in (METRICS, FLOAT8_SHARES):
             cut_back(folder / name, done)
@@ -130,42 +139,42 @@ def claim_run_folder(recipe: Recipe, *, done: int, environment: dict[str, Any], 
 
 
 def _update(file: Path, text: str) -> None:
-    """Have this text in the file; there is never a moment without the old one or the new one."""
+    """Replace the text of the file, if it differs, atomically."""
     if not file.is_file() or file.read_text(encoding="utf-8") != text:
         write_whole(file, text, sync=True)
 
 
 def read_data_state(checkpoint: Path) -> dict[str, Any]:
-    """What the data order of a checkpoint rests on. Raises UserError where it cannot be read."""
+    """The data state of a checkpoint, which its data order depends on. Raises UserError if it cannot be read."""
     file = checkpoint / DATA
     try:
         facts = json.loads(file.read_text(encoding="utf-8"))
         sources = facts.get("sources") if isinstance(facts, dict) else None
         if not isinstance(sources, dict) or not all(isinstance(about, dict) for about in sources.values()):
-            raise ValueError("not what it should be")
+            raise ValueError("unexpected content")
         return facts
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file} cannot be read ({error}); remove {checkpoint} to go on from an older one") from None
+        raise UserError(f"{file} cannot be read ({error}); remove {checkpoint} to resume from an older one") from None
 
 
 def resumed_data_state(run_folder: Path, step: int | None) -> dict[str, Any]:
-    """What a run has read until the checkpoint of this step, if it goes on from one."""
+    """The data state at the checkpoint of this step; empty if the run does not resume."""
     if step is None:
         return {}
     try:
         return read_data_state(step_folder(run_folder / CHECKPOINTS, step))
-    except UserError:  # what is wrong with the checkpoint is found, and said, when it is loaded
+    except UserError:  # loading the checkpoint reports what is wrong with it
         return {}
 
 
 def require_same_data(checkpoint: Path, data_state: dict[str, Any]) -> None:
-    """Raises UserError when the tokens behind the data order are not those that the checkpoint was trained on."""
+    """Raises UserError if the data order now yields other tokens than those the checkpoint was trained on."""
     then = read_data_state(checkpoint)
     same_tokenizer = then.get("tokenizer") == data_state["tokenizer"]
     texts, others = [], []
     for name, now in data_state["sources"].items():
         was = then["sources"].get(name, {})
-        # Older checkpoints know neither "text" nor "prepared".
+        # Older checkpoints have neither "text" nor "prepared".
         if ("text" in was and was["text"] != now["text"]) or (same_tokenizer and was.get("tokens") != now["tokens"]):
             texts.append(f"other text behind {toml(name)}: {was.get('about')} then, {now['about']} now")
         elif "prepared" in was and was["prepared"] != now["prepared"]:
@@ -176,8 +185,8 @@ def require_same_data(checkpoint: Path, data_state: dict[str, Any]) -> None:
     problems = texts + others
     if problems:
         raise UserError(
-            f"{checkpoint} was trained on {'; '.join(problems)}. Its data order means nothing here"
-            "; put the old files back, or start another run (--run.name OTHER)"
+            f"{checkpoint} was trained on {'; '.join(problems)}. Its data order does not apply to them"
+            "; restore the old files, or start another run (--run.name OTHER)"
         )
 
 
@@ -186,7 +195,7 @@ def _kind(prepared: bool) -> str:
 
 
 def _note_schedule(old: Recipe, new: Recipe, done: int) -> list[str]:
-    """What a longer or shorter run does to the learning rate at the next step."""
+    """How a change of run.steps changes the learning rate of the next step."""
     then, now = (
         learning_rate(done, peak=recipe.optimizer.lr, steps=recipe.run.steps, schedule=recipe.schedule)
         for recipe in (replace(old, run=replace(old.run, steps=max(old.run.steps, done + 1))), new)

@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models.attention import causal_attention
+from models.attention import causal_attention, rope_tables, rotate
 from models.decoder import Decoder
 from models.loss import IGNORED, cross_entropy_sum
-from models.rope import rope_tables, rotate
 from models.sizes import SIZES
 
 SMALL = replace(SIZES["smollm3_debug"], vocabulary=97)

@@ -17,12 +17,12 @@ from torch.nn.functional import pad
 from transformers import LlamaConfig, LlamaForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from models.attention import rope_tables
 from models.config import ModelConfig, TextFacts
 from models.decoder import Decoder
 from models.documents import Documents
 from models.hf import config_from_hf, config_to_hf, hf_name
 from models.loss import IGNORED
-from models.rope import rope_tables
 from models.sizes import SIZES
 from parallel.config import Float8Config, FSDPConfig
 from parallel.dist import start, stop

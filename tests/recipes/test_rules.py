@@ -585,7 +585,7 @@ def test_only_the_fields_that_identify_a_run_count_as_differences() -> None:
     assert identity_differences(old, old) == []
     mixed, turned = (replace(old, data=DataConfig(mixture=mixture)) for mixture in ({"a": 1, "b": 1}, {"b": 1, "a": 1}))
     (line,) = identity_differences(mixed, turned)
-    assert line.startswith("data.mixture: the sources stand in another order: {")
+    assert line.startswith("data.mixture: the sources are in a different order: {")
     assert identity_differences(mixed, mixed) == []
 
 
@@ -601,7 +601,7 @@ def test_a_folder_of_other_files_is_refused(tmp_path: Path) -> None:
     recipe = named(tmp_path)
     recipe.run.folder.mkdir()
     (recipe.run.folder / "thesis.tex").touch()
-    assert "is not empty and holds no recipe.toml, so it is not a run's folder; give this run" in refusal_of(recipe)
+    assert "is not empty and has no recipe.toml, so it is not a run folder; give this run" in refusal_of(recipe)
 
 
 def test_a_file_in_place_of_the_run_folder_is_refused(tmp_path: Path) -> None:
@@ -615,7 +615,7 @@ def test_a_recipe_that_no_longer_loads_is_refused(tmp_path: Path) -> None:
     occupy(recipe)
     (recipe.run.folder / "recipe.toml").write_text('[model]\nname = "smollm3_debug"\n[run]\nold_key = 1\n')
     message = refusal_of(recipe)
-    assert "belongs to another version of the recipe schema" in message and "run.old_key" in message
+    assert "was written with another version of the recipe schema" in message and "run.old_key" in message
 
 
 def test_recipes_are_compared_even_if_the_old_data_is_gone(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_a_preempted_job_resumes_by_itself_and_loses_no_step(
 def saved(log: str) -> list[int]:
     """Steps after which the run says that it was interrupted and saved."""
     lines = [line for line in log.splitlines() if ": interrupted after step " in line]
-    assert all(line.endswith("; the same command goes on from there") for line in lines)
+    assert all(line.endswith("; the same command resumes from there") for line in lines)
     return [int(line.split()[4].rstrip(";")) for line in lines]
 
 

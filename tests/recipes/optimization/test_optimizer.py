@@ -42,7 +42,7 @@ def names(model: nn.Module, group: dict) -> set[str]:
 @pytest.mark.parametrize("size", ["smollm3_debug", "llama3_debug"], ids=["tied", "untied"])
 def test_matrices_decay_and_norms_and_embeddings_do_not(size: str, mode: str) -> None:
     model = build(size, mode=mode)
-    decayed, undecayed = build_optimizer(model, CONFIG).param_groups
+    decayed, undecayed = build_optimizer(model, CONFIG, embedding=model.interface.embedding).param_groups
     assert (decayed["weight_decay"], undecayed["weight_decay"]) == (0.5, 0.0)
     blocks = ("blocks.0", "blocks.1")
     matrices = {f"{block}.{matrix}.weight" for block in blocks for matrix in MATRICES}

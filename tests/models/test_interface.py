@@ -1,0 +1,38 @@
+"""What a model declares to parallel/, and that nobody else spells it."""
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from models.decoder import Block, Decoder
+from models.interface import blocks_of
+from models.sizes import SIZES
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("parallel", "recipes", "scripts")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_name_of_the_interface_leads_to_its_module(tied: bool) -> None:
+    with torch.device("meta"):
+        model = Decoder(replace(SIZES["llama3_debug"], layers=3, tied_embeddings=tied))
+    assert blocks_of(model) == list(model.blocks) and all(isinstance(block, Block) for block in model.blocks)
+    assert model.get_submodule(model.interface.embedding) is model.embedding
+    assert model.get_submodule(model.interface.head_norm) is model.norm
+    assert model.interface.head == (None if tied else "lm_head")
+    assert isinstance(model.get_submodule(model.interface.head or "embedding"), nn.Linear | nn.Embedding)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_only_models_know_where_their_blocks_are(folder: str) -> None:
+    found = []
+    for file in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+            if text == "blocks" or text.startswith("blocks."):
+                found.append(f"{file.relative_to(ROOT)}:{node.lineno}")  # type: ignore[attr-defined]
+    assert not found

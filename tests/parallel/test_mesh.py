@@ -1,0 +1,101 @@
+"""What each axis of the mesh is for, over real processes."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from models.loss import IGNORED
+from parallel.config import MeshConfig
+from parallel.dist import start, stop
+from parallel.mesh import AXES, Mesh, build_mesh, mesh_over
+from parallel.reduce import reduce_loss_and_times, sum_over_group
+from recipes.metrics.clock import RunClock
+from recipes.optimization.skip_steps import StepGuard
+from recipes.schema import Recipe
+from recipes.training.build import build
+from recipes.training.step import train_step
+from tests.processes import run_processes
+from tests.training import small_recipe
+
+IDLE = 2
+"""Size of an axis that nothing in the code knows."""
+
+
+def mesh_with_an_idle_axis(replicate: int, shard: int) -> Mesh:
+    """Neighbouring ranks are copies of each other: they read, sum and shard as one."""
+    return mesh_over(init_device_mesh("cpu", (replicate, shard, IDLE), mesh_dim_names=(*AXES, "idle")))
+
+
+def first_step(recipe: Recipe, mesh: Mesh, world: Any) -> dict[str, Any]:
+    """Loss, norm and gradients by name of one step on tokens that depend on the data rank alone."""
+    built = build(recipe, world, mesh=mesh)
+    gradients: dict[str, list[float]] = {}
+
+    def keep(optimizer: Any, *_: Any) -> None:
+        for name, parameter in built.model.named_parameters():
+            gradients[name] = parameter.grad.full_tensor().flatten().tolist()
+
+    built.optimizer.register_step_pre_hook(keep)
+    tokens = torch.randint(0, recipe.model.vocabulary, (4, 33), generator=torch.Generator().manual_seed(1))
+    tokens[0, 5:9] = 0
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].where(tokens[:, 1:] != 0, IGNORED)
+    micro_batches = [
+        (inputs[row : row + 1], targets[row : row + 1], None) for row in range(mesh.data_rank, 4, mesh.data_ranks)
+    ]
+    guard = StepGuard(mesh, device=world.device, max_skipped_steps=3, loss_spike_z=3.0)
+    clock = RunClock(world.device)
+    loss, norm = train_step(built, micro_batches, step=1, learning_rate=1e-3, guard=guard, clock=clock)
+    mean_loss, times = reduce_loss_and_times(loss, [float(world.rank)], loss_group=mesh.loss_group)
+    return {
+        "data": (mesh.data_rank, mesh.data_ranks),
+        "loss": mean_loss,
+        "norm": norm.item(),
+        "times": times.flatten().tolist(),
+        "sum": sum_over_group(torch.tensor(float(mesh.data_rank)), mesh.loss_group).item(),
+        "shard": [parameter.to_local().numel() for parameter in built.parameters],
+        "gradients": gradients,
+        "window": guard.state()["loss_window"],
+    }
+
+
+def steps_with_an_idle_axis(recipe: Recipe) -> list[dict[str, Any]]:
+    world = start("cpu", seed=0)
+    found = [first_step(recipe, mesh_with_an_idle_axis(*degrees), world) for degrees in ((1, 2), (2, 1))]
+    stop()
+    return found
+
+
+def steps_without(recipe: Recipe) -> list[dict[str, Any]]:
+    world = start("cpu", seed=0)
+    meshes = [build_mesh(MeshConfig(*degrees).fit(world.size), device_type="cpu") for degrees in ((1, 2), (2, 1))]
+    found = [first_step(recipe, mesh, world) for mesh in meshes]
+    stop()
+    return found
+
+
+def test_data_sums_and_sharding_ignore_an_axis_that_they_do_not_name(corpus: Path, tmp_path: Path) -> None:
+    recipe = small_recipe(corpus, tmp_path)
+    recipe = replace(recipe, batch=replace(recipe.batch, global_batch_size=4))
+    plain, idle = run_processes(2, steps_without, recipe), run_processes(2 * IDLE, steps_with_an_idle_axis, recipe)
+    for rank, answers in enumerate(idle):
+        for with_idle, without in zip(answers, plain[rank // IDLE], strict=True):
+            assert with_idle["times"] == [0.0, 1.0, 2.0, 3.0]  # every process of the world has its times
+            for name in ("data", "loss", "norm", "sum", "shard", "window"):
+                assert with_idle[name] == without[name], (rank, name)
+            for name, gradient in without["gradients"].items():
+                assert with_idle["gradients"][name] == gradient, (rank, name)
+
+
+def data_ranks(degrees: tuple[int, int]) -> tuple[int, int, int]:
+    world = start("cpu", seed=0)
+    mesh = build_mesh(MeshConfig(*degrees).fit(world.size), device_type="cpu")
+    found = world.rank, mesh.data_rank, mesh.data_ranks
+    stop()
+    return found
+
+
+def test_every_process_reads_its_own_share_without_further_axes() -> None:
+    assert run_processes(4, data_ranks, (2, 2)) == [(rank, rank, 4) for rank in range(4)]
