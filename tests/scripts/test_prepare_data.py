@@ -1,4 +1,4 @@
-"""scripts/prepare_data.py as its users call it, and a recipe that reads what it wrote."""
+"""scripts/prepare_data.py as users call it, and a recipe that reads what it wrote."""
 
 import json
 import signal
@@ -24,7 +24,7 @@ def run(*arguments: object, code: int = 0) -> str:
     return done.stdout if code == 0 else done.stderr
 
 
-def test_a_source_becomes_a_folder_that_a_recipe_reads(tmp_path: Path) -> None:
+def test_prepared_folder_is_read_by_a_recipe(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 300)
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write('{"text": "cut\n{"text": ""}\n')
@@ -63,8 +63,8 @@ def test_a_source_becomes_a_folder_that_a_recipe_reads(tmp_path: Path) -> None:
     assert "was prepared with 0.1; write that" in said
 
 
-def test_a_killed_preparation_goes_on(tmp_path: Path) -> None:
-    """Real pieces are larger than what a test can tokenize, so the kill comes before the first shard is whole."""
+def test_killed_preparation_continues(tmp_path: Path) -> None:
+    """Real shards are larger than what a test can tokenize, so the kill comes before the first shard is complete."""
     arguments = ["python-stdlib", str(tmp_path / "out"), "--tokenizer", "train:300", "--cache", str(tmp_path / "cache")]
     process = subprocess.Popen([sys.executable, str(SCRIPT), *arguments], stdout=subprocess.DEVNULL)
     while not list((tmp_path / "out").glob(".part-*/train")):
@@ -79,7 +79,7 @@ def test_a_killed_preparation_goes_on(tmp_path: Path) -> None:
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_too_many_bad_rows_stop_it(tmp_path: Path) -> None:
+def test_too_many_bad_rows_stop_the_preparation(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 30)
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write('{"text": "cut\n')
@@ -110,7 +110,9 @@ def test_too_many_bad_rows_stop_it(tmp_path: Path) -> None:
         (("HERE", "INSIDE", "--tokenizer", "train:300"), "and would be part of it; give another folder"),
     ],
 )
-def test_what_can_be_mended_is_said_in_a_line(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+def test_user_error_is_one_message_and_leaves_nothing_behind(
+    tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
     write_rows(tmp_path / "rows.jsonl", 100)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")

@@ -1,4 +1,4 @@
-"""From the [data] section to batches: the same tokens in the same order, whoever asks for them and whenever."""
+"""From the [data] section to batches: the same tokens in the same order for any process at any time."""
 
 import json
 import multiprocessing
@@ -26,7 +26,7 @@ from recipes.data.sequences import Piece, Quarantine, Sequences
 from recipes.data.tokens.prepare import write_shards
 from recipes.data.tokens.shards import array_path, problem_path, read_index, shard_path
 from tests.recipes.data.text.test_hub import c4, tiny_stories
-from tests.recipes.data.texts import SMALL, tokenizer_for, work_on, write_rows
+from tests.recipes.data.texts import SMALL, shards_in, tokenizer_for, work_on, write_rows
 
 LENGTH, BATCH = 32, 12
 
@@ -104,8 +104,7 @@ def as_glob(folder: Path) -> str:
 def as_prepared(folder: Path) -> Path:
     write_rows(folder / "for_shards.jsonl", 300, name="Shard")
     work = work_on(folder / "for_shards.jsonl", fraction=0.2, tokenizer=tokenizer_for(folder / "for_shards.jsonl"))
-    for _ in write_shards(folder / "shards", work):
-        pass
+    shards_in(folder / "shards", work)
     return folder / "shards"
 
 
@@ -146,7 +145,7 @@ def mixture_of(kinds: list[str], folder: Path) -> tuple[dict[str, float], str]:
 
 
 @pytest.mark.parametrize("kinds", [*([kind] for kind in ALONE), *TOGETHER])
-def test_a_run_on_changing_numbers_of_processes_reads_what_one_process_reads(tmp_path: Path, kinds: list[str]) -> None:
+def test_changing_numbers_of_processes_read_what_one_process_reads(tmp_path: Path, kinds: list[str]) -> None:
     mixture, tokenizer = mixture_of(kinds, tmp_path)
     steps = 240  # beyond the first epoch of each source
     data = opened(tmp_path / "whole", mixture, tokenizer=tokenizer)
@@ -184,7 +183,7 @@ def inputs_of(data: Data, pieces: list[Piece]) -> int:
 
 
 @pytest.mark.parametrize("kind", ["lines", "prepared"])
-def test_two_epochs_see_every_token_of_every_document_twice(tmp_path: Path, kind: str) -> None:
+def test_two_epochs_contain_every_token_of_every_document_twice(tmp_path: Path, kind: str) -> None:
     mixture, tokenizer = mixture_of([kind], tmp_path)
     data = opened(tmp_path / "cache", mixture, tokenizer=tokenizer)
     (source,) = data.training.sources
@@ -206,7 +205,7 @@ def test_two_epochs_see_every_token_of_every_document_twice(tmp_path: Path, kind
     data.training.close()
 
 
-def test_what_is_held_out_is_never_trained_on(tmp_path: Path) -> None:
+def test_held_out_documents_are_never_trained_on(tmp_path: Path) -> None:
     mixture, _ = mixture_of(["lines", "parquet"], tmp_path)
     data = opened(tmp_path / "cache", mixture)
     reader = batches(data.training)
@@ -257,7 +256,7 @@ def test_prepared_shards_are_shuffled_as_a_whole_and_read_from_anywhere(tmp_path
 # -------------------------------------------------------------------------------------------------- while it is written
 
 
-def test_training_begins_before_the_source_is_tokenized_and_waits_where_it_must(tmp_path: Path) -> None:
+def test_training_starts_before_the_source_is_tokenized_and_waits_for_the_rest(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 4000)
     work = work_on(tmp_path / "rows.jsonl", fraction=0.2)
     reports: list[str] = []
@@ -282,7 +281,7 @@ def test_training_begins_before_the_source_is_tokenized_and_waits_where_it_must(
         reader.close()
 
 
-def test_held_out_text_does_not_depend_on_how_much_was_tokenized_before(tmp_path: Path) -> None:
+def test_held_out_text_does_not_depend_on_how_much_is_tokenized(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 2000)
     source = {str(tmp_path / "rows.jsonl"): 1.0}
     first = opened(tmp_path / "cache", source)
@@ -293,7 +292,7 @@ def test_held_out_text_does_not_depend_on_how_much_was_tokenized_before(tmp_path
     assert np.array_equal(second.validation.rows(0, second.validation.available), rows)
 
 
-def test_a_second_opening_does_no_work(tmp_path: Path) -> None:
+def test_opening_data_again_tokenizes_nothing(tmp_path: Path) -> None:
     source = {str(as_lines(tmp_path)): 1.0}
     first = opened(tmp_path / "cache", source, shuffle_tokens=10**6)
     first.training.close()
@@ -304,7 +303,7 @@ def test_a_second_opening_does_no_work(tmp_path: Path) -> None:
     assert second.training.sources[0].background is None
 
 
-def test_the_tokenizing_process_ends_with_its_parent(tmp_path: Path) -> None:
+def test_tokenizing_process_ends_with_its_parent(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 4000)
     context = multiprocessing.get_context("spawn")
     pid = context.Queue()
@@ -330,7 +329,7 @@ def _open_and_wait(folder: Path, pid: Any) -> None:
     time.sleep(600)
 
 
-def test_a_tokenizing_process_that_dies_is_noticed_by_all(tmp_path: Path) -> None:
+def test_all_processes_notice_when_the_tokenizing_process_dies(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 4000)
     source = {str(tmp_path / "rows.jsonl"): 1.0}
     data = opened(tmp_path / "cache", source)
@@ -357,8 +356,8 @@ def spoil(path: Path, lines: list[int]) -> None:
     path.write_text("\n".join(rows) + "\n")
 
 
-def test_a_lost_file_counts_with_all_its_rows(tmp_path: Path) -> None:
-    """Nine of ten files cut off: nine bad rows among a thousand good ones would pass for a small loss."""
+def test_broken_file_counts_as_all_its_rows_in_the_budget(tmp_path: Path) -> None:
+    """Nine of ten files are cut off. Counted as nine bad rows among a thousand, that would look like a small loss."""
     (tmp_path / "in").mkdir()
     for number in range(10):
         file = tmp_path / "in" / f"{number}.parquet"
@@ -372,7 +371,7 @@ def test_a_lost_file_counts_with_all_its_rows(tmp_path: Path) -> None:
     data.training.close()
 
 
-def test_a_file_that_could_not_be_read_is_tried_again_by_another_run(tmp_path: Path) -> None:
+def test_unreadable_file_is_tried_again_by_another_run(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     for name in ("a", "b", "c"):
         write_rows(tmp_path / "in" / f"{name}.jsonl", 100, name=name)
@@ -405,13 +404,13 @@ def test_a_file_that_could_not_be_read_is_tried_again_by_another_run(tmp_path: P
     assert len({array_path(path, 0, "train").stat().st_ino for path in folders}) == 1  # not made again
 
 
-def test_another_text_on_another_node_is_said_instead_of_waited_for(rows: Path, tmp_path: Path) -> None:
+def test_process_that_sees_different_text_than_rank_0_is_refused_at_once(rows: Path, tmp_path: Path) -> None:
     facts = {"sources": {str(rows): {"tokens": "those of rank 0"}}}
     with pytest.raises(UserError, match=r"sees different text behind .*rows.jsonl', or another tokenizer, than rank 0"):
         opened(tmp_path / "cache", {str(rows): 1.0}, resumed_data_state=facts, writes=False)
 
 
-def test_a_folder_that_was_prepared_without_a_file_and_then_with_it_is_another_one(tmp_path: Path) -> None:
+def test_fingerprint_of_an_index_depends_on_what_unreadable_files_left_out(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 100)
     work = work_on(tmp_path / "rows.jsonl")
     list(write_shards(tmp_path / "out", work))
@@ -424,7 +423,7 @@ def test_a_folder_that_was_prepared_without_a_file_and_then_with_it_is_another_o
     assert len({index.fingerprint, *(other.fingerprint for other in without)}) == 3
 
 
-def test_what_runs_ahead_is_bounded_after_a_resume_too(tmp_path: Path) -> None:
+def test_tokenizing_stays_a_bounded_amount_ahead_after_a_resume(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 6000)
     tokenizer = tokenizer_for(tmp_path / "rows.jsonl")
     there = []
@@ -451,7 +450,7 @@ def test_small_sources_of_a_mixture_repeat_in_validation(tmp_path: Path) -> None
     data.training.close()
 
 
-def test_bad_rows_within_the_budget_are_passed_over_beyond_it_the_run_stops(tmp_path: Path) -> None:
+def test_run_stops_beyond_the_bad_row_budget_at_the_same_step_on_any_number_of_processes(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 2000)
     spoil(tmp_path / "rows.jsonl", [5, *range(1500, 1700)])
     source = {str(tmp_path / "rows.jsonl"): 1.0}
@@ -471,8 +470,14 @@ def test_bad_rows_within_the_budget_are_passed_over_beyond_it_the_run_stops(tmp_
         reader.close()
     assert steps[: len(steps) // 2] == steps[len(steps) // 2 :]  # at the same step
     assert len(steps) // 2 > 20
+
+
+def test_quarantine_lists_each_bad_row_of_used_text_once(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", 2000)
+    spoil(tmp_path / "rows.jsonl", [5, *range(1500, 1700)])
+    source = {str(tmp_path / "rows.jsonl"): 1.0}
     quarantine = Quarantine(tmp_path / "quarantine.jsonl")
-    generous = opened(tmp_path / "cache1", source, bad_row_budget=0.2)
+    generous = opened(tmp_path / "cache", source, bad_row_budget=0.2)
     assert quarantine.note(generous.training.sources) == 1
     (line,) = (tmp_path / "quarantine.jsonl").read_text().splitlines()
     row = json.loads(line)
@@ -495,7 +500,7 @@ def rows(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "rows.jsonl"
 
 
-def test_too_little_text_for_the_share_says_what_would_do(tmp_path: Path) -> None:
+def test_too_few_documents_for_the_held_out_share_names_a_share_that_works(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     write_rows(path, 4)
     options: dict[str, Any] = {"mixture": {str(path): 1.0}, "sequence_length": 1}
@@ -507,29 +512,42 @@ def test_too_little_text_for_the_share_says_what_would_do(tmp_path: Path) -> Non
         opened(tmp_path / "cache", **options, validation_fraction=0.99999)
     allowed = float(str(caught.value).split("write ")[1].split(" or less")[0])
     opened(tmp_path / "cache", **options, validation_fraction=allowed)
+
+
+def test_documents_that_are_all_equal_cannot_be_split(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "always the same"}\n' * 3)
+    options: dict[str, Any] = {"mixture": {str(path): 1.0}, "sequence_length": 1}
     with pytest.raises(
         UserError, match=r"of the 3 documents .* no two are different, so none can be held out; give more"
     ):
         opened(tmp_path / "cache", **options, validation_fraction=0.5)
 
 
-def test_less_than_one_sequence(rows: Path, tmp_path: Path) -> None:
+def test_training_text_shorter_than_one_sequence_is_refused(rows: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"batch.sequence_length: the training text .* or give more text"):
         opened(tmp_path / "cache", {str(rows): 1.0}, sequence_length=100_000)
+
+
+def test_held_out_text_shorter_than_one_sequence_is_refused(rows: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"the held-out text .* write at most \d+, or raise data.validation_fraction"):
         opened(tmp_path / "cache", {str(rows): 1.0}, sequence_length=800)
 
 
-def test_prepared_shards_belong_to_one_tokenizer_and_one_share(rows: Path, tmp_path: Path) -> None:
+def test_prepared_shards_that_do_not_match_the_recipe_are_refused(rows: Path, tmp_path: Path) -> None:
     work = work_on(rows, fraction=0.2)
-    for _ in write_shards(tmp_path / "out", work):
-        pass
+    shards_in(tmp_path / "out", work)
     prepared = {str(tmp_path / "out"): 1.0}
     with pytest.raises(UserError, match=r"data.tokenizer: .*out' holds tokens of another tokenizer; write tokenizer"):
         opened(tmp_path / "cache", prepared, tokenizer=tokenizer_for(rows, entries=301))
     with pytest.raises(UserError, match=r"data.validation_fraction: .* was prepared with 0.2; write that, or prepare"):
         opened(tmp_path / "cache", prepared, tokenizer=work.tokenizer, validation_fraction=0.1)
+
+
+def test_damaged_prepared_shards_are_refused(rows: Path, tmp_path: Path) -> None:
+    work = work_on(rows, fraction=0.2)
+    shards_in(tmp_path / "out", work)
+    prepared = {str(tmp_path / "out"): 1.0}
     (tmp_path / "out" / "00000-train.npy").write_bytes(b"nothing")
     with pytest.raises(UserError, match=r"data.source: .*out' is damaged: 00000-train.npy cannot be read"):
         opened(tmp_path / "cache", prepared, tokenizer=work.tokenizer)
@@ -538,14 +556,14 @@ def test_prepared_shards_belong_to_one_tokenizer_and_one_share(rows: Path, tmp_p
         opened(tmp_path / "cache", prepared, tokenizer=work.tokenizer)
 
 
-def test_a_cache_that_cannot_be_written(rows: Path, tmp_path: Path) -> None:
+def test_unwritable_cache_for_tokens_is_reported(rows: Path, tmp_path: Path) -> None:
     tokenizer = tokenizer_for(rows)
     (tmp_path / "cache" / "tokens").write_text("a file, not a folder")
     with pytest.raises(UserError, match=r"data\.cache: cannot write below .*; give another folder"):
         opened(tmp_path / "cache", {str(rows): 1.0}, tokenizer=tokenizer)
 
 
-def test_a_source_without_text(tmp_path: Path) -> None:
+def test_source_without_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": ""}\n' * 5)
     write_rows(tmp_path / "other.jsonl", 50)
     with pytest.raises(UserError, match=r"data\.source: .* holds no text: every document is empty; give another"):
@@ -554,7 +572,7 @@ def test_a_source_without_text(tmp_path: Path) -> None:
         )
 
 
-def test_problems_on_the_way_reach_who_waits(rows: Path, tmp_path: Path) -> None:
+def test_problem_of_the_tokenizing_process_reaches_waiting_processes(rows: Path, tmp_path: Path) -> None:
     data = opened(tmp_path / "cache", {str(rows): 1.0})
     folder = data.training.sources[0].shards.folder
     data.training.sources[0].require(10**6)
@@ -572,7 +590,7 @@ def test_problems_on_the_way_reach_who_waits(rows: Path, tmp_path: Path) -> None
         follower.training.sources[0].require(10**6)
 
 
-def test_what_another_run_came_to_is_no_matter_of_this_one(tmp_path: Path) -> None:
+def test_problem_of_another_run_does_not_stop_this_one(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 4000)
     source = {str(tmp_path / "rows.jsonl"): 1.0}
     data = opened(tmp_path / "cache", source)
@@ -592,7 +610,7 @@ def test_what_another_run_came_to_is_no_matter_of_this_one(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("place", ["in/cache", "in/deep/cache"])
-def test_a_cache_inside_of_the_source_is_refused_before_anything_is_written(tmp_path: Path, place: str) -> None:
+def test_cache_inside_the_source_is_refused_before_anything_is_written(tmp_path: Path, place: str) -> None:
     (tmp_path / "in").mkdir()
     write_rows(tmp_path / "in" / "rows.jsonl", 100)
     for source in (tmp_path / "in", tmp_path / "in" / "**", f"hf:{tmp_path / 'in'}"):
@@ -602,7 +620,7 @@ def test_a_cache_inside_of_the_source_is_refused_before_anything_is_written(tmp_
     opened(tmp_path / "in" / ".cache", {str(tmp_path / "in"): 1.0}).training.close()  # hidden: no source reads it
 
 
-def test_a_file_that_changes_while_it_is_tokenized_ends_the_run(tmp_path: Path) -> None:
+def test_file_that_changes_while_it_is_tokenized_stops_the_run(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 6000)
     source = {str(tmp_path / "rows.jsonl"): 1.0}
     data = opened(tmp_path / "cache", source)

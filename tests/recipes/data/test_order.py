@@ -1,4 +1,4 @@
-"""The order of the sequences, which is arithmetic: of any size, at any place."""
+"""The order of the sequences: arithmetic for any size and any position."""
 
 from collections import Counter
 from itertools import chain
@@ -36,7 +36,7 @@ def test_no_token_is_dropped_or_seen_twice(total: int, window: int | None) -> No
         assert (epochs - times).sum() == epochs * total % 10  # less than a sequence is left for the next epoch
 
 
-def test_an_epoch_is_shuffled_and_every_epoch_differently() -> None:
+def test_every_epoch_is_shuffled_differently() -> None:
     order = SequenceOrder(sequence_length=10, seed=1, window=None)
     epochs = [starts(order, 70 * epoch, 70, total=700) for epoch in range(3)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(0, 700, 10))] * 3
@@ -44,7 +44,7 @@ def test_an_epoch_is_shuffled_and_every_epoch_differently() -> None:
     assert order.epochs(np.array([0, 69, 70, 139, 140]), total=700).tolist() == [0, 0, 1, 1, 2]
 
 
-def test_the_first_epoch_of_a_stream_is_shuffled_window_by_window() -> None:
+def test_first_epoch_of_a_stream_is_shuffled_window_by_window() -> None:
     order = SequenceOrder(sequence_length=10, seed=1, window=20)
     first = starts(order, 0, 70, total=703)
     windows = [sorted(start // 10 for start in first[begin : begin + 20]) for begin in range(0, 70, 20)]
@@ -57,14 +57,14 @@ def test_the_first_epoch_of_a_stream_is_shuffled_window_by_window() -> None:
     assert 700 in second
 
 
-def test_the_order_does_not_depend_on_how_much_is_there() -> None:
+def test_order_does_not_depend_on_how_much_is_tokenized() -> None:
     order = SequenceOrder(sequence_length=10, seed=1, window=20)
     assert starts(order, 0, 60, total=None) == starts(order, 0, 60, total=703) == starts(order, 0, 60, total=10**6)
     assert [order.needs(number) for number in (0, 19, 20, 59)] == [201, 201, 401, 601]
     assert SequenceOrder(sequence_length=10, seed=1, window=None).needs(0) is None
 
 
-def test_the_order_does_not_depend_on_how_it_is_cut() -> None:
+def test_order_does_not_depend_on_the_size_of_requests() -> None:
     order = SequenceOrder(sequence_length=10, seed=1, window=7)
     whole = starts(order, 0, 240, total=703)  # three epochs and a half
     for share in (1, 7, 16, 80):
@@ -72,7 +72,7 @@ def test_the_order_does_not_depend_on_how_it_is_cut() -> None:
         assert list(chain.from_iterable(parts)) == whole
 
 
-def test_any_place_of_a_trillion_tokens_is_reached_at_once() -> None:
+def test_any_position_in_a_trillion_tokens_is_computed_directly() -> None:
     order = SequenceOrder(sequence_length=8192, seed=3, window=None)
     total = 10**12
     numbers = np.unique(np.random.default_rng(0).integers(total // 8192, size=100_000))
@@ -84,8 +84,8 @@ def test_any_place_of_a_trillion_tokens_is_reached_at_once() -> None:
     assert order.epochs(np.array([10**9]), total=total).tolist() == [10**9 * 8192 // total]
 
 
-def test_the_order_never_changes() -> None:
-    """A resumed run must meet the order it began with, whatever version runs it."""
+def test_order_is_the_same_in_every_version() -> None:
+    """A resumed run must get the order that it started with, whatever version runs it."""
     assert starts(SequenceOrder(10, 0, None), 0, 12, total=103) == ORDER
     assert starts(SequenceOrder(10, 0, 4), 0, 12, total=103) == WINDOWED_ORDER
     assert starts(SequenceOrder(8192, 7, None), 5, 2, total=10**12) == FAR_ORDER
@@ -110,14 +110,14 @@ def test_every_key_gives_a_permutation(key: int) -> None:
     assert np.array_equal(np.sort(order_of(100_003, key)), np.arange(100_003))
 
 
-def test_sizes_may_differ_from_place_to_place() -> None:
+def test_sizes_of_permutations_may_differ_between_positions() -> None:
     sizes = np.repeat(np.array([5, 1000, 17]), [5, 1000, 17])
     positions = np.concatenate([np.arange(5), np.arange(1000), np.arange(17)])
     images = permuted(positions, sizes=sizes, keys=np.zeros(len(sizes), dtype=np.uint64))
     assert np.array_equal(images, np.concatenate([order_of(5), order_of(1000), order_of(17)]))
 
 
-def test_all_orders_of_a_few_sequences_are_about_as_likely() -> None:
+def test_all_orders_of_a_few_sequences_are_about_equally_likely() -> None:
     order = SequenceOrder(sequence_length=1, seed=0, window=None)
     orders = np.array(starts(order, 0, 4 * 2400, total=4)).reshape(2400, 4)
     _, counts = np.unique(orders, axis=0, return_counts=True)
@@ -126,7 +126,7 @@ def test_all_orders_of_a_few_sequences_are_about_as_likely() -> None:
     assert counts.max() < 140
 
 
-def test_seeds_differ() -> None:
+def test_different_seeds_give_different_orders() -> None:
     orders = {tuple(starts(SequenceOrder(1, seed, None), 0, 50, total=50)) for seed in (0, 1, 2, 2**70)}
     assert len(orders) == 4
 
@@ -134,7 +134,7 @@ def test_seeds_differ() -> None:
 # ------------------------------------------------------------------------------------------------------------ mixture
 
 
-def test_every_source_has_its_share_everywhere() -> None:
+def test_every_source_has_its_share_in_any_period() -> None:
     mixture = Mixture([0.7, 0.2, 0.1])
     sources, numbers = mixture.place(np.arange(3 * MIXTURE_PERIOD))
     for first in (0, 17, MIXTURE_PERIOD - 5, 12_345):
@@ -146,7 +146,7 @@ def test_every_source_has_its_share_everywhere() -> None:
         assert numbers[sources == source].tolist() == list(range((sources == source).sum()))
 
 
-def test_shares_of_any_sum_and_number() -> None:
+def test_shares_may_have_any_sum_and_number() -> None:
     for weights in ([1.0], [1 / 3, 1 / 3, 1 / 3], [5.0, 1.0, 1.0], [0.0001, 0.9999], list(range(1, 50))):
         mixture = Mixture(weights)
         assert mixture.quotas.sum() == MIXTURE_PERIOD
@@ -154,7 +154,7 @@ def test_shares_of_any_sum_and_number() -> None:
         assert mixture.quotas.min() >= 1
 
 
-def test_what_was_consumed_and_what_is_left() -> None:
+def test_consumed_and_available_sequences_agree_with_their_places() -> None:
     mixture = Mixture([0.75, 0.25])
     for count in (0, 1, 7, MIXTURE_PERIOD, 3 * MIXTURE_PERIOD + 5):
         sources, _ = mixture.place(np.arange(count))
@@ -166,13 +166,13 @@ def test_what_was_consumed_and_what_is_left() -> None:
     assert mixture.available([0, 0]) == 0
 
 
-def test_the_mixture_is_at_any_place_at_once() -> None:
+def test_any_position_in_a_mixture_is_computed_directly() -> None:
     mixture = Mixture([0.6, 0.4])
     (source,), (number,) = mixture.place(np.array([10**12 + 3]))
     assert mixture.consumed(10**12 + 3)[source] == number
 
 
-def test_the_mixture_never_changes() -> None:
+def test_mixture_is_the_same_in_every_version() -> None:
     sources, _ = Mixture([0.5, 0.3, 0.2]).place(np.arange(20))
     assert sources.tolist() == MIXED
     assert Counter(MIXED) == {0: 10, 1: 6, 2: 4}
@@ -181,7 +181,7 @@ def test_the_mixture_never_changes() -> None:
 MIXED = [0, 1, 2, 0, 0, 1, 0, 2, 1, 0, 0, 1, 2, 0, 0, 1, 0, 2, 1, 0]
 
 
-def test_a_share_that_is_too_small_is_named() -> None:
+def test_too_small_share_is_named() -> None:
     assert mixture_problem({"a": 1.0, "b": 0.00001}) is not None
     assert "'b'" in str(mixture_problem({"a": 1.0, "b": 0.00001}))
     assert mixture_problem({"a": 1.0, "b": 0.001}) is None

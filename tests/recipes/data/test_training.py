@@ -1,4 +1,4 @@
-"""Whole runs on text of every kind, and runs that change their number of processes on the way."""
+"""Complete runs on text of every kind, and runs that change their number of processes."""
 
 import json
 import math
@@ -35,7 +35,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-def test_a_run_on_every_kind_of_source(small: Recipe, sources: dict[str, str]) -> None:
+def test_run_trains_on_every_kind_of_source(small: Recipe, sources: dict[str, str]) -> None:
     recipes = [
         change(
             small,
@@ -55,7 +55,7 @@ def test_a_run_on_every_kind_of_source(small: Recipe, sources: dict[str, str]) -
     assert not (recipes[1].run.folder / "quarantine.jsonl").exists()
 
 
-def test_a_masked_mixture_goes_on_on_other_numbers_of_processes(small: Recipe, sources: dict[str, str]) -> None:
+def test_masked_mixture_resumes_on_other_numbers_of_processes(small: Recipe, sources: dict[str, str]) -> None:
     mixture = {sources["lines"]: 0.6, sources["c4"]: 0.3, sources["stories"]: 0.1}
     whole = change(
         small,
@@ -84,7 +84,7 @@ def test_a_masked_mixture_goes_on_on_other_numbers_of_processes(small: Recipe, s
         assert set(row["epochs"]) == set(mixture)
 
 
-def test_a_source_that_changed_is_noticed_on_the_way(small: Recipe, tmp_path: Path) -> None:
+def test_resume_refuses_a_source_that_changed(small: Recipe, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 400)
     recipe = change(
         small,
@@ -114,8 +114,8 @@ def test_a_source_that_changed_is_noticed_on_the_way(small: Recipe, tmp_path: Pa
         run_processes(1, run_all, [change(fixed, run={"steps": 4})])
 
 
-def test_text_that_was_prepared_meanwhile_is_noticed(small: Recipe, tmp_path: Path) -> None:
-    """Its tokens are the same, but not their order: prepared shards are shuffled as a whole from the start."""
+def test_resume_refuses_text_that_was_prepared_in_the_meantime(small: Recipe, tmp_path: Path) -> None:
+    """The tokens are the same but not their order: prepared shards are shuffled as a whole from the start."""
     (tmp_path / "text").mkdir()
     write_rows(tmp_path / "text" / "rows.jsonl", 400)
     tokenizer = tokenizer_for(tmp_path / "text")
@@ -138,8 +138,8 @@ def test_text_that_was_prepared_meanwhile_is_noticed(small: Recipe, tmp_path: Pa
         run_processes(1, run_all, [change(recipe, run={"steps": 4})])
 
 
-def test_tokens_that_are_made_again_must_be_those_that_were_trained_on(small: Recipe, tmp_path: Path) -> None:
-    """A file that cannot be read, and can another time: the same text to look at, and other tokens."""
+def test_resume_refuses_tokens_that_differ_when_made_again(small: Recipe, tmp_path: Path) -> None:
+    """A file that is unreadable only for a while: the source looks the same but gives other tokens."""
     (tmp_path / "in").mkdir()
     for name in ("a", "b"):
         write_rows(tmp_path / "in" / f"{name}.jsonl", 200, name=name)

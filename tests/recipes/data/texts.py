@@ -1,4 +1,4 @@
-"""Small sources for the tests of data, and what becomes of them."""
+"""Small sources for the tests of data, and their shards."""
 
 import json
 from pathlib import Path
@@ -11,12 +11,12 @@ from recipes.data.tokens.prepare import write_shards
 from recipes.data.tokens.shards import Shard, array_path
 
 END = "<|endoftext|>"
-# So small that a few hundred documents fill several.
+# So small that a few hundred documents fill several shards.
 SMALL = Pieces(smallest_shard=1000, largest_shard=4000, batch_characters=900)
 
 
 def write_rows(path: Path, count: int, start: int = 0, *, name: str = "Document") -> list[str]:
-    """A .jsonl file of `count` different texts; returns them."""
+    """Write a .jsonl file of `count` different texts. Returns the texts."""
     texts = [
         f"{name} number {number} says {number * 7919 % 1000} words, " + "and so on. " * (number % 5)
         for number in range(start, start + count)
@@ -52,7 +52,7 @@ def shards_in(folder: Path, work: Preparation) -> list[Shard]:
 
 
 def texts_of(folder: Path, work: Preparation, kind: str, shards: int) -> list[str]:
-    """The documents of all shards, in their order."""
+    """The documents of all shards, in order."""
     tokens = np.concatenate([np.load(array_path(folder, number, kind)) for number in range(shards)])
     text = work.tokenizer.decode(tokens.tolist())
     return text.removesuffix(END).split(END) if text else []

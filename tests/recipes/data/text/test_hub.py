@@ -1,4 +1,4 @@
-"""Datasets laid out as the Hugging Face hub does it: the same rows from every cursor, and what is wrong with others."""
+"""Datasets laid out as on the Hugging Face hub: their rows from every cursor, and the messages for bad ones."""
 
 import gzip
 import json
@@ -44,7 +44,7 @@ DECLARED = """dataset_info:
 
 @pytest.fixture(autouse=True)
 def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """datasets makes folders for its cache, even where it keeps nothing."""
+    """Redirect the cache of datasets, which it creates even if it stores nothing there."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
@@ -62,7 +62,7 @@ def c4_row(number: int, **other: Any) -> dict[str, Any]:
 
 
 def c4(folder: Path, *, declared: bool = False) -> Path:
-    """As allenai/c4: a README with configurations, and gzipped JSON lines. 300 rows in three shards, one empty."""
+    """Like allenai/c4: a README with configurations, and gzipped JSON lines. 300 rows in three shards, one empty."""
     for shard, rows in enumerate((range(140), range(0), range(140, 300))):
         write_shard(folder / "en" / f"c4-train.{shard:05}-of-00003.json.gz", [c4_row(number) for number in rows])
     write_shard(folder / "en" / "c4-validation.00000-of-00001.json.gz", [c4_row(1000)])
@@ -72,7 +72,7 @@ def c4(folder: Path, *, declared: bool = False) -> Path:
 
 
 def tiny_stories(folder: Path) -> Path:
-    """As roneneldan/TinyStories: parquet under data/, and a README that says nothing of it. 300 rows in two shards."""
+    """Like roneneldan/TinyStories: parquet in data/, and a README that does not mention it. 300 rows in two shards."""
     (folder / "data").mkdir(parents=True)
     for shard in range(2):
         texts = [f"Once upon a time there were {number} bears." for number in range(shard * 150, shard * 150 + 150)]
@@ -90,7 +90,7 @@ def rows_of(source: str, cursor: dict[str, Any] | None = None) -> list[Row]:
 
 
 def check_every_cursor(source: str, every: int = 7) -> list[Row]:
-    """The rows of a source, which are the same from every cursor, also from those of a stream that was resumed."""
+    """The rows of a source, checked to be the same from every cursor, including those of a resumed stream."""
     stream = open_rows(source, text_field="text")
     rows, cursors = [], [stream.cursor]
     for row in stream:
@@ -113,7 +113,7 @@ def check_every_cursor(source: str, every: int = 7) -> list[Row]:
 
 
 @pytest.mark.parametrize("declared", [False, True])
-def test_c4_in_a_folder(tmp_path: Path, declared: bool) -> None:
+def test_c4_in_a_folder_gives_the_same_rows_from_every_cursor(tmp_path: Path, declared: bool) -> None:
     folder = c4(tmp_path / "allenai" / "c4", declared=declared)
     rows = check_every_cursor(f"hf:{folder}:en")
     assert [row.text for row in rows] == [c4_row(number)["text"] for number in range(300)]
@@ -122,7 +122,9 @@ def test_c4_in_a_folder(tmp_path: Path, declared: bool) -> None:
     assert rows_of(f"hf:{folder}:realnewslike") == [Row(c4_row(2000)["text"], 0, 1)]
 
 
-def test_tiny_stories_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiny_stories_in_a_folder_gives_the_same_rows_from_every_cursor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny_stories(tmp_path / "roneneldan" / "TinyStories")
     monkeypatch.chdir(tmp_path)
     rows = check_every_cursor("hf:roneneldan/TinyStories")
@@ -133,13 +135,13 @@ def test_tiny_stories_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert list(readable_documents("hf:roneneldan/TinyStories", text_field="text", characters=1)) == texts[:1]
 
 
-def test_a_row_says_where_it_is(tmp_path: Path) -> None:
+def test_row_of_a_dataset_is_located_by_shard_and_row(tmp_path: Path) -> None:
     folder = tiny_stories(tmp_path)
     stream = open_rows(f"hf:{folder}", text_field="text")
     assert stream.where(next(stream)) == f"'hf:{folder}, shard 1 of 2', row 1"
 
 
-def test_bad_rows_of_parquet(tmp_path: Path) -> None:
+def test_nulls_in_parquet_of_a_dataset_are_bad_rows(tmp_path: Path) -> None:
     texts = ["x", None, "", "y"]
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "train.parquet")
     rows = check_every_cursor(f"hf:{tmp_path}")
@@ -152,7 +154,7 @@ ODD = [{"text": 5}, {"text": ["z"]}, {"text": None}, {"url": "no text"}, {"text"
 
 
 @pytest.mark.parametrize("before", [[], LONG], ids=["from the first block", "in a later block"])
-def test_bad_rows_of_json(tmp_path: Path, before: list[Any]) -> None:
+def test_values_that_are_not_text_in_json_of_a_dataset_are_bad_rows(tmp_path: Path, before: list[Any]) -> None:
     write_shard(tmp_path / "train.json.gz", [*before, *ODD])
     write_shard(tmp_path / "train2.json.gz", [{"text": "more", "url": ""}])
     rows = check_every_cursor(f"hf:{tmp_path}", every=len(before) // 4 or 1)
@@ -180,7 +182,7 @@ BROKEN = [
 
 @pytest.mark.parametrize("before", [[], LONG], ids=["in the first block", "in a later block"])
 @pytest.mark.parametrize("shard", [1, 2])
-def test_broken_rows_of_json_in_a_folder_are_counted(tmp_path: Path, before: list[Any], shard: int) -> None:
+def test_broken_rows_of_json_in_a_folder_are_bad_rows(tmp_path: Path, before: list[Any], shard: int) -> None:
     for number in (1, 2):
         rows = [*before, "\n", *BROKEN, *ODD] if number == shard else [c4_row(0), *ODD]
         write_shard(tmp_path / f"train-{number}.json.gz", rows)
@@ -208,19 +210,31 @@ def test_broken_rows_of_json_in_a_folder_are_counted(tmp_path: Path, before: lis
 
 
 @pytest.mark.parametrize("shard", [1, 2])
-def test_what_is_lost_of_a_broken_file_in_a_folder_is_counted(tmp_path: Path, shard: int) -> None:
-    write_shard(tmp_path / "a" / "train-1.json.gz", LONG)
-    write_shard(tmp_path / "a" / "train-2.json.gz", LONG)
-    file = tmp_path / "a" / f"train-{shard}.json.gz"
+def test_rest_of_a_broken_json_file_in_a_folder_is_one_bad_row(tmp_path: Path, shard: int) -> None:
+    write_shard(tmp_path / "train-1.json.gz", LONG)
+    write_shard(tmp_path / "train-2.json.gz", LONG)
+    file = tmp_path / f"train-{shard}.json.gz"
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    rows = check_every_cursor(f"hf:{tmp_path / 'a'}", every=80)
+    rows = check_every_cursor(f"hf:{tmp_path}", every=80)
     (bad,) = [row for row in rows if row.problem]
     assert (bad.file, bad.kind) == (shard - 1, "broken file")
     assert 80 < bad.number < 160
-    file = sorted((tiny_stories(tmp_path / "b") / "data").iterdir())[shard - 1]
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+def test_broken_parquet_file_in_a_folder_is_one_bad_row(tmp_path: Path, shard: int) -> None:
+    file = sorted((tiny_stories(tmp_path) / "data").iterdir())[shard - 1]
     file.write_bytes(file.read_bytes()[:2000])
-    (bad,) = [row for row in check_every_cursor(f"hf:{tmp_path / 'b'}") if row.problem]
+    (bad,) = [row for row in check_every_cursor(f"hf:{tmp_path}") if row.problem]
     assert (bad.file, bad.number, bad.kind) == (shard - 1, 1, "broken file")
+
+
+def test_file_that_disappears_from_a_folder_counts_as_all_its_rows(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    for number in (1, 2):
+        write_shard(tmp_path / "a" / f"train-{number}.json.gz", LONG)
+    broken = tmp_path / "a" / "train-1.json.gz"
+    broken.write_bytes(broken.read_bytes()[: broken.stat().st_size // 2])
     stream = open_rows(f"hf:{tmp_path / 'a'}", text_field="text")
     (tmp_path / "a" / "train-2.json.gz").rename(tmp_path / "away")
     assert [row.lost for row in stream if row.file == 1] == [max(1, 3 * (tmp_path / "away").stat().st_size // 4096)]
@@ -233,7 +247,7 @@ TWO_ON_A_LINE = json.dumps(LONG[0]) + "".join(json.dumps(row) + "\n" for row in 
 @pytest.mark.parametrize(
     ("content", "why"), [(ARRAY, "one JSON array"), (TWO_ON_A_LINE, "the part before that is not one")]
 )
-def test_a_file_that_has_not_one_row_on_each_line_must_be_whole(tmp_path: Path, content: str, why: str) -> None:
+def test_broken_json_file_without_one_row_per_line_is_refused(tmp_path: Path, content: str, why: str) -> None:
     write_shard(tmp_path / "train.json.gz", [content])
     where = r"data\.source: .*, shard 1 of 1, .* \('.*/train\.json\.gz'\)"
     with pytest.raises(UserError, match=rf"{where}: it is broken, and .*{why}.*; repair the file or leave it out"):
@@ -256,7 +270,7 @@ def test_a_file_that_has_not_one_row_on_each_line_must_be_whole(tmp_path: Path, 
         ("hf:FOLDER/empty", "the folder is empty"),
     ],
 )
-def test_sources_that_cannot_be(tmp_path: Path, source: str, problem: str) -> None:
+def test_malformed_hub_source_is_refused(tmp_path: Path, source: str, problem: str) -> None:
     tiny_stories(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / ".hidden").touch()
@@ -276,17 +290,21 @@ def test_sources_that_cannot_be(tmp_path: Path, source: str, problem: str) -> No
         "hf:a-b.c/d_e.f@refs/convert/parquet",
     ],
 )
-def test_names_on_the_hub_are_read_and_written(source: str) -> None:
+def test_hub_name_is_parsed_and_written_back_unchanged(source: str) -> None:
     assert sources.source_problem(source) is None
     assert hub.parse(source).source == source
     assert hub.parse(source).folder is None
 
 
-def test_wrong_names_inside_a_dataset(tmp_path: Path) -> None:
-    folder = c4(tmp_path / "c4")
+def test_unknown_configuration_or_split_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    folder = c4(tmp_path)
     assert "'en', 'realnewslike'" in failure(f"hf:{folder}", "text")
     assert "'enn' not found" in failure(f"hf:{folder}:enn", "text")
     assert "Bad split: test. Available splits: ['train', 'validation']" in failure(f"hf:{folder}:en:test", "text")
+
+
+def test_wrong_text_field_of_a_dataset_is_refused(tmp_path: Path) -> None:
+    folder = c4(tmp_path / "c4")
     assert failure(f"hf:{folder}:en", "body").startswith(
         f"data.text_field: 'hf:{folder}:en': no field 'body'; it has 'text', 'timestamp', 'url'"
     )
@@ -302,17 +320,17 @@ def failure(source: str, text_field: str) -> str:
 
 
 @pytest.mark.parametrize("offline", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}])
-def test_without_a_network_there_is_one_clear_message(tmp_path: Path, offline: dict[str, str]) -> None:
+def test_unreachable_hub_gives_one_clear_message(tmp_path: Path, offline: dict[str, str]) -> None:
     code = (
         "import sys; from parallel.errors import UserError; from recipes.data.text import rows, sources\n"
         "assert sources.source_problem('hf:allenai/c4:en') is None\n"
         "loaded = {'torch', 'datasets', 'pyarrow', 'huggingface_hub'} & set(sys.modules); assert not loaded, loaded\n"
-        "def told(function, *given):\n"
+        "def show_error(function, *given):\n"
         "    try: function(*given, text_field='text')\n"
         "    except UserError as error: print(error)\n"
-        "told(rows.open_rows, 'hf:allenai/c4:en')\n"
-        "told(rows.open_rows, 'hf:allenai/c4@' + 40 * 'a')\n"
-        "told(sources.fingerprint, 'hf:allenai/c4:en')\n"
+        "show_error(rows.open_rows, 'hf:allenai/c4:en')\n"
+        "show_error(rows.open_rows, 'hf:allenai/c4@' + 40 * 'a')\n"
+        "show_error(sources.fingerprint, 'hf:allenai/c4:en')\n"
         "print(sources.fingerprint('hf:allenai/c4@' + 40 * 'a', text_field='text'))"
     )
     found = subprocess.run(
@@ -333,7 +351,7 @@ def test_without_a_network_there_is_one_clear_message(tmp_path: Path, offline: d
     assert found.stderr == ""
 
 
-def test_a_dataset_on_a_hub(tmp_path: Path) -> None:
+def test_dataset_on_a_hub_is_streamed_pinned_and_resumed(tmp_path: Path) -> None:
     code = (
         "import json, sys; from parallel.errors import UserError; from recipes.data.text import rows, sources\n"
         "source = sys.argv[1]; stream = rows.open_rows(source, text_field='text')\n"
@@ -370,7 +388,7 @@ def test_a_dataset_on_a_hub(tmp_path: Path) -> None:
     assert not any("realnewslike/" in path or "validation" in path for path in asked)  # only what is read is fetched
 
 
-def test_a_broken_file_on_a_hub_ends_the_run_with_two_ways_on(tmp_path: Path) -> None:
+def test_broken_file_on_a_hub_stops_reading_and_offers_two_remedies(tmp_path: Path) -> None:
     file = c4(tmp_path / "hub") / "en" / "c4-train.00002-of-00003.json.gz"
     write_shard(file, [c4_row(140), '{"text": "cut\n'])
     code = (
@@ -395,7 +413,7 @@ def test_a_broken_file_on_a_hub_ends_the_run_with_two_ways_on(tmp_path: Path) ->
 # --------------------------------------------------------------------------------------------------------- fingerprint
 
 
-def test_the_fingerprint_of_a_folder_follows_its_files_and_the_choice_in_it(tmp_path: Path) -> None:
+def test_fingerprint_of_a_dataset_folder_depends_on_files_config_split_and_field(tmp_path: Path) -> None:
     first, second = c4(tmp_path / "first"), c4(tmp_path / "second")
     identity = sources.fingerprint(f"hf:{first}:en", text_field="text")
     for name in ("en/c4-train.00000-of-00003.json.gz", "en/c4-train.00002-of-00003.json.gz"):
@@ -415,7 +433,7 @@ def test_the_fingerprint_of_a_folder_follows_its_files_and_the_choice_in_it(tmp_
     assert len({identity, *others}) == 5
 
 
-def test_a_commit_is_an_identity_without_a_network() -> None:
+def test_fingerprint_of_a_commit_needs_no_network() -> None:
     commit = "1588ec454efa1a09f29cd18ddd04fe05fc8653a2"
     source = f"hf:allenai/c4@{commit}:en"
     assert sources.pinned(source) == source

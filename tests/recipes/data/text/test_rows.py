@@ -1,4 +1,4 @@
-"""Rows of files: what they hold, every kind of bad one, and the same rows from whatever place they are entered."""
+"""Rows of files: their contents, every kind of bad row, and the same rows from every cursor."""
 
 import gzip
 import json
@@ -54,7 +54,7 @@ def failure(source: Path | str, text_field: str = "text") -> str:
     return str(caught.value)
 
 
-def test_the_standard_library_is_there_and_always_in_the_same_order() -> None:
+def test_standard_library_is_always_read_in_the_same_order() -> None:
     texts = read(sources.STDLIB)
     assert len(texts) > 400
     assert sum(map(len, texts)) > 5_000_000
@@ -64,17 +64,17 @@ def test_the_standard_library_is_there_and_always_in_the_same_order() -> None:
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.jsonl.zst"])
-def test_json_lines(tmp_path: Path, name: str) -> None:
+def test_json_lines_give_their_texts_without_empty_rows(tmp_path: Path, name: str) -> None:
     rows = [{"text": "one", "id": 1}, {"text": ""}, {"text": None}, {"text": " \n"}, {"text": "zwei ü 😀"}]
     assert read(write_json_lines(tmp_path / name, rows)) == ["one", "zwei ü 😀"]
 
 
-def test_blank_lines_between_json_lines_are_no_rows(tmp_path: Path) -> None:
+def test_blank_lines_between_json_lines_are_not_rows(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n\n{"text": "two"}\n   \n')
     assert read(tmp_path / "rows.jsonl") == ["one", "two"]
 
 
-def test_parquet_reads_the_named_column_in_batches(tmp_path: Path) -> None:
+def test_parquet_gives_the_texts_of_the_named_column(tmp_path: Path) -> None:
     texts = [f"document {number}" for number in range(3000)]
     path = write_parquet(tmp_path / "rows.parquet", {"body": [*texts, None, ""], "id": list(range(3002))})
     assert read(path, text_field="body") == texts
@@ -91,14 +91,14 @@ def test_plain_text_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path: Path) ->
     assert max(lengths) < CHUNK_BYTES + max(map(len, paragraphs))
 
 
-def test_plain_text_without_blank_lines_or_line_ends_is_cut_by_length(tmp_path: Path) -> None:
+def test_plain_text_without_blank_lines_is_cut_by_length(tmp_path: Path) -> None:
     (tmp_path / "line.txt").write_text("x" * 200_000, encoding="utf-8-sig")
     chunks = read(tmp_path / "line.txt")
     assert "".join(chunks) == "x" * 200_000  # the byte order mark is gone
     assert max(map(len, chunks)) == LONGEST_CHUNK_BYTES
 
 
-def test_a_folder_is_read_in_the_order_of_its_paths_and_other_files_are_passed_over(tmp_path: Path) -> None:
+def test_folder_is_read_in_the_order_of_its_paths_without_other_files(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     write_json_lines(tmp_path / "b" / "2.jsonl", [{"text": "b2"}])
     write_json_lines(tmp_path / "b" / "1.jsonl.gz", [{"text": "b1"}])
@@ -110,7 +110,7 @@ def test_a_folder_is_read_in_the_order_of_its_paths_and_other_files_are_passed_o
     assert read(tmp_path) == ["a", "b1", "b2", "c"]
 
 
-def test_globs_and_names_that_look_like_globs(tmp_path: Path) -> None:
+def test_glob_selects_files_unless_it_names_one(tmp_path: Path) -> None:
     for name in ("a.txt", "b.txt", "c.jsonl", "[x].txt"):
         (tmp_path / name).write_text(json.dumps({"text": name}))
     assert len(read(tmp_path / "?.txt")) == 2
@@ -119,7 +119,7 @@ def test_globs_and_names_that_look_like_globs(tmp_path: Path) -> None:
     assert read(tmp_path / "[x].txt") == ['{"text": "[x].txt"}']
 
 
-def test_home_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tilde_in_a_source_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("at home")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert sources.source_problem("~/a.txt") is None
@@ -129,7 +129,7 @@ def test_home_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 # ----------------------------------------------------------------------------------------------------------- bad rows
 
 
-def test_rows_say_where_they_are(tmp_path: Path) -> None:
+def test_rows_are_located_by_file_and_line_row_or_document(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": ""}\n')
     write_parquet(tmp_path / "b.parquet", {"text": ["two", None]})
     (tmp_path / "c.txt").write_text("three")
@@ -156,7 +156,7 @@ def test_rows_say_where_they_are(tmp_path: Path) -> None:
         (b'{"text": "x\\ud83d"}', "invalid Unicode: half a surrogate pair at character 2"),
     ],
 )
-def test_a_bad_line_is_one_row_with_a_reason(tmp_path: Path, line: bytes, problem: str) -> None:
+def test_bad_line_is_one_row_with_a_reason(tmp_path: Path, line: bytes, problem: str) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "before"}\n' + line + b'\n{"text": "after"}\n')
     before, bad, after = rows_of(tmp_path)
     assert (before.text, after.text) == ("before", "after")
@@ -165,7 +165,7 @@ def test_a_bad_line_is_one_row_with_a_reason(tmp_path: Path, line: bytes, proble
     assert ":" not in bad.kind
 
 
-def test_invalid_bytes_in_plain_text_cost_one_piece_of_it(tmp_path: Path) -> None:
+def test_invalid_bytes_in_plain_text_lose_one_document(tmp_path: Path) -> None:
     pieces = [b"a" * CHUNK_BYTES + b"\n\n", b"b" * 3000 + b"\xff" + b"b" * 3000 + b"\n\n", b"c" * 3000]
     (tmp_path / "a.txt").write_bytes(b"".join(pieces))
     first, bad, last = rows_of(tmp_path)
@@ -173,7 +173,7 @@ def test_invalid_bytes_in_plain_text_cost_one_piece_of_it(tmp_path: Path) -> Non
     assert bad == Row("", 0, 2, f"invalid UTF-8: byte 0xff at {len(pieces[0]) + 3001}")
 
 
-def test_a_cut_by_length_tears_no_character_and_no_line_end(tmp_path: Path) -> None:
+def test_cut_by_length_splits_no_character_and_no_line_ending(tmp_path: Path) -> None:
     for shift in range(4):
         for character in ("ü", "€", "😀", "\r\n"):
             text = "x" * shift + character * LONGEST_CHUNK_BYTES
@@ -182,14 +182,14 @@ def test_a_cut_by_length_tears_no_character_and_no_line_end(tmp_path: Path) -> N
             assert "".join(row.text for row in rows) == text.replace("\r\n", "\n")
 
 
-def test_code_that_is_not_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_file_that_is_not_utf8_is_a_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.py").write_bytes(b"# \xe9\n")
     (tmp_path / "b.py").write_bytes(b"\xef\xbb\xbfpass\r\n")
     monkeypatch.setattr(sources, "_stdlib_folder", lambda: tmp_path)
     assert rows_of(sources.STDLIB) == [Row("", 0, 1, "invalid UTF-8: byte 0xe9 at 3"), Row("pass\n", 1, 1)]
 
 
-def test_values_of_parquet_that_are_no_text(tmp_path: Path) -> None:
+def test_parquet_values_that_are_not_text_are_bad_rows(tmp_path: Path) -> None:
     broken = pyarrow.StringArray.from_buffers(
         3, pyarrow.py_buffer(b"\0\0\0\0\2\0\0\0\3\0\0\0\5\0\0\0"), pyarrow.py_buffer(b"ab\xffcd")
     )
@@ -207,7 +207,7 @@ def test_values_of_parquet_that_are_no_text(tmp_path: Path) -> None:
     ]
 
 
-def test_how_deep_a_row_may_be_nested_does_not_depend_on_who_asks(tmp_path: Path) -> None:
+def test_nesting_limit_of_json_does_not_depend_on_the_call_stack(tmp_path: Path) -> None:
     rows = [{"text": "x", "deep": json.loads("[" * (depth - 1) + "]" * (depth - 1))} for depth in (499, 500, 501, 900)]
     write_json_lines(tmp_path / "a.jsonl", rows)
 
@@ -220,7 +220,7 @@ def test_how_deep_a_row_may_be_nested_does_not_depend_on_who_asks(tmp_path: Path
 
 
 @pytest.mark.parametrize("compression", ["none", "snappy", "zstd"])
-def test_a_broken_page_costs_the_rest_of_its_row_group(tmp_path: Path, compression: str) -> None:
+def test_broken_parquet_page_loses_the_rest_of_its_row_group(tmp_path: Path, compression: str) -> None:
     write_broken_parquet(tmp_path / "a.parquet", compression)
     rows = rows_of(tmp_path)
     (bad,) = [row for row in rows if row.problem]
@@ -249,7 +249,7 @@ def write_broken_parquet(path: Path, compression: str = "zstd") -> Path:
 
 
 @pytest.mark.parametrize("name", ["b.parquet", "b.jsonl.gz", "b.jsonl.zst"])
-def test_a_file_that_is_not_what_its_name_says_is_one_row(tmp_path: Path, name: str) -> None:
+def test_file_with_a_wrong_suffix_is_one_bad_row(tmp_path: Path, name: str) -> None:
     (tmp_path / "a.txt").write_text("before")
     (tmp_path / name).write_bytes(b"\xff\xfe no such thing" * 10)
     (tmp_path / "c.txt").write_text("after")
@@ -262,7 +262,7 @@ def test_a_file_that_is_not_what_its_name_says_is_one_row(tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
-def test_a_stream_that_breaks_off_keeps_what_came_before(tmp_path: Path, name: str) -> None:
+def test_compressed_file_that_breaks_off_keeps_the_rows_before(tmp_path: Path, name: str) -> None:
     path = write_json_lines(tmp_path / name, [{"text": f"document {i} {i * i * 7919}"} for i in range(20_000)])
     whole = rows_of(path)
     path.write_bytes(path.read_bytes()[:-1000])
@@ -273,7 +273,7 @@ def test_a_stream_that_breaks_off_keeps_what_came_before(tmp_path: Path, name: s
     assert rows[-1].number == len(rows)
 
 
-def test_zeros_behind_a_gz_are_no_damage(tmp_path: Path) -> None:
+def test_zeros_after_a_gz_are_not_damage(tmp_path: Path) -> None:
     path = write_json_lines(tmp_path / "a.jsonl.gz", [{"text": f"document {i}"} for i in range(20_000)])
     whole, rows = path.read_bytes(), rows_of(path)
     path.write_bytes(whole + bytes(1000))
@@ -286,7 +286,7 @@ def test_zeros_behind_a_gz_are_no_damage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
-def test_the_rest_of_a_broken_stream_counts_with_all_its_rows(tmp_path: Path, name: str) -> None:
+def test_rest_of_a_broken_compressed_file_counts_as_all_its_rows(tmp_path: Path, name: str) -> None:
     chance = random.Random(0)
     texts = [f"{chance.randbytes(chance.randrange(50)).hex()}" for _ in range(40_000)]
     path = write_json_lines(tmp_path / name, [{"text": text} for text in texts])
@@ -302,7 +302,7 @@ def test_the_rest_of_a_broken_stream_counts_with_all_its_rows(tmp_path: Path, na
     assert bad.lost == 3 * 100_000 // 4096
 
 
-def test_a_file_that_is_gone_is_one_row_and_counts_as_many(tmp_path: Path) -> None:
+def test_missing_file_is_one_bad_row_that_counts_as_many(tmp_path: Path) -> None:
     for name in ("a.txt", "b.jsonl", "c.jsonl.gz", "d.parquet", "e.txt"):
         (tmp_path / name).write_text(name * (1 if name.endswith("txt") else 10_000))
     stream = open_rows(str(tmp_path), text_field="text")
@@ -313,7 +313,7 @@ def test_a_file_that_is_gone_is_one_row_and_counts_as_many(tmp_path: Path) -> No
     assert [row.lost for row in rows[1:4]] == [70_000 // 4096, 3 * 100_000 // 4096, 90_000 // 4096]
 
 
-def test_a_line_without_end_is_never_held(tmp_path: Path) -> None:
+def test_endless_line_is_skipped_in_bounded_memory(tmp_path: Path) -> None:
     with (tmp_path / "a.jsonl").open("wb") as file:
         file.write(b'{"text": "before"}\n{"text": "')
         for _ in range(100):
@@ -334,7 +334,7 @@ def test_a_line_without_end_is_never_held(tmp_path: Path) -> None:
     assert int(peak) < readers.LONGEST_ROW * 1.3  # what grows doubles nothing
 
 
-def test_a_large_row_group_is_never_held(tmp_path: Path) -> None:
+def test_large_row_group_is_read_in_bounded_memory(tmp_path: Path) -> None:
     texts = [f"{number * 7919 % 65_521:06}" * 5000 for number in range(2000)]  # 60 MB
     write_parquet(
         tmp_path / "a.parquet", {"text": texts}, write_batch_size=10, use_dictionary=False, compression="none"
@@ -352,7 +352,9 @@ def test_a_large_row_group_is_never_held(tmp_path: Path) -> None:
     assert peak < 20_000_000
 
 
-def test_a_line_of_the_largest_size_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_of_the_largest_size_is_read_and_a_longer_one_is_bad(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(readers, "PIECE", 7)
     monkeypatch.setattr(readers, "LONGEST_ROW", 30)
     lengths = range(14, 31)
@@ -362,7 +364,7 @@ def test_a_line_of_the_largest_size_is_read(tmp_path: Path, monkeypatch: pytest.
     assert [row.problem for row in rows_of(tmp_path)] == ["too long: a line of 31 bytes, more than 30", ""]
 
 
-def test_a_long_value_of_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_long_parquet_value_is_a_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "LONGEST_ROW", 30)
     write_parquet(tmp_path / "a.parquet", {"text": ["x" * 30, "x" * 31]})
     assert [row.problem for row in rows_of(tmp_path)] == ["", "too long: 31 characters, more than 30"]
@@ -373,7 +375,7 @@ def test_a_long_value_of_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def nasty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with every kind of file and of bad row."""
+    """A folder with every kind of file and every kind of bad row."""
     monkeypatch.setattr(readers, "PIECE", 64)
     monkeypatch.setattr(readers, "LONGEST_ROW", 1000)
     monkeypatch.setattr(readers, "BATCH_ROWS", 16)
@@ -400,7 +402,7 @@ def nasty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_rows_are_the_same_from_every_cursor(nasty: Path) -> None:
+def test_rows_are_the_same_from_every_cursor(nasty: Path) -> None:
     stream = open_rows(str(nasty), text_field="text")
     rows, cursors = [], [stream.cursor]
     for row in stream:
@@ -448,7 +450,7 @@ def test_damaged_files_give_the_same_rows_from_every_cursor(tmp_path: Path, name
             assert rows == [row for row, _ in entered[index + 1 :]]
 
 
-def test_entering_reads_no_more_than_it_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resuming_at_a_cursor_reads_nothing_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_json_lines(tmp_path / "a.jsonl", [{"text": f"document {number}"} for number in range(1000)])
     stream = open_rows(str(tmp_path), text_field="text")
     for _ in range(900):
@@ -470,7 +472,7 @@ def test_entering_reads_no_more_than_it_must(tmp_path: Path, monkeypatch: pytest
 # --------------------------------------------------------------------------------------------------- wrong text fields
 
 
-def test_a_source_without_the_field_is_refused_with_the_fields_it_has(tmp_path: Path) -> None:
+def test_source_without_the_text_field_is_refused_with_its_fields(tmp_path: Path) -> None:
     path = write_json_lines(tmp_path / "a.jsonl", [{"content": "x", "id": 1}] * 100)
     message = f"data.text_field: '{path}', line 1: no field 'text'; it has 'content', 'id'; name a text field"
     assert failure(path) == message
@@ -481,7 +483,7 @@ def test_a_source_without_the_field_is_refused_with_the_fields_it_has(tmp_path: 
     assert "line 1: not text: field 'text' holds int; name a text field" in failure(path)
 
 
-def test_a_source_with_the_field_somewhere_near_its_beginning_is_not(tmp_path: Path) -> None:
+def test_source_with_the_text_field_in_one_of_its_first_rows_is_accepted(tmp_path: Path) -> None:
     write_json_lines(tmp_path / "a.jsonl", [{"content": "x"}] * 100)
     write_json_lines(tmp_path / "b.jsonl", [{"content": "x"}, {"text": None}, {"text": "y"}])
     assert sum(not row.problem for row in rows_of(tmp_path)) == 1
@@ -490,7 +492,7 @@ def test_a_source_with_the_field_somewhere_near_its_beginning_is_not(tmp_path: P
 # ---------------------------------------------------------------------------------------------------- just the texts
 
 
-def test_documents_end_at_the_first_bad_row_and_readable_ones_do_not(tmp_path: Path) -> None:
+def test_documents_stops_at_a_bad_row_and_readable_documents_skips_it(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one"}\n{"text": null}\n\n{"text": " "}\n{"body": 1}\n{"text"\n{"text": "two"}\n')
     strict = documents(str(path), text_field="text")

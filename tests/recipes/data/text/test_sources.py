@@ -1,4 +1,4 @@
-"""Sources: how they are recognised again, and what a bad one is told."""
+"""Sources: their fingerprints, and the messages for bad ones."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ def identity(source: Path | str, text_field: str = "text") -> str:
     return sources.fingerprint(str(source), text_field=text_field)
 
 
-def test_the_fingerprint_follows_contents_names_and_field_but_not_place_or_time(tmp_path: Path) -> None:
+def test_fingerprint_depends_on_contents_names_and_field_but_not_on_place_or_time(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second):
         folder.mkdir()
@@ -32,12 +32,12 @@ def test_the_fingerprint_follows_contents_names_and_field_but_not_place_or_time(
     assert identity(first) != before
 
 
-def test_the_field_does_not_matter_where_there_are_no_fields(tmp_path: Path) -> None:
+def test_fingerprint_of_plain_text_does_not_depend_on_the_text_field(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     assert identity(tmp_path) == identity(tmp_path, text_field="body")
 
 
-def test_big_corpora_are_recognised_by_size_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fingerprint_of_a_big_corpus_depends_on_size_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "HASH_CONTENTS_UP_TO", 1)
     (tmp_path / "a.txt").write_text("text")
     before = identity(tmp_path)
@@ -46,36 +46,42 @@ def test_big_corpora_are_recognised_by_size_and_time(tmp_path: Path, monkeypatch
     assert identity(tmp_path) != before
 
 
-def test_document_hash_is_the_same_everywhere() -> None:
+def test_document_hash_is_the_same_on_every_machine() -> None:
     assert sources.document_hash("ü") == 6748675957732712302
 
 
 # ----------------------------------------------------------------------------------------------------------- problems
 
 
-def test_no_problem_with_what_is_there(tmp_path: Path) -> None:
+def test_existing_sources_have_no_problem(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     for source in (sources.STDLIB, tmp_path, tmp_path / "a.txt", tmp_path / "*.txt"):
         assert sources.source_problem(str(source)) is None
 
 
-def test_a_source_that_does_not_exist(tmp_path: Path) -> None:
+def test_missing_source_suggests_the_most_similar_name(tmp_path: Path) -> None:
     (tmp_path / "shakespeare.txt").write_text("text")
     problem = sources.source_problem(str(tmp_path / "shakespear.txt"))
     assert problem is not None
     assert "does not exist; did you mean" in problem
     assert repr(str(tmp_path / "shakespeare.txt")) in problem
     assert sources.source_problem("python_stdlib") == "'python_stdlib' does not exist; did you mean 'python-stdlib'?"
+
+
+def test_missing_source_without_a_similar_name_lists_what_to_write(tmp_path: Path) -> None:
     assert "write 'python-stdlib', 'hf:ID' for a dataset on the hub, or a file" in str(
         sources.source_problem(str(tmp_path / "zzz"))
     )
-    problem = sources.source_problem(str(tmp_path / "no" / "where" / "a.txt"))
-    assert f"there is no folder '{tmp_path / 'no' / 'where'}'; the nearest existing one is '{tmp_path}'" in str(problem)
     with pytest.raises(UserError, match=r"data\.source: .* does not exist"):
         identity(tmp_path / "zzz")
 
 
-def test_nothing_that_can_be_read(tmp_path: Path) -> None:
+def test_missing_folder_names_the_nearest_existing_one(tmp_path: Path) -> None:
+    problem = sources.source_problem(str(tmp_path / "no" / "where" / "a.txt"))
+    assert f"there is no folder '{tmp_path / 'no' / 'where'}'; the nearest existing one is '{tmp_path}'" in str(problem)
+
+
+def test_source_without_files_of_a_supported_type_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.docx").write_text("text")
     assert "has an unknown type; supported are .txt, .jsonl," in str(
         sources.source_problem(str(tmp_path / "notes.docx"))
@@ -84,7 +90,7 @@ def test_nothing_that_can_be_read(tmp_path: Path) -> None:
     assert "no file matches" in str(sources.source_problem(str(tmp_path / "*.txt")))
 
 
-def test_empty_files(tmp_path: Path) -> None:
+def test_source_with_only_empty_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").touch()
     assert "is empty (0 bytes)" in str(sources.source_problem(str(tmp_path / "a.txt")))
     (tmp_path / "b.txt").touch()
@@ -93,7 +99,7 @@ def test_empty_files(tmp_path: Path) -> None:
     assert sources.source_problem(str(tmp_path)) is None
 
 
-def test_files_and_folders_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_source_without_read_permission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("text")
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).suffix != ".txt")  # root may read everything
     assert f"this user may not read '{tmp_path / 'a.txt'}'; change its permissions" in str(
@@ -103,12 +109,12 @@ def test_files_and_folders_that_may_not_be_read(tmp_path: Path, monkeypatch: pyt
     assert "this user may not read the folder" in str(sources.source_problem(str(tmp_path)))
 
 
-def test_an_interpreter_without_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_without_its_library_sources_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "_stdlib_folder", lambda: tmp_path)
     assert "this Python has no library sources" in str(sources.source_problem(sources.STDLIB))
 
 
-def test_neither_checks_nor_plain_reading_import_anything_heavy() -> None:
+def test_checking_and_reading_plain_text_import_no_heavy_library() -> None:
     code = (
         "import sys; from recipes.data.text import tokenizer; from recipes.data.text import rows, sources\n"
         "assert sources.source_problem('python-stdlib') is None\n"
@@ -138,7 +144,7 @@ def test_neither_checks_nor_plain_reading_import_anything_heavy() -> None:
         "k/m.jsonl",
     ],
 )
-def test_what_a_source_would_read_is_known_before_it_is_there(tmp_path: Path, pattern: str) -> None:
+def test_would_read_predicts_which_new_files_a_source_reads(tmp_path: Path, pattern: str) -> None:
     places = [
         "k/owner.txt",
         "k/out/owner.txt",

@@ -1,4 +1,4 @@
-"""Tokenizers: trained once and cached, or from a file; never a token that the model or the data cannot take."""
+"""Tokenizers: trained once and cached, or loaded from a file, and refused if they do not fit the model or the data."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def write_tokenizer(path: Path, tokens: list[str], special: list[str]) -> Path:
 # ----------------------------------------------------------------------------------------------------------- training
 
 
-def test_every_text_comes_back_unchanged(source: Path) -> None:
+def test_any_text_decodes_to_itself(source: Path) -> None:
     tokenizer = load("train:300", source)
     assert tokenizer.vocabulary == 300
     for text in ("the quick fox", "ümlaut 😀 \x00 \t\r\n  x", "<|endoftext|>", "123456 don't  ", ""):
@@ -65,13 +65,13 @@ def test_every_text_comes_back_unchanged(source: Path) -> None:
     assert list(tokenizer.encode_batch([WORDS, "x"])) == [tokenizer.encode(WORDS), tokenizer.encode("x")]
 
 
-def test_a_text_cannot_end_its_document_by_spelling_the_token_out(source: Path) -> None:
+def test_text_cannot_end_its_document_by_spelling_out_the_token(source: Path) -> None:
     tokenizer = load("train:300", source)
     assert tokenizer.end_of_document not in tokenizer.encode("a <|endoftext|> b")
     assert tokenizer.decode([tokenizer.end_of_document]) == "<|endoftext|>"
 
 
-def test_nor_where_its_file_does_not_call_that_token_special(tmp_path: Path, source: Path) -> None:
+def test_text_cannot_end_its_document_if_the_file_does_not_mark_the_token_special(tmp_path: Path, source: Path) -> None:
     library = load("train:280", source).backend
     library.add_tokens(["<|im_end|>"])
     content = json.loads(library.to_str())
@@ -86,33 +86,32 @@ def test_nor_where_its_file_does_not_call_that_token_special(tmp_path: Path, sou
     assert load(tmp_path / "again.json", source).fingerprint == found.fingerprint
 
 
-def test_a_source_that_changes_while_a_tokenizer_is_trained_on_it(
-    source: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("change", "what"), [(lambda source: source.write_text(WORDS), "changed"), (Path.unlink, "disappeared")]
+)
+def test_no_tokenizer_is_trained_on_a_source_that_changes_meanwhile(
+    source: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], object], what: str
 ) -> None:
     sample = tokenizer.training_sample
-    for change, message in (
-        (lambda: source.write_text(WORDS), "source.txt' changed while it was read; start again"),
-        (source.unlink, "source.txt' disappeared while it was read; start again"),
-    ):
 
-        def slow(documents: Iterable[str], change: Callable[[], object] = change) -> list[str]:
-            found = sample(documents)
-            change()
-            return found
+    def slow(documents: Iterable[str]) -> list[str]:
+        found = sample(documents)
+        change(source)
+        return found
 
-        monkeypatch.setattr(tokenizer, "training_sample", slow)
-        with pytest.raises(UserError, match=message):
-            load("train:280", source)
+    monkeypatch.setattr(tokenizer, "training_sample", slow)
+    with pytest.raises(UserError, match=f"source.txt' {what} while it was read; start again"):
+        load("train:280", source)
     assert not list((source.parent / "cache").rglob("*.json"))
 
 
-def test_the_smallest_vocabulary_is_bytes_alone(source: Path) -> None:
+def test_smallest_vocabulary_encodes_each_byte_alone(source: Path) -> None:
     tokenizer = load(f"train:{SMALLEST_VOCABULARY}", source)
     assert tokenizer.vocabulary == SMALLEST_VOCABULARY
     assert len(tokenizer.encode("the fox")) == len("the fox")
 
 
-def test_a_trained_tokenizer_is_cached_by_contents(source: Path) -> None:
+def test_trained_tokenizer_is_cached_by_the_contents_of_its_source(source: Path) -> None:
     reports: list[str] = []
     first = load("train:300", source, reports)
     assert len(reports) == 1
@@ -126,7 +125,7 @@ def test_a_trained_tokenizer_is_cached_by_contents(source: Path) -> None:
     assert all(path.suffix == ".json" for path in (source.parent / "cache" / "tokenizers").iterdir())
 
 
-def test_a_damaged_cache_is_trained_again(source: Path) -> None:
+def test_damaged_tokenizer_in_the_cache_is_trained_again(source: Path) -> None:
     first = load("train:300", source)
     (cached,) = (source.parent / "cache" / "tokenizers").iterdir()
     cached.write_text(cached.read_text()[:1000])
@@ -135,7 +134,7 @@ def test_a_damaged_cache_is_trained_again(source: Path) -> None:
     assert len(reports) == 1
 
 
-def test_training_gives_the_same_in_every_process(source: Path) -> None:
+def test_training_gives_the_same_tokenizer_for_any_number_of_threads(source: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from recipes.data.text.tokenizer import load_tokenizer\n"
         "print(load_tokenizer('train:400', sources=[sys.argv[1]], text_field='text', cache=Path(sys.argv[2]), "
@@ -156,13 +155,13 @@ def test_training_gives_the_same_in_every_process(source: Path) -> None:
     assert len(results) == 1
 
 
-def test_a_cache_that_cannot_be_written(source: Path) -> None:
+def test_unwritable_cache_for_tokenizers_is_reported(source: Path) -> None:
     (source.parent / "cache").write_text("a file, not a folder")
     with pytest.raises(UserError, match=r"data\.cache: cannot write .*; give another folder"):
         load("train:300", source)
 
 
-def test_the_sample_for_training_is_bounded_and_does_not_depend_on_the_order() -> None:
+def test_training_sample_is_bounded_and_does_not_depend_on_the_order() -> None:
     texts = [f"document {number} " * 10 for number in range(200)]
     assert sorted(training_sample(texts)) == sorted(texts)
     sample = training_sample(texts, characters=2000)
@@ -173,7 +172,7 @@ def test_the_sample_for_training_is_bounded_and_does_not_depend_on_the_order() -
     assert training_sample(["longer than asked for"], characters=3) == ["longer than asked for"]
 
 
-def test_a_forked_child_can_tokenize_and_hears_no_warning(source: Path) -> None:
+def test_forked_child_can_tokenize_without_a_warning(source: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path; from recipes.data.text.tokenizer import load_tokenizer\n"
         "tokenizer = load_tokenizer('train:300', sources=[sys.argv[1]], text_field='text', cache=Path(sys.argv[2]), "
@@ -193,7 +192,7 @@ def test_a_forked_child_can_tokenize_and_hears_no_warning(source: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_parallelism_is_on_inside_and_off_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parallel_tokenizers_turns_threads_on_inside_and_off_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     with parallel_tokenizers():
         assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
@@ -203,7 +202,7 @@ def test_parallelism_is_on_inside_and_off_afterwards(monkeypatch: pytest.MonkeyP
 # -------------------------------------------------------------------------------------------------------------- files
 
 
-def test_a_file_and_its_folder(tmp_path: Path, source: Path) -> None:
+def test_tokenizer_loads_from_its_file_or_the_folder_of_the_file(tmp_path: Path, source: Path) -> None:
     path = write_tokenizer(tmp_path / "tokenizer.json", ["<unk>", "a", "b"], ["</s>"])
     for spec in (path, tmp_path):
         tokenizer = load(spec, source)
@@ -212,7 +211,7 @@ def test_a_file_and_its_folder(tmp_path: Path, source: Path) -> None:
         assert tokenizer_problem(str(spec), 4) is None
 
 
-def test_what_a_file_says_about_its_last_use_is_ignored(tmp_path: Path, source: Path) -> None:
+def test_truncation_and_padding_settings_of_a_file_are_ignored(tmp_path: Path, source: Path) -> None:
     path = write_tokenizer(tmp_path / "tokenizer.json", ["<unk>", "a", "b"], ["</s>", "<s>"])
     library = tokenizers.Tokenizer.from_file(str(path))
     library.enable_truncation(2)
@@ -233,14 +232,14 @@ def test_what_a_file_says_about_its_last_use_is_ignored(tmp_path: Path, source: 
         (["<|im_end|>"], "<|im_end|>"),
     ],
 )
-def test_the_end_of_document_is_looked_for_in_order(
+def test_end_of_document_token_is_found_in_order_of_preference(
     tmp_path: Path, source: Path, special: list[str], expected: str
 ) -> None:
     tokenizer = load(write_tokenizer(tmp_path / "tokenizer.json", ["<unk>"], special), source)
     assert tokenizer.end_of_document == 1 + special.index(expected)
 
 
-def test_unigram_vocabularies_are_lists(tmp_path: Path, source: Path) -> None:
+def test_unigram_vocabulary_is_read_as_a_list(tmp_path: Path, source: Path) -> None:
     library = tokenizers.Tokenizer(tokenizers.models.Unigram([("<unk>", 0.0), ("a", -1.0), ("</s>", -2.0)], unk_id=0))
     library.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load(tmp_path, source)
@@ -250,22 +249,28 @@ def test_unigram_vocabularies_are_lists(tmp_path: Path, source: Path) -> None:
 # ----------------------------------------------------------------------------------------------------------- problems
 
 
-def test_training_specs() -> None:
+def test_trained_tokenizer_must_fit_the_vocabulary() -> None:
     assert tokenizer_problem("train:4096", 4096) is None
     assert tokenizer_problem("train:4096", 4095) == (
         "'train:4096' produces ids up to 4095, but model.vocabulary is 4095; write 'train:4095' or less, "
         "or raise model.vocabulary to 4096 or more"
     )
+
+
+def test_trained_tokenizer_needs_at_least_257_entries() -> None:
     assert tokenizer_problem("train:257", 257) is None
     assert "is too small: 256 bytes and <|endoftext|> make 257; write 'train:257'" in str(
         tokenizer_problem("train:256", 4096)
     )
-    for spec in ("train:", "train:4k", "train:-1", "train: 512", "train:1e3"):
-        problem = tokenizer_problem(spec, 4096)
-        assert problem == f"{spec!r}: write a whole number of entries after 'train:', as in 'train:4096'"
 
 
-def test_files_that_do_not_fit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("spec", ["train:", "train:4k", "train:-1", "train: 512", "train:1e3"])
+def test_malformed_size_of_a_trained_tokenizer_is_refused(spec: str) -> None:
+    problem = tokenizer_problem(spec, 4096)
+    assert problem == f"{spec!r}: write a whole number of entries after 'train:', as in 'train:4096'"
+
+
+def test_tokenizer_with_ids_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
     path = write_tokenizer(tmp_path / "tokenizer.json", ["<unk>", "a", "b"], ["</s>"])
     assert tokenizer_problem(str(tmp_path), 3) == (
         f"'{path}' has ids up to 3, but model.vocabulary is 3; raise model.vocabulary to 4 or more, "
@@ -273,23 +278,30 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
     )
 
 
-def test_files_that_are_none(tmp_path: Path, source: Path) -> None:
+def test_path_without_a_tokenizer_is_refused(tmp_path: Path, source: Path) -> None:
     assert "does not exist; write the path of a tokenizer.json" in str(tokenizer_problem("gpt2", 4096))
     assert "has no tokenizer.json; give one that has, or 'train:N'" in str(tokenizer_problem(str(tmp_path), 4096))
+    with pytest.raises(UserError, match=r"data\.tokenizer: 'gpt2' does not exist"):
+        load("gpt2", source)
+
+
+def test_file_that_is_not_a_tokenizer_is_refused_without_the_library(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     for content in ('{"model": ', "[]", "{}", '{"model": {"vocab": {}}}', '{"model": {"vocab": [1]}}', '{"model": 1}'):
         path.write_text(content)
         assert "is not a tokenizer.json as Hugging Face tokenizers writes it" in str(tokenizer_problem(str(path), 4096))
     path.write_bytes(b"\xff\xff")
     assert f"cannot read '{path}'" in str(tokenizer_problem(str(path), 4096))
+
+
+def test_file_that_the_library_rejects_is_refused(tmp_path: Path, source: Path) -> None:
+    path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps({"model": {"type": "BPE", "vocab": {"</s>": 0}}}))  # no merges: only the library sees it
     with pytest.raises(UserError, match="the tokenizers library rejects"):
         load(path, source)
-    with pytest.raises(UserError, match=r"data\.tokenizer: 'gpt2' does not exist"):
-        load("gpt2", source)
 
 
-def test_a_file_without_an_end_of_document(tmp_path: Path) -> None:
+def test_tokenizer_without_an_end_of_document_token_is_refused(tmp_path: Path) -> None:
     path = write_tokenizer(tmp_path / "tokenizer.json", ["<unk>", "a"], ["<s>"])
     problem = tokenizer_problem(str(path), 4096)
     assert problem == (

@@ -1,4 +1,4 @@
-"""Token shards: what is in them, that they are always the same, and what happens when writing them is disturbed."""
+"""Writing token shards: their contents, that they are always the same, and what happens if writing is disturbed."""
 
 import json
 import os
@@ -34,7 +34,7 @@ from tests.recipes.data.texts import contents, shards_in, texts_of, tokenizer_fo
 ROOT = Path(__file__).resolve().parents[4]
 
 
-def test_every_document_is_in_the_shards_once(tmp_path: Path) -> None:
+def test_every_document_is_in_the_shards_exactly_once(tmp_path: Path) -> None:
     texts = write_rows(tmp_path / "rows.jsonl", 400)
     work = work_on(tmp_path / "rows.jsonl")
     shards = shards_in(tmp_path / "out", work)
@@ -53,7 +53,7 @@ def test_every_document_is_in_the_shards_once(tmp_path: Path) -> None:
     assert index.files == (str(tmp_path / "rows.jsonl"),)
 
 
-def test_a_document_leads_back_to_its_row(tmp_path: Path) -> None:
+def test_tokens_lead_back_to_the_rows_of_their_documents(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     lines = {name: write_rows(tmp_path / "in" / f"{name}.jsonl", 120, name=name) for name in ("a", "b")}
     work = work_on(tmp_path / "in")
@@ -75,7 +75,7 @@ def test_a_document_leads_back_to_its_row(tmp_path: Path) -> None:
     assert len(list(tokens.documents(0, tokens.tokens))) == sum(shard.documents for shard in shards)
 
 
-def test_documents_are_held_out_by_content_alone(tmp_path: Path) -> None:
+def test_held_out_documents_depend_only_on_their_text(tmp_path: Path) -> None:
     texts = write_rows(tmp_path / "rows.jsonl", 200)
     more = write_rows(tmp_path / "more.jsonl", 300, start=-100)  # the same 200 and a hundred before them
     tokenizer = tokenizer_for(tmp_path / "rows.jsonl")
@@ -89,7 +89,7 @@ def test_documents_are_held_out_by_content_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cores", [1, 2, 5])
-def test_the_bytes_do_not_depend_on_the_number_of_cores(tmp_path: Path, cores: int) -> None:
+def test_shards_do_not_depend_on_the_number_of_cores(tmp_path: Path, cores: int) -> None:
     write_rows(tmp_path / "rows.jsonl", 300)
     work = work_on(tmp_path / "rows.jsonl")
     shards_in(tmp_path / "here", work)
@@ -105,7 +105,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_cores(tmp_path: Path, cores: i
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 3])
-def test_an_interrupted_preparation_goes_on_behind_the_last_whole_shard(tmp_path: Path, after: int) -> None:
+def test_interrupted_preparation_continues_after_the_last_whole_shard(tmp_path: Path, after: int) -> None:
     write_rows(tmp_path / "rows.jsonl", 400)
     work = work_on(tmp_path / "rows.jsonl")
     shards_in(tmp_path / "whole", work)
@@ -119,7 +119,7 @@ def test_an_interrupted_preparation_goes_on_behind_the_last_whole_shard(tmp_path
     assert shards_in(tmp_path / "broken", work) == []
 
 
-def test_a_killed_preparation_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:
+def test_killed_preparation_leaves_no_shard_that_looks_whole(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 3000)
     work = work_on(tmp_path / "rows.jsonl")
     code = (
@@ -178,7 +178,7 @@ def flip(path: Path) -> None:
         ("tokenizer.json", Path.unlink),
     ],
 )
-def test_what_is_damaged_is_made_again(tmp_path: Path, name: str, damage: Callable[[Path], object]) -> None:
+def test_damaged_shard_is_made_again(tmp_path: Path, name: str, damage: Callable[[Path], object]) -> None:
     write_rows(tmp_path / "rows.jsonl", 400)
     work = work_on(tmp_path / "rows.jsonl")
     shards_in(tmp_path / "out", work)
@@ -198,7 +198,7 @@ def test_what_is_damaged_is_made_again(tmp_path: Path, name: str, damage: Callab
         lambda path: path.write_text('{"file": "f"}\n'),
     ],
 )
-def test_a_damaged_list_of_bad_rows_is_made_again(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+def test_damaged_list_of_bad_rows_is_made_again(tmp_path: Path, damage: Callable[[Path], object]) -> None:
     write_rows(tmp_path / "rows.jsonl", 400)
     lines = (tmp_path / "rows.jsonl").read_text().splitlines()
     (tmp_path / "rows.jsonl").write_text("\n".join([*lines[:200], '{"text": "cut', *lines[200:]]) + "\n")
@@ -213,7 +213,7 @@ def test_a_damaged_list_of_bad_rows_is_made_again(tmp_path: Path, damage: Callab
     assert contents(tmp_path / "out") == before
 
 
-def test_a_text_that_cannot_be_encoded_is_named(tmp_path: Path) -> None:
+def test_text_that_cannot_be_encoded_is_named(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 50)
     model = {"type": "WordLevel", "vocab": {"Document": 0, "</s>": 1}, "unk_token": "[UNK]"}
     (tmp_path / "tokenizer.json").write_text(
@@ -224,10 +224,10 @@ def test_a_text_that_cannot_be_encoded_is_named(tmp_path: Path) -> None:
         shards_in(tmp_path / "out", work_on(tmp_path / "rows.jsonl", tokenizer=tokenizer))
 
 
-# ---------------------------------------------------------------------------------------- while something else happens
+# ---------------------------------------------------------------------------------------- changes while writing shards
 
 
-def test_nothing_is_made_of_a_file_that_changed(tmp_path: Path) -> None:
+def test_no_shard_is_made_of_a_file_that_changed(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     for name in "abc":
         write_rows(tmp_path / "in" / f"{name}.jsonl", 200, name=name)
@@ -244,9 +244,7 @@ def test_nothing_is_made_of_a_file_that_changed(tmp_path: Path) -> None:
     assert work_on(tmp_path / "in", tokenizer=work.tokenizer).fingerprint != work.fingerprint
 
 
-def test_what_changes_while_the_fingerprint_is_taken_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_change_while_the_fingerprint_is_taken_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rows(tmp_path / "rows.jsonl", 50)
     tokenizer = tokenizer_for(tmp_path / "rows.jsonl")
     fingerprint = preparation.fingerprint
@@ -262,7 +260,7 @@ def test_what_changes_while_the_fingerprint_is_taken_is_noticed(
         shards_in(tmp_path / "out", work)
 
 
-def test_a_file_whose_contents_are_broken_is_not_tried_again_but_one_out_of_reach_is(tmp_path: Path) -> None:
+def test_missing_file_marks_its_shard_unread_and_a_broken_file_does_not(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     for name in "ab":
         write_rows(tmp_path / "in" / f"{name}.jsonl", 100, name=name)
@@ -277,7 +275,7 @@ def test_a_file_whose_contents_are_broken_is_not_tried_again_but_one_out_of_reac
     assert list(shards)[-1].unread
 
 
-def test_what_another_process_made_is_not_replaced_by_something_else(tmp_path: Path) -> None:
+def test_shard_of_another_process_is_never_replaced_by_different_tokens(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     for name in "abc":
         write_rows(tmp_path / "in" / f"{name}.jsonl", 200, name=name)
@@ -314,7 +312,7 @@ def test_bad_and_empty_rows_are_counted_and_listed(tmp_path: Path) -> None:
     assert sorted(train + held_out) == sorted(good)
 
 
-def test_a_source_that_holds_next_to_nothing(tmp_path: Path) -> None:
+def test_source_with_a_single_document_gives_one_shard(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": ""}\n{"text": "a"}\n{"text": ""}\n')
     work = work_on(tmp_path / "rows.jsonl", fraction=1e-9)
     (shard,) = shards_in(tmp_path / "out", work)
@@ -323,13 +321,13 @@ def test_a_source_that_holds_next_to_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", [30, 60])
-def test_many_rows_without_text_end_a_shard_too(tmp_path: Path, rows: int) -> None:
+def test_many_rows_without_text_end_a_shard(tmp_path: Path, rows: int) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n' + '{"text": ""}\n' * (rows - 1))
     shards = shards_in(tmp_path / "out", work_on(tmp_path / "rows.jsonl", pieces=Pieces(shard_rows=20, batch_rows=10)))
     assert [shard.rows for shard in shards] == [20] * (rows // 20) + [10] * (rows % 20 // 10)
 
 
-def test_the_narrowest_type_that_holds_every_id(tmp_path: Path) -> None:
+def test_tokens_have_the_narrowest_type_that_holds_every_id(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 50)
     vocabulary = {"<unk>": 0, "Document": 70_000, "</s>": 70_001}
     model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"}
@@ -347,7 +345,7 @@ def test_the_narrowest_type_that_holds_every_id(tmp_path: Path) -> None:
     assert (tmp_path / "large" / "tokenizer.json").read_text() == (tmp_path / "tokenizer.json").read_text()
 
 
-def test_what_changes_the_tokens_changes_the_fingerprint(tmp_path: Path) -> None:
+def test_fingerprint_depends_on_everything_that_changes_the_tokens(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     write_rows(path, 100)
     fingerprints = {work_on(path).fingerprint, work_on(path, fraction=0.3).fingerprint}
@@ -357,7 +355,7 @@ def test_what_changes_the_tokens_changes_the_fingerprint(tmp_path: Path) -> None
     assert len(fingerprints) == 4
 
 
-def test_the_standard_library_is_prepared_whole(tmp_path: Path) -> None:
+def test_standard_library_is_prepared_completely(tmp_path: Path) -> None:
     options = {"text_field": "text", "cache": tmp_path, "log": lambda line: None}
     tokenizer = load_tokenizer("train:1000", sources=[STDLIB], **options)
     work = preparation.preparation(
@@ -370,14 +368,14 @@ def test_the_standard_library_is_prepared_whole(tmp_path: Path) -> None:
     assert array_path(tmp_path / "out", 0, DOCUMENTS).exists()
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_folder_raises_the_error_of_the_system(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 10)
     (tmp_path / "out").write_text("a file, not a folder")
     with pytest.raises(OSError, match="out"):
         shards_in(tmp_path / "out", work_on(tmp_path / "rows.jsonl"))
 
 
-def test_problems_of_the_source_come_through(tmp_path: Path) -> None:
+def test_problem_of_the_source_is_raised(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 10)
     tokenizer = tokenizer_for(tmp_path / "rows.jsonl")
     with pytest.raises(UserError, match=r"data\.source: "):

@@ -1,4 +1,4 @@
-"""Reading token shards: across their borders, around the end, and when they are large."""
+"""Reading token shards: across their borders, past the end, and when they are large."""
 
 import json
 import resource
@@ -29,7 +29,7 @@ from tests.recipes.data.texts import shards_in, tokenizer_for, work_on, write_ro
 
 
 def write(folder: Path, number: int, tokens: np.ndarray, *, last: bool) -> None:
-    """A shard by hand."""
+    """Write a shard without a source."""
     folder.mkdir(exist_ok=True)
     arrays = {TRAIN: tokens, VALIDATION: tokens[:0], DOCUMENTS: np.zeros(0, dtype=DOCUMENT)}
     for kind in ARRAYS:
@@ -42,7 +42,7 @@ def describe(folder: Path, number: int, tokens: int, *, last: bool) -> None:
     shard_path(folder, number).write_text(json.dumps(asdict(shard)))
 
 
-def test_shards_are_one_row_that_repeats(tmp_path: Path) -> None:
+def test_shards_read_as_one_row_that_repeats(tmp_path: Path) -> None:
     tokens = np.arange(100, dtype=np.uint16)
     for number, (begin, end) in enumerate(((0, 30), (30, 31), (31, 31), (31, 80), (80, 100))):
         write(tmp_path, number, tokens[begin:end], last=end == 100)
@@ -56,7 +56,7 @@ def test_shards_are_one_row_that_repeats(tmp_path: Path) -> None:
     assert [shards.covering(count) for count in (1, 30, 31, 32, 80, 81, 100, 1000)] == [1, 1, 2, 4, 4, 5, 5, 5]
 
 
-def test_shards_are_found_when_they_come(tmp_path: Path) -> None:
+def test_new_shards_are_found_in_order(tmp_path: Path) -> None:
     write(tmp_path, 0, np.arange(10, dtype=np.uint16), last=False)
     shards = Shards(tmp_path)
     assert (shards.tokens, shards.complete) == (10, False)
@@ -68,7 +68,7 @@ def test_shards_are_found_when_they_come(tmp_path: Path) -> None:
     assert (shards.tokens, shards.complete) == (22, True)
 
 
-def test_files_that_are_not_what_the_index_says(tmp_path: Path) -> None:
+def test_tokens_that_do_not_match_their_index_are_refused(tmp_path: Path) -> None:
     write(tmp_path, 0, np.arange(10, dtype=np.uint16), last=True)
     describe(tmp_path, 0, 11, last=True)
     with pytest.raises(UserError, match=r"00000-train.npy' does not match its index"):
@@ -78,7 +78,7 @@ def test_files_that_are_not_what_the_index_says(tmp_path: Path) -> None:
         Shards(tmp_path).read(0, np.empty(3, dtype=np.int64))
 
 
-def test_thousands_of_shards_take_few_descriptors(tmp_path: Path) -> None:
+def test_thousands_of_shards_need_few_file_descriptors(tmp_path: Path) -> None:
     count = 600
     for number in range(count):
         write(tmp_path, number, np.full(8, number, dtype=np.uint16), last=number == count - 1)
@@ -91,8 +91,8 @@ def test_thousands_of_shards_take_few_descriptors(tmp_path: Path) -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) - before <= 257
 
 
-def test_a_budget_is_kept_of_thousands_of_shards(tmp_path: Path) -> None:
-    """Each is counted once: with sums over all of them for every one, a trillion tokens would take most of a minute."""
+def test_bad_row_budget_counts_each_shard_once(tmp_path: Path) -> None:
+    """Summing over all shards for each new one would take most of a minute for a trillion tokens."""
     shard = Shard(10, 0, 95, 0, 0, 5, 0.0, 1.0, None, False)
     looks = 0
 
@@ -113,8 +113,8 @@ def test_a_budget_is_kept_of_thousands_of_shards(tmp_path: Path) -> None:
         budget.count([*([replace(shard, bad=0)] * 5000), replace(shard, documents=0, bad=1)])
 
 
-def test_a_trillion_tokens_are_read_at_once_and_in_little_memory(tmp_path: Path) -> None:
-    """Files with holes in them: they have the size, and occupy nothing."""
+def test_trillion_tokens_are_read_in_little_memory(tmp_path: Path) -> None:
+    """Uses sparse files, which have the size but occupy no space."""
     count, size = 10, 10**11
     for number in range(count):
         file = array_path(tmp_path, number, TRAIN)
@@ -142,7 +142,7 @@ def test_a_trillion_tokens_are_read_at_once_and_in_little_memory(tmp_path: Path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB
 
 
-def test_a_checksum_is_of_so_many_tokens_and_of_no_more(tmp_path: Path) -> None:
+def test_checksum_covers_exactly_the_first_tokens(tmp_path: Path) -> None:
     texts = write_rows(tmp_path / "one.jsonl", 300)
     lines = [json.dumps({"text": text}) for text in (*texts[:200], *(text + " Or not." for text in texts[200:]))]
     (tmp_path / "other.jsonl").write_text("\n".join(lines))
