@@ -78,7 +78,7 @@ class Data:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The tokens of one source, of which more may follow."""
+    """The tokens of one source; some may still be missing."""
 
     folder: Path
     entry: dict[str, Any]
@@ -111,21 +111,22 @@ def open_data(
         UserError: if a source, its text or the tokenizer is bad, or the hub does not answer.
     """
     resumed = resumed_data_state.get("sources", {})
+    prepared = {name for name in section.sources if is_prepared(name)}
     texts = {name: resumed.get(name, {}).get("source") or pinned(name) for name in section.sources}
     cache = Path(section.cache).expanduser()
-    _require_cache_outside(cache, texts.values())
+    _require_cache_outside(cache, [text for name, text in texts.items() if name not in prepared])
     if isinstance(tokenizer, str):
-        raw = [texts[name] for name in section.sources if not is_prepared(name)] or list(texts.values())
+        raw = [text for name, text in texts.items() if name not in prepared] or list(texts.values())
         tokenizer = load_tokenizer(tokenizer, sources=raw, text_field=section.text_field, cache=cache, log=launch.log)
     training, validation = [], []
     data_state: dict[str, Any] = {"tokenizer": tokenizer.fingerprint, "sources": {}}
     for name, text in texts.items():
-        if is_prepared(name):
+        if name in prepared:
             tokens = _prepared_tokens(name, text, section, tokenizer, verify=launch.writes)
         else:
             used = resumed.get(name, {}).get("tokens", "")
             tokens = _cached_tokens(name, text, section, tokenizer, used=used, launch=launch)
-        window = None if is_prepared(name) else max(1, section.shuffle_tokens // sequence_length)
+        window = None if name in prepared else max(1, section.shuffle_tokens // sequence_length)
         source, held_out = _open_source(name, tokens, SequenceOrder(sequence_length, seed, window), section, launch)
         training.append(source)
         validation.append(held_out)
@@ -137,7 +138,7 @@ def open_data(
 def _require_cache_outside(cache: Path, sources: Iterable[str]) -> None:
     """Raises UserError if a source would read the tokens in the cache as text."""
     for text in sources:
-        if not is_prepared(text) and would_read_itself(text, cache / "tokens" / "any"):
+        if would_read_itself(text, cache / "tokens" / "any"):
             raise UserError(
                 f"data.cache: '{cache}' lies inside the source {text!r}, which would read its own tokens; give a cache"
                 " elsewhere"
@@ -157,15 +158,8 @@ def _cached_tokens(
 ) -> _Tokens:
     """The tokens of a source in the cache; the process that writes starts to tokenize if some are missing.
 
-    Args:
-        name: of the source, as the recipe writes it.
-        text: the source, pinned to a commit if it is on the hub.
-        section, tokenizer: how it becomes tokens.
-        used: as in _choose_folder().
-        launch: the process that calls this.
-
-    Raises:
-        UserError: if this process sees other text than the process that writes, or the cache cannot be written.
+    name: of the source, as the recipe writes it. text: the source, at a commit if it is on the hub. used: as in
+    _choose_folder(). Raises UserError if this process sees other text than the one that writes.
     """
     work = preparation(
         text,
@@ -180,8 +174,8 @@ def _cached_tokens(
         folder = cache / (used or work.fingerprint)
         if not _is_of(folder, work):
             raise UserError(
-                f"data.source: {platform.node()} sees different text behind {name!r}, or another tokenizer, than rank"
-                " 0; all nodes need the same files and the same Python"
+                f"data.source: {platform.node()} sees different text in {name!r}, or another tokenizer, than rank 0;"
+                " all nodes need the same files and the same Python"
             )
     else:
         folder, shards = _choose_folder(cache, work, used=used)

@@ -243,17 +243,17 @@ class HubReader:
         number = start.number if is_parquet else 0
         in_step = is_parquet or start.number == 0
         begin = Place(shard, number)
-        for row, behind in read_file(file, text_field=self._text_field, start=begin, size=self._sizes[shard]):
+        for row, after in read_file(file, text_field=self._text_field, start=begin, size=self._sizes[shard]):
             number = row.number if is_parquet else number + 1  # in JSON, blank lines are not rows
             if number == start.number:
                 in_step = last is None or bool(last.problem) or row.text == last.text
-            if behind.file != shard:  # the rest is lost, perhaps including a row that datasets could still read
+            if after.file != shard:  # the rest is lost, perhaps including a row that datasets could still read
                 number, in_step = max(number, start.number + 1), True
             if number > start.number:
                 if not in_step:
                     break
-                end = behind.number if is_parquet or behind.file != shard else number
-                yield row._replace(number=number), Place(behind.file, end)
+                end = after.number if is_parquet or after.file != shard else number
+                yield row._replace(number=number), Place(after.file, end)
         if not in_step:
             raise self._refusal(start, "it is broken, and the part before that is not one row per line")
 

@@ -1,4 +1,4 @@
-"""The files behind data.source: which ones, their order, what is wrong with them, and their fingerprint.
+"""The files of data.source: which ones, their order, what is wrong with them, and their fingerprint.
 
 Imports no torch.
 """

@@ -310,7 +310,7 @@ def test_tokenizing_process_ends_with_its_parent(tmp_path: Path) -> None:
     parent = context.Process(target=_open_and_wait, args=(tmp_path, pid))
     parent.start()
     child = pid.get(timeout=60)
-    os.kill(child, 0)  # it is there
+    os.kill(child, 0)  # it exists
     assert parent.pid is not None
     os.kill(parent.pid, signal.SIGKILL)
     parent.join()
@@ -380,7 +380,7 @@ def test_unreadable_file_is_tried_again_by_another_run(tmp_path: Path) -> None:
     folder = tmp_path / "cache" / "tokens" / work.fingerprint
     shards = write_shards(folder, work)
     next(shards)
-    (tmp_path / "in" / "c.jsonl").rename(tmp_path / "c.jsonl")  # gone before it is read
+    (tmp_path / "in" / "c.jsonl").rename(tmp_path / "c.jsonl")  # removed before it is read
     assert list(shards)[-1].unread
     with pytest.raises(UserError, match=r"files of .* appeared or disappeared just now; start again"):
         list(write_shards(tmp_path / "other", work))
@@ -406,7 +406,7 @@ def test_unreadable_file_is_tried_again_by_another_run(tmp_path: Path) -> None:
 
 def test_process_that_sees_different_text_than_rank_0_is_refused_at_once(rows: Path, tmp_path: Path) -> None:
     facts = {"sources": {str(rows): {"tokens": "those of rank 0"}}}
-    with pytest.raises(UserError, match=r"sees different text behind .*rows.jsonl', or another tokenizer, than rank 0"):
+    with pytest.raises(UserError, match=r"sees different text in .*rows.jsonl', or another tokenizer, than rank 0"):
         opened(tmp_path / "cache", {str(rows): 1.0}, resumed_data_state=facts, writes=False)
 
 

@@ -117,7 +117,7 @@ def test_c4_in_a_folder_gives_the_same_rows_from_every_cursor(tmp_path: Path, de
     folder = c4(tmp_path / "allenai" / "c4", declared=declared)
     rows = check_every_cursor(f"hf:{folder}:en")
     assert [row.text for row in rows] == [c4_row(number)["text"] for number in range(300)]
-    assert (rows[140].file, rows[140].number) == (2, 1)  # behind the empty shard
+    assert (rows[140].file, rows[140].number) == (2, 1)  # after the empty shard
     assert rows_of(f"hf:{folder}:en:validation") == [Row(c4_row(1000)["text"], 0, 1)]
     assert rows_of(f"hf:{folder}:realnewslike") == [Row(c4_row(2000)["text"], 0, 1)]
 

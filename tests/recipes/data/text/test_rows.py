@@ -94,7 +94,7 @@ def test_plain_text_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path: Path) ->
 def test_plain_text_without_blank_lines_is_cut_by_length(tmp_path: Path) -> None:
     (tmp_path / "line.txt").write_text("x" * 200_000, encoding="utf-8-sig")
     chunks = read(tmp_path / "line.txt")
-    assert "".join(chunks) == "x" * 200_000  # the byte order mark is gone
+    assert "".join(chunks) == "x" * 200_000  # without the byte order mark
     assert max(map(len, chunks)) == LONGEST_CHUNK_BYTES
 
 
@@ -417,7 +417,7 @@ def test_rows_are_the_same_from_every_cursor(nasty: Path) -> None:
         if index in near or index % 500 == 0 or index > len(rows) - 2:
             entered = open_rows(str(nasty), text_field="text", cursor=json.loads(json.dumps(cursor)))
             assert entered.cursor == cursor
-            # To the end of the next file: what comes behind is the same code again.
+            # To the end of the next file: everything after that runs the same code again.
             for expected in rows[index : index + 150]:
                 assert next(entered) == expected
             if index > len(rows) - 150:

@@ -82,7 +82,7 @@ def test_text_cannot_end_its_document_if_the_file_does_not_mark_the_token_specia
     assert found.decode([found.end_of_document]) == "<|im_end|>"
     assert found.end_of_document not in found.encode("one<|im_end|>two")
     assert found.decode(found.encode("one<|im_end|>two")) == "one<|im_end|>two"
-    (tmp_path / "again.json").write_text(found.json)  # as it stands beside the shards
+    (tmp_path / "again.json").write_text(found.json)  # as it is stored with shards
     assert load(tmp_path / "again.json", source).fingerprint == found.fingerprint
 
 

@@ -234,7 +234,7 @@ def test_no_shard_is_made_of_a_file_that_changed(tmp_path: Path) -> None:
     work = work_on(tmp_path / "in", tokenizer=tokenizer_for(tmp_path / "in" / "a.jsonl"))
     shards = write_shards(tmp_path / "out", work)
     next(shards)
-    (tmp_path / "in" / "c.jsonl").write_text("")  # its rows are gone, and no cursor leads there
+    (tmp_path / "in" / "c.jsonl").write_text("")  # without rows, so that no cursor points there
     made = 1
     with pytest.raises(UserError, match=r"data.source: '.*c.jsonl' changed while it was read; start again"):
         for _ in shards:
