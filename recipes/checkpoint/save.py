@@ -49,13 +49,7 @@ class Saver:
         self._saved_step: int | None = None
 
     def save(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        *,
-        step: int,
-        progress: Mapping[str, Any],
-        asynchronous: bool,
+        self, model: nn.Module, optimizer: Optimizer, *, step: int, progress: Mapping[str, Any], asynchronous: bool
     ) -> None:
         """Save the state of model and optimizer; see Checkpoints.save(). Call wait() first."""
         state, groups = named_tensors(model, optimizer)

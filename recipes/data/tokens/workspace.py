@@ -1,7 +1,7 @@
-"""Decides which tokens a folder of shards holds, and which processes are working in it. Imports no torch.
+"""Decides which tokens a folder of shards holds, and which processes are working in it.
 
 Every working process has a subfolder for its unfinished files, with a lock on it that ends with the process, however
-it ends: process ids and host names mean nothing across containers and nodes.
+it ends: process ids and host names mean nothing across containers and nodes. Imports no torch.
 """
 
 import os
