@@ -98,7 +98,7 @@ def test_a_collective_left_out_on_one_rank_shows_where_each_process_waits(tmp_pa
     assert code == HUNG, err
     assert "the processes wait for each other in different places:\n" in err
     assert "  rank 0 on " in err and ": phase step of step 5, at parallel/reduce.py:" in err
-    assert "  rank 1 on " in err and ": phase step of step 5, at recipes/training/trainer.py:" in err
+    assert "  rank 1 on " in err and ": phase step of step 5, at recipes/training/step.py:" in err
 
 
 def test_a_long_compilation_is_not_a_hang(start: Callable[..., Started]) -> None:
