@@ -1,4 +1,4 @@
-"""Who is slow, from every process's seconds; and real runs with one that is."""
+"""Stragglers found from every process's seconds, and real runs with one."""
 
 import json
 import os
@@ -38,40 +38,45 @@ HOSTS = ["a", "a", "b", "b"]
 
 
 def names(comparison: Comparison, data: list[float], compute: list[float], steps: int) -> list[list[tuple[int, str]]]:
-    """(rank, phase) named at each of so many logged steps of a second."""
+    """(rank, phase) named at each of `steps` logged steps, which take a second each."""
     found = [comparison.add(1.0, {DATA: data, COMPUTE: compute}) for _ in range(steps)]
     return [[(one.rank, one.phase) for one in at_step] for at_step in found]
 
 
-def test_who_is_a_third_slower_is_named_within_twenty_logged_steps() -> None:
-    quick = WINDOW + IN_A_ROW - 1
-    assert quick <= 20
+def test_a_process_that_computes_a_third_slower_is_named_within_twenty_logged_steps() -> None:
+    first = WINDOW + IN_A_ROW - 1
+    assert first <= 20
     found = names(Comparison(HOSTS), [0.0] * 4, [0.5, 0.5, 0.66, 0.5], 20)
-    assert found == [[]] * (quick - 1) + [[(2, COMPUTE)]] * (20 - quick + 1)
-    found = names(Comparison(HOSTS), [0.2, 0.2, 0.2, 0.3], [0.5] * 4, 20)
-    assert found[-1] == [(3, DATA)]
+    assert found == [[]] * (first - 1) + [[(2, COMPUTE)]] * (20 - first + 1)
+
+
+def test_a_process_that_waits_longer_for_data_is_named() -> None:
+    assert names(Comparison(HOSTS), [0.2, 0.2, 0.2, 0.3], [0.5] * 4, 20)[-1] == [(3, DATA)]
+
+
+def test_a_process_that_becomes_slow_later_is_named_until_it_recovers() -> None:
     comparison = Comparison(HOSTS)
     names(comparison, [0.0] * 4, [0.5] * 4, 100)
-    found = names(comparison, [0.0] * 4, [0.5, 0.7, 0.5, 0.5], 20)
-    assert found[-1] == [(1, COMPUTE)]
-    assert names(comparison, [0.0] * 4, [0.5] * 4, 5)[-1] == []  # it has recovered
+    assert names(comparison, [0.0] * 4, [0.5, 0.7, 0.5, 0.5], 20)[-1] == [(1, COMPUTE)]
+    assert names(comparison, [0.0] * 4, [0.5] * 4, 5)[-1] == []
 
 
-def test_who_is_a_third_slower_on_a_cpu_may_share_the_core() -> None:
+def test_a_process_on_cpus_is_named_only_when_it_takes_twice_as_long() -> None:
+    """One that shares its core takes a third longer."""
     assert names(Comparison(HOSTS, slower=SLOWER_ON_CPUS), [0.0] * 4, [0.3, 0.3, 0.55, 0.3], 20)[-1] == []
     found = names(Comparison(HOSTS, slower=SLOWER_ON_CPUS), [0.0] * 4, [0.3, 0.3, 0.65, 0.3], 20)
     assert found[-1] == [(2, COMPUTE)]
 
 
-def test_of_two_the_slower_one_is_named() -> None:
+def test_of_two_processes_the_slower_is_named() -> None:
     assert names(Comparison(["a", "b"]), [0.0] * 2, [0.5, 0.7], 20)[-1] == [(1, COMPUTE)]
 
 
-def test_little_time_is_nobodys_concern() -> None:
+def test_a_slow_process_is_not_named_while_the_time_is_a_small_part_of_the_step() -> None:
     assert not any(names(Comparison(HOSTS), [0.001, 0.04, 0.001, 0.001], [0.5, 0.5, 0.6, 0.5], 50))
 
 
-def test_noise_names_nobody() -> None:
+def test_noise_names_no_process() -> None:
     """A quarter of all readings are one and a half to four times too long, on any process."""
     draw = random.Random(0)
     comparison = Comparison(HOSTS)
@@ -82,7 +87,7 @@ def test_noise_names_nobody() -> None:
 
 
 def slow_steps(communication: Communication, left: Sequence[float], *, compute: float = 0.5) -> list[int]:
-    """At which logged steps communication is slow. left: seconds beside data and compute; other processes wait more."""
+    """Logged steps at which communication is slow. left: seconds beside data and compute; other processes wait more."""
     found = []
     for number, seconds in enumerate(left, start=1):
         step, own = seconds + compute + 0.1, [compute, compute - 0.1, compute / 2, compute]
@@ -99,26 +104,32 @@ def test_slow_communication_is_noticed_within_twenty_logged_steps_and_until_it_i
     assert slow_steps(communication, [0.55] * 20)[0] == first
 
 
-def test_what_takes_longer_may_be_little_or_usual() -> None:
-    assert slow_steps(Communication(is_all=True), [0.4] * 50 + [0.5] * 50) == []  # a quarter more
-    assert slow_steps(Communication(is_all=True), [0.1] * 50 + [0.16] * 50) == []  # not much of the step
+def test_communication_that_is_a_quarter_slower_is_not_reported() -> None:
+    assert slow_steps(Communication(is_all=True), [0.4] * 50 + [0.5] * 50) == []
+
+
+def test_slower_communication_that_is_a_small_part_of_the_step_is_not_reported() -> None:
+    assert slow_steps(Communication(is_all=True), [0.1] * 50 + [0.16] * 50) == []
+
+
+def test_communication_is_compared_with_the_usual_time_that_was_accepted_until_it_is_fast_again() -> None:
     communication = Communication(is_all=True)
     assert slow_steps(communication, [0.4] * 30 + [0.6] * 20)
     communication.accept_as_usual()
     assert slow_steps(communication, [0.6] * 50) == []
     assert slow_steps(communication, [0.9] * 20)
-    assert slow_steps(communication, [0.4] * 30 + [0.6] * 20)[-1] == 50  # it took less again in between
+    assert slow_steps(communication, [0.4] * 30 + [0.6] * 20)[-1] == 50  # 0.4 is the usual time again
 
 
-def test_on_a_gpu_what_is_left_is_not_all_communication() -> None:
-    """Most of computing is in it: only what it grows by counts."""
-    for is_all in (False, True):
-        found = slow_steps(Communication(is_all=is_all), [0.8] * 50 + [0.95] * 20, compute=0.05)
-        assert bool(found) is not is_all
+@pytest.mark.parametrize("is_all", [False, True])
+def test_on_a_gpu_only_a_large_increase_is_slow_communication(is_all: bool) -> None:
+    """The rest of a step also contains most of computing there, so the ratio does not count."""
+    found = slow_steps(Communication(is_all=is_all), [0.8] * 50 + [0.95] * 20, compute=0.05)
+    assert bool(found) is not is_all
 
 
 def test_noise_is_not_slow_communication() -> None:
-    """A quarter of all steps are much too long; and now and then four in a row."""
+    """A quarter of all steps are much too long, sometimes four in a row."""
     draw, communication = random.Random(0), Communication(is_all=True)
     noisy = [0.3 * (draw.uniform(1.5, 4.0) if draw.random() < 0.25 else draw.uniform(0.9, 1.1)) for _ in range(5000)]
     for begin in range(0, 5000, 250):
@@ -126,8 +137,8 @@ def test_noise_is_not_slow_communication() -> None:
     assert slow_steps(communication, noisy) == []
 
 
-def waits() -> list[tuple[int, dict[str, Any], list[str]]]:
-    """As one of three nodes: what comes of steps that only wait, at last for longer. Rank 2 hardly notices."""
+def waiting_steps() -> list[tuple[int, dict[str, Any], list[str]]]:
+    """On one of three nodes: what steps that only wait lead to, when they become longer. Rank 2 hardly changes."""
     rank = int(os.environ["RANK"])
     os.environ["GROUP_RANK"] = str(rank)
     world = start("cpu", seed=0)
@@ -150,8 +161,8 @@ def waits() -> list[tuple[int, dict[str, Any], list[str]]]:
 
 
 def test_all_processes_measure_their_links_at_the_same_step() -> None:
-    """Else the run would hang."""
-    answers = run_processes(3, waits)
+    """Otherwise the run would hang."""
+    answers = run_processes(3, waiting_steps)
     assert answers[0] == answers[1] == answers[2]
     assert [probes for probes, _, _ in answers[0]][WINDOW] == 0 and answers[0][-1][0] >= 1
 
@@ -164,30 +175,39 @@ def test_all_processes_measure_their_links_at_the_same_step() -> None:
         (3, "no link between nodes is slower than the others"),
     ],
 )
-def test_where_nobody_can_be_named_the_links_are_told(count: int, why: str) -> None:
+def test_slow_communication_without_a_culprit_reports_the_links(count: int, why: str) -> None:
     nodes = arrange([(f"gpu-{number}", number) for number in range(count)])
     best = {rank: 9e8 + rank for rank in range(count)} if count > 1 else {}
     assert no_culprit_line(0.25, best, nodes) == f"SLOWER: communication takes 0.2500 s a step more than before; {why}"
 
 
-@pytest.mark.parametrize(("fault", "phase"), [("slow_in_data", "data"), ("slow_in_work", "compute")])
-def test_a_slow_process_of_a_run_is_named(fault: str, phase: str, tmp_path: Path, corpus: Path) -> None:
-    code, err = ill_run(tmp_path, corpus, fault, "--run.steps", "60", "--checkpoint.every", "0")
+def rows_of_slow_run(fault: str, phase: str, folder: Path, corpus: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl of a run whose rank 1 is slow from step 6 on, after checking that it is named for this phase."""
+    code, err = ill_run(folder, corpus, fault, "--run.steps", "60", "--checkpoint.every", "0")
     assert (code, err) == (0, "")
-    log = (tmp_path / "runs/ill/log.txt").read_text()
-    # The fault begins with step 6. The model is so small that the fault takes longer than a step.
+    log = (folder / "runs/ill/log.txt").read_text()
+    # The model is so small that the fault takes longer than a step.
     [(step, rank, found)] = re.findall(
         r"^step +(\d+)  STRAGGLER: rank (\d) on \S+ takes [\d.]+ s for (\w+),", log, re.M
     )
     assert (rank, found) == ("1", phase) and int(step) <= 5 + 20
-    rows = [json.loads(line) for line in (tmp_path / "runs/ill/metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "runs/ill/metrics.jsonl").read_text().splitlines()]
     [last] = rows[-1]["stragglers"]
     assert (last["rank"], last["phase"]) == (1, phase) and last["seconds"] > SLOWER_ON_CPUS * last["median"]
-    if phase == "data":  # rank 0, whose clock counts, waits for rank 1 in a collective
-        assert rows[-1]["wall_seconds"]["data"] > 50 * 0.1
+    return rows
 
 
-def test_a_clean_run_names_nobody(tmp_path: Path, corpus: Path) -> None:
+def test_a_run_names_a_process_that_is_slow_to_read_data(tmp_path: Path, corpus: Path) -> None:
+    rows = rows_of_slow_run("slow_in_data", "data", tmp_path, corpus)
+    # Rank 0, which keeps the clock, waits for rank 1 in a collective; that time counts as data.
+    assert rows[-1]["wall_seconds"]["data"] > 50 * 0.1
+
+
+def test_a_run_names_a_process_that_computes_slowly(tmp_path: Path, corpus: Path) -> None:
+    rows_of_slow_run("slow_in_work", "compute", tmp_path, corpus)
+
+
+def test_a_run_without_faults_names_no_process(tmp_path: Path, corpus: Path) -> None:
     code, err = ill_run(tmp_path, corpus, "well", "--run.steps", "150", "--checkpoint.every", "0")
     assert (code, err) == (0, "")
     log = (tmp_path / "runs/ill/log.txt").read_text()
