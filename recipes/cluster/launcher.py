@@ -157,7 +157,7 @@ class Workers:
 
 
 def launch(arguments: list[str], workers: Workers) -> int:
-    """Run torchrun with these arguments, whose signals `workers` already handles. Returns the exit code."""
+    """Run torchrun with these arguments. Returns the exit code. `workers` must handle signals already."""
     _import_torch_distributed()
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -355,9 +355,9 @@ def table(
         always: Nodes that get a row even if there are more than MOST_ROWS; the rest then share one row of minima.
     """
     chosen = [node for node in nodes if len(nodes) <= MOST_ROWS or node.name in always][:MOST_ROWS]
-    everybody = Node(f"least of {len(nodes)}", tuple(rank for node in nodes for rank in node.ranks))
+    minima = Node(f"least of {len(nodes)}", tuple(rank for node in nodes for rank in node.ranks))
     rows = [["node", "ranks", "GPU free", "host free", "disk free", "tmp free", "clock", "to the next"]]
-    for node in [*chosen, *([everybody] if len(chosen) < len(nodes) else [])]:
+    for node in [*chosen, *([minima] if len(chosen) < len(nodes) else [])]:
         own = [facts[rank] for rank in node.ranks]
         gpus = [fact.free_device for fact in own if fact.free_device is not None]
         hosts = [fact.free_host for fact in own if fact.free_host is not None]

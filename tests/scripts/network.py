@@ -40,7 +40,7 @@ class Network:
             do("ip", "-n", name, "link", "set", "lo", "up")
             do("ip", "-n", name, "link", "set", DEVICE, "up")
             self._in_switch("link", "set", f"port{host}", "master", "bridge")
-            self.mend(host)
+            self.reconnect(host)
 
     def address(self, host: int) -> str:
         return f"10.99.0.{host + 1}"
@@ -49,11 +49,11 @@ class Network:
         """The command that runs these words on a host. GLOO_SOCKET_IFNAME must be DEVICE."""
         return ["ip", "netns", "exec", self._name(host), *words]
 
-    def cut(self, host: int) -> None:
+    def disconnect(self, host: int) -> None:
         """Disconnect a host: connections stay open, but nothing arrives."""
         self._in_switch("link", "set", f"port{host}", "down")
 
-    def mend(self, host: int) -> None:
+    def reconnect(self, host: int) -> None:
         self._in_switch("link", "set", f"port{host}", "up")
 
     def slow_down(self, host: int, rate: str) -> None:

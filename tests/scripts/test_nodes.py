@@ -237,12 +237,12 @@ def test_a_node_that_is_disconnected_is_waited_for(
         job = Nodes(tmp_path, corpus, "--run.hang_timeout", "5", network=hosts, RESTARTS="2")
         job.reach(EVERY + 2)
         first = job.worker(0)
-        hosts.cut(1)
+        hosts.disconnect(1)
         end = time.monotonic() + 60
         while is_there(first) and time.monotonic() < end:
             time.sleep(0.1)
         assert not is_there(first)
-        hosts.mend(1)
+        hosts.reconnect(1)
         (out, err), (_, other_err) = ends(job.nodes)
     finally:
         hosts.close()
