@@ -1,6 +1,6 @@
-"""scripts/sweep.py: the CPU variant of every sweep, rows that fail, going on where a sweep stopped, and signals.
+"""scripts/sweep.py: the CPU variant of every sweep, rows that fail, continuing a sweep, and signals.
 
-Where launcher and worker processes are not what is tested, the command runs in this process and forks its rows.
+Tests that are not about the launcher and its workers run the command in this process and fork the rows.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ NUMBERS = (
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all sweeps of this file run: they share the tokenized text."""
+    """The folder in which all sweeps of this file run, so that they share the tokenized text."""
     return tmp_path_factory.mktemp("sweep")
 
 
@@ -90,7 +90,7 @@ def results(folder: Path) -> list[dict[str, Any]]:
 
 
 def cells(page: str) -> dict[str, list[str]]:
-    """First cell -> the others, of every line of the table."""
+    """First cell -> the other cells, for every line of the table."""
     lines = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| ")]
     return {line[0].strip(): [cell.strip() for cell in line[1:]] for line in lines}
 
@@ -124,7 +124,7 @@ class Finished:
 
 @pytest.fixture(scope="module")
 def finished(home: Path, corpus: Path) -> Callable[[str], Finished]:
-    """Gives a CPU variant that has run; each runs once for this whole file."""
+    """Returns a CPU variant that has run; each runs only once."""
 
     @cache
     def finish(name: str) -> Finished:
@@ -186,7 +186,7 @@ def test_the_pictures_of_a_cpu_variant_show_something(name: str, finished: Calla
 
 
 @pytest.mark.parametrize("name", [name for name in CPU_VARIANTS if name not in ("sequence_length", "document_mask")])
-def test_rows_that_only_compute_otherwise_end_at_the_same_loss(name: str, finished: Callable[[str], Finished]) -> None:
+def test_rows_on_the_same_batches_end_at_nearly_the_same_loss(name: str, finished: Callable[[str], Finished]) -> None:
     assert all(abs(float(line[-1])) < 0.02 for line in list(finished(name).speed.values())[1:])
 
 
@@ -205,7 +205,7 @@ def test_document_masks_shorten_attention_and_change_the_losses(finished: Callab
     assert all(abs(one - other) > 1e-4 for one, other in zip(whole, documents, strict=True))
 
 
-def test_a_sweep_can_trace_where_the_time_of_its_steps_goes(finished: Callable[[str], Finished]) -> None:
+def test_profiled_rows_have_a_breakdown_that_adds_up_to_the_step(finished: Callable[[str], Finished]) -> None:
     numbers = json.loads((finished("zero").folder / "runs/zero3/profile/breakdown.json").read_text())
     assert sum(numbers["seconds"].values()) == pytest.approx(numbers["step_seconds"], rel=0.02)
     assert numbers["steps"] == 2 and numbers["seconds"]["communication, exposed"] > 0
@@ -281,7 +281,26 @@ launched = loop.run
 
 def run_failing(command: Sequence[str], **options: Any) -> Ended:
     """Failing rows as processes of their own; the others forked."""
-    return (launched if Path(command[-1]).stem in FAILING else run_forked)(command, **options)
+    label = Path(command[-1]).stem
+    if label == "endless":
+        return run_until_first_step(command, **options)
+    return (launched if label in FAILING else run_forked)(command, **options)
+
+
+def run_until_first_step(command: Sequence[str], **options: Any) -> Ended:
+    """The row's time-out passes when its first step is logged, however fast or slow this machine is."""
+    metrics = Path(command[-1]).parents[1] / "runs/endless/metrics.jsonl"
+    wait = subprocess.Popen.wait
+
+    def wait_for_step(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if timeout != options["timeout"]:
+            return wait(process, timeout)
+        wait_for("a logged step", lambda: metrics.exists() and b"loss" in metrics.read_bytes(), seconds=120)
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess.Popen, "wait", wait_for_step)
+        return launched(command, **options)
 
 
 @pytest.fixture(scope="module")
@@ -296,7 +315,7 @@ def trouble(home: Path, corpus: Path) -> Finished:
 
 
 @pytest.fixture(scope="module")
-def mended(trouble: Finished, home: Path, corpus: Path) -> tuple[Finished, list[dict[str, Any]]]:
+def after_change(trouble: Finished, home: Path, corpus: Path) -> tuple[Finished, list[dict[str, Any]]]:
     """The same sweep once more with the recipes of two rows changed; and its results from before."""
     before = trouble.results
     text = (home / "trouble.toml").read_text()
@@ -327,8 +346,8 @@ def test_the_page_lists_the_failed_rows_with_their_reasons(trouble: Finished) ->
         assert listed == (result["label"] in FAILING)
 
 
-def test_only_rows_whose_recipe_has_changed_run_again(mended: tuple[Finished, list[dict[str, Any]]]) -> None:
-    sweep, before = mended
+def test_only_rows_whose_recipe_has_changed_run_again(after_change: tuple[Finished, list[dict[str, Any]]]) -> None:
+    sweep, before = after_change
     assert sweep.out.count(": as before, ") == 4
     assert sweep.results[:6] == before
     assert [(result["label"], result["outcome"]) for result in sweep.results[6:]] == [
@@ -337,11 +356,11 @@ def test_only_rows_whose_recipe_has_changed_run_again(mended: tuple[Finished, li
     ]
 
 
-def test_the_folder_of_the_run_before_is_set_aside(mended: tuple[Finished, list[dict[str, Any]]]) -> None:
-    assert (mended[0].folder / "runs/last.1/metrics.jsonl").is_file()
+def test_the_folder_of_an_earlier_run_is_set_aside(after_change: tuple[Finished, list[dict[str, Any]]]) -> None:
+    assert (after_change[0].folder / "runs/last.1/metrics.jsonl").is_file()
 
 
-# Nothing starts
+# Dry runs and refusals
 
 
 def test_a_dry_run_lists_the_rows_and_starts_nothing(tmp_path: Path, corpus: Path) -> None:
@@ -386,7 +405,7 @@ def test_an_output_that_is_a_file_is_refused(tmp_path: Path, corpus: Path) -> No
     assert code == 2 and "cannot be written" in err and "Traceback" not in err
 
 
-# Signals, to real processes
+# Signals to a sweep in a process of its own
 
 
 TWO_ROWS = f"""
