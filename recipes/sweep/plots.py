@@ -70,29 +70,28 @@ def _bar(axes: Axes, bar: int, value: float, end: float, text: str, *, colour: s
 def losses(sweep: Sweep, results: dict[str, Result]) -> Figure:
     """Loss over tokens of every finished row; below it, over steps, the gap to the reference if there is one."""
     gaps = {label: gap for label, gap in loss_gaps(sweep, results).items() if gap}
-    base = reference_row(sweep, results)
-    compared = base is not None and len(gaps) > 1
-    figure = Figure(figsize=(9, 7.2 if compared else 4.6), layout="constrained")
-    panels = figure.subplots(2, 1, height_ratios=(3, 2)) if compared else [figure.subplots()]
+    base = reference_row(sweep, results) if len(gaps) > 1 else None
+    figure = Figure(figsize=(9, 7.2 if base else 4.6), layout="constrained")
+    panels = figure.subplots(2, 1, height_ratios=(3, 2)) if base else [figure.subplots()]
     colours = _colours(sweep, results)
     top = panels[0]
     for label, result in results.items():
         if result["outcome"] != "done":
             continue
-        is_base = compared and base is not None and label == base.label
+        is_base = base is not None and label == base.label
         colour = colours[label]
         points = [(tokens, loss) for _, tokens, loss in result["curve"] if loss is not None]
         name = f"{label} (reference)" if is_base else label
         style: dict[str, Any] = {"color": colour, "linewidth": 2.4 if is_base else 1.4, "zorder": 1 if is_base else 2}
         top.plot(*zip(*points, strict=True), label=name, marker=".", markersize=4, **style)
-        if compared and label in gaps:
+        if base and label in gaps:
             panels[1].plot(*zip(*gaps[label], strict=True), marker=".", markersize=4, **style)
     top.set_xlabel("tokens")
     top.xaxis.set_major_formatter(_short_number)
     top.set_ylabel("training loss, nats per token")
     top.legend(frameon=False, fontsize=9)
     _tidy(top)
-    if compared and base is not None:
+    if base:
         panels[1].set_xlabel("step")
         panels[1].set_ylabel(f"loss minus {base.label}'s")
         _tidy(panels[1])

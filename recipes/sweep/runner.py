@@ -133,7 +133,7 @@ def outcome_and_reason(code: int, errors: str) -> tuple[Outcome, str]:
         return "refused", _short(own)
     if raised:
         return "crashed", _short(raised[-1])
-    last = launcher_lines[-1].removeprefix("launch: ") if launcher_lines else _last_line(own)
+    last = launcher_lines[-1].removeprefix("launch: ") if launcher_lines else own.rstrip().rpartition("\n")[2]
     return "crashed", _short(last or f"exit code {code}")
 
 
@@ -141,10 +141,6 @@ def _short(text: str) -> str:
     """On one line of limited length."""
     line = " ".join(text.split())
     return line if len(line) <= LONGEST_REASON else line[: LONGEST_REASON - 3] + "..."
-
-
-def _last_line(text: str) -> str:
-    return next((line for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 def _end_politely(process: subprocess.Popen[bytes]) -> None:
