@@ -1,7 +1,7 @@
-"""The Hugging Face side of a model: weight names and config.json, both ways. Imports no torch.
+"""Converts weight names and config.json to and from Hugging Face.
 
-Two families: "llama" (Llama 2 to 3.2, SmolLM2) and "smollm3". What transformers' own classes would compute for a
-config.json is the reference, including their defaults for missing keys.
+Supports two families: "llama" (Llama 2 to 3.2, SmolLM2) and "smollm3". The classes of transformers are the reference
+for what a config.json means, including their defaults for missing keys. Imports no torch.
 """
 
 import re
@@ -29,21 +29,21 @@ BACK_IN_BLOCK = {theirs: ours for ours, theirs in IN_BLOCK.items()}
 
 
 def hf_name(name: str) -> str:
-    """Such as blocks.3.attention.q_proj.weight -> model.layers.3.self_attn.q_proj.weight. Raises KeyError."""
+    """blocks.3.attention.q_proj.weight -> model.layers.3.self_attn.q_proj.weight. Raises KeyError."""
     if match := re.fullmatch(r"blocks\.(\d+)\.(.+)", name):
         return f"model.layers.{match[1]}.{IN_BLOCK[match[2]]}"
     return OUTSIDE[name]
 
 
 def our_name(name: str) -> str:
-    """The way back. Raises KeyError."""
+    """The inverse of hf_name. Raises KeyError."""
     if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name):
         return f"blocks.{match[1]}.{BACK_IN_BLOCK[match[2]]}"
     return BACK_OUTSIDE[name]
 
 
 def parameter_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(our name, shape) of every parameter of models.decoder.Decoder, in its order."""
+    """(our name, shape) of every parameter of models.decoder.Decoder, in the order of the model."""
     width, inner = config.width, config.feed_forward_width
     query, key_value = config.heads * config.head_width, config.key_value_heads * config.head_width
     shapes: dict[str, tuple[int, ...]] = {
@@ -70,7 +70,7 @@ def parameter_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]
 
 
 CLASSES = {"llama": "LlamaForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
-# transformers.LlamaConfig and SmolLM3Config: what a key that is not there means.
+# The defaults of transformers.LlamaConfig and SmolLM3Config for missing keys.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {
         "vocab_size": 32000,
@@ -109,20 +109,20 @@ SHARED_DEFAULTS: dict[str, Any] = {
     "no_rope_layers": None,
     "no_rope_layer_interval": 4,
 }
-# Key -> (the values that change nothing, what another value asks for). Keys that are neither here nor read below
-# (use_cache, pretraining_tp, transformers_version, ...) change nothing that the model computes.
+# Key -> (supported values, what other values ask for). Keys that are neither here nor read below (use_cache,
+# pretraining_tp, transformers_version, ...) do not change what the model computes.
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
-    "hidden_act": (("silu", "swish"), "another activation than SwiGLU's silu"),
+    "hidden_act": (("silu", "swish"), "an activation other than the silu of SwiGLU"),
     "attention_bias": ((False, None), "biases in the attention projections"),
     "mlp_bias": ((False, None), "biases in the feed-forward"),
     "attention_dropout": ((0, None), "dropout on the attention weights"),
-    "rope_interleaved": ((False, None), "rotary embeddings on neighbouring elements"),
+    "rope_interleaved": ((False, None), "rotary embeddings of neighbouring elements"),
     "is_causal": ((True, None), "attention to later tokens"),
-    "partial_rotary_factor": ((1, None), "rotary embeddings on a part of each head"),
+    "partial_rotary_factor": ((1, None), "rotary embeddings of a part of each head"),
     "quantization_config": ((None,), "quantized weights"),
     "compression_config": ((None,), "compressed weights"),
     "per_layer_config": ((None,), "layers of different shapes"),
-    "auto_map": ((None,), "code of its own"),
+    "auto_map": ((None,), "custom code"),
 }
 
 
@@ -152,7 +152,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     }
     model = ModelConfig(name="from_weights", **values)
     if not given.problems:
-        # Rules across fields make no sense of values that are wrong by themselves.
+        # Rules across fields cannot judge values that are wrong by themselves.
         theirs = {"key_value_heads": "num_key_value_heads", "head_width": "head_dim"}
         given.problems += [f"{theirs.get(field, field)}: {message}" for field, message in model.problems()]
     if given.problems:
@@ -161,7 +161,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def text_facts(config: Mapping[str, Any]) -> TextFacts:
-    """The rest of a config.json that config_from_hf accepts. Raises ValueError for end tokens that cannot be."""
+    """The rest of a config.json that config_from_hf accepts. Raises ValueError for impossible end tokens."""
     given = {**DEFAULTS[config["model_type"]], **config}
 
     def token(key: str) -> int | None:
@@ -181,11 +181,11 @@ def text_facts(config: Mapping[str, Any]) -> TextFacts:
 
 
 def config_to_hf(model: ModelConfig, facts: TextFacts, *, dtype: str = "float32") -> dict[str, Any]:
-    """A config.json for transformers from 4.53 on, and for what reads the same keys.
+    """A config.json for transformers 4.53 and later, and for programs that read the same keys.
 
-    RoPE stands under the keys of transformers 4, which version 5 and vLLM read too. "llama" where it can express the
-    model, because more programs know it. It cannot when a layer has no rotary embedding, and transformers refuses a
-    Llama whose width is not a multiple of its heads; "smollm3" computes the same and takes both.
+    RoPE uses the keys of transformers 4, which version 5 and vLLM read too. The family is "llama" where possible,
+    because more programs support it. It cannot express layers without rotary embedding, and transformers refuses a
+    Llama whose width is not a multiple of its heads; "smollm3" computes the same and accepts both.
     """
     rope = [int(model.uses_rope(layer)) for layer in range(model.layers)]
     family = "llama" if all(rope) and model.width % model.heads == 0 else "smollm3"
@@ -222,7 +222,7 @@ def config_to_hf(model: ModelConfig, facts: TextFacts, *, dtype: str = "float32"
         "tie_word_embeddings": model.tied_embeddings,
         "initializer_range": model.init_std,
         "use_cache": True,
-        # Written out also when there is none: a missing key means the family's own token.
+        # Written even if None: a missing key means the default token of the family.
         "bos_token_id": facts.bos_token_id,
         "eos_token_id": list(ends) if isinstance(ends, tuple) else ends,
         "pad_token_id": facts.pad_token_id,
@@ -230,7 +230,7 @@ def config_to_hf(model: ModelConfig, facts: TextFacts, *, dtype: str = "float32"
 
 
 class _Reader:
-    """Values of the right type, or a harmless stand-in and a line in `problems`."""
+    """Reads values of the right type; for a wrong one, returns a placeholder and adds a line to `problems`."""
 
     def __init__(self, values: dict[str, Any], problems: list[str] | None = None, place: str = "") -> None:
         self.values = values
@@ -238,11 +238,11 @@ class _Reader:
         self.place = place
 
     def refuse(self, key: str, rule: str) -> None:
-        said = f"{self.values[key]!r}" if key in self.values else "missing"
-        self.problems.append(f"{self.place}{key} = {said}: {rule}")
+        value = f"{self.values[key]!r}" if key in self.values else "missing"
+        self.problems.append(f"{self.place}{key} = {value}: {rule}")
 
     def integer(self, key: str, *, null: int | None = None) -> int:
-        """An integer of at least 1; null: what JSON's null stands for."""
+        """An integer of at least 1; null: the value that JSON's null stands for."""
         value = self.values.get(key)
         if value is None and null is not None:
             return max(1, null)
@@ -266,7 +266,7 @@ class _Reader:
 
 
 def _unsupported(config: Mapping[str, Any], family: str) -> list[str]:
-    """One line for each key that asks for something our model does not compute."""
+    """One line for each key that asks for something our model does not support."""
     found = []
     classes = config.get("architectures") or [CLASSES[family]]
     if not isinstance(classes, list) or CLASSES[family] not in classes:
@@ -274,7 +274,7 @@ def _unsupported(config: Mapping[str, Any], family: str) -> list[str]:
     for key, (harmless, meaning) in ONLY.items():
         if key in config and config[key] not in harmless:
             found.append(f"{key} = {config[key]!r}: {meaning} is not supported")
-    types = config.get("layer_types")  # where it is given, it alone decides
+    types = config.get("layer_types")  # if given, it alone decides
     asked = []
     if types is not None and not isinstance(types, list):
         asked.append(f"layer_types = {types!r}")
@@ -288,8 +288,8 @@ def _unsupported(config: Mapping[str, Any], family: str) -> list[str]:
 
 
 def _rope(given: _Reader) -> dict[str, Any]:
-    """The rotary fields, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
-    # Both at once: transformers 5 lets rope_scaling win, and a rope_theta inside over the one outside.
+    """The RoPE fields, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
+    # In transformers 5, rope_scaling overrides rope_parameters, and a rope_theta inside overrides the one outside.
     key = "rope_scaling" if given.values.get("rope_scaling") else "rope_parameters"
     parameters = given.values.get(key) or {}
     if not isinstance(parameters, dict) or any(isinstance(value, dict) for value in parameters.values()):
@@ -302,7 +302,7 @@ def _rope(given: _Reader) -> dict[str, Any]:
     spelled = "rope_type" if "rope_type" in parameters else "type"
     kind = parameters.get(spelled, "default")
     if kind == "llama3":
-        # transformers fills a missing original length in from outside of the table, and one outside wins.
+        # transformers takes a missing original length from outside the table, and one outside overrides it.
         lengths = (given.values.get(place) for place in ("original_max_position_embeddings", "max_position_embeddings"))
         outside, longest = lengths
         inside.values.setdefault("original_max_position_embeddings", longest)
@@ -323,7 +323,7 @@ def _rope(given: _Reader) -> dict[str, Any]:
 
 
 def _no_rope(given: _Reader, layers: int) -> dict[str, Any]:
-    """The layers without rotary embedding, as an interval where they follow one."""
+    """The layers without rotary embedding, as an interval if they follow one."""
     pattern = given.values["no_rope_layers"]
     if pattern is None:
         return {"no_rope_every": given.integer("no_rope_layer_interval")}

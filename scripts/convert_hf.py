@@ -1,29 +1,29 @@
-"""Between Hugging Face folders and checkpoints: `python scripts/convert_hf.py import|export FROM TO`."""
+"""Convert between Hugging Face folders and checkpoints: `python scripts/convert_hf.py import|export FROM TO`."""
 
 import argparse
 import signal
 import sys
 from pathlib import Path
 
-# Ctrl-C while modules are imported: go at once, without the traceback of whatever line was being imported.
+# Ctrl-C during imports: exit at once, without a traceback of the line that was being imported.
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
+sys.path.insert(0, str(ROOT))  # first: other packages install a top-level `recipes` too
 
 from parallel.errors import UserError  # noqa: E402
 
 USAGE = """\
-convert_hf.py import FOLDER CHECKPOINT                    a Hugging Face folder to a new checkpoint
-       convert_hf.py export CHECKPOINT FOLDER [--dtype TYPE]    ... and back
+convert_hf.py import FOLDER CHECKPOINT                    Hugging Face folder to new checkpoint
+       convert_hf.py export CHECKPOINT FOLDER [--dtype TYPE]    checkpoint to new Hugging Face folder
 
 CHECKPOINT to export: a folder such as runs/NAME/checkpoints/step-00000100, or
-runs/NAME for its newest one. TYPE: bfloat16 or float32; without it the numbers
-stay as the checkpoint has them (float32 in one of a run)."""
+runs/NAME for its newest checkpoint. TYPE: bfloat16 or float32; the default is
+the type in the checkpoint (float32 in checkpoints of a run)."""
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code: 0, 2 for what the user can mend, 130 after Ctrl-C."""
+    """Returns the exit code: 0, 2 for what the user can fix, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(usage=USAGE, allow_abbrev=False)
     parser.add_argument("direction", choices=("import", "export"), help=argparse.SUPPRESS)
     parser.add_argument("source", type=Path, help=argparse.SUPPRESS)
@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.direction == "import" and options.dtype:
-        parser.error("--dtype belongs to export; an imported checkpoint keeps the types of its folder")
+        parser.error("--dtype needs export; an imported checkpoint keeps the types of its folder")
 
     import torch
 
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
             dtype = getattr(torch, options.dtype) if options.dtype else None
             export_checkpoint(options.source, options.target, dtype=dtype)
     except (Exception, KeyboardInterrupt) as error:
-        if interrupts:  # C++ code that one hits turns it into an error of another kind
+        if interrupts:  # C++ code turns the exception into another error
             return 128 + signal.SIGINT
         if not isinstance(error, UserError):
             raise

@@ -1,4 +1,4 @@
-"""Loss, perplexity and bits per byte of a model on any text. --help lists the options.
+"""Print loss, perplexity and bits per byte of a model on a text. --help lists the options.
 
 python scripts/evaluate.py FOLDER_OR_CHECKPOINT SOURCE
 python scripts/launch.py --standalone --nproc-per-node=8 scripts/evaluate.py FOLDER_OR_CHECKPOINT SOURCE
@@ -12,30 +12,30 @@ import sys
 import time
 from pathlib import Path
 
-# Ctrl-C goes at once, as there is nothing to lose: torch's C++ turns an exception into an error of another kind.
+# Ctrl-C exits at once, as there is nothing to save; torch's C++ would turn an exception into another error.
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
+sys.path.insert(0, str(ROOT))  # first: other packages install a top-level `recipes` too
 
 from parallel.errors import UserError  # noqa: E402
 from recipes.files.exit_codes import REFUSED  # noqa: E402
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code: 0, 2 for what the user can mend, 130 after Ctrl-C."""
+    """Returns the exit code: 0, 2 for what the user can fix, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
-        description="Loss, perplexity and bits per byte of a model on a text, as one line of JSON.",
+        description="Print loss, perplexity and bits per byte of a model on a text, as one line of JSON.",
         epilog="On several devices: python scripts/launch.py --standalone --nproc-per-node=8 scripts/evaluate.py ...",
         allow_abbrev=False,
     )
     parser.add_argument("model", help="a Hugging Face folder, a checkpoint, or runs/NAME for its newest checkpoint")
     parser.add_argument("source", help='as data.source in a recipe: "python-stdlib", a file, folder or glob, or hf:ID')
-    parser.add_argument("--text-field", default="text", help="field that holds the text, in .jsonl and .parquet")
+    parser.add_argument("--text-field", default="text", help="name of the text field in .jsonl and .parquet")
     parser.add_argument("--sequence-length", type=int, default=2048, help="tokens per sequence (%(default)s)")
-    parser.add_argument("--micro-batch-size", type=int, default=1, help="sequences per process at once (%(default)s)")
+    parser.add_argument("--micro-batch-size", type=int, default=1, help="sequences per forward pass (%(default)s)")
     parser.add_argument("--document-mask", action="store_true", help="as data.document_mask in a recipe")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="computed in (%(default)s)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="precision (%(default)s)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(%(default)s)")
     options = parser.parse_args(arguments)
     try:
@@ -43,14 +43,14 @@ def main(arguments: list[str]) -> int:
     except UserError as error:
         rank = os.environ.get("RANK", "0")
         if rank != "0":
-            # Rank 0 most likely says the same, and then the launcher ends the others: leave it the time to speak.
+            # Rank 0 most likely reports the same, and then the launcher ends the others. Give it the time.
             time.sleep(10)
         print(error if rank == "0" else f"rank {rank}: {error}", file=sys.stderr)
         return REFUSED
 
 
 def evaluate(options: argparse.Namespace) -> int:
-    """What main says. Raises UserError."""
+    """Evaluate and print the result. Returns the exit code. Raises UserError."""
     from recipes.data.text.rows import documents
     from recipes.data.text.sources import source_problem
     from recipes.weights.locate import find_weights

@@ -1,4 +1,4 @@
-"""Let a model continue a text: `python scripts/generate.py FOLDER_OR_CHECKPOINT "prompt"`. --help lists the options."""
+"""Continue a text: `python scripts/generate.py FOLDER_OR_CHECKPOINT "prompt"`. --help lists the options."""
 
 import argparse
 import io
@@ -7,18 +7,18 @@ import signal
 import sys
 from pathlib import Path
 
-# Ctrl-C while modules are imported: go at once, without the traceback of whatever line was being imported.
+# Ctrl-C during imports: exit at once, without a traceback of the line that was being imported.
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
+sys.path.insert(0, str(ROOT))  # first: other packages install a top-level `recipes` too
 
 from parallel.errors import UserError  # noqa: E402
 from recipes.files.exit_codes import REFUSED, ended_by  # noqa: E402
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code: 0, 2 for what the user can mend, 130 after Ctrl-C."""
+    """Returns the exit code: 0, 2 for what the user can fix, 130 after Ctrl-C."""
     options = _parser().parse_args(arguments)
     if options.greedy:
         options.temperature = 0.0
@@ -31,26 +31,26 @@ def main(arguments: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Continue a text with a model on one device, and say how fast that was.",
+        description="Continue a text with a model on one device, and report the speed.",
         allow_abbrev=False,
     )
     parser.add_argument("model", help="a Hugging Face folder, a checkpoint, or runs/NAME for its newest checkpoint")
     parser.add_argument("prompt", help="the text to continue")
-    parser.add_argument("--max-tokens", type=int, default=128, help="stop after so many (%(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="higher is wilder, 0 = --greedy (%(default)s)")
-    parser.add_argument("--top-k", type=int, default=0, help="only among so many likeliest; 0 = all (%(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate at most (%(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="randomness, 0 = --greedy (%(default)s)")
+    parser.add_argument("--top-k", type=int, default=0, help="sample from this many likeliest; 0 = all (%(default)s)")
     parser.add_argument(
-        "--top-p", type=float, default=1.0, help="only among the likeliest with this share (%(default)s)"
+        "--top-p", type=float, default=1.0, help="sample from the likeliest with this probability (%(default)s)"
     )
-    parser.add_argument("--greedy", action="store_true", help="always the likeliest token")
-    parser.add_argument("--seed", type=int, default=0, help="another seed gives another text (%(default)s)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="else float32 on a CPU, bfloat16 on a GPU")
-    parser.add_argument("--device", help='such as "cpu" or "cuda:1"; else a GPU where there is one')
+    parser.add_argument("--greedy", action="store_true", help="always take the most likely token")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling (%(default)s)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, bfloat16 on a GPU")
+    parser.add_argument("--device", help='such as "cpu" or "cuda:1"; default: a GPU if there is one')
     return parser
 
 
 def _leave(number: int, frame: object) -> None:
-    """End the line of text and go. No exception: torch's C++ turns one that hits it into an error of another kind."""
+    """End the line of text and exit. Torch's C++ would turn an exception into another error."""
     os.write(1, b"\n")
     os._exit(ended_by(number))
 
@@ -63,7 +63,7 @@ def _generate(options: argparse.Namespace) -> int:
     try:
         options.prompt.encode()
     except UnicodeEncodeError:
-        raise UserError("the prompt is not text in UTF-8") from None
+        raise UserError("the prompt is not UTF-8 text") from None
 
     from recipes.evaluation.generate import choose_device, continue_text, open_model
     from recipes.training.console import CONTROLS
@@ -73,9 +73,9 @@ def _generate(options: argparse.Namespace) -> int:
     opened = open_model(options.model, dtype=dtype, device=device)
     length, longest = len(opened.prompt_ids(options.prompt)) + options.max_tokens, opened.facts.context_length
     if length > longest:
-        print(f"up to {length} tokens, but the model was made for texts of up to {longest}", file=sys.stderr)
+        print(f"up to {length} tokens, but the model was trained for at most {longest}", file=sys.stderr)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that has not every character
+        sys.stdout.reconfigure(errors="replace")  # the terminal may lack some characters
     tokens, seconds = continue_text(
         opened,
         options.prompt,

@@ -1,4 +1,4 @@
-"""Text from a model on one device, token by token with a key/value cache.
+"""Generates text with a model on one device, token by token, with a key/value cache.
 
 V vocabulary, T tokens.
 """
@@ -19,16 +19,16 @@ from recipes.evaluation.sampling import check_sampling, next_token
 from recipes.weights.convert import load_weights
 from recipes.weights.locate import find_weights
 
-# Tokens of a prompt in one forward pass: enough to keep a device busy, and bounds the logits in memory.
+# Prompt tokens per forward pass: enough to keep a device busy, and a bound on the memory of the logits.
 PREFILL_TOKENS = 512
-# Tokens kept at hand to be decoded together; with a few more than this, those that are through are let go.
+# Tokens that are decoded together; beyond this, tokens whose text is complete are dropped.
 WINDOW_TOKENS = 16
-# New tokens that the cache has room for at first; it grows when there are more.
+# New tokens that fit into the cache at first; it grows when there are more.
 FIRST_TOKENS = 4096
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer makes of bytes that are not, or not yet, UTF-8."""
+"""What a tokenizer decodes invalid or incomplete UTF-8 to."""
 LONGEST_INCOMPLETE = 3
-"""A character has up to four bytes in UTF-8; the first three may be there already."""
+"""A UTF-8 character has up to four bytes, of which three may have arrived."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class OpenedModel:
     facts: TextFacts
 
     def prompt_ids(self, text: str) -> list[int]:
-        """The tokens of a text that begins a document."""
-        # A model that was trained with a token at the beginning of each text says so; then its tokenizer adds it.
-        # Those that we train see none, whatever their tokenizer could add.
+        """The tokens of a text at the beginning of a document."""
+        # The config of a model trained with a beginning token names it, and then its tokenizer adds it. Models trained
+        # here see none, whatever their tokenizer would add.
         ids = self.tokenizer.backend.encode(text, add_special_tokens=self.facts.bos_token_id is not None).ids
-        return ids or [self.tokenizer.end_of_document]  # after which a document begins
+        return ids or [self.tokenizer.end_of_document]  # a document starts after it
 
     def stop_ids(self) -> set[int]:
-        """Every token that may end a text."""
+        """Every token that can end a text."""
         ends = self.facts.eos_token_id
         return {self.tokenizer.end_of_document, *(ends if isinstance(ends, tuple) else () if ends is None else (ends,))}
 
@@ -55,7 +55,7 @@ class OpenedModel:
 def open_model(path: str | Path, *, dtype: torch.dtype, device: torch.device) -> OpenedModel:
     """Load a Hugging Face folder, a checkpoint, or a run's newest checkpoint onto one device.
 
-    Raises UserError where that is not possible.
+    Raises UserError if that is not possible.
     """
     weights = find_weights(path)
     tokenizer = weights.tokenizer
@@ -67,15 +67,15 @@ def open_model(path: str | Path, *, dtype: torch.dtype, device: torch.device) ->
 
 
 def choose_device(device: str | None, dtype: str | None) -> tuple[torch.device, torch.dtype]:
-    """What was asked for, or a GPU where there is one, and bfloat16 there. Raises UserError for no device of ours."""
+    """The given device and type; by default a GPU if there is one, with bfloat16. Raises UserError if unusable."""
     name = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         found = torch.device(name)
         if found.type not in ("cpu", "cuda", "mps"):
             raise UserError(f"device {name!r}: must be cpu, cuda or mps")
         torch.empty(0, device=found)
-    except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUDA
-        raise UserError(f"no device {name!r} here: {str(error).splitlines()[0]}") from None
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch without CUDA
+        raise UserError(f"device {name!r} is not available: {str(error).splitlines()[0]}") from None
     return found, getattr(torch, dtype or ("float32" if found.type == "cpu" else "bfloat16"))
 
 
@@ -90,9 +90,16 @@ def continue_text(
     top_p: float,
     seed: int,
 ) -> tuple[int, float]:
-    """Say the prompt, and then its continuation in pieces as they come. Returns its tokens, and the seconds it took.
+    """Pass the prompt and then its continuation to `log`, piece by piece; stops at the end of a document.
 
-    Stops at the end of a document. Arguments as in generate().
+    Args:
+        opened: the model.
+        prompt: the text to continue.
+        log: receives each piece of text as it is generated.
+        max_tokens, temperature, top_k, top_p, seed: as in generate().
+
+    Returns:
+        The number of generated tokens and the seconds they took.
     """
     started = time.perf_counter()
     ids = opened.prompt_ids(prompt)
@@ -129,29 +136,37 @@ def generate(
     seed: int = 0,
     stop_ids: Collection[int] = (),
 ) -> Iterator[int]:
-    """Yield the tokens that follow the prompt, one by one: `max_tokens` of them, or fewer if one of `stop_ids` comes.
+    """Yield the tokens that follow the prompt, one by one.
 
-    A stop token is not yielded. Sampling as in next_token; the same seed gives the same tokens. model: plain, on one
-    device, not sharded. Raises UserError for an empty prompt, or where the model's logits are no numbers.
+    Args:
+        model: a plain model on one device, not sharded.
+        prompt_ids: the tokens of the prompt, at least one.
+        max_tokens: how many tokens to generate at most.
+        temperature, top_k, top_p: as in next_token().
+        seed: the same seed gives the same tokens.
+        stop_ids: tokens that end the text; they are not yielded.
+
+    Raises:
+        UserError: the prompt is empty, an argument is out of range, or the logits are NaN or infinite.
     """
     check_sampling(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if not prompt_ids:
-        raise UserError("the prompt has no tokens; there must be one at least to go on from")
+        raise UserError("the prompt has no tokens; at least one is needed")
     device = model.embedding.weight.device
-    longest = len(prompt_ids) + max_tokens - 1  # nothing follows the last token
-    room = min(longest, len(prompt_ids) + FIRST_TOKENS)
-    cache = _cache(model, room)
+    longest = len(prompt_ids) + max_tokens - 1  # the last token is not fed back
+    capacity = min(longest, len(prompt_ids) + FIRST_TOKENS)
+    cache = _cache(model, capacity)
     generator = torch.Generator().manual_seed(seed)
     new = torch.tensor([prompt_ids], device=device)  # (1, T)
     for _ in range(max_tokens):
-        if cache.length + new.shape[1] > room:
-            room = min(longest, 2 * room)
-            cache = _cache(model, room, copy=cache)
-        with torch.no_grad():  # not around the yield: it would hold for the caller too
+        if cache.length + new.shape[1] > capacity:
+            capacity = min(longest, 2 * capacity)
+            cache = _cache(model, capacity, copy=cache)
+        with torch.no_grad():  # not around the yield, where it would apply to the caller too
             for piece in new.split(PREFILL_TOKENS, dim=1):
                 logits = model(piece, cache=cache)[0, -1]  # (V,)
         if not logits.isfinite().all():
-            raise UserError(f"after {cache.length} tokens the model's logits are no numbers: its weights are spoiled")
+            raise UserError(f"after {cache.length} tokens the logits are NaN or infinite: the weights are unusable")
         token = next_token(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
         if token in stop_ids:
             return
@@ -159,10 +174,10 @@ def generate(
         new = torch.tensor([[token]], device=device)  # (1, 1)
 
 
-def _cache(model: Decoder, room: int, *, copy: KeyValueCache | None = None) -> KeyValueCache:
-    """An empty cache for so many tokens, or one with what is in another."""
+def _cache(model: Decoder, capacity: int, *, copy: KeyValueCache | None = None) -> KeyValueCache:
+    """A cache for `capacity` tokens, empty or with the contents of `copy`."""
     weight = model.embedding.weight
-    cache = KeyValueCache(model.config, batch=1, max_length=room, dtype=weight.dtype, device=weight.device)
+    cache = KeyValueCache(model.config, batch=1, max_length=capacity, dtype=weight.dtype, device=weight.device)
     for old, new in zip(copy.layers if copy else (), cache.layers, strict=False):
         new.append(old.key[:, :, : old.length], old.value[:, :, : old.length])
     return cache
@@ -171,13 +186,13 @@ def _cache(model: Decoder, room: int, *, copy: KeyValueCache | None = None) -> K
 def stream_text(
     ids: Iterable[int], decode: Callable[[Sequence[int]], str], *, after: Sequence[int] = ()
 ) -> Iterator[str]:
-    """Yield the text of the ids as they come, never half a character; `after`: the ids before them, not repeated.
+    """Yield the text of the ids as they arrive, in whole characters. after: the ids before them, not repeated.
 
-    Byte-level tokenizers spread characters over several tokens, and some drop the space at a text's beginning: so a few
-    tokens are decoded together, and only what is new is yielded.
+    Byte-level tokenizers spread a character over several tokens, and some drop the space at the start of a text. So a
+    few tokens are decoded together, and only the new text is yielded.
     """
     window = list(after[-WINDOW_TOKENS:])
-    shown = len(decode(window))  # characters of the window's text that are out
+    shown = len(decode(window))  # characters of the window's text already yielded
     for token in ids:
         window.append(token)
         text = decode(window)
@@ -185,7 +200,7 @@ def stream_text(
         if ready > shown:
             yield text[shown:ready]
             shown = ready
-        # A token that is whole characters by itself can begin the next window.
+        # A token that decodes to whole characters by itself can start the next window.
         if len(window) > WINDOW_TOKENS and shown == len(text) and INCOMPLETE not in decode(window[-1:]):
             window = window[-1:]
             shown = len(decode(window))
@@ -194,6 +209,6 @@ def stream_text(
 
 
 def _incomplete(text: str) -> int:
-    """How many characters at the end may still turn into one when further bytes come."""
+    """How many characters at the end may still become one character when further bytes arrive."""
     end = text[-LONGEST_INCOMPLETE:]
     return len(end) - len(end.rstrip(INCOMPLETE))

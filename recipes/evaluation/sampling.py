@@ -1,4 +1,4 @@
-"""Choosing the next token.
+"""Chooses the next token.
 
 V vocabulary.
 """
@@ -14,9 +14,9 @@ from parallel.errors import UserError
 def next_token(
     logits: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0, generator: torch.Generator
 ) -> int:
-    """Choose one token by its logits (V,), with the odds below; the likeliest at a temperature of 0.
+    """Draw one token from its logits (V,) with the probabilities of odds(); at temperature 0, take the most likely one.
 
-    The generator is the host's: one seed draws the same on every kind of device.
+    The generator is on the CPU, so that a seed draws the same tokens on every kind of device.
     """
     logits = logits.float().cpu()
     if temperature == 0:
@@ -26,10 +26,10 @@ def next_token(
 
 
 def odds(logits: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """softmax(logits / temperature) of what is left of the tokens, (V,) -> (V,).
+    """softmax(logits / temperature) over the tokens that remain, (V,) -> (V,).
 
-    top_k leaves so many likeliest ones (0 = all; more where the last ones tie). top_p then leaves the fewest likeliest
-    ones that have this much of the rest (nucleus sampling: Holtzman et al. 2020). The same order as in transformers.
+    top_k keeps this many of the most likely tokens (0 = all; more if the last ones tie). top_p then keeps the fewest
+    most likely ones whose probabilities add up to it (nucleus sampling: Holtzman et al. 2020), as in transformers.
     """
     logits = logits / temperature
     if 0 < top_k < len(logits):
@@ -37,19 +37,19 @@ def odds(logits: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1
     if top_p < 1:
         likeliest, order = logits.sort(descending=True)
         chances = likeliest.softmax(dim=-1)
-        before = chances.cumsum(dim=-1) - chances  # of everything likelier
-        before[0] = 0.0  # exactly: one token is always left
+        before = chances.cumsum(dim=-1) - chances  # of all more likely tokens
+        before[0] = 0.0  # exactly, so that one token always remains
         logits[order[before >= top_p]] = -math.inf
     return logits.softmax(dim=-1)
 
 
 def check_sampling(*, max_tokens: int, temperature: float, top_k: int, top_p: float, seed: int) -> None:
-    """Raises one UserError that lists every value out of its range."""
+    """Raises one UserError that lists every value out of range."""
     problems = [
         f"{name} = {value}: must be {rule}"
         for name, value, rule, holds in (
             ("max_tokens", max_tokens, "1 or more", max_tokens >= 1),
-            # Logits divided by less could leave the numbers that float32 has.
+            # Logits divided by less could overflow float32.
             (
                 "temperature",
                 temperature,

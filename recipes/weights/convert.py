@@ -1,6 +1,6 @@
-"""Weights from one place to another: into a model, into a checkpoint, into a Hugging Face folder.
+"""Moves weights: into a model, into a checkpoint, into a Hugging Face folder.
 
-All of it one tensor at a time, so that a host needs room for its shard of the model and little more.
+One tensor at a time, so that a host needs little more memory than its shard of the model.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,20 +24,20 @@ from recipes.weights.hf_folder import DTYPE_BYTES, Entry
 from recipes.weights.locate import Description, Weights, checkpoint_files, find_weights
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""safetensors' names."""
+"""safetensors name -> torch type."""
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 PIECE = 16_000_000
-"""Elements that are converted and written at a time."""
+"""Number of elements to convert and write at a time."""
 
 
 # Into a model
 
 
 def load_weights(model: nn.Module, weights: Weights) -> None:
-    """Fill a model, plain or sharded, with weights of its shape; each process reads what belongs to its shard.
+    """Fill a model, plain or sharded, with weights of its shape; each process reads the rows of its shard.
 
-    The model is on its device, and its parameters have their types. Raises UserError, before anything is read, with
-    everything that is missing or damaged.
+    The model must be on its device, with its final parameter types. Raises UserError with everything that is missing
+    or damaged, before it reads any tensor.
     """
     if weights.is_checkpoint:
         StoredParameters(weights.path, weights.model).read_into(model)
@@ -52,13 +52,13 @@ def load_weights(model: nn.Module, weights: Weights) -> None:
 
 @torch.no_grad()
 def _fill(parameter: Tensor, file: Path, entry: Entry) -> None:
-    """Read this process's part of one tensor into the parameter."""
+    """Read the part of one tensor that belongs to this process into the parameter."""
     rows = _own_rows(parameter)
     values = _read(file, entry, rows or slice(None))
     if isinstance(parameter, DTensor):
-        if rows is None:  # sharded in another way: by columns, or twice
+        if rows is None:  # sharded by columns, or along two mesh axes
             whole = values.to(parameter.device_mesh.device_type)
-            # src_data_rank=None: every process cuts its own part, nothing is sent.
+            # src_data_rank=None: every process takes its part of its own copy, without communication.
             values = distribute_tensor(
                 whole, parameter.device_mesh, parameter.placements, src_data_rank=None
             ).to_local()
@@ -68,7 +68,7 @@ def _fill(parameter: Tensor, file: Path, entry: Entry) -> None:
 
 
 def _own_rows(parameter: Tensor) -> slice | None:
-    """The rows of this process, where a parameter is whole or cut into rows once, as fully_shard does; else None."""
+    """The rows of this process if a parameter is unsharded or sharded by rows once, as by fully_shard; else None."""
     if not isinstance(parameter, DTensor):
         return slice(None)
     cuts = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
@@ -77,7 +77,7 @@ def _own_rows(parameter: Tensor) -> slice | None:
     if len(cuts) > 1 or parameter.placements[cuts[0]] != Shard(0):
         return None
     (axis,), rows = cuts, parameter.shape[0]
-    size = -(-rows // parameter.device_mesh.size(axis))  # as torch.chunk: the last shards may be smaller, or empty
+    size = -(-rows // parameter.device_mesh.size(axis))  # as torch.chunk: the last shards may be smaller or empty
     first = min(size * parameter.device_mesh.get_local_rank(axis), rows)
     return slice(first, min(first + size, rows))
 
@@ -85,13 +85,13 @@ def _own_rows(parameter: Tensor) -> slice | None:
 def _require_equal(one: tuple[Path, Entry], other: tuple[Path, Entry], *, rows: slice) -> None:
     if not torch.equal(_read(*one, rows), _read(*other, rows)):
         raise UserError(
-            f"{one[0].parent} says tie_word_embeddings, but its {other[1].name} is not its {one[1].name}: write"
-            " tie_word_embeddings = false into its config.json, or delete the one that is not meant"
+            f"{one[0].parent} says tie_word_embeddings, but its {other[1].name} differs from its {one[1].name}: write"
+            " tie_word_embeddings = false into its config.json, or delete the wrong one of the two"
         )
 
 
 def _read(file: Path, entry: Entry, rows: slice = slice(None)) -> Tensor:
-    """Rows of a tensor. The file is opened anew each time: else what was read of it would stay mapped."""
+    """Rows of a tensor. Opens the file each time, or what was read would stay mapped in memory."""
     with safe_open(file, framework="pt") as tensors:
         return tensors.get_slice(entry.name)[rows]
 
@@ -100,17 +100,17 @@ def _read(file: Path, entry: Entry, rows: slice = slice(None)) -> Tensor:
 
 
 def import_folder(folder: Path, checkpoint: Path) -> None:
-    """A checkpoint with the numbers of a Hugging Face folder, of the same types.
+    """Write a checkpoint with the weights of a Hugging Face folder, in their types.
 
-    Raises UserError and leaves nothing.
+    Raises UserError, and then leaves no files.
     """
     weights = find_weights(folder)
     if weights.is_checkpoint:
-        raise UserError(f"{folder} holds a checkpoint of ours; import reads Hugging Face folders")
+        raise UserError(f"{folder} holds a Shardwright checkpoint; import reads Hugging Face folders")
     stored = dict(weights.stored_tensors)
     if weights.model.tied_embeddings and "lm_head.weight" in stored:
         _require_equal(stored["embedding.weight"], stored.pop("lm_head.weight"), rows=slice(None))
-    _ = weights.tokenizer  # raises where our programs could not use it
+    _ = weights.tokenizer  # raises UserError if our programs cannot use it
     description = weights.description
     with hf_folder.new_folder(checkpoint) as partial:
         shapes = {name: (entry.shape, DTYPES[entry.dtype]) for name, (_, entry) in stored.items()}
@@ -123,9 +123,9 @@ def import_folder(folder: Path, checkpoint: Path) -> None:
 def export_checkpoint(
     checkpoint: Path, folder: Path, *, dtype: torch.dtype | None = None, max_bytes: int = hf_folder.MAX_FILE_BYTES
 ) -> None:
-    """A Hugging Face folder with the parameters of a checkpoint. dtype: their type there; None = as they are.
+    """Write a Hugging Face folder with the parameters of a checkpoint. dtype: the type to store; None = unchanged.
 
-    Raises UserError and leaves nothing.
+    Raises UserError, and then leaves no files.
     """
     weights = find_weights(checkpoint)
     if not weights.is_checkpoint:
@@ -144,10 +144,19 @@ def export_model(
     world: World | None,
     max_bytes: int = hf_folder.MAX_FILE_BYTES,
 ) -> None:
-    """A Hugging Face folder with the parameters of a model, plain or sharded, in place of what is there.
+    """Write a Hugging Face folder with the parameters of a model, plain or sharded, replacing an earlier one.
 
-    All processes of `world` call it: they gather one parameter at a time, and rank 0 writes; None where there are no
-    others. Raises UserError, on all of them.
+    All processes of `world` must call it: they gather one parameter at a time, and rank 0 writes.
+
+    Args:
+        model: the model.
+        folder: where to write.
+        description: the shape of the model, its facts and its tokenizer.
+        world: all processes; None = this process alone.
+        max_bytes: size limit of one file.
+
+    Raises:
+        UserError: on all processes, if the folder cannot be written.
     """
     parameters = {plain_name(name): parameter.detach() for name, parameter in model.named_parameters()}
     files = _files(description.model, {name: parameter.dtype for name, parameter in parameters.items()}, max_bytes)
@@ -155,7 +164,7 @@ def export_model(
     def read(name: str) -> Tensor:
         values = without_wrapper(parameters[name])
         if isinstance(values, DTensor):
-            # What is offloaded to the host is gathered through the devices.
+            # Offloaded parameters are gathered through the devices.
             gathering = cast(DTensor, values.to(values.device_mesh.device_type))
             values = gathering.full_tensor()
         return values
@@ -170,7 +179,7 @@ def export_model(
         try:
             _write(folder, files, lambda _: read(next(waiting)), description, replace=True)
         except UserError:
-            gather_rest()  # the others, who cannot know of a full disk, expect it
+            gather_rest()  # the other ranks do not know of the error, and wait for it
             raise
 
     if world is None:
@@ -187,7 +196,7 @@ def _files(model: ModelConfig, dtypes: Mapping[str, torch.dtype], max_bytes: int
 
 
 def _names(files: Mapping[str, list[Entry]]) -> Iterator[str]:
-    """Our names, in the order in which they are written."""
+    """Our names of the tensors, in the order in which they are written."""
     return (our_name(entry.name) for entries in files.values() for entry in entries)
 
 

@@ -1,6 +1,6 @@
-"""A Hugging Face folder as files: config.json, the tokenizer, and safetensors as far as their headers say.
+"""The files of a Hugging Face folder: config.json, the tokenizer, and the headers of safetensors files.
 
-Imports no torch; recipes/weights/convert.py moves the numbers.
+recipes/weights/convert.py reads and writes the values of the tensors. Imports no torch.
 """
 
 import json
@@ -23,13 +23,13 @@ from recipes.weights.locate import HF_CONFIG, Description
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""The element types, by safetensors' names, that weights may have."""
+"""Supported element types of weights, by their safetensors names."""
 ADDING = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")
-"""Parts of a tokenizer.json that put special tokens around a text."""
+"""Parts of a tokenizer.json that add special tokens around a text."""
 MAX_HEADER_BYTES = 100_000_000
-"""More than this the safetensors library does not read."""
+"""The limit of the safetensors library."""
 MAX_FILE_BYTES = 5_000_000_000
-"""Where one file of weights ends and the next begins, as at the Hugging Face hub."""
+"""Size limit of one file of weights, as on the Hugging Face hub."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Entry:
     """A tensor in a safetensors file."""
 
     name: str
-    """Its name there."""
+    """The name in the file."""
     dtype: str
     """Key of DTYPE_BYTES."""
     shape: tuple[int, ...]
@@ -70,7 +70,7 @@ def read_config(folder: Path) -> tuple[ModelConfig, TextFacts]:
 
 
 def read_tokenizer(folder: Path) -> str:
-    """tokenizer.json as text. Raises UserError where there is none."""
+    """The text of tokenizer.json. Raises UserError if it is missing or damaged."""
     file = folder / TOKENIZER
     try:
         text = file.read_text(encoding="utf-8")
@@ -78,16 +78,16 @@ def read_tokenizer(folder: Path) -> str:
         return text
     except FileNotFoundError:
         raise UserError(
-            f"{folder} has no {TOKENIZER}; put the tokenizer that the model was trained with there"
+            f"{folder} has no {TOKENIZER}; copy the tokenizer that the model was trained with into it"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{file} is not a tokenizer.json as Hugging Face tokenizers writes it: {error!r}") from None
+        raise UserError(f"{file} is not a tokenizer.json of Hugging Face tokenizers: {error!r}") from None
 
 
 def stored_tensors(folder: Path, model: ModelConfig) -> StoredTensors:
-    """Our name -> file and entry, for every parameter of the model; of a tied one also an lm_head.weight that is there.
+    """Where every parameter of the model is stored, and the lm_head.weight that a tied model may have too.
 
-    Reads headers alone. Raises one UserError that lists every file and tensor that is missing, damaged or too many.
+    Reads only headers. Raises one UserError that lists every file and tensor that is missing, damaged or unknown.
     """
     problems: list[str] = []
     found: StoredTensors = {}
@@ -98,7 +98,7 @@ def stored_tensors(folder: Path, model: ModelConfig) -> StoredTensors:
             problems.append(str(error))
     if "embed_tokens.weight" in found:
         problems.append(
-            'the names of the tensors do not begin with "model.": they were saved from the model without its head;'
+            'the names of the tensors do not start with "model.": the model was saved without its head;'
             " save the whole ...ForCausalLM"
         )
         raise UserError("\n  ".join([f"the weights in {folder} cannot be used:", *problems]))
@@ -113,9 +113,9 @@ def stored_tensors(folder: Path, model: ModelConfig) -> StoredTensors:
         stored[name] = file, entry = found.pop(theirs)
         if entry.shape != shape:
             problems.append(f"{theirs} in {file.name} has shape {list(entry.shape)}, but the model needs {list(shape)}")
-    if missing and not damaged:  # else they are in what is damaged
+    if missing and not damaged:  # otherwise they may be in the damaged files
         problems.append(f"missing: {_some(missing)}")
-    if "lm_head.weight" in found:  # of a tied model: some programs write the embedding twice
+    if "lm_head.weight" in found:  # some programs write the embedding of a tied model twice
         stored["lm_head.weight"] = file, entry = found.pop("lm_head.weight")
         if entry.shape != (shape := (model.vocabulary, model.width)):
             problems.append(f"lm_head.weight in {file.name} has shape {list(entry.shape)}, not {list(shape)}")
@@ -124,7 +124,7 @@ def stored_tensors(folder: Path, model: ModelConfig) -> StoredTensors:
         for file, entry in stored.values()
         if entry.dtype not in DTYPE_BYTES
     ]
-    # Old checkpoints carry the rotary frequencies, which follow from config.json.
+    # Old checkpoints contain the rotary frequencies, which follow from config.json.
     unknown = [name for name in found if not name.endswith("rotary_emb.inv_freq")]
     if unknown:
         problems.append(f"the model has no place for {_some(unknown)}")
@@ -134,35 +134,35 @@ def stored_tensors(folder: Path, model: ModelConfig) -> StoredTensors:
 
 
 def read_header(file: Path) -> list[Entry]:
-    """What is in a safetensors file. Raises UserError where it is not there, not one, or not whole."""
+    """The tensors of a safetensors file. Raises UserError if it is missing, truncated or not a safetensors file."""
     try:
         with file.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size
             start = stream.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
             if start == b"version ":
-                raise UserError(f"{file.name} is a Git LFS pointer, not the weights; fetch them with `git lfs pull`")
+                raise UserError(f"{file.name} is a Git LFS pointer, not the weights; download them with `git lfs pull`")
             if length > MAX_HEADER_BYTES and 8 + length <= size:
                 raise UserError(f"{file.name} is not a safetensors file")
             if 8 + length > size:
-                raise UserError(f"{file.name} is not a whole safetensors file ({size} bytes); fetch it again")
+                raise UserError(f"{file.name} is a truncated safetensors file ({size} bytes); download it again")
             header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
         entries = [Entry(name, about["dtype"], tuple(about["shape"])) for name, about in header.items()]
         end = 8 + length + max((about["data_offsets"][1] for about in header.values()), default=0)
     except FileNotFoundError:
-        raise UserError(f"{file.name} is missing; fetch it again") from None
+        raise UserError(f"{file.name} is missing; download it again") from None
     except OSError as error:
         raise UserError(f"{file.name} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
         raise UserError(f"{file.name} is not a safetensors file") from None
     if size != end:
-        raise UserError(f"{file.name} has {size} bytes, but its header promises {end}; fetch it again")
+        raise UserError(f"{file.name} has {size} bytes, but its header says {end}; download it again")
     try:
-        with safe_open(file, framework="numpy"):  # what else may be wrong in a header, judged as on loading
+        with safe_open(file, framework="numpy"):  # checks everything else, as loading does
             return entries
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{file.name} is damaged ({error}); fetch it again") from None
+        raise UserError(f"{file.name} is damaged ({error}); download it again") from None
 
 
 def token_names(tokenizer: str) -> dict[int, str]:
@@ -183,13 +183,13 @@ def _read_json(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not JSON: {error}") from None
     if not isinstance(content, dict):
-        raise UserError(f"{file} must hold one JSON object")
+        raise UserError(f"{file} must contain one JSON object")
     return content
 
 
 def _weight_files(folder: Path, problems: list[str]) -> list[Path]:
     """The safetensors files that belong to the model, in a fixed order."""
-    if (folder / SINGLE).is_file():  # transformers, too, prefers it to an index
+    if (folder / SINGLE).is_file():  # transformers prefers it to an index too
         return [folder / SINGLE]
     if (folder / INDEX).is_file():
         names = _read_json(folder / INDEX).get("weight_map")
@@ -198,8 +198,8 @@ def _weight_files(folder: Path, problems: list[str]) -> list[Path]:
         problems.append(f"{INDEX} has no weight_map")
         return []
     others = sorted(file.name for kind in ("*.safetensors", "*.bin", "*.pth") for file in folder.glob(kind))
-    there = f"; there is {_some(others)}" if others else ""
-    problems.append(f"neither {SINGLE} nor {INDEX} is there{there}")
+    instead = f"; the folder has {_some(others)}" if others else ""
+    problems.append(f"{SINGLE} and {INDEX} are missing{instead}")
     return []
 
 
@@ -218,17 +218,17 @@ def _or(names: Any) -> str:
 
 @contextmanager
 def new_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
-    """A folder to fill, which gets its name when the block ends well, and is deleted when it does not.
+    """A folder to fill, renamed to `folder` if the block succeeds and deleted if it fails.
 
-    Raises UserError where `folder` already holds something, unless replace, and where it cannot be written.
+    Raises UserError if `folder` is not empty and replace is False, or if it cannot be written.
     """
-    real = Path(os.path.realpath(folder))  # a link stays one, and what it points to is filled, on its own disk
+    real = Path(os.path.realpath(folder))  # a link stays a link: its target is written, on the target's disk
     partial, old = (real.parent / f".{word}-{real.name}" for word in ("partial", "old"))
     try:
         if real.exists() and not (real.is_dir() and (replace or not any(real.iterdir()))):
-            raise UserError(f"{folder} is already there; give another name, or delete it")
+            raise UserError(f"{folder} already exists; give another name, or delete it")
         if os.path.ismount(real):
-            raise UserError(f"{folder} is where a disk is mounted, which has no other name; give a folder in it")
+            raise UserError(f"{folder} is a mount point, which cannot be renamed; give a folder in it")
         for left_over in (partial, old):  # of a killed process
             if left_over.exists():
                 shutil.rmtree(left_over)
@@ -252,7 +252,7 @@ def new_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
 
 
 def write_description(folder: Path, description: Description, *, dtype: str) -> None:
-    """Everything but the weights. dtype: torch's name of their type, such as "float32"."""
+    """Write everything but the weights. dtype: torch's name of their type, such as "float32"."""
     facts = description.facts
     ids = {name: getattr(facts, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     firsts = {name: value[0] if isinstance(value, tuple) else value for name, value in ids.items()}
@@ -269,13 +269,13 @@ def write_description(folder: Path, description: Description, *, dtype: str) -> 
     }
     for name, content in contents.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    # For a model that never saw a beginning token, none may be added; else the text stays as it is.
+    # A model trained without a beginning token must not get one.
     tokenizer = description.tokenizer if facts.bos_token_id is not None else without_added_tokens(description.tokenizer)
     (folder / TOKENIZER).write_text(tokenizer, encoding="utf-8")
 
 
 def without_added_tokens(tokenizer: str) -> str:
-    """A tokenizer.json that adds no special tokens to a text by itself; the same text where it adds none anyway."""
+    """The tokenizer.json without the parts that add special tokens to a text; unchanged if it has none."""
     content = json.loads(tokenizer)
     processor = content.get("post_processor") or {}
     steps = processor.get("processors", ()) if processor.get("type") == "Sequence" else [processor]
@@ -287,7 +287,7 @@ def without_added_tokens(tokenizer: str) -> str:
 
 
 def plan_files(entries: Sequence[Entry], *, max_bytes: int = MAX_FILE_BYTES) -> dict[str, list[Entry]]:
-    """File name -> its tensors. A file is closed before it would pass max_bytes; a larger tensor has one of its own."""
+    """File name -> its tensors. A file holds at most max_bytes, or one larger tensor."""
     groups: list[list[Entry]] = []
     size = 0
     for entry in entries:
@@ -297,14 +297,14 @@ def plan_files(entries: Sequence[Entry], *, max_bytes: int = MAX_FILE_BYTES) -> 
         groups[-1].append(entry)
         size += entry.bytes
     for group in groups:
-        group.sort(key=lambda entry: -DTYPE_BYTES[entry.dtype])  # so that every tensor is aligned to its elements
+        group.sort(key=lambda entry: -DTYPE_BYTES[entry.dtype])  # aligns every tensor to its element size
     if len(groups) == 1:
         return {SINGLE: groups[0]}
     return {f"model-{number:05d}-of-{len(groups):05d}.safetensors": group for number, group in enumerate(groups, 1)}
 
 
 def write_index(folder: Path, files: Mapping[str, Sequence[Entry]]) -> None:
-    """The index of several files; one file needs none."""
+    """Write the index of several files; a single file has none."""
     if list(files) == [SINGLE]:
         return
     index = {
@@ -315,10 +315,10 @@ def write_index(folder: Path, files: Mapping[str, Sequence[Entry]]) -> None:
 
 
 def write_header(stream: BinaryIO, entries: Sequence[Entry]) -> None:
-    """Begin a safetensors file; the tensors' bytes follow in the same order.
+    """Start a safetensors file; the bytes of the tensors follow in the same order.
 
-    The format is that simple (https://huggingface.co/docs/safetensors): a length, a JSON header, raw little-endian
-    bytes. The library's writers take all tensors of a file at once, where a stream needs one in memory at a time.
+    The format (https://huggingface.co/docs/safetensors) is a length, a JSON header and raw little-endian bytes. The
+    library's writers need all tensors of a file in memory at once; a stream needs one at a time.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -1,4 +1,4 @@
-"""Names and config.json, both ways, against transformers' own configuration classes."""
+"""Conversion of names and config.json in both directions, against the configuration classes of transformers."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,23 +18,26 @@ LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "orig
 
 
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-def test_the_table_of_shapes_is_the_model(size: ModelConfig) -> None:
+def test_parameter_shapes_are_those_of_the_model(size: ModelConfig) -> None:
     with torch.device("meta"):
         model = Decoder(size)
     assert list(parameter_shapes(size)) == [(name, tuple(value.shape)) for name, value in model.named_parameters()]
 
 
-def test_names_go_both_ways() -> None:
+def test_every_name_converts_there_and_back() -> None:
     names = [name for name, _ in parameter_shapes(SIZES["llama3_debug"])]
     assert [our_name(hf_name(name)) for name in names] == names
     assert hf_name("blocks.12.feed_forward.gate_proj.weight") == "model.layers.12.mlp.gate_proj.weight"
-    for name in ("blocks.1.attention.q_proj.bias", "rope.weight", "model.norm.weight"):
-        with pytest.raises(KeyError):
-            hf_name(name)
+
+
+@pytest.mark.parametrize("name", ["blocks.1.attention.q_proj.bias", "rope.weight", "model.norm.weight"])
+def test_an_unknown_name_does_not_convert(name: str) -> None:
+    with pytest.raises(KeyError):
+        hf_name(name)
 
 
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-def test_every_size_comes_back(size: ModelConfig) -> None:
+def test_every_size_converts_there_and_back(size: ModelConfig) -> None:
     written = config_to_hf(size, FACTS)
     back = config_from_hf(written)
     if size.no_rope_every > size.layers:
@@ -45,7 +48,7 @@ def test_every_size_comes_back(size: ModelConfig) -> None:
 
 
 @pytest.mark.parametrize("config_class", [LlamaConfig, SmolLM3Config])
-def test_missing_keys_mean_what_transformers_takes_them_for(config_class: Any) -> None:
+def test_missing_keys_have_the_defaults_of_transformers(config_class: Any) -> None:
     reference = config_class()
     model = config_from_hf({"model_type": reference.model_type})
     facts = text_facts({"model_type": reference.model_type})
@@ -78,19 +81,19 @@ def test_missing_keys_mean_what_transformers_takes_them_for(config_class: Any) -
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_rope_in_old_and_new_keys(written: dict[str, Any], theta: float, scaling: str) -> None:
+def test_rope_is_read_from_old_and_new_keys(written: dict[str, Any], theta: float, scaling: str) -> None:
     model = config_from_hf(LLAMA | written)
     assert (model.rope_theta, model.rope_scaling) == (theta, scaling)
     if scaling == "llama3":
         assert (model.rope_factor, model.rope_original_length) == (32.0, 64)
     reference = LlamaConfig(**written).rope_parameters
     assert (reference["rope_theta"], reference["rope_type"]) == (theta, scaling.replace("none", "default"))
-    again = LlamaConfig(**config_to_hf(model, FACTS))  # what we write, transformers 5 reads
+    again = LlamaConfig(**config_to_hf(model, FACTS))  # transformers 5 reads what we write
     assert {"rope_theta": theta, "rope_type": reference["rope_type"]}.items() <= again.rope_parameters.items()
     assert scaling == "none" or LLAMA3.items() <= again.rope_parameters.items()
 
 
-def test_a_missing_original_length_is_the_longest() -> None:
+def test_a_missing_original_length_is_the_longest_sequence() -> None:
     scaling = {"rope_type": "llama3"} | {key: value for key, value in LLAMA3.items() if "original" not in key}
     assert config_from_hf(LLAMA | {"rope_scaling": scaling}).rope_original_length == 2048
 
@@ -106,7 +109,7 @@ def test_a_missing_original_length_is_the_longest() -> None:
         ({"no_rope_layers": [1, 1, 1, 0, 1, 1], "no_rope_layer_interval": 2}, 4, ()),
     ],
 )
-def test_layers_without_rope(keys: dict[str, Any], every: int, layers: tuple[int, ...]) -> None:
+def test_layers_without_rope_are_read_and_written(keys: dict[str, Any], every: int, layers: tuple[int, ...]) -> None:
     model = config_from_hf({"model_type": "smollm3", "num_hidden_layers": 6} | keys)
     assert (model.no_rope_every, model.no_rope_layers) == (every, layers)
     reference = SmolLM3Config(num_hidden_layers=6, **keys).no_rope_layers[:6]
@@ -161,21 +164,21 @@ def test_a_llama_that_transformers_refuses_is_written_as_a_smollm3() -> None:
         ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval = 0"),
     ],
 )
-def test_what_is_not_supported_is_named(keys: dict[str, Any], said: str) -> None:
+def test_an_unsupported_value_is_refused_with_its_key(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError) as error:
         config_from_hf(LLAMA | keys)
     assert said in str(error.value)
     assert len(str(error.value).splitlines()) == (3 if "missing" in said else 1)
 
 
-def test_everything_wrong_is_named_at_once() -> None:
+def test_all_unsupported_values_are_listed_at_once() -> None:
     keys = {"mlp_bias": True, "hidden_size": -1, "rope_scaling": {"type": "dynamic"}, "quantization_config": {}}
     with pytest.raises(ValueError) as error:
         config_from_hf(LLAMA | keys)
     assert len(str(error.value).splitlines()) == len(keys)
 
 
-def test_harmless_keys_are_ignored() -> None:
+def test_keys_that_change_nothing_are_ignored() -> None:
     harmless = {
         "pretraining_tp": 2,
         "use_cache": False,
@@ -197,7 +200,13 @@ def test_several_end_tokens_are_kept() -> None:
     facts = text_facts(LLAMA | {"eos_token_id": [2, 7]})
     assert facts.eos_token_id == (2, 7)
     assert config_to_hf(config_from_hf(LLAMA), facts)["eos_token_id"] == [2, 7]
+
+
+def test_an_empty_list_of_end_tokens_means_none() -> None:
     assert text_facts(LLAMA | {"eos_token_id": []}).eos_token_id is None
-    for wrong in ([2, "</s>"], [32000], [-1], [True]):
-        with pytest.raises(ValueError, match=r"eos_token_id = \[.*\]: must be token ids below vocab_size = 32000"):
-            text_facts(LLAMA | {"eos_token_id": wrong})
+
+
+@pytest.mark.parametrize("wrong", [[2, "</s>"], [32000], [-1], [True]])
+def test_impossible_end_tokens_are_refused(wrong: list[object]) -> None:
+    with pytest.raises(ValueError, match=r"eos_token_id = \[.*\]: must be token ids below vocab_size = 32000"):
+        text_facts(LLAMA | {"eos_token_id": wrong})

@@ -1,4 +1,4 @@
-"""scripts/convert_hf.py as a person calls it."""
+"""scripts/convert_hf.py as users start it."""
 
 import signal
 import subprocess
@@ -17,7 +17,7 @@ def convert(folder: Path, *arguments: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_in_and_out(tmp_path: Path) -> None:
+def test_import_and_export_keep_the_folder_and_refuse_mistakes(tmp_path: Path) -> None:
     folder = write_random(tmp_path / "hf", max_bytes=10**9)
     assert convert(tmp_path, "import", "hf", "a/checkpoint") == (0, "wrote a/checkpoint\n", "")
     assert convert(tmp_path, "export", "a/checkpoint", "b/hf") == (0, "wrote b/hf\n", "")
@@ -27,14 +27,14 @@ def test_in_and_out(tmp_path: Path) -> None:
     assert half < 0.6 * size
 
     code, out, error = convert(tmp_path, "export", "a/checkpoint", "b/hf")
-    assert (code, out, error) == (2, "", "b/hf is already there; give another name, or delete it\n")
+    assert (code, out, error) == (2, "", "b/hf already exists; give another name, or delete it\n")
     (tmp_path / "hf" / "tokenizer.json").unlink()
     code, out, error = convert(tmp_path, "import", "hf", "again")
     assert (code, out) == (2, "") and error.startswith("hf has no tokenizer.json; ") and error.count("\n") == 1
     assert not (tmp_path / "again").exists()
 
 
-def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_no_files(tmp_path: Path) -> None:
     wide = replace(SMALL, vocabulary=32768, width=512)
     write_random(tmp_path / "hf", wide, max_bytes=10**9)
     assert convert(tmp_path, "import", "hf", "checkpoint")[0] == 0
@@ -48,7 +48,7 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
         assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "hf"]
 
 
-def test_usage(tmp_path: Path) -> None:
+def test_wrong_arguments_print_the_usage(tmp_path: Path) -> None:
     for arguments in ((), ("both", "x", "y"), ("import", "x"), ("import", "x", "y", "--dtype", "bfloat16")):
         code, out, error = convert(tmp_path, *arguments)
         assert (code, out) == (2, "") and error.startswith("usage: convert_hf.py import FOLDER CHECKPOINT")

@@ -1,4 +1,4 @@
-"""scripts/evaluate.py on real folders: the numbers, whatever the number of processes, and what it refuses."""
+"""scripts/evaluate.py on real folders: its numbers for any number of processes, and its error messages."""
 
 import json
 import math
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents of several lengths, one of which no multiple of a sequence is."""
+    """Documents of several lengths, whose total is not a multiple of a sequence."""
     path = tmp_path_factory.mktemp("text") / "text.jsonl"
     lines = [{"text": f"Document {n}: " + "naïve words and numbers, " * (n % 5 + 1) + str(n * n)} for n in range(40)]
     path.write_text("\n".join(json.dumps(line) for line in lines))
@@ -27,7 +27,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of random weights with a tokenizer, as transformers saves them."""
+    """A Llama with random weights and a tokenizer, saved by transformers."""
     path = tmp_path_factory.mktemp("model")
     cache = path / "cache"
     tokenizer = load_tokenizer("train:300", sources=[str(text)], text_field="text", cache=cache, log=lambda line: None)
@@ -57,14 +57,14 @@ def evaluate(*arguments: object, processes: int = 1) -> tuple[int, str, str]:
 
 
 def theirs(folder: Path, text: Path) -> tuple[LlamaForCausalLM, list[str], list[int]]:
-    """transformers' model, the documents, and all of their tokens."""
+    """The model of transformers, the documents, and all their tokens."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     texts = list(documents(str(text), text_field="text"))
     ids = [token for text in texts for token in (*tokenizer(text)["input_ids"], tokenizer.eos_token_id)]
     return LlamaForCausalLM.from_pretrained(folder), texts, ids
 
 
-def test_the_numbers_are_those_of_transformers_on_any_number_of_processes(folder: Path, text: Path) -> None:
+def test_the_numbers_equal_those_of_transformers_on_any_number_of_processes(folder: Path, text: Path) -> None:
     length = 48
     model, texts, ids = theirs(folder, text)
     nats = 0.0
@@ -87,8 +87,8 @@ def test_the_numbers_are_those_of_transformers_on_any_number_of_processes(folder
         assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-6)
 
 
-def test_documents_by_themselves(folder: Path, text: Path) -> None:
-    """transformers gets each document alone, from where it or its sequence begins."""
+def test_masked_documents_equal_documents_evaluated_alone(folder: Path, text: Path) -> None:
+    """transformers gets each document alone, from the start of the document or of its sequence."""
     length = 48
     model, _, ids = theirs(folder, text)
     end = ids[-1]
@@ -107,16 +107,25 @@ def test_documents_by_themselves(folder: Path, text: Path) -> None:
         assert json.loads(out)["loss"] == pytest.approx(nats / (len(ids) - 1), rel=1e-6)
 
 
-def test_bad_input_is_one_message(folder: Path, text: Path, tmp_path: Path) -> None:
-    for arguments, message in [
-        ((tmp_path / "nothing", text), "nothing does not exist"),
-        ((folder, tmp_path / "nothing.txt"), "nothing.txt"),
-        ((folder, text, "--sequence-length", 0), "--sequence-length 0: must be 1 or more"),
-        ((folder, text, "--text-field", "body"), "body"),
-    ]:
-        code, out, err = evaluate(*arguments)
-        assert (code, out) == (2, ""), err
-        assert message in err
-        assert "Traceback" not in err
-    code, out, err = evaluate(tmp_path / "nothing", text, processes=2)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("MISSING", "TEXT"), "MISSING does not exist"),
+        (("MODEL", "MISSING.txt"), "MISSING.txt"),
+        (("MODEL", "TEXT", "--sequence-length", 0), "--sequence-length 0: must be 1 or more"),
+        (("MODEL", "TEXT", "--text-field", "body"), "body"),
+    ],
+)
+def test_a_mistake_is_reported_without_a_traceback(
+    arguments: tuple[object, ...], message: str, folder: Path, text: Path, tmp_path: Path
+) -> None:
+    paths = {"MODEL": folder, "TEXT": text} | {name: tmp_path / name for name in ("MISSING", "MISSING.txt")}
+    code, out, err = evaluate(*(paths.get(str(word), word) for word in arguments))
+    assert (code, out) == (2, ""), err
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_a_mistake_on_two_processes_is_reported_once(text: Path, tmp_path: Path) -> None:
+    code, _, err = evaluate(tmp_path / "nothing", text, processes=2)
     assert code != 0 and err.count("nothing does not exist") == 1, err

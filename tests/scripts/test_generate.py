@@ -1,4 +1,4 @@
-"""scripts/generate.py as people start it: what it prints, its exit codes, and Ctrl-C."""
+"""scripts/generate.py as users start it: its output, its exit codes, and Ctrl-C."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     options = {"num_key_value_heads": 2, "initializer_range": 0.3, "tie_word_embeddings": False}
     model = SmolLM3ForCausalLM(SmolLM3Config(vocab_size=300, **options, **shape, **ids))
-    with torch.no_grad():  # never among the likeliest, so that no text ends before its time
+    with torch.no_grad():  # never among the most likely tokens, so that no text ends early
         model.lm_head.weight[tokenizer.end_of_document] = 0
     model.save_pretrained(folder / "model")
     (folder / "model" / "tokenizer.json").write_text(tokenizer.backend.to_str())
@@ -52,18 +52,25 @@ def test_the_same_seed_prints_the_same_text(folder: Path) -> None:
     assert out.startswith("def main(") and len(out) > 40
     assert "30 tokens in" in err and err.rstrip().endswith("tokens/s")
     assert generate(*arguments)[1] == out
-    assert not set(map(chr, range(32))) & set(out) - set("\n\t")  # nothing that would order the terminal about
+    assert not set(map(chr, range(32))) & set(out) - set("\n\t")  # no control characters for the terminal
 
 
-def test_what_is_wrong_is_said_in_one_line(folder: Path, tmp_path: Path) -> None:
-    code, out, err = generate(str(tmp_path / "nothing"), "a")
-    assert (code, out) == (2, "") and "nothing does not exist" in err
-    code, out, err = generate(str(folder), "a", "--top-p", "2", "--max-tokens", "0")
-    assert (code, out) == (2, "") and len(err.splitlines()) == 2
-    code, out, err = generate(str(folder), "a", "--device", "cuda:99")
-    assert (code, out) == (2, "") and err.startswith("no device 'cuda:99' here") and len(err.splitlines()) == 1
-    code, out, err = generate(str(folder), os.fsdecode(b"caf\xe9"))
-    assert (code, out, err) == (2, "", "the prompt is not text in UTF-8\n")
+@pytest.mark.parametrize(
+    ("arguments", "message", "lines"),
+    [
+        (("MISSING", "a"), "MISSING does not exist", 1),
+        (("MODEL", "a", "--top-p", "2", "--max-tokens", "0"), "top_p = 2.0: must be", 2),
+        (("MODEL", "a", "--device", "cuda:99"), "device 'cuda:99' is not available", 1),
+        (("MODEL", os.fsdecode(b"caf\xe9")), "the prompt is not UTF-8 text", 1),
+    ],
+)
+def test_a_mistake_is_reported_in_one_line(
+    arguments: tuple[str, ...], message: str, lines: int, folder: Path, tmp_path: Path
+) -> None:
+    model, *others = arguments
+    code, out, err = generate(str(folder if model == "MODEL" else tmp_path / model), *others)
+    assert (code, out) == (2, "")
+    assert message in err and len(err.splitlines()) == lines
 
 
 def test_a_text_longer_than_the_context_is_announced(folder: Path, tmp_path: Path) -> None:
@@ -71,10 +78,10 @@ def test_a_text_longer_than_the_context_is_announced(folder: Path, tmp_path: Pat
     config = (short / "config.json").read_text()
     (short / "config.json").write_text(json.dumps(json.loads(config) | {"max_position_embeddings": 4}))
     code, _, err = generate(str(short), "", "--max-tokens", "4", "--greedy")
-    assert code == 0 and err.startswith("up to 5 tokens, but the model was made for texts of up to 4\n4 tokens in")
+    assert code == 0 and err.startswith("up to 5 tokens, but the model was trained for at most 4\n4 tokens in")
 
 
-def test_ctrl_c_ends_it_cleanly(folder: Path) -> None:
+def test_ctrl_c_ends_the_text_without_a_traceback(folder: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, SCRIPT, str(folder), "def ", "--max-tokens", "30000", "--top-k", "20"],
         stdout=subprocess.PIPE,
@@ -90,7 +97,7 @@ def test_ctrl_c_ends_it_cleanly(folder: Path) -> None:
 
 
 def test_a_run_continues_from_its_newest_checkpoint(corpus: Path, tmp_path: Path) -> None:
-    """What train.py leaves is all that is needed, also after the data and the cache are gone."""
+    """A run folder is all that is needed, even after the data and the cache are gone."""
     text = tmp_path / "text.txt"
     text.write_text(corpus.read_text()[:60_000])
     recipe = str(ROOT / "configs" / "smollm3_debug.toml")

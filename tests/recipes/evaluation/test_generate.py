@@ -1,4 +1,4 @@
-"""Generation: token for token what transformers generates, the odds of sampling, and whole characters only."""
+"""Generation: the same tokens as transformers, the probabilities of sampling, and whole characters only."""
 
 from collections import Counter
 from dataclasses import replace
@@ -39,7 +39,7 @@ SHARED = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    # Large weights: logits that are far apart, and texts that do not run in a circle.
+    # Large weights give logits that are far apart and texts that do not repeat.
     "initializer_range": 0.3,
     "pad_token_id": None,
     "bos_token_id": None,
@@ -64,7 +64,7 @@ def our_model(theirs: Any) -> Decoder:
 
 
 def small_model() -> Decoder:
-    """Predictions that are neither certain nor uniform."""
+    """A model whose predictions are neither certain nor uniform."""
     model = Decoder(replace(SIZES["smollm3_debug"], width=32, feed_forward_width=48, vocabulary=64, init_std=0.2))
     materialize(model, device=CPU, seed=0, init_parameter=model.init_parameter)
     return model
@@ -83,7 +83,7 @@ def test_greedy_tokens_equal_those_of_transformers(family: str, chunk: int, monk
         expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0].tolist()
         found = list(generate(ours, prompt, max_tokens=NEW, temperature=0))
         assert prompt + found == expected
-        # The test says something: no two logits were about equal, and the text does not stand still.
+        # The test is meaningful: no two logits are about equal, and the text does not repeat.
         with torch.no_grad():
             first, second = theirs(torch.tensor([expected])).logits[0, len(prompt) - 1 : -1].topk(2).values.T
         assert (first - second).min() > 5e-4
@@ -111,7 +111,7 @@ def test_odds_equal_those_of_transformers(temperature: float, top_k: int, top_p:
 # Sampling
 
 
-def test_tokens_are_drawn_with_these_odds() -> None:
+def test_tokens_are_drawn_with_the_probabilities_of_odds() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
     generator = torch.Generator().manual_seed(0)
     drawn = Counter(next_token(logits, temperature=1.0, top_k=3, generator=generator) for _ in range(4000))
@@ -121,7 +121,7 @@ def test_tokens_are_drawn_with_these_odds() -> None:
         assert drawn[token] / 4000 == pytest.approx(chance, abs=0.03)  # four standard deviations
 
 
-def test_the_seed_and_nothing_else_decides() -> None:
+def test_only_the_seed_decides_what_is_sampled() -> None:
     model = small_model()
 
     def sample(seed: int, **options: Any) -> list[int]:
@@ -139,9 +139,12 @@ def test_a_stop_token_ends_the_text_and_is_not_part_of_it() -> None:
     assert list(generate(model, [3], max_tokens=30, seed=2, stop_ids={stop, 999})) == free[: free.index(stop)]
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(UserError, match="the prompt has no tokens"):
         next(generate(small_model(), [], max_tokens=1))
+
+
+def test_every_option_out_of_range_is_listed() -> None:
     with pytest.raises(UserError) as refused:
         check_sampling(max_tokens=0, temperature=-1.0, top_k=-2, top_p=0.0, seed=-1)
     assert str(refused.value).splitlines() == [
@@ -151,16 +154,25 @@ def test_what_cannot_be_is_refused() -> None:
         "top_p = 0.0: must be above 0 and at most 1",
         "seed = -1: must be 0 or more, and below 2^63",
     ]
+
+
+def test_options_at_the_edge_of_their_range_are_accepted() -> None:
     check_sampling(max_tokens=1, temperature=0.0, top_k=0, top_p=1.0, seed=2**63 - 1)
-    for options in ({"temperature": 1e-38}, {"seed": 2**63}):
-        with pytest.raises(UserError, match="must be 0"):
-            next(generate(small_model(), [1], max_tokens=1, **options))
-    for device in ("meta", "xla"):
-        with pytest.raises(UserError, match=r"device '.*': must be cpu, cuda or mps"):
-            choose_device(device, None)
 
 
-def test_a_cache_that_grows_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{"temperature": 1e-38}, {"seed": 2**63}])
+def test_generate_checks_its_options(options: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="must be 0"):
+        next(generate(small_model(), [1], max_tokens=1, **options))
+
+
+@pytest.mark.parametrize("device", ["meta", "xla"])
+def test_an_unsupported_device_is_refused(device: str) -> None:
+    with pytest.raises(UserError, match=r"device '.*': must be cpu, cuda or mps"):
+        choose_device(device, None)
+
+
+def test_growing_the_cache_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model()
     whole = list(generate(model, [3, 1], max_tokens=40))
     monkeypatch.setattr(generate_module, "FIRST_TOKENS", 3)
@@ -168,11 +180,11 @@ def test_a_cache_that_grows_changes_no_token(monkeypatch: pytest.MonkeyPatch) ->
     assert next(generate(model, [3, 1], max_tokens=10**12)) == whole[0]
 
 
-def test_a_diverged_model_is_named() -> None:
+def test_a_model_with_nan_weights_is_refused() -> None:
     model = small_model()
     with torch.no_grad():
         model.norm.weight.fill_(float("nan"))
-    with pytest.raises(UserError, match="after 2 tokens the model's logits are no numbers"):
+    with pytest.raises(UserError, match="after 2 tokens the logits are NaN or infinite"):
         next(generate(model, [1, 2], max_tokens=1))
 
 
@@ -181,7 +193,7 @@ def test_a_diverged_model_is_named() -> None:
 
 @pytest.fixture(scope="module")
 def bytes_only(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Byte-level, every byte a token of its own: as many incomplete characters as there can be."""
+    """A byte-level tokenizer with one token per byte, which gives as many incomplete characters as possible."""
     folder = tmp_path_factory.mktemp("tokenizer")
     (folder / "text.txt").write_text("abc")
     options = {
@@ -195,7 +207,7 @@ def bytes_only(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def sentencepiece() -> LibraryTokenizer:
-    """As Llama 2's: a space belongs to the word after it, the first is dropped, rare characters are bytes."""
+    """As in Llama 2: a space belongs to the next word, the first is dropped, rare characters are bytes."""
     entries = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁Hello", "▁world", "!"]
     tokenizer = LibraryTokenizer(models.BPE({entry: i for i, entry in enumerate(entries)}, [], byte_fallback=True))
     tokenizer.decoder = decoders.Sequence(
@@ -207,24 +219,26 @@ def sentencepiece() -> LibraryTokenizer:
 TEXT = "naïve 中文 \U0001f600\U0001f469\u200d\U0001f680 end" * 3
 
 
-def test_no_piece_holds_half_a_character(bytes_only: Tokenizer) -> None:
+def test_no_piece_has_half_a_character(bytes_only: Tokenizer) -> None:
     ids = bytes_only.encode(TEXT)
     assert len(ids) == len(TEXT.encode())
     pieces = list(stream_text(ids, bytes_only.decode))
     assert pieces == list(TEXT)
 
 
-def test_what_is_no_text_comes_out_all_the_same(bytes_only: Tokenizer) -> None:
-    """Random bytes, of a young model: all of it, in many pieces, and nothing twice."""
+def test_random_bytes_are_yielded_completely_and_in_many_pieces(bytes_only: Tokenizer) -> None:
     ids = torch.randint(1, 257, (300,), generator=torch.Generator().manual_seed(0)).tolist()
     pieces = list(stream_text(ids, bytes_only.decode))
     assert "".join(pieces) == bytes_only.decode(ids)
     assert len(pieces) > 100
+
+
+def test_an_incomplete_character_at_the_end_is_yielded(bytes_only: Tokenizer) -> None:
     cut = bytes_only.encode("a中")[:-1]
     assert list(stream_text(cut, bytes_only.decode)) == ["a", "\N{REPLACEMENT CHARACTER}"]
 
 
-def test_words_keep_the_space_between_them(sentencepiece: LibraryTokenizer) -> None:
+def test_the_spaces_between_words_are_kept(sentencepiece: LibraryTokenizer) -> None:
     hello, world, mark = (sentencepiece.token_to_id(token) for token in ("▁Hello", "▁world", "!"))
     char = [sentencepiece.token_to_id(f"<0x{byte:02X}>") for byte in "中".encode()]
 
@@ -255,13 +269,13 @@ def test_a_hugging_face_folder_continues_a_text(bytes_only: Tokenizer, tmp_path:
     )
     prompt = bytes_only.encode("naïve ")
     expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0].tolist()
-    ids = [i for i in expected if i < 257]  # the model has a few more rows than the tokenizer has entries
+    ids = [i for i in expected if i < 257]  # the model has a few more rows than the tokenizer has tokens
     assert said[0] == "naïve " and len(said) > 3
     assert "".join(said) == bytes_only.decode(ids)
     assert tokens == 20 and seconds > 0
 
 
-def test_bfloat16_computes_in_bfloat16(bytes_only: Tokenizer, tmp_path: Path) -> None:
+def test_a_model_opened_in_bfloat16_computes_in_bfloat16(bytes_only: Tokenizer, tmp_path: Path) -> None:
     opened = open_model(
         folder_of(their_model("smollm3"), bytes_only, tmp_path / "model"), dtype=torch.bfloat16, device=CPU
     )
@@ -269,7 +283,7 @@ def test_bfloat16_computes_in_bfloat16(bytes_only: Tokenizer, tmp_path: Path) ->
     assert len(list(generate(opened.model, [1, 2], max_tokens=5, temperature=0))) == 5
 
 
-def test_an_empty_prompt_begins_a_document(bytes_only: Tokenizer, tmp_path: Path) -> None:
+def test_an_empty_text_starts_after_the_end_of_a_document(bytes_only: Tokenizer, tmp_path: Path) -> None:
     opened = open_model(
         folder_of(their_model("llama"), bytes_only, tmp_path / "model"), dtype=torch.float32, device=CPU
     )
@@ -277,8 +291,8 @@ def test_an_empty_prompt_begins_a_document(bytes_only: Tokenizer, tmp_path: Path
     assert opened.stop_ids() == {bytes_only.end_of_document}
 
 
-def test_a_model_made_with_a_beginning_token_gets_one(bytes_only: Tokenizer, tmp_path: Path) -> None:
-    """Llama's tokenizers add it; for a model of ours with the same tokenizer, which never saw one, they must not."""
+def test_only_a_model_trained_with_a_beginning_token_gets_one(bytes_only: Tokenizer, tmp_path: Path) -> None:
+    """The tokenizers of Llama add it; for a model trained here with such a tokenizer they must not."""
     from tokenizers.processors import TemplateProcessing
 
     bos = bytes_only.end_of_document

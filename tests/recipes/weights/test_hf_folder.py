@@ -1,4 +1,4 @@
-"""Hugging Face folders in and out: to the bit, onto any mesh, in little memory, or one clear error."""
+"""Reading and writing Hugging Face folders: bit-exact, onto any mesh, in little memory, or one clear error."""
 
 import hashlib
 import json
@@ -129,12 +129,12 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-# There and back
+# Import and export
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore")
-def test_there_and_back(case: str, tmp_path: Path) -> None:
+def test_import_and_export_keep_every_bit_and_what_transformers_computes(case: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     reference = save_reference(tmp_path / "theirs", case)
@@ -162,7 +162,7 @@ def test_there_and_back(case: str, tmp_path: Path) -> None:
     assert contents(tmp_path / "again") == contents(tmp_path / "ours")
 
 
-def test_one_file_needs_no_index_and_another_type_is_rounded(folder: Path, tmp_path: Path) -> None:
+def test_a_single_file_has_no_index_and_an_export_in_another_type_is_rounded(folder: Path, tmp_path: Path) -> None:
     import_folder(folder, tmp_path / "checkpoint")
     export_checkpoint(tmp_path / "checkpoint", tmp_path / "half", dtype=torch.bfloat16)
     assert sorted(contents(tmp_path / "half")) == [
@@ -216,7 +216,7 @@ def expected(config: ModelConfig) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_into_a_plain_model(tied: bool, tmp_path: Path) -> None:
+def test_a_plain_model_is_filled_with_the_weights(tied: bool, tmp_path: Path) -> None:
     config = replace(SMALL, tied_embeddings=tied)
     import_folder(write_random(tmp_path / "hf", config), tmp_path / "checkpoint")
     for source in ("hf", "checkpoint"):
@@ -229,7 +229,7 @@ def test_into_a_plain_model(tied: bool, tmp_path: Path) -> None:
             assert torch.equal(value, whole.to(torch.bfloat16)), name
 
 
-def test_unevenly_onto_three_processes_and_out_again(folder: Path, tmp_path: Path) -> None:
+def test_three_processes_load_uneven_shards_and_export_them_unchanged(folder: Path, tmp_path: Path) -> None:
     few_rows = replace(SMALL, key_value_heads=1, heads=1, head_width=2, layers=1, width=3)  # k_proj: 2 x 3
     jobs: list[Job] = [
         (write_random(tmp_path / "few", few_rows), few_rows, MeshConfig(), "none"),
@@ -242,7 +242,7 @@ def test_unevenly_onto_three_processes_and_out_again(folder: Path, tmp_path: Pat
     assert contents(tmp_path / "out") == contents(folder)
 
 
-def test_onto_any_mesh_of_four(folder: Path, tmp_path: Path) -> None:
+def test_every_mesh_of_four_processes_loads_the_same_weights(folder: Path, tmp_path: Path) -> None:
     import_folder(folder, tmp_path / "checkpoint")
     jobs = [
         (source, SMALL, mesh, "none")
@@ -254,8 +254,7 @@ def test_onto_any_mesh_of_four(folder: Path, tmp_path: Path) -> None:
     assert contents(tmp_path / "out") == contents(folder)
 
 
-def test_what_torchao_wraps_is_written_plain(tmp_path: Path) -> None:
-    """Float8 all-gather keeps the weights in a class of torchao's, which readers need not know."""
+def test_weights_wrapped_for_float8_all_gather_are_written_plain(tmp_path: Path) -> None:
     wide = replace(SIZES["llama3_debug"], layers=1, width=32, feed_forward_width=48, vocabulary=64)
     folder = write_random(tmp_path / "hf", wide)
     import_folder(folder, tmp_path / "checkpoint")
@@ -288,10 +287,9 @@ def test_what_torchao_wraps_is_written_plain(tmp_path: Path) -> None:
     ],
     ids=["loss chunks", "prefetch", "bfloat16 moments"],
 )
-def test_what_an_option_trained_goes_out_and_comes_back(
+def test_options_of_speed_and_memory_leave_no_trace_in_an_export(
     parts: dict[str, Any], state_dtype: Any, folder: Path, tmp_path: Path
 ) -> None:
-    """Options of speed and memory leave no trace in names, shapes and types."""
     world = start("cpu", seed=0)
     try:
         model, _ = build_model(SMALL, **parts)
@@ -311,7 +309,7 @@ def test_what_an_option_trained_goes_out_and_comes_back(
         stop()
 
 
-# What is wrong with a folder
+# Damaged folders
 
 
 def edit_config(folder: Path, **values: Any) -> None:
@@ -324,7 +322,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def rename_tensor(folder: Path, old: str, new: str) -> None:
-    """In a file's header, by a name of the same length."""
+    """Rename a tensor in the header of its file; both names have the same length."""
     assert len(old) == len(new)
     for file in files(folder):
         file.write_bytes(file.read_bytes().replace(f'"{old}"'.encode(), f'"{new}"'.encode()))
@@ -335,7 +333,7 @@ def truncate(file: Path) -> None:
 
 
 def edit_header(folder: Path, old: str, new: str) -> None:
-    """In the first file's header, wherever it stands first; of the same length."""
+    """Replace the first occurrence in the first file; both texts have the same length."""
     assert len(old) == len(new) and old.encode() in files(folder)[0].read_bytes()
     files(folder)[0].write_bytes(files(folder)[0].read_bytes().replace(old.encode(), new.encode(), 1))
 
@@ -353,15 +351,15 @@ def edit_tokenizer(folder: Path, old: str, new: str) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), "holds no weights"),
     "config is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "is not JSON"),
-    "config is a list": (lambda folder: (folder / "config.json").write_text("[]"), "must hold one JSON object"),
+    "config is a list": (lambda folder: (folder / "config.json").write_text("[]"), "must contain one JSON object"),
     "unsupported": (lambda folder: edit_config(folder, attention_bias=True), "attention_bias = True"),
     "file missing": (lambda folder: files(folder)[1].unlink(), "model-00002-of-00010.safetensors is missing"),
-    "truncated": (lambda folder: truncate(files(folder)[0]), "but its header promises"),
-    "header truncated": (lambda folder: files(folder)[0].write_bytes(files(folder)[0].read_bytes()[:60]), "whole"),
-    "empty file": (lambda folder: files(folder)[0].write_bytes(b""), "is not a whole safetensors file (0 bytes)"),
+    "truncated": (lambda folder: truncate(files(folder)[0]), "but its header says"),
+    "header truncated": (lambda folder: files(folder)[0].write_bytes(files(folder)[0].read_bytes()[:60]), "truncated"),
+    "empty file": (lambda folder: files(folder)[0].write_bytes(b""), "is a truncated safetensors file (0 bytes)"),
     "no header": (lambda folder: files(folder)[0].write_bytes(struct.pack("<Q", 4) + b"nope"), "is not a safetensors"),
     "LFS pointer": (lambda folder: files(folder)[0].write_text("version https://git-lfs..."), "git lfs pull"),
-    "index missing": (lambda folder: (folder / "model.safetensors.index.json").unlink(), "neither model.safetensors"),
+    "index missing": (lambda folder: (folder / "model.safetensors.index.json").unlink(), "index.json are missing"),
     "index empty": (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "no weight_map"),
     "wrong shape": (lambda folder: edit_config(folder, intermediate_size=51), "has shape [50, 36], but"),
     "tensor missing": (lambda folder: edit_config(folder, num_hidden_layers=3), "missing: model.layers.2"),
@@ -391,7 +389,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_one_clear_error_and_nothing_left(damage: str, folder: Path, tmp_path: Path) -> None:
+def test_a_damaged_folder_is_refused_and_nothing_is_left(damage: str, folder: Path, tmp_path: Path) -> None:
     spoil, said = DAMAGES[damage]
     spoil(folder)
     with pytest.raises(UserError) as error:
@@ -400,7 +398,7 @@ def test_one_clear_error_and_nothing_left(damage: str, folder: Path, tmp_path: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
 
-def test_everything_wrong_is_listed(folder: Path, tmp_path: Path) -> None:
+def test_everything_wrong_with_a_folder_is_listed(folder: Path, tmp_path: Path) -> None:
     truncate(files(folder)[0])
     files(folder)[1].unlink()
     edit_config(folder, intermediate_size=51)
@@ -410,7 +408,7 @@ def test_everything_wrong_is_listed(folder: Path, tmp_path: Path) -> None:
     assert len(str(error.value).splitlines()) == 1 + 2 + 6  # two files; gate, up and down of two layers
 
 
-def test_rotary_buffers_and_an_equal_head_are_no_harm(tmp_path: Path) -> None:
+def test_rotary_buffers_and_an_equal_head_are_accepted_and_another_head_is_refused(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     tied = replace(SMALL, tied_embeddings=True)
@@ -425,11 +423,11 @@ def test_rotary_buffers_and_an_equal_head_are_no_harm(tmp_path: Path) -> None:
     import_folder(folder, tmp_path / "checkpoint")
     values["lm_head.weight"][-1, -1] += 1
     save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"lm_head.weight is not its model.embed_tokens.weight"):
+    with pytest.raises(UserError, match=r"lm_head.weight differs from its model.embed_tokens.weight"):
         load_weights(Decoder(tied), find_weights(folder))
 
 
-def test_quantized_numbers_are_refused(folder: Path) -> None:
+def test_quantized_weights_are_refused(folder: Path) -> None:
     for file in files(folder):
         file.write_bytes(file.read_bytes().replace(b'"F32"', b'"I32"'))
     with pytest.raises(UserError, match="has type I32; weights must be F64, F32, F16 or BF16"):
@@ -448,13 +446,13 @@ def test_a_head_of_a_tied_model_in_another_type_is_refused(tmp_path: Path) -> No
         stored_tensors(folder, tied)
 
 
-def test_names_without_model_in_front_are_one_sentence(tmp_path: Path) -> None:
+def test_names_without_the_prefix_model_are_refused_in_one_sentence(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     folder = write_random(tmp_path / "hf", max_bytes=10**9)
     values = {hf_name(name): random_tensor(name, shape) for name, shape in parameter_shapes(SMALL)}
     save_file({name.removeprefix("model."): value for name, value in values.items()}, folder / "model.safetensors")
-    with pytest.raises(UserError, match=r'do not begin with "model."') as error:
+    with pytest.raises(UserError, match=r'do not start with "model."') as error:
         stored_tensors(folder, SMALL)
     assert len(str(error.value).splitlines()) == 2
 
@@ -462,20 +460,25 @@ def test_names_without_model_in_front_are_one_sentence(tmp_path: Path) -> None:
 # The tokenizer
 
 
-def test_the_description_names_the_end_of_a_document(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("ends", "expected_end"),
+    [(3, 3), (4, 4), ([4, 3], 4), ([9, 3], 3), (1, 3), (None, 3)],  # 1 is a plain word
+)
+def test_the_description_names_the_end_of_a_document(ends: Any, expected_end: int, folder: Path) -> None:
     added = json.loads(TOKENIZER)
     special = added["added_tokens"][0]
     added["added_tokens"] += [special | {"id": 4, "content": "<end>"}]
     (folder / "tokenizer.json").write_text(json.dumps(added))
-    for ends, expected_end in ((3, 3), (4, 4), ([4, 3], 4), ([9, 3], 3), (1, 3), (None, 3)):  # 1 is a plain word
-        edit_config(folder, eos_token_id=ends)
-        assert find_weights(folder).tokenizer.end_of_document == expected_end
+    edit_config(folder, eos_token_id=ends)
+    assert find_weights(folder).tokenizer.end_of_document == expected_end
 
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("bos", [None, 2])
 @pytest.mark.filterwarnings("ignore")
-def test_no_beginning_token_is_exported_for_a_model_without(bos: int | None, nested: bool, tmp_path: Path) -> None:
+def test_an_exported_tokenizer_adds_a_beginning_token_only_if_the_model_has_one(
+    bos: int | None, nested: bool, tmp_path: Path
+) -> None:
     from transformers import AutoTokenizer
 
     level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
@@ -496,10 +499,13 @@ def test_no_beginning_token_is_exported_for_a_model_without(bos: int | None, nes
         assert json.loads(written)["post_processor"] == {"type": "Sequence", "processors": [level]}
     else:
         assert json.loads(written)["post_processor"] is None
+
+
+def test_a_tokenizer_that_adds_no_tokens_is_not_changed() -> None:
     assert hf_folder.without_added_tokens(TOKENIZER) == TOKENIZER
 
 
-def test_our_files_are_as_safetensors_wants_them(folder: Path) -> None:
+def test_exported_files_are_valid_and_aligned_safetensors(folder: Path) -> None:
     from safetensors import safe_open
 
     for file in files(folder):
@@ -510,7 +516,7 @@ def test_our_files_are_as_safetensors_wants_them(folder: Path) -> None:
         assert length % 8 == 0
 
 
-# What is wrong with a checkpoint, or with the target
+# Damaged checkpoints and unusable targets
 
 SHARD = "shard-00000-of-00001.safetensors"
 
@@ -541,7 +547,9 @@ def narrow(checkpoint: Path) -> None:
         (narrow, "model.json is damaged: bytes 0 to "),
     ],
 )
-def test_a_spoiled_checkpoint(spoil: Callable[[Path], Any], said: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_refused(
+    spoil: Callable[[Path], Any], said: str, checkpoint: Path, tmp_path: Path
+) -> None:
     spoil(checkpoint)
     with pytest.raises(UserError) as error:
         export_checkpoint(checkpoint, tmp_path / "out")
@@ -550,7 +558,7 @@ def test_a_spoiled_checkpoint(spoil: Callable[[Path], Any], said: str, checkpoin
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "hf"]
 
 
-def test_a_link_stays_one(checkpoint: Path, folder: Path, tmp_path: Path) -> None:
+def test_an_export_to_a_link_keeps_the_link(checkpoint: Path, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "disk" / "big").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "big")
     (tmp_path / "dangling").symlink_to(tmp_path / "disk" / "new")
@@ -558,14 +566,20 @@ def test_a_link_stays_one(checkpoint: Path, folder: Path, tmp_path: Path) -> Non
         export_checkpoint(checkpoint, tmp_path / link, max_bytes=10_000)
         assert (tmp_path / link).is_symlink()
         assert contents(tmp_path / "disk" / target) == contents(folder)
+
+
+def test_replacing_the_target_of_a_link_keeps_the_link(tmp_path: Path) -> None:
+    (tmp_path / "disk" / "big").mkdir(parents=True)
+    (tmp_path / "disk" / "big" / "old").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "big")
     with hf_folder.new_folder(tmp_path / "link", replace=True) as partial:
         assert partial.parent == tmp_path / "disk"
         (partial / "a").touch()
     assert (tmp_path / "link").is_symlink() and list(contents(tmp_path / "link")) == ["a"]
-    assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["big", "new"]
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["big"]
 
 
-def test_into_the_folder_one_is_in(
+def test_an_export_can_go_to_the_current_folder(
     checkpoint: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "here").mkdir()
@@ -575,7 +589,7 @@ def test_into_the_folder_one_is_in(
     assert contents(tmp_path / "here") == contents(folder)
 
 
-def test_the_old_folder_comes_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_replacement_restores_the_old_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, rename = contents(folder), os.rename
 
     def refuse(source: Path, target: Path) -> None:
@@ -589,37 +603,46 @@ def test_the_old_folder_comes_back(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert contents(folder) == before and [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
-def test_a_mount_point_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mount_point_is_refused_as_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os.path, "ismount", lambda path: True)
-    with pytest.raises(UserError, match="is where a disk is mounted"), hf_folder.new_folder(tmp_path / "disk"):
+    with pytest.raises(UserError, match="is a mount point"), hf_folder.new_folder(tmp_path / "disk"):
         raise AssertionError
 
 
-def test_nothing_is_overwritten(checkpoint: Path, folder: Path, tmp_path: Path) -> None:
+def test_a_folder_with_files_is_never_overwritten(checkpoint: Path, folder: Path, tmp_path: Path) -> None:
     before = contents(folder)
-    with pytest.raises(UserError, match="is already there"):
+    with pytest.raises(UserError, match="already exists"):
         export_checkpoint(checkpoint, folder)
-    with pytest.raises(UserError, match="is already there"):
+    with pytest.raises(UserError, match="already exists"):
         import_folder(folder, folder)
     assert contents(folder) == before
+
+
+def test_an_empty_folder_can_be_the_target(checkpoint: Path, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     export_checkpoint(checkpoint, tmp_path / "empty", max_bytes=10_000)
-    assert contents(tmp_path / "empty") == before
+    assert contents(tmp_path / "empty") == contents(folder)
 
 
-def test_the_wrong_way_round(checkpoint: Path, folder: Path, tmp_path: Path) -> None:
+def test_import_and_export_refuse_the_wrong_kind_of_folder(checkpoint: Path, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is a Hugging Face folder already"):
         export_checkpoint(folder, tmp_path / "out")
-    with pytest.raises(UserError, match="holds a checkpoint of ours"):
+    with pytest.raises(UserError, match="holds a Shardwright checkpoint"):
         import_folder(checkpoint, tmp_path / "out")
+
+
+def test_import_refuses_a_missing_folder_and_a_file(folder: Path, tmp_path: Path) -> None:
     for path, said in ((tmp_path / "nowhere", "does not exist"), (folder / "config.json", "is not a folder")):
         with pytest.raises(UserError, match=said):
             import_folder(path, tmp_path / "out")
+
+
+def test_export_refuses_a_target_inside_a_file(checkpoint: Path, folder: Path) -> None:
     with pytest.raises(UserError, match="cannot be written"):
         export_checkpoint(checkpoint, folder / "config.json" / "below")
 
 
-def test_a_full_disk_leaves_nothing(checkpoint: Path, folder: Path, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_files(checkpoint: Path, folder: Path, tmp_path: Path) -> None:
     import resource
 
     before = sorted(path.name for path in tmp_path.iterdir())
@@ -635,19 +658,23 @@ def test_a_full_disk_leaves_nothing(checkpoint: Path, folder: Path, tmp_path: Pa
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
-def test_what_a_kill_left_is_cleared(checkpoint: Path, tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_export_are_removed(checkpoint: Path, tmp_path: Path) -> None:
     shutil.copytree(checkpoint, tmp_path / ".partial-out")
     export_checkpoint(checkpoint, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "hf", "out"]
 
 
-# The shape of the weights and that of a recipe
+# Differences between the weights and a recipe
 
 
-def test_differences_are_those_that_matter() -> None:
+def test_fields_that_do_not_change_the_model_are_not_differences() -> None:
     smollm3 = SIZES["smollm3_debug"]
     assert list(differences(smollm3, replace(smollm3, name="x", init_std=1.0, weights="y", rope_factor=2.0))) == []
     assert list(differences(smollm3, replace(smollm3, no_rope_every=0, no_rope_layers=(3,)))) == []
+
+
+def test_fields_that_change_the_model_are_differences() -> None:
+    smollm3 = SIZES["smollm3_debug"]
     assert list(differences(smollm3, replace(smollm3, no_rope_every=0, no_rope_layers=(2,)))) == [
         ("no_rope_every", 0),
         ("no_rope_layers", (2,)),
@@ -667,24 +694,24 @@ def big() -> ModelConfig:
 
 
 def peak_megabytes(work: Callable[[], Any]) -> float:
-    """How far the resident memory of this process rises above where it is now."""
+    """By how much the peak resident memory of this process during `work` exceeds the current one."""
 
     def field(name: str) -> int:
         (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
         return int(line.split()[1])
 
-    Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark back
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     before = field("VmRSS")
     work()
     return (field("VmHWM") - before) / 1024
 
 
 def measure(path: Path) -> dict[str, float]:
-    """Peaks above what was there before: rank 0 alone, as scripts/convert_hf.py, then all with a sharded model."""
+    """Peak memory above the start: of rank 0 alone, as in scripts/convert_hf.py, then of all with a sharded model."""
     world = start("cpu", seed=0)
     found = {}
     if world.is_main:
-        import_folder(write_random(path / "small"), path / "warm")  # what is imported and allocated once
+        import_folder(write_random(path / "small"), path / "warm")  # warm-up: imports and allocations
         found["convert_hf import"] = peak_megabytes(lambda: import_folder(path / "hf", path / "checkpoint"))
         found["convert_hf export"] = peak_megabytes(lambda: export_checkpoint(path / "checkpoint", path / "again"))
     model, _ = build_model(big())
@@ -702,7 +729,7 @@ def big_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def test_memory_stays_at_a_tensor_or_two(big_folder: Path) -> None:
+def test_import_and_export_need_the_memory_of_two_tensors_at_most(big_folder: Path) -> None:
     largest = big().vocabulary * big().width * 4 / 2**20
     whole = big().num_params() * 4 / 2**20
     bound = 2 * largest + 30

@@ -1,4 +1,4 @@
-"""[model] weights: what a recipe may start from, what it is told when it cannot, and runs that do."""
+"""model.weights: what a recipe can start from, its error messages, and runs that start from weights."""
 
 import json
 import shutil
@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from models.config import ModelConfig
 from models.hf import parameter_shapes
 from parallel.errors import UserError
 from recipes.checkpoint.files import read_manifest
@@ -46,7 +45,7 @@ def refused(*overrides: str, **text: str) -> str:
     return " ".join(str(error.value).split())
 
 
-def test_the_shape_comes_from_the_weights(folder: Path) -> None:
+def test_from_weights_takes_the_shape_of_the_weights(folder: Path) -> None:
     import_folder(folder, folder.parent / "checkpoint")
     for source in ("hf", "checkpoint"):
         recipe = recipe_of("--model.weights", source)
@@ -54,7 +53,7 @@ def test_the_shape_comes_from_the_weights(folder: Path) -> None:
         Path("resolved.toml").write_text(to_toml(recipe))
         assert load("resolved.toml") == recipe
     shutil.rmtree(folder)
-    assert load("resolved.toml", rules=False) == recipe  # all is said in it: it can be read without its weights
+    assert load("resolved.toml", rules=False) == recipe  # it has every field
 
 
 def test_a_size_with_weights_must_be_their_shape(folder: Path) -> None:
@@ -66,34 +65,55 @@ def test_a_size_with_weights_must_be_their_shape(folder: Path) -> None:
     assert recipe_of("--model.init_std", "0.5").model.init_std == 0.5
 
 
-def test_what_cannot_be_started_from_is_named(folder: Path) -> None:
-    assert "model.weights" in refused("--model.weights", "") and "is missing" in refused("--model.weights", "")
-    assert "elsewhere does not exist" in refused("--model.weights", "elsewhere")
-    assert refused("--model.weights", "elsewhere", "--run.steps", "0").startswith("2 problems")
-    assert "r.toml is not a folder" in refused("--model.weights", "r.toml")
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ("", 'model.weights (command line) is missing; name = "from_weights" takes its shape'),
+        ("elsewhere", "elsewhere does not exist"),
+        ("r.toml", "r.toml is not a folder"),
+        ("hf/empty", "holds no weights"),
+    ],
+)
+def test_weights_that_cannot_be_found_are_refused(weights: str, message: str, folder: Path) -> None:
     (folder / "empty").mkdir()
-    assert "holds no weights" in refused("--model.weights", "hf/empty")
+    assert message in refused("--model.weights", weights)
+
+
+def test_missing_weights_are_reported_with_all_other_problems(folder: Path) -> None:
+    assert refused("--model.weights", "elsewhere", "--run.steps", "0").startswith("2 problems")
+
+
+def test_damaged_weights_are_refused_in_one_problem(folder: Path) -> None:
     truncate(files(folder)[0])
-    assert "1 problem in" in refused() and "but its header promises" in refused()
     files(folder)[1].unlink()
-    assert "is missing; fetch it again" in refused()
+    said = refused()
+    assert "1 problem in" in said and "but its header says" in said and "is missing; download it again" in said
+
+
+def test_unsupported_weights_are_refused_with_every_key(folder: Path) -> None:
     edit_config(folder, attention_bias=True, mlp_bias=True)
-    assert "attention_bias = True: biases in the attention projections" in refused() and "mlp_bias" in refused()
-    assert "did you mean" in refused(text='[model]\nname = "from_weight"\n')
+    said = refused()
+    assert "attention_bias = True: biases in the attention projections" in said and "mlp_bias" in said
 
 
-def test_the_tokenizer_is_that_of_the_weights(folder: Path) -> None:
-    """Tokens that the weights never saw would train nonsense without a word."""
+def test_a_misspelled_from_weights_is_recognised(folder: Path) -> None:
+    assert 'did you mean "from_weights"?' in refused(text='[model]\nname = "from_weight"\n')
+
+
+def test_the_tokenizer_must_be_that_of_the_weights(folder: Path) -> None:
     said = refused("--data.tokenizer", "train:300")
     assert "1 problem" in said and "which have their own" in said and 'write tokenizer = "from_weights"' in said
     assert recipe_of("--data.tokenizer", "from_weights").data.tokenizer == "from_weights"
+
+
+def test_a_tokenizer_from_weights_must_exist(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     assert "data.tokenizer" in refused("--data.tokenizer", "from_weights")
     alone = '[model]\nname = "smollm3_debug"\n'
     assert "needs model.weights or a checkpoint of this run" in refused("--data.tokenizer", "from_weights", text=alone)
 
 
-def test_a_run_with_a_checkpoint_needs_the_weights_no_more(folder: Path) -> None:
+def test_a_run_with_a_checkpoint_no_longer_needs_its_weights(folder: Path) -> None:
     options = ("--data.tokenizer", "from_weights", "--run.name", "r")
     recipe = recipe_of(*options)
     checkpoint = Path("runs/r/checkpoints/step-00000004")
@@ -106,12 +126,12 @@ def test_a_run_with_a_checkpoint_needs_the_weights_no_more(folder: Path) -> None
     assert identity_differences(recipe, moved) == []
 
 
-def test_an_export_has_a_checkpoint_beside_it(folder: Path) -> None:
+def test_an_export_at_the_end_needs_checkpoints(folder: Path) -> None:
     assert "write every = run.steps" in refused("--checkpoint.export_hf", "True")
     assert recipe_of("--checkpoint.export_hf", "True", "--checkpoint.every", "100").checkpoint.export_hf
 
 
-def test_check_leaves_torch_out(folder: Path) -> None:
+def test_loading_weights_into_a_recipe_does_not_import_torch(folder: Path) -> None:
     recipe_of()
     code = "import sys, recipes.load; recipes.load.load('r.toml'); print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
@@ -163,13 +183,15 @@ def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())]
 
 
-def test_runs_from_runs(corpus: Path, tmp_path: Path) -> None:
-    shape: dict[str, Any] = {"layers": 2, "width": 32, "feed_forward_width": 48, "vocabulary": 512}
+@pytest.fixture(scope="module")
+def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs that start from random weights ("first", "anew"), from a run, and from its exported folder."""
+    output = tmp_path_factory.mktemp("runs")
     first = change(
         load(DEBUG),
-        run={"name": "first", "steps": 3, "output": str(tmp_path)},
-        model=shape,
-        data={"source": str(corpus), "cache": str(tmp_path / "cache"), "tokenizer": "train:512"},
+        run={"name": "first", "steps": 3, "output": str(output)},
+        model={"layers": 2, "width": 32, "feed_forward_width": 48, "vocabulary": 512},
+        data={"source": str(corpus), "cache": str(output / "cache"), "tokenizer": "train:512"},
         batch={"sequence_length": 32, "global_batch_size": 4, "micro_batch_size": 1},
         schedule={"kind": "constant", "warmup_steps": 0, "decay_steps": 0},
         checkpoint={"every": 3, "export_hf": True},
@@ -178,38 +200,56 @@ def test_runs_from_runs(corpus: Path, tmp_path: Path) -> None:
         validation={"every": 0, "sample_tokens": 0},
     )
 
-    def going_on(name: str, weights: Path, model: ModelConfig, steps: int = 2) -> Recipe:
+    def from_weights(name: str, weights: Path, steps: int = 2) -> Recipe:
         found = change(first, run={"name": name, "steps": steps}, batch={"sequence_length": 16})
-        found = change(found, data={"tokenizer": str(tmp_path / "first" / "hf")}, checkpoint={"every": 2})
-        return replace(found, model=replace(model, weights=str(weights)))
+        found = change(found, data={"tokenizer": str(output / "first" / "hf")}, checkpoint={"every": 2})
+        return change(found, model={"weights": str(weights)})
 
-    from_run = going_on("from-run", tmp_path / "first", first.model)
-    from_folder = going_on("from-folder", tmp_path / "first" / "hf", first.model)
-    anew = replace(from_run, model=first.model)
-    anew = change(anew, run={"name": "anew"}, checkpoint={"export_hf": False})
-    extended = going_on("from-folder", tmp_path / "first" / "hf", first.model, steps=4)
+    from_run = from_weights("from-run", output / "first")
+    from_folder = from_weights("from-folder", output / "first" / "hf")
+    anew = change(from_run, run={"name": "anew"}, model={"weights": ""}, checkpoint={"export_hf": False})
+    extended = from_weights("from-folder", output / "first" / "hf", steps=4)
     whole = change(extended, run={"name": "whole"}, checkpoint={"every": 4})
     assert run_processes(2, run_all, [first, from_run, from_folder, anew, extended, whole]) == [[0] * 6] * 2
+    return output
 
-    assert losses(tmp_path / "from-run") == losses(tmp_path / "from-folder")[:2]
-    assert losses(tmp_path / "whole") == losses(tmp_path / "from-folder")  # a checkpoint wins over the weights
-    assert losses(tmp_path / "from-folder")[0] < losses(tmp_path / "anew")[0] - 0.02
 
-    weights = find_weights(tmp_path / "first")
+def test_a_run_from_a_run_equals_one_from_its_export(runs: Path) -> None:
+    assert losses(runs / "from-run") == losses(runs / "from-folder")[:2]
+
+
+def test_a_run_resumes_from_its_checkpoint_instead_of_its_weights(runs: Path) -> None:
+    assert losses(runs / "whole") == losses(runs / "from-folder")
+
+
+def test_trained_weights_start_with_a_lower_loss_than_random_ones(runs: Path) -> None:
+    assert losses(runs / "from-folder")[0] < losses(runs / "anew")[0] - 0.02
+
+
+def test_a_run_keeps_the_context_length_of_the_weights_it_started_from(runs: Path) -> None:
+    weights = find_weights(runs / "first")
     assert weights.path.name == "step-00000003" and weights.facts.context_length == 32
-    assert find_weights(tmp_path / "from-run").facts.context_length == 32  # not shorter than what it came from
-    assert find_weights(tmp_path / "from-run").model == weights.model
-    goes_on = tmp_path / "from-folder"
+    assert find_weights(runs / "from-run").facts.context_length == 32  # though it trains on sequences of 16
+    assert find_weights(runs / "from-run").model == weights.model
+
+
+def test_damaged_checkpoints_are_skipped_until_the_weights_themselves(runs: Path, tmp_path: Path) -> None:
+    run, hf = shutil.copytree(runs / "from-folder", tmp_path / "from-folder"), str(runs / "first" / "hf")
     for newest, expected in (("step-00000004", "checkpoints/step-00000002"), ("step-00000002", "hf")):
-        assert initial_weights(extended.model.weights, goes_on).path.name == newest
-        description = goes_on / "checkpoints" / newest / "model.json"
+        assert initial_weights(hf, run).path.name == newest
+        description = run / "checkpoints" / newest / "model.json"
         description.write_text(description.read_text().replace('"layers": 2', '"layers": 3'))
-        found = initial_weights(extended.model.weights, goes_on)  # damaged: what the run will go on from counts
+        found = initial_weights(hf, run)
         assert str(found.path).endswith(expected) and found.model.layers == 2
     with pytest.raises(UserError, match=r"step-00000004/model\.json"):
-        initial_weights("", goes_on)
+        initial_weights("", run)
 
-    export_checkpoint(tmp_path / "first", tmp_path / "out")
+
+def test_an_export_at_the_end_equals_one_of_the_checkpoint(runs: Path, tmp_path: Path) -> None:
+    export_checkpoint(runs / "first", tmp_path / "out")
     for file in (tmp_path / "out").iterdir():
-        assert file.read_bytes() == (tmp_path / "first" / "hf" / file.name).read_bytes(), file.name
-    assert not (tmp_path / "anew" / "hf").exists()
+        assert file.read_bytes() == (runs / "first" / "hf" / file.name).read_bytes(), file.name
+
+
+def test_a_run_exports_only_if_asked(runs: Path) -> None:
+    assert not (runs / "anew" / "hf").exists()
