@@ -1,4 +1,4 @@
-"""The loss in chunks against the loss at once: values, gradients, precision, memory."""
+"""The chunked loss compared with the loss at once: values, gradients, precision and memory."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ Results = tuple[Tensor, dict[str, Tensor]]
 
 
 def batch(length: int = 13) -> tuple[Tensor, Tensor]:
-    """Tokens and targets (3, length); some do not count, the whole of one chunk among them."""
+    """Tokens and targets (3, length); some targets are ignored, among them all targets of one chunk."""
     tokens = torch.randint(0, 112, (3, length + 1), generator=torch.Generator().manual_seed(1))
     targets = tokens[:, 1:].clone()
     targets[0] = targets[2, 4] = IGNORED
@@ -37,7 +37,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 
 def logit_results(dtype: torch.dtype, chunks: int) -> tuple[Tensor, Tensor]:
-    """Loss, and the gradient of the logits with respect to a third of it."""
+    """The loss, and the gradient of a third of it with respect to the logits."""
     logits = (3 * torch.randn(3, 13, 112, generator=torch.Generator().manual_seed(2))).to(dtype).requires_grad_()
     loss = cross_entropy_sum(logits.clone(), batch()[1], chunks=chunks)
     (loss / 3).backward()
@@ -50,18 +50,18 @@ def test_chunks_change_neither_loss_nor_gradient(chunks: int) -> None:
     (loss, gradient), (plain_loss, plain) = (logit_results(torch.float32, n) for n in (chunks, 1))
     assert relative(loss, plain_loss) < 1e-6
     assert relative(gradient, plain) < 1e-6
-    assert not gradient[0].any() and not gradient[2, 4].any()  # no target, no gradient
+    assert not gradient[0].any() and not gradient[2, 4].any()  # ignored targets
 
 
-def test_bfloat16_logits_get_a_gradient_rounded_once() -> None:
+def test_the_gradient_of_bfloat16_logits_is_rounded_only_once() -> None:
     _, exact = logit_results(torch.bfloat16, 1)
     _, gradient = logit_results(torch.bfloat16, 4)
-    different = gradient != exact  # where float32's last bit decides the rounding
+    different = gradient != exact  # where the last float32 bit decides the rounding
     assert different.float().mean() < 1e-3
     torch.testing.assert_close(gradient, exact, rtol=2**-7, atol=0)
 
 
-def test_no_targets_at_all_is_a_loss_of_zero() -> None:
+def test_the_loss_without_any_target_is_zero() -> None:
     logits = torch.randn(2, 5, 11, requires_grad=True)
     loss = cross_entropy_sum(logits.clone(), torch.full((2, 5), IGNORED), chunks=3)
     loss.backward()
@@ -76,7 +76,7 @@ def test_a_second_backward_pass_is_refused() -> None:
         loss.backward()
 
 
-def test_validation_needs_no_gradient_and_leaves_the_logits_alone() -> None:
+def test_without_gradients_the_logits_are_not_overwritten() -> None:
     logits, (_, targets) = torch.randn(3, 13, 112), batch()
     before = logits.clone()
     with torch.no_grad():
@@ -89,7 +89,7 @@ def test_validation_needs_no_gradient_and_leaves_the_logits_alone() -> None:
 
 
 def model_results(config, chunks: int, dtype: str = "float32", float8: str = "none") -> Results:
-    """Loss and gradients, by name and gathered, of two accumulated micro-batches of each process."""
+    """Loss, and all-gathered gradients by name, of two accumulated micro-batches on each process."""
     model, _ = build_model(
         config,
         loss_chunks=chunks,
@@ -106,54 +106,63 @@ def model_results(config, chunks: int, dtype: str = "float32", float8: str = "no
     return total, {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
 
 
-def compare(cases: list[tuple]) -> list[tuple[float, float]]:
-    """Largest relative differences (loss, gradients) of 3 chunks to 1."""
+CASES = {
+    f"{name}, {'no float8' if float8 == 'none' else float8}": (config, float8)
+    for name, config in (("tied", TIED), ("untied", UNTIED))
+    for float8 in ("none", "tensorwise", "rowwise")
+}
+Differences = dict[str, tuple[float, float]]
+
+
+def measure() -> tuple[Differences, dict[str, tuple[float, float]]]:
+    """What 3 chunks change in this process group.
+
+    Returns the relative differences (loss, worst gradient) to 1 chunk by case; and, by tied or untied, how far
+    gradients computed in bfloat16 are from float32 (with chunks, without).
+    """
     start("cpu", seed=0)
-    found = []
-    for case in cases:
-        (loss, gradients), (plain_loss, plain) = (model_results(case[0], n, *case[1:]) for n in (3, 1))
+    differences, distances = {}, {}
+    for case, (config, float8) in CASES.items():
+        (loss, gradients), (plain_loss, plain) = (model_results(config, n, float8=float8) for n in (3, 1))
         worst = max(relative(gradients[name], plain[name]) for name in plain)
-        found.append((relative(loss, plain_loss), worst))
+        differences[case] = relative(loss, plain_loss), worst
+        if float8 == "none":
+            both = [model_results(config, chunks, "bfloat16")[1] for chunks in (3, 1)]
+            chunked, at_once = (max(relative(gradients[name], plain[name]) for name in plain) for gradients in both)
+            distances["tied" if config.tied_embeddings else "untied"] = chunked, at_once
     stop()
-    return found
+    return differences, distances
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_models_with_chunks_equal_models_without(processes: int) -> None:
-    """Tied and untied, sharded, with accumulation; with float8 everywhere, lm_head included."""
-    cases = [(config, "float32", float8) for config in (TIED, UNTIED) for float8 in ("none", "tensorwise", "rowwise")]
-    for found in run_processes(processes, compare, cases):
-        for (config, _, float8), (loss, gradients) in zip(cases, found, strict=True):
-            assert loss < 1e-6
-            # What the blocks make of differences below 1e-6 in the logits' gradient; with float8, one of these may
-            # move a value to the next float8 number.
-            assert gradients < (3e-6 if float8 == "none" else 1e-2), (config.tied_embeddings, float8)
+@pytest.fixture(scope="module", params=[1, 2], ids=["1 process", "2 processes"])
+def measured(request: pytest.FixtureRequest) -> list[tuple[Differences, dict[str, tuple[float, float]]]]:
+    """measure() of every rank."""
+    return run_processes(request.param, measure)
 
 
-def distances() -> list[tuple[float, float]]:
-    """(with chunks, without): how far bf16 computation is from float32, worst of all gradients, tied and untied."""
-    start("cpu", seed=0)
-    found = []
-    for config in (TIED, UNTIED):
-        _, exact = model_results(config, 1)
-        both = [model_results(config, chunks, "bfloat16")[1] for chunks in (3, 1)]
-        found.append(tuple(max(relative(gradients[name], exact[name]) for name in exact) for gradients in both))
-    stop()
-    return found
+@pytest.mark.parametrize("case", CASES)
+def test_models_with_chunks_equal_models_without(case: str, measured) -> None:
+    """Sharded, with gradient accumulation; float8 includes lm_head."""
+    for differences, _ in measured:
+        loss, gradients = differences[case]
+        assert loss < 1e-6
+        # The blocks amplify differences below 1e-6 in the logits' gradient; with float8, one of these may move a
+        # value to the next float8 number.
+        assert gradients < (3e-6 if CASES[case][1] == "none" else 1e-2)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_bfloat16_with_chunks_is_as_close_to_float32_as_without(processes: int) -> None:
-    for found in run_processes(processes, distances):
-        for chunked, plain in found:
-            assert 0 < chunked < 1.001 * plain
+@pytest.mark.parametrize("model", ["tied", "untied"])
+def test_bfloat16_with_chunks_is_as_close_to_float32_as_without(model: str, measured) -> None:
+    for _, distances in measured:
+        chunked, plain = distances[model]
+        assert 0 < chunked < 1.001 * plain
 
 
 # Memory
 
 
 def saved_bytes(chunks: int) -> int:
-    """Bytes of logits' size that the backward pass of one step keeps alive, each storage counted once."""
+    """Bytes of tensors as large as the logits that are kept for the backward pass, each storage counted once."""
     model = Decoder(TIED, loss_chunks=chunks).bfloat16()
     x, y = batch()
     logits, storages = x.numel() * 112, {}
@@ -168,9 +177,9 @@ def saved_bytes(chunks: int) -> int:
     return sum(storages.values())
 
 
-def test_only_the_logits_themselves_are_kept() -> None:
+def test_the_backward_pass_keeps_only_the_logits() -> None:
     size = batch()[0].numel() * 112
-    assert saved_bytes(chunks=1) == 4 * size  # their float32 log softmax
+    assert saved_bytes(chunks=1) == 4 * size  # float32 log softmax
     assert saved_bytes(chunks=4) == 2 * size
 
 
@@ -194,9 +203,9 @@ print((peak() - before) / (2048 * 16384))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_peak_memory_is_lower() -> None:
-    """In bytes for each logit: 2 for itself, and 8 for two float32 copies of a chunk. Without chunks it is three."""
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed leaves the process
+def test_peak_memory_is_lower_with_chunks() -> None:
+    """In bytes per logit: 2 for the logit, and 8 for two float32 copies of a chunk. Without chunks, three copies."""
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # freed memory returns to the system
     plain, chunked = (
         float(subprocess.check_output([sys.executable, "-c", PEAK, chunks], cwd=ROOT, env=environment))
         for chunks in ("1", "8")

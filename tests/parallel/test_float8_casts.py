@@ -226,10 +226,7 @@ def shares_of_variants(meshes: list[MeshConfig]) -> list[dict[str, Shares]]:
 
 @pytest.fixture(scope="module")
 def on_one_process() -> dict[str, Shares]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as run_processes does: another number may sum in another order
-    [shares] = shares_of_variants([MeshConfig()])
-    torch.set_num_threads(threads)
+    [[shares]] = run_processes(1, shares_of_variants, [MeshConfig()])
     return shares
 
 
