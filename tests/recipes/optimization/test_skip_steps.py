@@ -1,11 +1,10 @@
-"""Steps that are skipped: no bit of the state changes, and nothing waits for the device."""
+"""Skipped steps change no bit of the state, and looking for them does not wait for the device."""
 
 import hashlib
 import json
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +15,24 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipes.files.exit_codes import POISONED
-from recipes.load import load
 from recipes.schema import Recipe
+from recipes.training import step as step_module  # where a step finds gradient_norm
 from tests.processes import run_processes
-from tests.training import DEBUG, change, take_step, training
+from tests.training import change, take_step, training
 
 BAD = 2
-"""Index of the step that is poisoned, the third."""
+"""Index of the bad step, the third."""
 
 
 @pytest.fixture
-def small(corpus: Path, tmp_path: Path) -> Recipe:
-    """Five steps of two micro-batches on two processes; no step but the first and the last is logged."""
-    recipe = load(DEBUG)
-    return replace(
-        recipe,
-        run=replace(recipe.run, steps=5, output=str(tmp_path / "runs"), name="small"),
-        model=replace(
-            recipe.model, layers=2, width=64, feed_forward_width=96, heads=4, key_value_heads=2, head_width=16
-        ),
-        data=replace(recipe.data, source=str(corpus), cache=str(corpus.parent / "cache"), validation_fraction=0.05),
-        batch=replace(recipe.batch, sequence_length=32, global_batch_size=8, micro_batch_size=2),
-        schedule=replace(recipe.schedule, kind="constant", warmup_steps=0, decay_steps=0),
-        checkpoint=replace(recipe.checkpoint, every=0),
-        metrics=replace(recipe.metrics, every=1),
-        validation=replace(recipe.validation, every=0, sample_tokens=0),
+def five_steps(small: Recipe, tmp_path: Path) -> Recipe:
+    """Five steps of two micro-batches on two processes, in a folder of the test's own; nothing is saved."""
+    return change(
+        small,
+        run={"steps": 5, "output": str(tmp_path / "runs"), "name": "small"},
+        batch={"micro_batch_size": 2},
+        schedule={"warmup_steps": 0},
+        checkpoint={"every": 0},
     )
 
 
@@ -60,15 +52,13 @@ def state(trainer: Any) -> str:
 
 
 def scales(trainer: Any) -> list[float]:
-    """Those that float8 all-gather works out after each step."""
+    """The scales that float8 all-gather computes after each step."""
     found = [parameter._local_tensor for parameter in trainer.built.parameters]
     return [t._precomputed_scale.item() for t in found if getattr(t, "_precomputed_scale", None) is not None]
 
 
-def poison(trainer: Any, kind: str) -> Callable[[], None]:
-    """Make the next step bad, on the last rank alone but for "norm", in one of its micro-batches. Returns the cure."""
-    import recipes.training.step as step_module
-
+def spoil(trainer: Any, kind: str) -> Callable[[], None]:
+    """Make the next step bad in one of its micro-batches, on the last rank, or with "norm" on all. Returns the undo."""
     whole = step_module.gradient_norm
     micro_batches = []
 
@@ -86,42 +76,41 @@ def poison(trainer: Any, kind: str) -> Callable[[], None]:
         parameters[0].grad.to_local().view(-1)[0] = math.nan
         return whole(parameters)
 
-    def norm(parameters: list[Any]) -> Tensor:
+    def spoil_norm(parameters: list[Any]) -> Tensor:
         return whole(parameters) * math.nan
 
-    if kind in ("shard", "norm") and (kind == "norm" or trainer.world.rank == trainer.world.size - 1):
-        step_module.gradient_norm = spoil_shard if kind == "shard" else norm  # type: ignore[assignment]
+    is_last = trainer.world.rank == trainer.world.size - 1
+    handles = []
+    if kind == "norm":
+        step_module.gradient_norm = spoil_norm  # type: ignore[assignment]
+    elif is_last and kind == "shard":
+        step_module.gradient_norm = spoil_shard  # type: ignore[assignment]
+    elif is_last and "gradient" in kind:
+        handles.append(trainer.built.model.norm.register_forward_hook(spoil_gradient))
+    elif is_last:
+        spoiled = trainer.built.model.embedding if kind == "embedding" else trainer.built.model
+        handles.append(spoiled.register_forward_hook(spoil_output))
 
-    def cure() -> None:
+    def undo() -> None:
         step_module.gradient_norm = whole  # type: ignore[assignment]
         for handle in handles:
             handle.remove()
 
-    handles = []
-    if trainer.world.rank == trainer.world.size - 1:
-        if kind in ("embedding", "loss", "infinite loss"):
-            handles.append(
-                (trainer.built.model.embedding if kind == "embedding" else trainer.built.model).register_forward_hook(
-                    spoil_output
-                )
-            )
-        elif kind in ("gradient", "infinite gradient"):
-            handles.append(trainer.built.model.norm.register_forward_hook(spoil_gradient))
-    return cure
+    return undo
 
 
 def steps(recipe: Recipe, kind: str, world: Any) -> dict[str, Any]:
-    """Hashes after every step, where the third one is poisoned; "left out": where it is not taken at all."""
+    """What each step left, where the third one is bad in this way; "left out": where it is not taken at all."""
     with training(change(recipe, run={"name": kind}), world) as trainer:
         hashes, seen_scales, losses = [], [], []
         for number in range(recipe.run.steps):
             if number == BAD and kind == "left out":
                 trainer.clock.count_step()
                 continue
-            cure = poison(trainer, kind) if number == BAD else None
+            undo = spoil(trainer, kind) if number == BAD else None
             loss, _ = take_step(trainer)
-            if cure:
-                cure()
+            if undo:
+                undo()
             trainer.clock.count_step()
             hashes.append(state(trainer))
             seen_scales.append(scales(trainer))
@@ -142,7 +131,7 @@ def all_kinds(recipe: Recipe, kinds: tuple[str, ...]) -> dict[str, dict[str, Any
     return found
 
 
-def expect_no_trace(answers: list[dict[str, dict[str, Any]]]) -> None:
+def assert_bad_step_left_no_trace(answers: list[dict[str, dict[str, Any]]]) -> None:
     for found in answers:
         left_out = found.pop("left out")
         for kind, answer in found.items():
@@ -150,65 +139,83 @@ def expect_no_trace(answers: list[dict[str, dict[str, Any]]]) -> None:
             assert hashes[BAD] == hashes[BAD - 1], kind
             assert answer["scales"][BAD] == answer["scales"][BAD - 1]
             assert answer["skipped"] == [BAD + 1], kind
-            # The same as if that step's batch had never come.
+            # As if that step's batch had been left out.
             assert hashes[:BAD] + hashes[BAD + 1 :] == left_out["hashes"], kind
             assert len(set(hashes)) == len(hashes) - 1
 
 
-def test_a_bad_step_changes_no_bit(small: Recipe) -> None:
-    expect_no_trace(run_processes(2, all_kinds, small, ("left out", *KINDS)))
+def test_a_bad_step_changes_no_bit_on_two_processes(five_steps: Recipe) -> None:
+    assert_bad_step_left_no_trace(run_processes(2, all_kinds, five_steps, ("left out", *KINDS)))
 
 
-def test_nor_in_bfloat16_with_replicas_and_float8_all_gather(small: Recipe) -> None:
-    """2 x 2 processes: what one replica's shard holds, the other replica's must heed."""
-    hybrid = replace(
-        small,
-        mesh=replace(small.mesh, replicate=2, shard=2),
-        batch=replace(small.batch, micro_batch_size=1),
-        fsdp=replace(small.fsdp, param_dtype="bfloat16"),
-        float8=replace(small.float8, recipe="tensorwise", emulate=True, all_gather=True),
+def test_a_bad_step_changes_no_bit_in_bfloat16_with_replicas_and_float8_all_gather(five_steps: Recipe) -> None:
+    """2 x 2 processes: a NaN in a shard of one replica must skip the step in the other replica too."""
+    hybrid = change(
+        five_steps,
+        mesh={"replicate": 2, "shard": 2},
+        batch={"micro_batch_size": 1},
+        fsdp={"param_dtype": "bfloat16"},
+        float8={"recipe": "tensorwise", "emulate": True, "all_gather": True},
     )
     answers = run_processes(4, all_kinds, hybrid, ("left out", "embedding", "gradient", "shard", "loss"))
     assert all(answer["left out"]["scales"][0] for answer in answers)
-    expect_no_trace(answers)
+    assert_bad_step_left_no_trace(answers)
 
 
-def test_nor_without_clipping_on_one_process(small: Recipe) -> None:
-    alone = replace(small, optimizer=replace(small.optimizer, grad_clip=0.0))
-    expect_no_trace(run_processes(1, all_kinds, alone, ("left out", *KINDS)))
+def test_a_bad_step_changes_no_bit_without_clipping_on_one_process(five_steps: Recipe) -> None:
+    alone = change(five_steps, optimizer={"grad_clip": 0.0})
+    assert_bad_step_left_no_trace(run_processes(1, all_kinds, alone, ("left out", *KINDS)))
 
 
-def test_a_skipped_step_is_logged_and_too_many_stop_the_run(small: Recipe) -> None:
-    """The embedding gives nan from step 4 on: whatever is saved before is all that is left."""
-    run = replace(small.run, steps=40, max_skipped_steps=5, name="poisoned")
-    recipe = replace(
-        small, run=run, metrics=replace(small.metrics, every=4), checkpoint=replace(small.checkpoint, every=3, keep=9)
+@pytest.fixture(scope="module")
+def diverged(small: Recipe) -> Path:
+    """The folder of a run on two processes whose embedding gives NaN from step 4 on, which five skips in a row end."""
+    recipe = change(
+        small,
+        run={"steps": 40, "max_skipped_steps": 5, "name": "diverged"},
+        batch={"micro_batch_size": 2},
+        schedule={"warmup_steps": 0},
+        metrics={"every": 4},
+        checkpoint={"every": 3, "keep": 9},
     )
-    assert run_processes(2, poisoned_run, recipe) == [POISONED, POISONED]
-    folder = Path(run.output) / "poisoned"
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    skipped = [row for row in rows if row.get("skipped")]
-    # Steps 4 to 8 are five in a row. The host hears of them at step 8, whose own row is not made any more.
+    assert run_processes(2, train_diverging, recipe) == [POISONED, POISONED]
+    return recipe.run.folder
+
+
+def logged_by(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_each_skipped_step_is_logged_with_its_documents(diverged: Path) -> None:
+    skipped = [row for row in logged_by(diverged) if row.get("skipped")]
     assert [row["step"] for row in skipped] == [4, 5, 6, 7, 8]
-    assert [row["step"] for row in rows if "loss" in row] == [1, 4]
-    assert [row["loss"] is None for row in rows if "loss" in row] == [False, True]
     (pieces,) = skipped[0]["documents"].values()
     assert sum(end - begin for _, _, begin, end in pieces) == 8 * 32
     assert skipped[0]["documents"] != skipped[1]["documents"]
-    steps = sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_too_many_skipped_steps_in_a_row_stop_the_run(diverged: Path) -> None:
+    # Steps 4 to 8 are five in a row. The host reads this at step 8, whose own row is not written any more.
+    losses = {row["step"]: row["loss"] for row in logged_by(diverged) if "loss" in row}
+    assert list(losses) == [1, 4]
+    assert losses[1] is not None and losses[4] is None
+    assert "stopped: steps 4 to 8 were all skipped; " in (diverged / "log.txt").read_text()
+
+
+def test_checkpoints_of_skipped_steps_hold_the_weights_before_them(diverged: Path) -> None:
+    steps = sorted(path.name for path in (diverged / "checkpoints").iterdir())
     assert steps == ["step-00000003", "step-00000006"]
-    tensors = [tensors_of(folder / "checkpoints" / step) for step in steps]
-    assert tensors[0] == tensors[1]
-    progress = json.loads((folder / "checkpoints" / steps[1] / "manifest.json").read_text())["state"]["progress"]
+    before, after = (tensors_of(diverged / "checkpoints" / step) for step in steps)
+    assert before == after
+    progress = json.loads((diverged / "checkpoints" / steps[1] / "manifest.json").read_text())["state"]["progress"]
     assert progress["skipped_in_a_row"] == 3
-    assert "stopped: steps 4 to 8 were all skipped; " in (folder / "log.txt").read_text()
 
 
 def tensors_of(checkpoint: Path) -> dict[str, Any]:
     return json.loads((checkpoint / "manifest.json").read_text())["tensors"]
 
 
-def poisoned_run(recipe: Recipe) -> int:
+def train_diverging(recipe: Recipe) -> int:
     from parallel.dist import start, stop
 
     world = start("cpu", seed=0)
@@ -222,13 +229,13 @@ def poisoned_run(recipe: Recipe) -> int:
     return code
 
 
-def test_a_step_waits_for_the_device_no_oftener_than_before(small: Recipe) -> None:
-    spikes = replace(small, run=replace(small.run, loss_spike_z=5.0, name="spikes"))
-    assert run_processes(1, count_waits, [small, spikes]) == [[0, 0]]
+def test_looking_for_bad_steps_never_waits_for_the_device(five_steps: Recipe) -> None:
+    spikes = change(five_steps, run={"loss_spike_z": 5.0, "name": "spikes"})
+    assert run_processes(1, count_waits, [five_steps, spikes]) == [[0, 0]]
 
 
 def count_waits(recipes: list[Recipe]) -> list[int]:
-    """How often the host asks for a number of the device in a step that is not logged."""
+    """How often the host reads a number from the device in a step that is not logged."""
     from parallel.dist import start, stop
 
     class Waits(TorchDispatchMode):
@@ -253,7 +260,7 @@ def count_waits(recipes: list[Recipe]) -> list[int]:
 
 
 def judge_all(losses: list[float], restart_at: int) -> tuple[list[int], dict[str, Any]]:
-    """Which of these losses are skipped, with z = 4, by a guard that goes on as another one half-way."""
+    """Which losses a guard with z = 4 skips, and its state; at `restart_at` another guard takes the state over."""
     from parallel.dist import start, stop
     from recipes.optimization.skip_steps import StepGuard
     from tests.build import cpu_mesh
@@ -274,14 +281,23 @@ def judge_all(losses: list[float], restart_at: int) -> tuple[list[int], dict[str
     return skipped, state
 
 
-def test_loss_spikes_are_skipped_and_the_window_is_saved() -> None:
+def losses_with_spikes() -> list[float]:
     losses = [3.0 + 0.1 * math.sin(step) for step in range(100)]
-    losses[20] = 3.5  # the window is not full
+    losses[20] = 3.5  # not skipped, because the window is not full
     losses[70] = losses[71] = 30.0
     losses[90] = 30.0
-    ((whole, state),) = run_processes(1, judge_all, losses, -1)
-    assert whole == [70, 71, 90]
+    return losses
+
+
+def test_loss_spikes_are_skipped_once_the_window_is_full() -> None:
+    losses = losses_with_spikes()
+    ((skipped, state),) = run_processes(1, judge_all, losses, -1)
+    assert skipped == [70, 71, 90]
     assert state["skipped_in_a_row"] == 0 and len(state["loss_window"]) == 64
     assert state["loss_window"][-1] == pytest.approx(losses[-1])
-    for restart_at in (10, 71, 80):
-        assert run_processes(1, judge_all, losses, restart_at) == [(whole, state)]
+
+
+@pytest.mark.parametrize("restart_at", [10, 71, 80])
+def test_a_restored_guard_skips_the_same_spikes(restart_at: int) -> None:
+    losses = losses_with_spikes()
+    assert run_processes(1, judge_all, losses, restart_at) == run_processes(1, judge_all, losses, -1)

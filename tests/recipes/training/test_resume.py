@@ -1,4 +1,4 @@
-"""Whole runs that break off and go on: on another mesh, from a damaged checkpoint, after a full disk."""
+"""Whole runs that stop and resume: on another mesh, from a damaged checkpoint, after a full disk."""
 
 import shutil
 from functools import partial
@@ -14,7 +14,7 @@ from tests.training import change, curve, largest_gap, rows, run_all, train, tra
 
 HALF, STEPS = 4, 8
 RESHARDING_TOLERANCE = 1e-6
-"""Relative, in float32: sums over another number of processes round differently."""
+"""Relative, in float32: sums over another number of processes are rounded differently."""
 
 
 def folder_of(recipe: Recipe, name: str) -> Path:
@@ -22,7 +22,7 @@ def folder_of(recipe: Recipe, name: str) -> Path:
 
 
 def run_and_copy(first: list[Recipe], copies: list[tuple[Path, Path]], then: list[Recipe]) -> list[int]:
-    """Runs, copies of their folders, and what goes on in those."""
+    """Run `first`, copy their folders, then run `then`, which go on in the copies; exit codes."""
     import torch.distributed as dist
 
     from parallel.dist import start, stop
@@ -41,11 +41,15 @@ def run_and_copy(first: list[Recipe], copies: list[tuple[Path, Path]], then: lis
     return codes
 
 
-def test_a_run_goes_on_on_any_mesh(small: Recipe) -> None:
-    """Saved on 2 x 2 processes; the rest of the curve is that of the uninterrupted run."""
-    small = change(small, batch={"global_batch_size": 12})  # of which three processes have their share too
+ON = {4: ("same", "4x1", "ZeRO-2"), 3: ("three",), 2: ("two",), 1: ("one", "float8")}
+"""How many processes continue which copy of the run of 2 x 2."""
+
+
+@pytest.fixture(scope="module")
+def continued(small: Recipe) -> dict[str, Recipe]:
+    """A "whole" run on 2 x 2 processes, and copies of its first half that went on in the ways of `ON`."""
+    small = change(small, batch={"global_batch_size": 12})  # which three processes can share, too
     saving = change(small, mesh={"replicate": 2, "shard": 2})
-    whole, half = (change(saving, run={"name": n, "steps": steps}) for n, steps in (("whole", STEPS), ("half", HALF)))
     variants = {
         "same": saving,
         "4x1": change(small, mesh={"replicate": 4, "shard": 1}),
@@ -56,33 +60,36 @@ def test_a_run_goes_on_on_any_mesh(small: Recipe) -> None:
         "float8": change(small, float8={"recipe": "tensorwise", "emulate": True, "exclude": ("lm_head",)}),
     }
     variants = {name: change(recipe, run={"name": name}) for name, recipe in variants.items()}
+    whole, half = (change(saving, run={"name": n, "steps": steps}) for n, steps in (("whole", STEPS), ("half", HALF)))
     copies = [(folder_of(small, "half"), folder_of(small, name)) for name in variants]
-    on = {4: ["same", "4x1", "ZeRO-2"], 3: ["three"], 2: ["two"], 1: ["one", "float8"]}
-    for codes in run_processes(4, run_and_copy, [whole, half], copies, [variants[name] for name in on[4]]):
-        assert codes == [0] * 5
+    assert run_processes(4, run_and_copy, [whole, half], copies, [variants[name] for name in ON[4]]) == [[0] * 5] * 4
     for processes in (3, 2, 1):
-        for codes in run_processes(processes, run_all, [variants[name] for name in on[processes]]):
-            assert codes == [0] * len(on[processes])
-    expected = curve(whole)
+        codes = run_processes(processes, run_all, [variants[name] for name in ON[processes]])
+        assert codes == [[0] * len(ON[processes])] * processes
+    return variants | {"whole": whole}
+
+
+def test_a_run_continued_on_the_same_mesh_is_bit_equal(continued: dict[str, Recipe]) -> None:
+    assert curve(continued["same"]) == curve(continued["whole"])
+    for shard in ("shard-00000-of-00004.safetensors", "shard-00003-of-00004.safetensors"):
+        same, whole = (
+            (continued[name].run.folder / "checkpoints" / f"step-{STEPS:08d}" / shard).read_bytes()
+            for name in ("same", "whole")
+        )
+        assert same == whole
+
+
+@pytest.mark.parametrize("name", [name for names in ON.values() for name in names])
+def test_a_run_continued_on_any_mesh_repeats_the_rest_of_the_curve(name: str, continued: dict[str, Recipe]) -> None:
+    expected, found = curve(continued["whole"]), curve(continued[name])
+    assert [row["step"] for row in rows(continued[name])] == list(range(1, STEPS + 1))
     assert len(expected) == STEPS
-    for name, recipe in variants.items():
-        assert [row["step"] for row in rows(recipe)] == list(range(1, STEPS + 1))
-        found = curve(recipe)
-        if name == "same":
-            assert found == expected
-            for last in ("shard-00000-of-00004.safetensors", "shard-00003-of-00004.safetensors"):
-                one, other = (
-                    folder_of(small, run) / "checkpoints" / f"step-{STEPS:08d}" / last for run in ("whole", "same")
-                )
-                assert one.read_bytes() == other.read_bytes()
-        else:
-            tolerance = 1e-2 if name == "float8" else RESHARDING_TOLERANCE
-            assert found[:HALF] == expected[:HALF]
-            assert largest_gap(found, expected) < tolerance, name
+    assert found[:HALF] == expected[:HALF]
+    assert largest_gap(found, expected) < (1e-2 if name == "float8" else RESHARDING_TOLERANCE)
 
 
 def fill_the_disk(recipe: Recipe, reference: Recipe) -> list[str]:
-    """Train; then with a disk that takes no checkpoint; then with room again; then with the newest one damaged."""
+    """Train; go on with a disk that is full; with space again; and with the newest checkpoint damaged."""
     from parallel.dist import start, stop
 
     world = start("cpu", seed=0)
@@ -116,8 +123,8 @@ def test_training_survives_a_full_disk_and_a_damaged_checkpoint(small: Recipe) -
     for step in (4, 6):
         assert f"step {step:>6}  NOT SAVED: File too large; older checkpoints are unchanged" in log
     assert [line.rpartition("/")[2] for line in log.splitlines() if "resumed from" in line] == [
-        "step-00000002",  # with no room
-        "step-00000002",  # and with room again
+        "step-00000002",  # on the full disk
+        "step-00000002",  # and with space again
         "step-00000004",
     ]
     assert "which belong to" in log and "set aside as damaged-step-00000006" in log
@@ -126,46 +133,46 @@ def test_training_survives_a_full_disk_and_a_damaged_checkpoint(small: Recipe) -
     assert names == ["damaged-step-00000006", "step-00000006", "step-00000008"]
 
 
-def break_off_everywhere(recipe: Recipe) -> dict[str, str]:
-    """A whole run, and one that is broken off inside the accumulation of every step, each time to go on from disk.
+def interrupt_every_step(recipe: Recipe) -> dict[str, str]:
+    """A whole run, and one that stops inside the gradient accumulation of every step and resumes from disk each time.
 
-    Returns each run's newest checkpoint by the checksum of its shard.
+    Returns the checksum of the newest checkpoint's shard, by run.
     """
     import xxhash
 
     from parallel.dist import start, stop
 
-    class Broken(Exception):
+    class Interrupted(Exception):
         pass
 
-    def break_in(*_: object, countdown: list[int]) -> None:
+    def interrupt(*_: object, countdown: list[int]) -> None:
         countdown[0] -= 1
         if countdown[0] == 0:  # the third micro-batch of eight
-            raise Broken
+            raise Interrupted
 
     world = start("cpu", seed=0)
-    assert train(change(recipe, run={"name": "unbroken"}), world) == 0
-    broken = change(recipe, run={"name": "broken"})
+    assert train(change(recipe, run={"name": "uninterrupted"}), world) == 0
+    interrupted = change(recipe, run={"name": "interrupted"})
     for step in range(1, STEPS + 1):
-        with training(broken, world) as trainer:
-            assert trainer.step == max(0, step - 2)  # the step before is done once more, and saved; then it breaks off
+        with training(interrupted, world) as trainer:
+            assert trainer.step == max(0, step - 2)  # the step before is repeated and saved; then the run stops
             trainer.built.model.register_forward_pre_hook(
-                partial(break_in, countdown=[8 * (step - 1 - trainer.step) + 3])
+                partial(interrupt, countdown=[8 * (step - 1 - trainer.step) + 3])
             )
-            with pytest.raises(Broken):
+            with pytest.raises(Interrupted):
                 trainer.run()
             trainer.checkpoints.finish()
-    assert train(broken, world) == 0
+    assert train(interrupted, world) == 0
     stop()
     last = f"checkpoints/step-{STEPS:08d}/shard-00000-of-00001.safetensors"
     return {
         name: xxhash.xxh3_128_hexdigest((folder_of(recipe, name) / last).read_bytes())
-        for name in ("unbroken", "broken")
+        for name in ("uninterrupted", "interrupted")
     }
 
 
-def test_a_run_broken_off_in_every_step_is_bit_equal(small: Recipe) -> None:
+def test_a_run_interrupted_in_every_step_is_bit_equal(small: Recipe) -> None:
     recipe = change(small, checkpoint={"every": 1, "keep": 2})
-    [found] = run_processes(1, break_off_everywhere, recipe)
-    assert found["unbroken"] == found["broken"]
-    assert curve(change(recipe, run={"name": "unbroken"})) == curve(change(recipe, run={"name": "broken"}))
+    [found] = run_processes(1, interrupt_every_step, recipe)
+    assert found["uninterrupted"] == found["interrupted"]
+    assert curve(change(recipe, run={"name": "uninterrupted"})) == curve(change(recipe, run={"name": "interrupted"}))
