@@ -1,9 +1,9 @@
-"""Whole runs in real processes: the same losses whatever the mesh, and what a run leaves behind."""
+"""Whole runs in real processes: the same losses on every mesh, and the files that a run leaves."""
 
 import json
 import math
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -23,55 +23,55 @@ FLOAT8_TOLERANCE = 1e-2
 
 
 @pytest.fixture(scope="module")
-def small(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
-    """The debug recipe on short sequences of a small corpus, 20 steps, every step logged."""
-    folder = tmp_path_factory.mktemp("trainer")
+def debug_run(small: Recipe) -> Recipe:
+    """The debug model on short sequences of a small corpus, 20 steps, every step logged."""
     return change(
-        load(DEBUG),
-        run={"steps": STEPS, "output": str(folder / "runs")},
-        data={"source": str(corpus), "cache": str(folder / "cache"), "validation_fraction": 0.05},
-        batch={"sequence_length": 64, "global_batch_size": 8, "micro_batch_size": 2},
-        schedule={"warmup_steps": 5, "decay_steps": 5},
+        small,
+        run={"steps": STEPS},
+        model=asdict(load(DEBUG).model),
+        data={"tokenizer": "train:4096", "validation_fraction": 0.05},
+        batch={"sequence_length": 64, "micro_batch_size": 2},
+        schedule={"kind": "wsd", "warmup_steps": 5, "decay_steps": 5},
         checkpoint={"every": 0},
-        metrics={"every": 1},
-        validation={"every": 10, "batches": 2, "sample_tokens": 0},
+        validation={"every": 10, "batches": 2},
     )
 
 
 def curves(processes: int, recipes: dict[str, Recipe]) -> dict[str, list[float]]:
-    """Losses and validation losses, in order, of named variants run on so many processes."""
+    """The curves of named variants of a recipe, run on that many processes."""
     named = [change(recipe, run={"name": f"{name}-{processes}"}) for name, recipe in recipes.items()]
-    for codes in run_processes(processes, run_all, named, timeout=400):
-        assert codes == [0] * len(named)
+    assert run_processes(processes, run_all, named, timeout=400) == [[0] * len(named)] * processes
     return {name: curve(recipe) for name, recipe in zip(recipes, named, strict=True)}
 
 
 @pytest.fixture(scope="module")
-def reference(small: Recipe) -> dict[str, list[float]]:
+def reference(debug_run: Recipe) -> dict[str, list[float]]:
     """Curves of one process."""
     return curves(
         1,
         {
-            "plain": small,
-            "micro-batch 1": change(small, batch={"micro_batch_size": 1}),
-            "micro-batch 4": change(small, batch={"micro_batch_size": 4}),
-            "no accumulation": change(small, batch={"micro_batch_size": 8}),
-            "full checkpointing": change(small, activation_checkpointing={"mode": "full"}),
-            "selective checkpointing": change(small, activation_checkpointing={"mode": "selective"}),
-            "bfloat16": change(small, fsdp={"param_dtype": "bfloat16"}),
-            "bfloat16 moments": change(small, optimizer={"state_dtype": "bfloat16"}),
+            "plain": debug_run,
+            "micro-batch 1": change(debug_run, batch={"micro_batch_size": 1}),
+            "micro-batch 4": change(debug_run, batch={"micro_batch_size": 4}),
+            "no accumulation": change(debug_run, batch={"micro_batch_size": 8}),
+            "full checkpointing": change(debug_run, activation_checkpointing={"mode": "full"}),
+            "selective checkpointing": change(debug_run, activation_checkpointing={"mode": "selective"}),
+            "bfloat16": change(debug_run, fsdp={"param_dtype": "bfloat16"}),
+            "bfloat16 moments": change(debug_run, optimizer={"state_dtype": "bfloat16"}),
             "tensorwise": change(
-                small, fsdp={"param_dtype": "bfloat16"}, float8={"recipe": "tensorwise", "emulate": True}
+                debug_run, fsdp={"param_dtype": "bfloat16"}, float8={"recipe": "tensorwise", "emulate": True}
             ),
-            "rowwise": change(small, fsdp={"param_dtype": "bfloat16"}, float8={"recipe": "rowwise", "emulate": True}),
+            "rowwise": change(
+                debug_run, fsdp={"param_dtype": "bfloat16"}, float8={"recipe": "rowwise", "emulate": True}
+            ),
             "rowwise_with_gw_hp": change(
-                small, fsdp={"param_dtype": "bfloat16"}, float8={"recipe": "rowwise_with_gw_hp", "emulate": True}
+                debug_run, fsdp={"param_dtype": "bfloat16"}, float8={"recipe": "rowwise_with_gw_hp", "emulate": True}
             ),
         },
     )
 
 
-def test_the_model_learns(reference: dict[str, list[float]], small: Recipe) -> None:
+def test_the_model_learns(reference: dict[str, list[float]], debug_run: Recipe) -> None:
     found = reference["plain"]
     assert len(found) == STEPS + 2  # two validations among the steps
     assert found[0] == pytest.approx(math.log(4096), rel=0.02)
@@ -82,39 +82,42 @@ def test_checkpointing_changes_no_bit_of_the_curve(reference: dict[str, list[flo
     assert reference["full checkpointing"] == reference["plain"] == reference["selective checkpointing"]
 
 
-def test_accumulation_changes_nothing(reference: dict[str, list[float]]) -> None:
+def test_the_micro_batch_size_does_not_change_the_curve(reference: dict[str, list[float]]) -> None:
     assert largest_gap(reference["micro-batch 1"], reference["no accumulation"]) < 1e-5
     assert largest_gap(reference["micro-batch 4"], reference["no accumulation"]) < 1e-5
 
 
-def test_bfloat16_and_float8_stay_close(reference: dict[str, list[float]]) -> None:
-    assert 0 < largest_gap(reference["bfloat16 moments"], reference["plain"]) < BFLOAT16_TOLERANCE
-    assert 0 < largest_gap(reference["bfloat16"], reference["plain"]) < BFLOAT16_TOLERANCE
-    for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
-        assert 0 < largest_gap(reference[recipe], reference["bfloat16"]) < FLOAT8_TOLERANCE
+@pytest.mark.parametrize("variant", ["bfloat16", "bfloat16 moments"])
+def test_bfloat16_stays_close_to_float32(variant: str, reference: dict[str, list[float]]) -> None:
+    assert 0 < largest_gap(reference[variant], reference["plain"]) < BFLOAT16_TOLERANCE
 
 
-def test_two_processes_repeat_the_curve(reference: dict[str, list[float]], small: Recipe) -> None:
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_float8_stays_close_to_bfloat16(recipe: str, reference: dict[str, list[float]]) -> None:
+    assert 0 < largest_gap(reference[recipe], reference["bfloat16"]) < FLOAT8_TOLERANCE
+
+
+def test_two_processes_repeat_the_curve_of_one(reference: dict[str, list[float]], debug_run: Recipe) -> None:
     found = curves(
         2,
         {
-            "FSDP": small,
-            "replication": change(small, mesh={"replicate": 2, "shard": 1}),
-            "ZeRO-2": change(small, fsdp={"reshard_after_forward": False}, batch={"micro_batch_size": 1}),
-            "CPU offload": change(small, fsdp={"cpu_offload": True}),
+            "FSDP": debug_run,
+            "replication": change(debug_run, mesh={"replicate": 2, "shard": 1}),
+            "ZeRO-2": change(debug_run, fsdp={"reshard_after_forward": False}, batch={"micro_batch_size": 1}),
+            "CPU offload": change(debug_run, fsdp={"cpu_offload": True}),
         },
     )
     for name, losses in found.items():
         assert largest_gap(losses, reference["plain"]) < 1e-5, name
 
 
-def test_four_processes_repeat_the_curve(reference: dict[str, list[float]], small: Recipe) -> None:
+def test_four_processes_repeat_the_curve_of_one(reference: dict[str, list[float]], debug_run: Recipe) -> None:
     found = curves(
         4,
         {
-            "FSDP": small,
-            "HSDP": change(small, mesh={"replicate": 2, "shard": 2}, batch={"micro_batch_size": 1}),
-            "ZeRO-2": change(small, fsdp={"reshard_after_forward": False}),
+            "FSDP": debug_run,
+            "HSDP": change(debug_run, mesh={"replicate": 2, "shard": 2}, batch={"micro_batch_size": 1}),
+            "ZeRO-2": change(debug_run, fsdp={"reshard_after_forward": False}),
         },
     )
     for name, losses in found.items():
@@ -144,10 +147,10 @@ def count_collectives(recipe: Recipe) -> dict[str, int]:
     return dict(collectives.counts)
 
 
-def test_inner_micro_batches_reduce_no_gradients(small: Recipe) -> None:
-    """Five groups (four blocks and the root): five reduce-scatters a step, however many micro-batches it has."""
-    zero3 = change(small, run={"name": "zero3-collectives"})
-    zero2 = change(small, run={"name": "zero2-collectives"}, fsdp={"reshard_after_forward": False})
+def test_gradients_are_reduced_once_a_step_however_many_micro_batches(debug_run: Recipe) -> None:
+    """Five groups (four blocks and the root) mean five reduce-scatters, though the step has two micro-batches."""
+    zero3 = change(debug_run, run={"name": "zero3-collectives"})
+    zero2 = change(debug_run, run={"name": "zero2-collectives"}, fsdp={"reshard_after_forward": False})
     for recipe, gathers in ((zero3, 2 * (4 + 4 + 1)), (zero2, 5)):
         for counts in run_processes(2, count_collectives, recipe):
             assert counts["_reduce_scatter_base_"] == 5, counts
@@ -155,20 +158,20 @@ def test_inner_micro_batches_reduce_no_gradients(small: Recipe) -> None:
             assert counts["allreduce_"] == 2, counts  # target tokens, gradient norm
 
 
-def test_compiled_with_everything_on(reference: dict[str, list[float]], small: Recipe) -> None:
+def test_a_run_with_every_part_on_stays_close_to_float8(reference: dict[str, list[float]], debug_run: Recipe) -> None:
     """Float8 with float8 all-gather, selective checkpointing, compile, 2 x 2 hybrid sharding and bf16 at once."""
     everything = load(DEBUG.with_name("smollm3_debug_everything.toml"))
     assert everything.float8.all_gather and everything.compile.enabled
     assert everything.activation_checkpointing.mode == "selective"
     assert everything.mesh == MeshConfig(replicate=2, shard=2)
-    keep = {"run": small.run, "data": small.data, "batch": small.batch, "schedule": small.schedule}
-    keep |= {"checkpoint": small.checkpoint, "metrics": small.metrics, "validation": small.validation}
+    keep = {"run": debug_run.run, "data": debug_run.data, "batch": debug_run.batch, "schedule": debug_run.schedule}
+    keep |= {"checkpoint": debug_run.checkpoint, "metrics": debug_run.metrics, "validation": debug_run.validation}
     found = curves(4, {"everything": replace(everything, **keep)})
     assert largest_gap(found["everything"], reference["tensorwise"]) < FLOAT8_TOLERANCE
 
 
-def test_compile_stays_close(reference: dict[str, list[float]], small: Recipe) -> None:
-    compiled = curves(1, {"compiled": change(small, compile={"enabled": True})})["compiled"]
+def test_compiled_runs_stay_close_to_eager(reference: dict[str, list[float]], debug_run: Recipe) -> None:
+    compiled = curves(1, {"compiled": change(debug_run, compile={"enabled": True})})["compiled"]
     assert 0 < largest_gap(compiled, reference["plain"]) < COMPILE_TOLERANCE
 
 
@@ -176,13 +179,13 @@ def test_compile_stays_close(reference: dict[str, list[float]], small: Recipe) -
 
 
 @pytest.fixture(scope="module")
-def masked(small: Recipe, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
-    """`small` on many short documents, the paragraphs of its text, without a view from one into another."""
+def masked(debug_run: Recipe, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    """`debug_run` on many short documents, the paragraphs of its text, which do not attend to each other."""
     path = tmp_path_factory.mktemp("documents") / "paragraphs.jsonl"
     paragraphs = corpus.read_text(encoding="utf-8").split("\n\n")
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in paragraphs), encoding="utf-8")
     return change(
-        small,
+        debug_run,
         run={"name": "masked", "steps": 6},
         data={"source": str(path), "document_mask": True},
         schedule={"warmup_steps": 2, "decay_steps": 2},
@@ -190,8 +193,10 @@ def masked(small: Recipe, corpus: Path, tmp_path_factory: pytest.TempPathFactory
     )
 
 
-def test_masked_runs_repeat_the_curve_on_any_mesh(masked: Recipe) -> None:
-    found = curves(
+@pytest.fixture(scope="module")
+def masked_curves(masked: Recipe) -> dict[str, list[float]]:
+    """Curves of one process."""
+    return curves(
         1,
         {
             "masked": masked,
@@ -204,18 +209,43 @@ def test_masked_runs_repeat_the_curve_on_any_mesh(masked: Recipe) -> None:
             ),
         },
     )
-    expected = found["masked"]
-    assert len(expected) == 6 + 2
-    assert largest_gap(found["masked, no mask"], expected) > 1e-4
-    assert found["masked, full checkpointing"] == expected == found["masked, selective checkpointing"]
-    assert largest_gap(found["masked, micro-batch 4"], expected) < 1e-5
-    assert 0 < largest_gap(found["masked, compiled"], expected) < COMPILE_TOLERANCE
 
-    assert largest_gap(curves(2, {"masked FSDP": masked})["masked FSDP"], expected) < 1e-5
+
+@pytest.fixture(scope="module")
+def masked_curves_on_meshes(masked: Recipe) -> dict[str, list[float]]:
+    """Curves of two processes that shard, and of 2 x 2 that shard and replicate."""
     hybrid = change(masked, mesh={"replicate": 2, "shard": 2}, batch={"micro_batch_size": 1})
-    assert largest_gap(curves(4, {"masked HSDP": hybrid})["masked HSDP"], expected) < 1e-5
+    return curves(2, {"masked FSDP": masked}) | curves(4, {"masked HSDP": hybrid})
 
-    # The same documents, however they are shared out: their mean length, in the sense of what attention costs.
+
+def test_the_document_mask_changes_the_curve(masked_curves: dict[str, list[float]]) -> None:
+    assert len(masked_curves["masked"]) == 6 + 2
+    assert largest_gap(masked_curves["masked, no mask"], masked_curves["masked"]) > 1e-4
+
+
+def test_checkpointing_changes_no_bit_of_a_masked_curve(masked_curves: dict[str, list[float]]) -> None:
+    expected = masked_curves["masked"]
+    assert masked_curves["masked, full checkpointing"] == expected == masked_curves["masked, selective checkpointing"]
+
+
+def test_the_micro_batch_size_does_not_change_a_masked_curve(masked_curves: dict[str, list[float]]) -> None:
+    assert largest_gap(masked_curves["masked, micro-batch 4"], masked_curves["masked"]) < 1e-5
+
+
+def test_compiled_masked_runs_stay_close(masked_curves: dict[str, list[float]]) -> None:
+    assert 0 < largest_gap(masked_curves["masked, compiled"], masked_curves["masked"]) < COMPILE_TOLERANCE
+
+
+def test_masked_runs_repeat_the_curve_on_any_mesh(
+    masked_curves: dict[str, list[float]], masked_curves_on_meshes: dict[str, list[float]]
+) -> None:
+    for name, found in masked_curves_on_meshes.items():
+        assert largest_gap(found, masked_curves["masked"]) < 1e-5, name
+
+
+@pytest.mark.usefixtures("masked_curves", "masked_curves_on_meshes")
+def test_the_mean_document_length_does_not_depend_on_how_documents_are_distributed(masked: Recipe) -> None:
+    """attention_length is the mean in terms of what attention costs; a run without a mask has none."""
     lengths = [
         [row["attention_length"] for row in rows(change(masked, run={"name": name})) if "loss" in row]
         for name in ("masked-1", "masked, micro-batch 4-1", "masked FSDP-2", "masked HSDP-4")
@@ -229,41 +259,64 @@ def test_masked_runs_repeat_the_curve_on_any_mesh(masked: Recipe) -> None:
 # Saving and resuming
 
 
-def test_a_resumed_run_is_the_same_run(small: Recipe) -> None:
-    saving = change(small, checkpoint={"every": 4, "keep": 2}, run={"steps": 12, "name": "whole"})
-    # A schedule that does not depend on the number of steps, so that stopping early changes nothing but the end.
-    saving = change(saving, schedule={"kind": "constant", "decay_steps": 0}, validation={"every": 0})
+@pytest.fixture(scope="module")
+def interrupted(debug_run: Recipe) -> dict[str, Recipe]:
+    """Two processes: 12 steps at once ("whole"), and 7 and then 5 ("halves"); checkpoints every 4 steps."""
+    # A schedule that does not depend on the number of steps, so that stopping early changes only where the run ends.
+    saving = change(
+        debug_run,
+        run={"steps": 12, "name": "whole"},
+        checkpoint={"every": 4, "keep": 2},
+        schedule={"kind": "constant", "decay_steps": 0},
+        validation={"every": 0},
+    )
     halves = [change(saving, run={"name": "halves", "steps": steps}) for steps in (7, 12)]
-    for codes in run_processes(2, run_all, [saving, *halves]):
-        assert codes == [0, 0, 0]
-    assert rows(saving)[0]["tokens"] == 8 * 64
-    assert curve(halves[1]) == curve(saving)
-    assert [row["step"] for row in rows(halves[1])] == list(range(1, 13))
-    folder = Path(saving.run.output) / "halves"
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000008", "step-00000012"]
-    # Another mesh, another sharding stage and checkpointing: the same parameters go on.
+    assert run_processes(2, run_all, [saving, *halves]) == [[0, 0, 0]] * 2
+    return {"whole": saving, "halves": halves[1]}
+
+
+def test_a_resumed_run_repeats_the_curve_to_the_bit(interrupted: dict[str, Recipe]) -> None:
+    assert rows(interrupted["whole"])[0]["tokens"] == 8 * 64
+    assert curve(interrupted["halves"]) == curve(interrupted["whole"])
+    assert [row["step"] for row in rows(interrupted["halves"])] == list(range(1, 13))
+
+
+def test_a_run_keeps_only_its_newest_checkpoints(interrupted: dict[str, Recipe]) -> None:
+    checkpoints = interrupted["halves"].run.folder / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000008", "step-00000012"]
+
+
+def test_a_finished_run_goes_on_with_another_mesh_sharding_stage_and_checkpointing(
+    interrupted: dict[str, Recipe],
+) -> None:
     longer = change(
-        halves[1],
+        interrupted["halves"],
         run={"steps": 14},
         fsdp={"reshard_after_forward": False},
         mesh={"replicate": 1, "shard": 1},
         activation_checkpointing={"mode": "full"},
     )
-    for codes in run_processes(1, run_all, [longer, change(saving, run={"name": "whole-14", "steps": 14})]):
-        assert codes == [0, 0]
-    whole = curve(change(saving, run={"name": "whole-14"}))
-    assert largest_gap(curve(longer), whole) < 1e-5
+    whole = change(interrupted["whole"], run={"name": "whole-14", "steps": 14})
+    assert run_processes(1, run_all, [longer, whole]) == [[0, 0]]
+    assert largest_gap(curve(longer), curve(whole)) < 1e-5
 
 
-def test_what_a_run_leaves_behind(reference: dict[str, list[float]], small: Recipe) -> None:
-    recipe = change(small, run={"name": "plain-1"})
-    folder = Path(small.run.output) / "plain-1"
-    assert load(folder / "recipe.toml") == recipe
-    facts = json.loads((folder / "environment.json").read_text())
+@pytest.fixture(scope="module")
+def finished(reference: dict[str, list[float]], debug_run: Recipe) -> Recipe:
+    """The recipe of a run of one process that has ended."""
+    return change(debug_run, run={"name": "plain-1"})
+
+
+def test_a_run_leaves_its_recipe_and_its_environment(finished: Recipe) -> None:
+    assert load(finished.run.folder / "recipe.toml") == finished
+    facts = json.loads((finished.run.folder / "environment.json").read_text())
     assert facts["world_size"] == 1
     assert facts["device"] == "cpu"
     assert facts["packages"]["torch"]
-    logged = [row for row in rows(recipe) if "loss" in row]
+
+
+def test_a_run_leaves_a_row_of_metrics_for_every_step(finished: Recipe) -> None:
+    logged = [row for row in rows(finished) if "loss" in row]
     assert list(logged[0]) == [
         "step",
         "tokens",
@@ -289,4 +342,4 @@ def test_what_a_run_leaves_behind(reference: dict[str, list[float]], small: Reci
     assert 0 < last["data_seconds"] < last["step_seconds"]
     assert 0 < last["peak_memory_gib"] < 24
     assert last["lr"] == pytest.approx(3e-3 / 5)
-    assert [row["step"] for row in rows(recipe) if "validation_loss" in row] == [10, 20]
+    assert [row["step"] for row in rows(finished) if "validation_loss" in row] == [10, 20]
