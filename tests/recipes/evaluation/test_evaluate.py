@@ -1,4 +1,4 @@
-"""Validation loss against a plain sum, and sampling against the model asked directly."""
+"""Validation loss against a plain sum, and sampling against direct calls of the model."""
 
 from dataclasses import replace
 from functools import partial
@@ -37,7 +37,7 @@ def build() -> Decoder:
 
 
 def validation_batches() -> tuple[Tensor, Tensor]:
-    """Inputs and targets, (ROWS, LENGTH) each; row r has r + 1 targets, so that equal weights for rows would show."""
+    """Inputs and targets, (ROWS, LENGTH) each; row r has r + 1 targets, so that a mean of row means would differ."""
     tokens = torch.randint(SMALL.vocabulary, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(0))
     inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
     for row in range(ROWS):
@@ -55,7 +55,7 @@ def loss_of_rows(first: int, last: int, *, micro_batch: int) -> float:
     return mean_loss(build(), micro_batches(inputs, targets, micro_batch), mesh=cpu_mesh(), device=CPU)
 
 
-def test_every_target_token_counts_once(alone: None) -> None:
+def test_every_target_token_has_the_same_weight(alone: None) -> None:
     inputs, targets = validation_batches()
     with torch.no_grad():
         logits = build()(inputs).double()
@@ -66,13 +66,13 @@ def test_every_target_token_counts_once(alone: None) -> None:
     ]
     expected = sum(losses) / len(losses)
     means_of_rows = [cross_entropy(logits[row, : row + 1], targets[row, : row + 1]).item() for row in range(ROWS)]
-    assert abs(sum(means_of_rows) / ROWS - expected) > 0.01  # the mistake to find
+    assert abs(sum(means_of_rows) / ROWS - expected) > 0.01  # the mistake that this test would find
     for micro_batch in (1, 2, 5, 12):
         assert loss_of_rows(0, ROWS, micro_batch=micro_batch) == pytest.approx(expected, rel=1e-6)
 
 
 def share_of_the_loss() -> float:
-    """One of several processes brings its rows."""
+    """The mean loss to which each process brings its share of the rows."""
     world = start("cpu", seed=0)
     share = ROWS // world.size
     loss = loss_of_rows(world.rank * share, (world.rank + 1) * share, micro_batch=3)
@@ -80,7 +80,7 @@ def share_of_the_loss() -> float:
     return loss
 
 
-def test_processes_share_the_mean(alone: None) -> None:
+def test_the_mean_over_processes_weighs_tokens_and_not_processes(alone: None) -> None:
     whole = loss_of_rows(0, ROWS, micro_batch=3)
     halves = [loss_of_rows(0, ROWS // 2, micro_batch=3), loss_of_rows(ROWS // 2, ROWS, micro_batch=3)]
     assert abs(sum(halves) / 2 - whole) > 0.01  # the mean of the processes' means would be wrong
@@ -88,7 +88,7 @@ def test_processes_share_the_mean(alone: None) -> None:
     assert found[0] == found[1] == pytest.approx(whole, rel=1e-9)
 
 
-def test_no_gradient_is_kept(alone: None) -> None:
+def test_evaluation_leaves_no_gradients(alone: None) -> None:
     model = build()
     inputs, targets = validation_batches()
     mean_loss(model, [(inputs, targets, None)], mesh=cpu_mesh(), device=CPU)
@@ -97,7 +97,7 @@ def test_no_gradient_is_kept(alone: None) -> None:
 
 
 class Seen(Decoder):
-    """Keeps the shapes it is called with."""
+    """Records the shapes it is called with."""
 
     shapes: list[tuple[int, ...]]
 
@@ -107,7 +107,7 @@ class Seen(Decoder):
 
 
 def on_text(characters: int, *, length: int, spoil: bool = False) -> list[tuple[int, ...]]:
-    """Shapes of the forward passes of an evaluation of one document, one token a character and one for its end."""
+    """Shapes of the forward passes over one document of one token per character and one for its end."""
     world = start("cpu", seed=0)
     try:
         model = Seen(SMALL)
@@ -130,19 +130,19 @@ def on_text(characters: int, *, length: int, spoil: bool = False) -> list[tuple[
         stop()
 
 
-def test_what_is_left_of_a_text_is_computed_and_nothing_more() -> None:
+def test_the_last_forward_pass_is_as_short_as_the_rest_of_the_text() -> None:
     assert on_text(21, length=8) == [(2, 8), (1, 5)]
     assert on_text(5, length=2048) == [(1, 5)]
     assert run_processes(2, partial(on_text, length=8), 21) == [[(2, 8)], [(1, 5)]]
     assert run_processes(2, partial(on_text, length=8), 5) == [[(1, 5)], [(1, 1)]]
 
 
-def test_a_loss_that_is_no_number_is_an_error() -> None:
+def test_a_nan_loss_is_an_error() -> None:
     with pytest.raises(UserError, match="the loss is nan"):
         on_text(5, length=8, spoil=True)
 
 
-def test_a_perplexity_beyond_numbers_is_none() -> None:
+def test_a_perplexity_that_overflows_is_none() -> None:
     assert Evaluation(nats=1e4, tokens=10, text_bytes=10, documents=1).perplexity is None
 
 
@@ -154,7 +154,7 @@ def sample(prompt: list[int], *, tokens: int = 20, rows: int = 2, **options: flo
     return continuation(build(), prompt, tokens=tokens, shape=(rows, LENGTH), device=CPU, **arguments)
 
 
-def test_a_continuation_depends_on_the_seed_alone() -> None:
+def test_a_continuation_depends_only_on_model_prompt_and_seed() -> None:
     prompt = [3, 1, 4]
     found = sample(prompt)
     assert prompt == [3, 1, 4]
@@ -168,17 +168,17 @@ def test_a_continuation_depends_on_the_seed_alone() -> None:
     assert sample(prompt, tokens=0) == []
 
 
-def test_a_cold_continuation_takes_the_likeliest_token() -> None:
-    """Beyond the window too: what fills it up to the right, and what fell out on the left, changes nothing."""
+def test_a_continuation_at_low_temperature_takes_the_likeliest_tokens() -> None:
+    """Beyond the window too: neither the padding on its right nor the tokens that fell out on its left change it."""
     model, text = build(), [5, 6]
     for _ in range(LENGTH + 6):
         with torch.no_grad():
             text.append(int(model(torch.tensor([text[-LENGTH:]]))[0, -1].argmax()))
-    assert len(set(text)) > 3  # not one token for ever
+    assert len(set(text)) > 3  # not the same token again and again
     assert sample([5, 6], tokens=LENGTH + 6, temperature=1e-4) == text[2:]
 
 
-def test_only_the_end_of_a_long_prompt_is_seen() -> None:
+def test_a_continuation_sees_only_the_last_window_of_a_long_prompt() -> None:
     prompt = torch.randint(SMALL.vocabulary, (3 * LENGTH,), generator=torch.Generator().manual_seed(1)).tolist()
     found = sample(prompt)
     assert len(found) == 20
@@ -186,14 +186,14 @@ def test_only_the_end_of_a_long_prompt_is_seen() -> None:
     assert found != sample(prompt[:LENGTH])
 
 
-def test_a_diverged_model_says_nothing() -> None:
+def test_a_diverged_model_continues_nothing() -> None:
     model = build()
     with torch.no_grad():
         model.norm.weight.fill_(float("nan"))
     assert continuation(model, [1], tokens=5, shape=(1, LENGTH), device=CPU, seed=0) == []
 
 
-def test_what_lies_before_the_document_has_no_say() -> None:
+def test_a_continuation_ignores_what_precedes_its_document() -> None:
     arguments: dict[str, Any] = {"tokens": 6, "shape": (1, LENGTH), "device": CPU, "seed": 0}
     alone = continuation(build(), [5, 6], **arguments)
     assert continuation(build(), [9, 7, 63, 5, 6], end_of_document=63, **arguments) == alone

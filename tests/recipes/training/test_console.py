@@ -15,12 +15,12 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(autouse=True)
 def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pytest's captured output is none, unless one of these says so (a CI system may)."""
+    """Without these variables, which a CI system may set, rich takes pytest's captured output for no terminal."""
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_a_silent_console_says_and_writes_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_silent_console_prints_and_writes_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with Console(silent=True) as console:
         console.log("early")
         console.open_log(tmp_path / "log.txt")
@@ -31,7 +31,9 @@ def test_a_silent_console_says_and_writes_nothing(tmp_path: Path, capfd: pytest.
     assert not list(tmp_path.iterdir())
 
 
-def test_early_lines_reach_the_log_and_old_ones_stay(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_lines_from_before_open_log_follow_what_the_log_already_holds(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     log = tmp_path / "log.txt"
     log.write_text("yesterday\n")
     with Console(silent=False) as console:
@@ -40,7 +42,7 @@ def test_early_lines_reach_the_log_and_old_ones_stay(tmp_path: Path, capfd: pyte
         assert log.read_text() == "yesterday\n"
         console.open_log(log)
         console.log("step 1")
-        assert log.read_text() == "yesterday\na model\n  its mesh\nstep 1\n"  # at once, not at the end
+        assert log.read_text() == "yesterday\na model\n  its mesh\nstep 1\n"  # immediately, not at the end
         console.log()
     assert log.read_text() == "yesterday\na model\n  its mesh\nstep 1\n\n"
     assert capfd.readouterr() == ("a model\n  its mesh\nstep 1\n\n", "")
@@ -56,7 +58,7 @@ def test_early_lines_reach_the_log_and_old_ones_stay(tmp_path: Path, capfd: pyte
         "a line much longer than the eighty columns of a terminal " * 4,
     ],
 )
-def test_text_survives(text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_text_is_printed_and_logged_unchanged(text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with Console(silent=False) as console:
         console.open_log(tmp_path / "log.txt")
         console.log(text, style="dim")
@@ -64,7 +66,7 @@ def test_text_survives(text: str, tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert capfd.readouterr().out.expandtabs() == text.expandtabs() + "\n"
 
 
-def test_text_gives_no_orders_to_the_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_are_replaced(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with Console(silent=False) as console:
         console.open_log(tmp_path / "log.txt")
         console.log("a\x1b[2Jb\x00c\rd\x7f")
@@ -73,7 +75,7 @@ def test_text_gives_no_orders_to_the_terminal(tmp_path: Path, capfd: pytest.Capt
     assert (tmp_path / "log.txt").read_text() == expected
 
 
-# Two lines and a live line, which must not be left behind.
+# Two lines and a live line, which must not stay on the screen.
 TWO_STEPS = """
 import sys
 from pathlib import Path
@@ -86,7 +88,7 @@ with Console(silent=False) as console:
 """
 
 
-def test_no_live_line_without_a_terminal(tmp_path: Path) -> None:
+def test_there_is_no_live_line_without_a_terminal(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", TWO_STEPS, tmp_path / "log.txt"], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -94,7 +96,7 @@ def test_no_live_line_without_a_terminal(tmp_path: Path) -> None:
     assert (tmp_path / "log.txt").read_text() == "step 1\nstep 2\n"
 
 
-def test_a_live_line_on_a_terminal(tmp_path: Path) -> None:
+def test_a_terminal_shows_a_live_line_and_wipes_it_at_the_end(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     environment = {"TERM": "xterm", "COLUMNS": "80", "PATH": os.environ["PATH"]}
     with subprocess.Popen(
@@ -116,7 +118,7 @@ def test_a_live_line_on_a_terminal(tmp_path: Path) -> None:
     assert (tmp_path / "log.txt").read_text() == "step 1\nstep 2\n"
 
 
-# Two lines on a screen or into a log that take none.
+# Two lines for a screen or a log that takes none.
 FULL = """
 import sys
 from pathlib import Path
@@ -130,7 +132,7 @@ print("the end", file=sys.stderr)
 
 
 @pytest.mark.parametrize("full", ["log", "screen", "both"])
-def test_a_full_disk_ends_nothing(full: str, tmp_path: Path) -> None:
+def test_training_goes_on_when_screen_or_log_cannot_be_written(full: str, tmp_path: Path) -> None:
     log = tmp_path / "log.txt" if full == "screen" else Path("/dev/full")
     with open("/dev/full" if full != "log" else tmp_path / "screen", "w") as screen:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The garbage collector stays off the step path."""
+"""The garbage collector does not run by itself during a step."""
 
 import gc
 
@@ -7,7 +7,7 @@ import pytest
 from recipes.training.run import without_garbage_collection
 
 
-def test_only_what_is_asked_for_is_collected() -> None:
+def test_garbage_is_collected_only_on_request() -> None:
     collections: list[str] = []
 
     def note(phase: str, about: dict[str, int]) -> None:

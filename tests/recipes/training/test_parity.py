@@ -24,8 +24,8 @@ SHARED = {
     "intermediate_size": 160,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    # With the usual 0.02 the rows of the embedding can pass close by zero at this learning rate. The first norm divides
-    # by their size, so there the gradient hangs on the order in which sums were rounded: gaps of 4e-5 in its norm.
+    # With the usual 0.02, rows of the embedding can come close to zero at this learning rate. The first norm divides by
+    # their size, so the gradient then depends on the order of rounded sums: gaps of 4e-5 in its norm.
     "initializer_range": 0.05,
     "pad_token_id": None,
     "bos_token_id": None,
@@ -62,7 +62,7 @@ def both_curves(family: str, recipe: Recipe) -> tuple[list[tuple[float, float]],
         assert trainer.run() == 0
     rows = [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()]
     ours = [(row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
-    # Of the trainer only the batches: which tokens they hold is tests/recipes/data's matter.
+    # Only the batches come from the trainer; tests/recipes/data checks which tokens they hold.
     sequences = trainer.loader.training.sequences
     batches = [torch.from_numpy(sequences.rows(step * BATCH, BATCH)) for step in range(STEPS)]
     stop()
@@ -70,7 +70,7 @@ def both_curves(family: str, recipe: Recipe) -> tuple[list[tuple[float, float]],
 
 
 def their_curve(model: Any, batches: list[torch.Tensor]) -> list[tuple[float, float]]:
-    """The training loop that anybody would write: whole batches, no accumulation."""
+    """A plain training loop: whole batches, no accumulation."""
     decayed = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed_tokens" not in name]
     rest = [p for name, p in model.named_parameters() if p.dim() == 1 or "embed_tokens" in name]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]

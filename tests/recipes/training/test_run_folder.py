@@ -1,14 +1,16 @@
-"""Kills while a run's folder is made its own, and two runs that both want it."""
+"""Kills while a run claims its folder, and two runs that claim the same one."""
 
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from recipes.files.exit_codes import REFUSED
 
 ROOT = Path(__file__).resolve().parents[3]
-# Ends at the n-th change of a file, before it happens, for n = 0, 1, ... until there are no more; then the start after.
+# Killed right before the n-th change of a file, for n = 0, 1, ... until there are no more; then it starts again.
 KILLED = """
 import os, sys
 from dataclasses import replace
@@ -23,7 +25,7 @@ output, kind = Path(sys.argv[1]), sys.argv[2]
 CHANGES = {"open", "os.rename", "os.mkdir", "os.remove", "os.truncate"}
 
 def claim(recipe, done, kill_at=None):
-    # In a process of its own; returns its exit code.
+    # In a child process; returns its exit code.
     process = os.fork()
     if process:
         return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
@@ -54,7 +56,7 @@ for number in count():
     code = claim(recipe, done, number)
     assert code in (0, 9)
     check_output_folder(recipe)
-    if kind != "new":  # never a moment without
+    if kind != "new":  # which is there at every moment
         load(folder / "recipe.toml", rules=False)
     assert claim(recipe, done) == 0
     assert load(folder / "recipe.toml", rules=False) == recipe
@@ -69,14 +71,17 @@ print(number)
 
 
 def kills(tmp_path: Path, kind: str) -> int:
+    """At how many moments the claim was killed."""
     done = subprocess.run([sys.executable, "-c", KILLED, tmp_path, kind], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return int(done.stdout)
 
 
-def test_a_kill_while_the_folder_is_claimed_keeps_nobody_out(tmp_path: Path) -> None:
-    for kind, least in (("new", 5), ("same", 3), ("longer", 9)):
-        assert kills(tmp_path / kind, kind) >= least, kind
+@pytest.mark.parametrize("kind, least", [("new", 5), ("same", 3), ("longer", 9)])
+def test_a_run_starts_again_after_a_kill_at_any_moment_of_claiming_its_folder(
+    kind: str, least: int, tmp_path: Path
+) -> None:
+    assert kills(tmp_path / kind, kind) >= least
 
 
 def command(corpus: Path, folder: Path, *more: str) -> list[str]:
@@ -123,7 +128,7 @@ def test_a_second_start_is_refused_while_the_first_runs(corpus: Path, tmp_path: 
             assert second.returncode == REFUSED, second.stderr
             assert f"{folder} is in use: process {first.pid} on " in second.stderr
             assert first.poll() is None and (folder / "recipe.toml").read_bytes() == before
-            assert [path.name for path in folder.parent.iterdir()] == ["twice"]  # it was not set aside
+            assert [path.name for path in folder.parent.iterdir()] == ["twice"]  # it was not moved aside
             assert again("--check").returncode == 0
         finally:
             first.kill()
