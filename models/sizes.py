@@ -1,8 +1,8 @@
-"""Published model sizes by name. Imports no torch.
+"""Published model sizes by name.
 
 Shapes are from the config.json of the published checkpoints; tests/models/test_sizes.py checks their exact
 parameter counts. RoPE is as in pretraining at the original context length, except for the Llama releases that
-exist only with "llama3" scaling (3.1 405B, 3.2 1B and 3B).
+exist only with "llama3" scaling (3.1 405B, 3.2 1B and 3B). Imports no torch.
 """
 
 from dataclasses import replace
