@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 import xxhash
+from torch import nn
+from torch.optim import Optimizer
 
 from parallel.dist import start, stop
 from parallel.errors import UserError
@@ -30,6 +32,8 @@ from tests.recipes.checkpoint.small import SMALL, build, names
 SHARDED = GOLDEN / "sharded"
 SHARD = "shard-00000-of-00002.safetensors"
 STEP = "step-00000002"
+
+Run = tuple[nn.Module, Optimizer]
 
 
 class Bomb:
@@ -229,10 +233,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[None]:
+def run() -> Iterator[Run]:
+    """A model and its optimizer, which no test needs in a certain state: all of their loads are refused."""
     start("cpu", seed=0)
-    Checkpoints(SHARDED, keep=1).load(*build(seed=0), step=2)  # torch reads some of its own sources the first time
-    yield
+    run = build(seed=0)
+    Checkpoints(SHARDED, keep=1).load(*run, step=2)  # torch reads some of its own sources the first time
+    yield run
     stop()
 
 
@@ -259,19 +265,18 @@ def test_reading_ends_with_one_clear_error_and_no_side_effect(name: str, place: 
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_run_does_not_resume_from_it(name: str, place: Path, alone: None) -> None:
+def test_run_does_not_resume_from_it(name: str, place: Path, run: Run) -> None:
     spoil, said = HOSTILE[name]
     spoil(place / STEP)
     checkpoints = Checkpoints(place, keep=1)
-    run = build(seed=0)
     with silent(place), pytest.raises(UserError) as refused:
         checkpoints.load(*run, step=2)
     assert said in str(refused.value)
 
 
-def refuse_state(place: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+def refuse_state(place: Path, run: Run, change: Callable[[dict[str, Any]], Any]) -> None:
     rewrite(place / STEP, lambda content: change(content["state"]))
-    checkpoints, run = Checkpoints(place, keep=1), build(seed=0)
+    checkpoints = Checkpoints(place, keep=1)
     with silent(place), pytest.raises(UserError, match=r"the state in the manifest is not valid|different optimizer"):
         checkpoints.load(*run, step=2)
 
@@ -288,17 +293,17 @@ def refuse_state(place: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     ],
     ids=str,
 )
-def test_state_of_another_shape_is_refused(state: dict[str, Any], place: Path, alone: None) -> None:
+def test_state_of_another_shape_is_refused(state: dict[str, Any], place: Path, run: Run) -> None:
     def replace(present: dict[str, Any]) -> None:
         present.clear()
         present.update(state)
 
-    refuse_state(place, replace)
+    refuse_state(place, run, replace)
 
 
 @pytest.mark.parametrize("hyperparameters", [{"lr": "__import__('os')"}, {"betas": [0.9]}], ids=str)
-def test_hyperparameters_of_another_type_are_refused(hyperparameters: dict[str, Any], place: Path, alone: None) -> None:
-    refuse_state(place, lambda state: state["optimizer"][0].update(hyperparameters))
+def test_hyperparameters_of_another_type_are_refused(hyperparameters: dict[str, Any], place: Path, run: Run) -> None:
+    refuse_state(place, run, lambda state: state["optimizer"][0].update(hyperparameters))
 
 
 @pytest.mark.parametrize(
@@ -316,8 +321,8 @@ def test_hyperparameters_of_another_type_are_refused(hyperparameters: dict[str, 
     ],
     ids=lambda progress: str(progress)[:40],
 )
-def test_progress_of_another_type_is_refused(progress: dict[str, Any], place: Path, alone: None) -> None:
-    refuse_state(place, lambda state: state["progress"].update(progress))
+def test_progress_of_another_type_is_refused(progress: dict[str, Any], place: Path, run: Run) -> None:
+    refuse_state(place, run, lambda state: state["progress"].update(progress))
 
 
 def box(start: tuple[int, ...], shape: tuple[int, ...]) -> Chunk:
@@ -370,14 +375,14 @@ def test_manifest_that_would_be_too_large_to_read_is_not_written(monkeypatch: py
         encode(stored)
 
 
-def test_symbolic_link_is_refused_as_checkpoint_and_deleted_without_its_target(place: Path, alone: None) -> None:
+def test_symbolic_link_is_refused_as_checkpoint_and_deleted_without_its_target(place: Path, run: Run) -> None:
     (place / STEP).rename(place.parent / "elsewhere")
     (place / STEP).symlink_to(place.parent / "elsewhere")
     before = names(place.parent / "elsewhere")
     checkpoints = Checkpoints(place, keep=1)
     with pytest.raises(UserError, match="is a symbolic link, which a checkpoint must not be"):
-        checkpoints.load(*build(seed=0), step=2)
-    checkpoints.save(*build(seed=0), step=3)
+        checkpoints.load(*run, step=2)
+    checkpoints.save(*run, step=3)
     assert names(place) == ["step-00000003"] and names(place.parent / "elsewhere") == before
 
 
