@@ -32,7 +32,8 @@ def build(
 ) -> tuple[nn.Module, Optimizer]:
     """The model on a mesh of the current process group, and its optimizer."""
     model, _ = build_model(SMALL, seed=seed, mode=mode, mesh=mesh)
-    return model, build_optimizer(model, OptimizerConfig(lr=0.01, state_dtype=moments))
+    config = OptimizerConfig(lr=0.01, state_dtype=moments)
+    return model, build_optimizer(model, config, embedding=model.interface.embedding)
 
 
 def step(model: nn.Module, optimizer: Optimizer, *, seed: int) -> float:
