@@ -114,7 +114,7 @@ def test_python_without_its_library_sources_is_reported(tmp_path: Path, monkeypa
     assert "this Python has no library sources" in str(sources.source_problem(sources.STDLIB))
 
 
-def test_checking_and_reading_plain_text_import_no_heavy_library() -> None:
+def test_checking_and_reading_plain_text_import_neither_heavy_libraries_nor_unused_files() -> None:
     code = (
         "import sys; from recipes.data.text import tokenizer; from recipes.data.text import rows, sources\n"
         "assert sources.source_problem('python-stdlib') is None\n"
@@ -122,7 +122,10 @@ def test_checking_and_reading_plain_text_import_no_heavy_library() -> None:
         "next(rows.documents('python-stdlib', text_field='text'))\n"
         "loaded = {'torch', 'datasets', 'tokenizers', 'pyarrow', 'numpy'} & set(sys.modules)\n"
         "assert not loaded, loaded\n"
-        "import recipes.data.open_data; assert 'torch' not in sys.modules and 'tokenizers' not in sys.modules"
+        "import recipes.data.open_data; assert 'torch' not in sys.modules and 'tokenizers' not in sys.modules\n"
+        "unused = {'text.hub', 'text.compressed', 'tokens.prepare', 'tokens.background'}\n"
+        "loaded = {f'recipes.data.{module}' for module in unused} & set(sys.modules)\n"
+        "assert not loaded, loaded"
     )
     root = Path(sources.__file__).parents[3]
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True)
