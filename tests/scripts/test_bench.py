@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipes.bench.gpu import page
+from recipes.bench import gpu
 from recipes.bench.kernels import measured
 from recipes.sweep import loop
 from tests.processes import wait_for
@@ -50,6 +50,7 @@ def bench_here(home: Path, *arguments: str) -> tuple[int, str, str]:
         for name, value in environment(home).items():
             patch.setenv(name, value)
         patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setattr(gpu, "stop_signals", contextlib.nullcontext)  # signals are for pytest
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = runpy.run_path(SCRIPT)["main"](list(arguments))
     return code, out.getvalue(), err.getvalue()
@@ -221,7 +222,7 @@ def test_the_page_says_why_something_was_not_measured() -> None:
     assert "seconds" not in found and "size" in found["error"]
     row = {"model": "m", "passes": "forward", **found}
     facts = {"device": "NVIDIA H200", "git_uncommitted_changes": False, "packages": {}, "python": "3", "cuda": "13"}
-    text = page(
+    text = gpu.page(
         {
             "environment": {**facts, "git_commit": "abc"},
             "seconds": 1.0,

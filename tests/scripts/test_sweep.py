@@ -80,6 +80,7 @@ def run(
         for name, value in (environment(home) | more).items():
             patch.setenv(name, value)
         patch.setattr(loop, "run", rows)
+        patch.setattr(script(), "stop_signals", contextlib.nullcontext)  # signals are for pytest
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = script().main([str(sweep), *arguments])
     return code, out.getvalue(), err.getvalue()
