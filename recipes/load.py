@@ -43,7 +43,7 @@ class LoadedRecipe:
 
     recipe: Recipe
     weights: Weights | None = None
-    """What the run starts from; None where neither model.weights nor data.tokenizer needs any."""
+    """What the run starts from; None if neither model.weights nor data.tokenizer needs any, or without the rules."""
 
 
 def load(
@@ -106,7 +106,8 @@ def load_run(
             problems.append(_located(key, message, recipe, given))
     if problems:
         raise refusal(problems, where=shown(Path(path)))
-    return LoadedRecipe(recipe, weights.found)
+    needs_weights = rules and (recipe.model.weights or recipe.data.tokenizer == FROM_WEIGHTS)
+    return LoadedRecipe(recipe, weights.find() if needs_weights else None)
 
 
 def to_toml(recipe: Recipe) -> str:

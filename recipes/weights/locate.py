@@ -80,26 +80,27 @@ class Weights:
         return tokenizer
 
 
+@dataclass(frozen=True)
 class InitialWeights:
     """What a run starts from: located on the disk at the first find(), and remembered."""
 
-    def __init__(self, weights: str, run_folder: Path) -> None:
-        """weights: as model.weights; run_folder: whose checkpoints come before them."""
-        self._weights, self._run_folder = weights, run_folder
-        self._error: UserError | None = None
-        self.found: Weights | None = None
+    weights: str
+    """As model.weights."""
+    run_folder: Path
+    """Its checkpoints take precedence over the weights."""
 
     def find(self) -> Weights:
-        """The weights. Raises the same UserError at each call where they cannot be used."""
-        if self._error is not None:
-            raise self._error
-        if self.found is None:
-            try:
-                self.found = initial_weights(self._weights, self._run_folder)
-            except UserError as error:
-                self._error = error
-                raise
-        return self.found
+        """As initial_weights; raises the same UserError at each call."""
+        if isinstance(self._found, UserError):
+            raise self._found
+        return self._found
+
+    @cached_property
+    def _found(self) -> Weights | UserError:
+        try:
+            return initial_weights(self.weights, self.run_folder)
+        except UserError as error:
+            return error
 
 
 def initial_weights(weights: str, run_folder: Path) -> Weights:
