@@ -1,4 +1,4 @@
-"""Every recipe in configs/, and the page that documents what a recipe can say."""
+"""Every recipe in configs/, and the generated page docs/recipes.md."""
 
 import re
 import runpy
@@ -42,7 +42,7 @@ every_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.st
 
 
 def layout(name: str) -> dict[str, int]:
-    """The numbers of processes and nodes that the name of a recipe promises."""
+    """The numbers of processes and nodes in the name of a recipe."""
     hardware = re.search(r"_(?:(\d+)x)?(?:(\d+)x?)?h100", name)
     if hardware is None:
         return {"processes": 4 if name.endswith("everything") else 2, "nodes": 1}
@@ -50,18 +50,18 @@ def layout(name: str) -> dict[str, int]:
     return {"processes": nodes * each, "nodes": nodes}
 
 
-def test_names_and_processes() -> None:
+def test_names_of_recipes_give_processes_and_nodes() -> None:
     assert layout("a_h100") == {"processes": 1, "nodes": 1}
     assert layout("a_4xh100_trick") == {"processes": 4, "nodes": 1}
     assert layout("a_48x8h100") == {"processes": 384, "nodes": 48}
 
 
-def test_the_promised_recipes_are_there() -> None:
+def test_every_shipped_recipe_exists() -> None:
     assert {path.stem for path in CONFIGS} >= SHIPPED
 
 
 @every_config
-def test_loads_on_the_hardware_of_its_name(path: Path) -> None:
+def test_a_recipe_loads_on_the_hardware_of_its_name(path: Path) -> None:
     recipe = load(path, **layout(path.stem))
     assert recipe.run.name == path.stem
     assert recipe.model.name == max(
@@ -72,8 +72,8 @@ def test_loads_on_the_hardware_of_its_name(path: Path) -> None:
 
 
 @every_config
-def test_builds_on_meta_and_shards_over_the_hardware_of_its_name(path: Path) -> None:
-    """As rank 0 of all its processes, which the fake backend pretends are there."""
+def test_a_recipe_builds_on_meta_and_shards_over_the_hardware_of_its_name(path: Path) -> None:
+    """As rank 0; the fake backend stands in for the other processes."""
     hardware = layout(path.stem)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=hardware["processes"])
     try:
@@ -86,7 +86,7 @@ def test_builds_on_meta_and_shards_over_the_hardware_of_its_name(path: Path) -> 
         report = parallelize(
             model,
             build_mesh(degrees, device_type="cpu"),
-            float8=replace(recipe.float8, emulate=True),  # no GPU is needed to build it
+            float8=replace(recipe.float8, emulate=True),  # builds without a GPU
             activation_checkpointing=recipe.activation_checkpointing,
             compile=recipe.compile,
             fsdp=recipe.fsdp,
@@ -98,13 +98,13 @@ def test_builds_on_meta_and_shards_over_the_hardware_of_its_name(path: Path) -> 
             assert f"{converted} of {all_linears} linears converted" in report[0]
         local = sum(parameter.to_local().numel() for parameter in model.parameters() if isinstance(parameter, DTensor))
         share = recipe.model.num_params() / degrees.shard
-        assert local == pytest.approx(share, rel=0.01)  # rank 0 has a row more of what does not divide
+        assert local == pytest.approx(share, rel=0.01)  # rank 0 has one row more of uneven shards
     finally:
         dist.destroy_process_group()
 
 
 @every_config
-def test_resolved_recipe_is_a_fixed_point(path: Path, tmp_path: Path) -> None:
+def test_a_resolved_recipe_resolves_to_itself(path: Path, tmp_path: Path) -> None:
     recipe = load(path)
     resolved = tmp_path / "recipe.toml"
     resolved.write_text(to_toml(recipe))
@@ -113,7 +113,7 @@ def test_resolved_recipe_is_a_fixed_point(path: Path, tmp_path: Path) -> None:
 
 
 @every_config
-def test_fits_a_screen_and_repeats_nothing(path: Path) -> None:
+def test_a_recipe_fits_a_screen_and_repeats_nothing_of_its_base(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) <= 50
     if base := re.search(r'^base = "(.*)"', text, re.MULTILINE):
@@ -124,7 +124,7 @@ def test_fits_a_screen_and_repeats_nothing(path: Path) -> None:
             for key in re.findall(r"^(\w+) =", body, re.MULTILINE)
         }
         same = {key for key in written if _value(own, key) == _value(inherited, key)}
-        # Said again because the reader of that file looks for it.
+        # Repeated because readers of the file look for it.
         assert same <= {"schedule.kind", "float8.all_gather"}
 
 
@@ -134,11 +134,11 @@ def _value(recipe: object, key: str) -> object:
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
-def test_the_first_command_runs_on_any_machine(count: int) -> None:
+def test_the_debug_recipe_fits_any_small_machine(count: int) -> None:
     load(ROOT / "configs" / "smollm3_debug.toml", processes=count)
 
 
-def test_smollm3_48x8_has_the_published_hyper_parameters() -> None:
+def test_smollm3_48x8_has_the_published_hyperparameters() -> None:
     recipe = load(ROOT / "configs" / "smollm3_3b_48x8h100.toml", processes=384, nodes=48)
     tokens_per_step = recipe.batch.global_batch_size * recipe.batch.sequence_length
     assert recipe.run.steps * tokens_per_step == 4_720_000 * 576 * 4096
@@ -150,7 +150,7 @@ def test_smollm3_48x8_has_the_published_hyper_parameters() -> None:
     assert recipe.data.document_mask
 
 
-def test_float8_recipes_differ_from_their_bases_in_float8_alone() -> None:
+def test_float8_recipes_differ_from_their_bases_only_in_float8() -> None:
     for path in CONFIGS:
         if "_float8" in path.stem:
             recipe, plain = load(path), load(path.parent / f"{path.stem.partition('_float8')[0]}.toml")
@@ -159,26 +159,26 @@ def test_float8_recipes_differ_from_their_bases_in_float8_alone() -> None:
             assert not identity_differences(plain, recipe)
 
 
-def test_throughput_is_that_of_whole_sequences() -> None:
-    """As the published figures are: with masks it would depend on the lengths of the documents."""
+def test_recipes_that_measure_throughput_use_no_document_masks() -> None:
+    """Like published figures: with masks, throughput depends on the lengths of the documents."""
     for path in CONFIGS:
         if "h100" in path.stem and path.stem not in ("smollm3_3b_48x8h100", "smollm3_3b_8xh100_c4"):  # real pretraining
             assert not load(path).data.document_mask
 
 
-def test_documents_make_another_run() -> None:
+def test_document_masks_identify_a_run() -> None:
     plain = load(ROOT / "configs" / "smollm3_debug.toml")
     masked = load(ROOT / "configs" / "smollm3_debug_document_mask.toml")
     assert replace(masked, data=plain.data, run=plain.run) == plain
     assert identity_differences(plain, masked) == ["data.document_mask: false in the folder's recipe.toml, true now"]
 
 
-def test_a_run_may_go_on_with_other_loss_chunks() -> None:
+def test_a_run_may_resume_with_other_loss_chunks() -> None:
     recipe = load(ROOT / "configs" / "smollm3_3b_h100.toml")
     assert recipe.batch.loss_chunks > 1
     assert not identity_differences(recipe, replace(recipe, batch=replace(recipe.batch, loss_chunks=1)))
 
 
-def test_the_page_about_recipes_is_fresh() -> None:
+def test_the_page_about_recipes_is_up_to_date() -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "write_docs.py"))
     assert script["PAGE"].read_text() == script["page"](), "run python scripts/write_docs.py"

@@ -368,7 +368,7 @@ def named(output: Path, **sections: Any) -> Recipe:
 
 
 def begin(recipe: Recipe) -> None:
-    """What a run leaves that broke off before its first logged step."""
+    """Write what a run leaves that ended before its first logged step."""
     folder = recipe.run.folder
     (folder / "checkpoints" / ".partial-00000001").mkdir(parents=True)
     (folder / "recipe.toml").write_text(to_toml(recipe))
@@ -472,7 +472,7 @@ def test_a_recipe_that_changes_between_starts_is_kept(tmp_path: Path) -> None:
         "run.steps is 200 instead of 100: the learning rate of step 81 is 3.00e-04 instead of 1.20e-04"
     ]
     assert (tmp_path / "r" / "metrics.jsonl").exists()
-    assert not (tmp_path / "r" / "quarantine.jsonl").exists()  # it ran ahead, and is written anew
+    assert not (tmp_path / "r" / "quarantine.jsonl").exists()  # it was ahead of the run, and is written again
 
 
 def test_a_recipe_that_took_no_step_does_not_replace_one_that_did(tmp_path: Path) -> None:
