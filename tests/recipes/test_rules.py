@@ -98,7 +98,7 @@ def test_every_source_of_a_mixture_must_exist(tmp_path: Path) -> None:
 def test_a_share_of_a_mixture_must_not_be_tiny(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text")
     mixture = {str(tmp_path / "a.txt"): 1.0, "python-stdlib": 0.00001}
-    assert "less than 1 / 10000 of all" in the_rule(Recipe(data=DataConfig(mixture=mixture)), "data.mixture")
+    assert "less than 1 / 10000 of the tokens" in the_rule(Recipe(data=DataConfig(mixture=mixture)), "data.mixture")
 
 
 @pytest.mark.parametrize("every", [0, 4])
