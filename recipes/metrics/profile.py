@@ -35,6 +35,15 @@ class StepProfiler:
         clock: RunClock,
         log: Callable[[str], None],
     ) -> None:
+        """Choose the steps to trace.
+
+        Args:
+            config: which steps.
+            world: of the run; rank 0 traces.
+            folder: receives the trace and the table.
+            clock: of the run; writing counts as logging.
+            log: receives one line of text per message.
+        """
         self._first = config.after + 1
         self._last = config.after + config.trace_steps if world.is_main else 0
         self._folder, self._device, self._clock, self._log = folder, world.device, clock, log
