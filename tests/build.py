@@ -1,4 +1,4 @@
-"""A model as the trainer builds it, on the CPU mesh of the process group that is there."""
+"""A model as a run builds it, on the CPU mesh of the current process group."""
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ FLOAT32 = FSDPConfig(param_dtype="float32")
 
 
 def cpu_mesh(mesh: MeshConfig = SHARD_ALL) -> Mesh:
-    """The mesh over all processes of the process group that is there."""
+    """The mesh over all processes of the current process group."""
     return build_mesh(mesh.fit(dist.get_world_size()), device_type="cpu")
 
 
@@ -31,7 +31,7 @@ def build_model(
     seed: int = 0,
     loss_chunks: int = 1,
 ) -> tuple[Decoder, list[str]]:
-    """The model, with that mode of activation checkpointing, and what parallelize() reported."""
+    """The model, with that mode of activation checkpointing, and the lines that parallelize() returned."""
     with torch.device("meta"):
         model = Decoder(config, loss_chunks=loss_chunks)
     report = parallelize(

@@ -1,5 +1,6 @@
-"""Fixtures for all tests."""
+"""Fixtures for all tests, and the order of test files."""
 
+import os
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     from parallel.dist import World
     from recipes.schema import Recipe
 
+# Before torch is imported: pytest's workers and the processes they start share the cores, and OpenMP's threads would
+# wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).parents[1]
 # Longest first, so that no worker is left alone with one of them at the end; scripts/test.sh hands out whole files in
@@ -49,7 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def seeded() -> Iterator[None]:
-    """The same random numbers in every test, whatever ran before it."""
+    """Give every test the same random numbers, whatever ran before it."""
     import torch
 
     torch.manual_seed(0)
@@ -58,7 +62,7 @@ def seeded() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def nobody_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What a file's tests start ends with them, whoever is its parent by then. (Looks into /proc: not on macOS.)"""
+    """Fail a test file that leaves processes running. (Reads /proc, so it finds none on macOS.)"""
     yield
     folder = str(tmp_path_factory.getbasetemp())
     end = time.monotonic() + 20
@@ -68,7 +72,7 @@ def nobody_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def processes_in(folder: str) -> dict[int, str]:
-    """Processes that are somewhere in this folder, or were given a path in it: number -> command."""
+    """Processes that run in this folder or name a path in it in their command: process id -> command."""
     found = {}
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has just ended
@@ -80,7 +84,7 @@ def processes_in(folder: str) -> dict[int, str]:
 
 @pytest.fixture
 def alone() -> Iterator["World"]:
-    """A process group of one in this process."""
+    """A process group of this process alone."""
     from parallel.dist import start, stop
 
     yield start("cpu", seed=0)
@@ -89,7 +93,7 @@ def alone() -> Iterator["World"]:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small real text, one file: some of the standard library's sources."""
+    """A small real text in one file: some sources of the standard library."""
     stdlib = Path(sysconfig.get_path("stdlib"))
     names = ["argparse.py", "ast.py", "inspect.py", "pathlib.py", "typing.py", "dataclasses.py", "enum.py"]
     path = tmp_path_factory.mktemp("corpus") / "corpus.txt"

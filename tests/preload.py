@@ -8,6 +8,7 @@ import torch.distributed.fsdp
 import torch.utils.flop_counter  # noqa: F401
 
 import parallel.order  # noqa: F401
+import recipes.training.build
 import recipes.training.trainer  # noqa: F401
 
 # Only imports: a thread or an operator that ran here would not survive the fork.
