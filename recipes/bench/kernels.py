@@ -169,7 +169,7 @@ def optimizer(
         )
         for parameter in layers:
             parameter.grad = torch.ones_like(parameter)
-        adamw = build_optimizer(layers, OptimizerConfig(state_dtype=state_dtype))
+        adamw = build_optimizer(layers, OptimizerConfig(state_dtype=state_dtype), embedding=None)
     except torch.OutOfMemoryError as error:
         return facts | {"error": str(error).splitlines()[0]}
     found = measured(facts, adamw.step, device, repeats=repeats)

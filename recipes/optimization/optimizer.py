@@ -15,11 +15,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 BATCH = 2**27
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig, *, embedding: str = "") -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, config: OptimizerConfig, *, embedding: str | None) -> torch.optim.AdamW:
     """AdamW over the sharded parameters of `model`, with one fused kernel per dtype and device.
 
     Matrices decay. Norm weights and the embedding do not, nor does a tied output projection (it is the embedding).
-    embedding: fully qualified name of the embedding's module, if the model has one.
+    embedding: fully qualified name of the embedding's module; None for a model without one.
     """
     decayed: list[nn.Parameter] = []
     undecayed: list[nn.Parameter] = []

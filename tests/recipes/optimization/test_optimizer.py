@@ -53,7 +53,7 @@ def test_matrices_decay_and_norms_and_embeddings_do_not(size: str, mode: str) ->
 
 
 def test_settings_come_from_the_recipe_and_the_kernel_is_fused() -> None:
-    optimizer = build_optimizer(build("smollm3_debug"), CONFIG)
+    optimizer = build_optimizer(build("smollm3_debug"), CONFIG, embedding="embedding")
     assert isinstance(optimizer, torch.optim.AdamW)
     for group in optimizer.param_groups:
         assert (group["lr"], group["betas"], group["eps"]) == (0.01, (0.8, 0.9), 1e-6)
@@ -62,7 +62,7 @@ def test_settings_come_from_the_recipe_and_the_kernel_is_fused() -> None:
 
 def test_with_zero_gradients_only_weight_decay_changes_parameters() -> None:
     model = build("llama3_debug")
-    optimizer = build_optimizer(model, CONFIG)
+    optimizer = build_optimizer(model, CONFIG, embedding="embedding")
     decayed = names(model, optimizer.param_groups[0])
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
@@ -75,7 +75,7 @@ def test_with_zero_gradients_only_weight_decay_changes_parameters() -> None:
 
 def test_each_group_follows_its_own_learning_rate() -> None:
     model = build("smollm3_debug")
-    optimizer = build_optimizer(model, CONFIG)
+    optimizer = build_optimizer(model, CONFIG, embedding="embedding")
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     decayed, undecayed = optimizer.param_groups
     decayed["lr"], undecayed["lr"] = 0.0, 0.25
@@ -110,13 +110,15 @@ def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int
 
 def test_the_first_step_with_bfloat16_moments_equals_that_with_float32_moments() -> None:
     one, other = build("llama3_debug"), build("llama3_debug")
-    expected = take_steps(other, build_optimizer(other, replace(HALF, state_dtype="float32")), steps=1)
-    assert all(map(torch.equal, take_steps(one, build_optimizer(one, HALF), steps=1), expected))
+    expected = take_steps(
+        other, build_optimizer(other, replace(HALF, state_dtype="float32"), embedding="embedding"), steps=1
+    )
+    assert all(map(torch.equal, take_steps(one, build_optimizer(one, HALF, embedding="embedding"), steps=1), expected))
 
 
 def test_moments_in_bfloat16_are_stored_in_two_bytes_and_sharded_like_their_parameters() -> None:
     model = build("llama3_debug")
-    optimizer = build_optimizer(model, HALF)
+    optimizer = build_optimizer(model, HALF, embedding="embedding")
     take_steps(model, optimizer, steps=1)
     for parameter in model.parameters():
         state = optimizer.state[parameter]
@@ -132,7 +134,7 @@ def test_moments_in_bfloat16_are_stored_in_two_bytes_and_sharded_like_their_para
 def test_steps_equal_the_formula_with_moments_rounded_after_each_step() -> None:
     model = build("smollm3_debug")
     parameter = next(iter(model.parameters()))
-    optimizer = build_optimizer(model, HALF)
+    optimizer = build_optimizer(model, HALF, embedding="embedding")
     decay = next(g["weight_decay"] for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     p = parameter.detach().to_local().clone().double()
     first = second = torch.zeros_like(p)
@@ -150,21 +152,23 @@ def test_many_steps_with_bfloat16_moments_stay_close_to_float32(monkeypatch: pyt
     monkeypatch.setattr("recipes.optimization.optimizer.BATCH", 50_000)  # several batches, some of one large tensor
     one, other = build("smollm3_debug"), build("smollm3_debug")
     start = [parameter.detach().to_local().clone() for parameter in one.parameters()]
-    found = take_steps(one, build_optimizer(one, HALF), steps=60)
-    expected = take_steps(other, build_optimizer(other, replace(HALF, state_dtype="float32")), steps=60)
+    found = take_steps(one, build_optimizer(one, HALF, embedding="embedding"), steps=60)
+    expected = take_steps(
+        other, build_optimizer(other, replace(HALF, state_dtype="float32"), embedding="embedding"), steps=60
+    )
     for a, b, began in zip(found, expected, start, strict=True):
         assert 0 < (a - b).norm() < PATH_TOLERANCE * (b - began).norm()
 
 
 def test_a_checkpoint_restores_bfloat16_moments(tmp_path: Path) -> None:
     model = build("llama3_debug")
-    optimizer = build_optimizer(model, HALF)
+    optimizer = build_optimizer(model, HALF, embedding="embedding")
     take_steps(model, optimizer, steps=3)
     Checkpoints(tmp_path, keep=1).save(model, optimizer, step=3)
     expected = take_steps(model, optimizer, steps=3, first=3)
 
     again = build("llama3_debug")
-    resumed = build_optimizer(again, HALF)
+    resumed = build_optimizer(again, HALF, embedding="embedding")
     Checkpoints(tmp_path, keep=1).load(again, resumed, step=3)
     assert {state["exp_avg"].dtype for state in resumed.state.values()} == {torch.bfloat16}
     assert all(map(torch.equal, take_steps(again, resumed, steps=3, first=3), expected))
@@ -175,7 +179,7 @@ def test_bfloat16_moments_work_with_weights_that_float8_wraps() -> None:
     curves = []
     for config in (HALF, replace(HALF, state_dtype="float32")):
         model, _ = build_model(replace(SIZES["smollm3_debug"], layers=2), float8=float8, fsdp=FSDPConfig())
-        optimizer = build_optimizer(model, config)
+        optimizer = build_optimizer(model, config, embedding="embedding")
         tokens = torch.randint(4096, (2, 17), generator=torch.Generator().manual_seed(0))
         curve = []
         for _ in range(4):
@@ -198,7 +202,9 @@ def test_a_step_with_found_inf_changes_no_bit_of_parameters_moments_and_counters
     for bad_steps in (0, 1):
         torch.manual_seed(0)
         model = torch.nn.Linear(5, 3)
-        optimizer: Any = build_optimizer(model, OptimizerConfig(state_dtype=state_dtype, betas=(0.9, 0.95)))
+        optimizer: Any = build_optimizer(
+            model, OptimizerConfig(state_dtype=state_dtype, betas=(0.9, 0.95)), embedding="embedding"
+        )
         for step in range(3):
             for _ in range(bad_steps if step == 2 else 0):
                 before = deepcopy([model.state_dict(), optimizer.state_dict()["state"]])
