@@ -35,9 +35,10 @@ def convert_linears(model: nn.Module, config: Float8Config, *, device_type: str)
     if unknown := set(config.exclude) - {part for name in linears for part in name.split(".")} - {"lm_head"}:
         raise UserError(f"float8.exclude names {sorted(unknown)}, but no linear is called so: {_parts(linears)}")
     # The norms beside a block's linears make FSDP gather bytes; a group of float8 alone is gathered as such.
-    in_blocks = tuple(f"{name}." for name in interface_of(model).blocks)
-    if config.all_gather and device_type == "cpu" and (alone := [n for n in chosen if not n.startswith(in_blocks)]):
-        raise UserError(f"float8.all_gather: gloo cannot gather {alone[0]} in float8; add it to float8.exclude")
+    if config.all_gather and device_type == "cpu":
+        in_blocks = tuple(f"{name}." for name in interface_of(model).blocks)
+        if alone := [name for name in chosen if not name.startswith(in_blocks)]:
+            raise UserError(f"float8.all_gather: gloo cannot gather {alone[0]} in float8; add it to float8.exclude")
     uneven = [
         f"{name} ({module.in_features} -> {module.out_features})"
         for name, module in chosen.items()
