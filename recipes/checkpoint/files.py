@@ -14,21 +14,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import xxhash
 
 from parallel.errors import UserError
-from recipes.checkpoint.errors import Damage, OlderFormat, Unreadable
 from recipes.checkpoint.manifest import (
     BLOCK_BYTES,
     DTYPE_BYTES,
     MANIFEST,
     MAX_MANIFEST_BYTES,
     Chunk,
+    Damage,
     Manifest,
+    OlderFormat,
     StoredFile,
+    Unreadable,
     decode,
     encode,
 )
@@ -67,15 +68,10 @@ def box_name(tensor: str, start: Sequence[int], shape: Sequence[int]) -> str:
 
 
 class NewFile:
-    """A file that is hashed while it is written, and synced to the disk when the `with` block ends without an error."""
+    """A file that is hashed while it is written."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._hash, self._bytes = path, xxhash.xxh3_128(), 0
-
-    def __enter__(self) -> "NewFile":
-        # O_EXCL: never overwrite a file, and never write through a symbolic link.
-        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        return self
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._hash, self._bytes = descriptor, xxhash.xxh3_128(), 0
 
     def write(self, data: Any) -> None:
         """Append a buffer of bytes."""
@@ -88,19 +84,22 @@ class NewFile:
     def about(self, *, header_bytes: int = 0, header_checksum: str = "") -> StoredFile:
         return StoredFile(self._bytes, self._hash.hexdigest(), header_bytes, header_checksum)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                os.fsync(self._descriptor)
-        finally:
-            os.close(self._descriptor)
+
+@contextmanager
+def new_file(path: Path) -> Iterator[NewFile]:
+    """Create a file, which is synced to the disk when the `with` block ends without an error."""
+    # O_EXCL: never overwrite a file, and never write through a symbolic link.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        yield NewFile(descriptor)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_file(path: Path, content: bytes) -> StoredFile:
     """Write a small file."""
-    with NewFile(path) as file:
+    with new_file(path) as file:
         file.write(content)
     return file.about()
 
@@ -119,7 +118,7 @@ def write_shard(path: Path, pieces: Sequence[Piece], contents: Iterable[Any]) ->
     text += b" " * (-len(text) % 8)
     text = struct.pack("<Q", len(text)) + text
     chunks = []
-    with NewFile(path) as file:
+    with new_file(path) as file:
         file.write(text)
         offset = len(text)
         for piece, content in zip(pieces, contents, strict=True):

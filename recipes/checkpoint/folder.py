@@ -15,15 +15,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from parallel.errors import UserError
-from recipes.checkpoint.errors import Damage, OlderFormat
+from recipes.checkpoint.files import check_files, read_manifest
+from recipes.checkpoint.manifest import Damage, Manifest, OlderFormat, StoredFile
 from recipes.files.atomic import sync_folder
 from recipes.files.layout import checkpoint_steps, step_folder
-
-if TYPE_CHECKING:
-    from recipes.checkpoint.manifest import Manifest, StoredFile
+from recipes.files.units import size
 
 FULL = {
     errno.ENOSPC: "the disk is full",
@@ -50,6 +48,36 @@ def left_overs(folder: Path) -> list[Path]:
     return sorted(folder.glob(".partial-*"))
 
 
+def disk_space(folder: Path, *, checkpoint_bytes: int, keep: int) -> str:
+    """A line that says how large a checkpoint is and how many fit on the disk of `folder`, which need not exist yet.
+
+    What a kill left counts as free space, because the next save deletes it. It is not deleted here, because it may
+    still belong to another process. Raises UserError if not even one checkpoint fits.
+    """
+    place = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
+    free = shutil.disk_usage(place).free + sum(map(_taken, left_overs(folder)))
+    fit = free // checkpoint_bytes
+    if not fit:
+        raise UserError(
+            f"a checkpoint needs {size(checkpoint_bytes)}, but the disk of {place} has {size(free)} free; free some"
+            " space, write another run.output, or write checkpoint.every = 0 to save nothing"
+        )
+    wanted = max(1, keep + 1 - len(checkpoint_steps(folder)))  # an old one is deleted when the new one is complete
+    tight = f"; checkpoint.keep = {keep} needs {wanted}" if fit < wanted else ""
+    return f"checkpoints: {size(checkpoint_bytes)} each, the disk has space for {fit:,}{tight}"
+
+
+def _taken(folder: Path) -> int:
+    """How many bytes of the disk deleting this folder would free."""
+    taken = 0
+    for place, _, names in os.walk(folder) if not folder.is_symlink() else ():
+        for name in names:
+            with suppress(FileNotFoundError):  # deleted in the meantime
+                about = os.lstat(os.path.join(place, name))
+                taken += about.st_blocks * 512 if about.st_nlink == 1 else 0
+    return taken
+
+
 def begin(folder: Path, step: int, *, log: Callable[[str], None]) -> None:
     """Delete all left-overs, and create the partial folder of a new checkpoint.
 
@@ -73,7 +101,7 @@ def begin(folder: Path, step: int, *, log: Callable[[str], None]) -> None:
     partial_folder(folder, step).mkdir()
 
 
-def require_shards(folder: Path, files: Mapping[str, "StoredFile"]) -> None:
+def require_shards(folder: Path, files: Mapping[str, StoredFile]) -> None:
     """Wait until this process sees all files that other processes wrote. Raises UserError if it does not."""
     end = time.monotonic() + PATIENCE
     while missing := [name for name, about in files.items() if not _exists(folder / name, about.bytes)]:
@@ -83,9 +111,9 @@ def require_shards(folder: Path, files: Mapping[str, "StoredFile"]) -> None:
         time.sleep(0.1)
 
 
-def _exists(path: Path, size: int) -> bool:
+def _exists(path: Path, length: int) -> bool:
     try:
-        return os.lstat(path).st_size == size
+        return os.lstat(path).st_size == length
     except FileNotFoundError:
         return False
 
@@ -117,28 +145,16 @@ def remove(path: Path) -> None:
             raise error
 
 
-def set_aside(folder: Path, step: int) -> Path:
-    """Rename a damaged checkpoint. Returns its new path."""
-    old = step_folder(folder, step)
-    names = (old.with_name(f"{ASIDE}{old.name}{f'.{number}' if number else ''}") for number in count())
-    aside = next(path for path in names if not os.path.lexists(path))
-    os.rename(old, aside)
-    sync_folder(folder)
-    return aside
-
-
 def dispensable(steps: list[int], *, keep: int, keep_every: int) -> list[int]:
     """Those of these steps, oldest first, that are neither among the newest nor multiples of keep_every (0 = none)."""
     return [step for step in steps[:-keep] if not (keep_every and step % keep_every == 0)]
 
 
-def check(folder: Path, step: int, *, files: bool = True) -> "Manifest":
+def check(folder: Path, step: int, *, files: bool = True) -> Manifest:
     """Check everything about a checkpoint except the contents of its tensors. Raises Damage or UserError.
 
     files: check every file; one process can do that for all.
     """
-    from recipes.checkpoint.files import check_files, read_manifest  # not needed before there is a checkpoint
-
     path = step_folder(folder, step)
     if path.is_symlink():
         raise Damage(f"{path} is a symbolic link, which a checkpoint must not be")
@@ -178,12 +194,16 @@ def newest_whole(folder: Path, *, log: Callable[[str], None]) -> int | None:
 
 
 def put_away(folder: Path, step: int, problem: str) -> str:
-    """Set a damaged checkpoint aside. Returns the message for the user."""
+    """Set a damaged checkpoint aside: rename it. Returns the message for the user."""
+    path = step_folder(folder, step)
+    names = (path.with_name(f"{ASIDE}{path.name}{f'.{number}' if number else ''}") for number in count())
+    aside = next(name for name in names if not os.path.lexists(name))
     try:
-        return f"{problem}; it is set aside as {set_aside(folder, step).name}"
+        os.rename(path, aside)
+        sync_folder(folder)
     except OSError as error:
-        path = step_folder(folder, step)
         raise UserError(f"{problem}; {path} cannot be set aside ({error.strerror}): remove it by hand") from None
+    return f"{problem}; it is set aside as {aside.name}"
 
 
 def reason(error: BaseException) -> str:

@@ -9,10 +9,9 @@ from math import prod
 from pathlib import Path
 
 from parallel.errors import UserError
-from recipes.checkpoint.errors import Damage
 from recipes.checkpoint.files import check_files, read_manifest, verify
 from recipes.checkpoint.folder import ASIDE, left_overs
-from recipes.checkpoint.manifest import MANIFEST, Manifest
+from recipes.checkpoint.manifest import MANIFEST, Damage, Manifest
 from recipes.files.layout import CHECKPOINTS, checkpoint_steps, step_folder
 from recipes.files.units import size
 

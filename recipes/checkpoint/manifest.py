@@ -16,7 +16,6 @@ from annotated_types import Interval, MaxLen
 from pydantic import TypeAdapter, ValidationError
 
 from parallel.errors import UserError
-from recipes.checkpoint.errors import Damage
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "shardwright checkpoint", 1
@@ -40,6 +39,19 @@ DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16
 """The element types that a checkpoint may hold, by their names in safetensors."""
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 """The allowed names of files in a checkpoint: none leads out of the folder."""
+
+
+class Damage(UserError):
+    """A checkpoint is not as it was written. The text names the file, and the tensor and bytes where possible."""
+
+
+class Unreadable(Damage):
+    """The disk or the network returns an error for a file. Its contents may be intact."""
+
+
+class OlderFormat(Damage):
+    """A checkpoint in the format of torch.distributed.checkpoint, which older versions wrote."""
+
 
 Count = Annotated[int, Interval(ge=0, lt=2**62)]
 Shape = Annotated[tuple[Count, ...], MaxLen(16)]

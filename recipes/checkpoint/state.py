@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 
 from parallel.errors import UserError
 from parallel.float8 import without_wrapper
-from recipes.checkpoint.errors import Damage
-from recipes.checkpoint.manifest import Count, Manifest
+from recipes.checkpoint.manifest import Count, Damage, Manifest
 from recipes.checkpoint.storage import PARAMETERS
 from recipes.optimization.skip_steps import WINDOW
 

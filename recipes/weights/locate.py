@@ -108,8 +108,8 @@ def initial_weights(weights: str, run_folder: Path) -> Weights:
 
     Skips damaged checkpoints, as the run itself does when it resumes. Raises UserError as find_weights does.
     """
-    from recipes.checkpoint.errors import Damage
     from recipes.checkpoint.folder import check
+    from recipes.checkpoint.manifest import Damage
 
     place, damaged = run_folder / CHECKPOINTS, None
     for step in reversed(checkpoint_steps(place)):

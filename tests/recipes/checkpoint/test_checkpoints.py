@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from parallel.errors import UserError
-from recipes.checkpoint import files, save, storage
+from recipes.checkpoint import files, storage
 from recipes.checkpoint import folder as folders
 from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.checkpoint.files import read_manifest, verify
@@ -128,13 +128,13 @@ def test_asynchronous_save_writes_the_state_of_its_step(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The parameters change before their copy is written."""
-    go, write = threading.Event(), save.write_shard
+    go, write = threading.Event(), files.write_shard
 
     def slow(*arguments):
         assert go.wait(60)
         return write(*arguments)
 
-    monkeypatch.setattr(save, "write_shard", slow)
+    monkeypatch.setattr("recipes.checkpoint.checkpoints.write_shard", slow)
     logged: list[str] = []
     checkpoints = Checkpoints(tmp_path, keep=3, asynchronous=True, log=logged.append)
     before = snapshot(*run)

@@ -10,11 +10,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from parallel.errors import UserError
-from recipes.checkpoint import space
+from recipes.checkpoint import folder as folders
 from recipes.checkpoint.checkpoints import Checkpoints
-from recipes.checkpoint.errors import Damage
 from recipes.checkpoint.files import read_manifest
 from recipes.checkpoint.folder import newest_whole
+from recipes.checkpoint.manifest import Damage
 from tests.full_disk import files_of_at_most
 from tests.recipes.checkpoint.small import contents, names, trained
 
@@ -186,7 +186,7 @@ def test_logged_size_is_that_of_the_tensors_and_the_small_files(
         sizes.append(checkpoint_bytes)
         return ""
 
-    monkeypatch.setattr(space, "disk_space", note)
+    monkeypatch.setattr(folders, "disk_space", note)
     model, optimizer = trained(1, moments=moments)
     checkpoints = Checkpoints(tmp_path, keep=2, files={"tokenizer.json": "ä" * 10_000})
     checkpoints.require_space(model.parameters(), moments=getattr(torch, moments))
