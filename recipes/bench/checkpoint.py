@@ -7,6 +7,7 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -27,6 +28,8 @@ from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer
 
+ROWS = "rows.json"
+"""The file in which rank 0 hands over what it measured."""
 Row = dict[str, float]
 
 
@@ -39,20 +42,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
     parser.add_argument("--out", type=Path, help="JSON file for all measurements")
     options = parser.parse_args(arguments)
-    context = multiprocessing.get_context("spawn")
     results: dict[int, list[Row]] = {}
     for processes in options.processes:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            answers = context.SimpleQueue()
-            started = [
-                context.Process(target=_work, args=(rank, processes, Path(folder), options, answers))
-                for rank in range(processes)
-            ]
-            for process in started:
-                process.start()
-            results[processes] = answers.get()
-            for process in started:
-                process.join()
+            multiprocessing.spawn(_work, (processes, Path(folder), options), nprocs=processes)
+            results[processes] = json.loads((Path(folder) / ROWS).read_text())
         _print(processes, results[processes])
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores")
     if options.out:
@@ -73,13 +67,13 @@ def _print(processes: int, rows: list[Row]) -> None:
         print(f"  {name:<34} {median(seconds):7.3f} s  ({spread})  {ratio:5.2f} x {baselines[kind]}")
 
 
-def _work(rank: int, processes: int, folder: Path, options: argparse.Namespace, answers: Any) -> None:
+def _work(rank: int, processes: int, folder: Path, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=processes)
     bench = Bench(folder, options.width)
     rows = [bench.round(number) for number in range(options.repeats + 1)][1:]
     if rank == 0:
-        answers.put(rows)
+        (folder / ROWS).write_text(json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -123,12 +117,36 @@ class Bench:
     def round(self, number: int) -> Row:
         """Run each once, in an order that rotates from round to round, and delete what they wrote."""
         found: Row = {"gigabytes": sum(p.numel() * p.element_size() for p in self.model.parameters()) * 3 / 1e9}
-        steps = [self.dcp, self.save, self.dcp_async, self.save_async, self.dcp_async_stager, self.save_and_delete]
-        turned = steps[number % len(steps) :] + steps[: number % len(steps)]
-        for step in turned:
-            found |= step(number)
-        for load in (self.dcp_load, self.load) if number % 2 else (self.load, self.dcp_load):
-            found |= load(number)
+        trained: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "step": number}
+        futures: list[Any] = []
+
+        def dcp_async(name: str, **options: Any) -> None:
+            path = self.folder / name
+            futures.append(dcp.async_save(self._state(), checkpoint_id=path, process_group=self.group, **options))
+
+        saves: dict[str, Callable[[], object]] = {
+            "dcp": lambda: dcp.save(self._state(), checkpoint_id=self.folder / "dcp"),
+            "ours": partial(self.ours.save, **trained),
+            "dcp async": partial(dcp_async, "dcp async"),
+            "ours async": partial(self.ours_async.save, **trained),
+            # With staging memory that is reused, which DCP leaves to its caller.
+            "dcp async, stager kept": partial(dcp_async, "dcp async, stager kept", async_stager=self.stager),
+            "ours, an old one verified away": partial(self.ours_keep.save, **trained),
+        }
+        names = list(saves)
+        start = number % len(names)
+        for name in names[start:] + names[:start]:
+            found[name] = _seconds(saves[name])
+            if "async" in name:
+                found[f"{name}, stall"] = found[name]
+                wait = self.ours_async.finish if name == "ours async" else lambda: futures.pop().result()
+                found[name] += _seconds(wait, together=False)
+        loads: dict[str, Callable[[], object]] = {
+            "ours load": partial(self.ours.load, **trained),
+            "dcp load": self._dcp_load,
+        }
+        for name in reversed(loads) if number % 2 else loads:
+            found[name] = _seconds(loads[name])
         dist.barrier()
         if dist.get_rank() == 0:
             for path in self.folder.iterdir():
@@ -143,48 +161,10 @@ class Bench:
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer}
 
-    def dcp(self, number: int) -> Row:
-        return {"dcp": _seconds(lambda: dcp.save(self._state(), checkpoint_id=self.folder / "dcp"))}
-
-    def save(self, number: int) -> Row:
-        return {"ours": _seconds(lambda: self.ours.save(self.model, self.optimizer, step=number))}
-
-    def save_and_delete(self, number: int) -> Row:
-        save = self.ours_keep.save
-        return {"ours, an old one verified away": _seconds(lambda: save(self.model, self.optimizer, step=number))}
-
-    def save_async(self, number: int) -> Row:
-        stall = _seconds(lambda: self.ours_async.save(self.model, self.optimizer, step=number))
-        rest = _seconds(lambda: self.ours_async.finish(), together=False)
-        return {"ours async, stall": stall, "ours async": stall + rest}
-
-    def dcp_async(self, number: int, name: str = "dcp async", **options: Any) -> Row:
-        futures: list[Any] = []
-
-        def begin() -> None:
-            path = self.folder / name
-            futures.append(dcp.async_save(self._state(), checkpoint_id=path, process_group=self.group, **options))
-
-        stall = _seconds(begin)
-        rest = _seconds(lambda: futures[0].result(), together=False)
-        return {f"{name}, stall": stall, name: stall + rest}
-
-    def dcp_async_stager(self, number: int) -> Row:
-        """With staging memory that is reused, which DCP leaves to its caller."""
-        return self.dcp_async(number, "dcp async, stager kept", async_stager=self.stager)
-
-    def dcp_load(self, number: int) -> Row:
-        def load() -> None:
-            state = self._state()
-            dcp.load(state, checkpoint_id=self.folder / "dcp")
-            set_state_dict(
-                self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-            )
-
-        return {"dcp load": _seconds(load)}
-
-    def load(self, number: int) -> Row:
-        return {"ours load": _seconds(lambda: self.ours.load(self.model, self.optimizer, step=number))}
+    def _dcp_load(self) -> None:
+        state = self._state()
+        dcp.load(state, checkpoint_id=self.folder / "dcp")
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
 def _seconds(work: Callable[[], object], *, together: bool = True) -> float:

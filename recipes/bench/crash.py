@@ -14,6 +14,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,24 +48,21 @@ class Run:
 
     def __init__(self, folder: Path, name: str, *, processes: int, steps: int) -> None:
         self.folder, self.path = folder, folder / "runs" / name
-        self._log = folder / f"{name}.output"
+        self.output = folder / f"{name}.output"
         overrides = OVERRIDES | {"run.name": name, "run.steps": steps}
         launch = [sys.executable, str(ROOT / "scripts/launch.py"), "--standalone", f"--nproc-per-node={processes}"]
         self._command = [*launch, str(ROOT / "train.py"), str(ROOT / "configs/smollm3_debug.toml")]
         self._command += [word for key, value in overrides.items() for word in (f"--{key}", str(value))]
 
     def start(self) -> subprocess.Popen[bytes]:
-        with self._log.open("ab") as log:
+        with self.output.open("ab") as log:
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             return subprocess.Popen(self._command, cwd=self.folder, env=environment, stdout=log, stderr=log)
 
     def steps(self) -> int:
         """The number of logged steps."""
-        try:
-            lines = (self.path / "metrics.jsonl").read_text().splitlines()
-        except FileNotFoundError:
-            return 0
-        return len(lines)
+        metrics = self.path / "metrics.jsonl"
+        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
 
     def result(self) -> tuple[list[tuple[int, float, float]], dict[str, str]]:
         """(step, loss, gradient norm) of every step, and the checksum of every file of the last checkpoint."""
@@ -74,19 +72,14 @@ class Run:
         checksums = {f"{newest.name}/{name}": about["checksum"] for name, about in files.items()}
         return [(row["step"], row["loss"], row["grad_norm"]) for row in rows], checksums
 
-    def last_output(self) -> str:
-        return self._log.read_text(errors="replace")[-2000:]
-
 
 def descendants(of: int) -> list[int]:
     """Process ids of a process's children, their children, and so on."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            try:
+            with suppress(OSError):  # it has ended
                 parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue  # it has ended
     found = [of]
     for process in found:
         found += [child for child, parent in parents.items() if parent == process]
@@ -97,10 +90,8 @@ def kill(process: subprocess.Popen[bytes], workers: list[int]) -> None:
     """Send SIGKILL to these processes, and wait until all processes of the run have ended."""
     everything = [process.pid, *descendants(process.pid)]
     for worker in workers:
-        try:
+        with suppress(ProcessLookupError):
             os.kill(worker, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
     try:
         process.wait(90)
     except subprocess.TimeoutExpired:
@@ -128,7 +119,8 @@ def torment(run: Run, *, kills: int, pause: float, draw: random.Random) -> int:
                 continue
         code = process.wait()
         if code != 0:
-            sys.exit(f"the run ended with exit code {code} though it was not killed:\n{run.last_output()}")
+            output = run.output.read_text(errors="replace")
+            sys.exit(f"the run ended with exit code {code} though it was not killed:\n{output[-2000:]}")
         return done
 
 
