@@ -11,7 +11,7 @@ from pathlib import Path
 from parallel.errors import UserError
 from recipes.checkpoint.files import check_files, read_manifest, verify
 from recipes.checkpoint.folder import ASIDE, left_overs
-from recipes.checkpoint.manifest import MANIFEST, Damage, Manifest
+from recipes.checkpoint.manifest import MANIFEST, Damage
 from recipes.files.layout import CHECKPOINTS, checkpoint_steps, step_folder
 from recipes.files.units import size
 
@@ -81,10 +81,6 @@ def describe(path: Path) -> Iterator[str]:
     for name, file in manifest.files.items():
         yield f"  {name}  {size(file.bytes)}  xxh3_128 {file.checksum}"
     yield "tensors:"
-    yield from _tensors(manifest)
-
-
-def _tensors(manifest: Manifest) -> Iterator[str]:
     width = max(map(len, manifest.tensors), default=0)
     for name, tensor in sorted(manifest.tensors.items()):
         parts = f"in {len(tensor.chunks)} parts" if len(tensor.chunks) > 1 else ""

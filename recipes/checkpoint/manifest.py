@@ -7,6 +7,7 @@ source. Imports no torch.
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any
@@ -159,15 +160,12 @@ def decode(text: bytes, *, where: Path) -> Manifest:
     try:
         manifest = _ADAPTER.validate_json(body + b"}", strict=True)
     except ValidationError as error:
-        raise Damage(f"{where} is damaged: it does not describe a checkpoint ({_first_line(error)})") from None
+        first = error.errors(include_url=False, include_input=False)[0]
+        what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"[:200]
+        raise Damage(f"{where} is damaged: it does not describe a checkpoint ({what})") from None
     if problem := next(_contradictions(manifest), None):
         raise Damage(f"{where} is damaged: {problem}")
     return manifest
-
-
-def _first_line(error: ValidationError) -> str:
-    first = error.errors(include_url=False, include_input=False)[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"[:200]
 
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:
@@ -262,9 +260,8 @@ def _apart(chunks: list[Chunk], axis: int) -> Iterator[list[Chunk]]:
 
 
 def _any_two_meet(chunks: list[Chunk]) -> bool:
-    for number, one in enumerate(chunks):
-        for other in chunks[:number]:
-            sides = zip(one.start, one.shape, other.start, other.shape, strict=True)
-            if all(a < b + length_b and b < a + length_a for a, length_a, b, length_b in sides):
-                return True
+    for one, other in combinations(chunks, 2):
+        sides = zip(one.start, one.shape, other.start, other.shape, strict=True)
+        if all(a < b + length_b and b < a + length_a for a, length_a, b, length_b in sides):
+            return True
     return False

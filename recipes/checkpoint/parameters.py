@@ -65,11 +65,8 @@ def write_parameters(
 ) -> None:
     """Write a checkpoint of parameters alone to an empty folder, with one parameter in memory at a time.
 
-    Args:
-        folder: the empty folder.
-        shapes: name -> shape and dtype of every parameter.
-        read: returns the parameter of a name.
-        files: name -> text of the small files in the checkpoint.
+    shapes: name -> shape and dtype of every parameter. read: returns the parameter of a name. files: name -> text of
+    the small files in the checkpoint.
     """
     pieces = [
         Piece(PARAMETERS + name, CODES[dtype], (0,) * len(shape), shape, whole=True)
