@@ -16,20 +16,10 @@ from torch.optim import Optimizer
 
 from parallel.errors import UserError
 from recipes.checkpoint import folder as folders
-from recipes.checkpoint.files import complete, verify_shards, write_shard
+from recipes.checkpoint.files import Written, complete, verify_shards, write_shard
 from recipes.checkpoint.manifest import Damage, Unreadable
 from recipes.checkpoint.state import checked, hyperparameters, named_tensors, restore
-from recipes.checkpoint.storage import (
-    HostMemory,
-    Plan,
-    Written,
-    assemble,
-    make_plan,
-    raw,
-    read_tensors,
-    shard_name,
-    signature,
-)
+from recipes.checkpoint.storage import HostMemory, Plan, assemble, make_plan, raw, read_tensors, shard_name, signature
 from recipes.files.atomic import sync_folder
 from recipes.files.layout import checkpoint_steps, step_folder
 
@@ -160,8 +150,7 @@ class Checkpoints:
 
         def write() -> Written:
             place.mkdir(exist_ok=True)  # this node may not see it yet
-            file, chunks = write_shard(place / self._shard, plan.pieces, contents)
-            return self._shard, file, list(zip(plan.pieces, chunks, strict=True))
+            return write_shard(place / self._shard, plan.pieces, contents)
 
         def commit() -> None:
             folders.require_shards(place, {name: file for name, file, _ in shards})

@@ -58,6 +58,10 @@ class Piece:
         return self.tensor if self.whole else box_name(self.tensor, self.start, self.shape)
 
 
+Written = tuple[str, StoredFile, list[tuple[Piece, Chunk]]]
+"""A shard's name, its file and its contents."""
+
+
 def box_name(tensor: str, start: Sequence[int], shape: Sequence[int]) -> str:
     """Such as "model.embedding.weight[0:2048, 0:256]"."""
     ranges = ", ".join(f"{first}:{first + length}" for first, length in zip(start, shape, strict=True))
@@ -104,10 +108,10 @@ def write_file(path: Path, content: bytes) -> StoredFile:
     return file.about()
 
 
-def write_shard(path: Path, pieces: Sequence[Piece], contents: Iterable[Any]) -> tuple[StoredFile, list[Chunk]]:
+def write_shard(path: Path, pieces: Sequence[Piece], contents: Iterable[Any]) -> Written:
     """Write a safetensors file with these pieces, widest elements first so that all are aligned.
 
-    contents: yields a buffer of bytes per piece, when it is needed. Returns the file, and the chunk of each piece.
+    contents: yields a buffer of bytes per piece, when it is needed.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -117,7 +121,7 @@ def write_shard(path: Path, pieces: Sequence[Piece], contents: Iterable[Any]) ->
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     text = struct.pack("<Q", len(text)) + text
-    chunks = []
+    written = []
     with new_file(path) as file:
         file.write(text)
         offset = len(text)
@@ -129,9 +133,11 @@ def write_shard(path: Path, pieces: Sequence[Piece], contents: Iterable[Any]) ->
                 block = view[begin : begin + BLOCK_BYTES]
                 blocks.append(xxhash.xxh3_64_hexdigest(block))  # of the bytes in memory, before the disk has them
                 file.write(block)
-            chunks.append(Chunk(path.name, offset, len(view), piece.start, piece.shape, tuple(blocks)))
+            chunk = Chunk(path.name, offset, len(view), piece.start, piece.shape, tuple(blocks))
+            written.append((piece, chunk))
             offset += len(view)
-    return file.about(header_bytes=len(text), header_checksum=xxhash.xxh3_64_hexdigest(text)), chunks
+    about = file.about(header_bytes=len(text), header_checksum=xxhash.xxh3_64_hexdigest(text))
+    return path.name, about, written
 
 
 def complete(folder: Path, manifest: Manifest, texts: Mapping[str, str]) -> None:

@@ -73,8 +73,7 @@ def write_parameters(
         for name, (shape, dtype) in shapes.items()
     ]
     pieces.sort(key=lambda piece: -DTYPES[piece.dtype].itemsize)
-    name = shard_name(0, 1)
     contents = (raw(read(piece.tensor.removeprefix(PARAMETERS))) for piece in pieces)
-    file, chunks = write_shard(folder / name, pieces, contents)
+    shard = write_shard(folder / shard_name(0, 1), pieces, contents)
     layout = {piece.tensor: (piece.dtype, piece.shape) for piece in pieces}
-    complete(folder, assemble(None, {}, layout, [(name, file, list(zip(pieces, chunks, strict=True)))]), files)
+    complete(folder, assemble(None, {}, layout, [shard]), files)

@@ -24,17 +24,8 @@ from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.tensor import DTensor
 
 from parallel.errors import UserError
-from recipes.checkpoint.files import Piece, ShardReader
-from recipes.checkpoint.manifest import (
-    BLOCK_BYTES,
-    DTYPE_BYTES,
-    FORMAT,
-    VERSION,
-    Chunk,
-    Manifest,
-    StoredFile,
-    StoredTensor,
-)
+from recipes.checkpoint.files import Piece, ShardReader, Written
+from recipes.checkpoint.manifest import BLOCK_BYTES, DTYPE_BYTES, FORMAT, VERSION, Chunk, Manifest, StoredTensor
 
 PARAMETERS = "model."
 """Prefix of the names of parameters in a checkpoint."""
@@ -54,9 +45,6 @@ DTYPES = {
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 READ_BYTES = 16 * BLOCK_BYTES
 """How many bytes to read at a time when they cannot be read directly into the tensor."""
-
-Written = tuple[str, StoredFile, list[tuple[Piece, Chunk]]]
-"""A shard's name, its file and its contents."""
 
 
 def shard_name(rank: int, world_size: int) -> str:

@@ -240,10 +240,9 @@ def cut_in_columns(folder: Path) -> None:
         plan = make_plan(state, group=dist.group.WORLD)
         place = folder / str(way)
         place.mkdir(exist_ok=True)
-        name = shard_name(dist.get_rank(), 4)
-        file, chunks = write_shard(place / name, plan.pieces, map(raw, plan.tensors(state)))
+        shard = write_shard(place / shard_name(dist.get_rank(), 4), plan.pieces, map(raw, plan.tensors(state)))
         shards = [None] * 4
-        dist.all_gather_object(shards, (name, file, list(zip(plan.pieces, chunks, strict=True))))
+        dist.all_gather_object(shards, shard)
         if dist.get_rank() == 0:
             complete(place, assemble(None, {}, plan.layout, shards), {})
             verify(place)
