@@ -66,7 +66,7 @@ def prepare(options: argparse.Namespace) -> None:
     """Tokenize the source, and print what the folder holds."""
     from recipes.data.text.sources import is_prepared, pinned, source_problem
     from recipes.data.text.tokenizer import load_tokenizer
-    from recipes.data.tokens.preparation import Pieces, preparation, would_read_itself
+    from recipes.data.tokens.preparation import preparation, would_read_itself
     from recipes.data.tokens.shards import bad_rows, open_index
     from recipes.data.tokens.workspace import unclaim
 
@@ -86,13 +86,12 @@ def prepare(options: argparse.Namespace) -> None:
         raise UserError(f"data.source: {problem}")
     if would_read_itself(source, folder):
         raise UserError(f"'{folder}' lies inside '{options.source}' and would be part of it; give another folder")
-    text_field, fraction = options.text_field, options.validation_fraction
+    text_field = options.text_field
     tokenizer = load_tokenizer(
         options.tokenizer, sources=[source], text_field=text_field, cache=options.cache, log=print
     )
-    work = preparation(
-        source, text_field=text_field, tokenizer=tokenizer, validation_fraction=fraction, pieces=Pieces()
-    )
+    fraction = options.validation_fraction
+    work = preparation(source, text_field=text_field, tokenizer=tokenizer, validation_fraction=fraction)
     new = not folder.exists()
     started = time.perf_counter()
     try:

@@ -11,7 +11,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -32,7 +32,7 @@ from recipes.data.order import SequenceOrder
 from recipes.data.sequences import Sequences, Source
 from recipes.data.text.rows import documents
 from recipes.data.text.tokenizer import Tokenizer, load_tokenizer, parallel_tokenizers
-from recipes.data.tokens.preparation import Pieces, preparation
+from recipes.data.tokens.preparation import preparation
 from recipes.data.tokens.prepare import write_shards
 from recipes.data.tokens.shards import (
     ARRAYS,
@@ -58,19 +58,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def main(arguments: list[str]) -> int:
     """Print a Markdown table, and write every measurement as JSON to --out. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="bench.py --suite data", description=__doc__)
-    parser.add_argument("--tokens", type=int, default=2**27, help="tokens in the prepared shards to read (%(default)s)")
-    parser.add_argument(
-        "--copies", type=int, default=12, help="copies of the standard library's text to tokenize (%(default)s)"
-    )
-    parser.add_argument(
-        "--shards", type=int, default=15_000, help="shards to open when resuming far into a run (%(default)s)"
-    )
-    parser.add_argument(
-        "--batches", type=int, default=100_000, help="batches over which memory must not grow (%(default)s)"
-    )
-    parser.add_argument("--repeats", type=int, default=3, help="measurements after one warm-up (%(default)s)")
-    parser.add_argument("--folder", type=Path, help="where to create a temporary folder")
+    defaults = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(prog="bench.py --suite data", description=__doc__, formatter_class=defaults)
+    parser.add_argument("--tokens", type=int, default=2**27, help="tokens in the prepared shards to read")
+    parser.add_argument("--copies", type=int, default=12, help="copies of the standard library's text to tokenize")
+    parser.add_argument("--shards", type=int, default=15_000, help="shards to open when resuming far into a run")
+    parser.add_argument("--batches", type=int, default=100_000, help="batches over which memory must not grow")
+    parser.add_argument("--repeats", type=int, default=3, help="measurements after one warm-up")
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="where to create a temporary folder")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", choices=("reading", "tokenizing", "preparing"), nargs="+")
     options = parser.parse_args(arguments)
@@ -88,9 +83,6 @@ def main(arguments: list[str]) -> int:
     if options.out:
         options.out.write_text(json.dumps(rows, indent=1))
     return 0
-
-
-# ------------------------------------------------------------------------------------------------------------- reading
 
 
 def _reading(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -216,9 +208,6 @@ def _own_memory() -> int:
     return int(line.split()[1]) * 1024
 
 
-# ---------------------------------------------------------------------------------------------------------- tokenizing
-
-
 def _corpus(folder: Path, copies: int) -> tuple[Path, list[str], Tokenizer]:
     """Copies of the standard library's sources, each slightly different, as one .jsonl file."""
     texts = list(documents("python-stdlib", text_field="text"))
@@ -243,10 +232,10 @@ def _tokenizing(folder: Path, options: argparse.Namespace) -> Iterator[dict[str,
     file, texts, tokenizer = _corpus(folder, options.copies)
     with parallel_tokenizers():
         tokens = sum(len(ids) + 1 for ids in tokenizer.encode_batch(texts))
-    sides: dict[str, Callable[[int], float]] = {
-        "ours": lambda repeat: _stream(file, tokenizer, folder / f"streamed-{repeat}", tokens),
-        "tokenizers": lambda repeat: _tokenizers_alone(texts, tokenizer),
-    } | {name: partial(_pipeline, name, file, folder) for name in PIPELINES}
+    sides = {
+        "ours": partial(_stream, file, tokenizer, folder, tokens),
+        "tokenizers": partial(_tokenizers_alone, texts, tokenizer),
+    } | {name: partial(_in_child, name, file, folder) for name in PIPELINES}
     seconds = _alternate(sides, options.repeats)
     ours = median(seconds["ours"])
     yield {
@@ -265,9 +254,10 @@ def _tokenizing(folder: Path, options: argparse.Namespace) -> Iterator[dict[str,
         }
 
 
-def _stream(file: Path, tokenizer: Tokenizer, cache: Path, tokens: int) -> float:
+def _stream(file: Path, tokenizer: Tokenizer, folder: Path, tokens: int) -> float:
+    cache = tempfile.mkdtemp(dir=folder)
     started = perf_counter()
-    section = DataConfig(source=str(file), cache=str(cache), shuffle_tokens=2**22)
+    section = DataConfig(source=str(file), cache=cache, shuffle_tokens=2**22)
     data = _open(section, tokenizer)
     batches = _batches(data.training, global_batch_size=16, mask=None)
     for batch in range(int(tokens * (1 - section.validation_fraction)) // LENGTH // 16):
@@ -277,10 +267,6 @@ def _stream(file: Path, tokenizer: Tokenizer, cache: Path, tokens: int) -> float
     return seconds
 
 
-def _pipeline(name: str, file: Path, folder: Path, repeat: int) -> float:
-    return _in_child(name, file, folder, cores=None)
-
-
 def _tokenizers_alone(texts: list[str], tokenizer: Tokenizer) -> float:
     started = perf_counter()
     with parallel_tokenizers():
@@ -288,16 +274,13 @@ def _tokenizers_alone(texts: list[str], tokenizer: Tokenizer) -> float:
     return perf_counter() - started
 
 
-# ----------------------------------------------------------------------------------------------------------- preparing
-
-
 def _preparing(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """From a text file to shards, on one core and on all, against datasets.map writing Arrow."""
     file, _, _ = _corpus(folder, options.copies)
-    sides: dict[str, Callable[[int], float]] = {
-        "one core": lambda repeat: _in_child("prepare", file, folder, cores=1),
-        "all cores": lambda repeat: _in_child("prepare", file, folder, cores=None),
-        "datasets.map": lambda repeat: _in_child("map", file, folder, cores=None),
+    sides = {
+        "one core": partial(_in_child, "prepare", file, folder, cores=1),
+        "all cores": partial(_in_child, "prepare", file, folder),
+        "datasets.map": partial(_in_child, "map", file, folder),
     }
     seconds = _alternate(sides, options.repeats)
     ours = median(seconds["all cores"])
@@ -316,12 +299,12 @@ def _preparing(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, 
     }
 
 
-def _alternate(sides: dict[str, Callable[[int], float]], repeats: int) -> dict[str, list[float]]:
+def _alternate(sides: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
     """Seconds of each side, measured in turns after one warm-up round."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for repeat in range(repeats + 1):
         for name, side in sides.items():
-            taken = side(repeat)
+            taken = side()
             if repeat:
                 seconds[name].append(taken)
     return seconds
@@ -339,7 +322,7 @@ if __name__ == "__main__":
 """
 
 
-def _in_child(what: str, file: Path, folder: Path, *, cores: int | None) -> float:
+def _in_child(what: str, file: Path, folder: Path, *, cores: int | None = None) -> float:
     environment = dict(os.environ)
     if cores:
         environment["RAYON_NUM_THREADS"] = str(cores)
@@ -356,8 +339,8 @@ def child(what: str, file: Path, folder: Path) -> float:
     with tempfile.TemporaryDirectory(dir=folder) as own:
         if what == "prepare":
             started = perf_counter()
-            options: dict[str, Any] = {"text_field": "text", "validation_fraction": 0.01, "pieces": Pieces()}
-            for _ in write_shards(Path(own), preparation(str(file), tokenizer=tokenizer, **options)):
+            work = preparation(str(file), text_field="text", tokenizer=tokenizer, validation_fraction=0.01)
+            for _ in write_shards(Path(own), work):
                 pass
             return perf_counter() - started
         import datasets

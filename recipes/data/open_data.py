@@ -15,9 +15,10 @@ from parallel.errors import UserError
 from recipes.data.config import DataConfig
 from recipes.data.order import SequenceOrder
 from recipes.data.sequences import Sequences, Source
-from recipes.data.text.sources import describe, is_prepared, pinned
+from recipes.data.text.sources import describe, file_size, is_prepared, pinned
 from recipes.data.text.tokenizer import Tokenizer, load_tokenizer
 from recipes.data.tokens.preparation import (
+    USUAL,
     VERIFY_UP_TO_BYTES,
     Pieces,
     Preparation,
@@ -47,9 +48,6 @@ if TYPE_CHECKING:
 
 NO_LINKS = (errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
 """Errors of file systems without hard links; there the text is tokenized again."""
-
-
-USUAL = Pieces()
 
 
 @dataclass(frozen=True)
@@ -280,7 +278,7 @@ def _matching_index(folder: Path, tokenizer: Tokenizer, validation_fraction: flo
         )
     size = 0
     for number, shard in enumerate(index.shards if verify else ()):
-        size += array_path(folder, number, TRAIN).stat().st_size if array_path(folder, number, TRAIN).is_file() else 0
+        size += file_size(array_path(folder, number, TRAIN))
         if size <= VERIFY_UP_TO_BYTES and (problem := damage(folder, number, shard)):
             raise UserError(f"data.source: '{folder}' is damaged: {problem}; prepare it again")
     return index
@@ -289,7 +287,7 @@ def _matching_index(folder: Path, tokenizer: Tokenizer, validation_fraction: flo
 def _wait_for_first_window(source: Source, log: Callable[[str], None]) -> None:
     """Wait until the first window is tokenized, and log how fast that was."""
     started = time.perf_counter()
-    source.require(0, waiting=source.progress(log))
+    source.require(0, log=log)
     if source.background is not None:
         held_out = sum(shard.validation for shard in source.shards.shards)
         rest = "" if source.shards.complete else "; the rest follows while the model trains"

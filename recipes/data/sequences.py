@@ -109,52 +109,37 @@ class Source:
         """Whole sequences, with their last target, in the existing shards."""
         return max(0, self.shards.tokens - 1) // self.order.sequence_length
 
-    def require(self, number: int, *, waiting: Callable[[], None] = lambda: None) -> None:
-        """Wait until the tokens of sequence `number` are known, calling `waiting` every now and then.
+    def require(self, number: int, *, log: Callable[[str], None] | None = None) -> None:
+        """Wait until the tokens of sequence `number` are known.
 
-        Raises UserError if they never will be, or if too many rows are bad.
+        log: receives every few seconds how much is tokenized, if this process started that. Raises UserError if the
+        tokens will never be known, or if too many rows are bad.
         """
         needed = self.order.needs(number)
         if self.background is not None:
             window = (self.order.window or 0) * self.order.sequence_length
             self.background.want(None if needed is None else needed + window)
-        while not self.ready(needed) and not self.closed:
+        reported = time.monotonic()
+        while not (self.closed or self.shards.complete or (needed is not None and self.shards.tokens >= needed)):
             if not self.shards.refresh():
                 self._require_progress()
-                waiting()
+                if log and self.background is not None and time.monotonic() - reported > SECONDS_BETWEEN_REPORTS:
+                    reported = time.monotonic()
+                    log(f"tokenized {self.shards.tokens / 1e6:.0f} M tokens of {self.name} so far")
                 time.sleep(SECONDS_BETWEEN_LOOKS)
-        self._count_bad_rows(self.used(number))
+        # Of the shards in use, not of all existing ones, so that a run stops at the same step on any machine.
+        if (used := self.used(number)) > self.used_shards:
+            self.used_shards = used
+            self._budget.count(self.shards.shards[:used])
 
     def used(self, number: int) -> int:
         """How many shards determine sequence `number`, which must be known."""
         needed = self.order.needs(number)
         return len(self.shards.shards) if needed is None else self.shards.covering(needed)
 
-    def progress(self, log: Callable[[str], None]) -> Callable[[], None]:
-        """A `waiting` for require() that logs every few seconds how much is tokenized, if this process started that."""
-        reported = time.monotonic()
-
-        def log_progress() -> None:
-            nonlocal reported
-            if self.background is not None and time.monotonic() - reported > SECONDS_BETWEEN_REPORTS:
-                reported = time.monotonic()
-                log(f"tokenized {self.shards.tokens / 1e6:.0f} M tokens of {self.name} so far")
-
-        return log_progress
-
-    def ready(self, needed: int | None) -> bool:
-        """Whether there are so many tokens, or the whole source (None)."""
-        return self.shards.complete or (needed is not None and self.shards.tokens >= needed)
-
     def starts(self, numbers: np.ndarray) -> list[int]:
         """Where in the source the sequences of these numbers, (n,), start."""
         return self.order.starts(numbers, total=self.tokens).tolist()
-
-    def pieces(self, number: int) -> Iterator[Piece]:
-        """The pieces of documents that the inputs of training sequence `number` consist of, in order."""
-        (start,) = self.starts(np.array([number]))
-        for place in self.shards.documents(start, self.order.sequence_length):
-            yield Piece(self.name, *place)
 
     def _require_progress(self) -> None:
         """Raises UserError if tokenizing has ended with a problem."""
@@ -163,12 +148,6 @@ class Source:
         elif self._problem is not None:
             with suppress(FileNotFoundError):
                 raise UserError(self._problem.read_text(encoding="utf-8"))
-
-    def _count_bad_rows(self, used: int) -> None:
-        # Of the shards in use, not of all existing ones, so that a run stops at the same step on any machine.
-        if used > self.used_shards:
-            self.used_shards = used
-            self._budget.count(self.shards.shards[:used])
 
 
 class Sequences:
@@ -204,8 +183,11 @@ class Sequences:
 
     def pieces(self, number: int) -> Iterator[Piece]:
         """The pieces of documents that the inputs of training sequence `number` consist of, in order."""
-        (place,), (own,) = self.mixture.place(np.array([number]))
-        return self.sources[place].pieces(int(own))
+        (place,), own = self.mixture.place(np.array([number]))
+        source = self.sources[place]
+        (start,) = source.starts(own)
+        for piece in source.shards.documents(start, self.sequence_length):
+            yield Piece(source.name, *piece)
 
     def epochs(self, consumed: int) -> dict[str, float | None]:
         """How often each source is read in so many sequences; None while its length is unknown."""
@@ -222,7 +204,7 @@ class Sequences:
         found = {}
         for source, count in zip(self.sources, self.mixture.consumed(consumed), strict=True):
             if count:
-                source.require(count - 1, waiting=source.progress(log))
+                source.require(count - 1, log=log)
                 found[source.name] = source.shards.checksum(source.order.needs(count - 1))
         return found
 

@@ -12,18 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
-from recipes.data.text.readers import (
-    Place,
-    Row,
-    Rows,
-    file_size,
-    is_array,
-    no_such_field,
-    read_file,
-    reason,
-    text_or_problem,
-)
-from recipes.data.text.sources import HUB_PREFIX, folder_files
+from recipes.data.text.readers import Place, Row, Rows, is_array, no_such_field, read_file, reason, text_or_problem
+from recipes.data.text.sources import HUB_PREFIX, file_size, folder_files
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -88,10 +78,7 @@ def hub_problem(source: str) -> str | None:
 
 
 def pinned_dataset(source: str) -> str:
-    """The source with the commit that its revision names now; a folder unchanged.
-
-    Raises UserError when the hub does not answer.
-    """
+    """What pinned() of sources.py returns for a source that starts with "hf:"."""
     dataset = parse(source)
     if dataset.folder or COMMIT.fullmatch(dataset.revision):
         return source
@@ -129,9 +116,6 @@ def _commit(dataset: HubDataset) -> str:
         ) from error
     assert found.sha is not None
     return found.sha
-
-
-# ------------------------------------------------------------------------------------------------------------- reading
 
 
 class HubReader:

@@ -54,6 +54,11 @@ class Row(NamedTuple):
     """Of a bad row: how many rows are lost with it, if a part of the file or all of it cannot be read."""
 
     @property
+    def has_text(self) -> bool:
+        """Whether the row is a document."""
+        return not self.problem and bool(self.text) and not self.text.isspace()
+
+    @property
     def kind(self) -> str:
         """The problem without the details of this row, for counting."""
         return self.problem.partition(":")[0].partition(";")[0]
@@ -86,14 +91,6 @@ def read_file(path: Path, *, text_field: str, start: Place, size: int) -> Rows:
         kind = UNREADABLE if isinstance(error, OSError) and error.errno else BROKEN_FILE  # pyarrow's have no errno
         problem = f"{kind}: {reason(error)}; the rest of the file is lost"
         yield Row("", start.file, place.number + 1, problem, _rows_after(path, place, size)), Place(start.file + 1)
-
-
-def file_size(path: Path) -> int:
-    """Bytes; 0 if the file does not exist."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
 
 
 def is_compressed(path: Path) -> bool:
@@ -179,9 +176,6 @@ def _decoded(data: bytes | bytearray, *, offset: int = 0) -> tuple[str, str]:
         return "", f"invalid UTF-8: byte {data[error.start]:#04x} at {offset + error.start + 1}"
 
 
-# ------------------------------------------------------------------------------------------------------- text and code
-
-
 def _python(path: Path, *, start: Place) -> Rows:
     if start.number == 0:
         data = path.read_bytes()
@@ -232,9 +226,6 @@ def _partial_bytes(chunk: bytes) -> int:
 
 def _with_line_feeds(text: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
-
-
-# ---------------------------------------------------------------------------------------------------------- JSON lines
 
 
 def _json_lines(path: Path, *, text_field: str, start: Place) -> Rows:
@@ -312,9 +303,6 @@ def _is_nested_deeper(value: Any) -> bool:
         if not level:
             return False
     return True
-
-
-# ------------------------------------------------------------------------------------------------------------- parquet
 
 
 def _parquet(path: Path, *, text_field: str, start: Place) -> Rows:

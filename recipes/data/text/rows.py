@@ -4,14 +4,12 @@ Imports no torch.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from parallel.errors import UserError
-from recipes.data.text.readers import Place, Row, file_size, read_file, unit
-from recipes.data.text.sources import find_files, is_hub, source_problem
-
-__all__ = ["Row", "RowStream", "documents", "open_rows", "readable_documents"]
+from recipes.data.text.readers import Place, Row, read_file, unit
+from recipes.data.text.sources import file_size, find_files, is_hub, source_problem
 
 # A source is refused if the first rows of its first files lack the text field.
 PROBED_FILES, PROBED_ROWS = 16, 16
@@ -62,14 +60,11 @@ def open_rows(source: str, *, text_field: str, cursor: dict[str, Any] | None = N
     names = [str(file) for file in files]
     sizes = [file_size(file) for file in files]
     if cursor is None:
-        _refuse_wrong_field(
-            RowStream(
-                islice(read_file(file, text_field=text_field, start=Place(index), size=size), PROBED_ROWS),
-                files=names,
-                start=start,
-            )
+        beginnings = (
+            islice(read_file(file, text_field=text_field, start=Place(index), size=size), PROBED_ROWS)
             for index, (file, size) in enumerate(zip(files[:PROBED_FILES], sizes, strict=False))
         )
+        _refuse_wrong_field(RowStream(chain.from_iterable(beginnings), files=names, start=start))
 
     def rows() -> Iterator[tuple[Row, Place]]:
         for index in range(start.file, len(files)):
@@ -79,15 +74,14 @@ def open_rows(source: str, *, text_field: str, cursor: dict[str, Any] | None = N
     return RowStream(rows(), files=names, start=start)
 
 
-def _refuse_wrong_field(beginnings: Iterator[RowStream]) -> None:
-    """Raise UserError with the first problem of the text field if no file has text in it among its first rows."""
+def _refuse_wrong_field(rows: RowStream) -> None:
+    """Raise UserError with the first problem of the text field if none of these rows has text in it."""
     complaint = ""
-    for stream in beginnings:
-        for row in stream:
-            if not row.problem or row.kind == "null":
-                return
-            if row.kind.startswith(("no field", "not text")):
-                complaint = complaint or f"data.text_field: {stream.where(row)}: {row.problem}; name a text field"
+    for row in rows:
+        if not row.problem or row.kind == "null":
+            return
+        if row.kind.startswith(("no field", "not text")):
+            complaint = complaint or f"data.text_field: {rows.where(row)}: {row.problem}; name a text field"
     if complaint:
         raise UserError(complaint)
 
@@ -103,7 +97,7 @@ def documents(source: str, *, text_field: str) -> Iterator[str]:
         if row.problem and row.kind != "null":
             setting = "data.text_field" if row.kind.startswith(("no field", "not text")) else "data.source"
             raise UserError(f"{setting}: {rows.where(row)}: {row.problem}; repair it or leave it out")
-        if row.text and not row.text.isspace():
+        if row.has_text:
             found = True
             yield row.text
     if not found:
@@ -114,7 +108,7 @@ def readable_documents(source: str, *, text_field: str, characters: int = SAMPLE
     """Like documents(), but skips bad rows and stops after so many characters."""
     found = 0
     for row in open_rows(source, text_field=text_field):
-        if row.text and not row.text.isspace():
+        if row.has_text:
             found += len(row.text)
             yield row.text
             if found >= characters:

@@ -118,6 +118,12 @@ def file_state(file: str | Path) -> tuple[int, int] | None:
     return state.st_size, state.st_mtime_ns
 
 
+def file_size(file: Path) -> int:
+    """Bytes; 0 if the file does not exist or cannot be reached."""
+    state = file_state(file)
+    return state[0] if state else 0
+
+
 def require_unchanged(files: Sequence[str], states: Mapping[str, tuple[int, int]]) -> None:
     """Raises UserError if one of these files changed since `states` was taken, before the fingerprint.
 
@@ -196,9 +202,6 @@ def _identity(settings: tuple[object, ...], files: list[Path], *, root: Path) ->
 def document_hash(text: str) -> int:
     """A number below 2**64 that depends only on the text."""
     return xxhash.xxh3_64_intdigest(text.encode())
-
-
-# ---------------------------------------------------------------------------------------------------- finding files
 
 
 def find_files(source: str) -> list[Path]:

@@ -4,18 +4,18 @@ import heapq
 import json
 import os
 import re
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from parallel.errors import UserError
 from recipes.data.text.sources import document_hash, file_state, file_states, fingerprint, require_unchanged
+from recipes.files.atomic import write_whole
 
 if TYPE_CHECKING:
     import tokenizers
@@ -70,20 +70,18 @@ def tokenizer_problem(spec: str, vocabulary: int) -> str | None:
     Trains nothing and does not import tokenizers: reads a tokenizer.json as plain JSON.
     """
     try:
-        if _is_training(spec):
-            size = _training_size(spec)
-            if size > vocabulary:
+        if (size := _training_size(spec)) is None:
+            path = _tokenizer_file(spec)
+            largest, _ = _read_ids(_read(path), where=path)
+            if largest >= vocabulary:
                 return (
-                    f"{spec!r} produces ids up to {size - 1}, but model.vocabulary is {vocabulary}; write "
-                    f"'train:{vocabulary}' or less, or raise model.vocabulary to {size} or more"
+                    f"'{path}' has ids up to {largest}, but model.vocabulary is {vocabulary}; raise model.vocabulary "
+                    f"to {largest + 1} or more, or give a smaller tokenizer"
                 )
-            return None
-        path = _tokenizer_file(spec)
-        largest = _read_ids(_read(path), where=path).largest
-        if largest >= vocabulary:
+        elif size > vocabulary:
             return (
-                f"'{path}' has ids up to {largest}, but model.vocabulary is {vocabulary}; raise model.vocabulary to "
-                f"{largest + 1} or more, or give a smaller tokenizer"
+                f"{spec!r} produces ids up to {size - 1}, but model.vocabulary is {vocabulary}; write "
+                f"'train:{vocabulary}' or less, or raise model.vocabulary to {size} or more"
             )
     except UserError as error:
         return str(error).removeprefix("data.tokenizer: ")
@@ -104,10 +102,9 @@ def load_tokenizer(
     Raises:
         UserError: if the tokenizer or a source is bad, or the cache cannot be written.
     """
-    if not _is_training(spec):
+    if (size := _training_size(spec)) is None:
         path = _tokenizer_file(spec)
         return build_tokenizer(_read(path), where=path)
-    size = _training_size(spec)
     states = {file: state for source in sources for file, state in file_states(source).items()}
     fingerprints = [fingerprint(source, text_field=text_field) for source in sources]
     identity = repr((TRAINER_VERSION, size, *fingerprints))
@@ -125,7 +122,8 @@ def load_tokenizer(
         raise UserError(f"data.source: '{gone[0]}' disappeared while it was read; start again")
     trained = _train(texts, size=size)
     try:
-        _write_at_once(cached, trained)
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(cached, trained)
     except OSError as error:
         raise UserError(f"data.cache: cannot write '{cached}': {error}; give another folder") from error
     megabytes = sum(map(len, texts)) / 1e6
@@ -177,11 +175,10 @@ def parallel_tokenizers() -> Iterator[None]:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def _is_training(spec: str) -> bool:
-    return spec.startswith("train:")
-
-
-def _training_size(spec: str) -> int:
+def _training_size(spec: str) -> int | None:
+    """How many entries to train; None if the spec names a file or folder."""
+    if not spec.startswith("train:"):
+        return None
     number = spec.removeprefix("train:")
     if not re.fullmatch(r"[0-9]+", number):
         raise UserError(f"data.tokenizer: {spec!r}: write a whole number of entries after 'train:', as in 'train:4096'")
@@ -217,13 +214,9 @@ def _read(path: Path) -> str:
         raise UserError(f"data.tokenizer: cannot read '{path}': {error}") from error
 
 
-class _Ids(NamedTuple):
-    largest: int
-    end_of_document: int
-
-
-def _read_ids(text: str, *, where: Path, ends: Sequence[int] = ()) -> _Ids:
-    """The ids in a tokenizer.json, read as JSON. Documents end with the first of `ends` that is an added token."""
+def _read_ids(text: str, *, where: Path, ends: Sequence[int] = ()) -> tuple[int, int]:
+    """The largest id in a tokenizer.json, and the one that ends a document: the first of `ends` that is an added token,
+    or else the first of END_OF_DOCUMENT_NAMES."""
     wrong = f"data.tokenizer: '{where}' is not a tokenizer.json as Hugging Face tokenizers writes it"
     try:
         content: Any = json.loads(text)
@@ -239,10 +232,10 @@ def _read_ids(text: str, *, where: Path, ends: Sequence[int] = ()) -> _Ids:
         raise UserError(f"{wrong}: no entries under 'model.vocab'") from error
     for end in ends:
         if end in added_ids.values():  # the id of an ordinary word is a mistake, such as a model family's default
-            return _Ids(largest=largest, end_of_document=end)
+            return largest, end
     for name in END_OF_DOCUMENT_NAMES:
         if name in ids:
-            return _Ids(largest=largest, end_of_document=ids[name])
+            return largest, ids[name]
     raise UserError(
         f"data.tokenizer: '{where}' has no token that ends a document; looked for {', '.join(END_OF_DOCUMENT_NAMES)}; "
         f"add one of them, or give another tokenizer"
@@ -256,8 +249,8 @@ def build_tokenizer(text: str, *, where: Path, ends: Sequence[int] = ()) -> Toke
     """
     import tokenizers
 
-    ids = _read_ids(text, where=where, ends=ends)
-    text = _with_special(text, ids.end_of_document)
+    largest, end_of_document = _read_ids(text, where=where, ends=ends)
+    text = _with_special(text, end_of_document)
     try:
         library = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing more specific
@@ -268,8 +261,8 @@ def build_tokenizer(text: str, *, where: Path, ends: Sequence[int] = ()) -> Toke
     library.no_padding()
     library.encode_special_tokens = True
     return Tokenizer(
-        vocabulary=ids.largest + 1,
-        end_of_document=ids.end_of_document,
+        vocabulary=largest + 1,
+        end_of_document=end_of_document,
         fingerprint=xxhash.xxh3_128_hexdigest(text.encode()),
         json=text,
         backend=library,
@@ -307,12 +300,3 @@ def _train(texts: Sequence[str], *, size: int) -> str:
     with parallel_tokenizers():
         tokenizer.train_from_iterator(texts, trainer=trainer, length=len(texts))
     return tokenizer.to_str()
-
-
-def _write_at_once(path: Path, text: str) -> None:
-    """Write atomically. Of two concurrent writers the last wins, and both write the same text."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix="part-") as folder:
-        part = Path(folder, path.name)
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.data.text.sources import file_states, fingerprint, would_read
+from recipes.data.text.sources import file_size, file_states, fingerprint, would_read
 from recipes.data.text.tokenizer import BATCH_CHARACTERS, Tokenizer
 from recipes.data.tokens.shards import (
     ARRAYS,
@@ -44,6 +44,9 @@ class Pieces:
         return min(self.largest_shard, self.smallest_shard << min(number, 40))
 
 
+USUAL = Pieces()
+
+
 @dataclass(frozen=True)
 class Preparation:
     """A source and how it becomes tokens. Equal fingerprints mean equal shards."""
@@ -65,7 +68,7 @@ class Preparation:
 
 
 def preparation(
-    source: str, *, text_field: str, tokenizer: Tokenizer, validation_fraction: float, pieces: Pieces
+    source: str, *, text_field: str, tokenizer: Tokenizer, validation_fraction: float, pieces: Pieces = USUAL
 ) -> Preparation:
     """Take the fingerprint of a source's files. Raises UserError if something is wrong with them."""
     states = file_states(source)  # first: then a change while the contents are read is noticed when they are tokenized
@@ -87,11 +90,7 @@ def whole_shards(folder: Path, *, keep_unread: bool = True) -> list[Shard]:
     shards: list[Shard] = []
     size = 0
     while (shard := read_shard(folder, len(shards))) is not None:
-        size += sum(
-            array_path(folder, len(shards), kind).stat().st_size
-            for kind in ARRAYS
-            if array_path(folder, len(shards), kind).exists()
-        )
+        size += sum(file_size(array_path(folder, len(shards), kind)) for kind in ARRAYS)
         outdated = shard.unread and not keep_unread
         if outdated or (size <= VERIFY_UP_TO_BYTES and damage(folder, len(shards), shard)):
             (folder / INDEX).unlink(missing_ok=True)

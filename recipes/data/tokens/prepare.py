@@ -9,6 +9,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
@@ -17,8 +18,8 @@ import numpy as np
 import xxhash
 
 from parallel.errors import UserError
-from recipes.data.text.readers import UNREADABLE
-from recipes.data.text.rows import Row, RowStream, open_rows
+from recipes.data.text.readers import UNREADABLE, Row
+from recipes.data.text.rows import RowStream, open_rows
 from recipes.data.text.sources import document_hash, is_hub, require_unchanged
 from recipes.data.text.tokenizer import Tokenizer, parallel_tokenizers
 from recipes.data.tokens.preparation import Pieces, Preparation, whole_shards
@@ -73,10 +74,7 @@ def _write_missing(
         with parallel_tokenizers():
             batches = _counted(_tokenized(rows, work.tokenizer, work.pieces), progress)
             while not (shards and shards[-1].last):
-                begin = shards[-1].cursor["file"] if shards else 0
-                shards.append(
-                    _write_shard(folder, len(shards), batches, work, files=rows.files, begin=begin, part=part)
-                )
+                shards.append(_write_shard(folder, shards, batches, work, files=rows.files, part=part))
                 yield shards[-1]
     index = Index(
         FORMAT_VERSION,
@@ -105,7 +103,7 @@ def _tokenized(rows: RowStream, tokenizer: Tokenizer, pieces: Pieces) -> Iterato
     waiting: deque[tuple[list[Row], Any, Future[list[np.ndarray]]]] = deque()
     with ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="tokenizer") as pool:
         for batch, cursor in _batches(rows, pieces):
-            documents = [row for row in batch if has_text(row)]
+            documents = [row for row in batch if row.has_text]
             waiting.append((batch, cursor, pool.submit(_documents, documents, tokenizer, where=rows.where)))
             if len(waiting) > IN_FLIGHT:
                 first, cursor_after, found = waiting.popleft()
@@ -159,28 +157,16 @@ def _batches(rows: RowStream, pieces: Pieces) -> Iterator[tuple[list[Row], Any]]
         yield batch, rows.cursor
 
 
-def has_text(row: Row) -> bool:
-    """Whether the row is a document."""
-    return not row.problem and bool(row.text) and not row.text.isspace()
-
-
 def _write_shard(
-    folder: Path,
-    number: int,
-    batches: Iterator[_Batch],
-    work: Preparation,
-    *,
-    files: Sequence[str],
-    begin: int,
-    part: Path,
+    folder: Path, before: list[Shard], batches: Iterator[_Batch], work: Preparation, *, files: Sequence[str], part: Path
 ) -> Shard:
-    """Write the next shard, from as many batches as it takes.
+    """Write the shard after those before, from as many batches as it takes.
 
-    files: names of the source's files. begin: index of the file in which the shard starts. part: folder for its
-    unfinished files.
+    files: names of the source's files. part: folder for the shard's unfinished files.
     """
+    number, begin = len(before), before[-1].cursor["file"] if before else 0
     target = work.pieces.shard_tokens(number)
-    with _ShardWriter(part, work, files) as writer:
+    with closing(_ShardWriter(part, work, files)) as writer:
         for batch in batches:
             writer.add(batch)
             if batch.last or writer.tokens >= target or writer.rows >= work.pieces.shard_rows:
@@ -220,10 +206,7 @@ class _ShardWriter:
         self._unread = False
         self._lowest, self._highest = 1.0, 0.0
 
-    def __enter__(self) -> "_ShardWriter":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
         for file in self._files.values():
             file.close()
         self._bad_file.close()
@@ -243,7 +226,7 @@ class _ShardWriter:
         for row in batch.rows:
             if row.problem:
                 self._note(row)
-            elif not has_text(row):
+            elif not row.has_text:
                 self._empty += 1
             else:
                 tokens = next(documents)

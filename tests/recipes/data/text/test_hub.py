@@ -14,7 +14,8 @@ import pytest
 
 from parallel.errors import UserError
 from recipes.data.text import hub, sources
-from recipes.data.text.rows import Row, documents, open_rows, readable_documents
+from recipes.data.text.readers import Row
+from recipes.data.text.rows import documents, open_rows, readable_documents
 from tests.recipes.data.text.hub_server import COMMIT, serve
 
 ROOT = Path(sources.__file__).parents[3]

@@ -14,8 +14,8 @@ import pytest
 
 from parallel.errors import UserError
 from recipes.data.text import readers, sources
-from recipes.data.text.readers import CHUNK_BYTES, LONGEST_CHUNK_BYTES
-from recipes.data.text.rows import Row, documents, open_rows, readable_documents
+from recipes.data.text.readers import CHUNK_BYTES, LONGEST_CHUNK_BYTES, Row
+from recipes.data.text.rows import documents, open_rows, readable_documents
 
 ROOT = Path(sources.__file__).parents[3]
 
