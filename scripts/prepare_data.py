@@ -18,8 +18,8 @@ sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level 
 from parallel.errors import UserError  # noqa: E402
 
 if TYPE_CHECKING:
-    from recipes.data.tokens.preparation import Preparation
     from recipes.data.tokens.shards import Index
+    from recipes.data.tokens.workspace import Preparation
 
 SHARDS_SHOWN = 20
 
@@ -66,9 +66,8 @@ def prepare(options: argparse.Namespace) -> None:
     """Tokenize the source, and print what the folder holds."""
     from recipes.data.text.sources import is_prepared, pinned, source_problem
     from recipes.data.text.tokenizer import load_tokenizer
-    from recipes.data.tokens.preparation import preparation, would_read_itself
     from recipes.data.tokens.shards import bad_rows, open_index
-    from recipes.data.tokens.workspace import unclaim
+    from recipes.data.tokens.workspace import preparation, unclaim, would_read_itself
 
     if not 0 < options.validation_fraction < 1:
         raise UserError(f"--validation-fraction {options.validation_fraction} must be between 0 and 1; write 0.01")
@@ -118,10 +117,9 @@ def _write(folder: Path, work: "Preparation", *, budget: float) -> int:
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    from recipes.data.tokens.preparation import whole_shards
     from recipes.data.tokens.prepare import write_shards
     from recipes.data.tokens.shards import BadRowBudget
-    from recipes.data.tokens.workspace import claimed
+    from recipes.data.tokens.workspace import claimed, whole_shards
 
     console = Console()
     started, done = time.perf_counter(), 0

@@ -32,7 +32,6 @@ from recipes.data.order import SequenceOrder
 from recipes.data.sequences import Sequences, Source
 from recipes.data.text.rows import documents
 from recipes.data.text.tokenizer import Tokenizer, load_tokenizer, parallel_tokenizers
-from recipes.data.tokens.preparation import preparation
 from recipes.data.tokens.prepare import write_shards
 from recipes.data.tokens.shards import (
     ARRAYS,
@@ -49,6 +48,7 @@ from recipes.data.tokens.shards import (
     array_path,
     shard_path,
 )
+from recipes.data.tokens.workspace import preparation
 
 LENGTH = 8192
 """Tokens per sequence."""
@@ -105,7 +105,7 @@ def _reading(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, An
             "target": f"at least {target} M",
             "all": rates,
         }
-    seconds = [_resume(folder, options.shards, first=repeat == 0) for repeat in range(options.repeats + 1)]
+    seconds = [_resume(folder, options.shards) for _ in range(options.repeats + 1)]
     yield {
         "what": f"open {options.shards:,} prepared shards ({options.shards * 2**26 / 1e12:.2f} T tokens), checked, "
         "and read at sequence 10^9",
@@ -145,12 +145,12 @@ def _random_shards(folder: Path, tokens: int) -> None:
         shard_path(folder, number).write_text(json.dumps(shard.__dict__))
 
 
-def _resume(folder: Path, count: int, *, first: bool) -> float:
+def _resume(folder: Path, count: int) -> float:
     """Seconds from a recipe's data section to a batch far into a run. The shards are one file under many names."""
     shards = folder / "many"
     tokenizer = _tokenizer(folder, 300)
     section = DataConfig(source=str(shards), cache=str(folder / "cache"))
-    if first:
+    if not shards.exists():
         shards.mkdir()
         generator = np.random.default_rng(0)
         documents = np.array([(2**26, 0, 1)], dtype=DOCUMENT)
@@ -182,8 +182,9 @@ def _open(section: DataConfig, tokenizer: Tokenizer) -> Data:
 
 
 def _tokenizer(folder: Path, entries: int) -> Tokenizer:
-    places: dict[str, Any] = {"sources": ["python-stdlib"], "text_field": "text", "cache": folder / "cache"}
-    return load_tokenizer(f"train:{entries}", log=lambda line: None, **places)
+    return load_tokenizer(
+        f"train:{entries}", sources=["python-stdlib"], text_field="text", cache=folder / "cache", log=lambda line: None
+    )
 
 
 def _sequences(folder: Path) -> Sequences:

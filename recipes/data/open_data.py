@@ -4,7 +4,7 @@ import errno
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count, takewhile
@@ -17,15 +17,6 @@ from recipes.data.order import SequenceOrder
 from recipes.data.sequences import Sequences, Source
 from recipes.data.text.sources import describe, file_size, is_prepared, pinned
 from recipes.data.text.tokenizer import Tokenizer, load_tokenizer
-from recipes.data.tokens.preparation import (
-    USUAL,
-    VERIFY_UP_TO_BYTES,
-    Pieces,
-    Preparation,
-    preparation,
-    whole_shards,
-    would_read_itself,
-)
 from recipes.data.tokens.shards import (
     ARRAYS,
     TOKENIZER,
@@ -41,7 +32,16 @@ from recipes.data.tokens.shards import (
     problem_path,
     shard_path,
 )
-from recipes.data.tokens.workspace import claimed
+from recipes.data.tokens.workspace import (
+    USUAL,
+    VERIFY_UP_TO_BYTES,
+    Pieces,
+    Preparation,
+    claimed,
+    preparation,
+    whole_shards,
+    would_read_itself,
+)
 
 if TYPE_CHECKING:
     from recipes.data.tokens.background import Background
@@ -112,10 +112,17 @@ def open_data(
     prepared = {name for name in section.sources if is_prepared(name)}
     texts = {name: resumed.get(name, {}).get("source") or pinned(name) for name in section.sources}
     cache = Path(section.cache).expanduser()
-    _require_cache_outside(cache, [text for name, text in texts.items() if name not in prepared])
+    raw = [text for name, text in texts.items() if name not in prepared]
+    if around := [text for text in raw if would_read_itself(text, cache / "tokens" / "any")]:
+        raise UserError(
+            f"data.cache: '{cache}' lies inside the source {around[0]!r}, which would read its own tokens; give a cache"
+            " elsewhere"
+        )
     if isinstance(tokenizer, str):
-        raw = [text for name, text in texts.items() if name not in prepared] or list(texts.values())
-        tokenizer = load_tokenizer(tokenizer, sources=raw, text_field=section.text_field, cache=cache, log=launch.log)
+        corpus = raw or list(texts.values())
+        tokenizer = load_tokenizer(
+            tokenizer, sources=corpus, text_field=section.text_field, cache=cache, log=launch.log
+        )
     training, validation = [], []
     data_state: dict[str, Any] = {"tokenizer": tokenizer.fingerprint, "sources": {}}
     for name, text in texts.items():
@@ -131,16 +138,6 @@ def open_data(
         data_state["sources"][name] = tokens.entry
     weights = list(section.sources.values())
     return Data(tokenizer, Sequences(training, weights), Sequences(validation, weights), data_state)
-
-
-def _require_cache_outside(cache: Path, sources: Iterable[str]) -> None:
-    """Raises UserError if a source would read the tokens in the cache as text."""
-    for text in sources:
-        if would_read_itself(text, cache / "tokens" / "any"):
-            raise UserError(
-                f"data.cache: '{cache}' lies inside the source {text!r}, which would read its own tokens; give a cache"
-                " elsewhere"
-            )
 
 
 def _prepared_tokens(name: str, text: str, section: DataConfig, tokenizer: Tokenizer, *, verify: bool) -> _Tokens:
@@ -312,20 +309,17 @@ def _require_documents(training: Source, validation: Source, *, validation_fract
     if documents + held_out == 0:
         raise UserError(f"data.source: {training.name!r} holds no text: every document is empty; give another source")
     lowest, highest = min(shard.lowest for shard in shards), max(shard.highest for shard in shards)
-    if not documents or not held_out:
-        if lowest == highest:
-            raise UserError(message + "no two are different, so none can be held out; give more text")
-        if not held_out:
-            needed = int(lowest * 1e4 + 1) / 1e4
-            raise UserError(
-                message
-                + f"none would be held out with {validation_fraction}; write {needed:.4f} or more, or give more text"
-            )
-        allowed = int(highest * 1e4) / 1e4
-        raise UserError(
-            message
-            + f"all would be held out with {validation_fraction}; write {allowed:.4f} or less, or give more text"
-        )
+    if documents and held_out:
+        return
+    if lowest == highest:
+        raise UserError(message + "no two are different, so none can be held out; give more text")
+    if held_out:
+        how_many, bound = "all", f"{int(highest * 1e4) / 1e4:.4f} or less"
+    else:
+        how_many, bound = "none", f"{int(lowest * 1e4 + 1) / 1e4:.4f} or more"
+    raise UserError(
+        f"{message}{how_many} would be held out with {validation_fraction}; write {bound}, or give more text"
+    )
 
 
 def _require_sequences(training: Source, validation: Source) -> None:

@@ -215,8 +215,10 @@ def _read(path: Path) -> str:
 
 
 def _read_ids(text: str, *, where: Path, ends: Sequence[int] = ()) -> tuple[int, int]:
-    """The largest id in a tokenizer.json, and the one that ends a document: the first of `ends` that is an added token,
-    or else the first of END_OF_DOCUMENT_NAMES."""
+    """The largest id in a tokenizer.json, read as JSON, and the id that ends documents.
+
+    That is the first of `ends` that is an added token, or else the first of END_OF_DOCUMENT_NAMES.
+    """
     wrong = f"data.tokenizer: '{where}' is not a tokenizer.json as Hugging Face tokenizers writes it"
     try:
         content: Any = json.loads(text)

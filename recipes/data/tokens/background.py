@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
-from recipes.data.tokens.preparation import Preparation
 from recipes.data.tokens.shards import PROBLEMS, Shards, problem_path
+from recipes.data.tokens.workspace import Preparation
 from recipes.files.atomic import write_whole
 from recipes.files.exit_codes import CANNOT_WRITE
 

@@ -22,7 +22,6 @@ from recipes.data.text.readers import UNREADABLE, Row
 from recipes.data.text.rows import RowStream, open_rows
 from recipes.data.text.sources import document_hash, is_hub, require_unchanged
 from recipes.data.text.tokenizer import Tokenizer, parallel_tokenizers
-from recipes.data.tokens.preparation import Pieces, Preparation, whole_shards
 from recipes.data.tokens.shards import (
     ARRAYS,
     DOCUMENT,
@@ -40,7 +39,7 @@ from recipes.data.tokens.shards import (
     shard_path,
     token_type,
 )
-from recipes.data.tokens.workspace import alone, claimed, publish
+from recipes.data.tokens.workspace import Pieces, Preparation, alone, claimed, publish, whole_shards
 
 # Batches tokenized at a time: the second keeps the cores busy while the first runs out of documents.
 IN_FLIGHT = 2

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 
 from recipes.data.text.tokenizer import Tokenizer, load_tokenizer
-from recipes.data.tokens.preparation import Pieces, Preparation, preparation
 from recipes.data.tokens.prepare import write_shards
 from recipes.data.tokens.shards import Shard, array_path
+from recipes.data.tokens.workspace import Pieces, Preparation, preparation
 
 END = "<|endoftext|>"
 # So small that a few hundred documents fill several shards.

@@ -16,8 +16,7 @@ from parallel.errors import UserError
 from recipes.data.text.rows import documents
 from recipes.data.text.sources import STDLIB
 from recipes.data.text.tokenizer import load_tokenizer
-from recipes.data.tokens import preparation
-from recipes.data.tokens.preparation import Pieces
+from recipes.data.tokens import workspace
 from recipes.data.tokens.prepare import write_shards
 from recipes.data.tokens.shards import (
     DOCUMENTS,
@@ -29,6 +28,7 @@ from recipes.data.tokens.shards import (
     read_index,
     read_shard,
 )
+from recipes.data.tokens.workspace import Pieces
 from tests.recipes.data.texts import contents, shards_in, texts_of, tokenizer_for, work_on, write_rows
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -247,14 +247,14 @@ def test_no_shard_is_made_of_a_file_that_changed(tmp_path: Path) -> None:
 def test_change_while_the_fingerprint_is_taken_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rows(tmp_path / "rows.jsonl", 50)
     tokenizer = tokenizer_for(tmp_path / "rows.jsonl")
-    fingerprint = preparation.fingerprint
+    fingerprint = workspace.fingerprint
 
     def slow(source: str, *, text_field: str) -> str:
         found = fingerprint(source, text_field=text_field)
         write_rows(tmp_path / "rows.jsonl", 60)
         return found
 
-    monkeypatch.setattr(preparation, "fingerprint", slow)
+    monkeypatch.setattr(workspace, "fingerprint", slow)
     work = work_on(tmp_path / "rows.jsonl", tokenizer=tokenizer)
     with pytest.raises(UserError, match="changed while it was read"):
         shards_in(tmp_path / "out", work)
@@ -358,7 +358,7 @@ def test_fingerprint_depends_on_everything_that_changes_the_tokens(tmp_path: Pat
 def test_standard_library_is_prepared_completely(tmp_path: Path) -> None:
     options = {"text_field": "text", "cache": tmp_path, "log": lambda line: None}
     tokenizer = load_tokenizer("train:1000", sources=[STDLIB], **options)
-    work = preparation.preparation(
+    work = workspace.preparation(
         STDLIB, text_field="text", tokenizer=tokenizer, validation_fraction=0.02, pieces=Pieces()
     )
     shards = shards_in(tmp_path / "out", work)
