@@ -216,8 +216,7 @@ def _corpus(folder: Path, copies: int) -> tuple[Path, list[str], Tokenizer]:
     file = folder / "corpus.jsonl"
     if not file.exists():
         file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    tokenizer = _tokenizer(folder, 32000)
-    return file, texts, tokenizer
+    return file, texts, _tokenizer(folder, 32000)
 
 
 PIPELINES = {

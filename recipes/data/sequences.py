@@ -137,10 +137,6 @@ class Source:
         needed = self.order.needs(number)
         return len(self.shards.shards) if needed is None else self.shards.covering(needed)
 
-    def starts(self, numbers: np.ndarray) -> list[int]:
-        """Where in the source the sequences of these numbers, (n,), start."""
-        return self.order.starts(numbers, total=self.tokens).tolist()
-
     def _require_progress(self) -> None:
         """Raises UserError if tokenizing has ended with a problem."""
         if self.background is not None:
@@ -177,7 +173,8 @@ class Sequences:
         rows = np.empty((count, self.sequence_length + 1), dtype=np.int64)
         for index, source in enumerate(self.sources):
             own = np.flatnonzero(places == index)
-            for place, start in zip(own.tolist(), source.starts(numbers[own]), strict=True):
+            starts = source.order.starts(numbers[own], total=source.tokens).tolist()
+            for place, start in zip(own.tolist(), starts, strict=True):
                 source.shards.read(start, rows[place])
         return rows
 
@@ -185,7 +182,7 @@ class Sequences:
         """The pieces of documents that the inputs of training sequence `number` consist of, in order."""
         (place,), own = self.mixture.place(np.array([number]))
         source = self.sources[place]
-        (start,) = source.starts(own)
+        (start,) = source.order.starts(own, total=source.tokens).tolist()
         for piece in source.shards.documents(start, self.sequence_length):
             yield Piece(source.name, *piece)
 

@@ -58,33 +58,26 @@ def write_shards(
     """
     with claimed(folder, fingerprint=work.fingerprint, tokenizer=work.tokenizer.json) as part:
         shards = whole_shards(folder)
-        if read_index(folder) is None:
-            yield from _write_missing(folder, shards, work, part=part, progress=progress)
-
-
-def _write_missing(
-    folder: Path, shards: list[Shard], work: Preparation, *, part: Path, progress: Callable[[int], None]
-) -> Iterator[Shard]:
-    """Write the shards after these, and the index. part: folder for unfinished files."""
-    rows = open_rows(work.source, text_field=work.text_field, cursor=shards[-1].cursor if shards else None)
-    if not is_hub(work.source) and list(rows.files) != list(work.states):
-        raise UserError(f"data.source: files of {work.source!r} appeared or disappeared just now; start again")
-    if not (shards and shards[-1].last):
+        if read_index(folder) is not None:
+            return
+        rows = open_rows(work.source, text_field=work.text_field, cursor=shards[-1].cursor if shards else None)
+        if not is_hub(work.source) and list(rows.files) != list(work.states):
+            raise UserError(f"data.source: files of {work.source!r} appeared or disappeared just now; start again")
         with parallel_tokenizers():
             batches = _counted(_tokenized(rows, work.tokenizer, work.pieces), progress)
             while not (shards and shards[-1].last):
                 shards.append(_write_shard(folder, shards, batches, work, files=rows.files, part=part))
                 yield shards[-1]
-    index = Index(
-        FORMAT_VERSION,
-        work.source,
-        work.source_fingerprint,
-        work.tokenizer.fingerprint,
-        work.validation_fraction,
-        tuple(rows.files),
-        tuple(shards),
-    )
-    publish(part, folder / INDEX, index.json())
+        index = Index(
+            FORMAT_VERSION,
+            work.source,
+            work.source_fingerprint,
+            work.tokenizer.fingerprint,
+            work.validation_fraction,
+            tuple(rows.files),
+            tuple(shards),
+        )
+        publish(part, folder / INDEX, index.json())
 
 
 @dataclass(frozen=True)
