@@ -5,17 +5,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
 from recipes.cluster.restarts import End, History, end_of, newest_step, number_of_restarts, reason_to_stop
-from recipes.files.exit_codes import PREEMPTED
+from recipes.files.exit_codes import PREEMPTED, SIGNALS
 
-STARTED, STOPPING = "started\n", "stopping\n"
+STARTED, STOPPING = "started", "stopping"
 STATES = {STARTED: "lost: killed, or the node failed", STOPPING: "killed while stopping"}
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
 
 def log(text: str) -> None:
@@ -55,13 +53,13 @@ class Job:
             history.begin(step)
             attempt = len(history.attempts)
             log(f"attempt {attempt} on {self.node_list}, from {f'step {step}' if step else 'the beginning'}")
-            codes = self._run(attempt)
+            states = self._run(attempt)
             if self.ended_by_slurm:
                 history.end(End.TAKEN)
                 log("ended by SLURM, which cancels the job or requeues it")
                 return PREEMPTED
-            end, code = end_of([*codes.values()])
-            absent = [name for name in codes if not exit_file(self.logs, name).exists()]
+            end, code = end_of([int(state) if state and state.isdecimal() else None for state in states.values()])
+            absent = [name for name, state in states.items() if state is None]
             if absent and end == End.CRASHED:
                 end = End.UNSTARTED
             history.end(end)
@@ -69,7 +67,7 @@ class Job:
                 return 0
             log(f"attempt {attempt} {end.value}; newest checkpoint: step {newest_step(folder)}")
             if end != End.PREEMPTED:
-                self._log_causes(codes)
+                self._log_causes(states)
             if absent:
                 log(f"  no answer from: {' '.join(absent)}")
             if end in (End.PREEMPTED, End.UNSTARTED) and not reason_to_stop(
@@ -77,8 +75,8 @@ class Job:
             ):
                 return self._requeue()
 
-    def _run(self, attempt: int) -> dict[str, int | None]:
-        """Run the recipe on all nodes once. Returns each node's exit code, None where the node left none."""
+    def _run(self, attempt: int) -> dict[str, str | None]:
+        """Run the recipe on all nodes once. Returns the content of each node's exit_file(), None if it left none."""
         names = output("scontrol", "show", "hostnames", self.node_list).split()
         for name in names:
             exit_file(self.logs, name).unlink(missing_ok=True)
@@ -89,30 +87,25 @@ class Job:
         }
         # One task per node, with all of its CPUs. A node that fails ends the others, which might wait for it for hours.
         srun = ["srun", f"--ntasks={self.nodes}", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=1"]
-        with self._recording_sigterm():
-            process = subprocess.Popen([*srun, *self._on_node, str(self.logs), *self._run_command], env=environment)
-            process.wait()
-        return {name: read_code(exit_file(self.logs, name)) for name in names}
-
-    @contextmanager
-    def _recording_sigterm(self) -> Iterator[None]:
-        """The batch script gets SIGTERM only when SLURM ends the job; srun and the nodes get it too."""
 
         def record(number: int, frame: FrameType | None) -> None:
             self.ended_by_slurm = True
 
+        # The batch script gets SIGTERM only when SLURM ends the job; srun and the nodes get it too.
         before = signal.signal(signal.SIGTERM, record)
         try:
-            yield
+            subprocess.Popen([*srun, *self._on_node, str(self.logs), *self._run_command], env=environment).wait()
         finally:
             signal.signal(signal.SIGTERM, before)
+        files = {name: exit_file(self.logs, name) for name in names}
+        return {name: file.read_text().strip() if file.exists() else None for name, file in files.items()}
 
-    def _log_causes(self, codes: dict[str, int | None]) -> None:
+    def _log_causes(self, states: Mapping[str, str | None]) -> None:
         """Log each kind of failure with its nodes, and the last lines of the first of them."""
         by_end: dict[str, list[str]] = {}
-        for name, code in codes.items():
-            lost = STATES.get(read_state(exit_file(self.logs, name)), "not started")
-            by_end.setdefault(lost if code is None else f"exit code {code}", []).append(name)
+        for name, state in states.items():
+            ended = f"exit code {state}" if state and state.isdecimal() else STATES.get(state or "", "not started")
+            by_end.setdefault(ended, []).append(name)
         for what, names in by_end.items():
             more = f" and {len(names) - 4} more" if len(names) > 4 else ""
             log(f"  {what}: {' '.join(names[:4])}{more}")
@@ -137,7 +130,7 @@ def run_node(logs: Path, command: list[str]) -> int:
     node to srun as well. The real exit code goes to NODE.exit.
     """
     name, rank = os.environ["SLURMD_NODENAME"], os.environ["SLURM_NODEID"]
-    exit_file(logs, name).write_text(STARTED)
+    exit_file(logs, name).write_text(f"{STARTED}\n")
     with (logs / f"{name}.log").open("ab") as file:
         child = subprocess.Popen(
             command,
@@ -147,12 +140,12 @@ def run_node(logs: Path, command: list[str]) -> int:
         )
 
         def relay(number: int, frame: FrameType | None) -> None:
-            exit_file(logs, name).write_text(STOPPING)
+            exit_file(logs, name).write_text(f"{STOPPING}\n")
             child.send_signal(number)
 
         # Depending on its configuration SLURM signals this process alone, or all processes of the step. The launcher
         # ignores the same signal again within a second.
-        for number in STOP_SIGNALS:
+        for number in SIGNALS:
             signal.signal(number, relay)
         if child.stdout is not None:
             while chunk := os.read(child.stdout.fileno(), 1 << 16):
@@ -169,15 +162,6 @@ def run_node(logs: Path, command: list[str]) -> int:
 def exit_file(logs: Path, name: str) -> Path:
     """Where a node leaves its exit code; until then STARTED, or STOPPING after a stop signal."""
     return logs / f"{name}.exit"
-
-
-def read_state(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
-
-
-def read_code(path: Path) -> int | None:
-    text = read_state(path).strip()
-    return int(text) if text.isdecimal() else None
 
 
 def last_launcher_lines(path: Path) -> list[str]:
