@@ -19,7 +19,7 @@ from recipes.files.exit_codes import SIGNALS
 def main() -> int:
     workers = Workers()
     handle_stop_signals(workers.stop)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # recipes/cluster/supervisor.py blocks them until this line
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # recipes/cluster/restarts.py blocks them until this line
     return launch(sys.argv[1:], workers)
 
 

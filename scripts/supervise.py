@@ -12,8 +12,7 @@ sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level 
 
 from parallel.errors import UserError  # noqa: E402
 from recipes.cluster.launcher import handle_stop_signals  # noqa: E402
-from recipes.cluster.restarts import number_of_restarts  # noqa: E402
-from recipes.cluster.supervisor import Launcher, supervise  # noqa: E402
+from recipes.cluster.restarts import Launcher, number_of_restarts, supervise  # noqa: E402
 from recipes.files.exit_codes import REFUSED, with_parent  # noqa: E402
 from recipes.load import load  # noqa: E402
 

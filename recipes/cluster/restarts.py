@@ -1,15 +1,28 @@
-"""Decides whether a job starts again after its processes have ended. Imports no torch."""
+"""Decides whether a job starts again after its processes have ended, and starts those of one node again.
+
+Each node decides by itself, by the exit code and the newest checkpoint. Both are the same on all nodes, so all decide
+alike. Imports no torch.
+"""
 
 import json
+import os
+import signal
+import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from itertools import takewhile
 from pathlib import Path
-from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2
+from types import FrameType
 
 from parallel.errors import UserError
-from recipes.files.exit_codes import CANNOT_WRITE, HUNG, POISONED, PREEMPTED, REFUSED, ended_by
+from recipes.files.atomic import write_whole
+from recipes.files.exit_codes import CANNOT_WRITE, HUNG, NOT_MET, POISONED, PREEMPTED, REFUSED, SIGNALS, ended_by
 from recipes.files.layout import CHECKPOINTS, checkpoint_steps
+
+PAUSE_SECONDS = 2
+"""Before another start, so that ports and devices are free by then."""
 
 
 class End(StrEnum):
@@ -28,7 +41,7 @@ class End(StrEnum):
 # Codes that are in neither of these are crashes.
 FINAL_CODES = (REFUSED, CANNOT_WRITE, POISONED)
 # The state is saved, or a signal came before there was anything to save; the same command starts over.
-PREEMPTED_CODES = {PREEMPTED, *(ended_by(number) for number in (SIGHUP, SIGINT, SIGUSR1, SIGUSR2, SIGTERM))}
+PREEMPTED_CODES = {PREEMPTED, *map(ended_by, (*SIGNALS, signal.SIGHUP))}
 
 
 def end_of(codes: Sequence[int | None]) -> tuple[End, int]:
@@ -72,12 +85,8 @@ def reason_to_stop(attempts: Sequence[Attempt], *, step: int, restarts: int) -> 
     ours = [
         (attempt, index > 0) for index, attempt in enumerate(attempts) if attempt.end not in (End.TAKEN, End.UNSTARTED)
     ]
-    in_vain = 0
-    for attempt, is_restart in reversed(ours):
-        if attempt.step != step:
-            break
-        in_vain += is_restart
-    if in_vain >= 2:
+    latest = takewhile(lambda pair: pair[0].step == step, reversed(ours))
+    if sum(is_restart for _, is_restart in latest) >= 2:
         return f"two restarts got no further than step {step} (a crash loop, or checkpoints too far apart)"
     return None
 
@@ -113,6 +122,59 @@ class History:
         self._write()
 
     def _write(self) -> None:
-        partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps([asdict(attempt) for attempt in self.attempts], indent=1), encoding="utf-8")
-        partial.replace(self._path)
+        write_whole(self._path, json.dumps([asdict(attempt) for attempt in self.attempts], indent=1))
+
+
+def log(text: str) -> None:
+    os.write(2, f"supervise: {text}\n".encode())  # unbuffered: a signal handler may interrupt a print
+
+
+class Launcher:
+    """The process that starts the workers, and the signals passed on to it."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+        self.signal = 0
+        """The first signal, 0 = none yet."""
+
+    def run(self) -> int:
+        """Start the launcher and wait. Returns its exit code, 128 + n for signal n."""
+        # The launcher unblocks them once it can notify the other nodes.
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        self._process = subprocess.Popen(self._command)
+        if self.signal:
+            self._process.send_signal(self.signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        code = self._process.wait()
+        return code if code >= 0 else ended_by(-code)
+
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal. Between two starts, the next launcher gets it, so that other nodes are notified."""
+        self.signal = self.signal or number
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+
+
+def supervise(launcher: Launcher, folder: Path, *, steps: int, restarts: int) -> int:
+    """Start the launcher until the run is done or another start would not help. Returns the exit code.
+
+    folder: of the run. steps: the length of the run. restarts: how many crashes may be followed by a restart.
+    """
+    attempts: list[Attempt] = []
+    while True:
+        began_at = newest_step(folder)
+        code = launcher.run()
+        end = End.UNSTARTED if code == NOT_MET else end_of([code])[0]
+        attempts.append(Attempt(began_at, end))
+        if launcher.signal or end in (End.DONE, End.FINAL, End.PREEMPTED):
+            return code
+        step = newest_step(folder)
+        log(f"attempt {len(attempts)} {end.value}, exit code {code}; newest checkpoint: step {step}")
+        if step >= steps:
+            log("not started again: the last step is saved; the same command does the rest")
+            return code
+        if stop := reason_to_stop(attempts, step=step, restarts=restarts):
+            log(f"stopped: {stop}")
+            return code
+        time.sleep(PAUSE_SECONDS)
