@@ -212,7 +212,7 @@ def _join_nodes(args: Namespace, workers: Workers) -> None:
     from recipes.cluster.rendezvous import Launchers
 
     count = int(args.nnodes.rpartition(":")[2])
-    nodes = Launchers(args.master_addr, args.master_port, node=args.node_rank, nodes=count, hung=HUNG, log=log)
+    nodes = Launchers((args.master_addr, args.master_port), node=args.node_rank, nodes=count, log=log)
     workers.others = nodes
     workers.exit_on_early_signals()
     nodes.join()

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from torch.distributed import TCPStore
 
 from parallel.dist import PREFIX, SPOKEN
+from recipes.files.exit_codes import HUNG
 
 ENDED = PREFIX + "ended"
 LOOK_SECONDS = 1.0
@@ -40,21 +41,12 @@ class Cause(NamedTuple):
 class Launchers:
     """The launchers of all nodes, as this one sees them."""
 
-    def __init__(
-        self, address: str, port: int, *, node: int, nodes: int, hung: int, log: Callable[[str], None]
-    ) -> None:
-        """Nothing is connected yet.
+    def __init__(self, address: tuple[str, int], *, node: int, nodes: int, log: Callable[[str], None]) -> None:
+        """Nothing is connected yet. address: host and port of node 0's store. node: this one's index, of so many nodes.
 
-        Args:
-            address: Of node 0's store.
-            port: Of node 0's store.
-            node: Index of this node.
-            nodes: Number of nodes.
-            hung: Exit code of workers that hung.
-            log: Receives one line of text per message.
+        log: receives one line of text per message.
         """
-        self._address, self._port, self._node, self._nodes = address, port, node, nodes
-        self._hung, self._log = hung, log
+        self._address, self._node, self._nodes, self._log = address, node, nodes, log
         self._store: TCPStore | None = None
         self._counted = node == 0  # the store is its own
         self._cause_known = threading.Event()
@@ -122,15 +114,12 @@ class Launchers:
 
     def announce_end(self, code: int, *, crashed: bool) -> None:
         """Notify the other launchers that this one ends with an error."""
+        cause = json.dumps([f"node {self._node} ended with exit code {code}", code, crashed])
 
         def send() -> None:
             with suppress(RuntimeError):
-                if self._store is None and self._is_up():
-                    self._store = self._connect()
-                if self._store is not None:
-                    self._store.set(
-                        ENDED, json.dumps([f"node {self._node} ended with exit code {code}", code, crashed])
-                    )
+                if (store := self._connected()) is not None:
+                    store.set(ENDED, cause)
 
         sender = threading.Thread(target=send, daemon=True)
         sender.start()
@@ -140,19 +129,15 @@ class Launchers:
 
     def _look(self) -> Cause | None:
         try:
-            if self._store is None:
-                if not self._is_up():
-                    return None
-                self._store = self._connect()
+            if (store := self._connected()) is None:
+                return None
             if not self._counted:
-                self._store.add(_starts_key(self._node), 1)
+                store.add(_starts_key(self._node), 1)
                 self._counted = True
-            if self._store.check([PREFIX + SPOKEN]):
-                return Cause(
-                    "HUNG: workers of this node were frozen, or did not end with the others; killed", self._hung
-                )
-            if self._store.check([ENDED]):
-                return Cause(*json.loads(self._store.get(ENDED)))
+            if store.check([PREFIX + SPOKEN]):
+                return Cause("HUNG: workers of this node were frozen, or did not end with the others; killed", HUNG)
+            if store.check([ENDED]):
+                return Cause(*json.loads(store.get(ENDED)))
         except RuntimeError:
             if self._store is not None:
                 return Cause("the launcher of node 0 is gone", 1)
@@ -160,7 +145,7 @@ class Launchers:
 
     def _absent(self) -> str:
         """The nodes that have not come yet, for a message."""
-        node_0 = f"node 0 at {self._address}:{self._port}"
+        node_0 = "node 0 at {}:{}".format(*self._address)
         if self._store is None:
             return node_0
         try:
@@ -172,13 +157,19 @@ class Launchers:
     def _is_up(self) -> bool:
         """Whether node 0's launcher is up. torch's own attempts would print errors if it is not."""
         try:
-            with socket.create_connection((self._address, self._port), timeout=5):
+            with socket.create_connection(self._address, timeout=5):
                 return True
         except OSError:
             return False
 
     def _connect(self) -> TCPStore:
-        return TCPStore(self._address, self._port, is_master=False, wait_for_workers=False, timeout=CONNECT)
+        return TCPStore(*self._address, is_master=False, wait_for_workers=False, timeout=CONNECT)
+
+    def _connected(self) -> TCPStore | None:
+        """The store, or None if node 0's launcher is not up yet."""
+        if self._store is None and self._is_up():
+            self._store = self._connect()
+        return self._store
 
 
 def _starts_key(node: int) -> str:

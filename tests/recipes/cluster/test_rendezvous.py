@@ -9,8 +9,6 @@ from torch.distributed import TCPStore
 from recipes.cluster.rendezvous import ENDED, Cause, Launchers
 from tests.processes import wait_for
 
-HUNG = 77
-
 
 def store() -> TCPStore:
     """A store like that of node 0's launcher."""
@@ -22,7 +20,7 @@ def fail(line: str) -> None:
 
 
 def node(number: int, port: int, *, nodes: int = 3, log: Callable[[str], None] | None = None) -> Launchers:
-    return Launchers("127.0.0.1", port, node=number, nodes=nodes, hung=HUNG, log=log or fail)
+    return Launchers(("127.0.0.1", port), node=number, nodes=nodes, log=log or fail)
 
 
 def test_a_restarted_node_ends_the_run_it_was_in_and_waits_for_a_new_store() -> None:
