@@ -45,14 +45,13 @@ def clock_bounds(world: World) -> list[tuple[float, float]]:
         dist.barrier(group=world.patient)
         stamps.append((entered, time.time()))
     everyone = from_all(world, stamps)
-    return [_bounds(theirs, everyone[0]) for theirs in everyone]
-
-
-def _bounds(theirs: Sequence[tuple[float, float]], main: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    pairs = list(zip(theirs, main, strict=True))
-    least = max(entered - left for (entered, _), (_, left) in pairs)
-    most = min(left - entered for (_, left), (entered, _) in pairs)
-    return least, most
+    bounds = []
+    for theirs in everyone:
+        pairs = list(zip(theirs, everyone[0], strict=True))
+        least = max(entered - left for (entered, _), (_, left) in pairs)
+        most = min(left - entered for (_, left), (entered, _) in pairs)
+        bounds.append((least, most))
+    return bounds
 
 
 def measure_links(world: World) -> list[Links]:
@@ -75,8 +74,8 @@ def measure_exchanges(world: World) -> list[dict[int, float]]:
 
 def slow_processes(
     best: Mapping[int, float], nodes: Sequence[Node], *, share: float
-) -> Iterator[tuple[int, float, float]]:
-    """(rank, its speed, the median speed) of ranks that reach less than `share` of the median.
+) -> Iterator[tuple[int, str, float, float]]:
+    """(rank, its node's name, its speed, the median speed) of ranks that reach less than `share` of the median.
 
     best: rank -> its fastest exchange, of ranks that have any. With fewer than three nodes the result is empty: of two
     nodes, either may be the slow one.
@@ -87,7 +86,7 @@ def slow_processes(
     for node in nodes:
         for rank in node.ranks:
             if best.get(rank, usual) < share * usual:
-                yield rank, best[rank], usual
+                yield rank, node.name, best[rank], usual
 
 
 def _measured(world: World) -> Links:
@@ -160,7 +159,7 @@ def _exchange(world: World, buffer: Tensor) -> dict[int, float]:
     received = torch.empty_like(buffer)
     for partners in rounds(world.nodes):
         partner = partners.get(world.rank)
-        seconds = _seconds(world, _nothing if partner is None else partial(_swap, buffer, received, partner))
+        seconds = _seconds(world, partial(_swap, buffer, received, partner))
         if partner is not None:
             found[partner] = buffer.nbytes / seconds
     return found
@@ -181,11 +180,9 @@ def rounds(nodes: Sequence[Node]) -> list[dict[int, int]]:
     return [partners for partners in found if partners]
 
 
-def _swap(buffer: Tensor, received: Tensor, partner: int) -> None:
+def _swap(buffer: Tensor, received: Tensor, partner: int | None) -> None:
+    if partner is None:
+        return
     operations = [dist.P2POp(dist.isend, buffer, partner), dist.P2POp(dist.irecv, received, partner)]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
-
-
-def _nothing() -> None:
-    pass

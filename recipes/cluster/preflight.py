@@ -133,6 +133,7 @@ def local_facts(folder: Path, device: torch.device, *, recipe: str) -> Facts:
     """The facts of this process."""
     cuda = device.type == "cuda"
     free, total = torch.cuda.mem_get_info(device) if cuda else (None, None)
+    available = _find("/proc/meminfo", r"^MemAvailable: +(\d+) kB")
     return Facts(
         recipe=xxhash.xxh3_64_hexdigest(recipe.encode())[:8],
         sources=_hash_of_sources(),
@@ -141,11 +142,12 @@ def local_facts(folder: Path, device: torch.device, *, recipe: str) -> Facts:
         torchao=_version("torchao"),
         cuda=torch.version.cuda,
         nccl=".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
-        driver=_driver() if cuda else None,
+        # From the kernel module: nvidia-smi takes a second, and containers may lack it.
+        driver=_find("/proc/driver/nvidia/version", r"\b(\d{3}\.\d+(?:\.\d+)?)\b") if cuda else None,
         device=device_name(device),
         device_bytes=total,
         free_device=free,
-        free_host=_free_host(),
+        free_host=int(available) * 1024 if available else None,
         free_disk=shutil.disk_usage(_places(folder)[_level(folder)]).free,
         free_temporary=shutil.disk_usage(tempfile.gettempdir()).free,
     )
@@ -166,19 +168,11 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _driver() -> str | None:
-    """NVIDIA's driver version, from the kernel module: nvidia-smi takes a second, and containers may lack it."""
+def _find(file: str, pattern: str) -> str | None:
+    """What the pattern's group matches in a file under /proc; None if the file (no Linux) or a match is missing."""
     with suppress(OSError):
-        if found := re.search(r"\b\d{3}\.\d+(\.\d+)?\b", Path("/proc/driver/nvidia/version").read_text()):
-            return found[0]
-    return None
-
-
-def _free_host() -> int | None:
-    """Bytes of memory available to new work, None where there is no Linux /proc/meminfo."""
-    with suppress(OSError):
-        if found := re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE):
-            return int(found[1]) * 1024
+        if found := re.search(pattern, Path(file).read_text(), re.MULTILINE):
+            return found[1]
     return None
 
 
@@ -238,13 +232,11 @@ def require_one_folder(folder: Path, world: World, *, what: str, field: str, pat
         main = everyone[0][1]
         elsewhere = {place for place in blind.values() if place != main}
         also = f" (which is {listed(sorted(elsewhere))} there: a relative path starts at the current folder)"
-        raise refusal(
-            f"the nodes do not share {what}",
-            [
-                f"a file that {world.nodes[0].name} wrote into {main}{also if elsewhere else ''} did not appear on"
-                f" {listed([*blind])} within {patience:g} s; write a {field} on a file system that all nodes share"
-            ],
+        problem = (
+            f"a file that {world.nodes[0].name} wrote into {main}{also if elsewhere else ''} did not appear on"
+            f" {listed([*blind])} within {patience:g} s; write a {field} on a file system that all nodes share"
         )
+        raise refusal(f"the nodes do not share {what}", [problem])
 
 
 def _places(folder: Path) -> list[Path]:
@@ -276,7 +268,7 @@ def _write_probe(folder: Path) -> tuple[int, str]:
 
 def wrong_results(links: Sequence[Links], nodes: Sequence[Node]) -> list[str]:
     """One line per collective and node with wrong numbers, and what to do."""
-    name_of = _name_by_rank(nodes)
+    name_of = {rank: node.name for node in nodes for rank in node.ranks}
     found = []
     if summed := sorted({name_of[rank] for rank, link in enumerate(links) if link.wrong_sum}):
         found.append(f"all-reduce: wrong on {listed(summed)}")
@@ -328,10 +320,9 @@ def node_warnings(
 def slow_links(links: Sequence[Links], nodes: Sequence[Node]) -> Iterator[tuple[str, str]]:
     """(node, which of its processes is slow to reach other nodes)."""
     best = {rank: max(link.exchanges.values()) for rank, link in enumerate(links) if link.exchanges}
-    name_of = _name_by_rank(nodes)
-    for rank, speed, usual in slow_processes(best, nodes, share=SLOW):
+    for rank, node, speed, usual in slow_processes(best, nodes, share=SLOW):
         yield (
-            name_of[rank],
+            node,
             f"rank {rank} reaches {size(int(speed))}/s to its neighbours, the median is {size(int(usual))}/s; all"
             " processes wait for the slowest",
         )
@@ -388,7 +379,3 @@ def _offset(least: float, most: float) -> str:
     if abs(middle) < 1:
         return f"{middle * 1000:+.1f} ms ±{doubt * 1000:.1f}"
     return f"{middle:+.1f} s ±{doubt:.1f}"
-
-
-def _name_by_rank(nodes: Sequence[Node]) -> dict[int, str]:
-    return {rank: node.name for node in nodes for rank in node.ranks}

@@ -223,8 +223,8 @@ class Stragglers:
         self._probes += 1
         best = self._best_exchanges() if len(world.nodes) > 1 else {}
         self._slow_links = [
-            SlowLink(rank, world.node_of(rank), COMMUNICATION, speed, usual)
-            for rank, speed, usual in slow_processes(best, world.nodes, share=1 / self._slower)
+            SlowLink(rank, node, COMMUNICATION, speed, usual)
+            for rank, node, speed, usual in slow_processes(best, world.nodes, share=1 / self._slower)
         ]
         if self._slow_links:
             return []
