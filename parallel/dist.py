@@ -124,11 +124,7 @@ def on_all(world: World, work: Callable[[], Result]) -> Result:
 def on_main_first(world: World, work: Callable[[], Result]) -> Result:
     """Run `work` on rank 0, for example to fill a cache, then on the others. A UserError on rank 0 stops them all."""
     held: list[Result] = []  # rank 0's result; it is not sent, so it may be large
-
-    def first() -> None:
-        held.append(work())
-
-    on_main(world, first)
+    on_main(world, lambda: held.append(work()))
     return held[0] if world.is_main else work()
 
 
@@ -159,7 +155,7 @@ class Heartbeats:
     """
 
     def __init__(self, world: World) -> None:
-        self._rank, self._size = world.rank, world.size
+        self._rank = world.rank
         self._store: dist.Store = dist.HashStore()
         if world.size > 1:
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -172,10 +168,6 @@ class Heartbeats:
     def of(self, rank: int) -> str:
         """The last message of that rank; "" if there was none."""
         return self.told(f"rank {rank}")
-
-    def all(self) -> list[str]:
-        """The last message of every rank."""
-        return [self.of(rank) for rank in range(self._size)]
 
     def tell(self, subject: str, word: str) -> None:
         """Publish a message to all processes under this subject."""

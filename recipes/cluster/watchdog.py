@@ -7,6 +7,7 @@ folder.
 """
 
 import faulthandler
+import itertools
 import json
 import os
 import sys
@@ -80,7 +81,7 @@ class Watchdog:
         now = time.monotonic()
         self._awake_since = self._store_answered_at = self._neighbour_moved_at = now
         self._main = threading.main_thread().ident
-        self._count = 0
+        self._count = itertools.count(1)
         if timeout:
             self._beats = Heartbeats(world)
             for work in (self._exchange_reports, self._watch):
@@ -133,7 +134,6 @@ class Watchdog:
 
     def _report(self) -> Report:
         place, waits = _place_of(self._main)
-        self._count += 1
         return Report(
             self._world.rank,
             self._world.node_of(self._world.rank),
@@ -143,7 +143,7 @@ class Watchdog:
             place,
             waits,
             self._ending,
-            self._count,
+            next(self._count),
         )
 
     # Ending the run
@@ -172,8 +172,8 @@ class Watchdog:
         """Wait for all answers, at most 2 s and two periods. Returns the rank to print the verdict, and its text."""
         end = time.monotonic() + 2 * self._period + 2
         while True:
-            posted = enumerate(self._beats.all())
-            reports = [replace(Report(rank), **json.loads(text or "{}")) for rank, text in posted]
+            ranks = range(self._world.size)
+            reports = [replace(Report(rank), **json.loads(self._beats.of(rank) or "{}")) for rank in ranks]
             if all(report.answers for report in reports) or time.monotonic() > end:
                 break
             time.sleep(self._period / 4)
