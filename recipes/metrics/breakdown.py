@@ -8,9 +8,9 @@ up to the step. Imports no torch.
 
 import gzip
 import json
+import math
 import re
 import zlib
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -121,12 +121,9 @@ def table(found: Breakdown) -> str:
         "| kind | ms | share |",
         "|---|---:|---:|",
     ]
-    for kind, seconds in found.seconds.items():
+    sums = {"sum": sum(found.seconds.values()), "communication, hidden behind work": found.hidden_communication}
+    for kind, seconds in (found.seconds | sums).items():
         lines.append(f"| {kind} | {1e3 * seconds:,.2f} | {seconds / found.step_seconds:.1%} |")
-    total = sum(found.seconds.values())
-    lines.append(f"| sum | {1e3 * total:,.2f} | {total / found.step_seconds:.1%} |")
-    hidden = found.hidden_communication
-    lines.append(f"| communication, hidden behind work | {1e3 * hidden:,.2f} | {hidden / found.step_seconds:.1%} |")
     for kind, kernels in found.kernels.items():
         lines += ["", f"Kernels of {kind}:", "", "| name | ms | calls |", "|---|---:|---:|"]
         lines += [f"| `{name}` | {1e3 * seconds:,.2f} | {calls} |" for name, seconds, calls in kernels[:12]]
@@ -163,24 +160,41 @@ def _attribute(pieces: Sequence[Interval], begin: float, end: float, totals: dic
 
 def _device_intervals(events: Sequence[Event]) -> tuple[list[Interval], list[tuple[Event, str]]]:
     """Intervals of kernels and copies on all streams, and the events with their kinds."""
-    scopes = _Scopes([event for event in events if event.get("cat") in ("cpu_op", "user_annotation")])
-    launches = {
-        event["args"]["correlation"]: event
-        for event in events
-        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
-    }
+    scopes = _launch_scopes(events)
     pieces, names = [], []
     for event in events:
         if event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
             continue
-        launch = launches.get(event.get("args", {}).get("correlation"))
-        around = scopes.around(launch) if launch else []
-        kind = _kind(event["name"], around)
+        kind = _kind(event["name"], scopes.get(event.get("args", {}).get("correlation"), []))
         if kind in (REST, CASTS) and event["cat"] != "kernel":
             kind = COPIES
         pieces.append((event["ts"], event["ts"] + event["dur"], kind))
         names.append((event, kind))
     return pieces, names
+
+
+def _launch_scopes(events: Sequence[Event]) -> dict[Any, list[str]]:
+    """Correlation of a launch -> names of the operators that enclose its beginning on its thread, innermost first."""
+    launches = {
+        event["args"]["correlation"]: event
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
+    }
+    operators = [(event, None) for event in events if event.get("cat") in ("cpu_op", "user_annotation")]
+    # An operator that begins at the same time as a launch encloses it, so it comes first.
+    in_order = [*operators, *((event, number) for number, event in launches.items())]
+    in_order.sort(key=lambda item: (item[0]["ts"], item[1] is not None, -item[0]["dur"]))
+    stacks: dict[Any, list[Event]] = defaultdict(list)
+    found = {}
+    for event, number in in_order:
+        stack = stacks[event["tid"]]
+        while stack and stack[-1]["ts"] + stack[-1]["dur"] <= event["ts"]:
+            stack.pop()
+        if number is None:
+            stack.append(event)
+        else:
+            found[number] = [scope["name"] for scope in reversed(stack) if scope["ts"] + scope["dur"] > event["ts"]]
+    return found
 
 
 def _host_intervals(events: Sequence[Event]) -> tuple[list[Interval], list[tuple[Event, str]]]:
@@ -193,28 +207,23 @@ def _host_intervals(events: Sequence[Event]) -> tuple[list[Interval], list[tuple
     names = []
     for own in threads.values():
         own.sort(key=lambda event: (event["ts"], -event["dur"]))
-        stack: list[tuple[Event, str]] = []
+        stack: list[tuple[float, str, str]] = []  # (end, kind, name) of the operators that are running
         now = 0.0
-
-        def until(at: float, stack: list[tuple[Event, str]] = stack) -> None:
-            """Attribute the time from `now` to `at` to the innermost operators, closing those that end before it."""
-            nonlocal now
-            while stack and stack[-1][0]["ts"] + stack[-1][0]["dur"] <= at:
-                ended, kind = stack.pop()
-                stop = ended["ts"] + ended["dur"]
-                if stop > now:
-                    pieces.append((now, stop, kind))
-                    now = stop
-            if stack and at > now:
-                pieces.append((now, at, stack[-1][1]))
-            now = max(now, at)
-
-        for event in own:
-            until(event["ts"])
-            kind = _kind(event["name"], [scope["name"] for scope, _ in reversed(stack)])
-            stack.append((event, kind))
-            names.append((event, kind))
-        until(float("inf"))
+        for operator in [*own, None]:
+            begin = operator["ts"] if operator else math.inf
+            while stack:  # the time from `now` to `begin` is that of the innermost operators, one after another
+                end, kind, _ = stack[-1]
+                if min(end, begin) > now:
+                    pieces.append((now, min(end, begin), kind))
+                    now = min(end, begin)
+                if end > begin:
+                    break
+                stack.pop()
+            now = max(now, begin)
+            if operator:
+                kind = _kind(operator["name"], [name for _, _, name in reversed(stack)])
+                stack.append((begin + operator["dur"], kind, operator["name"]))
+                names.append((operator, kind))
     return pieces, names
 
 
@@ -266,37 +275,3 @@ def _kernels(names: Sequence[tuple[Event, str]], steps: Sequence[tuple[float, fl
         ]
         for kind, kernels in found.items()
     }
-
-
-class _Scopes:
-    """Finds the operators that enclose a moment of a thread."""
-
-    def __init__(self, events: Sequence[Event]) -> None:
-        self._threads: dict[Any, list[Event]] = defaultdict(list)
-        for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
-            self._threads[event["tid"]].append(event)
-        self._starts = {thread: [event["ts"] for event in own] for thread, own in self._threads.items()}
-        self._parents = {thread: self._nest(own) for thread, own in self._threads.items()}
-
-    @staticmethod
-    def _nest(events: Sequence[Event]) -> list[int]:
-        """For each event, the index of the event that encloses it, or -1."""
-        parents, stack = [], []  # type: ignore[var-annotated]
-        for index, event in enumerate(events):
-            while stack and events[stack[-1]]["ts"] + events[stack[-1]]["dur"] <= event["ts"]:
-                stack.pop()
-            parents.append(stack[-1] if stack else -1)
-            stack.append(index)
-        return parents
-
-    def around(self, moment: Event) -> list[str]:
-        """Names of the operators that enclose the beginning of this event on its thread, innermost first."""
-        thread = moment["tid"]
-        index = bisect_right(self._starts.get(thread, []), moment["ts"]) - 1
-        found = []
-        while index >= 0:
-            event = self._threads[thread][index]
-            if event["ts"] + event["dur"] > moment["ts"]:
-                found.append(event["name"])
-            index = self._parents[thread][index]
-        return found
