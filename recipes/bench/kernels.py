@@ -23,10 +23,7 @@ from recipes.optimization.optimizer import build_optimizer
 Measurement = dict[str, Any]
 FORWARD, INPUT, WEIGHT = "forward", "gradient of the input", "gradient of the weight"
 BACKENDS = {
-    "cuda": {
-        "flash": SDPBackend.FLASH_ATTENTION,
-        "cudnn": SDPBackend.CUDNN_ATTENTION,
-    },
+    "cuda": {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION},
     "cpu": {"flash": SDPBackend.FLASH_ATTENTION, "math": SDPBackend.MATH},
 }
 WARM_UP = 3
@@ -53,12 +50,18 @@ def seconds_of(call: Callable[[], Any], device: torch.device, *, repeats: int) -
     return [before.elapsed_time(after) / 1e3 for before, after in pairs]
 
 
-def measured(facts: Measurement, call: Callable[[], Any], device: torch.device, *, repeats: int) -> Measurement:
-    """`facts` plus the median seconds, or plus the error that the call raised."""
+def measured(
+    facts: Measurement, call: Callable[[], Any], device: torch.device, *, repeats: int, **amounts: float
+) -> Measurement:
+    """`facts` plus the median seconds, or plus the error that the call raised.
+
+    amounts: what one call does, by the name of the rate that is added: the amount per second.
+    """
     try:
-        return facts | {"seconds": median(seconds_of(call, device, repeats=repeats))}
-    except (RuntimeError, NotImplementedError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        seconds = median(seconds_of(call, device, repeats=repeats))
+    except RuntimeError as error:  # also torch.OutOfMemoryError and NotImplementedError
         return facts | {"error": str(error).splitlines()[0]}
+    return facts | {"seconds": seconds} | {rate: amount / seconds for rate, amount in amounts.items()}
 
 
 def matmuls(model: ModelConfig, *, tokens: int, device: torch.device, repeats: int) -> Iterator[Measurement]:
@@ -87,27 +90,22 @@ def matmuls(model: ModelConfig, *, tokens: int, device: torch.device, repeats: i
         }
         for product, (a, b) in products.items():
             facts = {"model": model.name, "linear": name, "product": product, "shape": [*a.shape, b.shape[1]]}
+            tflops = 2 * a.shape[0] * a.shape[1] * b.shape[1] / 1e12
             for kind, call in _products(a, b, forward=product == FORWARD).items():
-                found = measured(facts | {"kind": kind}, call, device, repeats=repeats)
-                if "seconds" in found:
-                    found["tflops"] = 2 * a.shape[0] * a.shape[1] * b.shape[1] / found["seconds"] / 1e12
-                yield found
+                yield measured(facts | {"kind": kind}, call, device, repeats=repeats, tflops=tflops)
 
 
 def _products(a: Tensor, b: Tensor, *, forward: bool) -> dict[str, Callable[[], Tensor]]:
     """a x b in bf16, and in float8 with one scale per tensor or per row, as torchao computes it."""
 
     def float8(rowwise: bool) -> Callable[[], Tensor]:
-        def call() -> Tensor:
-            return torch._scaled_mm(left, right, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
-
         kind = torch.float8_e4m3fn if forward or rowwise else torch.float8_e5m2
         left = a.contiguous().to(kind)  # row-major
         right = b.t().contiguous().to(torch.float8_e4m3fn).t()  # column-major
         fast = forward or rowwise
         scale_a = torch.ones((a.shape[0], 1) if rowwise else (), device=a.device)
         scale_b = torch.ones((1, b.shape[1]) if rowwise else (), device=a.device)
-        return call
+        return lambda: torch._scaled_mm(left, right, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
     return {"bf16": lambda: a @ b, "float8 tensorwise": float8(False), "float8 rowwise": float8(True)}
 
@@ -117,14 +115,12 @@ def attention(model: ModelConfig, *, tokens: int, device: torch.device, repeats:
 
     tflops counts as ModelConfig.flops_per_token("causal") does: backward is twice the forward pass.
     """
-    options = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
-    query = torch.randn(1, model.heads, tokens, model.head_width, **options)  # type: ignore[call-overload]
-    key, value = (
-        torch.randn(1, model.key_value_heads, tokens, model.head_width, **options)  # type: ignore[call-overload]
-        for _ in range(2)
+    query, key, value = (
+        torch.randn(1, heads, tokens, model.head_width, device=device, dtype=torch.bfloat16, requires_grad=True)
+        for heads in (model.heads, model.key_value_heads, model.key_value_heads)
     )
     gradient = torch.randn_like(query)
-    forward_flops = 2 * model.heads * model.head_width * tokens * tokens  # 4 x N x H x T^2, half of it masked
+    tflops = 2 * model.heads * model.head_width * tokens * tokens / 1e12  # 4 x N x H x T^2, half of it masked
 
     def forward() -> Tensor:
         return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
@@ -134,12 +130,10 @@ def attention(model: ModelConfig, *, tokens: int, device: torch.device, repeats:
 
     for name, backend in BACKENDS[device.type].items():
         with sdpa_kernel(backend):
-            for passes, call, flops in (("forward", forward, forward_flops), ("both", both, 3 * forward_flops)):
+            for passes, call, factor in (("forward", forward, 1), ("both", both, 3)):
                 facts = {"model": model.name, "backend": name, "passes": passes, "tokens": tokens}
-                found = measured(facts, call, device, repeats=repeats)
-                if "seconds" in found:
-                    found |= {"tflops": flops / found["seconds"] / 1e12, "kernels": _kernel_names(call, device)}
-                yield found
+                found = measured(facts, call, device, repeats=repeats, tflops=factor * tflops)
+                yield found if "error" in found else found | {"kernels": _kernel_names(call, device)}
 
 
 def _kernel_names(call: Callable[[], Any], device: torch.device) -> list[str]:
@@ -172,17 +166,14 @@ def optimizer(
         adamw = build_optimizer(layers, OptimizerConfig(state_dtype=state_dtype), embedding=None)
     except torch.OutOfMemoryError as error:
         return facts | {"error": str(error).splitlines()[0]}
-    found = measured(facts, adamw.step, device, repeats=repeats)
-    if "seconds" in found and state_dtype == "float32":
-        found["bytes_per_second"] = 28 * sum(parameter.numel() for parameter in layers) / found["seconds"]
-    return found
+    moved = 28 * sum(parameter.numel() for parameter in layers)
+    rates = {"bytes_per_second": moved} if state_dtype == "float32" else {}
+    return measured(facts, adamw.step, device, repeats=repeats, **rates)
 
 
 def copy(*, gib: float, device: torch.device, repeats: int) -> Measurement:
     """Read and write a buffer larger than any cache."""
     source = torch.ones(int(gib * 2**30), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    found = measured({"gib": gib}, lambda: target.copy_(source), device, repeats=repeats)
-    if "seconds" in found:
-        found["bytes_per_second"] = 2 * source.numel() / found["seconds"]
-    return found
+    moved = 2 * source.numel()
+    return measured({"gib": gib}, lambda: target.copy_(source), device, repeats=repeats, bytes_per_second=moved)
