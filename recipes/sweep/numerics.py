@@ -119,19 +119,14 @@ def numerics_table(sweep: Sweep, results: dict[str, Result]) -> str:
     base = reference_row(sweep, results)
     if not found or base is None:
         return ""
-    head = (
-        "against",
-        "loss gap, %",
-        "limit, %",
-        "largest gap",
-        "gradient-norm ratio",
-        "overflow",
-        "underflow, %",
-        "verdict",
-    )
-    lines = ["## Numerics", "", f"| {' | '.join(head)} |".replace("against", f"against {base.label}")]
-    lines.append("|---" + "|---:" * (len(head) - 2) + "|---|")
-    lines += [f"| {row.label} | {' | '.join(_cells(row))} |" for row in found]
+    lines = [
+        "## Numerics",
+        "",
+        f"| against {base.label} | loss gap, % | limit, % | largest gap | gradient-norm ratio | overflow | underflow, %"
+        " | verdict |",
+        "|---|---:|---:|---:|---:|---:|---:|---|",
+        *(f"| {row.label} | {' | '.join(_cells(row))} |" for row in found),
+    ]
     return "\n".join([*lines, "", RULE, ""])
 
 

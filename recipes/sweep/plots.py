@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 from recipes.sweep.grid import Sweep
 from recipes.sweep.results import Result, baseline_row, loss_gaps, reference_row
@@ -19,13 +20,18 @@ DOTS_PER_INCH = 150
 
 def draw(sweep: Sweep, results: dict[str, Result]) -> list[Path]:
     """Write the pictures for which there are results; returns their paths."""
+    done = [result for result in results.values() if result["outcome"] == "done"]
+    devices = ", ".join(dict.fromkeys(f"{result['processes']} x {result['environment']['device']}" for result in done))
+    models = ", ".join(dict.fromkeys(row.recipe.model.name for row in sweep.rows))
+    title = f"{sweep.name}: {models}" + (f" on {devices}" if devices else "")
+    sampled = any(result.get("float8") for result in results.values())
     drawn = []
-    if results:
-        drawn.append(_save(bars(sweep, results), sweep.folder / BARS))
-    if any(result["outcome"] == "done" for result in results.values()):
-        drawn.append(_save(losses(sweep, results), sweep.folder / LOSS))
-    if any(result.get("float8") for result in results.values()):
-        drawn.append(_save(underflow(sweep, results), sweep.folder / UNDERFLOW))
+    for name, picture, wanted in ((BARS, bars, results), (LOSS, losses, done), (UNDERFLOW, underflow, sampled)):
+        if wanted:
+            figure = picture(sweep, results)
+            figure.suptitle(title, fontsize=11)
+            figure.savefig(sweep.folder / name, dpi=DOTS_PER_INCH)
+            drawn.append(sweep.folder / name)
     return drawn
 
 
@@ -42,9 +48,8 @@ def bars(sweep: Sweep, results: dict[str, Result]) -> Figure:
             _bar(left, bar, 0, 0, result["outcome"], colour="#B00020")
             _bar(right, bar, 0, 0, "", colour="#B00020")
             continue
-        rate, seconds, memory = (
-            result[name] for name in ("tokens_per_second_per_device", "step_seconds", "peak_memory_gib")
-        )
+        rate, seconds = result["tokens_per_second_per_device"], result["step_seconds"]
+        memory = result["peak_memory_gib"]
         slowest, fastest = (rate * seconds / result[f"step_seconds_{end}"] for end in ("most", "least"))
         faster = f"  ({rate / first:.2f}x)" if first and slow and label != slow.label else ""
         _bar(left, bar, rate, fastest, f"{rate:,.0f}{faster}", colour=COLOURS[0])
@@ -55,7 +60,6 @@ def bars(sweep: Sweep, results: dict[str, Result]) -> Figure:
         axes.set_xlabel(title)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
         _tidy(axes, grid="x")
-    figure.suptitle(_title(sweep, results), fontsize=11)
     return figure
 
 
@@ -87,7 +91,7 @@ def losses(sweep: Sweep, results: dict[str, Result]) -> Figure:
         if base and label in gaps:
             panels[1].plot(*zip(*gaps[label], strict=True), marker=".", markersize=4, **style)
     top.set_xlabel("tokens")
-    top.xaxis.set_major_formatter(_short_number)
+    top.xaxis.set_major_formatter(EngFormatter(sep=""))  # 1500 -> "1.5k"
     top.set_ylabel("training loss, nats per token")
     top.legend(frameon=False, fontsize=9)
     _tidy(top)
@@ -95,7 +99,6 @@ def losses(sweep: Sweep, results: dict[str, Result]) -> Figure:
         panels[1].set_xlabel("step")
         panels[1].set_ylabel(f"loss minus {base.label}'s")
         _tidy(panels[1])
-    figure.suptitle(_title(sweep, results), fontsize=11)
     return figure
 
 
@@ -129,7 +132,6 @@ def underflow(sweep: Sweep, results: dict[str, Result]) -> Figure:
     panels[-1].set_xticks(range(0, len(layers), every), layers[::every])
     panels[-1].set_xlabel("layer")
     panels[0].legend(frameon=False, fontsize=9)
-    figure.suptitle(_title(sweep, results), fontsize=11)
     return figure
 
 
@@ -151,28 +153,7 @@ def _layer(linear: str) -> str:
     return next((part for part in linear.split(".") if part.isdigit()), linear)
 
 
-def _title(sweep: Sweep, results: dict[str, Result]) -> str:
-    """The sweep's name, models and devices."""
-    done = [result for result in results.values() if result["outcome"] == "done"]
-    devices = ", ".join(dict.fromkeys(f"{result['processes']} x {result['environment']['device']}" for result in done))
-    models = ", ".join(dict.fromkeys(row.recipe.model.name for row in sweep.rows))
-    return f"{sweep.name}: {models}" + (f" on {devices}" if devices else "")
-
-
-def _short_number(value: float, position: float) -> str:
-    """1500 -> "1.5k"."""
-    for unit, word in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= unit:
-            return f"{value / unit:g}{word}"
-    return f"{value:g}"
-
-
 def _tidy(axes: Axes, *, grid: Literal["x", "both"] = "both") -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis=grid, color="#DDDDDD", linewidth=0.6)
     axes.set_axisbelow(True)
-
-
-def _save(figure: Figure, path: Path) -> Path:
-    figure.savefig(path, dpi=DOTS_PER_INCH)
-    return path
