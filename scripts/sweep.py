@@ -9,8 +9,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
 
 from parallel.errors import UserError  # noqa: E402
-from recipes.files.exit_codes import ended_by  # noqa: E402
-from recipes.sweep.runner import Stopped, print_stopped, stop_signals  # noqa: E402
+from recipes.sweep.runner import exit_code_of  # noqa: E402
 
 EPILOG = """\
 Every row is a separate run, started as scripts/run.sh starts one. A row that runs out of memory, crashes, is refused or
@@ -33,15 +32,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--retry", action="store_true", help="also rerun the rows that failed")
     parser.add_argument("--output", type=Path, default=Path("runs/sweeps"), help="folder of all results (%(default)s)")
     options, overrides = parser.parse_known_args(arguments)
-    try:
-        with stop_signals():
-            return sweep(options, overrides)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except Stopped as stop:
-        print_stopped("interrupted; the same command continues from here")
-        return ended_by(stop.number)
+    message = "interrupted; the same command continues from here"
+    return exit_code_of(lambda: sweep(options, overrides), interrupted=message)
 
 
 def sweep(options: argparse.Namespace, overrides: list[str]) -> int:

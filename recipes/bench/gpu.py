@@ -7,7 +7,6 @@ import argparse
 import json
 import os
 import re
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -20,14 +19,13 @@ from models.config import ModelConfig
 from models.sizes import SIZES
 from parallel.errors import UserError
 from recipes.bench import kernels
-from recipes.files.exit_codes import ended_by
 from recipes.load import CONFIGS
 from recipes.metrics.hardware import bf16_peak
 from recipes.optimization.config import OptimizerConfig
 from recipes.sweep.grid import read_sweep
 from recipes.sweep.loop import run_sweep
 from recipes.sweep.results import table
-from recipes.sweep.runner import Stopped, print_stopped, stop_signals
+from recipes.sweep.runner import exit_code_of
 from recipes.training.environment import environment
 
 PAGES = CONFIGS.parent / "docs" / "benchmarks"
@@ -46,15 +44,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--output", type=Path, default=PAGES, help="folder of the record (%(default)s)")
     parser.add_argument("--runs", type=Path, default=Path("runs/bench"), help="folder of the full steps (%(default)s)")
     options, overrides = parser.parse_known_args(arguments)
-    try:
-        with stop_signals():
-            return _measure(options, overrides)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except Stopped as stop:
-        print_stopped("interrupted; the record lacks what was not measured yet")
-        return ended_by(stop.number)
+    message = "interrupted; the record lacks what was not measured yet"
+    return exit_code_of(lambda: _measure(options, overrides), interrupted=message)
 
 
 def _measure(options: argparse.Namespace, overrides: list[str]) -> int:

@@ -7,14 +7,15 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from recipes.files.exit_codes import with_parent
+from parallel.errors import UserError
+from recipes.files.exit_codes import REFUSED, ended_by, with_parent
 
 Outcome = Literal["done", "out of memory", "crashed", "refused", "timed out"]
 MARK = "SHARDWRIGHT_SWEEP_RUN"
@@ -60,10 +61,18 @@ def stop_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def print_stopped(text: str) -> None:
-    """Print on standard error, which may be closed after SIGHUP."""
-    with suppress(OSError):
-        print(f"\n{text}", file=sys.stderr, flush=True)
+def exit_code_of(work: Callable[[], int], *, interrupted: str) -> int:
+    """The exit code that `work` returns; 2 after a UserError, 128 + n after signal n, each with a message."""
+    try:
+        with stop_signals():
+            return work()
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return REFUSED
+    except Stopped as stop:
+        with suppress(OSError):  # standard error may be closed after SIGHUP
+            print(f"\n{interrupted}", file=sys.stderr, flush=True)
+        return ended_by(stop.number)
 
 
 @dataclass(frozen=True)
@@ -106,7 +115,9 @@ def run(command: Sequence[str], *, stdout: Path, stderr: Path, timeout: float, e
             pass
         except KeyboardInterrupt:
             if process is not None:
-                _end_politely(process)
+                with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):  # a second signal ends the wait
+                    process.send_signal(signal.SIGINT)  # as Ctrl-C does
+                    process.wait(POLITE_SECONDS)
             raise
         finally:
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # another signal here would leave processes
@@ -143,15 +154,6 @@ def _short(text: str) -> str:
     return line if len(line) <= LONGEST_REASON else line[: LONGEST_REASON - 3] + "..."
 
 
-def _end_politely(process: subprocess.Popen[bytes]) -> None:
-    """Send SIGINT, as Ctrl-C does, and wait; a second signal ends the wait."""
-    try:
-        process.send_signal(signal.SIGINT)
-        process.wait(POLITE_SECONDS)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        pass
-
-
 def _kill_all(mark: str, process: subprocess.Popen[bytes] | None) -> None:
     """Kill what is left of a run, the launcher first so that it restarts nothing. None: it had not started."""
     if process is not None and process.poll() is None:
@@ -176,10 +178,7 @@ def processes_with(mark: str) -> list[int]:
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
-            try:
-                variables = (folder / "environ").read_bytes().split(b"\0")
-            except OSError:  # of another user, or ended
-                continue
-            if wanted in variables:
-                found.append(int(folder.name))
+            with suppress(OSError):  # of another user, or ended
+                if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append(int(folder.name))
     return found

@@ -17,7 +17,7 @@ import torch
 
 from recipes.bench import gpu
 from recipes.bench.kernels import measured
-from recipes.sweep import loop
+from recipes.sweep import loop, runner
 from tests.processes import wait_for
 from tests.recipes.sweep.forked import run_forked
 
@@ -50,7 +50,7 @@ def bench_here(home: Path, *arguments: str) -> tuple[int, str, str]:
         for name, value in environment(home).items():
             patch.setenv(name, value)
         patch.setattr(torch.cuda, "is_available", lambda: False)
-        patch.setattr(gpu, "stop_signals", contextlib.nullcontext)  # signals are for pytest
+        patch.setattr(runner, "stop_signals", contextlib.nullcontext)  # signals are for pytest
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = runpy.run_path(SCRIPT)["main"](list(arguments))
     return code, out.getvalue(), err.getvalue()

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from matplotlib.image import imread
 
-from recipes.sweep import loop
+from recipes.sweep import loop, runner
 from recipes.sweep.runner import Ended
 from tests.processes import wait_for
 from tests.recipes.sweep.forked import run_forked
@@ -80,7 +80,7 @@ def run(
         for name, value in (environment(home) | more).items():
             patch.setenv(name, value)
         patch.setattr(loop, "run", rows)
-        patch.setattr(script(), "stop_signals", contextlib.nullcontext)  # signals are for pytest
+        patch.setattr(runner, "stop_signals", contextlib.nullcontext)  # signals are for pytest
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = script().main([str(sweep), *arguments])
     return code, out.getvalue(), err.getvalue()
