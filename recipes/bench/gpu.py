@@ -138,17 +138,14 @@ def page(record: dict[str, Any], steps: str) -> str:
     ]
     for row in record["attention"]:
         names = ", ".join(f"`{name}`" for name in row.get("kernels", []))
-        lines.append(
-            f"| {row['model']} | {row['backend']} | {row['passes']} | {_ms(row)} | {_rate(row)} | "
-            f"{names or row.get('error', '')} |"
-        )
+        cells = [row["model"], row["backend"], row["passes"], _number(row, "seconds", 1e3), _number(row, "tflops")]
+        lines.append(f"| {' | '.join(cells)} | {names or row.get('error', '')} |")
     lines += ["", "## Optimizer and copies", "", "| operation | ms | TB/s |", "|---|---:|---:|"]
     for row in record["optimizer"]:
-        lines.append(
-            f"| AdamW, {row['parameters']:,} parameters, {row['moments']} moments | {_ms(row)} | {_bandwidth(row)} |"
-        )
+        what = f"AdamW, {row['parameters']:,} parameters, {row['moments']} moments"
+        lines.append(f"| {what} | {_number(row, 'seconds', 1e3)} | {_bandwidth(row)} |")
     for row in record["copy"]:
-        lines.append(f"| copy of {row['gib']:g} GiB | {_ms(row)} | {_bandwidth(row)} |")
+        lines.append(f"| copy of {row['gib']:g} GiB | {_number(row, 'seconds', 1e3)} | {_bandwidth(row)} |")
     return "\n".join([*lines, "", "## Full training steps", "", steps or "not measured", ""])
 
 
@@ -162,19 +159,16 @@ def _matmul_table(rows: Iterable[dict[str, Any]]) -> list[str]:
     head = ["model", "linear", "product", "shape", *kinds]
     lines = [f"| {' | '.join(head)} |", "|---|---|---|---" + "|---:" * len(kinds) + "|"]
     return lines + [
-        f"| {' | '.join([*place, *(_rate(cells[kind]) for kind in kinds)])} |" for place, cells in by_product.items()
+        f"| {' | '.join([*place, *(_number(cells[kind], 'tflops') for kind in kinds)])} |"
+        for place, cells in by_product.items()
     ]
 
 
-def _ms(row: dict[str, Any]) -> str:
-    return f"{1e3 * row['seconds']:.3g}" if "seconds" in row else "not measured"
-
-
-def _rate(row: dict[str, Any]) -> str:
-    return f"{row['tflops']:.3g}" if "tflops" in row else "not measured"
+def _number(row: dict[str, Any], key: str, scale: float = 1) -> str:
+    return f"{scale * row[key]:.3g}" if key in row else "not measured"
 
 
 def _bandwidth(row: dict[str, Any]) -> str:
-    if "bytes_per_second" in row:
-        return f"{row['bytes_per_second'] / 1e12:.3g}"
-    return "several passes" if "seconds" in row else "not measured"
+    """TB/s, where the operation is one pass over memory."""
+    several = "seconds" in row and "bytes_per_second" not in row
+    return "several passes" if several else _number(row, "bytes_per_second", 1e-12)
