@@ -40,7 +40,7 @@ def sweep(options: argparse.Namespace, overrides: list[str]) -> int:
     """Run the sweep; returns the exit code. Raises UserError."""
     from recipes.sweep.grid import device_count, read_sweep
     from recipes.sweep.loop import run_sweep
-    from recipes.sweep.results import TABLE, current_results, read_results
+    from recipes.sweep.results import TABLE, current_results
 
     path = options.sweep if options.sweep.exists() or not (ROOT / options.sweep).exists() else ROOT / options.sweep
     devices = device_count()
@@ -51,7 +51,7 @@ def sweep(options: argparse.Namespace, overrides: list[str]) -> int:
         processes=_processes(devices),
         device=None if options.dry_run else "cuda" if devices else "cpu",
     )
-    known = current_results(plan, read_results(plan.folder))
+    known = current_results(plan)
     print(f"{plan.name}: {len(plan.rows)} rows on {plan.rows[0].processes} processes, results in {plan.folder}")
     if options.dry_run:
         for row in plan.rows:

@@ -239,9 +239,8 @@ def _checked_settings(written: dict[str, Any], file: str) -> dict[str, Any]:
     if ("axes" in written) == ("runs" in written):
         problems.append(Problem("axes, runs", "write exactly one of them: [axes], or [[runs]] once per row", "", file))
     elif not written.get("axes", written.get("runs")):
-        problems.append(
-            Problem("axes" if "axes" in written else "runs", "is empty, so the sweep has no rows", "", file)
-        )
+        empty = "axes" if "axes" in written else "runs"
+        problems.append(Problem(empty, "is empty, so the sweep has no rows", "", file))
     if problems:
         raise refusal(problems, where=file)
     return {"timeout": 1800, "skip_steps": 10, "least_processes": 1, **written}

@@ -2,8 +2,8 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from recipes.files.lock import FolderLock
 from recipes.load import to_toml
 from recipes.sweep.grid import Row, Sweep
 from recipes.sweep.numerics import numerics_table
-from recipes.sweep.results import TABLE, Result, append, current_results, read_results, result_of, table
+from recipes.sweep.results import TABLE, Result, append, current_results, result_of, table
 from recipes.sweep.runner import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,15 +24,9 @@ def run_sweep(sweep: Sweep, *, retry: bool, log: Callable[[str], None]) -> dict[
     Writes table and pictures after every row. Raises UserError if the folder cannot be written or another process
     uses it.
     """
-    with _locked(sweep, log=log):
-        return _run_all(sweep, retry=retry, log=log)
-
-
-@contextmanager
-def _locked(sweep: Sweep, *, log: Callable[[str], None]) -> Iterator[None]:
-    """Lock the sweep's folder and write its page before the first row starts."""
-    lock = FolderLock()  # two sweeps would measure each other, and move each other's folders
-    try:
+    with ExitStack() as stack:
+        lock = FolderLock()  # two sweeps would measure each other, and move each other's folders
+        stack.callback(lock.release)
         try:
             (sweep.folder / "recipes").mkdir(parents=True, exist_ok=True)
             (sweep.folder / "logs").mkdir(exist_ok=True)
@@ -40,24 +34,18 @@ def _locked(sweep: Sweep, *, log: Callable[[str], None]) -> Iterator[None]:
             write_page(sweep)
         except OSError as error:
             raise UserError(f"{sweep.folder} cannot be written: {error.strerror}; write another --output") from None
-        yield
-    finally:
-        lock.release()
-
-
-def _run_all(sweep: Sweep, *, retry: bool, log: Callable[[str], None]) -> dict[str, Result]:
-    for number, row in enumerate(sweep.rows, 1):
-        place = f"[{number}/{len(sweep.rows)}] {row.label}"
-        known = current_results(sweep, read_results(sweep.folder)).get(row.label)
-        if known is not None and (known["outcome"] == "done" or not retry):
-            log(f"{place}: as before, {one_line(known)}")
-            continue
-        log(f"{place}: running, at most {row.timeout:g} s")
-        result = run_row(row, folder=sweep.folder)
-        append(sweep.folder, result)
-        log(f"{place}: {one_line(result)}")
-        write_page(sweep)
-    return current_results(sweep, read_results(sweep.folder))
+        for number, row in enumerate(sweep.rows, 1):
+            place = f"[{number}/{len(sweep.rows)}] {row.label}"
+            known = current_results(sweep).get(row.label)
+            if known is not None and (known["outcome"] == "done" or not retry):
+                log(f"{place}: as before, {one_line(known)}")
+                continue
+            log(f"{place}: running, at most {row.timeout:g} s")
+            result = run_row(row, folder=sweep.folder)
+            append(sweep.folder, result)
+            log(f"{place}: {one_line(result)}")
+            write_page(sweep)
+        return current_results(sweep)
 
 
 def run_row(row: Row, *, folder: Path) -> Result:
@@ -81,7 +69,7 @@ def write_page(sweep: Sweep) -> None:
     """Write the table and the pictures from results.jsonl."""
     from recipes.sweep.plots import draw  # matplotlib
 
-    results = current_results(sweep, read_results(sweep.folder))
+    results = current_results(sweep)
     page = [table(sweep, results), numerics_table(sweep, results)]
     (sweep.folder / TABLE).write_text("\n".join(filter(None, page)), encoding="utf-8")
     draw(sweep, results)

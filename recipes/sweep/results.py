@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -16,6 +17,8 @@ from recipes.training.run_folder import identity_differences
 
 RESULTS = "results.jsonl"
 TABLE = "table.md"
+NUMBERS = 10
+"""Columns of the table beside the row's label."""
 
 Result = dict[str, Any]
 """A line of results.jsonl: label, fingerprint, overrides, processes, outcome, reason and seconds; if the row is done,
@@ -87,7 +90,7 @@ def measure(row: Row, folder: Path) -> Result:
 def _worst_casts(path: Path) -> list[list[Any]]:
     """[linear, tensor, overflow, underflow] of every cast: the largest shares in any sampled step."""
     worst: dict[tuple[str, str], tuple[float, float]] = {}
-    for row in _json_lines(path) if path.is_file() else []:
+    for row in _json_lines(path):
         name = row["linear"], row["tensor"]
         overflow, underflow = worst.get(name, (0.0, 0.0))
         worst[name] = max(overflow, row["overflow"]), max(underflow, row["underflow"])
@@ -100,7 +103,7 @@ def read_results(folder: Path) -> list[Result]:
     Raises UserError for a line that is not a result.
     """
     path = folder / RESULTS
-    found = _json_lines(path) if path.is_file() else []
+    found = _json_lines(path)
     for result in found:
         if not isinstance(result, dict) or not {"label", "fingerprint", "outcome"} <= set(result):
             start = json.dumps(result)[:60]
@@ -116,9 +119,9 @@ def append(folder: Path, result: Result) -> None:
         file.write(("\n" if cut_off else "") + json.dumps(result, allow_nan=False) + "\n")
 
 
-def current_results(sweep: Sweep, results: Sequence[Result]) -> dict[str, Result]:
+def current_results(sweep: Sweep) -> dict[str, Result]:
     """Label -> the newest result of the row's current recipe, in the order of the rows; omits rows without one."""
-    newest = {(result["label"], result["fingerprint"]): result for result in results}
+    newest = {(result["label"], result["fingerprint"]): result for result in read_results(sweep.folder)}
     return {
         row.label: newest[row.label, row.fingerprint] for row in sweep.rows if (row.label, row.fingerprint) in newest
     }
@@ -172,31 +175,19 @@ def table(sweep: Sweep, results: dict[str, Result]) -> str:
     base = reference_row(sweep, results)
     slow = baseline_row(sweep, results)
     first = results[slow.label]["tokens_per_second_per_device"] if slow else None
-    head = (
-        "run",
-        "tokens/s/device",
-        "speed-up",
-        "step, s",
-        "spread, %",
-        "TFLOP/s",
-        "MFU causal, %",
-        "MFU full, %",
-        "memory, GiB",
-        "final loss",
-        "loss gap",
-    )
     lines = [
         f"# {sweep.name}",
         "",
-        *_conditions(sweep, done),
+        _conditions(sweep, done),
         "",
-        f"| {' | '.join(head)} |",
-        "|---" + "|---:" * (len(head) - 1) + "|",
+        "| run | tokens/s/device | speed-up | step, s | spread, % | TFLOP/s | MFU causal, % | MFU full, % | memory, GiB"
+        " | final loss | loss gap |",
+        "|---" + "|---:" * NUMBERS + "|",
     ]
     for row in sweep.rows:
         result = results.get(row.label)
         cells = _cells(result, first, gaps.get(row.label)) if result else ["not run yet"]
-        cells += [""] * (len(head) - 1 - len(cells))
+        cells += [""] * (NUMBERS - len(cells))
         lines.append(f"| {row.label} | {' | '.join(cells)} |")
     failed = [result for result in results.values() if result["outcome"] != "done"]
     if failed:
@@ -206,7 +197,7 @@ def table(sweep: Sweep, results: dict[str, Result]) -> str:
     if skipping:
         lines += ["", "Rows that skipped optimizer steps because gradients were not finite or far too large:", ""]
         lines += [f"- {result['label']}: {', '.join(map(str, result['skipped_steps']))}" for result in skipping]
-    return "\n".join([*lines, "", *_how_to_read(sweep, base, slow), ""])
+    return "\n".join([*lines, "", _how_to_read(sweep, base, slow), ""])
 
 
 def _cells(result: Result, first: float | None, gap: Sequence[tuple[int, float]] | None) -> list[str]:
@@ -229,7 +220,7 @@ def _cells(result: Result, first: float | None, gap: Sequence[tuple[int, float]]
     ]
 
 
-def _conditions(sweep: Sweep, done: Sequence[Result]) -> list[str]:
+def _conditions(sweep: Sweep, done: Sequence[Result]) -> str:
     """Device, versions and commit; several of each if the sweep was resumed elsewhere."""
     lines = [f"`{sweep.file}`, base `{sweep.base}`; {len(sweep.rows)} rows, {len(done)} of them measured."]
     facts = {
@@ -243,13 +234,13 @@ def _conditions(sweep: Sweep, done: Sequence[Result]) -> list[str]:
         ],
     }
     lines += [f"{name}: {', '.join(dict.fromkeys(values))}." for name, values in facts.items() if values]
-    return [" ".join(lines)]
+    return " ".join(lines)
 
 
-def _how_to_read(sweep: Sweep, base: Row | None, slow: Row | None) -> list[str]:
+def _how_to_read(sweep: Sweep, base: Row | None, slow: Row | None) -> str:
     first = sweep.rows[0]
     compared = f"row {base.label}" if base else "no row, because none without float8 has finished"
-    return [
+    return (
         f"Step time: the median over windows of `metrics.every` = {toml(first.recipe.metrics.every)} steps (first row);"
         " the loop waits for the device only at the end of a window. Windows that begin before step"
         f" {first.skip_steps}, such as those with compilation, are excluded. Speed-up: over"
@@ -258,19 +249,18 @@ def _how_to_read(sweep: Sweep, base: Row | None, slow: Row | None) -> list[str]:
         " With document masks, TFLOP/s and both MFUs count attention at the mean length of the documents, as the run"
         " logged it. Memory: rank 0's peak, on a CPU that of the whole process. Loss gap: mean difference over the last"
         f" quarter of the logged steps to {compared}."
-    ]
+    )
 
 
 def _logged(path: Path) -> list[dict[str, Any]]:
     """The training steps of metrics.jsonl."""
-    return [row for row in (_json_lines(path) if path.is_file() else []) if "loss" in row]
+    return [row for row in _json_lines(path) if "loss" in row]
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
+    """Empty if there is no such file."""
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        with suppress(ValueError):  # cut off when the run was killed
             found.append(json.loads(line))
-        except ValueError:  # cut off when the run was killed
-            continue
     return found

@@ -84,7 +84,7 @@ def sweep(tmp_path: Path) -> Sweep:
 
 
 def test_a_finished_row_is_measured_over_its_windows(sweep: Sweep) -> None:
-    result = current_results(sweep, read_results(sweep.folder))["bf16"]
+    result = current_results(sweep)["bf16"]
     assert result["windows"] == [
         [4, 8, 0.5],
         [8, 12, 0.4],
@@ -119,13 +119,13 @@ def test_flops_count_attention_at_the_document_length_that_the_run_logged(sweep:
     assert result["tflops_per_device"] == pytest.approx(rate * model.flops_per_token(mean, "causal") / 1e12)
     assert result["mfu"] == pytest.approx(rate * model.flops_per_token(mean, "causal") / 989.4e12)
     assert result["mfu_full"] == pytest.approx(rate * model.flops_per_token(mean, "full") / 989.4e12)
-    whole = current_results(sweep, read_results(sweep.folder))["bf16"]
+    whole = current_results(sweep)["bf16"]
     assert whole["attention_length"] == 256 and result["tflops_per_device"] < whole["tflops_per_device"]
     assert "count attention at the mean length of the documents, as the run logged it" in table(sweep, {})
 
 
 def test_speeds_are_relative_to_the_first_measured_row(sweep: Sweep) -> None:
-    results = current_results(sweep, read_results(sweep.folder))
+    results = current_results(sweep)
     assert "Speed-up: over row bf16." in table(sweep, results)
     results["bf16"] = results["bf16"] | {"outcome": "crashed", "reason": "x"}
     page = table(sweep, results)
@@ -141,7 +141,7 @@ def test_the_page_lists_skipped_steps(sweep: Sweep) -> None:
     with (row.recipe.run.folder / "metrics.jsonl").open("a") as file:
         file.write('\n{"step": 7, "tokens": 7, "skipped": true, "grad_norm": null}\n{"step": 9, "skipped": true}\n')
     append(sweep.folder, result_of(row, Ended("done", "", 40.0)))
-    results = current_results(sweep, read_results(sweep.folder))
+    results = current_results(sweep)
     assert [results[label]["skipped_steps"] for label in ("bf16", "fp8")] == [[], [7, 9]]
     assert "Rows that skipped optimizer steps" in table(sweep, results) and "\n- fp8: 7, 9\n" in table(sweep, results)
 
@@ -155,7 +155,7 @@ def test_a_line_that_is_not_a_result_is_refused(line: str, sweep: Sweep) -> None
 
 
 def test_only_rows_on_the_same_batches_have_a_loss_gap(sweep: Sweep) -> None:
-    gaps = loss_gaps(sweep, current_results(sweep, read_results(sweep.folder)))
+    gaps = loss_gaps(sweep, current_results(sweep))
     assert list(gaps) == ["bf16", "fp8"]  # the longer one saw other sequences
     assert [step for step, _ in gaps["fp8"]] == list(SECONDS)
     assert all(gap == pytest.approx(0.02) for _, gap in gaps["fp8"])
@@ -173,7 +173,7 @@ def cells(page: str) -> dict[str, list[str]]:
 
 
 def test_the_table_has_every_row_and_the_reasons_of_failures(sweep: Sweep) -> None:
-    page = table(sweep, current_results(sweep, read_results(sweep.folder)))
+    page = table(sweep, current_results(sweep))
     found = cells(page)
     assert list(found) == ["run", "bf16", "fp8", "longer", "too large", "not yet"]
     assert {len(line) for line in found.values()} == {10}
@@ -192,7 +192,7 @@ def test_a_loss_that_is_not_finite_is_marked(sweep: Sweep) -> None:
     row.recipe.run.folder.rename(sweep.folder / "before")
     logged(row.recipe.run.folder, tokens_per_step=4096, offset=0.0, nan_at=18)
     append(sweep.folder, result_of(row, Ended("done", "", 40.0)))
-    results = current_results(sweep, read_results(sweep.folder))
+    results = current_results(sweep)
     assert cells(table(sweep, results))["fp8"][-2:] == ["not finite", "+0.0000"]
     assert draw(sweep, results)
 
@@ -209,14 +209,14 @@ def test_the_newest_result_of_the_current_recipe_is_used(sweep: Sweep) -> None:
         file.write('{"label": "cut o')
     logged(row.recipe.run.folder, tokens_per_step=4096, offset=0.0)
     append(sweep.folder, result_of(row, Ended("done", "", 1.0)))
-    assert current_results(sweep, read_results(sweep.folder))["too large"]["outcome"] == "done"
+    assert current_results(sweep)["too large"]["outcome"] == "done"
     changed = replace(row, recipe=replace(row.recipe, batch=replace(row.recipe.batch, micro_batch_size=4)))
     other = replace(sweep, rows=(*sweep.rows[:3], changed, sweep.rows[4]))
-    assert list(current_results(other, read_results(sweep.folder))) == ["bf16", "fp8", "longer"]
+    assert list(current_results(other)) == ["bf16", "fp8", "longer"]
 
 
 def test_the_pictures_show_the_numbers(sweep: Sweep) -> None:
-    results = current_results(sweep, read_results(sweep.folder))
+    results = current_results(sweep)
     rates, memory = bars(sweep, results).axes
     assert [label.get_text() for label in rates.get_yticklabels()] == list(results)
     expected = [result.get("tokens_per_second_per_device", 0) for result in results.values()]
@@ -233,7 +233,7 @@ def test_the_pictures_show_the_numbers(sweep: Sweep) -> None:
 
 
 def test_the_picture_files_are_not_blank(sweep: Sweep) -> None:
-    results = current_results(sweep, read_results(sweep.folder))
+    results = current_results(sweep)
     assert draw(sweep, results) == [sweep.folder / BARS, sweep.folder / LOSS]
     for name in (BARS, LOSS):
         pixels = imread(sweep.folder / name)
