@@ -55,27 +55,17 @@ class ModelConfig:
 
     def problems(self) -> list[tuple[str, str]]:
         """(field, what is wrong and what to write instead) for every broken rule that spans several fields."""
-        found = []
-        if self.heads % self.key_value_heads:
-            found.append(
-                (
-                    "key_value_heads",
-                    f"must divide heads = {self.heads}; write one of its divisors, such as {self.heads}",
-                )
-            )
+        found = {}
+        heads, low = self.heads, self.rope_low_frequency_factor
+        if heads % self.key_value_heads:
+            found["key_value_heads"] = f"must divide heads = {heads}; write one of its divisors, such as {heads}"
         if self.head_width % 2:
-            found.append(("head_width", f"must be even for rotary embeddings; write {self.head_width + 1}"))
-        beyond = [layer for layer in self.no_rope_layers if layer >= self.layers]
-        if beyond:
-            found.append(("no_rope_layers", f"names layers {beyond}, but the last layer is {self.layers - 1}"))
-        if self.rope_scaling == "llama3" and self.rope_high_frequency_factor <= self.rope_low_frequency_factor:
-            found.append(
-                (
-                    "rope_high_frequency_factor",
-                    f"must exceed rope_low_frequency_factor = {self.rope_low_frequency_factor}",
-                )
-            )
-        return found
+            found["head_width"] = f"must be even for rotary embeddings; write {self.head_width + 1}"
+        if beyond := [layer for layer in self.no_rope_layers if layer >= self.layers]:
+            found["no_rope_layers"] = f"names layers {beyond}, but the last layer is {self.layers - 1}"
+        if self.rope_scaling == "llama3" and self.rope_high_frequency_factor <= low:
+            found["rope_high_frequency_factor"] = f"must exceed rope_low_frequency_factor = {low}"
+        return list(found.items())
 
     def uses_rope(self, layer: int) -> bool:
         """Whether this layer (index from 0) applies rotary embeddings."""

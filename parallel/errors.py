@@ -1,4 +1,6 @@
-"""The one error class for mistakes of the user. Imports no torch."""
+"""The one error class for mistakes of the user, and enumerations for its messages. Imports no torch."""
+
+from collections.abc import Iterable
 
 
 class UserError(Exception):
@@ -6,3 +8,9 @@ class UserError(Exception):
 
     train.py prints the text without a traceback and exits with code 2.
     """
+
+
+def listed(items: Iterable[object], *, last: str = "and") -> str:
+    """Comma-separated, with a word before the last item, as in "a, b and c"."""
+    *most, final = map(str, items)
+    return f"{', '.join(most)} {last} {final}" if most else final

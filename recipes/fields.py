@@ -14,19 +14,20 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import annotated_types as ranges
 import tomli
 import tomli_w
+from annotated_types import MinLen
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from parallel.errors import UserError
+from parallel.errors import UserError, listed
 from recipes.schema import Recipe
 
 TYPE_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 VALUE_WORDS = {bool: "a boolean", int: "an integer", float: "a float", str: "a string", list: "a list", dict: "a table"}
 EXAMPLES = {"data.mixture": {"web.jsonl": 0.7, "code.jsonl": 0.3}}
 """For fields whose default is not a useful example."""
-BOUNDS = ((ranges.Gt, ">", "gt"), (ranges.Ge, ">=", "ge"), (ranges.Lt, "<", "lt"), (ranges.Le, "<=", "le"))
+BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+"""Attribute of a range of annotated_types -> its sign."""
 
 
 @cache
@@ -69,15 +70,10 @@ def describe(annotation: Any) -> str:
     """Type and range in words: "an integer >= 1", "one of "a", "b"", "a list of 2, each a number > 0"."""
     if get_origin(annotation) is Annotated:
         base, *limits = get_args(annotation)
-        parts = [
-            part for limit in limits for part in (limit if isinstance(limit, ranges.GroupedMetadata) else (limit,))
-        ]
-        if any(isinstance(part, ranges.MinLen) for part in parts):
+        if any(isinstance(limit, MinLen) for limit in limits):
             return "a non-empty string"
-        bounds = [
-            f"{sign} {getattr(part, at)}" for part in parts for kind, sign, at in BOUNDS if isinstance(part, kind)
-        ]
-        return f"{describe(base)} {' and '.join(bounds)}"
+        given = [(sign, getattr(limit, bound, None)) for limit in limits for bound, sign in BOUNDS.items()]
+        return f"{describe(base)} {' and '.join(f'{sign} {bound}' for sign, bound in given if bound is not None)}"
     if get_origin(annotation) is Union:  # of numbers and a string
         *others, word = get_args(annotation)
         return " or ".join([*map(describe, others), *map(toml, get_args(word))])
@@ -158,7 +154,7 @@ def _readings(annotation: Any, value: Any) -> list[Any]:
 def unknown_section(name: str) -> str:
     """The message for a [section] that does not exist."""
     close = get_close_matches(_normal(name), sections(), n=1)
-    hint = f"did you mean [{close[0]}]?" if close else f"the sections are {_listed(sections())}"
+    hint = f"did you mean [{close[0]}]?" if close else f"the sections are {listed(sections())}"
     return f"unknown section; {hint}"
 
 
@@ -168,7 +164,7 @@ def unknown_key(key: str) -> str:
     if name == "base":
         return 'unknown key; base = "other.toml" belongs in a file, above its first [section]'
     if name in sections() and not section:
-        return f"is a section; its keys are {_listed(key for key in field_types() if key.startswith(name + '.'))}"
+        return f"is a section; its keys are {listed(key for key in field_types() if key.startswith(name + '.'))}"
     names = {known: known.partition(".")[2] for known in field_types()}
     of_section = {bare: known for known, bare in names.items() if known.startswith(section + ".")}
     if name in of_section:
@@ -180,19 +176,14 @@ def unknown_key(key: str) -> str:
         close = get_close_matches(name, set(names.values()), n=2, cutoff=0.7)
         elsewhere = [known for known, bare in names.items() if bare in close]
     if elsewhere:
-        return f"unknown key; did you mean {_listed(elsewhere, last='or')}?"
+        return f"unknown key; did you mean {listed(elsewhere, last='or')}?"
     if of_section:
-        return f"unknown key; [{section}] has {_listed(of_section)}"
-    return f"unknown key; every key belongs to a section: {_listed(sections())}"
+        return f"unknown key; [{section}] has {listed(of_section)}"
+    return f"unknown key; every key belongs to a section: {listed(sections())}"
 
 
 def _normal(name: str) -> str:
     return name.replace("-", "_").lower()
-
-
-def _listed(names: Any, *, last: str = "and") -> str:
-    *most, final = names
-    return f"{', '.join(most)} {last} {final}" if most else final
 
 
 def field_docs(cls: type) -> dict[str, str]:
@@ -205,9 +196,6 @@ def field_docs(cls: type) -> dict[str, str]:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
         if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
     }
-
-
-SCREEN = 100
 
 
 @dataclass(frozen=True)
@@ -224,13 +212,11 @@ class Problem:
     """The file it comes from, or "command line"."""
 
     def __str__(self) -> str:
-        head = self.key
-        if self.written:
-            head += f" = {self.written}"
-        if self.origin:
-            head += f"   ({self.origin})"
-        body = textwrap.fill(self.message, SCREEN - 4, break_long_words=False, break_on_hyphens=False)
-        return textwrap.indent(head, "  ") + "\n" + textwrap.indent(body, "    ")
+        written = f" = {self.written}" if self.written else ""
+        origin = f"   ({self.origin})" if self.origin else ""
+        # 96: 100 columns with the indent.
+        body = textwrap.fill(self.message, 96, break_long_words=False, break_on_hyphens=False)
+        return textwrap.indent(self.key + written + origin, "  ") + "\n" + textwrap.indent(body, "    ")
 
 
 def one_line(error: UserError) -> str:

@@ -46,17 +46,9 @@ class LoadedRecipe:
     """What the run starts from; None if neither model.weights nor data.tokenizer needs any, or without the rules."""
 
 
-def load(
-    path: str | Path,
-    arguments: Sequence[str] = (),
-    *,
-    over: Sequence[Layer] = (),
-    processes: int | None = None,
-    nodes: int | None = None,
-    rules: bool = True,
-) -> Recipe:
-    """The recipe alone; as load_run."""
-    return load_run(path, arguments, over=over, processes=processes, nodes=nodes, rules=rules).recipe
+def load(path: str | Path, arguments: Sequence[str] = (), **options: Any) -> Recipe:
+    """The recipe alone; takes and raises what load_run does."""
+    return load_run(path, arguments, **options).recipe
 
 
 def load_run(
@@ -205,14 +197,8 @@ def _check_size(given: Given, weights: InitialWeights) -> list[Problem]:
         except UserError as error:
             return [Problem("model.weights", one_line(error), toml(path), origin)]
     close = get_close_matches(name, [*SIZES, FROM_WEIGHTS], n=1)
-    return [
-        Problem(
-            "model.name",
-            f"unknown size; {f'did you mean {toml(close[0])}? ' if close else ''}{known}",
-            toml(name),
-            origin,
-        )
-    ]
+    hint = f"did you mean {toml(close[0])}? " if close else ""
+    return [Problem("model.name", f"unknown size; {hint}{known}", toml(name), origin)]
 
 
 def _located(key: str, message: str, recipe: Recipe, given: Given) -> Problem:

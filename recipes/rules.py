@@ -1,11 +1,11 @@
 """Rules that span several fields of a recipe, or check what it names on the disk. Imports no torch."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from models.config import ModelConfig
 from parallel.config import AttentionConfig, CompileConfig, Float8Config, MeshConfig, MeshDegrees
-from parallel.errors import UserError
+from parallel.errors import UserError, listed
 from parallel.nodes import Node, require_like_nodes
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.data.config import BatchConfig, DataConfig
@@ -25,17 +25,13 @@ def require_fits_world(mesh: MeshConfig, batch: BatchConfig, *, nodes: Sequence[
     if mesh.shard == "node":
         require_like_nodes(nodes)
     processes = sum(len(node.ranks) for node in nodes)
-    found = world_violations(mesh, batch, processes=processes, nodes=len(nodes))
-    if problems := [Problem(key, message) for key, message in found]:
+    found = [
+        *mesh_fits(mesh, processes=processes, nodes=len(nodes)),
+        *batch_divides(batch, mesh=mesh, processes=processes, nodes=len(nodes)),
+    ]
+    if found:
+        problems = [Problem(key, message) for key, message in found]
         raise refusal(problems, where=f"the recipe on {processes} processes")
-
-
-def world_violations(
-    mesh: MeshConfig, batch: BatchConfig, *, processes: int | None = None, nodes: int | None = None
-) -> Iterator[Violation]:
-    """The broken rules that depend on the numbers of processes and nodes; None = as few as the degrees allow."""
-    yield from mesh_fits(mesh, processes=processes, nodes=nodes)
-    yield from batch_divides(batch, mesh=mesh, processes=processes, nodes=nodes)
 
 
 def violations(
@@ -55,42 +51,30 @@ def violations(
         nodes: their number, where it is known.
         broken: sections with invalid values; rules that read them are skipped.
     """
-
-    def sound(*sections: str) -> bool:
-        return not set(sections) & set(broken)
-
-    if sound("run"):
-        yield from name_is_a_folder(recipe.run)
-    if sound("model"):
-        yield from model_is_consistent(recipe.model)
-        yield from weights_fit(recipe.model, weights)
-    if sound("data", "model"):
-        yield from data_is_there(recipe.data, model=recipe.model, weights=weights)
-    if sound("mesh"):
-        yield from mesh_fits(recipe.mesh, processes=processes, nodes=nodes)
-    if sound("batch", "mesh"):
-        yield from batch_divides(recipe.batch, mesh=recipe.mesh, processes=processes, nodes=nodes)
-    if sound("attention", "data", "run"):
-        yield from attention_has_a_kernel(recipe.attention, masked=recipe.data.document_mask, device=recipe.run.device)
-    if sound("float8"):
-        yield from float8_gathers(recipe.float8)
-    if sound("float8", "run"):
-        yield from float8_has_a_device(recipe.float8, device=recipe.run.device)
-    if sound("compile"):
-        yield from autotune_has_a_compiler(recipe.compile)
-    if sound("float8", "compile", "run"):
-        yield from float8_can_be_sampled(recipe.float8, compiled=recipe.compile.enabled, steps=recipe.run.steps)
-    if sound("float8", "model"):
-        yield from float8_fits(recipe.float8, model=recipe.model)
-    if sound("checkpoint"):
-        yield from export_has_checkpoints(recipe.checkpoint)
-        yield from kept_checkpoints_are_saved(recipe.checkpoint)
-    if sound("schedule", "run"):
-        yield from schedule_fits(recipe.schedule, steps=recipe.run.steps)
-    if sound("optimizer"):
-        yield from moments_can_move(recipe.optimizer)
-    if sound("profile", "run"):
-        yield from profile_fits(recipe.profile, steps=recipe.run.steps)
+    run, model, data, mesh, float8 = recipe.run, recipe.model, recipe.data, recipe.mesh, recipe.float8
+    # (the sections that a rule reads, the rule); a rule is a generator, so nothing runs before it is iterated.
+    rules = (
+        ("run", name_is_a_folder(run)),
+        ("model", model_is_consistent(model)),
+        ("model", weights_fit(model, weights)),
+        ("data model", data_is_there(data, model=model, weights=weights)),
+        ("mesh", mesh_fits(mesh, processes=processes, nodes=nodes)),
+        ("batch mesh", batch_divides(recipe.batch, mesh=mesh, processes=processes, nodes=nodes)),
+        ("attention data run", attention_has_a_kernel(recipe.attention, masked=data.document_mask, device=run.device)),
+        ("float8", float8_gathers(float8)),
+        ("float8 run", float8_has_a_device(float8, device=run.device)),
+        ("compile", autotune_has_a_compiler(recipe.compile)),
+        ("float8 compile run", float8_can_be_sampled(float8, compiled=recipe.compile.enabled, steps=run.steps)),
+        ("float8 model", float8_fits(float8, model=model)),
+        ("checkpoint", export_has_checkpoints(recipe.checkpoint)),
+        ("checkpoint", kept_checkpoints_are_saved(recipe.checkpoint)),
+        ("schedule run", schedule_fits(recipe.schedule, steps=run.steps)),
+        ("optimizer", moments_can_move(recipe.optimizer)),
+        ("profile run", profile_fits(recipe.profile, steps=run.steps)),
+    )
+    for sections, found in rules:
+        if not set(sections.split()) & set(broken):
+            yield from found
 
 
 def name_is_a_folder(run: RunConfig) -> Iterator[Violation]:
@@ -222,12 +206,13 @@ def batch_divides(
     if data_parallel > 1:
         arithmetic = f"micro_batch_size {micro} x {data_parallel} data-parallel processes = {unit}"
     below = batch_size // unit * unit
-    message = f"must be a multiple of {arithmetic}; write {_either(size for size in (below, below + unit) if size)}"
+    multiples = [size for size in (below, below + unit) if size]
+    message = f"must be a multiple of {arithmetic}; write {listed(multiples, last='or')}"
     if batch_size % data_parallel == 0:
         share = batch_size // data_parallel
         divisors = (size for size in range(1, share + 1) if share % size == 0)
         nearest = sorted(sorted(divisors, key=lambda size: abs(size - micro))[:4])
-        message += f", or a micro_batch_size of {_either(nearest)}"
+        message += f", or a micro_batch_size of {listed(nearest, last='or')}"
     yield "batch.global_batch_size", message
 
 
@@ -237,32 +222,25 @@ def schedule_fits(schedule: ScheduleConfig, *, steps: int) -> Iterator[Violation
     if decay and schedule.kind != "wsd":
         yield "schedule.decay_steps", f'is for kind = "wsd" only, not "{schedule.kind}"; write decay_steps = 0'
     elif warmup + decay > steps:
-        yield (
-            "schedule.decay_steps" if decay else "schedule.warmup_steps",
-            f"warmup_steps {warmup} + decay_steps {decay} = {warmup + decay} must not exceed run.steps = {steps}"
-            f"; write steps = {warmup + decay} or more, or shorter phases",
-        )
+        rule = f"warmup_steps {warmup} + decay_steps {decay} = {warmup + decay} must not exceed run.steps = {steps}"
+        remedy = f"write steps = {warmup + decay} or more, or shorter phases"
+        yield f"schedule.{'decay_steps' if decay else 'warmup_steps'}", f"{rule}; {remedy}"
 
 
 def moments_can_move(optimizer: OptimizerConfig) -> Iterator[Violation]:
     """A bfloat16 moment does not change when an update is below half of its last bit, 1/512 to 1/256 of it."""
     if optimizer.state_dtype == "bfloat16" and max(optimizer.betas) > 0.99:
-        yield (
-            "optimizer.state_dtype",
-            f'"bfloat16" would round away the small updates of betas = {toml(optimizer.betas)}; write betas of at most'
-            ' 0.99, such as [0.9, 0.95], or state_dtype = "float32"',
-        )
+        rule = f'"bfloat16" would round away the small updates of betas = {toml(optimizer.betas)}'
+        remedy = 'write betas of at most 0.99, such as [0.9, 0.95], or state_dtype = "float32"'
+        yield "optimizer.state_dtype", f"{rule}; {remedy}"
 
 
 def profile_fits(profile: ProfileConfig, *, steps: int) -> Iterator[Violation]:
     """The run reaches the steps to trace."""
     last = profile.after + profile.trace_steps
     if profile.trace_steps and last > steps:
-        yield (
-            "profile.after",
-            f"after {profile.after} + trace_steps {profile.trace_steps} = {last} is beyond run.steps = {steps}"
-            f"; write run.steps = {last} or more, or trace earlier",
-        )
+        rule = f"after {profile.after} + trace_steps {profile.trace_steps} = {last} is beyond run.steps = {steps}"
+        yield "profile.after", f"{rule}; write run.steps = {last} or more, or trace earlier"
 
 
 def attention_has_a_kernel(attention: AttentionConfig, *, masked: bool, device: str) -> Iterator[Violation]:
@@ -276,19 +254,15 @@ def attention_has_a_kernel(attention: AttentionConfig, *, masked: bool, device: 
 def float8_gathers(float8: Float8Config) -> Iterator[Violation]:
     """Row-wise scales are unknown before the all-gather."""
     if float8.all_gather and float8.recipe != "tensorwise":
-        yield (
-            "float8.all_gather",
-            f'needs recipe = "tensorwise", not "{float8.recipe}"; write all_gather = false or recipe = "tensorwise"',
-        )
+        remedy = 'write all_gather = false or recipe = "tensorwise"'
+        yield "float8.all_gather", f'needs recipe = "tensorwise", not "{float8.recipe}"; {remedy}'
 
 
 def float8_has_a_device(float8: Float8Config, *, device: str) -> Iterator[Violation]:
     """CPUs have no float8 matrix units. (The kind of GPU is known only when the run starts.)"""
     if float8.recipe != "none" and not float8.emulate and device == "cpu":
-        yield (
-            "float8.emulate",
-            'must be true with run.device = "cpu": CPUs have no float8 matrix units; write emulate = true',
-        )
+        reason = "CPUs have no float8 matrix units"
+        yield "float8.emulate", f'must be true with run.device = "cpu": {reason}; write emulate = true'
 
 
 def autotune_has_a_compiler(compile: CompileConfig) -> Iterator[Violation]:
@@ -304,10 +278,8 @@ def float8_can_be_sampled(float8: Float8Config, *, compiled: bool, steps: int) -
     if float8.recipe == "none":
         yield "float8.sample_every", 'samples casts, but recipe = "none" makes none; write 0, or a recipe'
     elif compiled:
-        yield (
-            "float8.sample_every",
-            "needs hooks in the blocks, which compile.enabled = true rules out; write 0, or enabled = false",
-        )
+        message = "needs hooks in the blocks, which compile.enabled = true rules out; write 0, or enabled = false"
+        yield "float8.sample_every", message
     elif float8.sample_every > steps:
         yield "float8.sample_every", f"exceeds run.steps = {steps}, so no step would be sampled; write at most {steps}"
 
@@ -326,11 +298,8 @@ def float8_fits(float8: Float8Config, *, model: ModelConfig) -> Iterator[Violati
         widths["vocabulary"] = ("vocabulary, the width of lm_head,", model.vocabulary)
     for field, (words, width) in widths.items():
         if width % 16:
-            yield (
-                f"model.{field}",
-                f"float8 needs {words} = {width} to be a multiple of 16; change it to {width + -width % 16}"
-                ', or write float8.recipe = "none"',
-            )
+            remedy = f'change it to {width + -width % 16}, or write float8.recipe = "none"'
+            yield f"model.{field}", f"float8 needs {words} = {width} to be a multiple of 16; {remedy}"
 
 
 def _fitted(mesh: MeshConfig, processes: int | None, nodes: int | None) -> MeshDegrees:
@@ -339,8 +308,3 @@ def _fitted(mesh: MeshConfig, processes: int | None, nodes: int | None) -> MeshD
         nodes = nodes or max(1, mesh.replicate)
         return mesh.fit(processes or nodes, nodes=nodes)
     return mesh.fit(processes or max(1, abs(mesh.replicate * mesh.shard)))
-
-
-def _either(numbers: Iterable[int]) -> str:
-    *most, last = map(str, numbers)
-    return f"{', '.join(most)} or {last}" if most else last

@@ -4,6 +4,7 @@ recipes/weights/convert.py reads and writes the values of the tensors. Imports n
 """
 
 import json
+import math
 import os
 import shutil
 import struct
@@ -17,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from models.config import ModelConfig, TextFacts
 from models.hf import config_from_hf, config_to_hf, hf_name, parameter_shapes, text_facts
-from parallel.errors import UserError
+from parallel.errors import UserError, listed
 from recipes.files.layout import TOKENIZER
 from recipes.weights.locate import HF_CONFIG, Description
 
@@ -44,10 +45,7 @@ class Entry:
 
     @property
     def bytes(self) -> int:
-        size = DTYPE_BYTES[self.dtype]
-        for length in self.shape:
-            size *= length
-        return size
+        return DTYPE_BYTES[self.dtype] * math.prod(self.shape)
 
 
 StoredTensors = dict[str, tuple[Path, Entry]]
@@ -64,9 +62,8 @@ def read_config(folder: Path) -> tuple[ModelConfig, TextFacts]:
     try:
         return config_from_hf(config), text_facts(config)
     except ValueError as error:
-        raise UserError(
-            "\n  ".join([f"{file} describes a model that is not supported:", *str(error).split("\n")])
-        ) from None
+        lines = [f"{file} describes a model that is not supported:", *str(error).split("\n")]
+        raise UserError("\n  ".join(lines)) from None
 
 
 def read_tokenizer(folder: Path) -> str:
@@ -77,9 +74,8 @@ def read_tokenizer(folder: Path) -> str:
         token_names(text)
         return text
     except FileNotFoundError:
-        raise UserError(
-            f"{folder} has no {TOKENIZER}; copy the tokenizer that the model was trained with into it"
-        ) from None
+        remedy = "copy the tokenizer that the model was trained with into it"
+        raise UserError(f"{folder} has no {TOKENIZER}; {remedy}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{file} is not a tokenizer.json of Hugging Face tokenizers: {error!r}") from None
 
@@ -120,7 +116,7 @@ def stored_tensors(folder: Path, model: ModelConfig) -> StoredTensors:
         if entry.shape != (shape := (model.vocabulary, model.width)):
             problems.append(f"lm_head.weight in {file.name} has shape {list(entry.shape)}, not {list(shape)}")
     problems += [
-        f"{entry.name} in {file.name} has type {entry.dtype}; weights must be {_or(DTYPE_BYTES)}"
+        f"{entry.name} in {file.name} has type {entry.dtype}; weights must be {listed(DTYPE_BYTES, last='or')}"
         for file, entry in stored.values()
         if entry.dtype not in DTYPE_BYTES
     ]
@@ -206,11 +202,6 @@ def _weight_files(folder: Path, problems: list[str]) -> list[Path]:
 def _some(names: Sequence[str], limit: int = 5) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
-
-
-def _or(names: Any) -> str:
-    *most, last = names
-    return f"{', '.join(most)} or {last}"
 
 
 # Writing
