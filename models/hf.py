@@ -70,44 +70,26 @@ def parameter_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]
 
 
 CLASSES = {"llama": "LlamaForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
-# The defaults of transformers.LlamaConfig and SmolLM3Config for missing keys.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": None,
-        "max_position_embeddings": 2048,
-        "rope_theta": 10_000.0,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": None,
-    },
-    "smollm3": {
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32768,
-        "rope_theta": 2_000_000.0,
-        "tie_word_embeddings": True,
-        "bos_token_id": 128000,
-        "eos_token_id": 128001,
-        "pad_token_id": 128004,
-    },
-}
-SHARED_DEFAULTS: dict[str, Any] = {
-    "head_dim": None,
-    "rms_norm_eps": 1e-6,
-    "initializer_range": 0.02,
-    "hidden_act": "silu",
-    "no_rope_layers": None,
-    "no_rope_layer_interval": 4,
+# Key -> its defaults in transformers.LlamaConfig and SmolLM3Config.
+DEFAULTS: dict[str, tuple[Any, Any]] = {
+    "vocab_size": (32000, 128256),
+    "hidden_size": (4096, 2048),
+    "intermediate_size": (11008, 11008),
+    "num_hidden_layers": (32, 36),
+    "num_attention_heads": (32, 16),
+    "num_key_value_heads": (None, 4),
+    "head_dim": (None, None),
+    "hidden_act": ("silu", "silu"),
+    "rms_norm_eps": (1e-6, 1e-6),
+    "initializer_range": (0.02, 0.02),
+    "max_position_embeddings": (2048, 32768),
+    "rope_theta": (10_000.0, 2_000_000.0),
+    "no_rope_layers": (None, None),
+    "no_rope_layer_interval": (4, 4),
+    "tie_word_embeddings": (False, True),
+    "bos_token_id": (1, 128000),
+    "eos_token_id": (2, 128001),
+    "pad_token_id": (None, 128004),
 }
 # Key -> (supported values, what other values ask for). Keys that are neither here nor read below (use_cache,
 # pretraining_tp, transformers_version, ...) do not change what the model computes.
@@ -126,13 +108,18 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
+def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    family = list(CLASSES).index(config["model_type"])
+    return {**{key: defaults[family] for key, defaults in DEFAULTS.items()}, **config}
+
+
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """The model of a config.json, named "from_weights". Raises ValueError with one line for each unsupported key."""
     family = config.get("model_type")
-    if not isinstance(family, str) or family not in DEFAULTS:
-        known = " or ".join(f'"{name}"' for name in DEFAULTS)
+    if not isinstance(family, str) or family not in CLASSES:
+        known = " or ".join(f'"{name}"' for name in CLASSES)
         raise ValueError(f"model_type = {family!r}: only {known} is supported")
-    given = _Reader({**SHARED_DEFAULTS, **DEFAULTS[family], **config})
+    given = _Reader(_with_defaults(config))
     given.problems += _unsupported(config, family)
     width, heads = given.integer("hidden_size"), given.integer("num_attention_heads")
     layers = given.integer("num_hidden_layers")
@@ -162,7 +149,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
 
 def text_facts(config: Mapping[str, Any]) -> TextFacts:
     """The rest of a config.json that config_from_hf accepts. Raises ValueError for impossible end tokens."""
-    given = {**DEFAULTS[config["model_type"]], **config}
+    given = _with_defaults(config)
 
     def token(key: str) -> int | None:
         value = given[key]
@@ -303,17 +290,16 @@ def _rope(given: _Reader) -> dict[str, Any]:
     kind = parameters.get(spelled, "default")
     if kind == "llama3":
         # transformers takes a missing original length from outside the table, and one outside overrides it.
-        lengths = (given.values.get(place) for place in ("original_max_position_embeddings", "max_position_embeddings"))
-        outside, longest = lengths
-        inside.values.setdefault("original_max_position_embeddings", longest)
-        if outside is not None:
-            inside.values["original_max_position_embeddings"] = outside
+        original = "original_max_position_embeddings"
+        inside.values.setdefault(original, given.values.get("max_position_embeddings"))
+        if given.values.get(original) is not None:
+            inside.values[original] = given.values[original]
         values |= {
             "rope_scaling": "llama3",
             "rope_factor": inside.number("factor"),
             "rope_low_frequency_factor": inside.number("low_freq_factor"),
             "rope_high_frequency_factor": inside.number("high_freq_factor"),
-            "rope_original_length": inside.integer("original_max_position_embeddings"),
+            "rope_original_length": inside.integer(original),
         }
         if values["rope_factor"] < 1:
             inside.refuse("factor", "must be a number >= 1")
