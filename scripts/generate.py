@@ -10,8 +10,7 @@ from pathlib import Path
 # Ctrl-C during imports: exit at once, without a traceback of the line that was being imported.
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # first: other packages install a top-level `recipes` too
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # first: other packages install a top-level `recipes` too
 
 from parallel.errors import UserError  # noqa: E402
 from recipes.files.exit_codes import REFUSED, ended_by  # noqa: E402

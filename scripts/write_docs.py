@@ -44,18 +44,8 @@ def _section(section: str, cls: type) -> str:
         f"| {docs[field.name]} |"
         for field in fields(cls)
     ]
-    return "\n".join(
-        [
-            f"## [{section}]",
-            "",
-            f"{cls.__doc__}",
-            "",
-            "| Key | Value | Default | Meaning |",
-            "|---|---|---|---|",
-            *rows,
-            "",
-        ]
-    )
+    head = [f"## [{section}]", "", f"{cls.__doc__}", "", "| Key | Value | Default | Meaning |", "|---|---|---|---|"]
+    return "\n".join([*head, *rows, ""])
 
 
 def _default(section: str, field: Field) -> str:

@@ -170,8 +170,7 @@ def continuation(
     Args:
         prompt: token ids.
         tokens: how many to sample.
-        shape: the (B, T) of a training micro-batch. The window has this shape at every step, so that compiled blocks
-            are not compiled again; attention is causal, so the padding after the last token does not matter.
+        shape: the (B, T) of a training micro-batch. Each window has it, so that compiled blocks are not compiled again.
         device: where the model computes.
         seed: of the sampling.
         end_of_document: this token's id, for a model whose attention stays inside documents.
@@ -181,7 +180,7 @@ def continuation(
     text = list(prompt)
     for _ in range(tokens):
         window = text[-shape[1] :]
-        batch = torch.zeros(shape, dtype=torch.int64)
+        batch = torch.zeros(shape, dtype=torch.int64)  # attention is causal: what follows the window does not matter
         batch[:, : len(window)] = torch.tensor(window)
         inside = None if end_of_document is None else Documents.of(batch, end_of_document=end_of_document).to(device)
         logits = model(batch.to(device), documents=inside)[0, len(window) - 1]  # (V,)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -80,42 +81,19 @@ def choose_device(device: str | None, dtype: str | None) -> tuple[torch.device, 
 
 
 def continue_text(
-    opened: OpenedModel,
-    prompt: str,
-    *,
-    log: Callable[[str], object],
-    max_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    seed: int,
+    opened: OpenedModel, prompt: str, *, log: Callable[[str], object], **sampling: Any
 ) -> tuple[int, float]:
     """Pass the prompt and then its continuation to `log`, piece by piece; stops at the end of a document.
 
-    Args:
-        opened: the model.
-        prompt: the text to continue.
-        log: receives each piece of text as it is generated.
-        max_tokens, temperature, top_k, top_p, seed: as in generate().
-
-    Returns:
-        The number of generated tokens and the seconds they took.
+    sampling: max_tokens and the optional arguments of generate(). Returns the number of generated tokens and the
+    seconds they took.
     """
     started = time.perf_counter()
     ids = opened.prompt_ids(prompt)
     made: list[int] = []
 
     def noted() -> Iterator[int]:
-        for token in generate(
-            opened.model,
-            ids,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            stop_ids=opened.stop_ids(),
-        ):
+        for token in generate(opened.model, ids, stop_ids=opened.stop_ids(), **sampling):
             made.append(token)
             yield token
 

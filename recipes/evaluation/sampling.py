@@ -45,17 +45,13 @@ def odds(logits: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1
 
 def check_sampling(*, max_tokens: int, temperature: float, top_k: int, top_p: float, seed: int) -> None:
     """Raises one UserError that lists every value out of range."""
+    # Logits divided by a smaller temperature could overflow float32.
+    usable = temperature == 0 or 1e-3 <= temperature < math.inf
     problems = [
         f"{name} = {value}: must be {rule}"
         for name, value, rule, holds in (
             ("max_tokens", max_tokens, "1 or more", max_tokens >= 1),
-            # Logits divided by less could overflow float32.
-            (
-                "temperature",
-                temperature,
-                "0 (greedy), or 0.001 or more",
-                temperature == 0 or 1e-3 <= temperature < math.inf,
-            ),
+            ("temperature", temperature, "0 (greedy), or 0.001 or more", usable),
             ("top_k", top_k, "1 or more, or 0 for all tokens", top_k >= 0),
             ("top_p", top_p, "above 0 and at most 1", 0 < top_p <= 1),
             ("seed", seed, "0 or more, and below 2^63", 0 <= seed < 2**63),

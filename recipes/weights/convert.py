@@ -3,7 +3,7 @@
 One tensor at a time, so that a host needs little more memory than its shard of the model.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -57,11 +57,10 @@ def _fill(parameter: Tensor, file: Path, entry: Entry) -> None:
     values = _read(file, entry, rows or slice(None))
     if isinstance(parameter, DTensor):
         if rows is None:  # sharded by columns, or along two mesh axes
-            whole = values.to(parameter.device_mesh.device_type)
+            mesh = parameter.device_mesh
+            whole = values.to(mesh.device_type)
             # src_data_rank=None: every process takes its part of its own copy, without communication.
-            values = distribute_tensor(
-                whole, parameter.device_mesh, parameter.placements, src_data_rank=None
-            ).to_local()
+            values = distribute_tensor(whole, mesh, parameter.placements, src_data_rank=None).to_local()
         parameter = parameter.to_local()
     assert values.shape == parameter.shape, f"{entry.name}: {values.shape} for {parameter.shape}"
     parameter.copy_(values)
@@ -163,13 +162,12 @@ def export_model(
 
     def read(name: str) -> Tensor:
         values = without_wrapper(parameters[name])
-        if isinstance(values, DTensor):
-            # Offloaded parameters are gathered through the devices.
-            gathering = cast(DTensor, values.to(values.device_mesh.device_type))
-            values = gathering.full_tensor()
-        return values
+        if not isinstance(values, DTensor):
+            return values
+        # Offloaded parameters are gathered through the devices.
+        return cast(DTensor, values.to(values.device_mesh.device_type)).full_tensor()
 
-    waiting = iter(_names(files))
+    waiting = (our_name(entry.name) for entries in files.values() for entry in entries)
 
     def gather_rest() -> None:
         for name in waiting:
@@ -193,11 +191,6 @@ def export_model(
 def _files(model: ModelConfig, dtypes: Mapping[str, torch.dtype], max_bytes: int) -> dict[str, list[Entry]]:
     entries = [Entry(hf_name(name), CODES[dtypes[name]], shape) for name, shape in parameter_shapes(model)]
     return hf_folder.plan_files(entries, max_bytes=max_bytes)
-
-
-def _names(files: Mapping[str, list[Entry]]) -> Iterator[str]:
-    """Our names of the tensors, in the order in which they are written."""
-    return (our_name(entry.name) for entries in files.values() for entry in entries)
 
 
 def _write(
