@@ -18,7 +18,7 @@ signal.signal(signal.SIGINT, signal.SIG_DFL)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # first: other packages install a top-level `recipes` too
 
 from parallel.errors import UserError  # noqa: E402
-from recipes.files.exit_codes import REFUSED  # noqa: E402
+from recipes.files.exit_codes import REFUSED, leave  # noqa: E402
 
 
 def main(arguments: list[str]) -> int:
@@ -101,11 +101,9 @@ def evaluate(options: argparse.Namespace) -> int:
         stop()
     if world.is_main:
         names = ("loss", "perplexity", "bits_per_byte", "tokens", "text_bytes", "documents")
-        print(json.dumps({name: getattr(found, name) for name in names}))
+        print(json.dumps({name: getattr(found, name) for name in names}), flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    print(end="", flush=True)
-    os._exit(code)  # as in train.py
+    leave(main(sys.argv[1:]))

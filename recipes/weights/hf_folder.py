@@ -101,7 +101,10 @@ def stored_tensors(folder: Path, model: ModelConfig) -> StoredTensors:
     damaged = bool(problems)
     stored: StoredTensors = {}
     missing = []
-    for name, shape in parameter_shapes(model):
+    expected = [*parameter_shapes(model)]
+    if model.tied_embeddings and "lm_head.weight" in found:  # some programs write the embedding of a tied model twice
+        expected.append(("lm_head.weight", (model.vocabulary, model.width)))
+    for name, shape in expected:
         theirs = hf_name(name)
         if theirs not in found:
             missing.append(theirs)
@@ -111,10 +114,6 @@ def stored_tensors(folder: Path, model: ModelConfig) -> StoredTensors:
             problems.append(f"{theirs} in {file.name} has shape {list(entry.shape)}, but the model needs {list(shape)}")
     if missing and not damaged:  # otherwise they may be in the damaged files
         problems.append(f"missing: {_some(missing)}")
-    if "lm_head.weight" in found:  # some programs write the embedding of a tied model twice
-        stored["lm_head.weight"] = file, entry = found.pop("lm_head.weight")
-        if entry.shape != (shape := (model.vocabulary, model.width)):
-            problems.append(f"lm_head.weight in {file.name} has shape {list(entry.shape)}, not {list(shape)}")
     problems += [
         f"{entry.name} in {file.name} has type {entry.dtype}; weights must be {listed(DTYPE_BYTES, last='or')}"
         for file, entry in stored.values()
