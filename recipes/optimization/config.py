@@ -1,5 +1,6 @@
 """The [optimizer] and [schedule] sections. Imports no torch."""
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -36,3 +37,18 @@ class ScheduleConfig:
     """wsd: steps of the final decay."""
     min_lr_ratio: Annotated[float, Interval(ge=0, le=1)] = 0.0
     """Final learning rate of the decay, as a fraction of optimizer.lr."""
+
+    def learning_rate(self, step: int, *, peak: float, steps: int) -> float:
+        """The learning rate of optimizer step `step` (from 0) out of `steps`.
+
+        Warm-up rises linearly and reaches `peak` at its last step. A decay would reach min_lr_ratio x peak at step
+        `steps`, one past the last, so that no step is wasted at a rate of zero.
+        """
+        if step < self.warmup_steps:
+            return peak * (step + 1) / self.warmup_steps
+        if self.kind == "constant":
+            return peak
+        start = steps - self.decay_steps if self.kind == "wsd" else self.warmup_steps
+        progress = max(0, step - start) / max(1, steps - start)  # 0 at the start of the decay, 1 at `steps`
+        share = (1 + math.cos(math.pi * progress)) / 2 if self.kind == "cosine" else 1 - progress
+        return peak * (self.min_lr_ratio + (1 - self.min_lr_ratio) * share)

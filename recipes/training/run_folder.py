@@ -23,7 +23,6 @@ from recipes.files.layout import (
 )
 from recipes.files.lock import LOCK, FolderLock
 from recipes.load import load, to_toml
-from recipes.optimization.schedule import learning_rate
 from recipes.schema import Recipe
 
 # Fields that must not change when a run resumes. Everything else (length, mesh, micro-batches, precision, compile,
@@ -72,9 +71,8 @@ def check_output_folder(recipe: Recipe) -> None:
             what = "may not be written to" if place.is_dir() else "is no folder"
             raise UserError(f"run.output = {toml(recipe.run.output)}: {place} {what}; write another run.output")
         return
-    if all(
-        path.name == LOCK or path.name.startswith(PART) for path in folder.iterdir()
-    ):  # empty, or left by a killed start
+    # Empty, or left by a killed start.
+    if all(path.name == LOCK or path.name.startswith(PART) for path in folder.iterdir()):
         return
     if not (folder / RECIPE).is_file():
         raise UserError(f"{folder} is not empty and has no {RECIPE}, so it is not a run folder; {remedy}")
@@ -100,14 +98,9 @@ def claim_run_folder(recipe: Recipe, *, done: int, environment: dict[str, Any], 
     Nothing is lost: a folder with results but no checkpoint to resume from is moved aside, a recipe that changed is
     kept under another name, and only the rows of steps that will be repeated are cut off.
 
-    Args:
-        recipe: of the run.
-        done: steps of the checkpoint that the run resumes from, or 0.
-        environment: the content of environment.json.
-        lock: of the folder; taken here unless it is held already.
-
-    Raises:
-        UserError: if another process uses the folder, or it cannot be written.
+    done: steps of the checkpoint that the run resumes from, or 0. environment: the content of environment.json. lock:
+    of the folder; taken here unless it is held already. Raises UserError if another process uses the folder, or it
+    cannot be written.
     """
     folder = recipe.run.folder
     notes: list[str] = []
@@ -197,7 +190,7 @@ def _kind(prepared: bool) -> str:
 def _note_schedule(old: Recipe, new: Recipe, done: int) -> list[str]:
     """How a change of run.steps changes the learning rate of the next step."""
     then, now = (
-        learning_rate(done, peak=recipe.optimizer.lr, steps=recipe.run.steps, schedule=recipe.schedule)
+        recipe.schedule.learning_rate(done, peak=recipe.optimizer.lr, steps=recipe.run.steps)
         for recipe in (replace(old, run=replace(old.run, steps=max(old.run.steps, done + 1))), new)
     )
     if then == now:

@@ -10,7 +10,6 @@ from parallel.errors import UserError
 from recipes.files.exit_codes import CANNOT_WRITE, FINISHED, POISONED, PREEMPTED, ended_by
 from recipes.files.layout import EXPORT
 from recipes.metrics.clock import END, FIRST_STEP, LOADING, SAVE, VALIDATION
-from recipes.optimization.schedule import learning_rate
 from recipes.optimization.skip_steps import NonFiniteRun
 from recipes.training.build import Run, describe
 from recipes.training.console import UNSAVED, contents, interrupted_message, summary
@@ -92,7 +91,7 @@ class Trainer:
 
     def _learning_rate(self, step: int) -> float:
         recipe = self.recipe
-        return learning_rate(step, peak=recipe.optimizer.lr, steps=recipe.run.steps, schedule=recipe.schedule)
+        return recipe.schedule.learning_rate(step, peak=recipe.optimizer.lr, steps=recipe.run.steps)
 
     def _due(self, every: int) -> bool:
         """Whether something done every so many steps (0 = never) is due after the step just taken."""
@@ -139,9 +138,8 @@ class Trainer:
 
     def _give_up(self, error: NonFiniteRun) -> int:
         """After too many skipped steps: save nothing, since new checkpoints would replace better ones."""
-        saved = self.checkpoints.finish() if self.checkpoints else None
         place = "no checkpoint was saved"
-        if self.checkpoints and saved is not None:
+        if self.checkpoints and (saved := self.checkpoints.finish()) is not None:
             place = f"{self.checkpoints.path(saved)} is as it was"
         self._end(f"stopped: {error}; metrics.jsonl names their documents; {place}")
         return POISONED

@@ -5,11 +5,10 @@ import math
 import pytest
 
 from recipes.optimization.config import ScheduleConfig
-from recipes.optimization.schedule import learning_rate
 
 
 def rates(schedule: ScheduleConfig, steps: int = 100, peak: float = 2.0) -> list[float]:
-    return [learning_rate(step, peak=peak, steps=steps, schedule=schedule) for step in range(steps)]
+    return [schedule.learning_rate(step, peak=peak, steps=steps) for step in range(steps)]
 
 
 @pytest.mark.parametrize("kind", ["wsd", "cosine", "linear", "constant"])
