@@ -7,14 +7,14 @@ import torch
 import torch.nn.attention.varlen  # else its operator is not there to be named below
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from models.interface import interface_of
 from parallel.config import ActivationCheckpointingConfig
 
 # What "selective" keeps. Everything else in a block (norms, rotations, SwiGLU product, residual sums, casts) moves
 # few bytes and almost no FLOPs, and compile fuses its recomputation into the kernels that need it.
-SAVED = {
+SAVED = [
     # Matrix products: nearly all FLOPs of a block.
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -31,7 +31,7 @@ SAVED = {
     torch.ops.aten.max.default,
     # Communication inside a block: receiving twice costs more than keeping.
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
-}
+]
 
 
 def checkpoint_blocks(model: nn.Module, config: ActivationCheckpointingConfig) -> str:
@@ -51,8 +51,4 @@ def checkpoint_blocks(model: nn.Module, config: ActivationCheckpointingConfig) -
 
 
 def _selective_contexts() -> Any:
-    return create_selective_checkpoint_contexts(_keep_expensive)
-
-
-def _keep_expensive(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+    return create_selective_checkpoint_contexts(SAVED)

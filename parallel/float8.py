@@ -2,10 +2,9 @@
 
 import logging
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +14,6 @@ from models.interface import interface_of
 from parallel.config import Float8Config
 from parallel.errors import UserError
 from parallel.materialize import plain_name
-
-if TYPE_CHECKING:
-    from torchao.float8 import Float8LinearConfig
 
 
 def convert_linears(model: nn.Module, config: Float8Config, *, device_type: str) -> str:
@@ -32,8 +28,10 @@ def convert_linears(model: nn.Module, config: Float8Config, *, device_type: str)
         _require_float8_units(config, device_type)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     chosen = {name: module for name, module in linears.items() if not set(name.split(".")) & set(config.exclude)}
-    if unknown := set(config.exclude) - {part for name in linears for part in name.split(".")} - {"lm_head"}:
-        raise UserError(f"float8.exclude names {sorted(unknown)}, but no linear is called so: {_parts(linears)}")
+    parts = {part for name in linears for part in name.split(".")}
+    if unknown := set(config.exclude) - parts - {"lm_head"}:
+        choice = ", ".join(sorted(part for part in parts if not part.isdigit()))
+        raise UserError(f"float8.exclude names {sorted(unknown)}, but no linear is called so: {choice}")
     # The norms beside a block's linears make FSDP gather bytes; a group of float8 alone is gathered as such.
     if config.all_gather and device_type == "cpu":
         in_blocks = tuple(f"{name}." for name in interface_of(model).blocks)
@@ -54,18 +52,14 @@ def convert_linears(model: nn.Module, config: Float8Config, *, device_type: str)
             f"float8.recipe = {config.recipe!r} would convert none of the {len(linears)} linears: float8.exclude ="
             f' {list(config.exclude)} leaves nothing; exclude less, or write recipe = "none"'
         )
+    torchao_float8 = _torchao_float8()
+    preset = torchao_float8.Float8LinearConfig.from_recipe_name(config.recipe)
+    settings = replace(preset, enable_fsdp_float8_all_gather=config.all_gather, emulate=config.emulate)
     # The public entry point, because it also works around a Triton miscompile (see torchao's _inductor_patch.py).
-    _torchao_float8().convert_to_float8_training(
-        model, config=_torchao_config(config), module_filter_fn=lambda _, name: name in chosen
-    )
+    torchao_float8.convert_to_float8_training(model, config=settings, module_filter_fn=lambda _, name: name in chosen)
     gathered = ", float8 all-gather" if config.all_gather else ""
     emulated = ", emulated" if config.emulate else ""
     return f"float8: {config.recipe}, {len(chosen)} of {len(linears)} linears converted{gathered}{emulated}"
-
-
-def _parts(linears: Iterable[str]) -> str:
-    """The components of the linears' names, to choose from."""
-    return ", ".join(sorted({part for name in linears for part in name.split(".") if not part.isdigit()}))
 
 
 def precompute_scales(model: nn.Module) -> None:
@@ -85,12 +79,7 @@ def without_wrapper(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return plain
     return DTensor.from_local(
-        plain,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
+        plain, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
 
 
@@ -179,11 +168,6 @@ def _torchao_float8() -> ModuleType:
         import torchao.float8
 
     return torchao.float8
-
-
-def _torchao_config(config: Float8Config) -> "Float8LinearConfig":
-    preset = _torchao_float8().Float8LinearConfig.from_recipe_name(config.recipe)
-    return replace(preset, enable_fsdp_float8_all_gather=config.all_gather, emulate=config.emulate)
 
 
 def _require_float8_units(config: Float8Config, device_type: str) -> None:

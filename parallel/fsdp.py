@@ -1,16 +1,10 @@
 """FSDP2: shard parameters, gradients and optimizer states, with the mixed-precision policy."""
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from models.interface import blocks_of, interface_of
 from parallel.config import FSDPConfig
@@ -33,16 +27,15 @@ def shard_blocks_and_root(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> s
             cast_forward_inputs=False,
         ),
         "offload_policy": (
-            CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.cpu_offload else OffloadPolicy()
+            CPUOffloadPolicy(pin_memory=mesh.devices.device_type == "cuda") if config.cpu_offload else OffloadPolicy()
         ),
     }
-    blocks = blocks_of(model)
-    for block in blocks:
-        fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
+    reshard = config.reshard_after_forward
+    units = [fully_shard(block, reshard_after_forward=reshard, **options) for block in blocks_of(model)]
     if interface.head is not None:
         # Untied: two large matrices that are never needed at the same time. The backward pass starts with the head.
         embedding, head = model.get_submodule(interface.embedding), model.get_submodule(interface.head)
-        fully_shard(embedding, reshard_after_forward=config.reshard_after_forward, **options)
+        fully_shard(embedding, reshard_after_forward=reshard, **options)
         fully_shard(head, reshard_after_forward=False, **options)
     fully_shard(model, reshard_after_forward=False, **options)
 
@@ -51,17 +44,16 @@ def shard_blocks_and_root(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> s
             module.set_gradient_divide_factor(1.0)
             # Else a factor of one still takes NCCL's slower pre-multiplied sum, which gloo does not have.
             module.set_force_sum_reduction_for_comms(True)
-    units = [cast(FSDPModule, block) for block in blocks]
     for index, unit in enumerate(units):
         # Ask for the next blocks' weights before this one computes, so that a slow host does not expose the gather.
         unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + config.prefetch])
         if config.prefetch > 1:  # one block ahead FSDP2 looks by itself in the backward pass
             unit.set_modules_to_backward_prefetch(units[max(0, index - config.prefetch) : index][::-1])
 
-    shard = mesh.degrees.shard
-    stage = "ZeRO-3" if config.reshard_after_forward else "ZeRO-2"
+    shard, replicate = mesh.degrees.shard, mesh.degrees.replicate
+    stage = "ZeRO-3" if reshard else "ZeRO-2"
     layout = f"{stage} over {shard}" if shard > 1 else "no sharding"
-    copies = f" x {mesh.replicas} replicas" if mesh.replicas > 1 else ""
+    copies = f" x {replicate} replicas" if replicate > 1 else ""
     offload = ", offloaded to the host" if config.cpu_offload else ""
     ahead = f", {config.prefetch} blocks gathered ahead" if config.prefetch > 1 else ""
     return f"fsdp: {layout}{copies}, {config.param_dtype} compute, {config.reduce_dtype} reduction{ahead}{offload}"

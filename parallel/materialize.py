@@ -2,12 +2,11 @@
 
 import hashlib
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-
-InitParameter = Callable[[str, Tensor, torch.Generator], None]
 
 
 def plain_name(name: str) -> str:
@@ -16,26 +15,16 @@ def plain_name(name: str) -> str:
 
 
 @torch.no_grad()
-def materialize(
-    model: nn.Module,
-    *,
-    device: torch.device,
-    seed: int,
-    init_parameter: InitParameter,
-    keep_on: torch.device | None = None,
-) -> None:
-    """Allocate every parameter's local shard and fill it with random values.
+def materialize(model: nn.Module, *, device: torch.device, seed: int, keep_on: torch.device | None = None) -> None:
+    """Allocate every parameter's local shard and let the model's `init_parameter` fill it with random values.
 
     Each parameter has its own generator, seeded by `seed` and the parameter's name, and is drawn in full before only
     the local shard is kept: the values do not depend on the mesh. A process holds at most one full parameter.
 
-    Args:
-        model: on the meta device, sharded.
-        device: where the values are drawn. Generators of CPU and CUDA differ, and so do the values.
-        seed: of the generators.
-        init_parameter: fills a full parameter, given its plain name, the tensor and a generator.
-        keep_on: where the shards are kept, if not on `device` (offloading to the host).
+    The values are drawn on `device`; generators of CPU and CUDA differ, and so do the values. The shards stay there
+    unless `keep_on` names another device (offloading to the host).
     """
+    init_parameter = cast(Callable[[str, Tensor, torch.Generator], None], model.init_parameter)
     model.to_empty(device=keep_on or device)
     for name, parameter in model.named_parameters():
         name = plain_name(name)

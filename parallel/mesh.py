@@ -41,15 +41,6 @@ class Mesh:
     replicate_group: ProcessGroup
     """The processes that hold the same shards in other copies of the model."""
 
-    @property
-    def device_type(self) -> str:
-        return self.devices.device_type
-
-    @property
-    def replicas(self) -> int:
-        """Copies of the sharded model."""
-        return self.degrees.replicate
-
 
 def build_mesh(degrees: MeshDegrees, *, device_type: str) -> Mesh:
     """The mesh of these degrees over all processes. Neighbouring ranks are in the same shard group."""

@@ -244,7 +244,7 @@ def profile_fits(profile: ProfileConfig, *, steps: int) -> Iterator[Violation]:
 
 
 def attention_has_a_kernel(attention: AttentionConfig, *, masked: bool, device: str) -> Iterator[Violation]:
-    """Document masks use their own kernels, and "cudnn" needs CUDA (see parallel/attention.py)."""
+    """Document masks use their own kernels, and "cudnn" needs CUDA (see parallel/kernels.py)."""
     if masked and attention.backend != "auto":
         yield "attention.backend", 'has no effect with document_mask = true, which uses its own kernels; write "auto"'
     elif device == "cpu" and attention.backend == "cudnn":

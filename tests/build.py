@@ -42,5 +42,5 @@ def build_model(
         compile=CompileConfig(compiled),
         fsdp=fsdp,
     )
-    materialize(model, device=torch.device("cpu"), seed=seed, init_parameter=model.init_parameter)
+    materialize(model, device=torch.device("cpu"), seed=seed)
     return model, report

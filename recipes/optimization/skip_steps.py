@@ -38,7 +38,7 @@ class StepGuard:
         """max_skipped_steps, loss_spike_z: as in the [run] section of a recipe."""
         self._loss_group = mesh.loss_group
         # Each copy of the model has a gradient norm of its own, and all must agree.
-        self._replicate_group = mesh.replicate_group if mesh.replicas > 1 else None
+        self._replicate_group = mesh.replicate_group if mesh.degrees.replicate > 1 else None
         self._max_skipped_steps, self._spike_z = max_skipped_steps, loss_spike_z
         self._window = torch.full((WINDOW,), math.nan, device=device)
         self._in_a_row = 0
@@ -69,10 +69,9 @@ class StepGuard:
         """
         if not self._judged:
             return
-        flags = torch.stack([skip for _, skip, _ in self._judged]).tolist()
-        norms = torch.stack([norm for _, _, norm in self._judged]).tolist()
-        steps, self._judged = [step for step, _, _ in self._judged], []
-        for step, skip, norm in zip(steps, flags, norms, strict=True):
+        steps, skips, norms = zip(*self._judged, strict=True)
+        self._judged = []
+        for step, skip, norm in zip(steps, torch.stack(skips).tolist(), torch.stack(norms).tolist(), strict=True):
             self._in_a_row = self._in_a_row + 1 if skip else 0
             if skip:
                 yield step, norm

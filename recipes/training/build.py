@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from models.config import ModelConfig
 from models.decoder import Decoder
-from parallel.attention import choose_attention
 from parallel.dist import World, on_all, on_main, on_main_first
 from parallel.float8 import precompute_scales
+from parallel.kernels import choose_attention
 from parallel.materialize import materialize
 from parallel.mesh import Mesh, build_mesh
 from parallel.nodes import placement
@@ -35,7 +35,7 @@ from recipes.training.console import Console, run_header
 from recipes.training.environment import environment
 from recipes.training.interruption import Interruption
 from recipes.training.recorder import Recorder
-from recipes.training.run_folder import check_output_folder, claim_run_folder, resumed_data_state
+from recipes.training.run_folder import check_output_folder, claim_run_folder, require_same_data, resumed_data_state
 from recipes.weights.locate import FROM_WEIGHTS, Description, Weights, checkpoint_files, initial_weights
 
 if TYPE_CHECKING:
@@ -55,12 +55,10 @@ class Built:
     optimizer: Optimizer
     parameters: tuple[nn.Parameter, ...]
     """Those of the model, as sharding left them."""
+    # The next three are as in the recipe.
     grad_clip: float
-    """As optimizer.grad_clip in a recipe."""
     reshard_after_forward: bool
-    """As fsdp.reshard_after_forward in a recipe."""
     float8_all_gather: bool
-    """As float8.all_gather in a recipe."""
     report: tuple[str, ...]
     """What each part of the parallelization did, one line per part."""
 
@@ -131,7 +129,10 @@ def build_run(loaded: LoadedRecipe, world: World, console: Console, clock: RunCl
         checkpoints.require_space(built.parameters, moments=getattr(torch, recipe.optimizer.state_dtype))
     # Only now: until here a signal ends the process, and a run that could not start leaves nothing behind.
     interruption = Interruption()
-    _claim_folder(recipe, world, lock, console, done=clock.step)
+    about = environment(world_size=world.size, device=world.device)
+    for note in on_main(world, lambda: claim_run_folder(recipe, done=clock.step, environment=about, lock=lock)):
+        console.log(note)
+    console.open_log(folder / LOG_FILE)
     if clock.step < recipe.run.steps:  # a finished run reads nothing more, and has its list
         loader.list_bad_rows_in(folder)
     recorder = Recorder(recipe, world, built.mesh, built.model, clock, console, loader, guard, throughput, progress)
@@ -143,14 +144,9 @@ def build_run(loaded: LoadedRecipe, world: World, console: Console, clock: RunCl
 def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh: Mesh | None = None) -> Built:
     """Build the parallel model of a recipe and its optimizer, on this process's device.
 
-    Args:
-        recipe: what to build.
-        world: all processes.
-        weights: trained weights to start from; None initializes the model from the recipe's seed.
-        mesh: an existing mesh; None makes the one of the recipe.
-
-    Raises:
-        UserError: on all processes, for weights that cannot be read and for what this device does not have.
+    weights: trained weights to start from; None initializes the model from the recipe's seed. mesh: an existing mesh;
+    None makes the one of the recipe. Raises UserError, on all processes, for weights that cannot be read and for what
+    this device does not have.
     """
     if mesh is None:
         degrees = recipe.mesh.fit(world.size, nodes=len(world.nodes))
@@ -172,7 +168,6 @@ def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh:
         device=world.device,
         keep_on=torch.device("cpu") if recipe.fsdp.cpu_offload else None,
         seed=recipe.run.seed,
-        init_parameter=model.init_parameter,
     )
     if weights is not None:
         from recipes.weights.convert import load_weights
@@ -261,8 +256,6 @@ def _resume(
     """Load the newest checkpoint of this run, if there is one. Returns what it records of the run so far."""
     if checkpoints is None or step is None:
         return {}
-    from recipes.training.run_folder import require_same_data
-
     check = partial(require_same_data, data_state=loader.data_state)
     progress = checkpoints.resume(built.model, built.optimizer, step=step, check=check)
     if progress["step"] < recipe.run.steps:  # a finished run reads nothing more
@@ -270,14 +263,6 @@ def _resume(
     if built.float8_all_gather:
         precompute_scales(built.model)
     return progress
-
-
-def _claim_folder(recipe: Recipe, world: World, lock: FolderLock, console: Console, *, done: int) -> None:
-    """Make the run folder, if needed, and record in it what runs here and where."""
-    about = environment(world_size=world.size, device=world.device)
-    for note in on_main(world, lambda: claim_run_folder(recipe, done=done, environment=about, lock=lock)):
-        console.log(note)
-    console.open_log(recipe.run.folder / LOG_FILE)
 
 
 def _observers(

@@ -8,9 +8,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.attention import causal_attention
-from parallel.attention import choose_attention
 from parallel.config import AttentionConfig
 from parallel.errors import UserError
+from parallel.kernels import choose_attention
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,7 @@ def build() -> Decoder:
     """A small model whose predictions are far from uniform."""
     with torch.device("meta"):
         model = Decoder(SMALL)
-    materialize(model, device=CPU, seed=0, init_parameter=model.init_parameter)
+    materialize(model, device=CPU, seed=0)
     return model
 
 

@@ -66,7 +66,7 @@ def our_model(theirs: Any) -> Decoder:
 def small_model() -> Decoder:
     """A model whose predictions are neither certain nor uniform."""
     model = Decoder(replace(SIZES["smollm3_debug"], width=32, feed_forward_width=48, vocabulary=64, init_std=0.2))
-    materialize(model, device=CPU, seed=0, init_parameter=model.init_parameter)
+    materialize(model, device=CPU, seed=0)
     return model
 
 
