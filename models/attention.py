@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from models.config import ModelConfig
-from models.documents import Lengths, Mask
+from models.documents import Mask, Restriction
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def attention_to_cached(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=query.shape[1] != key.shape[1])
 
 
-def attention_in_documents(query: Tensor, key: Tensor, value: Tensor, documents: Mask | Lengths) -> Tensor:
+def attention_in_documents(query: Tensor, key: Tensor, value: Tensor, documents: Restriction) -> Tensor:
     """Causal attention, where each token attends only to itself and to earlier tokens of its document.
 
     query: (B, N, T, H); key, value: (B, K, T, H) with N a multiple of K. Returns (B, N, T, H).

@@ -15,7 +15,7 @@ from torch.nn.functional import linear, silu
 
 from models.attention import attention_in_documents, attention_to_cached, causal_attention, rope_tables, rotate
 from models.config import ModelConfig
-from models.documents import Documents, Lengths, Mask
+from models.documents import Documents, Restriction
 from models.interface import ModelInterface
 from models.loss import cross_entropy_sum
 
@@ -41,7 +41,7 @@ class Attention(nn.Module):
         cos: Tensor,
         sin: Tensor,
         cache: "LayerCache | None" = None,
-        documents: Mask | Lengths | None = None,
+        documents: Restriction | None = None,
     ) -> Tensor:
         """x: (B, T, D) -> (B, T, D). With a cache, x follows the tokens in there, and is added to them."""
         # -1 infers the number of heads, so that a tensor-parallel rank needs no change here.
@@ -90,7 +90,7 @@ class Block(nn.Module):
         cos: Tensor,
         sin: Tensor,
         cache: "LayerCache | None" = None,
-        documents: Mask | Lengths | None = None,
+        documents: Restriction | None = None,
     ) -> Tensor:
         """x: (B, T, D); cos, sin from rope_tables -> (B, T, D)."""
         x = x + self.attention(self.attention_norm(x), cos, sin, cache, documents)

@@ -27,6 +27,10 @@ class Lengths(NamedTuple):
     """(N + 1,) int32: 0, the length of the first document, of the first two, ...; padded with empty documents."""
 
 
+Restriction = Mask | Lengths
+"""What keeps attention inside documents, in the form that a kernel takes."""
+
+
 @dataclass(frozen=True)
 class Documents:
     """The documents of a batch of packed tokens (B, T)."""
@@ -58,11 +62,6 @@ class Documents:
         cumulative[: len(first_tokens)] = first_tokens
         return cls(positions, cumulative, int(cumulative.long().diff().square().sum()))
 
-    @property
-    def attention_length(self) -> float:
-        """The mean over all tokens of the length of the document that the token is in."""
-        return self.squared_lengths / self.positions.numel()
-
     def to(self, device: torch.device) -> "Documents":
         """A copy on the device. From pinned memory, the host does not wait for the copy to a GPU."""
         positions, cumulative = (
@@ -74,7 +73,7 @@ class Documents:
         """A copy in pinned memory, which a GPU can read asynchronously."""
         return Documents(self.positions.pin_memory(), self.cumulative_lengths.pin_memory(), self.squared_lengths)
 
-    def for_attention_in(self, dtype: torch.dtype) -> Mask | Lengths:
+    def for_attention_in(self, dtype: torch.dtype) -> Restriction:
         """The mask or lengths for attention over activations of this type, on the documents' device.
 
         CUDA has variable-length kernels for 16-bit types. The CPU, and float32 on any device, use a mask.

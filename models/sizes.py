@@ -69,32 +69,27 @@ SMOLLM2_135M = ModelConfig(
     rope_theta=100_000.0,
 )
 
+
+def _debug(size: ModelConfig, name: str) -> ModelConfig:
+    """Small enough for a laptop CPU; every linear's widths are multiples of 16, as float8 requires."""
+    return replace(
+        size,
+        name=name,
+        layers=4,
+        width=128,
+        feed_forward_width=384,
+        heads=4,
+        key_value_heads=2,
+        head_width=32,
+        vocabulary=4096,
+    )
+
+
 SIZES: dict[str, ModelConfig] = {
     size.name: size
     for size in (
-        # Small enough for a laptop CPU; every linear's widths are multiples of 16, as float8 requires.
-        replace(
-            SMOLLM3_3B,
-            name="smollm3_debug",
-            layers=4,
-            width=128,
-            feed_forward_width=384,
-            heads=4,
-            key_value_heads=2,
-            head_width=32,
-            vocabulary=4096,
-        ),
-        replace(
-            LLAMA3_8B,
-            name="llama3_debug",
-            layers=4,
-            width=128,
-            feed_forward_width=384,
-            heads=4,
-            key_value_heads=2,
-            head_width=32,
-            vocabulary=4096,
-        ),
+        _debug(SMOLLM3_3B, "smollm3_debug"),
+        _debug(LLAMA3_8B, "llama3_debug"),
         SMOLLM2_135M,
         replace(
             SMOLLM2_135M,

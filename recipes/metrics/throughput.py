@@ -3,17 +3,14 @@
 import resource
 import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed import ProcessGroup
 
 from models.config import ModelConfig
+from models.documents import Documents
 from parallel.reduce import sum_over_group
 from recipes.metrics.hardware import bf16_peak
-
-if TYPE_CHECKING:
-    from models.documents import Documents
 
 
 class AttentionLength:
@@ -24,7 +21,7 @@ class AttentionLength:
         self._group, self._device = group, device
         self._squared_lengths = self._tokens = 0
 
-    def count(self, micro_batches: "Iterable[Documents | None]") -> None:
+    def count(self, micro_batches: Iterable[Documents | None]) -> None:
         """Count one step of this process. The numbers are on the host, so nothing waits for the device."""
         for documents in micro_batches:
             if documents is not None:
@@ -71,21 +68,18 @@ class Throughput:
             flops = self.model.flops_per_token(attention_length, "causal")
             flops_full = self.model.flops_per_token(attention_length, "full")
         per_device = per_second / self.devices
-        known = self.peak is not None
         counted = {} if attention_length is None else {"attention_length": attention_length}
         return counted | {
             "tokens_per_second": per_second,
             "tokens_per_second_per_device": per_device,
-            "tflops_per_device": per_device * flops / 1e12 if known else None,
+            "tflops_per_device": per_device * flops / 1e12 if self.peak else None,
             "mfu": per_device * flops / self.peak if self.peak else None,
             "mfu_full": per_device * flops_full / self.peak if self.peak else None,
         }
 
 
 def device_name(device: torch.device) -> str:
-    if device.type != "cuda":
-        return "cpu"
-    return torch.cuda.get_device_name(device)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def peak_memory_gib(device: torch.device) -> float:
