@@ -45,13 +45,12 @@ class CastSampler:
         """
         self._every, self._world, self._clock = config.sample_every, world, clock
         self._lines = Lines(folder / FLOAT8_SHARES, log=log)
-        if self._every:
-            self._counts = CastCounts(model, mesh=mesh, device=world.device)
+        self._counts = CastCounts(model, mesh=mesh, device=world.device)
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """A context manager to wrap every step in; the first step has number 1."""
-        if not self._every or number % self._every:
+        if number % self._every:
             yield
             return
         with self._counts.counting():

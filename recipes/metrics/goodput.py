@@ -1,6 +1,7 @@
 """The share of a run's wall time that trained the model, and where the rest went. Imports no torch."""
 
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,25 +22,22 @@ class Goodput:
         """before: what state() stored in the checkpoint that the run resumes from, if any."""
         self._clock = clock
         then = before.get("goodput", {})
-        self._earlier: dict[str, float] = dict(then.get("seconds", {}))
+        self._earlier: dict[str, float] = defaultdict(float, then.get("seconds", {}))
         if then and not then["finished"]:  # a finished run that gets more steps lost no time
             gap = time.time() - (time.monotonic() - clock.began) - then["at"]
-            self._move(RESTARTS, max(0.0, gap))  # the clocks of two nodes may differ a little
+            self._earlier[RESTARTS] += max(0.0, gap)  # the clocks of two nodes may differ a little
 
     def move(self, source: str, target: str, seconds: float) -> None:
         """Move up to this many seconds, as far as the source has them, from one part to another."""
         seconds = min(seconds, self.parts().get(source, 0.0))
-        self._move(source, -seconds)
-        self._move(target, seconds)
-
-    def _move(self, part: str, seconds: float) -> None:
-        self._earlier[part] = self._earlier.get(part, 0.0) + seconds
+        self._earlier[source] -= seconds
+        self._earlier[target] += seconds
 
     def parts(self) -> dict[str, float]:
         """Seconds by part, without empty parts."""
-        sums = dict(self._earlier)
+        sums = defaultdict(float, self._earlier)
         for phase, seconds in self._clock.elapsed().items():
-            sums[phase] = sums.get(phase, 0.0) + seconds
+            sums[phase] += seconds
         return {part: seconds for part, seconds in sums.items() if seconds > 0}
 
     def row(self) -> dict[str, Any]:

@@ -27,13 +27,7 @@ class StepProfiler:
     """
 
     def __init__(
-        self,
-        config: ProfileConfig,
-        world: World,
-        *,
-        folder: Path,
-        clock: RunClock,
-        log: Callable[[str], None],
+        self, config: ProfileConfig, world: World, *, folder: Path, clock: RunClock, log: Callable[[str], None]
     ) -> None:
         """Choose the steps to trace.
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -55,14 +54,8 @@ class Console:
         if self._silent or not self._screen.is_terminal:
             return
         if self._progress is None:
-            self._progress = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                console=self._screen,
-                transient=True,
-            )
+            columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+            self._progress = Progress(*columns, console=self._screen, transient=True)
             self._progress.add_task("", total=steps)
             self._progress.start()
         self._progress.update(self._progress.task_ids[0], completed=step, description=text)
@@ -75,9 +68,7 @@ class Console:
     def __enter__(self) -> "Console":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.end_progress()
 
 

@@ -22,24 +22,23 @@ class Agreement:
     """
 
     def __init__(self) -> None:
-        self._votes: Tensor | None = None
-        self._pending: dist.Work | None = None
+        self._pending: tuple[dist.Work, Tensor] | None = None
 
     def largest(self, mine: int) -> int:
         """The largest number >= 0 that any rank passed to the previous call. All ranks must call it equally often."""
         agreed = self.end()
-        self._votes = torch.tensor([mine])
-        self._pending = dist.all_reduce(self._votes, op=dist.ReduceOp.MAX, async_op=True)
+        votes = torch.tensor([mine])
+        self._pending = dist.all_reduce(votes, op=dist.ReduceOp.MAX, async_op=True), votes
         return agreed
 
     def end(self) -> int:
         """Wait for the pending vote, which must not outlive the process group, and return its result."""
-        if self._pending is None or self._votes is None:
+        if self._pending is None:
             return 0
-        self._pending.wait()
-        agreed = int(self._votes.item())
-        self._votes = self._pending = None
-        return agreed
+        work, votes = self._pending
+        work.wait()
+        self._pending = None
+        return int(votes.item())
 
 
 class Interruption:
@@ -51,8 +50,9 @@ class Interruption:
 
     def __init__(self) -> None:
         """Returns once all ranks record signals: from then on none stops without the others."""
-        self._first = 0
-        self._first_at = 0.0
+        self.noted = 0
+        """The signal that asked this process to stop, or 0."""
+        self._noted_at = 0.0
         self._ending = False
         self._agreement = Agreement()
         ours, pythons = os.pipe()
@@ -63,18 +63,13 @@ class Interruption:
         threading.Thread(target=self._listen, args=(ours,), daemon=True, name="signals").start()
         self.agreed_now()
 
-    @property
-    def noted(self) -> int:
-        """The signal that asked this process to stop, or 0."""
-        return self._first
-
     def agreed(self) -> int:
         """The signal that any rank had received by the previous call, or 0. Every rank calls it once per step."""
-        return self._agreement.largest(self._first)
+        return self._agreement.largest(self.noted)
 
     def agreed_now(self) -> int:
         """The signal that any rank has received by now, or 0. Waits for all ranks; leaves no vote pending."""
-        self._agreement.largest(self._first)
+        self._agreement.largest(self.noted)
         return self._agreement.end()
 
     def end(self) -> None:
@@ -90,9 +85,9 @@ class Interruption:
     def _note(self, number: int) -> None:
         if number not in SIGNALS or self._ending:
             return
-        if self._first == 0:
-            self._first, self._first_at = number, time.monotonic()
-        elif number != self._first or time.monotonic() - self._first_at > ECHO_SECONDS:
+        if self.noted == 0:
+            self.noted, self._noted_at = number, time.monotonic()
+        elif number != self.noted or time.monotonic() - self._noted_at > ECHO_SECONDS:
             if sys.stdout.isatty():
                 os.write(sys.stdout.fileno(), SHOW_CURSOR)  # which the live line hides
             os._exit(ended_by(number))
