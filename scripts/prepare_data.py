@@ -1,7 +1,7 @@
 """Tokenize a source once, on all cores: `prepare_data.py SOURCE FOLDER --tokenizer T`. Recipes then read the folder.
 
 If it was interrupted or killed, the same command continues after the last whole shard. The bytes in the folder depend
-only on the source, the tokenizer and the held-out share.
+only on the source, the tokenizer and the held-out share. Imports no torch.
 """
 
 import argparse
@@ -46,7 +46,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__.removesuffix(" Imports no torch.\n"), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("source", help="as data.source in a recipe: a file, folder or glob of text, hf:ID, ...")
     parser.add_argument("folder", type=Path, help="folder for the shards")
     parser.add_argument("--tokenizer", required=True, help='as data.tokenizer: a tokenizer.json, its folder, "train:N"')

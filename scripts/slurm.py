@@ -2,6 +2,8 @@
 
 slurm.py RECIPE [--section.field value ...]   on the job's first node: check, start every node, judge how it ended
 slurm.py --node FOLDER COMMAND ...            on each node, through srun: run the command, keep its output and exit code
+
+Imports no torch.
 """
 
 import os

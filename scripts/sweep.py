@@ -1,4 +1,4 @@
-"""Compare the speed and loss of recipes on this machine: `python scripts/sweep.py SWEEP`; see --help."""
+"""Compare the speed and loss of recipes on this machine: `scripts/sweep.py SWEEP`; see --help. Imports no torch."""
 
 import argparse
 import os
