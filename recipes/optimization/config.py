@@ -30,7 +30,7 @@ class ScheduleConfig:
     """Learning rate over the run, relative to optimizer.lr."""
 
     kind: Literal["wsd", "cosine", "linear", "constant"] = "wsd"
-    """After warm-up: "wsd" is constant, then decays linearly over decay_steps; the others decay all the way."""
+    """After warm-up: "wsd" holds, then decays linearly over decay_steps; "cosine" and "linear" decay throughout."""
     warmup_steps: Annotated[int, Ge(0)] = 0
     """Steps of linear warm-up from 0."""
     decay_steps: Annotated[int, Ge(0)] = 0
