@@ -1,8 +1,6 @@
-"""Time the operations of a training step on this device: matrix products, attention, the optimizer, copies.
-
-Every measurement is one object: the operation, its shape, the median seconds and the rates that follow from them. An
-operation that the device cannot do has an "error" instead, and the suite continues.
-"""
+"""Time the operations of a training step on this device: matrix products, attention, the optimizer, copies. Every
+measurement is one object: the operation, its shape, the median seconds and the rates that follow from them. An
+operation that the device cannot do has an "error" instead, and the suite continues."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -53,10 +51,8 @@ def seconds_of(call: Callable[[], Any], device: torch.device, *, repeats: int) -
 def measured(
     facts: Measurement, call: Callable[[], Any], device: torch.device, *, repeats: int, **amounts: float
 ) -> Measurement:
-    """`facts` plus the median seconds, or plus the error that the call raised.
-
-    amounts: what one call does, by the name of the rate that is added: the amount per second.
-    """
+    """`facts` plus the median seconds, or plus the error that the call raised. amounts: what one call does, by the name
+    of the rate that is added: the amount per second."""
     try:
         seconds = median(seconds_of(call, device, repeats=repeats))
     except RuntimeError as error:  # also torch.OutOfMemoryError and NotImplementedError
@@ -66,9 +62,7 @@ def measured(
 
 def matmuls(model: ModelConfig, *, tokens: int, device: torch.device, repeats: int) -> Iterator[Measurement]:
     """Each kind of linear of the model, forward and both backward products, in bf16 and float8 (e4m3, e5m2 gradients).
-
-    The casts to float8 are not timed. The model has no linears "as one": they show what fused projections would gain.
-    """
+    The casts to float8 are not timed. The model has no linears "as one": they show what fusing would gain."""
     width, query, key = model.width, model.heads * model.head_width, model.key_value_heads * model.head_width
     linears = {
         "q_proj, o_proj": (width, query),
@@ -112,9 +106,7 @@ def _products(a: Tensor, b: Tensor, *, forward: bool) -> dict[str, Callable[[], 
 
 def attention(model: ModelConfig, *, tokens: int, device: torch.device, repeats: int) -> Iterator[Measurement]:
     """Causal attention of one sequence with each backend, forward alone and with backward, and the kernels' names.
-
-    tflops counts as ModelConfig.flops_per_token("causal") does: backward is twice the forward pass.
-    """
+    tflops counts as ModelConfig.flops_per_token("causal") does: backward is twice the forward pass."""
     query, key, value = (
         torch.randn(1, heads, tokens, model.head_width, device=device, dtype=torch.bfloat16, requires_grad=True)
         for heads in (model.heads, model.key_value_heads, model.key_value_heads)
@@ -152,10 +144,8 @@ def _kernel_names(call: Callable[[], Any], device: torch.device) -> list[str]:
 def optimizer(
     model: ModelConfig, *, state_dtype: Literal["float32", "bfloat16"], device: torch.device, repeats: int
 ) -> Measurement:
-    """One AdamW step over as many float32 parameters as the model has.
-
-    bytes_per_second only with float32 moments, where one kernel moves 28 bytes per parameter.
-    """
+    """One AdamW step over as many float32 parameters as the model has. bytes_per_second only with float32 moments,
+    where one kernel moves 28 bytes per parameter."""
     facts: Measurement = {"model": model.name, "parameters": model.num_params(), "moments": state_dtype}
     try:
         layers = nn.ParameterList(

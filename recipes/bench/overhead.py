@@ -59,10 +59,8 @@ def main(arguments: list[str]) -> int:
 
 
 def loops(overrides: list[str], *, rounds: int, steps: int) -> dict[str, Any]:
-    """Seconds per step of the trainer's loop and of a bare one, in turns: medians over windows, and all windows.
-
-    Both call train_step() with the same sharded model. Ours also loads data, logs and watches for signals.
-    """
+    """Seconds per step of the trainer's loop and of a bare one, in turns: medians over windows, and all windows. Both
+    call train_step() with the same sharded model. Ours also loads data, logs and watches for signals."""
     ours: list[float] = []
     barest: list[float] = []
     with tempfile.TemporaryDirectory() as folder:

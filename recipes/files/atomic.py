@@ -1,7 +1,4 @@
-"""Small files that survive kills, full disks and power cuts: texts replaced atomically, and files of appended lines.
-
-Imports no torch.
-"""
+"""Small files that survive kills, full disks and power cuts: replaced texts and appended lines. Imports no torch."""
 
 import json
 import os
@@ -27,9 +24,7 @@ def sync_folder(path: Path) -> None:
 
 def write_whole(file: Path, text: str, *, sync: bool = False) -> None:
     """Replace a file atomically: a reader finds the whole new text or the old one, also when two processes write it.
-
-    sync: also after a power cut. Not needed for what can be made again from other files.
-    """
+    sync: also after a power cut; not needed for what can be made again from other files."""
     part = file.with_name(f"{PART}{platform.node()}-{os.getpid()}-{file.name}")
     try:
         with part.open("w", encoding="utf-8") as out:
@@ -47,11 +42,8 @@ def write_whole(file: Path, text: str, *, sync: bool = False) -> None:
 
 
 class Lines:
-    """A file to which a run appends whole lines.
-
-    When the disk is full, lines are lost and the run goes on. This is logged once, and again, with the number of lost
-    lines, when the file can be written again.
-    """
+    """A file to which a run appends whole lines. When the disk is full, lines are lost and the run goes on. This is
+    logged once, and again, with the number of lost lines, when the file can be written again."""
 
     def __init__(self, path: Path, *, log: Callable[[str], None]) -> None:
         """log: receives one line of text per message; it must not append to this file."""
@@ -106,10 +98,8 @@ def _end_of_lines(file: BinaryIO, size: int) -> int:
 
 
 def cut_back(path: Path, step: int) -> None:
-    """Remove partial rows, and rows of steps after `step`, from a .jsonl file if it exists. Raises OSError.
-
-    A resumed run repeats those steps.
-    """
+    """Remove partial rows, and rows of steps after `step`, which a resumed run repeats, from a .jsonl file if it
+    exists. Raises OSError."""
     if not path.exists():
         return
     text = path.read_text(encoding="utf-8", errors="replace")

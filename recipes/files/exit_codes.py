@@ -1,8 +1,5 @@
-"""The exit codes of a run's processes, and the signals that stop a run. scripts/run.sh passes the code on; see
-docs/running.md.
-
-Imports no torch.
-"""
+"""The exit codes of a run's processes, which scripts/run.sh passes on, and the signals that stop a run: see
+docs/running.md. Imports no torch."""
 
 import os
 import signal
@@ -12,8 +9,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""Ctrl-C, and what schedulers send before they take a machine away. The first signal stops a run after the current
-step."""
+"""Ctrl-C, and what schedulers send before they take a machine. The first signal stops a run after the current step."""
 ECHO_SECONDS = 1.0
 """A repeated signal within this time is an echo: it was sent to all processes, and their launcher passed it on too."""
 

@@ -1,7 +1,5 @@
-"""Rows of a dataset on the Hugging Face hub, or in a folder laid out like it: "hf:ID[@REVISION][:CONFIG[:SPLIT]]".
-
-The datasets library takes a second to import, so only reading imports it. Imports no torch.
-"""
+"""Rows of a dataset on the Hugging Face hub, or in a folder laid out like it: "hf:ID[@REVISION][:CONFIG[:SPLIT]]". The
+datasets library takes a second to import, so only reading imports it. Imports no torch."""
 
 import json
 import logging
@@ -119,12 +117,9 @@ def _commit(dataset: HubDataset) -> str:
 
 
 class HubReader:
-    """An open dataset. Its shards are its files, in the hub's order.
-
-    A place is a shard and a row in it, which stays exact whatever a version of datasets counts in its own cursors. As
-    with those, resuming inside a shard reads it from its start. datasets gives up at a broken row: if the file lies in
-    a folder, our own readers continue there and report bad rows.
-    """
+    """An open dataset. Its shards are its files, in the hub's order. A place is a shard and a row in it, exact whatever
+    a version of datasets counts in its own cursors. As with those, resuming inside a shard reads it from its start.
+    datasets gives up at a broken row: if the file lies in a folder, our own readers continue and report bad rows."""
 
     def __init__(self, source: str, *, text_field: str) -> None:
         """Raises UserError if the dataset cannot be opened or has no such text field."""
@@ -149,10 +144,8 @@ class HubReader:
             yield from self._shard(start if shard == start.file else Place(shard))
 
     def _open(self, features: Any = None) -> Any:
-        """A datasets.IterableDataset with as few columns as possible, typed as `features` or as found.
-
-        None if datasets cannot open the files but our own readers can read them.
-        """
+        """A datasets.IterableDataset with as few columns as possible, typed as `features` or as found; None if datasets
+        cannot open the files but our own readers can read them."""
         _quiet()
         import datasets
         from datasets.packaged_modules.json.json import JsonConfig
@@ -216,10 +209,8 @@ class HubReader:
             yield from self._by_ourselves(place, last)
 
     def _by_ourselves(self, start: Place, last: Row | None) -> Rows:
-        """The rows of a shard after `start`, read without datasets but numbered as datasets does.
-
-        last: the row before `start`, if it was read. Raises UserError for a JSON file that is not one row per line.
-        """
+        """The rows of a shard after `start`, read without datasets but numbered as datasets does. last: the row before
+        `start`, if it was read. Raises UserError for a JSON file that is not one row per line."""
         shard, file = start.file, self._data_files[start.file]
         is_parquet = file.name.lower().endswith(".parquet")
         if not is_parquet and is_array(file):
@@ -256,9 +247,7 @@ class HubReader:
 
     def _of_any_type(self, start: Place) -> Rows:
         """A shard's rows. From the first block with values that are not text on, read as JSON: several times slower.
-
-        That block depends only on the shard, because a shard is always read from its start.
-        """
+        That block depends only on the shard, because a shard is always read from its start."""
         place = start
         try:
             for row, place in self._read(self._stream, start):

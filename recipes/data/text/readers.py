@@ -1,8 +1,6 @@
-"""The rows of one file in order, starting at any place; a bad row is a row with a problem.
-
-A reader yields each row with the place after it. The rows depend only on the file's bytes, not on where reading starts.
-At most one row is held in memory; of parquet, one batch of rows. Imports no torch.
-"""
+"""The rows of one file in order, starting at any place; a bad row is a row with a problem. A reader yields each row
+with the place after it. The rows depend only on the file's bytes, not on where reading starts. At most one row is held
+in memory; of parquet, one batch of rows. Imports no torch."""
 
 import io
 import json
@@ -78,10 +76,8 @@ Rows = Iterator[tuple[Row, Place]]
 
 
 def read_file(path: Path, *, text_field: str, start: Place, size: int) -> Rows:
-    """The rows of a file after `start`, each with the place after it. A file that breaks off ends in a bad row.
-
-    size: bytes of the file when the source was opened, to estimate what is lost if it has disappeared since.
-    """
+    """The rows of a file after `start`, each with the place after it. A file that breaks off ends in a bad row. size:
+    its bytes when the source was opened, to estimate what is lost if it has disappeared since."""
     place = start
     try:
         for row, place in _reader(path, text_field=text_field, start=start):
@@ -107,10 +103,8 @@ def _open_text(path: Path) -> IO[bytes]:
 
 
 def _rows_after(path: Path, place: Place, size: int) -> int:
-    """An estimate, at least 1, of the rows after a place where a file cannot be read further.
-
-    They are assumed to be as long as the rows before, or BYTES_PER_LOST_ROW if there are none.
-    """
+    """An estimate, at least 1, of the rows after a place where a file cannot be read further: as long as the rows
+    before, or BYTES_PER_LOST_ROW if there are none."""
     if is_compressed(path):
         from recipes.data.text.compressed import COMPRESSION_RATIO, before_the_break
 

@@ -1,7 +1,4 @@
-"""Any source as a stream of rows that can be resumed at any row. Bad rows are values; they do not end the stream.
-
-Imports no torch.
-"""
+"""Any source as a stream of rows, resumable at any row. Bad rows are values and do not end it. Imports no torch."""
 
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
@@ -43,11 +40,8 @@ class RowStream(Iterator[Row]):
 
 
 def open_rows(source: str, *, text_field: str, cursor: dict[str, Any] | None = None) -> RowStream:
-    """The rows of a source, from its start or after the row at which `cursor` was taken.
-
-    The rows depend only on the source's bytes, not on the cursor. Raises UserError for a bad source and, without a
-    cursor, if the first rows have no such text field.
-    """
+    """The rows of a source, from its start or after the row at which `cursor` was taken; they depend only on the
+    source's bytes. Raises UserError for a bad source and, without a cursor, if its first rows lack the text field."""
     if problem := source_problem(source):
         raise UserError(f"data.source: {problem}")
     start = Place(**cursor) if cursor else Place(0)
@@ -87,10 +81,8 @@ def _refuse_wrong_field(rows: RowStream) -> None:
 
 
 def documents(source: str, *, text_field: str) -> Iterator[str]:
-    """The documents of a source, always in the same order, without empty rows and nulls.
-
-    Raises UserError for a bad source, at the first bad row, and if there is no text at all.
-    """
+    """The documents of a source, always in the same order, without empty rows and nulls. Raises UserError for a bad
+    source, at the first bad row, and if there is no text at all."""
     rows = open_rows(source, text_field=text_field)
     found = False
     for row in rows:

@@ -1,7 +1,4 @@
-"""The files of data.source: which ones, their order, what is wrong with them, and their fingerprint.
-
-Imports no torch.
-"""
+"""The files of data.source: which ones, their order, their problems, and their fingerprint. Imports no torch."""
 
 import difflib
 import fnmatch
@@ -81,12 +78,9 @@ def source_problem(source: str) -> str | None:
 
 
 def fingerprint(source: str, *, text_field: str) -> str:
-    """The identity of a source: equal files have it wherever they are; another name, size or content changes it.
-
-    Beyond HASH_CONTENTS_UP_TO bytes, modification times replace the contents: copies must keep them (cp -p, rsync -t).
-    A dataset on the hub is identified by its commit. Raises UserError for a bad source, and when the hub does not
-    answer.
-    """
+    """The identity of a source: equal files have it wherever they are; another name, size or content changes it. Beyond
+    HASH_CONTENTS_UP_TO bytes, modification times replace the contents: copies must keep them (cp -p, rsync -t). A hub
+    dataset is identified by its commit. Raises UserError for a bad source, or if the hub does not answer."""
     if problem := source_problem(source):
         raise UserError(f"data.source: {problem}")
     if not is_hub(source):
@@ -125,10 +119,8 @@ def file_size(file: Path) -> int:
 
 
 def require_unchanged(files: Sequence[str], states: Mapping[str, tuple[int, int]]) -> None:
-    """Raises UserError if one of these files changed since `states` was taken, before the fingerprint.
-
-    A missing file does not count as changed: its rows count as bad rows.
-    """
+    """Raises UserError if one of these files changed since `states` was taken, before the fingerprint. A missing file
+    does not count as changed: its rows count as bad rows."""
     for file in files:
         if (state := file_state(file)) is not None and state != states[file]:
             raise UserError(
@@ -224,10 +216,7 @@ def folder_files(folder: Path) -> list[Path]:
 
 
 def pinned(source: str) -> str:
-    """A source on the hub with the commit that its revision names now; any other source unchanged.
-
-    Raises UserError when the hub does not answer.
-    """
+    """A hub source at its revision's commit now; others unchanged. Raises UserError if the hub does not answer."""
     if not is_hub(source):
         return source
     from recipes.data.text.hub import pinned_dataset

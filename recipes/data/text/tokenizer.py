@@ -65,10 +65,8 @@ class Tokenizer:
 
 
 def tokenizer_problem(spec: str, vocabulary: int) -> str | None:
-    """What is wrong with data.tokenizer for a model of this vocabulary and what to write instead, or None.
-
-    Trains nothing and does not import tokenizers: reads a tokenizer.json as plain JSON.
-    """
+    """What is wrong with data.tokenizer for a model of this vocabulary and what to write instead, or None. Trains
+    nothing and does not import tokenizers: reads a tokenizer.json as plain JSON."""
     try:
         if (size := _training_size(spec)) is None:
             path = _tokenizer_file(spec)
@@ -92,15 +90,13 @@ def load_tokenizer(
     spec: str, *, sources: Sequence[str], text_field: str, cache: Path, log: Callable[[str], None]
 ) -> Tokenizer:
     """The tokenizer of a recipe. "train:N" trains on the sources, or takes the result for equal text from the cache.
+    Raises UserError if the tokenizer or a source is bad, or the cache cannot be written.
 
     Args:
         spec: data.tokenizer.
         sources, text_field: what to train on.
         cache: folder for trained tokenizers.
         log: receives one line of text per message.
-
-    Raises:
-        UserError: if the tokenizer or a source is bad, or the cache cannot be written.
     """
     if (size := _training_size(spec)) is None:
         path = _tokenizer_file(spec)
@@ -132,11 +128,8 @@ def load_tokenizer(
 
 
 def training_sample(documents: Iterable[str], characters: int = TRAINING_CHARACTERS) -> list[str]:
-    """The documents with the largest hashes, up to a total of `characters`; all documents of a small corpus.
-
-    Takes one pass and bounded memory. The sample does not depend on the order of the documents, and contains no
-    held-out text of a large corpus: recipes/data/tokens/prepare.py holds out the smallest hashes.
-    """
+    """The documents with the largest hashes, up to a total of `characters`, in one pass and bounded memory. The sample
+    does not depend on their order, and has no held-out text of a large corpus: that has the smallest hashes."""
     kept: list[tuple[int, str]] = []  # a heap with the smallest hash on top
     size = 0
     for text in documents:
@@ -163,11 +156,9 @@ def text_batches(documents: Iterable[str]) -> Iterator[list[str]]:
 
 @contextmanager
 def parallel_tokenizers() -> Iterator[None]:
-    """Let the tokenizers library use all cores inside (RAYON_NUM_THREADS limits them), and no threads afterwards.
-
-    The library reads the variable at each call. If unset, it prints a warning at every later fork (data workers,
-    compile workers); if left at "true", a forked child that tokenizes waits forever for threads it does not have.
-    """
+    """Let the tokenizers library use all cores inside (RAYON_NUM_THREADS limits them), and no threads afterwards. It
+    reads the variable at each call. If unset, it prints a warning at every later fork (data workers, compile workers);
+    if left at "true", a forked child that tokenizes waits forever for threads it does not have."""
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     try:
         yield
@@ -215,10 +206,8 @@ def _read(path: Path) -> str:
 
 
 def _read_ids(text: str, *, where: Path, ends: Sequence[int] = ()) -> tuple[int, int]:
-    """The largest id in a tokenizer.json, read as JSON, and the id that ends documents.
-
-    That is the first of `ends` that is an added token, or else the first of END_OF_DOCUMENT_NAMES.
-    """
+    """The largest id in a tokenizer.json, read as JSON, and the id that ends documents: the first of `ends` that is an
+    added token, or else the first of END_OF_DOCUMENT_NAMES."""
     wrong = f"data.tokenizer: '{where}' is not a tokenizer.json as Hugging Face tokenizers writes it"
     try:
         content: Any = json.loads(text)
@@ -245,10 +234,8 @@ def _read_ids(text: str, *, where: Path, ends: Sequence[int] = ()) -> tuple[int,
 
 
 def build_tokenizer(text: str, *, where: Path, ends: Sequence[int] = ()) -> Tokenizer:
-    """The tokenizer of a tokenizer.json with this text. Raises UserError, naming `where` the text is from.
-
-    ends: ids that the model's config gives for the end of a document, best first.
-    """
+    """The tokenizer of a tokenizer.json with this text. Raises UserError, naming `where` the text is from. ends: ids
+    that the model's config gives for the end of a document, best first."""
     import tokenizers
 
     largest, end_of_document = _read_ids(text, where=where, ends=ends)

@@ -1,7 +1,5 @@
-"""Tokenizing in a separate process while the model trains, a bounded amount ahead of it.
-
-The process communicates only through its files, so that every process on every node can follow. Imports no torch.
-"""
+"""Tokenizing in a separate process while the model trains, a bounded amount ahead of it. The process communicates only
+through its files, so that every process on every node can follow. Imports no torch."""
 
 import multiprocessing
 import os

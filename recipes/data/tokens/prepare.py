@@ -1,9 +1,6 @@
-"""From rows of text to token shards, on all cores.
-
-The tokenizers library works in its own threads while the next batch is read and the previous one is written. Where
-batches and shards end depends only on the text, so the bytes are the same for any number of cores and interruptions.
-Interrupted work continues after the last whole shard. Imports no torch.
-"""
+"""From rows of text to token shards, on all cores. The tokenizers library works in its own threads while the next batch
+is read and the previous written. Where batches and shards end depends only on the text, so the bytes are the same for
+any number of cores and interruptions. Interrupted work continues after the last whole shard. Imports no torch."""
 
 import json
 from collections import deque
@@ -49,13 +46,9 @@ HASHES = 2**64
 def write_shards(
     folder: Path, work: Preparation, *, progress: Callable[[int], None] = lambda tokens: None
 ) -> Iterator[Shard]:
-    """Write the missing shards, yielding each when it is whole, and finally the index.
-
-    progress: called after each batch with the number of tokens so far.
-
-    Any number of processes may write the same tokens to the same folder. Raises UserError if the source cannot be read
-    further or has changed, or if the folder holds something else; OSError if it cannot be written.
-    """
+    """Write the missing shards, yielding each when it is whole, and finally the index. Any number of processes may do
+    so there. progress: called after each batch with the number of tokens so far. Raises UserError if the source cannot
+    be read further or has changed, or the folder holds something else; OSError if it cannot be written."""
     with claimed(folder, fingerprint=work.fingerprint, tokenizer=work.tokenizer.json) as part:
         shards = whole_shards(folder)
         if read_index(folder) is not None:
@@ -106,10 +99,8 @@ def _tokenized(rows: RowStream, tokenizer: Tokenizer, pieces: Pieces) -> Iterato
 
 
 def _documents(rows: Sequence[Row], tokenizer: Tokenizer, *, where: Callable[[Row], str]) -> list[np.ndarray]:
-    """The tokens of each row with its end-of-document token. Only one list of Python integers exists at a time.
-
-    Raises UserError for a text that the tokenizer cannot encode, naming `where` it is.
-    """
+    """The tokens of each row with its end-of-document token. Only one list of Python integers exists at a time. Raises
+    UserError for a text that the tokenizer cannot encode, naming `where` it is."""
     dtype, end = token_type(tokenizer.vocabulary), tokenizer.end_of_document
     try:
         found = tokenizer.encode_batch([row.text for row in rows])
@@ -152,10 +143,8 @@ def _batches(rows: RowStream, pieces: Pieces) -> Iterator[tuple[list[Row], Any]]
 def _write_shard(
     folder: Path, before: list[Shard], batches: Iterator[_Batch], work: Preparation, *, files: Sequence[str], part: Path
 ) -> Shard:
-    """Write the shard after those before, from as many batches as it takes.
-
-    files: names of the source's files. part: folder for the shard's unfinished files.
-    """
+    """Write the shard after those before, from as many batches as it takes. files: names of the source's files. part:
+    folder for the shard's unfinished files."""
     number, begin = len(before), before[-1].cursor["file"] if before else 0
     target = work.pieces.shard_tokens(number)
     with closing(_ShardWriter(part, work, files)) as writer:

@@ -162,10 +162,7 @@ def open_index(folder: str) -> Index:
 
 
 def bad_rows(folder: Path, shards: Sequence[Shard], *, first: int = 0) -> Iterator[dict[str, Any]]:
-    """File, row and reason of each bad row in these shards, from number `first` on.
-
-    Raises UserError if a list is damaged.
-    """
+    """File, row and reason of each bad row in these shards from `first` on. Raises UserError if a list is damaged."""
     for number, shard in enumerate(shards[first:], start=first):
         if shard.bad:
             file = bad_rows_path(folder, number)
@@ -236,10 +233,7 @@ def damage(folder: Path, number: int, shard: Shard) -> str | None:
 
 
 class Shards:
-    """The tokens of one kind in a folder, as one row over all existing shards.
-
-    Tokens are memory-mapped, so the operating system decides what stays in memory.
-    """
+    """The tokens of one kind in a folder, as one row over all existing shards. They are memory-mapped."""
 
     def __init__(self, folder: Path, kind: str = TRAIN, *, only: Sequence[Shard] | None = None) -> None:
         """kind: TRAIN or VALIDATION. only: use just these first shards of the folder, as if the source ended there."""
@@ -302,10 +296,8 @@ class Shards:
             filled += len(piece)
 
     def documents(self, start: int, count: int) -> Iterator[tuple[int, int, int, int]]:
-        """The (file, row, begin, end) of each piece of a training document in tokens start .. start + count - 1.
-
-        A piece is tokens begin .. end - 1 of a document, whose last token is its end-of-document token.
-        """
+        """The (file, row, begin, end) of each piece of a training document in tokens start .. start + count - 1: tokens
+        begin .. end - 1 of the document, whose last token is its end-of-document token."""
         while count > 0:
             start %= self.tokens
             number = int(np.searchsorted(self._ends, start, side="right")) - 1

@@ -1,8 +1,6 @@
-"""The folder of a source's shards: what they are made from, which are there, and which processes work in it.
-
-Every working process has a subfolder for its unfinished files, with a lock on it that ends with the process, however
-it ends: process ids and host names mean nothing across containers and nodes. Imports no torch.
-"""
+"""The folder of a source's shards: what they are made from, which are there, and which processes work in it. Each has a
+subfolder for its unfinished files, with a lock on it that ends with the process, however it ends: process ids and host
+names mean nothing across containers and nodes. Imports no torch."""
 
 import os
 import shutil
@@ -74,8 +72,7 @@ class Preparation:
     validation_fraction: float
     source_fingerprint: str
     states: dict[str, tuple[int, int]]
-    """Size and modification time of each file, taken before the fingerprint; empty for a dataset on the hub, where the
-    commit is fixed."""
+    """Size and modification time of each file, before the fingerprint; empty for the hub, where the commit is fixed."""
     pieces: Pieces
 
     @property
@@ -100,9 +97,7 @@ def would_read_itself(source: str, folder: Path) -> bool:
 
 def whole_shards(folder: Path, *, keep_unread: bool = True) -> list[Shard]:
     """The shards that are there without a gap. Damaged shards, and all after them, are removed and will be made again.
-
-    keep_unread: also keep shards that lack an unreadable file, because a run was trained on them.
-    """
+    keep_unread: also keep shards that lack an unreadable file, because a run was trained on them."""
     remove_left(folder)
     shards: list[Shard] = []
     size = 0
@@ -126,12 +121,9 @@ def whole_shards(folder: Path, *, keep_unread: bool = True) -> list[Shard]:
 
 @contextmanager
 def claimed(folder: Path, *, fingerprint: str, tokenizer: str) -> Iterator[Path]:
-    """Claim the folder for tokens with this fingerprint, and write this text to its tokenizer.json.
-
-    Yields a folder for unfinished files, which is deleted afterwards. Any number of processes may claim the folder for
-    the same tokens at once. Raises UserError if the folder holds something else, or if another process is making
-    something else there; OSError if the folder cannot be written.
-    """
+    """Claim the folder for tokens with this fingerprint, and write this text to its tokenizer.json. Yields a folder for
+    unfinished files, which is deleted afterwards. Any number of processes may claim the folder for the same tokens.
+    Raises UserError if it holds, or another process is making, something else; OSError if it cannot be written."""
     _require_no_others(folder)  # before anything is written
     with alone(folder):
         _remove_left(folder)
@@ -211,10 +203,7 @@ def _require_no_others(folder: Path) -> None:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Exclude other processes and threads that use this for the same folder, if its file system has locks.
-
-    Creates the folder if needed.
-    """
+    """Create the folder if needed, and exclude others (processes, threads) that use this for it, if there are locks."""
     descriptor = None
     while descriptor is None:
         folder.mkdir(parents=True, exist_ok=True)
