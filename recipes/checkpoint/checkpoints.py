@@ -72,14 +72,10 @@ class Checkpoints:
         return checkpoint_steps(self.folder)
 
     def path(self, step: int) -> Path:
-        """The folder of the checkpoint of this step."""
         return step_folder(self.folder, step)
 
     def require_space(self, parameters: Iterable[Tensor], *, moments: torch.dtype = torch.float32) -> None:
-        """Log how many checkpoints fit on the disk. Raises UserError if not even one does.
-
-        moments: the dtype of the two moments that AdamW keeps for every parameter.
-        """
+        """Log how many checkpoints fit on disk; raises UserError if none. moments: dtype of AdamW's two moments."""
         size = sum(
             parameter.numel() * (parameter.element_size() + 2 * moments.itemsize) + STEP_BYTES
             for parameter in parameters
@@ -142,7 +138,6 @@ class Checkpoints:
             self._note(step, f"NOT SAVED: {folders.reason(error)}; older checkpoints are unchanged")
 
     def _note(self, step: int, text: str) -> None:
-        """Keep a message for report()."""
         self._messages.append(f"step {step:>6}  {text}")
 
     def _write_new(self, step: int, plan: Plan, contents: Iterable[memoryview], record: dict[str, Any]) -> None:
@@ -174,9 +169,8 @@ class Checkpoints:
     def _delete_old(self, step: int) -> None:
         """Delete the checkpoints that need not be kept, once the new one is committed and reads back.
 
-        Each process reads the shard that it wrote. That read usually comes from the page cache: it verifies the file,
-        not the disk. Raises UserError if the new checkpoint is damaged. If that cannot be determined, nothing is
-        deleted.
+        Each process reads its own shard, usually from the page cache: this verifies the file, not the disk. Raises
+        UserError if the new checkpoint is damaged. If that cannot be determined, nothing is deleted.
         """
 
         def settle() -> list[int]:
@@ -229,10 +223,7 @@ class Checkpoints:
                 return progress | {"step": step}
 
     def _older_step(self, step: int, problem: str) -> int:
-        """Set a damaged checkpoint aside. Returns the step of the newest intact one; raises UserError if there is none.
-
-        On rank 0.
-        """
+        """Set a damaged checkpoint aside, on rank 0. Returns the newest intact step; raises UserError if none."""
         self._log(folders.put_away(self.folder, step, problem))
         if not self.steps():
             raise UserError(f"{problem}\n{folders.NONE_LEFT}")
@@ -260,13 +251,10 @@ class Checkpoints:
         self._newest = step
         return record["progress"]
 
-    # With all processes
-
     def _on_all(self, work: Callable[[], Result]) -> list[Result]:
         """Run this on every process; it must not communicate. Returns all results on rank 0, none elsewhere.
 
-        If one process raises an error, all do: Damage if no process has an error of another kind, which an older
-        checkpoint would not avoid, otherwise UserError.
+        If one process raises, all do: UserError if an older checkpoint would not avoid one of the errors, else Damage.
         """
         result: Result | None = None
         mine: tuple[bool, str] = (False, "")

@@ -68,9 +68,6 @@ def box_name(tensor: str, start: Sequence[int], shape: Sequence[int]) -> str:
     return f"{tensor}[{ranges}]"
 
 
-# Writing
-
-
 class NewFile:
     """A file that is hashed while it is written."""
 
@@ -78,7 +75,6 @@ class NewFile:
         self._descriptor, self._hash, self._bytes = descriptor, xxhash.xxh3_128(), 0
 
     def write(self, data: Any) -> None:
-        """Append a buffer of bytes."""
         view = memoryview(data)
         self._hash.update(view)
         self._bytes += len(view)
@@ -102,17 +98,13 @@ def new_file(path: Path) -> Iterator[NewFile]:
 
 
 def write_file(path: Path, content: bytes) -> StoredFile:
-    """Write a small file."""
     with new_file(path) as file:
         file.write(content)
     return file.about()
 
 
 def write_shard(path: Path, pieces: Sequence[Piece], contents: Iterable[Any]) -> Written:
-    """Write a safetensors file with these pieces, widest elements first so that all are aligned.
-
-    contents: yields a buffer of bytes per piece, when it is needed.
-    """
+    """Write pieces to a safetensors file, widest elements first to align all. contents: yields the bytes of each."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for piece in pieces:
@@ -147,9 +139,6 @@ def complete(folder: Path, manifest: Manifest, texts: Mapping[str, str]) -> None
         files[name] = write_file(folder / name, text.encode("utf-8"))
     write_file(folder / MANIFEST, encode(replace(manifest, files=files)))
     sync_folder(folder)
-
-
-# Reading
 
 
 @contextmanager
@@ -283,7 +272,6 @@ def _check_whole(path: Path, descriptor: int, about: StoredFile) -> None:
 
 
 def _fill(descriptor: int, target: memoryview, offset: int, path: Path) -> None:
-    """Fill the target with the bytes of the file from the offset on."""
     done = 0
     while done < len(target):
         try:

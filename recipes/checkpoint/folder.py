@@ -131,10 +131,7 @@ def delete(folder: Path, step: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder with its contents; of a symbolic link, only the link.
-
-    Raises the first OSError, after deleting everything that can be deleted.
-    """
+    """Delete a folder (of a symbolic link, only the link) as far as possible, then raise the first OSError, if any."""
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
         return
@@ -151,10 +148,7 @@ def dispensable(steps: list[int], *, keep: int, keep_every: int) -> list[int]:
 
 
 def check(folder: Path, step: int, *, files: bool = True) -> Manifest:
-    """Check everything about a checkpoint except the contents of its tensors. Raises Damage or UserError.
-
-    files: check every file; one process can do that for all.
-    """
+    """Check all but tensors' contents. Raises Damage or UserError. files: check files; one process can for all."""
     path = step_folder(folder, step)
     if path.is_symlink():
         raise Damage(f"{path} is a symbolic link, which a checkpoint must not be")

@@ -37,10 +37,7 @@ def find(path: Path) -> list[Path]:
 
 
 def table(paths: Sequence[Path], *, thorough: bool) -> Iterator[tuple[str, bool]]:
-    """A header line and one line per checkpoint, each with whether the checkpoint is sound.
-
-    thorough: read every byte; otherwise check everything but the contents of tensors.
-    """
+    """A header and one line per checkpoint, each with whether it is sound. thorough: also read the tensors."""
     yield f"{'step':>10}  {'written':<19}  {'size':>9}  {'files':>5}  {'tensors':>7}  state", True
     for path in paths:
         try:

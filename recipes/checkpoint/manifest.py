@@ -1,7 +1,6 @@
 """manifest.json: what a checkpoint consists of, down to the bytes.
 
-It is written last. Nothing in it is trusted before it is checked: it may come from a damaged disk or an untrusted
-source. Imports no torch.
+Written last. It is checked before it is trusted: the disk may be damaged or the source hostile. Imports no torch.
 """
 
 import re
@@ -21,12 +20,9 @@ from parallel.errors import UserError
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "shardwright checkpoint", 1
 MAX_MANIFEST_BYTES = 1 << 30
-"""A larger manifest is neither written nor read.
-
-A chunk takes 165 bytes, a block 19. The largest model that models/sizes.py knows, 405 billion parameters, has 1137
-tensors with two moments each, 4.9 TB in all; sharded over 512 processes, that makes 288 MB and 22 MB; over 1,800, as
-much as this. (Replicas add nothing.)
-"""
+"""A larger manifest is neither written nor read. A chunk takes 165 bytes, a block 19. The largest model in
+models/sizes.py, 405 billion parameters, has 1137 tensors with two moments each, 4.9 TB in all; sharded over 512
+processes, that makes 288 MB and 22 MB; over 1,800, as much as this. (Replicas add nothing.)"""
 BYTES_PER_VALUE = 8
 """A manifest has at least this much text per value; those that runs write have 12. A text of nothing but small values
 would take thirty times its size in memory."""
@@ -143,8 +139,7 @@ def encode(manifest: Manifest) -> bytes:
 def decode(text: bytes, *, where: Path) -> Manifest:
     """The manifest with these contents. where: its path, for messages.
 
-    Raises Damage if this is not exactly what encode() wrote, or is inconsistent; UserError if a newer version of this
-    program wrote it.
+    Raises Damage if it is not exactly what encode() wrote, or is inconsistent; UserError if a newer version wrote it.
     """
     body, tail = text[:-_TAIL_BYTES], _TAIL.fullmatch(text[-_TAIL_BYTES:])
     if not tail:

@@ -35,7 +35,6 @@ class StoredParameters:
             raise UserError("\n  ".join([f"the checkpoint {path} cannot be used:", *problems]))
 
     def dtype(self, name: str) -> torch.dtype:
-        """Element type of a parameter."""
         return DTYPES[self._manifest.tensors[PARAMETERS + name].dtype]
 
     def read(self, name: str) -> Tensor:
@@ -65,8 +64,7 @@ def write_parameters(
 ) -> None:
     """Write a checkpoint of parameters alone to an empty folder, with one parameter in memory at a time.
 
-    shapes: name -> shape and dtype of every parameter. read: returns the parameter of a name. files: name -> text of
-    the small files in the checkpoint.
+    shapes: name -> shape and dtype. read: returns the parameter of a name. files: name -> text of the small files.
     """
     pieces = [
         Piece(PARAMETERS + name, CODES[dtype], (0,) * len(shape), shape, whole=True)

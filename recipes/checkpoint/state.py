@@ -34,8 +34,7 @@ REQUIRED = ("lr", "betas", "eps", "weight_decay")
 def named_tensors(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """Parameters and optimizer tensors by name, not copied, and the optimizer's groups.
 
-    Names are those of the plain model. Parameters come without the class that float8 all-gather wraps them in: a
-    checkpoint must load without torchao.
+    Names are the plain model's. Parameters lack float8 all-gather's wrapper: checkpoints must load without torchao.
     """
     model_state, optimizer_state = get_state_dict(model, optimizer)
     found = {PARAMETERS + name: without_wrapper(cast(Tensor, value)) for name, value in model_state.items()}
@@ -70,10 +69,7 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked(manifest: Manifest, groups: list[dict[str, Any]], path: Path) -> dict[str, Any]:
-    """The stored progress, and the optimizer's groups with the stored hyperparameters, with their types checked.
-
-    Raises Damage, or UserError if the checkpoint is of a different optimizer.
-    """
+    """Stored progress and optimizer groups, types checked. Raises Damage, or UserError for a different optimizer."""
     try:
         progress, stored = manifest.state["progress"], manifest.state["optimizer"]
         by_names = {tuple(sorted(group["params"])): group for group in stored}

@@ -52,9 +52,6 @@ def shard_name(rank: int, world_size: int) -> str:
     return f"shard-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
-# Writing
-
-
 @dataclass(frozen=True)
 class Plan:
     """Which parts of which tensors this process writes. Valid as long as names, shapes and sharding do not change."""
@@ -174,9 +171,6 @@ def assemble(
         for name, (dtype, shape) in layout.items()
     }
     return Manifest(FORMAT, VERSION, step, state, BLOCK_BYTES, {name: file for name, file, _ in shards}, tensors)
-
-
-# Reading
 
 
 def read_tensors(path: Path, manifest: Manifest, state: Mapping[str, Tensor]) -> None:

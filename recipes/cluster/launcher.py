@@ -52,13 +52,10 @@ class Workers:
 
     def __init__(self) -> None:
         self.starting = False
-        self.signal = 0
-        """The first signal, 0 = none yet."""
-        self.ended_first: set[int] | None = None
-        """Processes that ended by themselves, before torchrun ended the others."""
+        self.signal = 0  # the first signal, 0 = none yet
+        self.ended_first: set[int] | None = None  # processes that ended by themselves, before torchrun ended the others
         self.killed = False
-        self.others: Launchers | None = None
-        """The launchers of the other nodes, if there are several."""
+        self.others: Launchers | None = None  # of the other nodes, if there are several
         self._signal_at = 0.0
         self._context: Any = None
 
@@ -97,7 +94,6 @@ class Workers:
         self._send(signal.SIGKILL, group=True)
 
     def stop(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal."""
         if not self.starting:
             self._leave(number)
         if not self.signal:
@@ -136,9 +132,8 @@ class Workers:
                 continue
 
     def blame_order(self, failure: Any) -> tuple[bool, int, int]:
-        """Sort key: smallest for the worker to name.
-
-        Workers that ended by themselves come first; among those, a killed one before peers that lost their connection.
+        """Sort key, smallest for the worker to name: one that ended by itself; of those, a killed one before its peers,
+        which only lost their connection.
         """
         code = failure.exitcode
         ended_first = self.ended_first is None or failure.pid in self.ended_first
@@ -183,8 +178,7 @@ def launch(arguments: list[str], workers: Workers) -> int:
 
 def _import_torch_distributed() -> None:
     """Import it without its C++ warnings, and reduce torchrun's log to OnlyKills unless LOGLEVEL is set."""
-    # torch reads the variable at import. Here, losing the store is expected, as node 0's goes first at the end; the
-    # workers may warn.
+    # torch reads it at import. Losing the store is expected here: node 0's goes first at the end. The workers may warn.
     quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch.distributed  # noqa: F401  installs log handlers, so ours come after it; later imports already log
@@ -199,8 +193,7 @@ def _import_torch_distributed() -> None:
 def _end_with_launcher(args: Namespace, *, several: bool) -> None:
     """Change torchrun's arguments so that the kernel signals the workers when this launcher dies.
 
-    With several nodes and RESTARTS the signal is SIGKILL: after SIGTERM the workers of all nodes would save and end,
-    and the other nodes would not restart as this one does.
+    With several nodes and RESTARTS by SIGKILL: after SIGTERM all nodes would save and end, and only this one restart.
     """
     number = signal.SIGKILL if several and (os.environ.get("RESTARTS") or "0") != "0" else signal.SIGTERM
     command = with_parent([sys.executable, "-u", args.training_script, *args.training_script_args], number)
@@ -208,7 +201,6 @@ def _end_with_launcher(args: Namespace, *, several: bool) -> None:
 
 
 def _join_nodes(args: Namespace, workers: Workers) -> None:
-    """Connect to the launchers of the other nodes, and watch them in threads."""
     from recipes.cluster.rendezvous import Launchers
 
     count = int(args.nnodes.rpartition(":")[2])
@@ -221,10 +213,7 @@ def _join_nodes(args: Namespace, workers: Workers) -> None:
 
 
 def exit_code_of(rank: int, code: int, *, sent: int) -> int:
-    """The launcher's exit code for that of the worker that failed first, logged if the worker has not said why.
-
-    sent: the signal that was passed on to it; 0 = none.
-    """
+    """The launcher's exit code for a failed worker's, logged if unexplained. sent: signal passed on to it, 0 = none."""
     if code < 0 and -code != sent:
         hint = " (often: out of memory)" if code == -signal.SIGKILL else ""
         log(f"rank {rank} was killed by {signal.Signals(-code).name}{hint}")

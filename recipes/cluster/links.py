@@ -64,10 +64,7 @@ def measure_links(world: World) -> list[Links]:
 
 
 def measure_exchanges(world: World) -> list[dict[int, float]]:
-    """Every rank's exchanges, returned on all ranks, for use during a run: memory statistics and cache are kept.
-
-    Every process must call it, while the device is idle.
-    """
+    """Every rank's exchanges, on all ranks; keeps memory statistics and cache. All must call it, on idle devices."""
     length = BUFFER[world.device.type] // 4
     return from_all(world, _exchange(world, torch.zeros(length, device=world.device)))
 
@@ -77,8 +74,7 @@ def slow_processes(
 ) -> Iterator[tuple[int, str, float, float]]:
     """(rank, its node's name, its speed, the median speed) of ranks that reach less than `share` of the median.
 
-    best: rank -> its fastest exchange, of ranks that have any. With fewer than three nodes the result is empty: of two
-    nodes, either may be the slow one.
+    best: rank -> its fastest exchange, if it has any. Empty with fewer than three nodes: of two, either may be slow.
     """
     if len(nodes) < 3 or not best:
         return
@@ -168,8 +164,7 @@ def _exchange(world: World, buffer: Tensor) -> dict[int, float]:
 def rounds(nodes: Sequence[Node]) -> list[dict[int, int]]:
     """For each round of exchanges, rank -> its partner.
 
-    The nodes form a ring, and each exchanges with one neighbour at a time. A slow node is slow with both neighbours,
-    which are fast with their other neighbours.
+    Nodes form a ring and exchange with one neighbour at a time: only a slow node is slow with both of its neighbours.
     """
     count = len(nodes)
     found: list[dict[int, int]] = [{}, {}, {}]

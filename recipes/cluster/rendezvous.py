@@ -1,7 +1,6 @@
 """How the launchers of several nodes notify each other, through the store of node 0's launcher.
 
-torchrun sees only its own workers. When those of another node crash, hang or are started again, it would wait with its
-own for as long as NCCL does.
+torchrun sees only its own workers: when another node's crash, hang or start again, it would wait as long as NCCL does.
 """
 
 import json
@@ -21,11 +20,9 @@ from recipes.files.exit_codes import HUNG
 ENDED = PREFIX + "ended"
 LOOK_SECONDS = 1.0
 SILENT_SECONDS = 15.0
-"""After this time, a node that waits for others logs their names."""
 WAIT_SECONDS = 600.0
-"""After this time, it gives up."""
-CONNECT = timedelta(seconds=60)
-"""Time limit of a connection."""
+"""A node that waits for others logs their names after SILENT_SECONDS, and gives up after WAIT_SECONDS."""
+CONNECT = timedelta(seconds=60)  # time limit of a connection
 
 
 class Cause(NamedTuple):
@@ -42,10 +39,7 @@ class Launchers:
     """The launchers of all nodes, as this one sees them."""
 
     def __init__(self, address: tuple[str, int], *, node: int, nodes: int, log: Callable[[str], None]) -> None:
-        """Nothing is connected yet. address: host and port of node 0's store. node: this one's index, of so many nodes.
-
-        log: receives one line of text per message.
-        """
+        """Nothing is connected yet. address: of node 0's store. node: this one's index. log: receives lines of text."""
         self._address, self._node, self._nodes, self._log = address, node, nodes, log
         self._store: TCPStore | None = None
         self._counted = node == 0  # the store is its own
@@ -55,8 +49,7 @@ class Launchers:
     def join(self) -> None:
         """Return when this node may start its workers.
 
-        A store that has counted this node before belongs to processes that wait for the node's lost workers. They are
-        told to end, and this node waits for a new store.
+        If a store has counted this node before, its processes wait for lost workers: end them and wait for a new store.
         """
         logged = False
         while not self._counted and self._is_up():  # if it is not up, its store will be a new one
@@ -91,10 +84,9 @@ class Launchers:
         threading.Thread(target=look, daemon=True, name="waits for launchers").start()
 
     def watch(self, end: Callable[[], None], *, grace: float) -> None:
-        """Start a thread that calls `end` when another node has given a cause.
+        """Start a thread that calls `end` when another node gives a cause, after `grace` seconds for workers to end.
 
-        It waits `grace` seconds, so that workers can end by themselves. After a crash it does not: the workers here are
-        in collectives, and would only report that their peers are gone.
+        After a crash, it does not wait: the workers here are in collectives, and would only report that peers are gone.
         """
 
         def look() -> None:
@@ -144,7 +136,6 @@ class Launchers:
         return None
 
     def _absent(self) -> str:
-        """The nodes that have not come yet, for a message."""
         node_0 = "node 0 at {}:{}".format(*self._address)
         if self._store is None:
             return node_0
@@ -173,5 +164,4 @@ class Launchers:
 
 
 def _starts_key(node: int) -> str:
-    """The store's key under which a node counts its starts."""
     return f"{PREFIX}node {node}"

@@ -1,7 +1,6 @@
 """Decides whether a job starts again after its processes have ended, and starts those of one node again.
 
-Each node decides by itself, by the exit code and the newest checkpoint. Both are the same on all nodes, so all decide
-alike. Imports no torch.
+Each node decides alone, and all alike: exit code and newest checkpoint are the same on all. Imports no torch.
 """
 
 import json
@@ -73,10 +72,7 @@ class Attempt:
 
 
 def reason_to_stop(attempts: Sequence[Attempt], *, step: int, restarts: int) -> str | None:
-    """Why the job should not start again after these attempts, or None if it should.
-
-    step: of the newest checkpoint now. restarts: how many crashes may be followed by a restart.
-    """
+    """Why not to start again, or None. step: of the newest checkpoint. restarts: how many crashes to restart after."""
     if attempts and attempts[-1].end in (End.DONE, End.FINAL):
         return attempts[-1].end.value
     crashes = sum(attempt.end in (End.CRASHED, End.UNSTARTED, None) for attempt in attempts)
@@ -135,8 +131,7 @@ class Launcher:
     def __init__(self, command: list[str]) -> None:
         self._command = command
         self._process: subprocess.Popen[bytes] | None = None
-        self.signal = 0
-        """The first signal, 0 = none yet."""
+        self.signal = 0  # the first signal, 0 = none yet
 
     def run(self) -> int:
         """Start the launcher and wait. Returns its exit code, 128 + n for signal n."""
@@ -157,10 +152,7 @@ class Launcher:
 
 
 def supervise(launcher: Launcher, folder: Path, *, steps: int, restarts: int) -> int:
-    """Start the launcher until the run is done or another start would not help. Returns the exit code.
-
-    folder: of the run. steps: the length of the run. restarts: how many crashes may be followed by a restart.
-    """
+    """Start the launcher until `steps` steps are saved or another start would not help. Returns the exit code."""
     attempts: list[Attempt] = []
     while True:
         began_at = newest_step(folder)

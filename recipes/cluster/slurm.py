@@ -101,7 +101,6 @@ class Job:
         return {name: file.read_text().strip() if file.exists() else None for name, file in files.items()}
 
     def _log_causes(self, states: Mapping[str, str | None]) -> None:
-        """Log each kind of failure with its nodes, and the last lines of the first of them."""
         by_end: dict[str, list[str]] = {}
         for name, state in states.items():
             ended = f"exit code {state}" if state and state.isdecimal() else STATES.get(state or "", "not started")
@@ -113,7 +112,6 @@ class Job:
                 log(f"    {names[0]}: {line}")
 
     def _requeue(self) -> int:
-        """Return the nodes to SLURM and wait in the queue for others."""
         done = subprocess.run(["scontrol", "requeue", str(self.id)], capture_output=True, text=True)
         if done.returncode != 0:
             log(f"not requeued ({done.stderr.strip()}); the same sbatch command resumes from the checkpoint")
@@ -124,10 +122,9 @@ class Job:
 
 
 def run_node(logs: Path, command: list[str]) -> int:
-    """Run the command on this node with NODE_RANK set. Returns its exit code, but 0 after a pre-emption.
+    """Run the command on this node with NODE_RANK set. Its output goes to NODE.log, on the first node also to srun.
 
-    With another code srun would end the nodes that are still saving. The output goes to NODE.log, and on the first
-    node to srun as well. The real exit code goes to NODE.exit.
+    Returns its exit code, as in NODE.exit, but 0 after a pre-emption: else srun ends the nodes that are still saving.
     """
     name, rank = os.environ["SLURMD_NODENAME"], os.environ["SLURM_NODEID"]
     exit_file(logs, name).write_text(f"{STARTED}\n")
@@ -143,8 +140,7 @@ def run_node(logs: Path, command: list[str]) -> int:
             exit_file(logs, name).write_text(f"{STOPPING}\n")
             child.send_signal(number)
 
-        # Depending on its configuration SLURM signals this process alone, or all processes of the step. The launcher
-        # ignores the same signal again within a second.
+        # Some configurations of SLURM signal the launcher too; it ignores the same signal again within a second.
         for number in SIGNALS:
             signal.signal(number, relay)
         if child.stdout is not None:

@@ -1,9 +1,8 @@
 """Straggler detection: names the process that the others wait for.
 
-All processes take a step together, so their steps last equally long even when only one is slow. What differs is the
-time each spends on its own: reading data, and computing. The rest of a step is collectives, where the fastest process
-waits longest, so it identifies no process. But when even the process that waits least waits longer than it used to,
-the links between nodes are measured, and those do.
+All processes take a step together, so their steps last equally long. What differs is the time each spends on its own,
+reading data and computing. The rest is collectives, where the fastest process waits longest, so it identifies none. But
+when even the shortest wait is longer than it used to be, the links between nodes are measured, and those do.
 """
 
 from collections import deque
@@ -49,7 +48,6 @@ class Straggler:
     phase: str
     seconds: float
     median: float
-    """Of all processes."""
 
     def __str__(self) -> str:
         return (
@@ -68,7 +66,6 @@ class SlowLink:
     bytes_per_second: float
     """In each direction, with the faster of its neighbours."""
     median: float
-    """Of all processes."""
 
     def __str__(self) -> str:
         return (

@@ -1,9 +1,8 @@
 """Ends a run that makes no progress, and names the process that the others wait for.
 
-Each process has two threads beside the main one, which may be stuck in C++. One posts this process's state to the
-launcher's store and reads its neighbour's. The other checks how long ago there was progress. The store is used and not
-files, because a shared file system that hangs is a common reason for a hang, and before the first step there is no run
-folder.
+Two threads run beside the main one, which may be stuck in C++. One posts this process's state to the launcher's store
+and reads its neighbour's; the other checks how long ago there was progress. The store and not files, because a shared
+file system that hangs is a common reason for a hang, and before the first step there is no run folder.
 """
 
 import faulthandler
@@ -146,10 +145,7 @@ class Watchdog:
             next(self._count),
         )
 
-    # Ending the run
-
     def _end(self) -> None:
-        """Post the report, write the stacks, wait until the verdict is printed, and exit."""
         timer = threading.Timer(LAST_RESORT, os._exit, [HUNG])
         timer.daemon = True
         timer.start()
@@ -195,7 +191,6 @@ class Watchdog:
             time.sleep(self._period / 4)
 
     def _print(self, text: str) -> None:
-        """Write to standard error and to the run's log, on any rank."""
         cursor = SHOW_CURSOR if sys.stdout.isatty() else ""  # the progress line hides it
         os.write(2, f"{cursor}{text}\n".encode())
         if (self._folder / RECIPE).exists():
@@ -203,7 +198,6 @@ class Watchdog:
                 log.write(text + "\n")
 
     def _write_stacks(self, own: Report) -> None:
-        """Write them to the run's folder, or to standard error if the folder does not exist yet."""
         head = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {own.process}, {own.where}, no progress for {own.idle:.0f} s\n"
         if not (self._folder / RECIPE).exists():
             os.write(2, head.encode())

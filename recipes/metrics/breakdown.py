@@ -1,9 +1,8 @@
 """Turns a torch profiler trace into a table of a step's time by kind of work.
 
 A trace is the "Chrome" JSON that torch.profiler exports: events with a start `ts` and a duration `dur` in microseconds.
-On a GPU, kernels are counted; a kernel's kind follows from its name or from the operators that launched it. On a CPU,
-the innermost running operator is counted. Every instant of a traced step belongs to exactly one kind, so the parts add
-up to the step. Imports no torch.
+On a GPU, a kernel's kind follows from its name or the operators that launched it; on a CPU, the innermost operator
+counts. Every instant of a traced step belongs to exactly one kind, so the parts add up to the step. Imports no torch.
 """
 
 import gzip

@@ -26,16 +26,13 @@ class RunClock:
         now = time.monotonic()
         self.began = now if began is None else began
         self.now = START
-        self.moved_at = now
-        """The time of the last progress, by time.monotonic(). The watchdog reads it from another thread."""
-        self.step = 0
-        """Steps completed."""
-        self.steady = False
-        """Whether this process has completed a step, and so the compilation of the first step."""
+        self.moved_at = now  # the last progress, by time.monotonic(); the watchdog reads it from another thread
+        self.step = 0  # steps completed
+        self.steady = False  # whether this process has completed a step, and so the compilation of the first step
         self.seconds: dict[str, float] = defaultdict(float)
         self._device, self._since = device, self.began
+        # Processor time of this thread in steps, without loading data.
         self._worked, self._processor = 0.0, time.thread_time()
-        """Processor time of this thread in steps, without loading data."""
         self.restart()
 
     def begin(self, phase: str) -> None:
@@ -70,8 +67,6 @@ class RunClock:
         for item in items:
             self.moved_at = time.monotonic()
             yield item
-
-    # The loop
 
     def count_step(self) -> None:
         self.step += 1

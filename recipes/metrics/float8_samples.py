@@ -33,8 +33,7 @@ class CastSampler:
         clock: RunClock,
         log: Callable[[str], None],
     ) -> None:
-        """Count the casts of `model` in steps that `config` selects.
-
+        """
         Args:
             model: the parallelized model.
             config: sample_every is read.

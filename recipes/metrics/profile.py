@@ -29,8 +29,7 @@ class StepProfiler:
     def __init__(
         self, config: ProfileConfig, world: World, *, folder: Path, clock: RunClock, log: Callable[[str], None]
     ) -> None:
-        """Choose the steps to trace.
-
+        """
         Args:
             config: which steps.
             world: of the run; rank 0 traces.
@@ -69,7 +68,6 @@ class StepProfiler:
             torch.cuda.synchronize()
 
     def _finish(self, traced: profile) -> None:
-        """Write the trace, the table and the table's numbers as JSON."""
         traced.stop()
         self._profile = None
         self._folder.mkdir(exist_ok=True)

@@ -25,8 +25,7 @@ class MetricsWriter:
         before: Mapping[str, Any],
         log: Callable[[str], None] = print,
     ) -> None:
-        """Open the files of a run.
-
+        """
         Args:
             folder: the run folder.
             enabled: whether this rank writes.

@@ -308,7 +308,6 @@ def _require_different(rows: Sequence[Row], tables: Sequence[dict[str, Any]], fi
 
 
 def _differing_keys(tables: Sequence[dict[str, Any]]) -> set[str]:
-    """The keys whose values differ between the tables."""
     keys = {key for table in tables for key in table}
     return {key for key in keys if any(key not in table or table[key] != tables[0].get(key) for table in tables)}
 
@@ -335,7 +334,6 @@ def _require_device(recipe: Recipe, device: str | None) -> None:
 
 
 def _require_windows(recipe: Recipe, skip: int) -> None:
-    """Raises UserError if too few steps are left to measure."""
     steps, every = recipe.run.steps, recipe.metrics.every
     found = len(list(itertools.islice(windows(steps=steps, every=every, skip=skip), LEAST_WINDOWS)))
     if found < LEAST_WINDOWS:

@@ -21,8 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def run_sweep(sweep: Sweep, *, retry: bool, log: Callable[[str], None]) -> dict[str, Result]:
     """Run the rows without a result (retry: also those that failed); returns label -> result, in the order of the rows.
 
-    Writes table and pictures after every row. Raises UserError if the folder cannot be written or another process
-    uses it.
+    Writes table and pictures after every row. Raises UserError if the folder is not writable or is in use.
     """
     with ExitStack() as stack:
         lock = FolderLock()  # two sweeps would measure each other, and move each other's folders
@@ -76,7 +75,6 @@ def write_page(sweep: Sweep) -> None:
 
 
 def one_line(result: Result) -> str:
-    """A result as one line of text."""
     if result["outcome"] != "done":
         return f"{result['outcome']}: {result['reason']}"
     return (

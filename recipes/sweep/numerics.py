@@ -7,7 +7,6 @@ from statistics import fmean, median
 from recipes.sweep.grid import Row, Sweep
 from recipes.sweep.results import Result, last_quarter, loss_gaps, reference_row
 
-# The pass rule.
 LARGEST_LOSS_GAP = 0.005
 """Of the mean over the last quarter of the logged steps, as a share of the reference's. DeepSeek-V3 (arXiv 2412.19437,
 section 3.3) reports float8 within 0.25% of bf16; runs of a few hundred steps are noisier."""

@@ -98,10 +98,7 @@ def _worst_casts(path: Path) -> list[list[Any]]:
 
 
 def read_results(folder: Path) -> list[Result]:
-    """All results in results.jsonl, oldest first, without lines that were cut off while being written.
-
-    Raises UserError for a line that is not a result.
-    """
+    """The results in results.jsonl, oldest first, except cut-off lines. Raises UserError if another is not a result."""
     path = folder / RESULTS
     found = _json_lines(path)
     for result in found:

@@ -19,8 +19,7 @@ from recipes.files.exit_codes import REFUSED, ended_by, with_parent
 
 Outcome = Literal["done", "out of memory", "crashed", "refused", "timed out"]
 MARK = "SHARDWRIGHT_SWEEP_RUN"
-"""Environment variable that marks all processes of a run. The process group does not: torchrun gives each worker a
-session of its own."""
+"""Environment variable that marks a run's processes. The group does not: torchrun gives each worker its own session."""
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLITE_SECONDS = 35.0
 """How long an interrupted run may take to finish its step and exit."""
