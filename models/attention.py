@@ -1,6 +1,6 @@
 """Causal grouped-query attention over PyTorch's kernels, and rotary position embeddings.
 
-B batch, T tokens, S all tokens, cached and new, N query heads, K key/value heads, H head width.
+B batch, T tokens, S all tokens, cached and new, K key/value heads, N query heads (a multiple of K), H head width.
 """
 
 import math
@@ -14,18 +14,12 @@ from models.documents import Mask, Restriction
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """softmax(Q K^T / sqrt(H)) V, where each token attends to itself and to earlier tokens.
-
-    query: (B, N, T, H); key, value: (B, K, T, H) with N a multiple of K. Returns (B, N, T, H).
-    """
+    """softmax(Q K^T / sqrt(H)) V, causal. query: (B, N, T, H); key, value: (B, K, T, H). Returns (B, N, T, H)."""
     return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1])
 
 
 def attention_to_cached(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal attention for the last T of S tokens, given the keys and values of all S.
-
-    query: (B, N, T, H); key, value: (B, K, S, H), S >= T. Returns (B, N, T, H).
-    """
+    """Causal attention of the last T of S. query: (B, N, T, H); key, value: (B, K, S, H). Returns (B, N, T, H)."""
     new, seen = query.shape[2], key.shape[2]
     if new == seen:
         return causal_attention(query, key, value)
@@ -37,10 +31,7 @@ def attention_to_cached(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def attention_in_documents(query: Tensor, key: Tensor, value: Tensor, documents: Restriction) -> Tensor:
-    """Causal attention, where each token attends only to itself and to earlier tokens of its document.
-
-    query: (B, N, T, H); key, value: (B, K, T, H) with N a multiple of K. Returns (B, N, T, H).
-    """
+    """Causal attention inside documents. query: (B, N, T, H); key, value: (B, K, T, H). Returns (B, N, T, H)."""
     if isinstance(documents, Mask):
         grouped = query.shape[1] != key.shape[1]
         return scaled_dot_product_attention(query, key, value, attn_mask=documents.sees, enable_gqa=grouped)
@@ -50,9 +41,8 @@ def attention_in_documents(query: Tensor, key: Tensor, value: Tensor, documents:
 
 
 def rope_tables(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of each position's angles, float32.
+    """Cosines and sines of the angles of positions, (T,) or (B, T) integers: float32, positions.shape + (H / 2,) each.
 
-    positions: (T,) or (B, T) integers. Returns two tensors of shape positions.shape + (H / 2,).
     Recomputed in each forward pass: this costs a few small kernels and avoids a buffer that meta initialization,
     precision policies or sharding could corrupt.
     """
@@ -62,10 +52,9 @@ def rope_tables(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (x[i], x[i + H/2]) by its position's angle, in float32.
+    """Rotate each pair (x[i], x[i + H/2]), as Hugging Face checkpoints pair them, by its position's angle, in float32.
 
-    x: (B, N, T, H); cos, sin: (T, H/2) or (B, T, H/2). Hugging Face checkpoints pair the two halves of a head in this
-    way, not neighbouring elements.
+    x: (B, N, T, H); cos, sin: (T, H/2) or (B, T, H/2).
     """
     if cos.dim() == 3:
         cos, sin = cos[:, None], sin[:, None]  # (B, 1, T, H/2)

@@ -92,9 +92,8 @@ class ModelConfig:
         weight): 6 in all. Attention multiplies every query with S keys and every probability row with S values: 2 x 2
         x heads x head_width x S forward and twice that backward, so 12 x heads x head_width x S per layer for "full"
         attention (the convention of PaLM, appendix B, and of most published MFU). A causal mask halves it ("causal").
-        Grouped queries reduce the key and value projections, not these products.
-
-        With attention restricted to documents, S is the mean length of the document that a token is in.
+        Grouped queries reduce the key and value projections, not these products. With attention restricted to
+        documents, S is the mean length of the document that a token is in.
         """
         full_attention = round(12 * self.layers * self.heads * self.head_width * sequence_length)
         return 6 * self.matmul_params() + (full_attention if attention == "full" else full_attention // 2)

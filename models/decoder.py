@@ -129,10 +129,9 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """tokens: (B, T) integers. Returns logits (B, T, V), or, with targets (B, T), their summed loss, a scalar.
 
-        The loss is taken inside so that the logits, the largest tensor of a step, never leave this function.
-        With a cache, the tokens follow those that it has seen, and it has seen them too afterwards.
-        With the documents of these tokens, no token sees another document, and positions start anew in each; else a
-        row is one text. Raises ValueError for both: what is in a cache has no documents.
+        The loss is taken inside so that the logits, the largest tensor of a step, never leave this function. With a
+        cache, the tokens follow those that it has seen, and join them. With documents, no token sees another one, and
+        positions start anew in each; else a row is one text. Raises ValueError for both: a cache has no documents.
         """
         if cache is not None and documents is not None:
             raise ValueError("a cache holds one text a row, so it cannot go with documents")

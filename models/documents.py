@@ -1,7 +1,4 @@
-"""Documents packed into one batch: where each begins, so that attention stays inside it and positions restart.
-
-B batch, T tokens, N documents.
-"""
+"""Where each document packed into a batch begins, for attention and positions. B batch, T tokens, N documents."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -46,8 +43,7 @@ class Documents:
     def of(cls, tokens: Tensor, *, end_of_document: int) -> "Documents":
         """Find the documents in tokens (B, T), which must be on the host so that nothing waits for a device.
 
-        A document starts at the first token of a row and after every end-of-document token. The end-of-document token
-        is the last token of the document that it ends.
+        One starts at the first token of a row and after every end-of-document token, which ends the one before.
         """
         length = tokens.shape[1]
         starts = torch.ones_like(tokens, dtype=torch.bool)  # (B, T)

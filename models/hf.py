@@ -1,7 +1,6 @@
-"""Converts weight names and config.json to and from Hugging Face.
+"""Converts weight names and config.json to and from Hugging Face: "llama" (Llama 2 to 3.2, SmolLM2) and "smollm3".
 
-Supports two families: "llama" (Llama 2 to 3.2, SmolLM2) and "smollm3". The classes of transformers are the reference
-for what a config.json means, including their defaults for missing keys. Imports no torch.
+The classes of transformers are the reference for config.json and the defaults of missing keys. Imports no torch.
 """
 
 import re
@@ -10,8 +9,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from models.config import ModelConfig, TextFacts
-
-# Weight names
 
 OUTSIDE = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -64,9 +61,6 @@ def parameter_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]
     yield "norm.weight", (width,)
     if not config.tied_embeddings:
         yield "lm_head.weight", (config.vocabulary, width)
-
-
-# config.json
 
 
 CLASSES = {"llama": "LlamaForCausalLM", "smollm3": "SmolLM3ForCausalLM"}

@@ -1,7 +1,4 @@
-"""The training loss: cross-entropy, summed over the target tokens.
-
-B batch, T tokens, V vocabulary, C tokens of one chunk.
-"""
+"""The training loss: summed cross-entropy. B batch, T tokens, V vocabulary, C tokens of one chunk."""
 
 from typing import Any
 
@@ -17,10 +14,8 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, *, chunks: int = 1) -> Te
     """Sum over all targets of -log softmax(logits)[target], in nats, computed in float32.
 
     logits: (B, T, V) of any float type; targets: (B, T) integers, IGNORED where there is no target. The sum, not the
-    mean: only the trainer knows how many targets the global batch has.
-
-    chunks: with more than one, the tokens are processed in this many chunks, so that no float32 copy of all logits
-    exists. The backward pass then overwrites the logits with their gradient, so it cannot run twice.
+    mean: only the trainer knows how many targets the global batch has. With more than one chunk, no float32 copy of
+    all logits exists; the backward pass then overwrites the logits with their gradient, so it cannot run twice.
     """
     rows, targets = logits.flatten(0, 1), targets.flatten()  # (B T, V), (B T)
     return _sum(rows, targets) if chunks == 1 else _InChunks.apply(rows, targets, chunks)

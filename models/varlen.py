@@ -16,10 +16,7 @@ TAKES_GROUPED_QUERIES = "enable_gqa" in signature(varlen_attn).parameters
 
 
 def attention_by_lengths(query: Tensor, key: Tensor, value: Tensor, documents: Lengths) -> Tensor:
-    """Causal attention inside each document, on CUDA, in bfloat16 or float16.
-
-    query: (B, N, T, H); key, value: (B, K, T, H) with N a multiple of K. Returns (B, N, T, H).
-    """
+    """Causal attention inside documents on CUDA, in bfloat16 or float16. Shapes as in attention_in_documents()."""
     batch, heads, length, _ = query.shape
     options: dict[str, Any] = {}
     if heads != key.shape[1]:

@@ -35,7 +35,6 @@ class World:
     patient: dist.ProcessGroup
     """All processes, over gloo, with a timeout of hours: rank 0 may be tokenizing a corpus."""
     nodes: tuple[Node, ...]
-    """The nodes and the ranks on each."""
 
     def node_of(self, rank: int) -> str:
         """The name of the node that runs this rank."""
@@ -189,10 +188,7 @@ def flight_record() -> bytes:
 
 
 def _switch_flight_recorder_on(file: Path) -> None:
-    """Process-wide: make NCCL record its last collectives and write them to FILE + rank after a timeout.
-
-    Variables that are already set in the environment keep their values.
-    """
+    """Process-wide: NCCL writes its last collectives to FILE + rank after a timeout. Variables already set stay."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(file.absolute()))

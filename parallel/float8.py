@@ -68,10 +68,7 @@ def precompute_scales(model: nn.Module) -> None:
 
 
 def without_wrapper(tensor: Tensor) -> Tensor:
-    """The numbers that float8 all-gather wraps in a class of torchao's, in the same memory; other tensors as they are.
-
-    For what writes them down: whoever reads a checkpoint need not have torchao.
-    """
+    """A tensor without the class that float8 all-gather wraps it in, in the same memory: no file may need torchao."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     plain = getattr(local, "_tensor", local)
     if plain is local:
@@ -103,10 +100,10 @@ class Cast:
 
 
 def casts_of_linears(model: nn.Module) -> dict[str, tuple[nn.Linear, list[Cast]]]:
-    """Plain name -> (module, its different casts), of every converted linear.
+    """Plain name -> (module, its different casts), of every converted linear, from Float8Linear's own configuration.
 
-    Read from the configuration that torchao's Float8Linear itself goes by. Its products are input x weight^T, then
-    grad_output x weight and grad_output^T x input; a scale goes along the axis that a product sums over.
+    Its products are input x weight^T, then grad_output x weight and grad_output^T x input; a scale goes along the axis
+    that a product sums over.
     """
     _torchao_float8()
     from torchao.float8.config import ScalingGranularity, ScalingType

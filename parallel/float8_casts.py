@@ -29,8 +29,7 @@ class CastCounts:
         self._restart()
 
     def _restart(self) -> None:
-        # For each cast: elements that overflowed, all elements, those that became zero, those that were not zero.
-        self._counts = torch.zeros(len(self._rows), 4, dtype=torch.int64, device=self._device)
+        self._counts = torch.zeros(len(self._rows), 4, dtype=torch.int64, device=self._device)  # as cast_counts()
         self._weights_counted: set[str] = set()
 
     @contextmanager

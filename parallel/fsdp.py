@@ -14,8 +14,7 @@ from parallel.mesh import Mesh
 def shard_blocks_and_root(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> str:
     """fully_shard every block, then the root, in place. Returns a line for the log.
 
-    Gradients come out as the sum over the mesh's data ranks, not the mean: the training step divides the loss by the
-    number of target tokens of the whole global batch.
+    Gradients are summed over the data ranks, not averaged: the step divides the loss by the whole batch's targets.
     """
     interface = interface_of(model)
     options: dict[str, Any] = {

@@ -19,10 +19,8 @@ def materialize(model: nn.Module, *, device: torch.device, seed: int, keep_on: t
     """Allocate every parameter's local shard and let the model's `init_parameter` fill it with random values.
 
     Each parameter has its own generator, seeded by `seed` and the parameter's name, and is drawn in full before only
-    the local shard is kept: the values do not depend on the mesh. A process holds at most one full parameter.
-
-    The values are drawn on `device`; generators of CPU and CUDA differ, and so do the values. The shards stay there
-    unless `keep_on` names another device (offloading to the host).
+    the local shard is kept: the values do not depend on the mesh. A process holds at most one full parameter. They are
+    drawn on `device` (those of CPU and CUDA differ) and stay there unless `keep_on` names another (offloading).
     """
     init_parameter = cast(Callable[[str, Tensor, torch.Generator], None], model.init_parameter)
     model.to_empty(device=keep_on or device)

@@ -29,7 +29,6 @@ class Mesh:
     devices: DeviceMesh
     """All axes."""
     degrees: MeshDegrees
-    """The sizes of the axes."""
     fsdp: DeviceMesh
     """What fully_shard takes: sharding axes, and the replicate axis before them where there are several copies."""
     data_rank: int

@@ -36,8 +36,7 @@ def reduce_loss_and_times(loss: Tensor, times: list[float], *, loss_group: Proce
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The global L2 norm of all gradients, a float32 scalar, equal on all processes.
 
-    One all-reduce for each set of mesh axes over which gradients are sharded: for FSDP one scalar within the shard
-    group, and none across replicas, which hold the same gradients already.
+    One all-reduce for each set of sharded mesh axes: for FSDP one in the shard group, as replicas agree already.
     """
     groups: dict[tuple[DeviceMesh, tuple[int, ...]], list[Tensor]] = defaultdict(list)
     for gradient in _gradients(parameters):

@@ -1,7 +1,4 @@
-"""What the fields of a recipe accept: types and ranges in words, checks of single values, documentation.
-
-Imports no torch.
-"""
+"""What recipe fields accept: types and ranges in words, checks of single values, documentation. Imports no torch."""
 
 import ast
 import inspect
@@ -107,10 +104,7 @@ def accepts(annotation: Any, value: Any) -> bool:
 
 
 def complaint(key: str, value: Any, *, flag: bool = False) -> str | None:
-    """What is wrong with this value of a field and what to write instead; None if it is valid.
-
-    flag: the value comes from the command line, where a list is several words.
-    """
+    """What is wrong with the value and what to write instead, or None. flag: from the command line, lists as words."""
     annotation = field_types()[key]
     try:
         accept(annotation, value)
@@ -214,8 +208,7 @@ class Problem:
     def __str__(self) -> str:
         written = f" = {self.written}" if self.written else ""
         origin = f"   ({self.origin})" if self.origin else ""
-        # 96: 100 columns with the indent.
-        body = textwrap.fill(self.message, 96, break_long_words=False, break_on_hyphens=False)
+        body = textwrap.fill(self.message, 96, break_long_words=False, break_on_hyphens=False)  # 100 with the indent
         return textwrap.indent(self.key + written + origin, "  ") + "\n" + textwrap.indent(body, "    ")
 
 

@@ -60,7 +60,7 @@ def load_run(
     nodes: int | None = None,
     rules: bool = True,
 ) -> LoadedRecipe:
-    """Load a recipe and locate the weights it starts from, once.
+    """Load a recipe and locate the weights it starts from, once. Raises one UserError that lists everything wrong.
 
     Earlier layers of this list override later ones: command line, the last of `over`, file, its base, that file's
     base, the model size, the schema's defaults.
@@ -72,9 +72,6 @@ def load_run(
         processes: check that the layout fits this many processes.
         nodes: check that the layout fits this many nodes.
         rules: False skips the rules across fields and the look at the data, for a recipe that is only read.
-
-    Raises:
-        UserError: one error that lists everything wrong.
     """
     given: Given = {}
     problems: list[Problem] = []
@@ -147,10 +144,7 @@ def _choose_source(given: Given, names: set[str], origin: str) -> list[Problem]:
 
 
 def _assemble(given: Given, weights: InitialWeights | None) -> Recipe:
-    """The recipe of these values; the model size and the schema's defaults provide the rest.
-
-    weights: what name = "from_weights" takes the shape of; None = any shape will do.
-    """
+    """The recipe of these values over size and defaults. weights: give "from_weights" its shape; None = any will do."""
     values: dict[str, dict[str, Any]] = {section: {} for section in sections()}
     for key, (value, _) in given.items():
         section, _, name = key.partition(".")

@@ -1,7 +1,6 @@
-"""The sections of a recipe, with types, ranges and defaults.
+"""The sections of a recipe, with types, ranges (recipes/load.py enforces both) and defaults.
 
-recipes/load.py enforces the type of each field and its annotated_types range. --help and docs/recipes.md print the
-string below the field. Imports no torch.
+--help and docs/recipes.md print the string below the field. Imports no torch.
 """
 
 from dataclasses import dataclass, field

@@ -1,7 +1,4 @@
-"""Loss on text, during a run and of finished weights on any text; and a sampled continuation.
-
-B batch, T tokens, S sequence length.
-"""
+"""Loss on text, of a run or of finished weights; a sampled continuation. B batch, T tokens, S sequence length."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -90,6 +87,7 @@ def evaluate_text(
 
     Each sequence is computed by one data rank. All processes tokenize the whole text, which costs little beside the
     model, and so agree on it. Every token but the first is a target once, whatever the number of processes.
+    Raises UserError for a text of fewer than two tokens, and for a loss that is NaN or infinite.
 
     Args:
         documents: the text.
@@ -99,9 +97,6 @@ def evaluate_text(
         document_mask: as data.document_mask in a recipe.
         mesh: the mesh that the model is sharded over.
         device: where the model computes.
-
-    Raises:
-        UserError: for a text of fewer than two tokens, and for a loss that is NaN or infinite.
     """
     counted = {"bytes": 0, "documents": 0}
 
@@ -163,9 +158,7 @@ def continuation(
     end_of_document: int | None = None,
     temperature: float = 0.8,
 ) -> list[int]:
-    """Sample `tokens` tokens after `prompt`. Every process calls it with the same arguments and gets the same answer.
-
-    Meant for a short look at a model. Ends early at a logit that is NaN or infinite, as in a diverged model.
+    """Sample tokens after `prompt`, the same on every process. Ends early where the model diverged (NaN, infinity).
 
     Args:
         prompt: token ids.

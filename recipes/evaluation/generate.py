@@ -1,7 +1,4 @@
-"""Generates text with a model on one device, token by token, with a key/value cache.
-
-V vocabulary, T tokens.
-"""
+"""Generates text with a model on one device, token by token, with a key/value cache. V vocabulary, T tokens."""
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -54,10 +51,7 @@ class OpenedModel:
 
 
 def open_model(path: str | Path, *, dtype: torch.dtype, device: torch.device) -> OpenedModel:
-    """Load a Hugging Face folder, a checkpoint, or a run's newest checkpoint onto one device.
-
-    Raises UserError if that is not possible.
-    """
+    """Load a Hugging Face folder, a checkpoint, or a run's newest one onto a device. Raises UserError if impossible."""
     weights = find_weights(path)
     tokenizer = weights.tokenizer
     with torch.device("meta"):
@@ -83,10 +77,9 @@ def choose_device(device: str | None, dtype: str | None) -> tuple[torch.device, 
 def continue_text(
     opened: OpenedModel, prompt: str, *, log: Callable[[str], object], **sampling: Any
 ) -> tuple[int, float]:
-    """Pass the prompt and then its continuation to `log`, piece by piece; stops at the end of a document.
+    """Pass prompt and continuation to `log`, piece by piece, to the end of a document. Returns (new tokens, seconds).
 
-    sampling: max_tokens and the optional arguments of generate(). Returns the number of generated tokens and the
-    seconds they took.
+    sampling: max_tokens and the optional arguments of generate().
     """
     started = time.perf_counter()
     ids = opened.prompt_ids(prompt)
@@ -114,7 +107,7 @@ def generate(
     seed: int = 0,
     stop_ids: Collection[int] = (),
 ) -> Iterator[int]:
-    """Yield the tokens that follow the prompt, one by one.
+    """Yield the tokens after the prompt. Raises UserError for no prompt, wrong arguments, and NaN or infinite logits.
 
     Args:
         model: a plain model on one device, not sharded.
@@ -123,9 +116,6 @@ def generate(
         temperature, top_k, top_p: as in next_token().
         seed: the same seed gives the same tokens.
         stop_ids: tokens that end the text; they are not yielded.
-
-    Raises:
-        UserError: the prompt is empty, an argument is out of range, or the logits are NaN or infinite.
     """
     check_sampling(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if not prompt_ids:

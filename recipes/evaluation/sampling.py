@@ -1,7 +1,4 @@
-"""Chooses the next token.
-
-V vocabulary.
-"""
+"""Chooses the next token. V vocabulary."""
 
 import math
 

@@ -1,7 +1,6 @@
 """Skipping bad steps: a step whose loss or gradient norm is NaN or infinite changes no byte of the state.
 
-The device decides, with a select inside the optimizer's kernel. The host reads the decision at the next logged step,
-where it waits for the device anyway.
+The device decides, inside the optimizer's kernel. The host reads the result at the next logged step, where it waits.
 """
 
 import math
@@ -23,10 +22,7 @@ class NonFiniteRun(Exception):
 
 
 def backward(loss: Tensor) -> None:
-    """loss.backward(), where a loss that is NaN or infinite makes every gradient NaN.
-
-    The gradient norm, which all ranks share, then reflects every rank's loss, and no further message is needed.
-    """
+    """loss.backward(), where a loss that is NaN or infinite makes every gradient NaN, and so the norm of all ranks."""
     number = loss.detach()
     loss.backward(number - number + 1)  # 1 for a finite loss, NaN otherwise
 
@@ -63,10 +59,7 @@ class StepGuard:
         return skip.to(torch.float32)
 
     def skipped(self) -> Iterator[tuple[int, float]]:
-        """(step, gradient norm) of the steps skipped since the last call. The host waits for the device.
-
-        Raises NonFiniteRun after max_skipped_steps in a row.
-        """
+        """(step, norm) of newly skipped steps; waits for the device. Raises NonFiniteRun after too many in a row."""
         if not self._judged:
             return
         steps, skips, norms = zip(*self._judged, strict=True)

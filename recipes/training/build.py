@@ -87,10 +87,7 @@ class Run:
 
 
 def build_run(loaded: LoadedRecipe, world: World, console: Console, clock: RunClock) -> Run:
-    """Build a run, and claim its folder. Until then nothing is written there, and a signal ends the process.
-
-    Raises UserError, on all processes, for whatever keeps the run from starting.
-    """
+    """Build a run, and claim its folder. Raises UserError, on all processes, for whatever keeps it from starting."""
     recipe, folder = loaded.recipe, loaded.recipe.run.folder
     require_fits_world(recipe.mesh, recipe.batch, nodes=world.nodes)
     on_main_first(world, lambda: check_output_folder(recipe))
@@ -144,9 +141,8 @@ def build_run(loaded: LoadedRecipe, world: World, console: Console, clock: RunCl
 def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh: Mesh | None = None) -> Built:
     """Build the parallel model of a recipe and its optimizer, on this process's device.
 
-    weights: trained weights to start from; None initializes the model from the recipe's seed. mesh: an existing mesh;
-    None makes the one of the recipe. Raises UserError, on all processes, for weights that cannot be read and for what
-    this device does not have.
+    weights: trained weights to start from; None = random ones from the recipe's seed. mesh: None makes the recipe's.
+    Raises UserError, on all processes, for weights that cannot be read and for what this device does not have.
     """
     if mesh is None:
         degrees = recipe.mesh.fit(world.size, nodes=len(world.nodes))

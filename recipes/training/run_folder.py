@@ -96,11 +96,9 @@ def claim_run_folder(recipe: Recipe, *, done: int, environment: dict[str, Any], 
     """Make the folder this run's own: write recipe.toml and environment.json. Returns notes for the user.
 
     Nothing is lost: a folder with results but no checkpoint to resume from is moved aside, a recipe that changed is
-    kept under another name, and only the rows of steps that will be repeated are cut off.
-
-    done: steps of the checkpoint that the run resumes from, or 0. environment: the content of environment.json. lock:
-    of the folder; taken here unless it is held already. Raises UserError if another process uses the folder, or it
-    cannot be written.
+    kept under another name, and only the rows of steps that will be repeated are cut off. done: steps of the checkpoint
+    that the run resumes from, or 0. environment: the content of environment.json. lock: of the folder; taken here
+    unless it is held. Raises UserError if another process uses the folder, or it cannot be written.
     """
     folder = recipe.run.folder
     notes: list[str] = []

@@ -23,7 +23,9 @@ def train_step(
     guard: StepGuard,
     clock: RunClock,
 ) -> tuple[Tensor, Tensor]:
-    """One optimizer step. The host does not wait for the device.
+    """One optimizer step. Returns this process's part of the mean loss, and the gradient norm before clipping.
+
+    Both stay on the device: the host does not wait for it.
 
     Args:
         built: the parallel model, its optimizer, and how they are stepped.
@@ -32,9 +34,6 @@ def train_step(
         learning_rate: of this step.
         guard: decides on the device whether the step changes anything.
         clock: is told of each micro-batch, which is progress.
-
-    Returns:
-        This process's part of the mean loss, and the gradient norm before clipping, both on the device.
     """
     model, optimizer, parameters = built.model, built.optimizer, built.parameters
     for group in optimizer.param_groups:

@@ -127,8 +127,6 @@ class Trainer:
             self._save()
         return self.checkpoints.finish() == self.step
 
-    # The endings
-
     def _stop_early(self, number: int) -> int:
         """After a signal: save, if the run saves at all."""
         self.recorder.log_skipped()

@@ -1,7 +1,4 @@
-"""Moves weights: into a model, into a checkpoint, into a Hugging Face folder.
-
-One tensor at a time, so that a host needs little more memory than its shard of the model.
-"""
+"""Moves weights into models, checkpoints, Hugging Face folders: one tensor at a time, so hosts need little memory."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,9 +25,6 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 PIECE = 16_000_000
 """Number of elements to convert and write at a time."""
-
-
-# Into a model
 
 
 def load_weights(model: nn.Module, weights: Weights) -> None:
@@ -95,14 +89,8 @@ def _read(file: Path, entry: Entry, rows: slice = slice(None)) -> Tensor:
         return tensors.get_slice(entry.name)[rows]
 
 
-# Into a checkpoint
-
-
 def import_folder(folder: Path, checkpoint: Path) -> None:
-    """Write a checkpoint with the weights of a Hugging Face folder, in their types.
-
-    Raises UserError, and then leaves no files.
-    """
+    """Write the weights of a Hugging Face folder, unchanged, as a checkpoint. Leaves no files after a UserError."""
     weights = find_weights(folder)
     if weights.is_checkpoint:
         raise UserError(f"{folder} holds a Shardwright checkpoint; import reads Hugging Face folders")
@@ -116,16 +104,10 @@ def import_folder(folder: Path, checkpoint: Path) -> None:
         write_parameters(partial, shapes, lambda name: _read(*stored[name]), files=checkpoint_files(description))
 
 
-# Into a Hugging Face folder
-
-
 def export_checkpoint(
     checkpoint: Path, folder: Path, *, dtype: torch.dtype | None = None, max_bytes: int = hf_folder.MAX_FILE_BYTES
 ) -> None:
-    """Write a Hugging Face folder with the parameters of a checkpoint. dtype: the type to store; None = unchanged.
-
-    Raises UserError, and then leaves no files.
-    """
+    """Write a checkpoint as a Hugging Face folder. dtype: None = unchanged. Leaves no files after a UserError."""
     weights = find_weights(checkpoint)
     if not weights.is_checkpoint:
         raise UserError(f"{checkpoint} is a Hugging Face folder already")
@@ -145,7 +127,7 @@ def export_model(
 ) -> None:
     """Write a Hugging Face folder with the parameters of a model, plain or sharded, replacing an earlier one.
 
-    All processes of `world` must call it: they gather one parameter at a time, and rank 0 writes.
+    All processes of `world` must call it: they gather one parameter at a time, and rank 0 writes. UserErrors reach all.
 
     Args:
         model: the model.
@@ -153,9 +135,6 @@ def export_model(
         description: the shape of the model, its facts and its tokenizer.
         world: all processes; None = this process alone.
         max_bytes: size limit of one file.
-
-    Raises:
-        UserError: on all processes, if the folder cannot be written.
     """
     parameters = {plain_name(name): parameter.detach() for name, parameter in model.named_parameters()}
     files = _files(description.model, {name: parameter.dtype for name, parameter in parameters.items()}, max_bytes)

@@ -1,7 +1,4 @@
-"""The files of a Hugging Face folder: config.json, the tokenizer, and the headers of safetensors files.
-
-recipes/weights/convert.py reads and writes the values of the tensors. Imports no torch.
-"""
+"""A Hugging Face folder: config.json, tokenizer, safetensors headers; convert.py has the values. Imports no torch."""
 
 import json
 import math
@@ -50,9 +47,6 @@ class Entry:
 
 StoredTensors = dict[str, tuple[Path, Entry]]
 """Our name of a parameter -> the file that has it and its entry there."""
-
-
-# Reading
 
 
 def read_config(folder: Path) -> tuple[ModelConfig, TextFacts]:
@@ -201,9 +195,6 @@ def _weight_files(folder: Path, problems: list[str]) -> list[Path]:
 def _some(names: Sequence[str], limit: int = 5) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
-
-
-# Writing
 
 
 @contextmanager

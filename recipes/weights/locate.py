@@ -104,10 +104,7 @@ class InitialWeights:
 
 
 def initial_weights(weights: str, run_folder: Path) -> Weights:
-    """What a run with this model.weights starts from: its own newest intact checkpoint, or else the weights.
-
-    Skips damaged checkpoints, as the run itself does when it resumes. Raises UserError as find_weights does.
-    """
+    """What a run starts from: its newest intact checkpoint or these weights. Raises UserError as find_weights does."""
     from recipes.checkpoint.folder import check
     from recipes.checkpoint.manifest import Damage
 
