@@ -37,7 +37,8 @@ OCCUPIED = 0.05
 """Warn when a GPU has this share of its memory less free than the others: another process is probably using it."""
 SLOW = 0.5
 """Warn when a process reaches less than this share of the median speed between nodes."""
-MOST_ROWS = 16  # in the table
+MOST_ROWS = 16
+"""In the table."""
 
 ONE_ENVIRONMENT = "use one environment on all nodes: PYTHON, or .venv in a checkout that they share"
 OTHER_NODES = "request nodes of one kind, or exclude the ones that differ (sbatch --exclude)"
@@ -93,8 +94,9 @@ def preflight(
         log: Receives one line of text per message.
 
     Raises:
-        UserError: On all ranks, naming the nodes, if recipe, versions, sources or devices differ, a node does not see a
-            folder, or a collective returns wrong numbers. Anything else unusual is only logged.
+        UserError: On all ranks and with the names of the nodes, if recipe, versions, sources or devices differ, if a
+            node does not see one of the folders, or if a collective returns wrong numbers. Anything else unusual is
+            only logged.
     """
     if world.size == 1:
         return
@@ -123,10 +125,12 @@ def preflight(
 
 
 def refusal(what: str, problems: Sequence[str]) -> UserError:
+    """One error that lists all problems."""
     return UserError("\n  ".join([f"pre-flight: {what}; nothing was started", *problems]))
 
 
 def local_facts(folder: Path, device: torch.device, *, recipe: str) -> Facts:
+    """The facts of this process."""
     cuda = device.type == "cuda"
     free, total = torch.cuda.mem_get_info(device) if cuda else (None, None)
     available = _find("/proc/meminfo", r"^MemAvailable: +(\d+) kB")
@@ -185,6 +189,7 @@ def differences(facts: Sequence[Facts], nodes: Sequence[Node]) -> list[str]:
 
 
 def in_common(facts: Facts) -> str:
+    """Device and versions, for the log."""
     fields = {
         "sources": facts.sources,
         "Python": facts.python,
@@ -197,7 +202,7 @@ def in_common(facts: Facts) -> str:
 
 
 def require_one_folder(folder: Path, world: World, *, what: str, field: str, patience: float = VISIBLE_SECONDS) -> None:
-    """Raise UserError on all ranks, naming the nodes that do not see a file that rank 0 writes into `folder` or above.
+    """Check that every node sees a file that rank 0 writes into the folder, or where the folder will be.
 
     Args:
         folder: It need not exist.
@@ -205,6 +210,9 @@ def require_one_folder(folder: Path, world: World, *, what: str, field: str, pat
         what: The folder's name in the message.
         field: The recipe's field that sets it.
         patience: Seconds until the file must have appeared.
+
+    Raises:
+        UserError: On all ranks, with the nodes that do not see the file.
     """
     level, name = from_main(world, _write_probe(folder) if world.is_main else (0, ""))
     if not name:  # rank 0 cannot write there; the run reports that later
@@ -366,6 +374,7 @@ def table(
 
 
 def _offset(least: float, most: float) -> str:
+    """A clock's offset and its uncertainty."""
     middle, doubt = (least + most) / 2, (most - least) / 2
     if abs(middle) < 1:
         return f"{middle * 1000:+.1f} ms ±{doubt * 1000:.1f}"

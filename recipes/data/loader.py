@@ -1,4 +1,5 @@
 """The training and held-out batches of a run: this process's share of each, read ahead of the step that needs it.
+
 b sequences of this process in a step, B of a micro-batch, T sequence length.
 """
 
@@ -47,8 +48,7 @@ class DataLoader:
         resumed_data_state: Callable[[], Mapping[str, Any]],
         log: Callable[[str], None],
     ) -> None:
-        """Open all sources on every process. Raises UserError if a source, its text or the tokenizer is bad, or the
-        processes see different files.
+        """Open all sources on every process.
 
         Args:
             data, batch: the recipe's sections.
@@ -59,6 +59,9 @@ class DataLoader:
             tokenizer: returns data.tokenizer, or a tokenizer that is loaded already.
             resumed_data_state: called on rank 0; returns the data_state of the checkpoint to resume from, or {}.
             log: receives one line of text per message.
+
+        Raises:
+            UserError: if a source, its text or the tokenizer is bad, or the processes see different files.
         """
 
         def opened_from(state: Mapping[str, Any], launch: Launch) -> Data:
@@ -126,7 +129,9 @@ class DataLoader:
 
     def require_trained_on(self, checksums: Mapping[str, str], *, batches: int) -> None:
         """Raises UserError if the first `batches` global batches come from other tokens than the run was trained on.
-        The data state identifies the given text, the checksums what was read of it. Every process must call this."""
+
+        The data state identifies the given text, the checksums what was read of it. Every process must call this.
+        """
 
         def compare() -> None:
             now = self.checksums(batches)
@@ -192,8 +197,10 @@ class Batches:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="data")
 
     def take(self, batch: int) -> list[MicroBatch]:
-        """Global batch number `batch`, on the device, without waiting for a GPU. Waits while the text is not tokenized
-        yet. Raises UserError if it cannot be."""
+        """Global batch number `batch`, on the device, without waiting for a GPU.
+
+        Waits while the text is not tokenized yet. Raises UserError if it cannot be.
+        """
         if not self._waiting or self._waiting[0][0] != batch:
             self._waiting.clear()
         while len(self._waiting) <= AHEAD:

@@ -94,8 +94,7 @@ def open_data(
     seed: int,
     resumed_data_state: Mapping[str, Any],
 ) -> Data:
-    """Open all sources, and wait until their first sequences are there. Raises UserError if a source, its text or the
-    tokenizer is bad, or the hub does not answer.
+    """Open all sources, and wait until their first sequences are there.
 
     Args:
         section: of the recipe.
@@ -105,6 +104,9 @@ def open_data(
         seed: of the data order.
         resumed_data_state: of the checkpoint to resume from, or {}; on processes that do not write, the data_state of
             the one that does. A dataset on the hub stays at the commit named there.
+
+    Raises:
+        UserError: if a source, its text or the tokenizer is bad, or the hub does not answer.
     """
     resumed = resumed_data_state.get("sources", {})
     prepared = {name for name in section.sources if is_prepared(name)}
@@ -149,9 +151,11 @@ def _prepared_tokens(name: str, text: str, section: DataConfig, tokenizer: Token
 def _cached_tokens(
     name: str, text: str, section: DataConfig, tokenizer: Tokenizer, *, used: str, launch: Launch
 ) -> _Tokens:
-    """The tokens of a source in the cache; the process that writes starts to tokenize if some are missing. name: of the
-    source, as in the recipe. text: the source, at a commit if it is on the hub. used: as in _choose_folder(). Raises
-    UserError if this process sees other text than the one that writes."""
+    """The tokens of a source in the cache; the process that writes starts to tokenize if some are missing.
+
+    name: of the source, as the recipe writes it. text: the source, at a commit if it is on the hub. used: as in
+    _choose_folder(). Raises UserError if this process sees other text than the one that writes.
+    """
     work = preparation(
         text,
         text_field=section.text_field,
@@ -205,9 +209,12 @@ def _open_source(
 
 
 def _choose_folder(cache: Path, work: Preparation, *, used: str) -> tuple[Path, list[Shard]]:
-    """The folder for the tokens, and the shards that are in it. Shards that lack a file which was unreadable are kept
-    for the runs that were trained on them: in the folder named `used`. Other runs get a folder of their own with the
-    shards before those, and try the file again."""
+    """The folder for the tokens, and the shards that are in it.
+
+    used: name of the folder that the run was trained on. Shards that lack a file which was unreadable are kept for the
+    runs that were trained on them. Other runs get a folder of their own with the shards before those, and try the file
+    again.
+    """
     if _is_of(cache / used, work):
         return cache / used, _shards_in(cache / used)
     previous: tuple[Path, list[Shard]] | None = None

@@ -1,9 +1,12 @@
-"""Which tokens sequence number n of a run holds, from the recipe and n alone. It does not depend on the number of
-processes, the batch size or what was read before. So the whole state of the data is the number of sequences consumed.
+"""Which tokens sequence number n of a run holds, computed from the recipe and n alone. Nothing is stored.
+
+The order does not depend on the number of processes, the batch size or what was read before. So the whole state of the
+data is one integer, the number of sequences consumed, and any position is reached at once.
 
 S sequence length. A source is a row of `total` tokens that repeats forever. Its sequence i covers tokens i*S .. i*S + S
-of that row: the last one is only a target here, and the first input of sequence i + 1. A sequence may span the end of a
-repetition, so no token is dropped, padded or seen twice per repetition. Imports no torch.
+of that row: the last one is only a target here, and the first input of sequence i + 1. A sequence may start at the end
+of one repetition and end in the next, so no token is dropped, padded or seen twice per repetition.
+Imports no torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,8 +23,11 @@ FEISTEL_ROUNDS = 8
 
 @dataclass(frozen=True)
 class SequenceOrder:
-    """The shuffled order of one source's sequences. Epoch e consists of sequences e*total // S to (e+1)*total // S - 1,
-    each once, shuffled as a whole; the first epoch of a source that is tokenized during training, window by window."""
+    """The shuffled order of one source's sequences.
+
+    Epoch e consists of sequences e*total // S to (e+1)*total // S - 1, each once. Each epoch is shuffled as a whole,
+    except that the first epoch of a source that is tokenized during training is shuffled window by window.
+    """
 
     sequence_length: int
     seed: int
@@ -35,8 +41,10 @@ class SequenceOrder:
         return (number // self.window + 1) * self.window * self.sequence_length + 1
 
     def starts(self, numbers: np.ndarray, *, total: int | None) -> np.ndarray:
-        """Where in the source the sequences of these numbers start: (n,) int64 -> (n,) int64, below `total`, its
-        tokens. total None = unknown; then needs() of every number must exist already."""
+        """Where in the source the sequences of these numbers start: (n,) int64 -> (n,) int64, below `total`.
+
+        total: tokens in the source; None = unknown, then needs() of every number must exist already.
+        """
         if total is None:
             assert self.window is not None
             firsts = numbers // self.window * self.window
@@ -72,8 +80,11 @@ def mixture_problem(weights: Mapping[str, float]) -> str | None:
 
 
 class Mixture:
-    """Distributes the sequences (equally long, so also the tokens) of a run over several sources by fixed shares:
-    exactly in any MIXTURE_PERIOD sequences in a row, nearly in a few hundred. Less noise than random sampling."""
+    """Distributes the sequences of a run over several sources, evenly and by fixed shares.
+
+    Each source has exactly its share of any MIXTURE_PERIOD sequences in a row, and nearly its share of a few hundred:
+    less noise than random sampling. All sequences are equally long, so these are shares of the tokens.
+    """
 
     def __init__(self, weights: Sequence[float]) -> None:
         """weights: positive, with any sum, none below 1 / MIXTURE_PERIOD of it."""
@@ -113,10 +124,12 @@ class Mixture:
 
 
 def permuted(positions: np.ndarray, *, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Where the permutation of each key maps each position in 0 .. size-1: three of (n,) -> (n,) int64. A Feistel
-    network permutes the numbers of 2 * half bits (at most 4 * size) whatever its round function is. A result outside 0
-    .. size-1 is permuted again until it is inside, which gives a permutation of 0 .. size-1 (cycle walking: Black and
-    Rogaway, "Ciphers with Arbitrary Finite Domains", 2002)."""
+    """Where the permutation of each key maps each position in 0 .. size-1: three of (n,) -> (n,) int64.
+
+    A Feistel network permutes the numbers of 2 * half bits whatever its round function is. There are at most 4 * size
+    of them. A result outside 0 .. size-1 is permuted again until it is inside, which gives a permutation of 0 .. size-1
+    (cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+    """
     bits = np.frexp((sizes - 1).astype(np.float64))[1]  # exact below 2**53
     halves = _u64(np.maximum(1, (bits + 1) // 2))
     masks = (np.uint64(1) << halves) - np.uint64(1)

@@ -1,5 +1,7 @@
-"""The sequences of a run, from one source or a mixture of several. S sequence length; a row holds S + 1 tokens, S
-inputs and S targets that overlap. Imports no torch."""
+"""The sequences of a run, from one source or a mixture of several.
+
+S sequence length; a row holds S + 1 tokens, S inputs and S targets that overlap. Imports no torch.
+"""
 
 import json
 import time
@@ -93,8 +95,10 @@ class Source:
 
     @property
     def tokens(self) -> int | None:
-        """Length of the row of tokens that repeats; None while it is unknown. Held-out text is read once, so its row is
-        cut to whole sequences with their targets."""
+        """Length of the row of tokens that repeats; None while it is unknown.
+
+        Held-out text is read once, so its row is cut to whole sequences with their targets.
+        """
         if not self.shards.complete:
             return None
         length = self.order.sequence_length
@@ -106,8 +110,11 @@ class Source:
         return max(0, self.shards.tokens - 1) // self.order.sequence_length
 
     def require(self, number: int, *, log: Callable[[str], None] | None = None) -> None:
-        """Wait until the tokens of sequence `number` are known. log: receives every few seconds how much is tokenized,
-        if this process started that. Raises UserError if they will never be known, or if too many rows are bad."""
+        """Wait until the tokens of sequence `number` are known.
+
+        log: receives every few seconds how much is tokenized, if this process started that. Raises UserError if the
+        tokens will never be known, or if too many rows are bad.
+        """
         needed = self.order.needs(number)
         if self.background is not None:
             window = (self.order.window or 0) * self.order.sequence_length
@@ -187,8 +194,10 @@ class Sequences:
         }
 
     def checksums(self, consumed: int, *, log: Callable[[str], None] = print) -> dict[str, str]:
-        """For each source, a checksum of the tokens that the first `consumed` sequences come from. Waits until they are
-        tokenized and logs progress. Reads only their part of the last shard."""
+        """For each source, a checksum of the tokens that the first `consumed` sequences come from.
+
+        Waits until they are tokenized and logs progress. Reads only their part of the last shard.
+        """
         found = {}
         for source, count in zip(self.sources, self.mixture.consumed(consumed), strict=True):
             if count:

@@ -1,8 +1,10 @@
-"""Locks on files that end with their process, however it ends. Neither of the two kinds that Unix has serves both uses:
+"""Locks on files that end with their process, however it ends. A run and a sweep lock their folder; so do the
+processes that write the same shards of tokens (recipes/data/tokens/workspace.py).
 
-- "process" (POSIX, fcntl): for the folder of a run or a sweep. No child inherits it, so a forked child that outlives
-  its process does not hold it. But locks of one process never conflict, and closing any descriptor of the file drops
-  its lock.
+There are two kinds, because neither of the two kinds of lock that Unix has serves both uses:
+
+- "process" (POSIX, fcntl): for a run's folder. No child inherits it, so a forked child that outlives its process does
+  not hold it. But locks of one process never conflict, and closing any descriptor of the file drops its lock.
 - "descriptor" (flock): for shards, which several threads of a process may write, and may probe, at once: their locks
   conflict. A descriptor that can only be read locks exclusively, too. But a forked child shares the lock.
 
@@ -38,10 +40,12 @@ class NoLocks(OSError):
 def open_locked(
     file: Path, *, owner: Literal["process", "descriptor"], shared: bool = False, wait: bool = False
 ) -> int | None:
-    """Open a file and lock it; owner says which kind of lock (see above). wait: until the lock is free. shared:
-    conflict with exclusive locks only, and do not create the file. Returns the descriptor, which holds the lock until
-    it is closed; None if another holds the lock, or the file was removed or replaced in the meantime. Raises NoLocks if
-    the file system cannot lock the file; another OSError if it cannot be opened."""
+    """Open a file and lock it; owner says which kind of lock (see above). wait: until the lock is free.
+
+    shared: conflict with exclusive locks only, and do not create the file. Returns the descriptor, which holds the lock
+    until it is closed; None if another holds the lock, or the file was removed or replaced in the meantime. Raises
+    NoLocks if the file system cannot lock the file; another OSError if it cannot be opened.
+    """
     descriptor = _open(file, owner=owner, shared=shared)
     error = None
     try:
@@ -78,8 +82,11 @@ def _is_still(file: Path, descriptor: int) -> bool:
 
 
 class FolderLock:
-    """The lock of a folder. Rank 0 takes that of a run's folder for all processes. The file stays when the lock is
-    gone, and means nothing without it. Nothing else may open the file in a process that holds the lock (see above)."""
+    """The lock of a folder. Rank 0 takes that of a run's folder for all processes; it ends with the process.
+
+    The file stays when the lock is gone, and means nothing without it. Nothing else may open the file in a process that
+    holds the lock: closing any descriptor of the file would drop it.
+    """
 
     def __init__(self) -> None:
         self._descriptor: int | None = None
@@ -94,8 +101,9 @@ class FolderLock:
         here: float = PATIENCE_HERE,
         elsewhere: float = PATIENCE_ELSEWHERE,
     ) -> None:
-        """Lock this folder, if it exists, unless this object already holds its lock. Where the file system has no locks
-        or cannot be written, log that and lock nothing. Raises UserError if another process still holds it.
+        """Lock this folder, unless this object already holds its lock. Do nothing if the folder does not exist.
+
+        Where the file system has no locks, or cannot be written, a message is logged and nothing is locked.
 
         Args:
             folder: the folder to lock.
@@ -103,6 +111,8 @@ class FolderLock:
             remedy: what the user can do instead of ending the other process.
             here: seconds to wait for a process on this host.
             elsewhere: seconds to wait for a process on another host.
+
+        Raises: UserError if another process still holds the lock after that time.
         """
         if self._no_locks or not folder.is_dir():
             return
