@@ -4,7 +4,7 @@ import logging
 from typing import Any
 
 import torch
-import torch.nn.attention.varlen  # else its operator is not there to be named below
+import torch.nn.attention.varlen  # registers the operator that is named below
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import create_selective_checkpoint_contexts

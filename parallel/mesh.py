@@ -35,6 +35,8 @@ class Mesh:
     """Which share of every global batch this process reads."""
     data_ranks: int
     """Into how many shares a global batch is divided."""
+    data_group: ProcessGroup
+    """The processes that read different sequences."""
     loss_group: ProcessGroup
     """The processes whose losses and token counts add up to those of the global batch."""
     replicate_group: ProcessGroup
@@ -60,6 +62,7 @@ def mesh_over(devices: DeviceMesh) -> Mesh:
         fsdp=devices[fsdp] if len(fsdp) > 1 else devices[fsdp[0]],
         data_rank=data_rank,
         data_ranks=data_ranks,
+        data_group=_group_of(devices, DATA_AXES),
         loss_group=_group_of(devices, LOSS_AXES),
         replicate_group=devices.get_group("replicate"),
     )

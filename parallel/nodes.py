@@ -40,7 +40,7 @@ def require_like_nodes(nodes: Sequence[Node]) -> None:
     for node in nodes:
         by_size.setdefault(len(node.ranks), []).append(node.name)
     if len(by_size) > 1:
-        sizes = " and ".join(f"{size} on {listed(names)}" for size, names in sorted(by_size.items()))
+        sizes = " and ".join(f"{size} on {abbreviated(names)}" for size, names in sorted(by_size.items()))
         raise UserError(
             f'mesh.shard = "node" needs the same number of processes on each node, but there are {sizes}'
             "; start as many on each (NPROC), leave out the nodes that differ, or write a number"
@@ -48,7 +48,7 @@ def require_like_nodes(nodes: Sequence[Node]) -> None:
     scattered = [node.name for node in nodes if node.ranks[-1] - node.ranks[0] >= len(node.ranks)]
     if scattered:
         raise UserError(
-            f'mesh.shard = "node" needs consecutive ranks on each node, but those of {listed(scattered)} are'
+            f'mesh.shard = "node" needs consecutive ranks on each node, but those of {abbreviated(scattered)} are'
             " scattered; start the processes with scripts/run.sh or torchrun, or write a number"
         )
 
@@ -72,10 +72,10 @@ def placement(degrees: MeshDegrees, nodes: Sequence[Node]) -> list[str]:
     else:
         span = f"{min(spans)}" if min(spans) == max(spans) else f"{min(spans)} to {max(spans)}"
         where = f"each shard group spans {span} nodes"
-    return [f"nodes: {len(nodes)} of {processes} ({listed([node.name for node in nodes])}); {where}"]
+    return [f"nodes: {len(nodes)} of {processes} ({abbreviated([node.name for node in nodes])}); {where}"]
 
 
-def listed(names: Sequence[str]) -> str:
+def abbreviated(names: Sequence[str]) -> str:
     """The names as text; of many, only the first ones and the last."""
     if len(names) <= FEW:
         return ", ".join(names)

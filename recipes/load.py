@@ -46,9 +46,17 @@ class LoadedRecipe:
     """What the run starts from; None if neither model.weights nor data.tokenizer needs any, or without the rules."""
 
 
-def load(path: str | Path, arguments: Sequence[str] = (), **options: Any) -> Recipe:
+def load(
+    path: str | Path,
+    arguments: Sequence[str] = (),
+    *,
+    over: Sequence[Layer] = (),
+    processes: int | None = None,
+    nodes: int | None = None,
+    rules: bool = True,
+) -> Recipe:
     """The recipe alone; takes and raises what load_run does."""
-    return load_run(path, arguments, **options).recipe
+    return load_run(path, arguments, over=over, processes=processes, nodes=nodes, rules=rules).recipe
 
 
 def load_run(

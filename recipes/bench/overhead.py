@@ -22,7 +22,6 @@ from recipes.optimization.skip_steps import StepGuard
 from recipes.training.build import build_run
 from recipes.training.console import Console
 from recipes.training.environment import environment
-from recipes.training.run import without_garbage_collection
 from recipes.training.step import train_step
 from recipes.training.trainer import Trainer
 
@@ -82,7 +81,7 @@ def _run(folder: str, overrides: list[str]) -> Trainer:
     none = ["--validation.every", "0", "--validation.sample_tokens", "0"]
     loaded = load_run(DEBUG, [*quiet, *none, *overrides], processes=1)
     world = start("cpu", seed=loaded.recipe.run.seed)
-    with Console(silent=True) as console, without_garbage_collection():
+    with Console(silent=True) as console:
         trainer = Trainer(build_run(loaded, world, console, RunClock(world.device)))
         trainer.run()
     return trainer

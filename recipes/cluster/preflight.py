@@ -20,7 +20,7 @@ import xxhash
 
 from parallel.dist import World, from_all, from_main
 from parallel.errors import UserError
-from parallel.nodes import Node, listed
+from parallel.nodes import Node, abbreviated
 from recipes.cluster.links import BUFFER, Links, clock_bounds, measure_links, slow_processes
 from recipes.files.layout import holds_results
 from recipes.files.units import size
@@ -184,7 +184,7 @@ def differences(facts: Sequence[Facts], nodes: Sequence[Node]) -> list[str]:
         (usual, _), *others = Counter(values.values()).most_common() or [(None, 0)]
         for value, _ in others:
             where = [node.name for node in nodes if any(values.get(rank) == value for rank in node.ranks)]
-            found.append(f"{name}: {value} on {listed(where)}, {usual} on the others; {remedy}")
+            found.append(f"{name}: {value} on {abbreviated(where)}, {usual} on the others; {remedy}")
     return found
 
 
@@ -231,10 +231,10 @@ def require_one_folder(folder: Path, world: World, *, what: str, field: str, pat
     if blind:
         main = everyone[0][1]
         elsewhere = {place for place in blind.values() if place != main}
-        also = f" (which is {listed(sorted(elsewhere))} there: a relative path starts at the current folder)"
+        also = f" (which is {abbreviated(sorted(elsewhere))} there: a relative path starts at the current folder)"
         problem = (
             f"a file that {world.nodes[0].name} wrote into {main}{also if elsewhere else ''} did not appear on"
-            f" {listed([*blind])} within {patience:g} s; write a {field} on a file system that all nodes share"
+            f" {abbreviated([*blind])} within {patience:g} s; write a {field} on a file system that all nodes share"
         )
         raise refusal(f"the nodes do not share {what}", [problem])
 
@@ -271,12 +271,12 @@ def wrong_results(links: Sequence[Links], nodes: Sequence[Node]) -> list[str]:
     name_of = {rank: node.name for node in nodes for rank in node.ranks}
     found = []
     if summed := sorted({name_of[rank] for rank, link in enumerate(links) if link.wrong_sum}):
-        found.append(f"all-reduce: wrong on {listed(summed)}")
+        found.append(f"all-reduce: wrong on {abbreviated(summed)}")
     by_source: dict[str, set[str]] = {}
     for rank, link in enumerate(links):
         for source in link.wrong_parts:
             by_source.setdefault(name_of[source], set()).add(name_of[rank])
-    found += [f"all-gather: what {name} sends is wrong on {listed(sorted(to))}" for name, to in by_source.items()]
+    found += [f"all-gather: what {name} sends is wrong on {abbreviated(sorted(to))}" for name, to in by_source.items()]
     if found:
         found.append("exclude these nodes (sbatch --exclude), and have their memory, GPUs and network tested")
     return found

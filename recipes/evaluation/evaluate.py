@@ -193,7 +193,7 @@ def show_sample(
     seed: int,
     log: Callable[..., None],
 ) -> None:
-    """Let the model continue the beginning of a held-out document, by so many tokens, and say both."""
+    """Let the model continue the beginning of a held-out document, by this many tokens, and log both."""
     prompt = loader.held_out_tokens(min(32, batch.sequence_length // 2))
     shape = batch.micro_batch_size, batch.sequence_length
     boundary = loader.document_boundary

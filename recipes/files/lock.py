@@ -57,7 +57,7 @@ def open_locked(
     if still and error is None:
         return descriptor
     os.close(descriptor)
-    if still and error is not None and error.errno not in HELD:
+    if still and error is not None and (wait or error.errno not in HELD):  # no wait ends with "held"
         raise NoLocks(error.errno, error.strerror)
     return None
 

@@ -71,8 +71,6 @@ class Run:
     world: World
     console: Console
     clock: RunClock
-    lock: FolderLock
-    """Of the run folder; held for as long as this process lives."""
     built: Built
     loader: DataLoader
     checkpoints: "Checkpoints | None"
@@ -91,19 +89,14 @@ def build_run(loaded: LoadedRecipe, world: World, console: Console, clock: RunCl
     recipe, folder = loaded.recipe, loaded.recipe.run.folder
     require_fits_world(recipe.mesh, recipe.batch, nodes=world.nodes)
     on_main_first(world, lambda: check_output_folder(recipe))
-    lock = FolderLock()
+    lock = FolderLock()  # held for as long as this process lives
     on_main(world, lambda: lock.take(folder, log=console.log))
     resume_step = on_main(world, lambda: _newest_checkpoint(recipe, console))
     weights = _weights(loaded, resumes=resume_step is not None)
+    assert weights is not None or not recipe.model.weights, "a recipe whose weights load_run() has not located"
     starts_from = weights if recipe.model.weights and resume_step is None else None
     built = build(recipe, world, weights=starts_from)
-    throughput = Throughput(
-        recipe.model,
-        tokens_per_step=recipe.batch.global_batch_size * recipe.batch.sequence_length,
-        sequence_length=recipe.batch.sequence_length,
-        devices=world.size,
-        device=world.device,
-    )
+    throughput = _throughput(recipe, world)
     for line in run_header(recipe, built.mesh.degrees, throughput, built.report):
         console.log(line, style=None if line.startswith(" ") else "bold")
     if starts_from is not None:
@@ -134,8 +127,20 @@ def build_run(loaded: LoadedRecipe, world: World, console: Console, clock: RunCl
         loader.list_bad_rows_in(folder)
     recorder = Recorder(recipe, world, built.mesh, built.model, clock, console, loader, guard, throughput, progress)
     observers = _observers(recipe, world, built, clock, console)
-    parts = (built, loader, checkpoints, guard, recorder, interruption, observers)
-    return Run(recipe, world, console, clock, lock, *parts, context_length=context_length)
+    return Run(
+        recipe,
+        world,
+        console,
+        clock,
+        built,
+        loader,
+        checkpoints,
+        guard=guard,
+        recorder=recorder,
+        interruption=interruption,
+        observers=observers,
+        context_length=context_length,
+    )
 
 
 def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh: Mesh | None = None) -> Built:
@@ -205,6 +210,12 @@ def _weights(loaded: LoadedRecipe, *, resumes: bool) -> Weights | None:
     found, recipe = loaded.weights, loaded.recipe
     stale = found is not None and not resumes and recipe.run.folder in found.path.parents
     return initial_weights(recipe.model.weights, recipe.run.folder) if stale else found
+
+
+def _throughput(recipe: Recipe, world: World) -> Throughput:
+    batch, length = recipe.batch.global_batch_size, recipe.batch.sequence_length
+    sizes = {"tokens_per_step": batch * length, "sequence_length": length, "devices": world.size}
+    return Throughput(recipe.model, **sizes, device=world.device)
 
 
 def _open_data(

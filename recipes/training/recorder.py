@@ -46,7 +46,7 @@ class Recorder:
         self._world, self._mesh, self._clock, self._console = world, mesh, clock, console
         self._loader, self._guard, self._throughput = loader, guard, throughput
         self._steps = recipe.run.steps
-        self._attention_length = AttentionLength(mesh.loss_group, device=world.device)
+        self._attention_length = AttentionLength(mesh.data_group, device=world.device)
         self.goodput = Goodput(clock, before=progress)
         self._compute: ComputeTime | None = None
         self._stragglers: Stragglers | None = None
@@ -146,6 +146,5 @@ class Recorder:
         return self._metrics.state() | self.goodput.state(finished=finished)
 
     def close(self) -> None:
-        """Log where the run's time went, and finish writing."""
-        self._console.log(self.goodput.line())
+        """Finish writing, which may wait for the network."""
         self._metrics.close()

@@ -1,9 +1,6 @@
 """One run in one process: what the launcher starts, and how it ends."""
 
-import gc
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -40,9 +37,7 @@ def train(loaded: LoadedRecipe, *, began: float) -> int:
         with Console(silent=not world.is_main) as console:
             if world.size > 1:
                 _preflight(loaded.recipe, world, console)
-            run = build_run(loaded, world, console, clock)
-            with without_garbage_collection():
-                return Trainer(run).run()
+            return Trainer(build_run(loaded, world, console, clock)).run()
     except UserError as error:
         forget_signals()
         if world.is_main:
@@ -66,19 +61,3 @@ def _preflight(recipe: Recipe, world: World, console: Console) -> None:
     tokenizes = not all(map(is_prepared, recipe.data.sources))
     cache = Path(recipe.data.cache) if tokenizes else None
     preflight(recipe.run.folder, world, recipe=to_toml(recipe), cache=cache, log=console.log)
-
-
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Inside, garbage is collected only by gc.collect(), and what exists at the beginning is left alone.
-
-    Python would collect in the middle of any step, on each rank in a different one, and all ranks wait for the slowest.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()

@@ -1,8 +1,10 @@
 """The training loop of one run, and the ways in which it ends."""
 
+import gc
 import signal
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 from torch import Tensor
 
@@ -23,9 +25,8 @@ class Trainer:
         self.recipe, self.world, self.console, self.clock = run.recipe, run.world, run.console, run.clock
         self.built, self.loader, self.checkpoints = run.built, run.loader, run.checkpoints
         self.guard, self.recorder, self.interruption = run.guard, run.recorder, run.interruption
-        self.lock, self.context_length, self.observers = run.lock, run.context_length, run.observers
-        self.folder = run.recipe.run.folder
-        self.first_step = self.step
+        self.context_length, self.observers = run.context_length, run.observers
+        self.folder, self.first_step = run.recipe.run.folder, run.clock.step
         self.validation_loss: float | None = None
 
     @property
@@ -38,10 +39,10 @@ class Trainer:
         began = time.perf_counter()
         self.clock.begin(END)  # the phase after the loop, however the loop ends
         try:
-            with self.clock(FIRST_STEP):
+            with without_garbage_collection(), self.clock(FIRST_STEP):
                 number = self._loop()
             self.console.end_progress()
-            return self._stop_early(number) if number else self._finish(time.perf_counter() - began)
+            return self._stop_early(number) if number else self._finish(began)
         except NonFiniteRun as error:
             self.console.end_progress()
             return self._give_up(error)
@@ -142,10 +143,11 @@ class Trainer:
         self._end(f"stopped: {error}; metrics.jsonl names their documents; {place}")
         return POISONED
 
-    def _finish(self, seconds: float) -> int:
-        """After the last step: log the results and where they are. seconds: since this start began to train."""
+    def _finish(self, began: float) -> int:
+        """After the last step: log the results and where they are. began: by time.perf_counter()."""
         self.recorder.log_skipped()
         recipe, done, saved = self.recipe, self.step - self.first_step, self._save_last()
+        seconds = time.perf_counter() - began
         if done == 0:
             self.console.log(f"this run has its {recipe.run.steps} steps already; --run.steps N makes it longer")
             if recipe.validation.every:
@@ -175,7 +177,24 @@ class Trainer:
         return CANNOT_WRITE if unsaved else FINISHED
 
     def _end(self, last_line: str) -> None:
-        self.recorder.close()
+        self.console.log(self.recorder.goodput.line())
         self.console.log(last_line)
         self.loader.close()
+        self.recorder.close()
         self.interruption.end()
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Inside, garbage is collected only by gc.collect(), and what exists at the beginning is left alone.
+
+    Python would collect in the middle of any step, on each rank in a different one, and all ranks wait for the slowest.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()

@@ -4,7 +4,7 @@ import pytest
 
 from parallel.config import MeshDegrees
 from parallel.errors import UserError
-from parallel.nodes import Node, arrange, listed, placement, require_like_nodes
+from parallel.nodes import Node, abbreviated, arrange, placement, require_like_nodes
 
 
 def nodes(*sizes: int) -> tuple[Node, ...]:
@@ -61,8 +61,8 @@ def test_placement_says_which_nodes_a_shard_group_spans(
 
 
 def test_a_long_list_of_names_is_shortened() -> None:
-    assert listed([f"gpu-{n}" for n in range(1, 101)]) == "gpu-1, gpu-2, gpu-3, ... gpu-100: 100 in all"
+    assert abbreviated([f"gpu-{n}" for n in range(1, 101)]) == "gpu-1, gpu-2, gpu-3, ... gpu-100: 100 in all"
 
 
 def test_a_short_list_of_names_is_complete() -> None:
-    assert listed(["a", "b"]) == "a, b"
+    assert abbreviated(["a", "b"]) == "a, b"

@@ -40,7 +40,7 @@ MAPS = 256
 LISTED = 5
 INDEX, TOKENIZER, OWNER = "index.json", "tokenizer.json", "owner.txt"
 PROBLEMS = "problem*.txt"
-"""Files in which processes that tokenize say why they ended. (problem.txt: of older versions)"""
+"""Files in which processes that tokenize say why they ended. (older versions wrote problem.txt)"""
 # `end` counts tokens from the start of the shard; `file` and `row` are those of recipes/data/text/readers.py.
 DOCUMENT = np.dtype([("end", "<u8"), ("file", "<u4"), ("row", "<u8")])
 

@@ -1,6 +1,8 @@
 """Which processes may write to a folder of shards. Locks decide, and they end with their process."""
 
+import errno
 import fcntl
+import os
 import signal
 import subprocess
 import sys
@@ -126,9 +128,14 @@ def test_unclaim_leaves_nothing_once_no_process_works_there(remove: bool, tmp_pa
     assert not list(tmp_path.glob("out/*"))
 
 
-def test_nothing_is_removed_on_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EACCES])
+def test_nothing_is_removed_where_locks_are_not_supported_or_denied(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A security policy denies with EACCES, which for a lock that is not waited for means that another has it."""
+
     def refuse(descriptor: int, operation: int) -> None:
-        raise OSError(95, "Operation not supported")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     with claimed(tmp_path, fingerprint="ours", tokenizer="T") as part:
