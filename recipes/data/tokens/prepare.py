@@ -4,7 +4,7 @@ any number of cores and interruptions. Interrupted work continues after the last
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -56,8 +56,9 @@ def write_shards(
         rows = open_rows(work.source, text_field=work.text_field, cursor=shards[-1].cursor if shards else None)
         if not is_hub(work.source) and list(rows.files) != list(work.states):
             raise UserError(f"data.source: files of {work.source!r} appeared or disappeared just now; start again")
-        with parallel_tokenizers():
-            batches = _counted(_tokenized(rows, work.tokenizer, work.pieces), progress)
+        # Closed here: left to the garbage collector, its threads may be joined from inside the start of another thread.
+        with parallel_tokenizers(), closing(_tokenized(rows, work.tokenizer, work.pieces)) as tokenized:
+            batches = _counted(tokenized, progress)
             while not (shards and shards[-1].last):
                 shards.append(_write_shard(folder, shards, batches, work, files=rows.files, part=part))
                 yield shards[-1]
@@ -83,7 +84,7 @@ class _Batch:
     last: bool
 
 
-def _tokenized(rows: RowStream, tokenizer: Tokenizer, pieces: Pieces) -> Iterator[_Batch]:
+def _tokenized(rows: RowStream, tokenizer: Tokenizer, pieces: Pieces) -> Generator[_Batch, None, None]:
     """Batches of rows with their tokens, in order. Reading and tokenizing run ahead of the caller."""
     waiting: deque[tuple[list[Row], Any, Future[list[np.ndarray]]]] = deque()
     with ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="tokenizer") as pool:
