@@ -12,8 +12,8 @@ from pathlib import Path  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # first: other packages install a top-level `recipes` too
 
-from parallel.errors import UserError  # noqa: E402
-from recipes.files.exit_codes import FINISHED, REFUSED, leave  # noqa: E402
+from parallel.errors import TemporaryError, UserError  # noqa: E402
+from recipes.files.exit_codes import FINISHED, REFUSED, TEMPORARY, leave  # noqa: E402
 
 USAGE = """\
 usage: train.py RECIPE [--section.field value ...]
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
         return run(*parser.parse_known_args(arguments, argparse.Namespace(began=time.monotonic())))
     except UserError as error:
         print(error, file=sys.stderr)
-        return REFUSED
+        return TEMPORARY if isinstance(error, TemporaryError) else REFUSED
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:

@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from parallel.errors import UserError
+from parallel.errors import TemporaryError, UserError
 from parallel.nodes import Node, arrange
 
 Result = TypeVar("Result")
@@ -21,8 +21,8 @@ SPOKEN = "spoken"
 """The key set once a hang has been explained and all processes are exiting."""
 
 
-class SilentUserError(UserError):
-    """A UserError that another rank is already reporting."""
+SILENT = "rank 0 failed and reports it"
+"""The text of errors that another rank is already reporting."""
 
 
 @dataclass(frozen=True)
@@ -99,25 +99,31 @@ def on_main(world: World, work: Callable[[], Result]) -> Result:
             result = work()
         except UserError as raised:
             error = raised
-    failed, result = from_main(world, (error is not None, result))
+    kind, result = from_main(world, (_kind(error), result))
     if error is not None:
         raise error
-    if failed:
-        raise SilentUserError("rank 0 could not go on")
+    if kind is not None:
+        raise kind(SILENT)
     return cast(Result, result)
 
 
 def on_all(world: World, work: Callable[[], Result]) -> Result:
     """Run `work`, which must not communicate, on every rank. A UserError on any rank is raised on all of them."""
     result: Result | None = None
-    error = ""
+    error: UserError | None = None
     try:
         result = work()
     except UserError as raised:
-        error = str(raised)
-    if first := next(filter(None, from_all(world, error)), ""):
-        raise UserError(first)
+        error = raised
+    errors = [(kind, text) for kind, text in from_all(world, (_kind(error), str(error))) if kind is not None]
+    for kind, text in errors[:1]:
+        raise kind(text) from error
     return cast(Result, result)
+
+
+def _kind(error: UserError | None) -> type[UserError] | None:
+    """What other processes raise instead of this process's error, so that all exit with the same code."""
+    return None if error is None else TemporaryError if isinstance(error, TemporaryError) else UserError
 
 
 def on_main_first(world: World, work: Callable[[], Result]) -> Result:

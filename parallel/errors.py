@@ -10,6 +10,13 @@ class UserError(Exception):
     """
 
 
+class TemporaryError(UserError):
+    """What the user asked for failed for a reason that may pass: a file system or another process had a fault.
+
+    train.py exits with code 71, so that RESTARTS and SLURM start the run again.
+    """
+
+
 def listed(items: Iterable[object], *, last: str = "and") -> str:
     """Comma-separated, with a word before the last item, as in "a, b and c"."""
     *most, final = map(str, items)

@@ -12,13 +12,13 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from recipes.cluster.restarts import FINAL_CODES
+from recipes.cluster.restarts import FINAL_CODES, NAMED_CRASHES
 from recipes.files.exit_codes import ECHO_SECONDS, HUNG, NOT_MET, PREEMPTED, SIGNALS, ended_by, is_there, with_parent
 
 if TYPE_CHECKING:
     from recipes.cluster.rendezvous import Launchers
 
-EXPLAINED = {*FINAL_CODES, PREEMPTED, HUNG, *map(ended_by, SIGNALS)}
+EXPLAINED = {*FINAL_CODES, *NAMED_CRASHES, PREEMPTED, *map(ended_by, SIGNALS)}
 """Exit codes of workers that have printed the reason themselves."""
 FROZEN_SECONDS = 5
 """How long torchrun waits for a worker to stop after another one ended because of a hang."""

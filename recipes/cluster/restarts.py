@@ -17,7 +17,19 @@ from types import FrameType
 
 from parallel.errors import UserError
 from recipes.files.atomic import write_whole
-from recipes.files.exit_codes import CANNOT_WRITE, HUNG, NOT_MET, POISONED, PREEMPTED, REFUSED, SIGNALS, ended_by
+from recipes.files.exit_codes import (
+    CANNOT_WRITE,
+    CORRUPTED,
+    HUNG,
+    NOT_MET,
+    OUT_OF_MEMORY,
+    POISONED,
+    PREEMPTED,
+    REFUSED,
+    SIGNALS,
+    TEMPORARY,
+    ended_by,
+)
 from recipes.files.layout import CHECKPOINTS, checkpoint_steps
 
 PAUSE_SECONDS = 2
@@ -38,7 +50,9 @@ class End(StrEnum):
 
 
 # Codes that are in neither of these are crashes.
-FINAL_CODES = (REFUSED, CANNOT_WRITE, POISONED)
+FINAL_CODES = (REFUSED, CANNOT_WRITE, POISONED, OUT_OF_MEMORY)
+# Crashes whose cause the workers have named. The frozen process was killed, and others may only have lost a peer.
+NAMED_CRASHES = (HUNG, CORRUPTED, TEMPORARY)
 # The state is saved, or a signal came before there was anything to save; the same command starts over.
 PREEMPTED_CODES = {PREEMPTED, *map(ended_by, (*SIGNALS, signal.SIGHUP))}
 
@@ -56,8 +70,9 @@ def end_of(codes: Sequence[int | None]) -> tuple[End, int]:
         return End.DONE, 0
     if known and all(code in PREEMPTED_CODES for code in codes):
         return End.PREEMPTED, max(known)
-    if HUNG in known:  # the frozen process was killed, and others may only have lost their connection
-        return End.CRASHED, HUNG
+    for crash in NAMED_CRASHES:
+        if crash in known:
+            return End.CRASHED, crash
     return End.CRASHED, next((code for code in known if code not in {0, *PREEMPTED_CODES}), 1)
 
 

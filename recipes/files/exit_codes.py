@@ -20,6 +20,8 @@ REFUSED = 2
 """An error that the user can fix; the message says how."""
 NOT_MET = 69
 """The launchers of the nodes could not connect to each other. (EX_UNAVAILABLE)"""
+TEMPORARY = 71
+"""A fault that may pass, such as a file system that does not answer: the same command tries again. (EX_OSERR)"""
 CANNOT_WRITE = 74
 """All steps are done, but the last checkpoint cannot be written. (EX_IOERR. The tokenizing process exits with it when
 it cannot even write the reason why it fails.)"""
@@ -29,6 +31,11 @@ POISONED = 76
 """run.max_skipped_steps steps in a row were skipped; the last checkpoint is unchanged."""
 HUNG = 77
 """No progress for run.hang_timeout; the message names the ranks that the others waited for."""
+OUT_OF_MEMORY = 78
+"""A device ran out of memory. Another start would too: the message names the fields that help. (EX_CONFIG)"""
+CORRUPTED = 79
+"""The weights or moments in memory are NaN, or differ between replicas: the same command resumes from a good
+checkpoint."""
 
 
 def is_there(process: int) -> bool:

@@ -44,7 +44,7 @@ def train(loaded: LoadedRecipe, *, began: float) -> int:
             raise
         # Rank 0 most likely prints the same error, and then the launcher ends the others: give it time to do so.
         time.sleep(10)
-        raise UserError(f"rank {world.rank}: {error}") from None
+        raise type(error)(f"rank {world.rank}: {error}") from None
     except Exception as error:
         forget_signals()
         if lost_a_peer(error):

@@ -1,10 +1,8 @@
 """The training loop of one run, and the ways in which it ends."""
 
-import gc
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 from torch import Tensor
 
@@ -15,6 +13,7 @@ from recipes.metrics.clock import END, FIRST_STEP, LOADING, SAVE, VALIDATION
 from recipes.optimization.skip_steps import NonFiniteRun
 from recipes.training.build import Run, describe
 from recipes.training.console import UNSAVED, contents, interrupted_message, summary
+from recipes.training.garbage import without_garbage_collection
 from recipes.training.step import train_step
 
 
@@ -182,19 +181,3 @@ class Trainer:
         self.loader.close()
         self.recorder.close()
         self.interruption.end()
-
-
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Inside, garbage is collected only by gc.collect(), and what exists at the beginning is left alone.
-
-    Python would collect in the middle of any step, on each rank in a different one, and all ranks wait for the slowest.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()

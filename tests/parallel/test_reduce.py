@@ -1,6 +1,7 @@
 """Gradient norm, clipping and agreement over real processes."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -9,8 +10,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from models.sizes import SIZES
 from parallel.config import MeshConfig
-from parallel.dist import SilentUserError, World, on_all, on_main, on_main_first, start, stop
-from parallel.errors import UserError
+from parallel.dist import SILENT, World, on_all, on_main, on_main_first, start, stop
+from parallel.errors import TemporaryError, UserError
 from parallel.reduce import clip_gradients, gradient_norm, sum_over_group
 from recipes.training.interruption import Agreement
 from tests.build import build_model
@@ -94,6 +95,11 @@ def test_clipping_scales_down_to_the_largest_norm_and_never_up(on_meshes: list[t
         assert math.isclose(answer["left_alone"], answer["clipped"], rel_tol=1e-6)
 
 
+def fail(kind: type[UserError]) -> None:
+    if dist.get_rank() == 0:
+        raise kind("the disk")
+
+
 def talk() -> dict:
     world = start("cpu", seed=0)
     agreement = Agreement()
@@ -111,10 +117,15 @@ def talk() -> dict:
     try:
         on_main_first(world, refuse)
         refused = "nothing"
-    except SilentUserError:
-        refused = "silently"
     except UserError as error:
-        refused = str(error)
+        refused = "silently" if str(error) == SILENT else str(error)
+    kinds = []
+    for fault in (TemporaryError, UserError):
+        for share in (on_main, on_all):
+            try:
+                share(world, partial(fail, fault))
+            except UserError as error:
+                kinds.append(type(error).__name__)
     told = on_main(world, lambda: f"by {dist.get_rank()}")
 
     def refuse_on_1() -> None:
@@ -131,6 +142,7 @@ def talk() -> dict:
     return {"heard": heard, "value": value, "work": work_done, "refused": refused, "total": total} | {
         "told": told,
         "refused_by_one": refused_by_one,
+        "kinds": kinds,
         "done_by_all": on_all(world, lambda: world.rank),
     }
 
@@ -159,6 +171,10 @@ def test_the_result_of_rank_0_reaches_all_ranks(answers: list[dict]) -> None:
 
 def test_an_error_of_any_rank_is_raised_on_all_ranks(answers: list[dict]) -> None:
     assert [answer["refused_by_one"] for answer in answers] == ["the disk of rank 1 is damaged"] * 3
+
+
+def test_other_ranks_raise_the_kind_of_error_that_one_rank_raised(answers: list[dict]) -> None:
+    assert [answer["kinds"] for answer in answers] == [["TemporaryError"] * 2 + ["UserError"] * 2] * 3
 
 
 def test_work_on_all_returns_the_own_result_of_each_rank(answers: list[dict]) -> None:

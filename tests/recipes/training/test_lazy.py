@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-MOST_MODULES = 65
-MOST_LINES = 9_500
+MOST_MODULES = 70
+MOST_LINES = 10_500
 MOST_FILES_OF_A_STEP = 12
 NOT_ASKED_FOR = {
     "models.hf",
@@ -105,7 +105,7 @@ def test_plain_run_loads_at_most_65_modules(plain_run: dict[str, Any]) -> None:
     assert len(modules) <= MOST_MODULES, f"{len(modules)} modules\n{listed(modules)}"
 
 
-def test_plain_run_loads_at_most_9500_lines(plain_run: dict[str, Any]) -> None:
+def test_plain_run_loads_at_most_10500_lines(plain_run: dict[str, Any]) -> None:
     modules = our_modules(plain_run)
     lines = sum(modules.values())
     assert lines <= MOST_LINES, f"{lines} lines\n{listed(modules)}"
