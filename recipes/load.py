@@ -30,6 +30,7 @@ from recipes.schema import Recipe, RunConfig
 from recipes.weights.locate import FROM_WEIGHTS, InitialWeights, Weights
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+BENCHMARKS = CONFIGS / "benchmarks"
 
 Given = dict[str, tuple[Any, str]]
 """Dotted key -> (value, where it was written)."""
@@ -261,7 +262,7 @@ def read_toml(path: Path, named_by: str = "") -> dict[str, Any]:
 
 def _similar(path: Path) -> str:
     """The hint for a recipe that does not exist."""
-    here = {file.stem: file for folder in (CONFIGS, path.parent) for file in sorted(folder.glob("*.toml"))}
+    here = {file.stem: file for folder in (BENCHMARKS, CONFIGS, path.parent) for file in sorted(folder.glob("*.toml"))}
     close = [path.stem] if path.stem in here else get_close_matches(path.stem, here, n=3)
     if close:
         return f"did you mean {' or '.join(shown(here[stem]) for stem in close)}?"

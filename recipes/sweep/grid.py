@@ -212,7 +212,7 @@ def _label(values: dict[str, Any], given: set[str]) -> str:
 def _checked_settings(written: dict[str, Any], file: str) -> dict[str, Any]:
     """The file's settings, checked, with defaults for those it leaves out."""
     kinds: dict[str, tuple[type, str]] = {
-        "base": (str, 'the recipe that all rows start from, relative to this file: base = "../smollm3_3b_h100.toml"'),
+        "base": (str, 'the recipe that all rows start from, relative to this file: base = "../smollm3_debug.toml"'),
         "processes": (int, "the number of processes per run, 1 or more: processes = 8"),
         "timeout": (int, "the seconds after which a run is treated as hung, 1 or more: timeout = 1800"),
         "skip_steps": (int, "the number of steps before the first measured one, 1 or more: skip_steps = 10"),

@@ -19,16 +19,22 @@ from recipes.load import load, to_toml
 from recipes.training.run_folder import identity_differences
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
+BENCHMARKS = sorted((ROOT / "configs/benchmarks").glob("*.toml"))
+CONFIGS = sorted((ROOT / "configs").glob("*.toml")) + BENCHMARKS
+REAL = [path for path in CONFIGS if path not in BENCHMARKS and "_debug" not in path.stem]
 SHIPPED = {
     "smollm3_debug",
     "smollm3_debug_everything",
     "smollm3_debug_document_mask",
     "llama3_debug",
+    "smollm3_3b_8xh100",
+    "smollm3_3b_8xh100_c4",
+    "smollm3_3b_48x8h100",
+}
+SHIPPED_BENCHMARKS = {
     "smollm3_3b_h100",
     "smollm3_3b_4xh100",
     "smollm3_3b_8xh100",
-    "smollm3_3b_48x8h100",
     "smollm3_3b_h100_float8",
     "smollm3_3b_8xh100_float8",
     "smollm3_3b_8xh100_float8_rowwise",
@@ -38,7 +44,7 @@ SHIPPED = {
     "llama3_70b_64x8h100",
 }
 
-every_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+every_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.stem}-{path.stem}")
 
 
 def layout(name: str) -> dict[str, int]:
@@ -57,13 +63,32 @@ def test_names_of_recipes_give_processes_and_nodes() -> None:
 
 
 def test_every_shipped_recipe_exists() -> None:
-    assert {path.stem for path in CONFIGS} >= SHIPPED
+    assert {path.stem for path in CONFIGS if path not in BENCHMARKS} >= SHIPPED
+    assert {path.stem for path in BENCHMARKS} >= SHIPPED_BENCHMARKS
+
+
+@pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)
+def test_a_recipe_that_trains_a_real_model_saves_and_validates_it_with_a_tokenizer_of_its_size(path: Path) -> None:
+    recipe = load(path)
+    assert 0 < recipe.checkpoint.every < recipe.run.steps
+    assert 0 < recipe.validation.every < recipe.run.steps
+    assert recipe.data.tokenizer == f"train:{recipe.model.vocabulary}"
+    assert "python-stdlib" not in recipe.data.sources
+    assert recipe.data.document_mask
+
+
+@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
+def test_a_benchmark_is_called_one_and_saves_nothing(path: Path) -> None:
+    recipe = load(path)
+    assert recipe.run.name.endswith("_benchmark")
+    assert recipe.checkpoint.every == 0
+    assert not recipe.data.document_mask, "as published figures: with masks, throughput depends on the documents"
 
 
 @every_config
 def test_a_recipe_loads_on_the_hardware_of_its_name(path: Path) -> None:
     recipe = load(path, **layout(path.stem))
-    assert recipe.run.name == path.stem
+    assert recipe.run.name == path.stem + ("_benchmark" if path in BENCHMARKS else "")
     assert recipe.model.name == max(
         (name for name in ("smollm3_debug", "llama3_debug", "smollm3_3b", "llama2_7b", "llama3_8b", "llama3_70b")
          if path.stem.startswith(name)),
@@ -159,13 +184,6 @@ def test_float8_recipes_differ_from_their_bases_only_in_float8() -> None:
             assert not identity_differences(plain, recipe)
 
 
-def test_recipes_that_measure_throughput_use_no_document_masks() -> None:
-    """Like published figures: with masks, throughput depends on the lengths of the documents."""
-    for path in CONFIGS:
-        if "h100" in path.stem and path.stem not in ("smollm3_3b_48x8h100", "smollm3_3b_8xh100_c4"):  # real pretraining
-            assert not load(path).data.document_mask
-
-
 def test_document_masks_identify_a_run() -> None:
     plain = load(ROOT / "configs" / "smollm3_debug.toml")
     masked = load(ROOT / "configs" / "smollm3_debug_document_mask.toml")
@@ -174,7 +192,7 @@ def test_document_masks_identify_a_run() -> None:
 
 
 def test_a_run_may_resume_with_other_loss_chunks() -> None:
-    recipe = load(ROOT / "configs" / "smollm3_3b_h100.toml")
+    recipe = load(ROOT / "configs/benchmarks/smollm3_3b_h100.toml")
     assert recipe.batch.loss_chunks > 1
     assert not identity_differences(recipe, replace(recipe, batch=replace(recipe.batch, loss_chunks=1)))
 
