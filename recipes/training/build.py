@@ -31,7 +31,7 @@ from recipes.optimization.optimizer import build_optimizer
 from recipes.optimization.skip_steps import StepGuard
 from recipes.rules import require_fits_world
 from recipes.schema import Recipe
-from recipes.training.console import Console, run_header
+from recipes.training.console import Console, notes, run_header
 from recipes.training.environment import environment
 from recipes.training.interruption import Interruption
 from recipes.training.recorder import Recorder
@@ -102,6 +102,8 @@ def build_run(loaded: LoadedRecipe, world: World, console: Console, clock: RunCl
     if starts_from is not None:
         console.log(f"weights from {starts_from.path}")
     loader = _open_data(recipe, world, built.mesh, weights, resume_step, console)
+    for line in notes(recipe, entries=loader.tokenizer.vocabulary):
+        console.log(line)
     context_length = recipe.batch.sequence_length
     if weights is not None and recipe.model.weights:
         context_length = max(context_length, weights.facts.context_length)

@@ -123,6 +123,19 @@ def interrupted_message(signal: str, step: int, *, saved: bool, every: int) -> s
     return f"{signal}: interrupted after step {step}; {'the same command resumes from there' if saved else rest}"
 
 
+def notes(recipe: Recipe, *, entries: int) -> list[str]:
+    """What a user should know before the first step. entries: of the tokenizer."""
+    vocabulary = recipe.model.vocabulary
+    found = [] if recipe.checkpoint.every else [NOT_SAVED]
+    if (unused := 1 - entries / vocabulary) > 0.01:  # vocabularies are rounded up to suit the kernels
+        found.append(
+            f"the tokenizer has {entries:,} entries, the model's vocabulary {vocabulary:,}:"
+            f" {unused:.0%} of the embedding is never trained"
+        )
+    return found
+
+
+NOT_SAVED = "nothing is saved: checkpoint.every = 0; the weights are gone when the run ends"
 UNSAVED = "all steps are done, but the last checkpoint is not saved; the same command tries again"
 
 

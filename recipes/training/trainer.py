@@ -12,7 +12,7 @@ from recipes.files.layout import EXPORT
 from recipes.metrics.clock import END, FIRST_STEP, LOADING, SAVE, VALIDATION
 from recipes.optimization.skip_steps import NonFiniteRun
 from recipes.training.build import Run, describe
-from recipes.training.console import UNSAVED, contents, interrupted_message, summary
+from recipes.training.console import NOT_SAVED, UNSAVED, contents, interrupted_message, summary
 from recipes.training.garbage import without_garbage_collection
 from recipes.training.step import train_step
 
@@ -171,6 +171,8 @@ class Trainer:
         if done:
             tokens = self.recorder.tokens(done)
             self.console.log(summary(done, tokens, seconds, validation_loss=self.validation_loss), style="bold")
+            if not recipe.checkpoint.every:
+                self.console.log(NOT_SAVED)
         unsaved = bool(recipe.checkpoint.every) and not saved
         self._end(UNSAVED if unsaved else contents(self.folder))
         return CANNOT_WRITE if unsaved else FINISHED

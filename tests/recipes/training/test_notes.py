@@ -1,0 +1,51 @@
+"""What a run says about itself that its user would rather know before it ends."""
+
+from pathlib import Path
+
+import pytest
+
+from parallel.dist import World, start, stop
+from recipes.schema import Recipe
+from tests.processes import run_processes
+from tests.training import change, train
+
+NOTHING_IS_SAVED = "nothing is saved: checkpoint.every = 0"
+
+
+def run_aloud(recipe: Recipe) -> int:
+    """Run a recipe in this process and print, as rank 0 of a run does; the exit code."""
+    world: World = start("cpu", seed=0)
+    code = train(recipe, world, silent=False)
+    stop()
+    return code
+
+
+def log_of(recipe: Recipe) -> list[str]:
+    assert run_processes(1, run_aloud, recipe, timeout=120) == [0]
+    return [line.strip() for line in Path(recipe.run.folder / "log.txt").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def careless(small: Recipe) -> list[str]:
+    """The log of a run without checkpoints whose tokenizer fills half of the vocabulary."""
+    return log_of(
+        change(small, run={"name": "careless", "steps": 2}, checkpoint={"every": 0}, model={"vocabulary": 1024})
+    )
+
+
+def test_a_run_without_checkpoints_says_so_before_its_first_step_and_at_its_end(careless: list[str]) -> None:
+    said = [number for number, line in enumerate(careless) if line.startswith(NOTHING_IS_SAVED)]
+    steps = [number for number, line in enumerate(careless) if line.startswith("step ")]
+    assert len(said) == 2
+    assert said[0] < steps[0] < steps[-1] < said[1]
+
+
+def test_a_tokenizer_smaller_than_the_vocabulary_is_told(careless: list[str]) -> None:
+    line = "the tokenizer has 512 entries, the model's vocabulary 1,024: 50% of the embedding is never trained"
+    assert line in careless
+
+
+def test_a_run_that_saves_with_a_tokenizer_that_fits_says_neither(small: Recipe) -> None:
+    log = "\n".join(log_of(change(small, run={"name": "careful", "steps": 2}, model={"vocabulary": 512})))
+    assert "nothing is saved" not in log
+    assert "never trained" not in log
