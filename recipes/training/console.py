@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO, cast
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from parallel.config import MeshDegrees
 from recipes.files.atomic import Lines
+from recipes.files.screen import Screen
 from recipes.metrics.throughput import Throughput
 from recipes.schema import Recipe
 
@@ -20,7 +22,11 @@ class Console:
 
     def __init__(self, *, silent: bool) -> None:
         self._silent = silent
-        self._screen = self._new_screen()
+        self._output = Screen()
+        self._said = ""  # why the screen cannot be written, as the log file says
+        # No colours on numbers, and [brackets] and :colons: in the text are printed as they are.
+        file = cast(IO[str], self._output)
+        self._screen = RichConsole(file=file, highlight=False, markup=False, emoji=False, soft_wrap=True, quiet=silent)
         self._file: Lines | None = None
         self._early: list[str] = []  # lines from before there was a log file
         self._progress: Progress | None = None
@@ -34,20 +40,19 @@ class Console:
     def log(self, text: str = "", *, style: str | None = None) -> None:
         text = text.translate(CONTROLS)
         self._show(text, style=style)
+        lines = [text]
+        if (error := self._output.error) and error.strerror != self._said:
+            self._said = error.strerror or ""
+            lines.append(
+                f"standard output cannot be written: {self._said}; its lines are in this file only until it can"
+            )
         if self._file is not None:
-            self._file.append(text)
+            self._file.append(*lines)
         elif not self._silent:
-            self._early.append(text)
+            self._early += lines
 
     def _show(self, text: str, *, style: str | None = None) -> None:
-        try:
-            self._screen.print(text, style=style)
-        except OSError:  # standard output may be a file on a full disk: training continues
-            self._screen = self._new_screen()  # the old one would print this line again with the next
-
-    def _new_screen(self) -> RichConsole:
-        # No colours on numbers, and [brackets] and :colons: in the text are printed as they are.
-        return RichConsole(highlight=False, markup=False, emoji=False, soft_wrap=True, quiet=self._silent)
+        self._screen.print(text, style=style)
 
     def progress(self, step: int, steps: int, text: str) -> None:
         """Update the live line; only a terminal has one."""

@@ -143,4 +143,77 @@ def test_training_goes_on_when_screen_or_log_cannot_be_written(full: str, tmp_pa
         lost = "/dev/full cannot be written: No space left on device; its lines are lost until it can"
         assert sorted((tmp_path / "screen").read_text().splitlines()) == sorted(["step 1", "step 2", lost])
     if full == "screen":
-        assert log.read_text() == "step 1\nstep 2\n"
+        assert log.read_text() == f"step 1\n{SCREEN_LOST.format('No space left on device')}\nstep 2\n"
+
+
+SCREEN_LOST = "standard output cannot be written: {}; its lines are in this file only until it can"
+
+
+def test_training_goes_on_when_the_reader_of_a_pipe_ends(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, tmp_path / "log.txt"], cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True
+    )
+    os.close(write)
+    assert done.stderr.startswith("the end\n")
+    assert (tmp_path / "log.txt").read_text() == f"step 1\n{SCREEN_LOST.format('Broken pipe')}\nstep 2\n"
+
+
+def test_training_goes_on_when_the_reader_of_a_pipe_stops_reading(tmp_path: Path) -> None:
+    """As `less` does at the end of its page. What it missed is counted when it goes on."""
+    lines = "".join(f"step {step} {'x' * 2000}\n" for step in range(1, 101))
+    code = FULL.replace("(1, 2)", "range(1, 101)").replace("{step}", "{step} {'x' * 2000}")
+    code += "sys.stdin.readline()\nconsole.log('again')\n"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, tmp_path / "log.txt"],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdin and process.stdout and process.stderr
+        assert process.stderr.readline() == b"the end\n"
+        head = process.stdout.read1(1 << 20)
+        process.stdin.write(b"\n")
+        out = (head + process.communicate()[0]).decode()
+    log = (tmp_path / "log.txt").read_text().replace(SCREEN_LOST.format("nobody reads it") + "\n", "", 1)
+    assert log == lines + "again\n"
+    shown, rest = out.split("\n(")
+    assert lines.startswith(shown) and len(shown) > 60_000
+    missing = 100 - shown.count("\n")
+    assert rest == f"{missing} lines are missing here: standard output could not be written)\nagain\n"
+
+
+def test_training_goes_on_when_its_terminal_goes_away(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    code = TWO_STEPS.replace("(1, 2)", "range(1, 8)").replace("    for", "    import time\n    for") + (
+        "        while step == 2 and os.isatty(1): time.sleep(0.01)\n        time.sleep(0.1)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", "import os" + code, tmp_path / "log.txt"],
+        cwd=ROOT,
+        env={"TERM": "xterm", "PATH": os.environ["PATH"]},
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        os.close(theirs)
+        while b"step 2" not in os.read(ours, 4096):
+            pass
+        os.close(ours)
+        assert process.communicate()[1] == ""
+    assert process.returncode == 0
+    log = (tmp_path / "log.txt").read_text().splitlines()
+    assert [line for line in log if line.startswith("step")] == [f"step {step}" for step in range(1, 8)]
+    assert SCREEN_LOST.format("Input/output error") in log
+
+
+def test_training_goes_on_when_the_screen_lacks_a_character(tmp_path: Path) -> None:
+    code = FULL.replace("step {step}", "\u2192 {step}")
+    environment = {"PATH": os.environ["PATH"], "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "log.txt"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == ("? 1\n? 2\n", "the end\n")
+    assert (tmp_path / "log.txt").read_text() == "\u2192 1\n\u2192 2\n"

@@ -1,0 +1,79 @@
+"""Standard output and standard error. They may be full, stuck or gone while a run goes on: what cannot be shown then is
+lost, and neither ends the run nor holds it up. Imports no torch."""
+
+import os
+import select
+import sys
+from contextlib import suppress
+from errno import ETIMEDOUT
+from typing import Any
+
+PATIENCE = 2.0
+"""How many seconds to wait for a reader, such as `less` or a terminal after Ctrl-S, before lines are lost."""
+PIPE_BUF = 4096
+"""A pipe that can be written takes as many bytes without blocking."""
+
+
+def open_missing() -> None:
+    """Open /dev/null in place of the standard streams that the caller has closed (`2>&-`).
+
+    Otherwise the next file to be opened gets the number of one of them, and with it all that is printed.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number, which is this one
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+
+
+def put(number: int, content: bytes, *, patience: float = PATIENCE) -> OSError | None:
+    """Write to a descriptor, waiting at most `patience` seconds for its reader. Returns why not all is written."""
+    left = memoryview(content)
+    try:
+        while left:
+            if not select.select([], [number], [], patience)[1]:
+                return TimeoutError(ETIMEDOUT, "nobody reads it")
+            left = left[os.write(number, left[:PIPE_BUF]) :]
+    except OSError as error:
+        return error
+    return None
+
+
+def tell(text: str, *, to: int = 2) -> None:
+    """Write a line to standard error, or to standard output (1). Unbuffered: a signal handler may interrupt a print."""
+    put(to, f"{text}\n".encode(errors="backslashreplace"))
+
+
+class Screen:
+    """Standard output as a file for rich, whose own answer to a broken pipe is to exit."""
+
+    def __init__(self) -> None:
+        self.error: OSError | None = None
+        """Why the last text could not be written."""
+        self._lost = 0  # lines since then
+
+    def write(self, text: str) -> int:
+        stream = self._stream
+        try:
+            number = stream.fileno()
+        except (AttributeError, OSError, ValueError):  # not a file of the system, as in a notebook
+            return stream.write(text) if stream else 0
+        with suppress(OSError, ValueError):
+            stream.flush()
+        head = f"\n({self._lost} lines are missing here: standard output could not be written)\n" if self._lost else ""
+        content = (head + text).encode(stream.encoding or "utf-8", "replace")
+        self.error = put(number, content, patience=0 if self.error else PATIENCE)
+        self._lost = self._lost + text.count("\n") if self.error else 0
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing is buffered."""
+
+    @property
+    def _stream(self) -> Any:
+        """Standard output as it is now, below the proxy that rich puts over it while there is a live line."""
+        return getattr(sys.stdout, "rich_proxied_file", sys.stdout)
+
+    def __getattr__(self, name: str) -> Any:  # isatty, fileno, encoding
+        return getattr(self._stream, name)
