@@ -5,7 +5,7 @@ from pathlib import Path
 
 from models.config import ModelConfig
 from parallel.config import AttentionConfig, CompileConfig, Float8Config, MeshConfig, MeshDegrees
-from parallel.errors import UserError, listed
+from parallel.errors import TemporaryError, UserError, listed
 from parallel.nodes import Node, require_like_nodes
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.data.config import BatchConfig, DataConfig
@@ -156,6 +156,8 @@ def prepared_fits(source: str, data: DataConfig) -> Iterator[Violation]:
 
     try:
         index = open_index(source)
+    except TemporaryError:
+        raise
     except UserError as error:
         yield "data.source", one_line(error).removeprefix("data.source: ")
         return

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
 
-from parallel.errors import UserError  # noqa: E402
+from parallel.errors import TemporaryError, UserError  # noqa: E402
+from recipes.files.exit_codes import REFUSED, TEMPORARY  # noqa: E402
+from recipes.files.faults import may_pass  # noqa: E402
 
 if TYPE_CHECKING:
     from recipes.data.tokens.shards import Index
@@ -25,7 +27,7 @@ SHARDS_SHOWN = 20
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code: 0, 2 for an error that the user can fix, 130 for Ctrl-C."""
+    """Returns the exit code: 0, 2 for an error that the user can fix, 71 for a fault that may pass, 130 for Ctrl-C."""
     options = _parser().parse_args(arguments)
     if options.cores:
         os.environ["RAYON_NUM_THREADS"] = str(options.cores)  # read by the tokenizers library when it is imported
@@ -33,12 +35,18 @@ def main(arguments: list[str]) -> int:
         prepare(options)
     except UserError as error:
         print(error, file=sys.stderr)
-        return 2
+        return TEMPORARY if isinstance(error, TemporaryError) else REFUSED
     except OSError as error:
         print(
             f"cannot write '{options.folder}': {error.strerror or error}; the same command continues", file=sys.stderr
         )
-        return 2
+        return TEMPORARY if may_pass(error) else REFUSED
+    except MemoryError:
+        print(
+            "memory ran out; the same command continues after the last whole shard, and --cores N takes less memory",
+            file=sys.stderr,
+        )
+        return TEMPORARY
     except KeyboardInterrupt:
         print("\ninterrupted; the same command continues after the last whole shard", file=sys.stderr)
         return 130

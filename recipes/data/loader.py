@@ -125,7 +125,7 @@ class DataLoader:
 
     def checksums(self, batches: int) -> dict[str, str]:
         """For each source, a checksum of the tokens that the first `batches` global batches come from."""
-        return self.training.sequences.checksums(batches * self._global_batch_size, log=self._log)
+        return self.training.sequences.checksums(batches * self._global_batch_size)
 
     def require_trained_on(self, checksums: Mapping[str, str], *, batches: int) -> None:
         """Raises UserError if the first `batches` global batches come from other tokens than the run was trained on.

@@ -11,7 +11,7 @@ from itertools import count, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parallel.errors import UserError
+from parallel.errors import TemporaryError, UserError
 from recipes.data.config import DataConfig
 from recipes.data.order import SequenceOrder
 from recipes.data.sequences import Sequences, Source
@@ -42,6 +42,8 @@ from recipes.data.tokens.workspace import (
     whole_shards,
     would_read_itself,
 )
+from recipes.files.faults import may_pass
+from recipes.files.units import counted
 
 if TYPE_CHECKING:
     from recipes.data.tokens.background import Background
@@ -179,7 +181,7 @@ def _cached_tokens(
         else:
             from recipes.data.tokens.background import Background
 
-            background = Background(folder, work, run=launch.run)
+            background = Background(folder, work, run=launch.run, log=launch.log)
     entry = _entry(text, folder.name, work.source_fingerprint, prepared=False, about=describe(text))
     return _Tokens(folder, entry, background)
 
@@ -258,7 +260,8 @@ def _link(old: Path, shards: Sequence[Shard], new: Path, work: Preparation) -> N
 
 
 def _cannot_write(folder: Path, error: OSError) -> UserError:
-    return UserError(f"data.cache: cannot write below '{folder.parent}': {error}; give another folder")
+    message = f"data.cache: cannot write below '{folder.parent}': {error}"
+    return TemporaryError(message) if may_pass(error) else UserError(f"{message}; give another folder")
 
 
 def _matching_index(folder: Path, tokenizer: Tokenizer, validation_fraction: float, *, verify: bool) -> Index:
@@ -284,13 +287,13 @@ def _matching_index(folder: Path, tokenizer: Tokenizer, validation_fraction: flo
 def _wait_for_first_window(source: Source, log: Callable[[str], None]) -> None:
     """Wait until the first window is tokenized, and log how fast that was."""
     started = time.perf_counter()
-    source.require(0, log=log)
+    source.require(0)
     if source.background is not None:
         held_out = sum(shard.validation for shard in source.shards.shards)
         rest = "" if source.shards.complete else "; the rest follows while the model trains"
         log(
-            f"tokenized {source.name}: {source.shards.tokens / 1e6:.1f} M tokens"
-            f" in {time.perf_counter() - started:.1f} s, {held_out / 1e6:.3f} M more held out{rest}"
+            f"tokenized {source.name}: {counted(source.shards.tokens)} tokens"
+            f" in {time.perf_counter() - started:.1f} s, {counted(held_out)} more held out{rest}"
         )
 
 

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from parallel.errors import UserError
 from recipes.data.order import Mixture, SequenceOrder
-from recipes.data.tokens.shards import TRAIN, BadRowBudget, Shards, bad_rows
+from recipes.data.tokens.shards import TRAIN, BadRowBudget, Shards, bad_rows, read_problem
 from recipes.files.atomic import Lines
 
 if TYPE_CHECKING:
@@ -109,23 +108,22 @@ class Source:
         """Whole sequences, with their last target, in the existing shards."""
         return max(0, self.shards.tokens - 1) // self.order.sequence_length
 
-    def require(self, number: int, *, log: Callable[[str], None] | None = None) -> None:
-        """Wait until the tokens of sequence `number` are known.
-
-        log: receives every few seconds how much is tokenized, if this process started that. Raises UserError if the
-        tokens will never be known, or if too many rows are bad.
-        """
+    def require(self, number: int) -> None:
+        """Wait until the tokens of sequence `number` are known. Raises UserError if they never will be, or if too many
+        rows are bad."""
         needed = self.order.needs(number)
         if self.background is not None:
             window = (self.order.window or 0) * self.order.sequence_length
             self.background.want(None if needed is None else needed + window)
-        reported = time.monotonic()
+            if not self.shards.complete:
+                self.background.check(needed=False)
+        started = reported = time.monotonic()
         while not (self.closed or self.shards.complete or (needed is not None and self.shards.tokens >= needed)):
             if not self.shards.refresh():
                 self._require_progress()
-                if log and self.background is not None and time.monotonic() - reported > SECONDS_BETWEEN_REPORTS:
+                if self.background is not None and time.monotonic() - reported > SECONDS_BETWEEN_REPORTS:
                     reported = time.monotonic()
-                    log(f"tokenized {self.shards.tokens / 1e6:.0f} M tokens of {self.name} so far")
+                    self.background.report(self.name, waited=reported - started)
                 time.sleep(SECONDS_BETWEEN_LOOKS)
         # Of the shards in use, not of all existing ones, so that a run stops at the same step on any machine.
         if (used := self.used(number)) > self.used_shards:
@@ -141,9 +139,8 @@ class Source:
         """Raises UserError if tokenizing has ended with a problem."""
         if self.background is not None:
             self.background.check()
-        elif self._problem is not None:
-            with suppress(FileNotFoundError):
-                raise UserError(self._problem.read_text(encoding="utf-8"))
+        elif self._problem is not None and (error := read_problem(self._problem)) is not None:
+            raise error
 
 
 class Sequences:
@@ -193,15 +190,15 @@ class Sequences:
             for source, count in zip(self.sources, self.mixture.consumed(consumed), strict=True)
         }
 
-    def checksums(self, consumed: int, *, log: Callable[[str], None] = print) -> dict[str, str]:
+    def checksums(self, consumed: int) -> dict[str, str]:
         """For each source, a checksum of the tokens that the first `consumed` sequences come from.
 
-        Waits until they are tokenized and logs progress. Reads only their part of the last shard.
+        Waits until they are tokenized. Reads only their part of the last shard.
         """
         found = {}
         for source, count in zip(self.sources, self.mixture.consumed(consumed), strict=True):
             if count:
-                source.require(count - 1, log=log)
+                source.require(count - 1)
                 found[source.name] = source.shards.checksum(source.order.needs(count - 1))
         return found
 

@@ -7,3 +7,8 @@ def size(count: int) -> str:
         if count >= scale:
             return f"{count / scale:.3g} {unit}"
     return f"{count} B"
+
+
+def counted(number: int) -> str:
+    """A number of things, in millions where there are many, such as "12,345" or "1,234.5 M"."""
+    return f"{number:,}" if number < 1_000_000 else f"{number / 1e6:,.1f} M"

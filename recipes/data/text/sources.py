@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from parallel.errors import UserError
+from recipes.files.faults import patiently
 
 if TYPE_CHECKING:
     from recipes.data.text.hub import HubDataset
@@ -40,7 +41,9 @@ def is_hub(source: str) -> bool:
 def is_prepared(source: str) -> bool:
     """Whether the source is a folder of token shards written by scripts/prepare_data.py."""
     folder = Path(source).expanduser()
-    return (folder / "owner.txt").is_file() and (folder / "index.json").is_file()
+    return patiently(
+        lambda: (folder / "owner.txt").is_file() and (folder / "index.json").is_file(), what=f"data.source: '{folder}'"
+    )
 
 
 def source_problem(source: str) -> str | None:

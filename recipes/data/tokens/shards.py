@@ -10,7 +10,7 @@
     tokenizer.json         the tokenizer
     owner.txt              fingerprint of the source, the tokenizer and the held-out share
     .lock, .part-*         processes that are working here now (recipes/data/tokens/workspace.py)
-    problem-*.txt          why the process that tokenizes for a run ended
+    problem-*.txt          why no more tokens will come for a run
 
 The tokens depend only on the source, the tokenizer and the held-out share; file names are stored as they were given.
 Imports no torch.
@@ -20,6 +20,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from parallel.errors import UserError
+from parallel.errors import TemporaryError, UserError
+from recipes.files.atomic import write_whole
+from recipes.files.faults import patiently
 
 # Part of every fingerprint: raise it when the same source starts to give different files.
 FORMAT_VERSION = 2
@@ -40,7 +43,9 @@ MAPS = 256
 LISTED = 5
 INDEX, TOKENIZER, OWNER = "index.json", "tokenizer.json", "owner.txt"
 PROBLEMS = "problem*.txt"
-"""Files in which processes that tokenize say why they ended. (older versions wrote problem.txt)"""
+"""Files that say why no more tokens will come for a run. (older versions wrote problem.txt)"""
+MAY_PASS = "may pass: "
+"""How the text of a TemporaryError begins there."""
 # `end` counts tokens from the start of the shard; `file` and `row` are those of recipes/data/text/readers.py.
 DOCUMENT = np.dtype([("end", "<u8"), ("file", "<u4"), ("row", "<u8")])
 
@@ -91,8 +96,22 @@ def shard_path(folder: Path, number: int) -> Path:
 
 
 def problem_path(folder: Path, run: str) -> Path:
-    """Where the process that tokenizes for this run says why it ended. Problems of other runs do not concern it."""
+    """Where the first process of this run says why no more tokens will come. Those of other runs do not concern it."""
     return folder / f"problem-{run}.txt"
+
+
+def write_problem(file: Path, error: UserError) -> None:
+    """Tell processes that follow why no more tokens will come."""
+    write_whole(file, f"{MAY_PASS if isinstance(error, TemporaryError) else ''}{error}")
+
+
+def read_problem(file: Path) -> UserError | None:
+    """The error in this file; None if there is no such file."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError:
+        return None
+    return TemporaryError(text.removeprefix(MAY_PASS)) if text.startswith(MAY_PASS) else UserError(text)
 
 
 def tokens_fingerprint(source: str, tokenizer: str, validation_fraction: float) -> str:
@@ -106,9 +125,9 @@ def token_type(vocabulary: int) -> np.dtype:
 
 
 def read_shard(folder: Path, number: int) -> Shard | None:
-    """What a shard holds; None if it is missing or incomplete."""
+    """What a shard holds; None if it is missing or incomplete. Raises TemporaryError if that cannot be told now."""
     try:
-        return Shard(**json.loads(shard_path(folder, number).read_text(encoding="utf-8")))
+        return Shard(**json.loads(_text(shard_path(folder, number))))
     except (OSError, ValueError, TypeError):
         return None
 
@@ -139,9 +158,9 @@ class Index:
 
 
 def read_index(folder: Path) -> Index | None:
-    """The index of a folder; None if it has no complete index of this version."""
+    """The index of a folder; None if it has no complete index of this version. Raises TemporaryError."""
     try:
-        content = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        content = json.loads(_text(folder / INDEX))
         if content["format"] != FORMAT_VERSION:
             return None
         shards = tuple(Shard(**shard) for shard in content.pop("shards"))
@@ -177,7 +196,7 @@ def bad_rows(folder: Path, shards: Sequence[Shard], *, first: int = 0) -> Iterat
 
 def _bad_rows(file: Path) -> list[dict[str, Any]]:
     """Raises ValueError if the file does not hold bad rows."""
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in _text(file).splitlines()]
     if not rows or not all(isinstance(row, dict) and {"file", "row", "reason"} <= row.keys() for row in rows):
         raise ValueError("not a list of bad rows")
     return rows
@@ -214,15 +233,49 @@ class BadRowBudget:
         )
 
 
+def _text(file: Path) -> str:
+    """The contents of a file. Raises OSError, and TemporaryError if that may pass."""
+    return patiently(lambda: file.read_text(encoding="utf-8"), what=f"data.source: '{file}'")
+
+
+def _mapped(file: Path) -> np.ndarray:
+    """The array in a file, memory-mapped. Raises UserError if it is damaged, TemporaryError if it may be read later."""
+    try:
+        # As a plain array, because slicing a numpy.memmap is twenty times slower.
+        return np.asarray(patiently(lambda: np.load(file, mmap_mode="r"), what=f"data.source: '{file}'"))
+    except FileNotFoundError as error:
+        raise TemporaryError(
+            f"data.source: the tokens in '{file}' were removed while the run reads them; the same command makes those"
+            " of data.cache again, and scripts/prepare_data.py those of a prepared folder"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"data.source: cannot read the tokens in '{file}': {error}") from error
+
+
+def _checksum(file: Path) -> str:
+    """The checksum of the array in a file. Raises ValueError for a damaged file, and OSError: a fault of the disk would
+    kill a process that reads a map."""
+    checksum, size = xxhash.xxh3_64(), 0
+    with file.open("rb") as content:
+        np.lib.format.read_magic(content)
+        shape, _, dtype = np.lib.format.read_array_header_1_0(content)
+        while block := content.read(1 << 22):
+            checksum.update(block)
+            size += len(block)
+    if size != shape[0] * dtype.itemsize:
+        raise ValueError(f"it has {size} bytes after its header, not {shape[0] * dtype.itemsize}")
+    return checksum.hexdigest()
+
+
 def damage(folder: Path, number: int, shard: Shard) -> str | None:
-    """What is wrong with the files of a shard, or None. Reads all files."""
+    """What is wrong with the files of a shard, or None. Reads all files. Raises TemporaryError."""
     for kind in ARRAYS:
         file = array_path(folder, number, kind)
         try:
-            content = np.load(file, mmap_mode="r")  # refuses a file shorter than its header says
+            found = patiently(partial(_checksum, file), what=f"data.source: '{file}'")
         except (OSError, ValueError) as error:
             return f"{file.name} cannot be read: {error}"
-        if xxhash.xxh3_64_hexdigest(content.data) != shard.checksums[kind]:
+        if found != shard.checksums[kind]:
             return f"{file.name} does not have the checksum in {shard_path(folder, number).name}"
     if shard.bad:
         try:
@@ -280,7 +333,7 @@ class Shards:
         parts = [shard.checksums[self.kind] for shard in self.shards[:count]]
         if tokens is not None and tokens < self._ends[count]:
             # Not mapped by _array(), which belongs to the thread that reads ahead.
-            last = np.load(array_path(self.folder, count - 1, self.kind), mmap_mode="r")
+            last = _mapped(array_path(self.folder, count - 1, self.kind))
             parts[-1] = xxhash.xxh3_64_hexdigest(last[: tokens - int(self._ends[count - 1])].data)
         return xxhash.xxh3_128_hexdigest(" ".join(parts).encode())
 
@@ -301,7 +354,7 @@ class Shards:
         while count > 0:
             start %= self.tokens
             number = int(np.searchsorted(self._ends, start, side="right")) - 1
-            records = np.load(array_path(self.folder, number, DOCUMENTS), mmap_mode="r")
+            records = _mapped(array_path(self.folder, number, DOCUMENTS))
             offset = start - int(self._ends[number])
             stop = min(offset + count, int(self._ends[number + 1] - self._ends[number]))
             first = int(np.searchsorted(records["end"], offset, side="right"))
@@ -329,11 +382,7 @@ class Shards:
             self._maps.move_to_end(number)
         else:
             file = array_path(self.folder, number, self.kind)
-            try:
-                # As a plain array, because slicing a numpy.memmap is twenty times slower.
-                self._maps[number] = np.asarray(np.load(file, mmap_mode="r"))
-            except (OSError, ValueError) as error:
-                raise UserError(f"data.source: cannot read the tokens in '{file}': {error}") from error
+            self._maps[number] = _mapped(file)
             if self._maps[number].shape != (int(self._ends[number + 1] - self._ends[number]),):
                 raise UserError(f"data.source: '{file}' does not match its index; remove {self.folder}")
             if len(self._maps) > MAPS:

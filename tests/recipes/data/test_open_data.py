@@ -18,11 +18,12 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from parallel.errors import UserError
+from parallel.errors import TemporaryError, UserError
 from recipes.data.config import DataConfig
 from recipes.data.loader import Batches
 from recipes.data.open_data import Data, Launch, open_data
 from recipes.data.sequences import Piece, Quarantine, Sequences
+from recipes.data.tokens.background import Background
 from recipes.data.tokens.prepare import write_shards
 from recipes.data.tokens.shards import array_path, problem_path, read_index, shard_path
 from tests.recipes.data.text.test_hub import c4, tiny_stories
@@ -329,17 +330,31 @@ def _open_and_wait(folder: Path, pid: Any) -> None:
     time.sleep(600)
 
 
-def test_all_processes_notice_when_the_tokenizing_process_dies(tmp_path: Path) -> None:
+def kill_each_time(background: Background, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kill the process that tokenizes now, and whenever it is started again."""
+    monkeypatch.setattr("recipes.data.tokens.background.SECONDS_BEFORE_TRIES", (0.0,) * 3)
+    check = background.check
+
+    def kill(**needed: bool) -> None:
+        background._process.kill()
+        background._process.join()
+        check(**needed)
+
+    monkeypatch.setattr(background, "check", kill)
+
+
+def test_all_processes_notice_when_the_tokenizing_process_keeps_dying(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_rows(tmp_path / "rows.jsonl", 4000)
     source = {str(tmp_path / "rows.jsonl"): 1.0}
     data = opened(tmp_path / "cache", source)
     follower = opened(tmp_path / "cache", source, writes=False)
     background = data.training.sources[0].background
     assert background is not None
-    background._process.kill()
-    background._process.join()
+    kill_each_time(background, monkeypatch)
     for own in (data, follower):
-        with pytest.raises(UserError, match=r"the process that tokenizes ended with signal 9; .* start again"):
+        with pytest.raises(TemporaryError, match=r"the process that tokenizes .* ended early 4 times, .* SIGKILL"):
             own.training.sources[0].require(10**6)
     again = opened(tmp_path / "cache", source)
     again.training.sources[0].require(10**6)
@@ -590,7 +605,7 @@ def test_problem_of_the_tokenizing_process_reaches_waiting_processes(rows: Path,
         follower.training.sources[0].require(10**6)
 
 
-def test_problem_of_another_run_does_not_stop_this_one(tmp_path: Path) -> None:
+def test_problem_of_another_run_does_not_stop_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rows(tmp_path / "rows.jsonl", 4000)
     source = {str(tmp_path / "rows.jsonl"): 1.0}
     data = opened(tmp_path / "cache", source)
@@ -598,9 +613,8 @@ def test_problem_of_another_run_does_not_stop_this_one(tmp_path: Path) -> None:
     other = opened(tmp_path / "cache", source, run="other")
     background = other.training.sources[0].background
     assert background is not None
-    background._process.kill()
-    background._process.join()
-    with pytest.raises(UserError, match="signal 9"):
+    kill_each_time(background, monkeypatch)
+    with pytest.raises(TemporaryError, match="SIGKILL"):
         other.training.sources[0].require(10**6)
     # Before there is more than what the other run's process made: it looks for trouble then.
     follower.training.sources[0]._require_progress()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parallel.errors import UserError
+from parallel.errors import TemporaryError, UserError
 from recipes.data.order import SequenceOrder
 from recipes.data.sequences import Sequences, Source
 from recipes.data.tokens.shards import (
@@ -74,7 +74,7 @@ def test_tokens_that_do_not_match_their_index_are_refused(tmp_path: Path) -> Non
     with pytest.raises(UserError, match=r"00000-train.npy' does not match its index"):
         Shards(tmp_path).read(0, np.empty(3, dtype=np.int64))
     array_path(tmp_path, 0, TRAIN).unlink()
-    with pytest.raises(UserError, match="cannot read the tokens in"):
+    with pytest.raises(TemporaryError, match="were removed while the run reads them"):
         Shards(tmp_path).read(0, np.empty(3, dtype=np.int64))
 
 
