@@ -36,6 +36,8 @@ class OpenedModel:
     model: Decoder
     tokenizer: Tokenizer
     facts: TextFacts
+    ends: tuple[int, ...] = ()
+    """Tokens that end a text, besides the end of a document."""
 
     def prompt_ids(self, text: str) -> list[int]:
         """The tokens of a text at the beginning of a document."""
@@ -46,8 +48,7 @@ class OpenedModel:
 
     def stop_ids(self) -> set[int]:
         """Every token that can end a text."""
-        ends = self.facts.eos_token_id
-        return {self.tokenizer.end_of_document, *(ends if isinstance(ends, tuple) else () if ends is None else (ends,))}
+        return {self.tokenizer.end_of_document, *self.ends}
 
 
 def open_model(path: str | Path, *, dtype: torch.dtype, device: torch.device) -> OpenedModel:
@@ -58,7 +59,7 @@ def open_model(path: str | Path, *, dtype: torch.dtype, device: torch.device) ->
         model = Decoder(weights.model)
     model = model.to(dtype).to_empty(device=device)
     load_weights(model, weights)
-    return OpenedModel(model, tokenizer, weights.facts)
+    return OpenedModel(model, tokenizer, weights.facts, weights.ends)
 
 
 def choose_device(device: str | None, dtype: str | None) -> tuple[torch.device, torch.dtype]:

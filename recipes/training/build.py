@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from models.config import ModelConfig
 from models.decoder import Decoder
 from parallel.dist import World, on_all, on_main, on_main_first
 from parallel.float8 import precompute_scales
@@ -22,7 +21,7 @@ from parallel.nodes import placement
 from parallel.order import parallelize
 from recipes.data.loader import DataLoader
 from recipes.data.text.tokenizer import Tokenizer
-from recipes.files.layout import CHECKPOINTS, DATA, LOG_FILE, PROFILE
+from recipes.files.layout import CHECKPOINTS, DATA, LOG_FILE, PROFILE, step_folder
 from recipes.files.lock import FolderLock
 from recipes.load import LoadedRecipe
 from recipes.metrics.clock import RunClock
@@ -36,7 +35,15 @@ from recipes.training.environment import environment
 from recipes.training.interruption import Interruption
 from recipes.training.recorder import Recorder
 from recipes.training.run_folder import check_output_folder, claim_run_folder, require_same_data, resumed_data_state
-from recipes.weights.locate import FROM_WEIGHTS, Description, Weights, checkpoint_files, initial_weights
+from recipes.weights.locate import (
+    FROM_WEIGHTS,
+    Description,
+    Weights,
+    checkpoint_files,
+    find_weights,
+    initial_weights,
+    trained_description,
+)
 
 if TYPE_CHECKING:
     from recipes.checkpoint.checkpoints import Checkpoints
@@ -80,8 +87,8 @@ class Run:
     interruption: Interruption
     observers: "tuple[StepProfiler | CastSampler, ...]"
     """What the recipe asks to watch steps with; each is entered around every step."""
-    context_length: int
-    """Tokens that the weights were trained to see together."""
+    description: Description
+    """What accompanies the weights wherever they go."""
 
 
 def build_run(loaded: LoadedRecipe, world: World, console: Console, clock: RunClock) -> Run:
@@ -104,10 +111,8 @@ def build_run(loaded: LoadedRecipe, world: World, console: Console, clock: RunCl
     loader = _open_data(recipe, world, built.mesh, weights, resume_step, console)
     for line in notes(recipe, entries=loader.tokenizer.vocabulary):
         console.log(line)
-    context_length = recipe.batch.sequence_length
-    if weights is not None and recipe.model.weights:
-        context_length = max(context_length, weights.facts.context_length)
-    checkpoints = _open_checkpoints(recipe, loader, context_length, resume_step, console)
+    description = _describe(recipe, loader, weights, resume_step, console)
+    checkpoints = _open_checkpoints(recipe, loader, description, resume_step, console)
     guard = StepGuard(
         built.mesh,
         device=world.device,
@@ -141,7 +146,7 @@ def build_run(loaded: LoadedRecipe, world: World, console: Console, clock: RunCl
         recorder=recorder,
         interruption=interruption,
         observers=observers,
-        context_length=context_length,
+        description=description,
     )
 
 
@@ -189,12 +194,14 @@ def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh:
     )
 
 
-def describe(model: ModelConfig, context_length: int, tokenizer: Tokenizer) -> Description:
-    """What accompanies the weights of a run wherever they go."""
-    from models.hf import TextFacts
-
-    facts = TextFacts(context_length, eos_token_id=tokenizer.end_of_document)
-    return Description(model, facts, tokenizer.backend.to_str())
+def _describe(
+    recipe: Recipe, loader: DataLoader, weights: Weights | None, resume_step: int | None, console: Console
+) -> Description:
+    start = weights if recipe.model.weights else None
+    if start is None and resume_step is not None:  # weights that an earlier start named, perhaps
+        start = find_weights(step_folder(recipe.run.folder / CHECKPOINTS, resume_step))
+    length = recipe.batch.sequence_length
+    return trained_description(recipe.model, loader.tokenizer, start, length=length, log=console.log)
 
 
 def _newest_checkpoint(recipe: Recipe, console: Console) -> int | None:
@@ -242,13 +249,12 @@ def _open_data(
 
 
 def _open_checkpoints(
-    recipe: Recipe, loader: DataLoader, context_length: int, resume_step: int | None, console: Console
+    recipe: Recipe, loader: DataLoader, description: Description, resume_step: int | None, console: Console
 ) -> "Checkpoints | None":
     if recipe.checkpoint.every == 0 and resume_step is None:
         return None
     from recipes.checkpoint.checkpoints import Checkpoints
 
-    description = describe(recipe.model, context_length, loader.tokenizer)
     return Checkpoints(
         recipe.run.folder / CHECKPOINTS,
         keep=recipe.checkpoint.keep,

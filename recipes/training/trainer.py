@@ -11,7 +11,7 @@ from recipes.files.exit_codes import CANNOT_WRITE, FINISHED, POISONED, PREEMPTED
 from recipes.files.layout import EXPORT
 from recipes.metrics.clock import END, FIRST_STEP, LOADING, SAVE, VALIDATION
 from recipes.optimization.skip_steps import NonFiniteRun
-from recipes.training.build import Run, describe
+from recipes.training.build import Run
 from recipes.training.console import NOT_SAVED, UNSAVED, contents, interrupted_message, summary
 from recipes.training.garbage import without_garbage_collection
 from recipes.training.step import train_step
@@ -24,7 +24,7 @@ class Trainer:
         self.recipe, self.world, self.console, self.clock = run.recipe, run.world, run.console, run.clock
         self.built, self.loader, self.checkpoints = run.built, run.loader, run.checkpoints
         self.guard, self.recorder, self.interruption = run.guard, run.recorder, run.interruption
-        self.context_length, self.observers = run.context_length, run.observers
+        self.description, self.observers = run.description, run.observers
         self.folder, self.first_step = run.recipe.run.folder, run.clock.step
         self.validation_loss: float | None = None
 
@@ -166,8 +166,7 @@ class Trainer:
         if recipe.checkpoint.export_hf and saved:
             from recipes.weights.convert import export_model
 
-            description = describe(recipe.model, self.context_length, self.loader.tokenizer)
-            export_model(self.built.model, self.folder / EXPORT, description, world=self.world)
+            export_model(self.built.model, self.folder / EXPORT, self.description, world=self.world)
         if done:
             tokens = self.recorder.tokens(done)
             self.console.log(summary(done, tokens, seconds, validation_loss=self.validation_loss), style="bold")

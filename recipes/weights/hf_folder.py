@@ -17,6 +17,7 @@ from models.config import ModelConfig, TextFacts
 from models.hf import config_from_hf, config_to_hf, hf_name, parameter_shapes, text_facts
 from parallel.errors import UserError, listed
 from recipes.files.layout import TOKENIZER
+from recipes.weights.companions import GENERATION_CONFIG, OUR_CLASS, TOKENIZER_CONFIG, exported_tokenizer_config
 from recipes.weights.locate import HF_CONFIG, Description
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -234,25 +235,41 @@ def new_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
 
 def write_description(folder: Path, description: Description, *, dtype: str) -> None:
     """Write everything but the weights. dtype: torch's name of their type, such as "float32"."""
+    facts, companions = description.facts, dict(description.companions)
+    begins = facts.bos_token_id is not None
+    contents = _generated(description) | {HF_CONFIG: config_to_hf(description.model, facts, dtype=dtype)}
+    if kept := companions.pop(TOKENIZER_CONFIG, None):
+        ours = contents[TOKENIZER_CONFIG]
+        contents[TOKENIZER_CONFIG] = exported_tokenizer_config(json.loads(kept), ours, begins=begins)
+    texts = {name: json.dumps(content, indent=2) + "\n" for name, content in contents.items()} | companions
+    # A model trained without a beginning token must not get one.
+    texts[TOKENIZER] = description.tokenizer if begins else without_added_tokens(description.tokenizer)
+    for name, text in texts.items():
+        (folder / name).write_bytes(text.encode())
+
+
+def without_generated(companions: Mapping[str, str], description: Description) -> dict[str, str]:
+    """The companions but those that write_description() would write anyway."""
+    ours = _generated(description)
+    return {name: text for name, text in companions.items() if name not in ours or json.loads(text) != ours[name]}
+
+
+def _generated(description: Description) -> dict[str, Any]:
+    """The companions of a model that has none of its own."""
     facts = description.facts
     ids = {name: getattr(facts, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     firsts = {name: value[0] if isinstance(value, tuple) else value for name, value in ids.items()}
     names = token_names(description.tokenizer)
-    contents = {
-        HF_CONFIG: config_to_hf(description.model, facts, dtype=dtype),
-        "generation_config.json": {f"{name}_token_id": value for name, value in ids.items() if value is not None},
-        "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast",
+    given = {name: list(value) if isinstance(value, tuple) else value for name, value in ids.items()}
+    return {
+        GENERATION_CONFIG: {f"{name}_token_id": value for name, value in given.items() if value is not None},
+        TOKENIZER_CONFIG: {
+            "tokenizer_class": OUR_CLASS,
             "model_max_length": facts.context_length,
             "clean_up_tokenization_spaces": False,
             **{f"{name}_token": names[first] for name, first in firsts.items() if first in names},
         },
     }
-    for name, content in contents.items():
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    # A model trained without a beginning token must not get one.
-    tokenizer = description.tokenizer if facts.bos_token_id is not None else without_added_tokens(description.tokenizer)
-    (folder / TOKENIZER).write_text(tokenizer, encoding="utf-8")
 
 
 def without_added_tokens(tokenizer: str) -> str:

@@ -1,8 +1,8 @@
 """Where trained weights are: in a Hugging Face folder, or in one of our checkpoints. Imports no torch."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,8 @@ class Description:
     facts: TextFacts
     tokenizer: str
     """The text of tokenizer.json."""
+    companions: Mapping[str, str] = field(default_factory=dict)
+    """File name -> text of what came with the weights: chat template, special tokens, generation settings."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,21 @@ class Weights:
 
     @cached_property
     def description(self) -> Description:
-        """The description with the text of tokenizer.json. Raises UserError where that file is missing or damaged."""
-        from recipes.weights.hf_folder import read_tokenizer
+        """The description with the texts of all its files. Raises UserError where one is missing or damaged."""
+        from recipes.weights.companions import read_companions
+        from recipes.weights.hf_folder import read_tokenizer, without_generated
 
-        return Description(self.model, self.facts, read_tokenizer(self.path))
+        description = Description(self.model, self.facts, read_tokenizer(self.path))
+        return replace(description, companions=without_generated(read_companions(self.path), description))
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Every token that may end a text, by config.json and by the generation settings."""
+        from recipes.weights.companions import generation_ends
+
+        given = self.facts.eos_token_id
+        ends = given if isinstance(given, tuple) else () if given is None else (given,)
+        return tuple(dict.fromkeys((*ends, *generation_ends(self.description.companions, where=self.path))))
 
     @cached_property
     def stored_tensors(self) -> "StoredTensors":
@@ -146,11 +159,46 @@ def find_weights(path: str | Path) -> Weights:
     )
 
 
+def trained_description(
+    model: ModelConfig, tokenizer: "Tokenizer", start: Weights | None, *, length: int, log: Callable[[str], None]
+) -> Description:
+    """What accompanies the weights of a run wherever they go.
+
+    Args:
+        model: of the run.
+        tokenizer: of the run.
+        start: what the run starts or resumes from; None = random weights.
+        length: tokens per sequence of the run.
+        log: receives a line about what is not kept.
+    """
+    # The text itself: written anew by the library, its fingerprint would differ when a run resumes with "from_weights".
+    text, facts = tokenizer.json, TextFacts(length, eos_token_id=tokenizer.end_of_document)
+    if start is None:
+        return Description(model, facts, text)
+    facts, ends = replace(facts, context_length=max(length, start.facts.context_length)), start.facts.eos_token_id
+    try:
+        companions = start.description.companions
+        if not companions and not isinstance(ends, tuple):
+            return Description(model, facts, text)
+        same = start.tokenizer.backend.get_vocab() == tokenizer.backend.get_vocab()
+    except UserError:  # no tokenizer that the run could use
+        same = False
+    if not same:
+        log(
+            f"the run has another tokenizer than {start.path}, whose chat template and generation settings do not apply"
+        )
+        return Description(model, facts, text)
+    if isinstance(ends, tuple):
+        ends = ends if tokenizer.end_of_document in ends else (tokenizer.end_of_document, *ends)
+        facts = replace(facts, eos_token_id=ends)
+    return Description(model, replace(facts, pad_token_id=start.facts.pad_token_id), text, companions)
+
+
 def checkpoint_files(description: Description) -> dict[str, str]:
     """Name -> text of the files that describe the model in a checkpoint."""
     model = replace(description.model, weights="")  # the path of the initial weights is not part of the model
     content = {"model": asdict(model), "text": asdict(description.facts)}
-    return {MODEL: json.dumps(content, indent=2) + "\n", TOKENIZER: description.tokenizer}
+    return {MODEL: json.dumps(content, indent=2) + "\n", TOKENIZER: description.tokenizer, **description.companions}
 
 
 def read_description(folder: Path) -> tuple[ModelConfig, TextFacts]:
@@ -173,9 +221,9 @@ def differences(model: ModelConfig, stored: ModelConfig) -> Iterator[tuple[str, 
     skipped = {*UNCHECKED, "no_rope_every", "no_rope_layers"}
     if model.rope_scaling == "none" or stored.rope_scaling == "none":
         skipped |= set(LLAMA3_ROPE)
-    for field in fields(ModelConfig):
-        if field.name not in skipped and getattr(model, field.name) != (theirs := getattr(stored, field.name)):
-            yield field.name, theirs
+    for name in (one.name for one in fields(ModelConfig)):
+        if name not in skipped and getattr(model, name) != (theirs := getattr(stored, name)):
+            yield name, theirs
     layers = range(min(model.layers, stored.layers))
     if [model.uses_rope(layer) for layer in layers] != [stored.uses_rope(layer) for layer in layers]:
         for name in ("no_rope_every", "no_rope_layers"):

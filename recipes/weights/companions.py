@@ -1,0 +1,61 @@
+"""What a Hugging Face folder says besides model and tokenizer: chat template, special tokens, generation settings.
+
+A run that starts from such a folder keeps these texts in its checkpoints, and exports them. Imports no torch.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from parallel.errors import UserError
+
+TOKENIZER_CONFIG, GENERATION_CONFIG = "tokenizer_config.json", "generation_config.json"
+COMPANIONS = (TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja", GENERATION_CONFIG)
+MAX_BYTES = 10_000_000
+"""The largest such file: every checkpoint holds a copy. Published ones have at most some 100 kB."""
+OUR_CLASS = "PreTrainedTokenizerFast"
+"""The class that reads everything from tokenizer.json; others add tokens of their own."""
+
+
+def read_companions(folder: Path) -> dict[str, str]:
+    """File name -> text of those that a folder has. Raises UserError for one that is damaged."""
+    found = {}
+    for name in COMPANIONS:
+        file = folder / name
+        try:
+            if file.stat().st_size > MAX_BYTES:
+                raise ValueError(f"it has more than {MAX_BYTES:,} bytes")
+            found[name] = file.read_bytes().decode()  # not read_text: it would change the ends of lines
+            if name.endswith(".json") and not isinstance(json.loads(found[name]), dict):
+                raise ValueError("it must contain one JSON object")
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, RecursionError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise UserError(
+                f"{file} cannot be used: {reason}; copy it again, or delete it to train and export without it"
+            ) from None
+    _ = generation_ends(found, where=folder)
+    return found
+
+
+def generation_ends(companions: Mapping[str, str], *, where: Path) -> tuple[int, ...]:
+    """The tokens that end a generated text by generation_config.json. Raises UserError unless they are token ids."""
+    ends = json.loads(companions.get(GENERATION_CONFIG, "{}")).get("eos_token_id")
+    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    if not all(type(end) is int and end >= 0 for end in ends):
+        raise UserError(f"{where / GENERATION_CONFIG}: eos_token_id = {ends!r}: must be token ids")
+    return tuple(ends)
+
+
+def exported_tokenizer_config(kept: Mapping[str, Any], ours: Mapping[str, Any], *, begins: bool) -> dict[str, Any]:
+    """The tokenizer_config.json of an export: what came with the weights, and where that says nothing, ours.
+
+    begins: whether the model was trained with a beginning token.
+    """
+    # tokenizer.json says all of this, and an export brings no code.
+    dropped = {"auto_map", "tokenizer_file", "name_or_path"} | (set() if begins else {"add_bos_token", "add_eos_token"})
+    return {key: value for key, value in {**ours, **kept}.items() if key not in dropped} | {
+        "tokenizer_class": OUR_CLASS
+    }
