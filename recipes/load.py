@@ -11,7 +11,7 @@ import tomli
 
 from models.config import ModelConfig
 from models.sizes import SIZES
-from parallel.errors import UserError
+from parallel.errors import TemporaryError, UserError
 from recipes.fields import (
     Problem,
     accept,
@@ -25,6 +25,7 @@ from recipes.fields import (
     unknown_section,
     value_of,
 )
+from recipes.files.reading import fault
 from recipes.rules import violations
 from recipes.schema import Recipe, RunConfig
 from recipes.weights.locate import FROM_WEIGHTS, InitialWeights, Weights
@@ -197,6 +198,8 @@ def _check_size(given: Given, weights: InitialWeights) -> list[Problem]:
         try:
             weights.find()
             return []
+        except TemporaryError:
+            raise
         except UserError as error:
             return [Problem("model.weights", one_line(error), toml(path), origin)]
     close = get_close_matches(name, [*SIZES, FROM_WEIGHTS], n=1)
@@ -245,7 +248,7 @@ def read_toml(path: Path, named_by: str = "") -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"{file} does not exist; {_similar(path)}") from None
     except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}") from None
+        raise fault(f"{file} cannot be read", error) from None
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise UserError(f"{file} is not UTF-8 text (line {line}, byte {error.start}); save it as UTF-8") from None

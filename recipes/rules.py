@@ -97,6 +97,8 @@ def weights_fit(model: ModelConfig, initial: InitialWeights) -> Iterator[Violati
         weights = initial.find()
         if not weights.is_checkpoint:
             _ = weights.stored_tensors
+    except TemporaryError:  # not the recipe's fault
+        raise
     except UserError as error:
         yield "model.weights", one_line(error)
         return
@@ -131,6 +133,8 @@ def tokenizer_fits(tokenizer: str, *, model: ModelConfig, initial: InitialWeight
     if model.weights or tokenizer == FROM_WEIGHTS:
         try:
             weights = initial.find()
+        except TemporaryError:
+            raise
         except UserError as error:
             if not model.weights:
                 yield "data.tokenizer", f"needs model.weights or a checkpoint of this run: {one_line(error)}"
@@ -138,6 +142,8 @@ def tokenizer_fits(tokenizer: str, *, model: ModelConfig, initial: InitialWeight
         if tokenizer == FROM_WEIGHTS:
             try:
                 _ = weights.tokenizer
+            except TemporaryError:
+                raise
             except UserError as error:
                 yield "data.tokenizer", one_line(error)
             return

@@ -17,12 +17,12 @@ signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # first: other packages install a top-level `recipes` too
 
-from parallel.errors import UserError  # noqa: E402
-from recipes.files.exit_codes import REFUSED, leave  # noqa: E402
+from parallel.errors import TemporaryError, UserError  # noqa: E402
+from recipes.files.exit_codes import REFUSED, TEMPORARY, leave  # noqa: E402
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code: 0, 2 for what the user can fix, 130 after Ctrl-C."""
+    """Returns the exit code: 0, 2 for what the user can fix, 71 for a fault that may pass, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         description="Print loss, perplexity and bits per byte of a model on a text, as one line of JSON.",
         epilog="On several devices: python scripts/launch.py --standalone --nproc-per-node=8 scripts/evaluate.py ...",
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
             # Rank 0 most likely reports the same, and then the launcher ends the others. Give it the time.
             time.sleep(10)
         print(error if rank == "0" else f"rank {rank}: {error}", file=sys.stderr)
-        return REFUSED
+        return TEMPORARY if isinstance(error, TemporaryError) else REFUSED
 
 
 def evaluate(options: argparse.Namespace) -> int:

@@ -12,12 +12,12 @@ signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # first: other packages install a top-level `recipes` too
 
-from parallel.errors import UserError  # noqa: E402
-from recipes.files.exit_codes import REFUSED, ended_by  # noqa: E402
+from parallel.errors import TemporaryError, UserError  # noqa: E402
+from recipes.files.exit_codes import REFUSED, TEMPORARY, ended_by  # noqa: E402
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code: 0, 2 for what the user can fix, 130 after Ctrl-C."""
+    """Returns the exit code: 0, 2 for what the user can fix, 71 for a fault that may pass, 130 after Ctrl-C."""
     options = _parser().parse_args(arguments)
     if options.greedy:
         options.temperature = 0.0
@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
         return _generate(options)
     except UserError as error:
         print(error, file=sys.stderr)
-        return REFUSED
+        return TEMPORARY if isinstance(error, TemporaryError) else REFUSED
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -14,17 +14,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from parallel.errors import UserError
+from parallel.errors import TemporaryError, UserError
 from recipes.checkpoint import folder as folders
 from recipes.checkpoint.files import Written, complete, verify_shards, write_shard
-from recipes.checkpoint.manifest import Damage, Unreadable
+from recipes.checkpoint.manifest import Damage, Missing
 from recipes.checkpoint.state import checked, hyperparameters, named_tensors, restore
 from recipes.checkpoint.storage import HostMemory, Plan, assemble, make_plan, raw, read_tensors, shard_name, signature
-from recipes.files.atomic import sync_folder
+from recipes.files.atomic import sync_folder, write_whole
 from recipes.files.layout import checkpoint_steps, step_folder
 
 STEP_BYTES = 4
 """Size of the step count that AdamW keeps for every parameter."""
+
+KINDS = (UserError, TemporaryError, Damage)
+"""What all processes raise: the first of the kinds that any of them has met."""
 
 Result = TypeVar("Result")
 
@@ -44,6 +47,7 @@ class Checkpoints:
         keep_every: int = 0,
         asynchronous: bool = False,
         files: Mapping[str, str] | None = None,
+        mark: Path | None = None,
         log: Callable[[str], None] = print,
     ) -> None:
         """
@@ -53,9 +57,10 @@ class Checkpoints:
             keep_every: also keep those whose step is a multiple of this (0 = none).
             asynchronous: write on a thread, from a copy in host memory, while training continues.
             files: name -> text of the small files in every checkpoint (weights/locate.py, checkpoint_files).
+            mark: a file outside of the folder that receives the newest step, so that its loss is noticed.
             log: receives one line of text per message.
         """
-        self.folder, self.files = folder, files or {}
+        self.folder, self.files, self._mark = folder, files or {}, mark
         self._log = log
         self._keep, self._keep_every, self._asynchronous = keep, keep_every, asynchronous
         # A group of its own: a save communicates on a thread while training communicates on others.
@@ -151,6 +156,9 @@ class Checkpoints:
             folders.require_shards(place, {name: file for name, file, _ in shards})
             complete(place, assemble(step, record, plan.layout, shards), self.files)
             folders.commit(self.folder, step)
+            if self._mark:
+                with suppress(OSError):  # the checkpoint is saved all the same
+                    write_whole(self._mark, str(step))
 
         try:
             self._on_main(lambda: folders.begin(self.folder, step, log=partial(self._note, step)))
@@ -178,11 +186,8 @@ class Checkpoints:
             return folders.dispensable(self.steps(), keep=self._keep, keep_every=self._keep_every)
 
         def verify() -> None:
-            try:
-                manifest = folders.check(self.folder, step, files=self._main)
-                verify_shards(self.path(step), manifest, [self._shard])
-            except Unreadable as error:  # it may be intact
-                raise UserError(str(error)) from None
+            manifest = folders.check(self.folder, step, files=self._main)
+            verify_shards(self.path(step), manifest, [self._shard])
 
         try:
             if not (doomed := self._on_main(settle)):
@@ -224,17 +229,15 @@ class Checkpoints:
 
     def _older_step(self, step: int, problem: str) -> int:
         """Set a damaged checkpoint aside, on rank 0. Returns the newest intact step; raises UserError if none."""
-        self._log(folders.put_away(self.folder, step, problem))
-        if not self.steps():
-            raise UserError(f"{problem}\n{folders.NONE_LEFT}")
-        newest = folders.newest_whole(self.folder, log=self._log)
+        newest = folders.newest_whole(self.folder, log=self._log, known={step: problem})
         assert newest is not None, "newest_whole() raises if all checkpoints are damaged"
         return newest
 
     def load(self, model: nn.Module, optimizer: Optimizer, *, step: int) -> dict[str, Any]:
         """Load the checkpoint of `step` into model and optimizer, from any mesh. Returns its progress.
 
-        Raises Damage on all processes if one of them reads anything that is not as it was written.
+        Raises Damage on all processes if one of them reads anything that is not as it was written, and TemporaryError
+        if one of them cannot read now, or does not see a file that process 0 sees.
         """
         self.finish()
         state, groups = named_tensors(model, optimizer)
@@ -242,9 +245,15 @@ class Checkpoints:
         record: dict[str, Any] = {}
 
         def read() -> None:
-            manifest = folders.check(self.folder, step, files=self._main)
-            record.update(checked(manifest, groups, path))
-            read_tensors(path, manifest, state)
+            try:
+                manifest = folders.check(self.folder, step, files=self._main)
+                record.update(checked(manifest, groups, path))
+                read_tensors(path, manifest, state)
+            except Missing as error:
+                if self._main:
+                    raise
+                where = f"for process {dist.get_rank()}, while process 0 sees it whole"
+                raise TemporaryError(f"{error} {where}: run.output must be a folder that all nodes share") from None
 
         self._on_all(read)
         restore(model, optimizer, state, record["optimizer"])
@@ -254,23 +263,23 @@ class Checkpoints:
     def _on_all(self, work: Callable[[], Result]) -> list[Result]:
         """Run this on every process; it must not communicate. Returns all results on rank 0, none elsewhere.
 
-        If one process raises, all do: UserError if an older checkpoint would not avoid one of the errors, else Damage.
+        If one process raises, all do. Damage, which an older checkpoint would avoid, only if there is no other error.
         """
         result: Result | None = None
-        mine: tuple[bool, str] = (False, "")
+        mine = (0, "")
         cause: Exception | None = None
         try:
             result = work()
         except UserError as error:
-            mine = isinstance(error, Damage), str(error)
+            mine = next((index for index, kind in enumerate(KINDS) if index and isinstance(error, kind)), 0), str(error)
         except Exception as error:  # a bug, or out of memory
-            mine, cause = (False, folders.reason(error)), error
+            mine, cause = (0, folders.reason(error)), error
         answers: list[Any] = [None] * dist.get_world_size() if self._main else []
         dist.gather_object((mine, result), answers or None, group=self._group)
         problems = sorted(problem for problem, _ in answers if problem[1])
-        is_damage, text = self._from_main(problems[0] if problems else (False, ""))
+        kind, text = self._from_main(problems[0] if problems else (0, ""))
         if text:
-            raise (Damage if is_damage else UserError)(text) from cause
+            raise KINDS[kind](text) from cause
         return [result for _, result in answers]
 
     def _on_main(self, work: Callable[[], Result]) -> Result:

@@ -12,13 +12,14 @@ import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from parallel.errors import UserError
+from parallel.errors import TemporaryError, UserError
 from recipes.checkpoint.manifest import (
     BLOCK_BYTES,
     DTYPE_BYTES,
@@ -27,13 +28,14 @@ from recipes.checkpoint.manifest import (
     Chunk,
     Damage,
     Manifest,
+    Missing,
     OlderFormat,
     StoredFile,
-    Unreadable,
     decode,
     encode,
 )
 from recipes.files.atomic import sync_folder
+from recipes.files.reading import names_in, patiently
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ def complete(folder: Path, manifest: Manifest, texts: Mapping[str, str]) -> None
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """A descriptor of a regular file. Raises Damage if there is none, UserError if it may not be read."""
+    """A descriptor of a regular file. Raises Damage if there is none, TemporaryError if it cannot be read now."""
     try:
         # O_NONBLOCK: opening a pipe must not wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -160,38 +162,49 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:
-    """The error to raise: Damage if trying again will not help."""
+    """The error to raise: Damage only if no other answer of the system can be expected."""
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
-        return Damage(f"{path} is missing")
-    kinds: dict[int | None, type[UserError]] = {errno.EISDIR: Damage, errno.ENXIO: Damage}
-    kinds |= {errno.EIO: Unreadable, errno.EUCLEAN: Unreadable}
-    return kinds.get(error.errno, UserError)(f"{path} cannot be read: {error.strerror}")
+        return Missing(f"{path} is missing")
+    text = f"{path} cannot be read: {error.strerror}"
+    if error.errno in (errno.EISDIR, errno.ENXIO):
+        return Damage(text)
+    return TemporaryError(
+        f"{text}; this may pass, and nothing is changed. If it stays, rename {path.parent} to use an older checkpoint"
+    )
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check the manifest of a checkpoint. Raises Damage."""
-    path = folder / MANIFEST
-    if not path.exists() and ((folder / ".metadata").exists() or any(folder.glob("*.distcp"))):
+    """Read and check the manifest of a checkpoint. Raises Damage, or TemporaryError for a fault that stays."""
+    path, names = folder / MANIFEST, names_in(folder)
+    if MANIFEST not in names and any(name == ".metadata" or name.endswith(".distcp") for name in names):
         raise OlderFormat(
             f"{folder} was written by an older version of this program, in the format of torch.distributed.checkpoint;"
             " this version does not read it, because that takes pickle"
         )
-    with opened(path) as descriptor:
-        size = os.fstat(descriptor).st_size
-        if size > MAX_MANIFEST_BYTES:
-            raise Damage(f"{path} has {size} bytes, more than a manifest can have")
-        text = bytearray(size)
-        _fill(descriptor, memoryview(text), 0, path)
-    return decode(bytes(text), where=path)
+
+    def read() -> bytes:
+        with opened(path) as descriptor:
+            size = os.fstat(descriptor).st_size
+            if size > MAX_MANIFEST_BYTES:
+                raise Damage(f"{path} has {size} bytes, more than a manifest can have")
+            text = bytearray(size)
+            _fill(descriptor, memoryview(text), 0, path)
+            return bytes(text)
+
+    return decode(patiently(read), where=path)
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
     """Check the sizes of all files, and the contents of the small ones. Raises Damage."""
-    for name, about in manifest.files.items():
+
+    def check(name: str, about: StoredFile) -> None:
         with opened(folder / name) as descriptor:
             _check_size(folder / name, descriptor, about)
             if not about.header_bytes:
                 _check_whole(folder / name, descriptor, about)
+
+    for name, about in manifest.files.items():
+        patiently(partial(check, name, about))
 
 
 class ShardReader:
@@ -237,12 +250,16 @@ class ShardReader:
 def verify_shards(folder: Path, manifest: Manifest, names: Collection[str]) -> None:
     """Read these shards completely and verify every byte. Raises Damage."""
     reader, buffer = ShardReader(folder, manifest), memoryview(bytearray(manifest.block_bytes))
+
+    def verify_shard(name: str, chunks: list[tuple[str, Chunk]]) -> None:
+        with reader.file(name) as descriptor:
+            for tensor, chunk in chunks:
+                for first in range(0, chunk.bytes, len(buffer)):
+                    reader.read(descriptor, tensor, chunk, first, buffer[: chunk.bytes - first])
+
     for name, chunks in manifest.shards().items():
         if name in names:
-            with reader.file(name) as descriptor:
-                for tensor, chunk in chunks:
-                    for first in range(0, chunk.bytes, len(buffer)):
-                        reader.read(descriptor, tensor, chunk, first, buffer[: chunk.bytes - first])
+            patiently(partial(verify_shard, name, chunks))
 
 
 def verify(folder: Path) -> Manifest:
@@ -257,7 +274,7 @@ def _check_size(path: Path, descriptor: int, about: StoredFile) -> None:
     size = os.fstat(descriptor).st_size
     if size != about.bytes:
         what = "cut off" if size < about.bytes else "too long"
-        raise Damage(f"{path} is {what}: {size} bytes instead of {about.bytes}")
+        raise Missing(f"{path} is {what}: {size} bytes instead of {about.bytes}")
 
 
 def _check_whole(path: Path, descriptor: int, about: StoredFile) -> None:

@@ -11,7 +11,7 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -21,6 +21,7 @@ from recipes.checkpoint.files import check_files, read_manifest
 from recipes.checkpoint.manifest import Damage, Manifest, OlderFormat, StoredFile
 from recipes.files.atomic import sync_folder
 from recipes.files.layout import checkpoint_steps, step_folder
+from recipes.files.reading import fault, is_folder, named_faults, names_in
 from recipes.files.units import size
 
 FULL = {
@@ -35,7 +36,6 @@ ASIDE = "damaged-"
 """Prefix of the names of checkpoints that are set aside."""
 PATIENCE = 60.0
 """Seconds until another node's file must be visible: the longest that NFS caches a folder's contents (acdirmax)."""
-NONE_LEFT = "no older checkpoint is left; the same command starts the run from the beginning"
 
 
 def partial_folder(folder: Path, step: int) -> Path:
@@ -45,7 +45,7 @@ def partial_folder(folder: Path, step: int) -> Path:
 
 def left_overs(folder: Path) -> list[Path]:
     """What a kill, a failed save or a failed deletion left behind; also where a save in flight writes."""
-    return sorted(folder.glob(".partial-*"))
+    return [folder / name for name in names_in(folder) if name.startswith(".partial-")]
 
 
 def disk_space(folder: Path, *, checkpoint_bytes: int, keep: int) -> str:
@@ -54,8 +54,9 @@ def disk_space(folder: Path, *, checkpoint_bytes: int, keep: int) -> str:
     What a kill left counts as free space, because the next save deletes it. It is not deleted here, because it may
     still belong to another process. Raises UserError if not even one checkpoint fits.
     """
-    place = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
-    free = shutil.disk_usage(place).free + sum(map(_taken, left_overs(folder)))
+    place = next(parent for parent in (folder, *folder.absolute().parents) if is_folder(parent))
+    with named_faults(place):
+        free = shutil.disk_usage(place).free + sum(map(_taken, left_overs(folder)))
     fit = free // checkpoint_bytes
     if not fit:
         raise UserError(
@@ -92,7 +93,7 @@ def begin(folder: Path, step: int, *, log: Callable[[str], None]) -> None:
             if left_over == partial_folder(folder, step):
                 raise
             log(f"the left-over {left_over} cannot be deleted: {reason(error)}")
-    if not folder.is_dir():
+    if not is_folder(folder):
         folder.mkdir(parents=True)
         sync_folder(folder.parent)
         for above in folder.absolute().parents[1:3]:  # the run folder may be new too, and run.output
@@ -160,31 +161,43 @@ def check(folder: Path, step: int, *, files: bool = True) -> Manifest:
     return manifest
 
 
-def newest_whole(folder: Path, *, log: Callable[[str], None]) -> int | None:
-    """The newest step whose checkpoint shows no damage; None if there are no checkpoints.
+def newest_whole(folder: Path, *, log: Callable[[str], None], known: Mapping[int, str] | None = None) -> int | None:
+    """The newest step whose checkpoint shows no damage; None if there are no checkpoints, not even damaged ones.
 
-    Damaged checkpoints that are newer are set aside, and logged; those that look like an older version's only if
-    another checkpoint is intact. Raises UserError if there are checkpoints, but none is intact.
+    Damaged checkpoints that are newer are set aside, and logged. Raises UserError if there were checkpoints, but none
+    is intact, and TemporaryError if one cannot be read now; nothing is changed then. known: damage that was found
+    already, by step.
     """
-    problem = ""
-    older_format: list[tuple[int, OlderFormat]] = []
+    known = known or {}
+    damages: list[tuple[int, str]] = []
+    older_format = ""
     for step in reversed(checkpoint_steps(folder)):
         try:
+            if step in known:
+                raise Damage(known[step])
             check(folder, step)
-        except OlderFormat as found:
-            older_format.append((step, found))
         except Damage as damage:
-            problem = str(damage)
-            log(put_away(folder, step, problem))
+            damages.append((step, str(damage)))
+            older_format = older_format or (str(damage) if isinstance(damage, OlderFormat) else "")
         else:
-            for other, error in older_format:  # newer than a checkpoint of this version, so it lost its manifest
-                log(put_away(folder, other, str(error)))
+            for other, problem in damages:  # also what looks like an older version's: it has lost its manifest
+                log(put_away(folder, other, problem))
             return step
     if older_format:
-        raise UserError(str(older_format[0][1]))
-    if problem:
-        raise UserError(f"{problem}\n{NONE_LEFT}")
+        raise UserError(older_format)
+    aside = [name for name in names_in(folder) if name.startswith(ASIDE)]
+    if damages or aside:
+        raise UserError("\n".join([*(problem for _, problem in damages), none_left(folder, aside)]))
     return None
+
+
+def none_left(folder: Path, names: Sequence[str] = ()) -> str:
+    """Why a run that had checkpoints does not begin anew. names: those set aside, or known to be gone."""
+    them = f" ({' '.join(names)})" if names else ""
+    return (
+        f"this run had checkpoints{them}, and {folder} has none that can be loaded; nothing was started. Bring one"
+        f" back, or to begin anew remove or rename {folder.parent}, or write another run.name"
+    )
 
 
 def put_away(folder: Path, step: int, problem: str) -> str:
@@ -196,7 +209,7 @@ def put_away(folder: Path, step: int, problem: str) -> str:
         os.rename(path, aside)
         sync_folder(folder)
     except OSError as error:
-        raise UserError(f"{problem}; {path} cannot be set aside ({error.strerror}): remove it by hand") from None
+        raise fault(f"{problem}; {path} cannot be set aside; remove it by hand", error) from None
     return f"{problem}; it is set aside as {aside.name}"
 
 

@@ -13,6 +13,7 @@ from recipes.checkpoint.files import check_files, read_manifest, verify
 from recipes.checkpoint.folder import ASIDE, left_overs
 from recipes.checkpoint.manifest import MANIFEST, Damage
 from recipes.files.layout import CHECKPOINTS, checkpoint_steps, step_folder
+from recipes.files.reading import is_folder, names_in
 from recipes.files.units import size
 
 
@@ -21,16 +22,17 @@ def find(path: Path) -> list[Path]:
 
     A checkpoint without its manifest counts, as a damaged one. Raises UserError if there are none.
     """
-    if not path.is_dir():
+    if not is_folder(path):
         raise UserError(f"{path} {'is not a folder' if path.exists() else 'does not exist'}")
-    if (path / MANIFEST).exists():
+    names = names_in(path)
+    if MANIFEST in names:
         return [path]
     for folder in (path / CHECKPOINTS, path):
         if steps := checkpoint_steps(folder):
             return [step_folder(folder, step) for step in steps]
-    if (path / ".metadata").exists():
+    if ".metadata" in names:
         read_manifest(path)  # raises OlderFormat
-    if re.match(rf"({ASIDE})?step-[0-9]{{8}}", path.name) or any(path.glob("shard-*-of-*.safetensors")):
+    if re.match(rf"({ASIDE})?step-[0-9]{{8}}", path.name) or any(re.match("shard-.*-of-", name) for name in names):
         return [path]
     others = [name for folder in (path / CHECKPOINTS, path) for name in aside(folder)]
     raise UserError(f"{path} holds no checkpoint" + (f", only {' '.join(others)}" if others else ""))
@@ -64,7 +66,8 @@ def table(paths: Sequence[Path], *, thorough: bool) -> Iterator[tuple[str, bool]
 
 def aside(folder: Path) -> list[str]:
     """The names of damaged checkpoints that were set aside, and of what a kill left."""
-    return [path.name for path in (*sorted(folder.glob(f"{ASIDE}*")), *left_overs(folder))]
+    set_aside = [name for name in names_in(folder) if name.startswith(ASIDE)]
+    return [*set_aside, *(path.name for path in left_overs(folder))]
 
 
 def describe(path: Path) -> Iterator[str]:

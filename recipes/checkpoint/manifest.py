@@ -42,8 +42,8 @@ class Damage(UserError):
     """A checkpoint is not as it was written. The text names the file, and the tensor and bytes where possible."""
 
 
-class Unreadable(Damage):
-    """The disk or the network returns an error for a file. Its contents may be intact."""
+class Missing(Damage):
+    """A file is missing or has the wrong size. Another node may see it as it should be."""
 
 
 class OlderFormat(Damage):

@@ -6,6 +6,7 @@ this folder uses DCP. Its storage is not used, because it pickles.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from parallel.errors import UserError
 from recipes.checkpoint.files import Piece, ShardReader, Written
 from recipes.checkpoint.manifest import BLOCK_BYTES, DTYPE_BYTES, FORMAT, VERSION, Chunk, Manifest, StoredTensor
+from recipes.files.reading import patiently
 
 PARAMETERS = "model."
 """Prefix of the names of parameters in a checkpoint."""
@@ -193,12 +195,16 @@ def read_tensors(path: Path, manifest: Manifest, state: Mapping[str, Tensor]) ->
         chunk = chunks[item.storage_index.fqn, tuple(item.storage_index.offset)]
         by_file.setdefault(chunk.file, []).append((chunk, item))
     reader = ShardReader(path, manifest)
-    for name in sorted(by_file):
+
+    def read(name: str) -> None:
         with reader.file(name) as descriptor:
             for chunk, item in sorted(by_file[name], key=lambda pair: pair[0].offset):
                 fqn = item.storage_index.fqn
                 target = planner.resolve_tensor(item).detach()
                 _read_box(reader, descriptor, fqn, DTYPES[manifest.tensors[fqn].dtype], chunk, item, target)
+
+    for name in sorted(by_file):
+        patiently(partial(read, name))
 
 
 def _read_box(

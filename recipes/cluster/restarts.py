@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from itertools import takewhile
@@ -110,8 +111,10 @@ def number_of_restarts(text: str) -> int:
 
 
 def newest_step(folder: Path) -> int:
-    """Step of the newest checkpoint in a run's folder; 0 = none."""
-    return max(checkpoint_steps(folder / CHECKPOINTS), default=0)
+    """Step of the newest checkpoint in a run's folder; 0 = none, or the folder cannot be listed now."""
+    with suppress(UserError):  # the workers report it
+        return max(checkpoint_steps(folder / CHECKPOINTS), default=0)
+    return 0
 
 
 class History:

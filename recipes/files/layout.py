@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from recipes.files.reading import is_folder, named_faults, names_in
+
 # In a run folder
 RECIPE = "recipe.toml"
 """The resolved recipe."""
@@ -22,6 +24,8 @@ EXPORT = "hf"
 """Folder of the exported weights."""
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints."""
+SAVED = ".saved"
+"""The step of the newest checkpoint of the run, so that it is missed if it is gone."""
 
 # In a checkpoint
 MODEL, TOKENIZER = "model.json", "tokenizer.json"
@@ -31,16 +35,22 @@ DATA = "data.json"
 
 
 def holds_results(folder: Path) -> bool:
-    """Whether a run folder holds metrics or checkpoints."""
-    metrics = folder / METRICS
-    return (metrics.is_file() and metrics.stat().st_size > 0) or any((folder / CHECKPOINTS).glob("step-*"))
+    """Whether a run folder holds metrics or checkpoints. Raises UserError if that cannot be determined."""
+    if METRICS in names_in(folder):
+        with named_faults(folder):
+            if (folder / METRICS).stat().st_size > 0:
+                return True
+    return any(name.startswith("step-") for name in names_in(folder / CHECKPOINTS))
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
-    """The steps of the complete checkpoints in the `checkpoints` folder of a run, oldest first."""
+    """The steps of the complete checkpoints in the `checkpoints` folder of a run, oldest first.
+
+    Raises UserError if the folder cannot be listed.
+    """
     # No extra leading zeros: each step has one name.
-    found = (re.fullmatch(r"step-([0-9]{8}|[1-9][0-9]{8,})", path.name) for path in folder.glob("step-*"))
-    return sorted(int(match[1]) for match in found if match and (folder / match[0]).is_dir())
+    found = (re.fullmatch(r"step-([0-9]{8}|[1-9][0-9]{8,})", name) for name in names_in(folder))
+    return sorted(int(match[1]) for match in found if match and is_folder(folder / match[0]))
 
 
 def step_folder(folder: Path, step: int) -> Path:

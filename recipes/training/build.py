@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from models.decoder import Decoder
 from parallel.dist import World, on_all, on_main, on_main_first
+from parallel.errors import UserError
 from parallel.float8 import precompute_scales
 from parallel.kernels import choose_attention
 from parallel.materialize import materialize
@@ -21,8 +22,9 @@ from parallel.nodes import placement
 from parallel.order import parallelize
 from recipes.data.loader import DataLoader
 from recipes.data.text.tokenizer import Tokenizer
-from recipes.files.layout import CHECKPOINTS, DATA, LOG_FILE, PROFILE, step_folder
+from recipes.files.layout import CHECKPOINTS, DATA, LOG_FILE, PROFILE, SAVED, step_folder
 from recipes.files.lock import FolderLock
+from recipes.files.reading import names_in, read_text
 from recipes.load import LoadedRecipe
 from recipes.metrics.clock import RunClock
 from recipes.metrics.throughput import Throughput
@@ -205,13 +207,23 @@ def _describe(
 
 
 def _newest_checkpoint(recipe: Recipe, console: Console) -> int | None:
-    """The step of the newest checkpoint of this run that is whole, if there is one. Damaged ones are set aside."""
-    folder = recipe.run.folder / CHECKPOINTS
-    if not folder.exists():
-        return None
-    from recipes.checkpoint.folder import newest_whole
+    """The step of the newest whole checkpoint of this run, None if there never was one. Sets damaged ones aside.
 
-    return newest_whole(folder, log=console.log)
+    Raises UserError if there were some but none is whole, TemporaryError if this cannot be determined now.
+    """
+    folder, names = recipe.run.folder / CHECKPOINTS, names_in(recipe.run.folder)
+    if not {CHECKPOINTS, SAVED} & {*names}:
+        return None
+    from recipes.checkpoint.folder import newest_whole, none_left
+
+    step = newest_whole(folder, log=console.log)
+    if SAVED in names:
+        saved = read_text(recipe.run.folder / SAVED)
+        if step is None:
+            raise UserError(none_left(folder, [f"the newest was of step {saved}"]))
+        if saved not in ("", str(step)):
+            console.log(f"the newest checkpoint was of step {saved}; the newest intact one now is of step {step}")
+    return step
 
 
 def _weights(loaded: LoadedRecipe, *, resumes: bool) -> Weights | None:
@@ -262,6 +274,7 @@ def _open_checkpoints(
         asynchronous=recipe.checkpoint.asynchronous,
         log=console.log,
         files=checkpoint_files(description) | {DATA: json.dumps(loader.data_state, indent=2) + "\n"},
+        mark=recipe.run.folder / SAVED,
     )
 
 

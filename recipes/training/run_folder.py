@@ -7,7 +7,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from parallel.errors import UserError
+from parallel.errors import TemporaryError, UserError
 from recipes.fields import field_types, toml, value_of
 from recipes.files.atomic import PART, cut_back, write_whole
 from recipes.files.layout import (
@@ -22,8 +22,12 @@ from recipes.files.layout import (
     step_folder,
 )
 from recipes.files.lock import LOCK, FolderLock
+from recipes.files.reading import fault, is_folder, names_in, read_text
 from recipes.load import load, to_toml
 from recipes.schema import Recipe
+
+SILLY = ".nfs"
+"""Prefix of the names that NFS gives to deleted files that are still open."""
 
 # Fields that must not change when a run resumes. Everything else (length, mesh, micro-batches, precision, compile,
 # checkpoints, metrics ...) may.
@@ -63,18 +67,19 @@ def check_output_folder(recipe: Recipe) -> None:
     """Raises UserError if the run's files cannot be written, or if the folder holds something else."""
     folder = recipe.run.folder
     remedy = "give this run another name (--run.name OTHER)"
-    if folder.is_file():
-        raise UserError(f"{folder} is a file, but the run's files go there; {remedy}")
-    if not folder.is_dir():
+    if not is_folder(folder):
+        if folder.is_file():
+            raise UserError(f"{folder} is a file, but the run's files go there; {remedy}")
         place = next(parent for parent in folder.absolute().parents if parent.exists())
         if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
             what = "may not be written to" if place.is_dir() else "is no folder"
             raise UserError(f"run.output = {toml(recipe.run.output)}: {place} {what}; write another run.output")
         return
     # Empty, or left by a killed start.
-    if all(path.name == LOCK or path.name.startswith(PART) for path in folder.iterdir()):
+    names = [name for name in names_in(folder) if name != LOCK and not name.startswith((PART, SILLY))]
+    if not names:
         return
-    if not (folder / RECIPE).is_file():
+    if RECIPE not in names:
         raise UserError(f"{folder} is not empty and has no {RECIPE}, so it is not a run folder; {remedy}")
     if not holds_results(folder):  # a run that ended before its first logged step
         return
@@ -85,6 +90,8 @@ def check_output_folder(recipe: Recipe) -> None:
         )
     try:
         old = load(folder / RECIPE, rules=False)
+    except TemporaryError:
+        raise
     except UserError as error:
         raise UserError(f"{folder} was written with another version of the recipe schema; {remedy}\n{error}") from None
     if differences := identity_differences(old, recipe):
@@ -125,7 +132,9 @@ def claim_run_folder(recipe: Recipe, *, done: int, environment: dict[str, Any], 
         for name in (METRICS, FLOAT8_SHARES):
             cut_back(folder / name, done)
     except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error.strerror}; write another run.output") from None
+        raise fault(
+            f"{error.filename or folder} cannot be written; if this stays, write another run.output", error
+        ) from None
     return notes
 
 
@@ -139,12 +148,12 @@ def read_data_state(checkpoint: Path) -> dict[str, Any]:
     """The data state of a checkpoint, which its data order depends on. Raises UserError if it cannot be read."""
     file = checkpoint / DATA
     try:
-        facts = json.loads(file.read_text(encoding="utf-8"))
+        facts = json.loads(read_text(file))
         sources = facts.get("sources") if isinstance(facts, dict) else None
         if not isinstance(sources, dict) or not all(isinstance(about, dict) for about in sources.values()):
             raise ValueError("unexpected content")
         return facts
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} cannot be read ({error}); remove {checkpoint} to resume from an older one") from None
 
 
@@ -154,6 +163,8 @@ def resumed_data_state(run_folder: Path, step: int | None) -> dict[str, Any]:
         return {}
     try:
         return read_data_state(step_folder(run_folder / CHECKPOINTS, step))
+    except TemporaryError:
+        raise
     except UserError:  # loading the checkpoint reports what is wrong with it
         return {}
 

@@ -1,5 +1,6 @@
 """A Hugging Face folder: config.json, tokenizer, safetensors headers; convert.py has the values. Imports no torch."""
 
+import errno
 import json
 import math
 import os
@@ -15,8 +16,9 @@ from safetensors import SafetensorError, safe_open
 
 from models.config import ModelConfig, TextFacts
 from models.hf import config_from_hf, config_to_hf, hf_name, parameter_shapes, text_facts
-from parallel.errors import UserError, listed
+from parallel.errors import TemporaryError, UserError, listed
 from recipes.files.layout import TOKENIZER
+from recipes.files.reading import PASSING, fault, names_in
 from recipes.weights.companions import GENERATION_CONFIG, OUR_CLASS, TOKENIZER_CONFIG, exported_tokenizer_config
 from recipes.weights.locate import HF_CONFIG, Description
 
@@ -71,7 +73,9 @@ def read_tokenizer(folder: Path) -> str:
     except FileNotFoundError:
         remedy = "copy the tokenizer that the model was trained with into it"
         raise UserError(f"{folder} has no {TOKENIZER}; {remedy}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except OSError as error:
+        raise fault(f"{file} cannot be read", error) from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{file} is not a tokenizer.json of Hugging Face tokenizers: {error!r}") from None
 
 
@@ -85,6 +89,8 @@ def stored_tensors(folder: Path, model: ModelConfig) -> StoredTensors:
     for file in _weight_files(folder, problems):
         try:
             found |= {entry.name: (file, entry) for entry in read_header(file)}
+        except TemporaryError:
+            raise
         except UserError as error:
             problems.append(str(error))
     if "embed_tokens.weight" in found:
@@ -143,7 +149,7 @@ def read_header(file: Path) -> list[Entry]:
     except FileNotFoundError:
         raise UserError(f"{file.name} is missing; download it again") from None
     except OSError as error:
-        raise UserError(f"{file.name} cannot be read: {error.strerror}") from None
+        raise fault(f"{file.name} cannot be read", error) from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
         raise UserError(f"{file.name} is not a safetensors file") from None
     if size != end:
@@ -169,7 +175,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}") from None
+        raise fault(f"{file} cannot be read", error) from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not JSON: {error}") from None
     if not isinstance(content, dict):
@@ -179,15 +185,16 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _weight_files(folder: Path, problems: list[str]) -> list[Path]:
     """The safetensors files that belong to the model, in a fixed order."""
-    if (folder / SINGLE).is_file():  # transformers prefers it to an index too
+    there = names_in(folder)
+    if SINGLE in there:  # transformers prefers it to an index too
         return [folder / SINGLE]
-    if (folder / INDEX).is_file():
+    if INDEX in there:
         names = _read_json(folder / INDEX).get("weight_map")
         if isinstance(names, dict) and names and all(isinstance(name, str) for name in names.values()):
             return [folder / name for name in sorted(set(names.values()))]
         problems.append(f"{INDEX} has no weight_map")
         return []
-    others = sorted(file.name for kind in ("*.safetensors", "*.bin", "*.pth") for file in folder.glob(kind))
+    others = [name for kind in (".safetensors", ".bin", ".pth") for name in there if name.endswith(kind)]
     instead = f"; the folder has {_some(others)}" if others else ""
     problems.append(f"{SINGLE} and {INDEX} are missing{instead}")
     return []
@@ -230,7 +237,8 @@ def new_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
             raise
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error}") from error
+        kind = TemporaryError if error.errno in PASSING - {errno.EACCES} else UserError
+        raise kind(f"{folder} cannot be written: {error}") from error
 
 
 def write_description(folder: Path, description: Description, *, dtype: str) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from models.config import ModelConfig, TextFacts
-from parallel.errors import UserError
+from parallel.errors import TemporaryError, UserError
 from recipes.files.layout import CHECKPOINTS, MODEL, TOKENIZER, checkpoint_steps, step_folder
+from recipes.files.reading import is_folder, names_in, read_text
 
 if TYPE_CHECKING:  # what a run without weights does not need is imported where it is used
     from recipes.data.text.tokenizer import Tokenizer
@@ -83,6 +84,8 @@ class Weights:
                 where=self.path / TOKENIZER,
                 ends=ends if isinstance(ends, tuple) else () if ends is None else (ends,),
             )
+        except TemporaryError:
+            raise
         except UserError as error:
             raise UserError(str(error).removeprefix("data.tokenizer: ")) from None
         if tokenizer.vocabulary > self.model.vocabulary:
@@ -139,19 +142,20 @@ def find_weights(path: str | Path) -> Weights:
     Reads the description alone. Raises UserError where there are no weights, or none that this program supports.
     """
     folder = Path(path).expanduser()
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise UserError(f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}")
-    if (folder / HF_CONFIG).is_file():
+    if HF_CONFIG in (names := names_in(folder)):
         from recipes.weights.hf_folder import read_config
 
         return Weights(folder, *read_config(folder), is_checkpoint=False)
     for place in (folder / CHECKPOINTS, folder):
         if steps := checkpoint_steps(place):
             folder = step_folder(place, steps[-1])
+            names = names_in(folder)
             break
-    if (folder / MODEL).is_file():
+    if MODEL in names:
         return Weights(folder, *read_description(folder), is_checkpoint=True)
-    if any(folder.glob("*.distcp")):
+    if any(name.endswith(".distcp") for name in names):
         raise UserError(f"{folder} is a checkpoint without {MODEL}: an older version of this program wrote it")
     raise UserError(
         f"{folder} holds no weights: it is neither a Hugging Face folder ({HF_CONFIG} and safetensors), nor a"
@@ -207,11 +211,9 @@ def read_description(folder: Path) -> tuple[ModelConfig, TextFacts]:
 
     file = folder / MODEL
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(read_text(file))
         model = TypeAdapter(ModelConfig).validate_python(content["model"])
         return model, TypeAdapter(TextFacts).validate_python(content["text"])
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}") from None
     except (ValidationError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{file} does not describe a model of this version: {error}") from None
 

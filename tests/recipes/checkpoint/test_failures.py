@@ -86,7 +86,7 @@ def test_resume_sets_damaged_checkpoints_aside_and_loads_the_next_older_one(run:
     assert logged[-1] == f"resumed from {checkpoints.path(1)}"
 
 
-def test_resume_fails_if_all_checkpoints_are_damaged_and_keeps_what_was_set_aside_before(
+def test_run_whose_checkpoints_are_all_damaged_is_refused_at_every_start_and_keeps_the_last_in_place(
     run: Run, tmp_path: Path
 ) -> None:
     checkpoints = Checkpoints(tmp_path, keep=3)
@@ -94,9 +94,17 @@ def test_resume_fails_if_all_checkpoints_are_damaged_and_keeps_what_was_set_asid
     for number in (1, 2):
         checkpoints.save(*run, step=number)
         damage(checkpoints.path(number))
-    with pytest.raises(UserError, match="no older checkpoint is left; the same command starts the run from the begin"):
-        checkpoints.resume(*run, step=2, check=lambda path: None)
-    assert names(tmp_path) == [f"damaged-step-0000000{end}" for end in ("1", "2", "2.1")]
+    for start in (2, 1):
+        assert newest_whole(tmp_path, log=lambda line: None) == start
+        with pytest.raises(UserError, match=r"step-00000001/shard.* is damaged: .*\nthis run had checkpoints .* none"):
+            checkpoints.resume(*run, step=start, check=lambda path: None)
+    assert names(tmp_path) == ["damaged-step-00000002", "damaged-step-00000002.1", "step-00000001"]
+
+
+def test_run_whose_checkpoints_are_all_set_aside_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "damaged-step-00000002").mkdir()
+    with pytest.raises(UserError, match=r"this run had checkpoints \(damaged-step-00000002\), .* another run.name"):
+        newest_whole(tmp_path, log=lambda line: None)
 
 
 def test_checkpoints_that_look_like_an_older_version_are_set_aside_if_another_is_intact(

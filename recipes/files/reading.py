@@ -1,0 +1,93 @@
+"""Reading from a disk that may fail for a moment, such as a network file system: a fault is not damage, and a folder
+that cannot be listed is not empty. Imports no torch."""
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from parallel.errors import TemporaryError, UserError
+
+PASSING = {
+    *(errno.EIO, errno.ESTALE, errno.EACCES, errno.EAGAIN, errno.EBUSY, errno.EMFILE, errno.ENFILE, errno.ENODEV),
+    *(errno.ETIMEDOUT, errno.ENOTCONN, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTDOWN),
+    *(errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ESHUTDOWN, errno.EREMOTEIO, errno.ENOLINK),
+}
+"""Errors of a server, a connection or a login (an expired Kerberos ticket is EACCES) that may pass."""
+PAUSES = (1.0, 4.0)
+"""Seconds before each further attempt to read."""
+
+Result = TypeVar("Result")
+
+
+def patiently(read: Callable[[], Result]) -> Result:
+    """The result of `read`, which is called again after a fault that may pass. Raises its last TemporaryError."""
+    for pause in PAUSES:
+        try:
+            return read()
+        except TemporaryError:
+            time.sleep(pause)
+    return read()
+
+
+def fault(text: str, error: OSError) -> UserError:
+    """The error to raise for one of the system: a TemporaryError if it may pass."""
+    return (TemporaryError if error.errno in PASSING else UserError)(f"{text}: {error.strerror}")
+
+
+@contextmanager
+def named_faults(path: Path) -> Iterator[None]:
+    """Inside, errors of the system are raised as UserErrors: TemporaryErrors if they may pass."""
+    try:
+        yield
+    except OSError as error:
+        raise fault(f"{error.filename or path} cannot be read", error) from None
+
+
+def names_in(folder: Path) -> list[str]:
+    """The sorted names in a folder; none if it does not exist. Raises UserError if that cannot be determined."""
+
+    def names() -> list[str]:
+        try:
+            return sorted(os.listdir(folder))
+        except FileNotFoundError:
+            if os.path.islink(folder):
+                target = os.readlink(folder)
+                raise UserError(
+                    f"{folder} is a link to {target}, which does not exist: mount it, or mend the link"
+                ) from None
+            return []
+        except OSError as error:
+            raise fault(f"{folder} cannot be read", error) from None
+
+    return patiently(names)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether this is a folder, or a link to one. Raises UserError if that cannot be determined."""
+
+    def mode() -> int:
+        try:
+            return os.stat(path).st_mode
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                return 0
+            raise fault(f"{path} cannot be read", error) from None
+
+    return stat.S_ISDIR(patiently(mode))
+
+
+def read_text(file: Path) -> str:
+    """The contents of a file of text. Raises UserError if it cannot be read, TemporaryError for a fault that stays."""
+
+    def text() -> str:
+        try:
+            return file.read_text(encoding="utf-8")
+        except OSError as error:
+            raise fault(f"{file} cannot be read", error) from None
+
+    return patiently(text)

@@ -1,0 +1,117 @@
+"""When a run begins anew: only if it never had a checkpoint, or its folder was moved away."""
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from parallel.dist import World
+from parallel.errors import TemporaryError, UserError
+from recipes.files import reading
+from recipes.schema import Recipe
+from tests.recipes.checkpoint.test_faults import break_calls
+from tests.training import change, rows, small_recipe, train
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "PAUSES", (0, 0))
+
+
+@pytest.fixture
+def trained(corpus: Path, tmp_path: Path, alone: World) -> Recipe:
+    """The recipe of a run with checkpoints of steps 2 and 4, to be trained to step 6."""
+    recipe = small_recipe(corpus, tmp_path, steps=4)
+    assert train(recipe, alone) == 0
+    return change(recipe, run={"steps": 6})
+
+
+def state(folder: Path) -> dict[str, bytes]:
+    """The contents of all files, except the lock and the log, which a refused start may write."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in (".lock", "log.txt")
+    }
+
+
+def goes_on(recipe: Recipe, world: World) -> None:
+    """The run resumes at step 4 and ends at step 6."""
+    assert train(recipe, world) == 0
+    assert [row["step"] for row in rows(recipe)] == [1, 2, 3, 4, 5, 6]
+    assert [path.name for path in recipe.run.folder.parent.iterdir()] == [recipe.run.name]
+
+
+@pytest.mark.parametrize(
+    ("call", "on", "number"),
+    [
+        ("preadv", "/shard", errno.EIO),
+        ("preadv", "/manifest", errno.ESTALE),
+        ("open", "/data.json", errno.ESTALE),
+        ("listdir", "checkpoints", errno.EACCES),
+        ("listdir", "runs/", errno.EIO),
+        ("stat", "step-", errno.ETIMEDOUT),
+    ],
+)
+def test_a_fault_at_resume_ends_the_start_as_temporary_and_the_next_start_resumes(
+    call: str, on: str, number: int, trained: Recipe, alone: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = state(trained.run.folder)
+    with monkeypatch.context() as patch:
+        break_calls(patch, call, number, on=on)
+        if call == "listdir":
+            break_calls(patch, "scandir", number, on=on)
+        for _ in range(2):
+            with pytest.raises(TemporaryError, match=os.strerror(number)):
+                train(trained, alone)
+    assert state(trained.run.folder) == before
+    goes_on(trained, alone)
+
+
+@pytest.mark.parametrize("gone", ["all", "steps", "link"])
+def test_a_run_whose_checkpoints_are_gone_is_refused_until_they_are_back(
+    gone: str, trained: Recipe, alone: World, tmp_path: Path
+) -> None:
+    folder, safe = trained.run.folder / "checkpoints", tmp_path / "safe"
+    shutil.move(folder, safe)
+    if gone == "steps":
+        folder.mkdir()
+    elif gone == "link":
+        folder.symlink_to(tmp_path / "not-mounted")
+    before = state(trained.run.folder)
+    what = "not-mounted, which does not exist" if gone == "link" else r"the newest was of step 4.*begin anew remove or"
+    for _ in range(2):
+        with pytest.raises(UserError, match=what):
+            train(trained, alone)
+    assert state(trained.run.folder) == before
+    if gone != "all":
+        folder.unlink() if gone == "link" else folder.rmdir()
+    shutil.move(safe, folder)
+    goes_on(trained, alone)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_begins_anew_in_another_folder(
+    trained: Recipe, alone: World
+) -> None:
+    for shard in trained.run.folder.rglob("*.safetensors"):
+        shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    for _ in range(2):
+        with pytest.raises(
+            UserError, match=r"is damaged: .*\n.*to begin anew remove or rename .*/smollm3_debug, or wr"
+        ):
+            train(trained, alone)
+    assert len([*trained.run.folder.glob("checkpoints/*step-*")]) == 2
+    trained.run.folder.rename(trained.run.folder.with_name("old"))
+    assert train(trained, alone) == 0
+    assert rows(trained)[0]["step"] == 1
+
+
+def test_a_run_that_never_saved_begins_anew_and_keeps_its_results(corpus: Path, tmp_path: Path, alone: World) -> None:
+    recipe = change(small_recipe(corpus, tmp_path, steps=3), checkpoint={"every": 0})
+    assert train(recipe, alone) == 0
+    (recipe.run.folder / "checkpoints" / ".partial-00000002").mkdir(parents=True)  # a kill in the first save
+    assert train(change(recipe, checkpoint={"every": 2}), alone) == 0
+    kept = recipe.run.folder.with_name(f"{recipe.run.name}.1")
+    assert (kept / "metrics.jsonl").is_file() and (kept / "checkpoints" / ".partial-00000002").is_dir()
