@@ -46,9 +46,23 @@ def main(fault: str, ill: int, begin: int) -> None:
         state["steps"] += 1
         return value if state["steps"] == begin else add(value, group)
 
+    def out_of_memory(self: Trainer) -> Any:
+        if self.step >= begin:
+            from torch import OutOfMemoryError
+
+            raise OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nSee the documentation")
+        return step(self)
+
+    def out_of_host_memory(self: Trainer) -> Any:
+        if self.step >= begin:
+            import torch
+
+            torch.empty(1 << 46)  # 256 TiB, which the allocator refuses
+        return step(self)
+
     if fault in ("stuck_in_data", "slow_in_data"):
         DataLoader.batch = locals()[fault]  # type: ignore[method-assign]
-    elif fault in ("stuck", "slow_in_work"):
+    elif fault in ("stuck", "slow_in_work", "out_of_memory", "out_of_host_memory"):
         Trainer._train_step = locals()[fault]  # type: ignore[method-assign]
     elif fault == "left_out":
         step_module.sum_over_group = left_out

@@ -8,6 +8,7 @@ from parallel.dist import World, lost_a_peer, start, stop
 from parallel.errors import UserError
 from recipes.cluster.watchdog import SLOW_LIMIT, Watchdog
 from recipes.data.text.sources import is_prepared
+from recipes.files.exit_codes import OUT_OF_MEMORY
 from recipes.load import LoadedRecipe, to_toml
 from recipes.metrics.clock import RunClock
 from recipes.schema import Recipe
@@ -47,6 +48,11 @@ def train(loaded: LoadedRecipe, *, began: float) -> int:
         raise type(error)(f"rank {world.rank}: {error}") from None
     except Exception as error:
         forget_signals()
+        from recipes.training.out_of_memory import out_of_memory, report
+
+        if cause := out_of_memory(error):
+            report(cause, loaded.recipe, world, clock)
+            return OUT_OF_MEMORY
         if lost_a_peer(error):
             time.sleep(10)  # the launcher ends this process before a traceback hides the other's error
         raise

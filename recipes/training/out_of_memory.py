@@ -1,0 +1,122 @@
+"""What a run says when a device or the host runs out of memory: what to write into the recipe. Imported only then."""
+
+import errno
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from parallel.dist import Heartbeats, World
+from parallel.errors import UserError
+from recipes.fields import toml
+from recipes.files.atomic import Lines
+from recipes.files.layout import LOG_FILE, RECIPE
+from recipes.metrics.clock import START, RunClock
+from recipes.schema import Recipe
+
+SAYS_SO = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|_ALLOC_FAILED|bad_alloc", re.I)
+"""In the RuntimeErrors of CUDA's libraries, of NCCL, of compiled code, and of torch's allocator on the CPU."""
+OF_THE_HOST = re.compile(r"can't allocate memory|cannot allocate memory|bad_alloc", re.I)
+SNAPSHOTS = "out-of-memory"
+"""In the run's folder: what each GPU's memory held, for https://pytorch.org/memory_viz."""
+OTHER_RUN = "changes the results, so with another run.name"
+
+Remedy = tuple[str, object, str]
+"""A field, the value to write, and what that does."""
+
+
+def out_of_memory(error: BaseException | None) -> BaseException | None:
+    """The error that says that memory ran out: this one or one of its causes, or None."""
+    while error is not None:
+        known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        known = known or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        if known or (isinstance(error, RuntimeError) and SAYS_SO.search(str(error))):
+            return error
+        error = error.__cause__
+    return None
+
+
+def report(error: BaseException, recipe: Recipe, world: World, clock: RunClock) -> None:
+    """Print what ran out where, and what helps; add the traceback and the state of the memory to the run's log.txt.
+
+    Nothing that fails here is raised: the run ends because of `error`.
+    """
+    on_host = world.device.type == "cpu" or isinstance(error, (MemoryError, OSError))
+    on_host = on_host or bool(OF_THE_HOST.search(str(error)))
+    when = "at the start" if clock.now == START else f"after {clock.step} steps"
+    said = (str(error).splitlines() or [""])[0] or type(error).__name__
+    what = "the host" if on_host else str(world.device)
+    lines = [f"OUT OF MEMORY: {what} of rank {world.rank} on {world.node_of(world.rank)}, {when}: {said}"]
+    first = True
+    with suppress(RuntimeError, UserError):  # the store may be gone
+        first = Heartbeats(world).is_first("out of memory")
+    if first:  # the other ranks would say the same
+        lines += _advice(recipe, world, on_host=on_host)
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)
+    folder = recipe.run.folder
+    if (folder / RECIPE).is_file():  # otherwise the run has not begun
+        details = "".join(traceback.format_exception(error)).splitlines()
+        if world.device.type == "cuda":
+            with suppress(Exception):
+                details += torch.cuda.memory_summary(abbreviated=True).splitlines()
+                lines.append(f"  what the memory held: {_dump(folder / SNAPSHOTS, world.rank)}")
+                print(lines[-1], file=sys.stderr, flush=True)
+        Lines(folder / LOG_FILE, log=lambda line: None).append(*lines, *details)
+
+
+def _dump(folder: Path, rank: int) -> Path:
+    """Write a snapshot of the GPU's memory. The traceback keeps most of what the step held.
+
+    Where each block was allocated is not in it: recording that costs time at every allocation of every step.
+    """
+    folder.mkdir(exist_ok=True)
+    torch.cuda.memory._dump_snapshot(str(folder / f"rank-{rank}.pickle"))
+    return folder / f"rank-{rank}.pickle"
+
+
+def _advice(recipe: Recipe, world: World, *, on_host: bool) -> list[str]:
+    offloads = on_host and world.device.type != "cpu"
+    found = [*(host_remedies(recipe) if offloads else remedies(recipe, world))]
+    if not found:
+        return ["  no field of the recipe saves more: start more processes (NPROC), or use a smaller model"]
+    width = max(len(f"{key} = {toml(value)}") for key, value, _ in found)
+    lines = [f"  {f'{key} = {toml(value)}':<{width}}  {effect}" for key, value, effect in found]
+    return ["  write into the recipe, in this order until it fits:", *lines]
+
+
+def remedies(recipe: Recipe, world: World) -> Iterator[Remedy]:
+    """What saves memory of a device and is not at its end in this recipe; first what costs least."""
+    batch, fsdp = recipe.batch, recipe.fsdp
+    if (micro := batch.micro_batch_size) > 1:
+        smaller = next(size for size in range(micro // 2, 0, -1) if micro % size == 0)
+        yield "batch.micro_batch_size", smaller, f"instead of {micro}: less at a time, in the same global batch"
+    if batch.loss_chunks < 16:
+        yield "batch.loss_chunks", max(4, 2 * batch.loss_chunks), "holds the logits of one chunk only"
+    modes = ("none", "selective", "full")
+    if later := modes[modes.index(recipe.activation_checkpointing.mode) + 1 :]:
+        yield "activation_checkpointing.mode", later[0], "recomputes activations in the backward pass"
+    if not fsdp.reshard_after_forward:
+        yield "fsdp.reshard_after_forward", True, "frees the gathered weights after the forward pass"
+    if fsdp.prefetch > 1:
+        yield "fsdp.prefetch", 1, "gathers the weights of fewer blocks ahead"
+    if recipe.mesh.fit(world.size, nodes=len(world.nodes)).replicate > 1:
+        yield "mesh.shard", world.size, "with mesh.replicate = 1: each process holds a smaller part of the state"
+    if recipe.optimizer.state_dtype == "float32" and max(recipe.optimizer.betas) <= 0.99:
+        yield "optimizer.state_dtype", "bfloat16", f"halves the moments; {OTHER_RUN}"
+    if world.device.type == "cuda" and not fsdp.cpu_offload:
+        yield "fsdp.cpu_offload", True, "keeps the sharded state in host memory; slow"
+    if batch.sequence_length > 1:
+        yield "batch.sequence_length", batch.sequence_length // 2, f"{OTHER_RUN}"
+
+
+def host_remedies(recipe: Recipe) -> Iterator[Remedy]:
+    """What saves memory of the host of GPUs."""
+    if recipe.checkpoint.every and recipe.checkpoint.asynchronous:
+        yield "checkpoint.asynchronous", False, "copies nothing to host memory for a save"
+    if recipe.fsdp.cpu_offload:
+        yield "fsdp.cpu_offload", False, "keeps the sharded state on the GPUs"

@@ -1,0 +1,116 @@
+"""A run that runs out of memory says which fields help, and exits with a code of its own."""
+
+import errno
+import platform
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel.dist import World
+from recipes.cluster.restarts import End, end_of
+from recipes.files.exit_codes import OUT_OF_MEMORY
+from recipes.load import load, to_toml
+from recipes.training.out_of_memory import host_remedies, out_of_memory, remedies
+from tests.test_hangs import ill_run
+from tests.training import DEBUG, change
+
+
+@pytest.mark.parametrize("fault", ["out_of_memory", "out_of_host_memory"])
+def test_a_rank_out_of_memory_ends_the_run_with_its_own_code_and_says_what_to_write(
+    fault: str, tmp_path: Path, corpus: Path
+) -> None:
+    code, err = ill_run(tmp_path, corpus, fault, "--batch.micro_batch_size", "4", "--checkpoint.every", "2")
+    assert code == OUT_OF_MEMORY and end_of([code])[0] is End.FINAL, err
+    lines = err.splitlines()
+    assert lines[0].startswith(f"OUT OF MEMORY: the host of rank 1 on {platform.node()}, after 5 steps: ") or (
+        lines[0].startswith(f"OUT OF MEMORY: cpu of rank 1 on {platform.node()}, after 5 steps: CUDA out of memory. ")
+    ), err
+    assert lines[1] == "  write into the recipe, in this order until it fits:"
+    assert lines[2].startswith("  batch.micro_batch_size = 2 ") and "Traceback" not in err
+    log = (tmp_path / "runs" / "ill" / "log.txt").read_text()
+    assert err in log and "Traceback" in log and f" in {fault}\n" in log
+    assert (tmp_path / "runs" / "ill" / "checkpoints" / "step-00000004").is_dir()
+
+
+def refused_by_the_allocator() -> BaseException:
+    with pytest.raises(RuntimeError) as error:
+        torch.empty(1 << 46)
+    return error.value
+
+
+def compiled(cause: BaseException) -> BaseException:
+    error = RuntimeError("backend='inductor' raised")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        torch.distributed.DistBackendError("NCCL error: unhandled cuda error. Cuda failure 2 'out of memory'"),
+        compiled(torch.OutOfMemoryError("CUDA out of memory.")),
+        refused_by_the_allocator(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_that_mean_that_memory_ran_out_are_recognized(error: BaseException) -> None:
+    assert out_of_memory(error) is not None
+
+
+@pytest.mark.parametrize("error", [RuntimeError("gloo: connection closed"), OSError(errno.ENOSPC, "full"), KeyError()])
+def test_other_errors_are_not_taken_for_a_lack_of_memory(error: BaseException) -> None:
+    assert out_of_memory(error) is None
+
+
+def world(kind: str, size: int) -> World:
+    """A World of one node, as remedies() reads it."""
+    from parallel.nodes import arrange
+
+    nodes = arrange([("node", 0)] * size)
+    return World(0, size, torch.device(kind), patient=None, nodes=nodes)  # type: ignore[arg-type]
+
+
+def test_remedies_are_values_that_a_recipe_accepts_and_end_when_all_are_taken(tmp_path: Path) -> None:
+    recipe = change(
+        load(DEBUG),
+        batch={"micro_batch_size": 4, "global_batch_size": 16},
+        fsdp={"reshard_after_forward": False, "prefetch": 3},
+        mesh={"replicate": 2, "shard": 2},
+    )
+    taken = []
+    for _ in range(100):
+        found = [remedy for remedy in remedies(recipe, world("cuda", 4)) if remedy[0] != "batch.sequence_length"]
+        if not found:
+            break
+        key, value, _ = found[0]
+        section, name = key.split(".")
+        fields = {name: value} | ({"replicate": 1} if section == "mesh" else {})
+        recipe = replace(recipe, **{section: replace(getattr(recipe, section), **fields)})
+        (tmp_path / "recipe.toml").write_text(to_toml(recipe))
+        assert load(tmp_path / "recipe.toml", processes=4) == recipe
+        taken.append(key)
+    assert taken == [
+        *["batch.micro_batch_size"] * 2,
+        *["batch.loss_chunks"] * 3,
+        *["activation_checkpointing.mode"] * 2,
+        "fsdp.reshard_after_forward",
+        "fsdp.prefetch",
+        "mesh.shard",
+        "optimizer.state_dtype",
+        "fsdp.cpu_offload",
+    ]
+
+
+def test_a_lack_of_host_memory_beside_gpus_has_other_remedies() -> None:
+    recipe = change(load(DEBUG), fsdp={"cpu_offload": True}, checkpoint={"every": 5, "asynchronous": True})
+    assert [(key, value) for key, value, _ in host_remedies(recipe)] == [
+        ("checkpoint.asynchronous", False),
+        ("fsdp.cpu_offload", False),
+    ]
