@@ -40,14 +40,19 @@ class StepGuard:
         self._in_a_row = 0
         self._judged: list[tuple[int, Tensor, Tensor]] = []  # (step, whether skipped, norm) since skipped() was called
 
+    def norm_of_all(self, norm: Tensor) -> Tensor:
+        """This replica's gradient norm; NaN or infinite on all replicas if that of one of them is."""
+        if self._replicate_group is None:
+            return norm
+        total = sum_over_group(norm.clone(), self._replicate_group)
+        return torch.where(total.isfinite(), norm, total)
+
     def should_skip(self, step: int, *, loss: Tensor, norm: Tensor) -> Tensor:
         """1.0 on the device if the step must be skipped, else 0.0: the found_inf of torch's fused optimizers.
 
-        loss: this rank's part of the mean loss; norm: the gradient norm. The host waits for neither.
+        loss: this rank's part of the mean loss; norm: norm_of_all(). The host waits for neither.
         """
         skip = ~norm.isfinite()
-        if self._replicate_group is not None:
-            skip = sum_over_group(skip.to(torch.float32), self._replicate_group) > 0
         if self._spike_z:
             mean_loss = sum_over_group(loss.clone(), self._loss_group)
             # Until the window is full it holds NaN, which makes the limit NaN, and no loss exceeds that.

@@ -49,7 +49,7 @@ def train_step(
         micro_loss = model(inputs, targets, documents=documents) / target_tokens
         backward(micro_loss)
         loss += micro_loss.detach()
-    norm = gradient_norm(parameters)
+    norm = guard.norm_of_all(gradient_norm(parameters))
     if built.grad_clip > 0:
         clip_gradients(parameters, norm=norm, max_norm=built.grad_clip)
     # torch's fused kernels leave parameters, moments and step counters alone where this is 1 (made for GradScaler).
