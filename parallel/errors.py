@@ -17,6 +17,10 @@ class TemporaryError(UserError):
     """
 
 
+class CorruptState(Exception):
+    """The weights or moments in memory are NaN, or differ between replicas. The text says which, and where."""
+
+
 def listed(items: Iterable[object], *, last: str = "and") -> str:
     """Comma-separated, with a word before the last item, as in "a, b and c"."""
     *most, final = map(str, items)

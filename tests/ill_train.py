@@ -13,6 +13,8 @@ sys.path.insert(0, str(ROOT))
 
 
 def main(fault: str, ill: int, begin: int) -> None:
+    import torch
+
     from recipes.data.loader import DataLoader
     from recipes.training import step as step_module
     from recipes.training.trainer import Trainer
@@ -42,6 +44,13 @@ def main(fault: str, ill: int, begin: int) -> None:
             pass
         return step(self)
 
+    def flip_once(self: Trainer) -> Any:
+        """Flips the lowest bit of a weight, in the first attempt only."""
+        if self.step == begin and not Path("struck").exists():
+            Path("struck").touch()
+            self.built.parameters[0].to_local().detach().view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+        return step(self)
+
     def left_out(value: Any, group: Any) -> Any:
         state["steps"] += 1
         return value if state["steps"] == begin else add(value, group)
@@ -62,7 +71,7 @@ def main(fault: str, ill: int, begin: int) -> None:
 
     if fault in ("stuck_in_data", "slow_in_data"):
         DataLoader.batch = locals()[fault]  # type: ignore[method-assign]
-    elif fault in ("stuck", "slow_in_work", "out_of_memory", "out_of_host_memory"):
+    elif fault in ("stuck", "slow_in_work", "out_of_memory", "out_of_host_memory", "flip_once"):
         Trainer._train_step = locals()[fault]  # type: ignore[method-assign]
     elif fault == "left_out":
         step_module.sum_over_group = left_out
@@ -73,5 +82,5 @@ def main(fault: str, ill: int, begin: int) -> None:
 if __name__ == "__main__":
     name, rank, first = sys.argv[1:4]
     main(name, int(rank), int(first))
-    sys.argv[:] = [str(ROOT / "train.py"), *sys.argv[4:]]
+    sys.argv[:] = [str(ROOT / "train.py"), *(word for word in sys.argv[4:] if word != str(ROOT / "train.py"))]
     runpy.run_path(str(ROOT / "train.py"), run_name="__main__")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from parallel.errors import TemporaryError, UserError
+from parallel.state_check import not_finite
 from recipes.checkpoint import folder as folders
 from recipes.checkpoint.files import Written, complete, verify_shards, write_shard
 from recipes.checkpoint.manifest import Damage, Missing
@@ -236,8 +237,8 @@ class Checkpoints:
     def load(self, model: nn.Module, optimizer: Optimizer, *, step: int) -> dict[str, Any]:
         """Load the checkpoint of `step` into model and optimizer, from any mesh. Returns its progress.
 
-        Raises Damage on all processes if one of them reads anything that is not as it was written, and TemporaryError
-        if one of them cannot read now, or does not see a file that process 0 sees.
+        Raises Damage on all processes if one of them reads anything that is not as it was written, or not finite, and
+        TemporaryError if one of them cannot read now, or does not see a file that process 0 sees.
         """
         self.finish()
         state, groups = named_tensors(model, optimizer)
@@ -254,6 +255,10 @@ class Checkpoints:
                     raise
                 where = f"for process {dist.get_rank()}, while process 0 sees it whole"
                 raise TemporaryError(f"{error} {where}: run.output must be a folder that all nodes share") from None
+            if names := not_finite(state):  # written by an older version, or by a faulty machine
+                raise Damage(
+                    f"{path} has NaN or infinite values in {names[0]} (tensors with such values: {len(names)})"
+                )
 
         self._on_all(read)
         restore(model, optimizer, state, record["optimizer"])

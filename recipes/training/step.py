@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from models.loss import IGNORED
+from parallel.dist import World
 from parallel.float8 import precompute_scales
 from parallel.reduce import clip_gradients, gradient_norm, sum_over_group
 from recipes.data.loader import MicroBatch
@@ -60,3 +61,12 @@ def train_step(
     if built.float8_all_gather:
         precompute_scales(model)
     return loss, norm
+
+
+def require_sound_state(built: Built, world: World) -> None:
+    """Raise CorruptState, on all processes, if a parameter or a moment is not finite or differs between replicas."""
+    from parallel.state_check import named_state, require_sound
+
+    state, mesh = named_state(built.model, built.parameters, built.optimizer), built.mesh
+    copies = [(mesh.replicate_group, list(state))] if mesh.degrees.replicate > 1 else []
+    require_sound(state, world, copies=copies)

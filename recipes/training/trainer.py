@@ -6,15 +6,15 @@ from contextlib import ExitStack
 
 from torch import Tensor
 
-from parallel.errors import UserError
-from recipes.files.exit_codes import CANNOT_WRITE, FINISHED, POISONED, PREEMPTED, ended_by
+from parallel.errors import CorruptState, UserError
+from recipes.files.exit_codes import CANNOT_WRITE, CORRUPTED, FINISHED, POISONED, PREEMPTED, ended_by
 from recipes.files.layout import EXPORT
 from recipes.metrics.clock import END, FIRST_STEP, LOADING, SAVE, VALIDATION
 from recipes.optimization.skip_steps import NonFiniteRun
 from recipes.training.build import Run
 from recipes.training.console import NOT_SAVED, UNSAVED, contents, interrupted_message, summary
 from recipes.training.garbage import without_garbage_collection
-from recipes.training.step import train_step
+from recipes.training.step import require_sound_state, train_step
 
 
 class Trainer:
@@ -42,8 +42,7 @@ class Trainer:
                 number = self._loop()
             self.console.end_progress()
             return self._stop_early(number) if number else self._finish(began)
-        except NonFiniteRun as error:
-            self.console.end_progress()
+        except (NonFiniteRun, CorruptState) as error:
             return self._give_up(error)
         except Exception as error:
             number = self.interruption.noted
@@ -61,6 +60,8 @@ class Trainer:
             self.clock.count_step()
             if self._due(recipe.metrics.every) or self.step == self.first_step + 1:
                 self.recorder.log_step(self.step, loss, norm, learning_rate=self._learning_rate(self.step - 1))
+            if self._due(recipe.run.check_replicas_every if self.built.mesh.degrees.replicate > 1 else 0):
+                require_sound_state(self.built, self.world)
             if self._due(recipe.validation.every):
                 self._validate()
             if self._due(recipe.checkpoint.every):
@@ -110,6 +111,7 @@ class Trainer:
         assert self.checkpoints is not None
         self.recorder.log_skipped()  # a run that resumes from here does not take these steps again
         with self.clock.synchronized(SAVE):
+            require_sound_state(self.built, self.world)  # last, so that little happens before it is copied
             self.recorder.sync()
             progress = {
                 "sequences": self.step * self.recipe.batch.global_batch_size,
@@ -134,11 +136,20 @@ class Trainer:
         self._end(interrupted_message(signal.Signals(number).name, self.step, saved=saved, every=every))
         return PREEMPTED if saved else ended_by(number)
 
-    def _give_up(self, error: NonFiniteRun) -> int:
-        """After too many skipped steps: save nothing, since new checkpoints would replace better ones."""
+    def _give_up(self, error: NonFiniteRun | CorruptState) -> int:
+        """After too many skipped steps, or with a corrupt state: save nothing, since that would replace better ones."""
+        self.console.end_progress()
+        if isinstance(error, NonFiniteRun):
+            try:  # NaN in a weight skips all steps, too
+                require_sound_state(self.built, self.world)
+            except CorruptState as cause:
+                error = cause
         place = "no checkpoint was saved"
         if self.checkpoints and (saved := self.checkpoints.finish()) is not None:
             place = f"{self.checkpoints.path(saved)} is as it was"
+        if isinstance(error, CorruptState):
+            self._end(f"CORRUPTED after step {self.step}: {error}; {place}; the same command continues from there")
+            return CORRUPTED
         self._end(f"stopped: {error}; metrics.jsonl names their documents; {place}")
         return POISONED
 

@@ -164,7 +164,8 @@ def test_a_run_with_every_part_on_stays_close_to_float8(reference: dict[str, lis
     assert everything.float8.all_gather and everything.compile.enabled
     assert everything.activation_checkpointing.mode == "selective"
     assert everything.mesh == MeshConfig(replicate=2, shard=2)
-    keep = {"run": debug_run.run, "data": debug_run.data, "batch": debug_run.batch, "schedule": debug_run.schedule}
+    run = replace(debug_run.run, check_replicas_every=1)
+    keep = {"run": run, "data": debug_run.data, "batch": debug_run.batch, "schedule": debug_run.schedule}
     keep |= {"checkpoint": debug_run.checkpoint, "metrics": debug_run.metrics, "validation": debug_run.validation}
     found = curves(4, {"everything": replace(everything, **keep)})
     assert largest_gap(found["everything"], reference["tensorwise"]) < FLOAT8_TOLERANCE

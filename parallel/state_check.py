@@ -1,0 +1,137 @@
+"""Whether the state in memory is sound: no value is NaN or infinite, and processes that must hold the same bits do.
+
+Bits are compared by one checksum per tensor: the sum of its 32-bit words (16-bit ones of bfloat16), each multiplied by
+2 i + 1 at position i, modulo 2^64. It always changes if one word changes in any way, or if any two bits flip: their
+contributions are 2^a and 2^b times odd factors, which cancel only for a = b and equal positions. Three independent
+flips cancel only at three special positions, with a chance below 1e-7. (All of this up to 2^31 words of a local shard.)
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from parallel.dist import World, from_all
+from parallel.errors import CorruptState, listed
+from parallel.float8 import without_wrapper
+from parallel.materialize import plain_name
+from parallel.nodes import FEW
+
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element -> the integers that its bits are read as."""
+PIECE = {"cpu": 2**16, "cuda": 2**22}
+"""Words that are read at a time: on a CPU the products, 8 bytes per word, stay in a core's cache."""
+
+Copies = tuple[ProcessGroup, Sequence[str]]
+"""Processes that must hold the same bits, and the names of the tensors of which they must."""
+
+
+def named_state(model: nn.Module, parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> dict[str, Tensor]:
+    """Parameters, as sharding left them, and what the optimizer keeps of them, by the names that checkpoints use."""
+    found: dict[str, Tensor] = {}
+    # Not the model's own parameters: after a forward pass alone the root still holds whole weights in their place.
+    for (name, _), parameter in zip(model.named_parameters(), parameters, strict=True):
+        found[f"model.{plain_name(name)}"] = parameter
+        for kind, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                found[f"optimizer.{plain_name(name)}.{kind}"] = value
+    return found
+
+
+@torch.no_grad()
+def require_sound(tensors: Mapping[str, Tensor], world: World, *, copies: Sequence[Copies] = ()) -> None:
+    """Raise CorruptState, with the same text on all processes, unless the state is sound on all of them.
+
+    All processes call it at the same time. The host waits for the device once.
+
+    Args:
+        tensors: by name; of a DTensor, the local shard is looked at.
+        world: all processes.
+        copies: which processes hold the same bits of which tensors.
+    """
+    names = list(tensors)
+    finite, sums = (
+        found.to(world.device) for found in _inspect(list(map(_local, tensors.values())), checksums=bool(copies))
+    )
+    bad = ~finite.all()
+    tables = []
+    for group, shared in copies:
+        own = sums[[names.index(name) for name in shared]]
+        rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(rows, own, group=group)
+        table = torch.stack(rows)
+        bad |= (table != table[0]).any()
+        tables.append((dist.get_process_group_ranks(group), shared, table))
+    anywhere = bad.to(torch.int32)
+    dist.all_reduce(anywhere)
+    if not anywhere.item():
+        return
+    broken = [name for name, is_finite in zip(names, finite.tolist(), strict=True) if not is_finite]
+    own_lines = [f"{name} has NaN or infinite values on {_place(world.rank, world)}" for name in broken]
+    own_lines += [line for table in tables for line in _differences(*table, world)]
+    lines = sorted(
+        dict.fromkeys(line for some in from_all(world, own_lines) for line in some),
+        key=lambda line: " differs " in line,  # the cause first: what is NaN in one replica also differs
+    )
+    more = [f"and {len(lines) - FEW} more"] if len(lines) > FEW else []
+    raise CorruptState("; ".join([*lines[:FEW], *more]))
+
+
+@torch.no_grad()
+def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The names of the tensors of which this process's shard has NaN or infinite values. The host waits."""
+    finite, _ = _inspect([_local(tensor) for tensor in tensors.values()], checksums=False)
+    return [name for name, is_finite in zip(tensors, finite.tolist(), strict=True) if not is_finite]
+
+
+def _inspect(shards: Sequence[Tensor], *, checksums: bool) -> tuple[Tensor, Tensor]:
+    """(whether every value is finite, checksum) of each shard, on its device, in one pass over the memory."""
+    device = shards[0].device
+    count = torch.zeros(2, len(shards), dtype=torch.int64, device=device)
+    odd = torch.arange(1, 2 * PIECE[device.type] if checksums else 1, 2, device=device)
+    # Of all pieces, and the number of the shard that each belongs to. (The first is there if all shards are empty.)
+    extremes, sums, owners = [torch.zeros((), device=device)] * 2, [count.new_zeros(())], [0]
+    for number, shard in enumerate(shards):
+        flat = shard.reshape(-1)  # a copy of one that is not contiguous
+        for start in range(0, len(flat), PIECE[device.type]):
+            piece = flat[start : start + PIECE[device.type]]
+            owners.append(number)
+            extremes += [extreme.float() for extreme in torch.aminmax(piece)]  # NaN if any value is
+            if checksums:
+                words = piece.view(WORDS[piece.element_size()])
+                factors = odd[: len(words)] + 2 * start if start else odd[: len(words)]
+                sums.append((words * factors).sum())
+    owner = torch.tensor(owners).to(device, non_blocking=True)
+    bad = ~torch.stack(extremes).view(-1, 2).isfinite().all(dim=1)
+    count[0].index_add_(0, owner, bad.to(torch.int64))
+    if checksums:
+        count[1].index_add_(0, owner, torch.stack(sums))
+    return count[0] == 0, count[1]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This process's shard, without the class that float8 all-gather wraps it in."""
+    plain = without_wrapper(tensor)
+    return plain.to_local() if isinstance(plain, DTensor) else plain
+
+
+def _differences(ranks: Sequence[int], names: Sequence[str], table: Tensor, world: World) -> list[str]:
+    """One line for each tensor that is not the same on all ranks. table: checksums, (ranks, names)."""
+    lines = []
+    for name, column in zip(names, table.t().tolist(), strict=True):
+        [(common, count), *others] = Counter(column).most_common()
+        if not others:
+            continue
+        odd = [rank for rank, value in zip(ranks, column, strict=True) if 2 * count <= len(ranks) or value != common]
+        where = listed(_place(rank, world) for rank in odd)
+        lines.append(f"{name} differs {'between' if len(odd) == len(ranks) else 'from the other replicas on'} {where}")
+    return lines
+
+
+def _place(rank: int, world: World) -> str:
+    return f"rank {rank} on {world.node_of(rank)}"

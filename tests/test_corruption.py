@@ -1,0 +1,220 @@
+"""Runs whose memory is corrupted: nothing wrong is saved, the message says where it is, and the run goes back."""
+
+import json
+import math
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel.errors import UserError
+from parallel.state_check import named_state
+from recipes.files.exit_codes import CORRUPTED, FINISHED, POISONED
+from recipes.optimization.optimizer import _local
+from recipes.schema import Recipe
+from recipes.training.trainer import Trainer
+from tests.processes import run_processes
+from tests.scripts.nodes import ROOT, arguments, environment, losses
+from tests.training import change, rows, train, training
+
+BEFORE = 6
+"""The state is corrupted before this step is taken; steps 4 and 8 are saved."""
+
+
+def flip(bit: int) -> Callable[[Tensor], None]:
+    def strike(tensor: Tensor) -> None:
+        words = tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+        words.view(-1)[-1:] ^= 1 << bit
+
+    return strike
+
+
+def put(value: float) -> Callable[[Tensor], None]:
+    return lambda tensor: tensor.view(-1)[:1].fill_(value)
+
+
+NORM = "model.blocks.1.feed_forward_norm.weight"
+FAULTS: dict[str, tuple[int, str, Callable[[Tensor], None]]] = {
+    "flipped weight of rank 0": (0, "model.embedding.weight", flip(0)),
+    "flipped moment of rank 3": (3, NORM.replace("model", "optimizer", 1) + ".exp_avg_sq", flip(3)),
+    "flipped step counter": (2, NORM.replace("model", "optimizer", 1) + ".step", flip(1)),
+    "NaN weight": (1, NORM, put(math.nan)),
+    "infinite moment": (2, "optimizer.embedding.weight.exp_avg", put(math.inf)),
+}
+"""Name -> (rank, tensor, what happens to its shard there)."""
+
+
+def strike(trainer: Trainer, fault: str) -> None:
+    rank, name, change_shard = FAULTS[fault]
+    if trainer.world.rank == rank:
+        state = named_state(trainer.built.model, trainer.built.parameters, trainer.built.optimizer)
+        change_shard(_local(state[name]).detach())
+
+
+def train_with(recipe: Recipe, faults: list[str]) -> list[tuple[int, str]]:
+    """Exit code and last line of a run for each fault, which strikes before step BEFORE."""
+    from parallel.dist import start, stop
+
+    world, found = start("cpu", seed=0), []
+    for fault in faults:
+        lines: list[str] = []
+        with training(change(recipe, run={"name": fault.replace(" ", "-")}), world) as trainer:
+            take_step, log = trainer._train_step, trainer.console.log
+
+            def struck_step(trainer: Trainer = trainer, fault: str = fault, take_step: Any = take_step) -> Any:
+                if trainer.step == BEFORE - 1 and fault in FAULTS:
+                    strike(trainer, fault)
+                return take_step()
+
+            trainer._train_step = struck_step
+            trainer.console.log = lambda text="", lines=lines, log=log, **style: (lines.append(text), log(text))[1]
+            found.append((trainer.run(), lines[-1]))
+    stop()
+    return found
+
+
+@pytest.fixture(scope="module")
+def recipe(small: Recipe) -> Recipe:
+    """Twelve steps of two replicas of two shards, saved after every fourth."""
+    mesh = {"replicate": 2, "shard": 2}
+    return change(small, run={"steps": 12}, mesh=mesh, checkpoint={"every": 4}, schedule={"warmup_steps": 0})
+
+
+@pytest.fixture(scope="module")
+def struck(recipe: Recipe) -> dict[str, tuple[set[int], set[str], Path]]:
+    """Fault -> (exit codes and last lines of the four ranks, the run's folder)."""
+    answers = run_processes(4, train_with, change(recipe, run={"max_skipped_steps": 2}), list(FAULTS))
+    return {
+        fault: (
+            {code for code, _ in ranks},
+            {line for _, line in ranks},
+            Path(recipe.run.output) / fault.replace(" ", "-"),
+        )
+        for fault, ranks in zip(FAULTS, zip(*answers, strict=True), strict=True)
+    }
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_corrupt_state_is_not_saved_and_all_ranks_exit_alike(fault: str, struck: dict[str, Any]) -> None:
+    codes, last_lines, folder = struck[fault]
+    assert codes == {CORRUPTED} and len(last_lines) == 1
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000004"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_last_line_names_tensor_and_ranks_of_a_corrupt_state(fault: str, struck: dict[str, Any]) -> None:
+    [line] = struck[fault][1]
+    rank, name, _ = FAULTS[fault]
+    node = platform.node()
+    if "flipped" in fault:
+        assert f"{name} differs between rank {rank % 2} on {node} and rank {rank % 2 + 2} on {node}" in line
+    else:
+        assert f"{name} has NaN or infinite values on rank {rank} on {node}" in line
+    assert line.startswith(f"CORRUPTED after step {7 if fault == 'NaN weight' else 8}: ")
+    assert line.endswith("/checkpoints/step-00000004 is as it was; the same command continues from there")
+
+
+def test_replicas_are_compared_between_saves(recipe: Recipe) -> None:
+    often = change(recipe, run={"check_replicas_every": 3, "output": f"{recipe.run.output}/often"})
+    answers = run_processes(4, train_with, change(often, checkpoint={"every": 0}), ["flipped weight of rank 0"])
+    assert {code for [(code, _)] in answers} == {CORRUPTED}
+    assert answers[0][0][1].startswith("CORRUPTED after step 6: model.embedding.weight differs ")
+
+
+def test_bad_batches_with_a_sound_state_still_end_with_76(small: Recipe) -> None:
+    bad = change(small, run={"name": "bad", "max_skipped_steps": 2}, optimizer={"lr": 1e-3})
+    assert run_processes(1, train_on_bad_batches, bad) == [POISONED]
+
+
+def train_on_bad_batches(recipe: Recipe) -> int:
+    from parallel.dist import start, stop
+
+    world = start("cpu", seed=0)
+    with training(recipe, world) as trainer:
+        trainer.built.model.embedding.register_forward_hook(lambda module, inputs, output: output * math.nan)
+        code = trainer.run()
+    stop()
+    return code
+
+
+def test_everything_at_once_never_differs_between_replicas(recipe: Recipe) -> None:
+    """Float8, accumulation, validation, bfloat16 moments; compared after each of 24 steps."""
+    everything = change(
+        recipe,
+        run={"steps": 24, "check_replicas_every": 1, "name": "everything"},
+        float8={"recipe": "tensorwise", "emulate": True, "all_gather": True},
+        activation_checkpointing={"mode": "selective"},
+        fsdp={"param_dtype": "bfloat16"},
+        optimizer={"state_dtype": "bfloat16", "betas": (0.9, 0.95)},
+        checkpoint={"every": 12},
+        validation={"every": 5},
+    )
+    assert [code for [(code, _)] in run_processes(4, train_with, everything, ["none"])] == [FINISHED] * 4
+    assert not [row for row in rows(change(everything, run={"name": "none"})) if row.get("skipped")]
+
+
+def save_nan(recipe: Recipe, good: int) -> str:
+    """A run that has checkpoints of step 2, if good, and of step 4 with NaN, as older versions wrote; then resume."""
+    from parallel.dist import start, stop
+
+    world = start("cpu", seed=0)
+    assert train(change(recipe, run={"steps": 2}, checkpoint={"every": 2 if good else 0}), world) == FINISHED
+    with training(change(recipe, run={"steps": 4}), world) as trainer:
+        with torch.no_grad():
+            trainer.built.parameters[-1].to_local().view(-1)[0] = math.nan
+        trainer.checkpoints.save(trainer.built.model, trainer.built.optimizer, step=4, progress={})
+        trainer.checkpoints.finish()
+    try:
+        return str(train(recipe, world, silent=False))
+    except UserError as error:
+        return str(error)
+    finally:
+        stop()
+
+
+def test_a_checkpoint_with_nan_is_set_aside_and_the_one_before_is_resumed(small: Recipe) -> None:
+    recipe = change(small, run={"name": "older"}, schedule={"warmup_steps": 0})
+    assert run_processes(1, save_nan, recipe, True) == [str(FINISHED)]
+    names = {path.name for path in (recipe.run.folder / "checkpoints").iterdir()}
+    assert "damaged-step-00000004" in names
+    log = (recipe.run.folder / "log.txt").read_text()
+    assert "step-00000004 has NaN or infinite values in model.norm.weight (tensors with such values: 1)" in log
+    assert [row["step"] for row in rows(recipe)] == list(range(1, 9))
+
+
+def test_a_run_whose_only_checkpoint_has_nan_is_refused_and_it_is_named(small: Recipe) -> None:
+    recipe = change(small, run={"name": "only"}, schedule={"warmup_steps": 0})
+    [answer] = run_processes(1, save_nan, recipe, False)
+    assert "step-00000004 has NaN or infinite values in model.norm.weight" in answer
+    assert "no older checkpoint is left" in answer
+
+
+def test_a_restart_after_a_flipped_bit_gives_the_losses_of_an_undisturbed_run(tmp_path: Path, corpus: Path) -> None:
+    launcher = [str(ROOT / "scripts/launch.py"), "--standalone", "--nproc-per-node=2"]
+    ill, plain = str(ROOT / "tests/ill_train.py"), str(ROOT / "train.py")
+    config, *overrides = arguments(tmp_path, corpus, "run", "--run.steps", "12", "--mesh.replicate", "2")
+    words = [plain, str(ROOT / config), *overrides]
+    for name, before in (("well", []), ("flip_once", [str(ROOT / "scripts/supervise.py"), sys.executable])):
+        done = subprocess.run(
+            [sys.executable, *before, *launcher, ill, name, "1", "6", *words, "--run.name", name],
+            cwd=tmp_path,
+            env=environment(RESTARTS="2"),
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == FINISHED, done.stderr
+    assert f"attempt 1 crashed, exit code {CORRUPTED}; newest checkpoint: step 4" in done.stderr
+    assert done.stdout.count("CORRUPTED after step 8: model.embedding.weight differs between ") == 1
+    assert losses(tmp_path, "flip_once") == losses(tmp_path, "well")
+    ends = [
+        json.loads((tmp_path / "runs" / name / "checkpoints/step-00000012/manifest.json").read_text())["tensors"]
+        for name in ("well", "flip_once")
+    ]
+    assert ends[0] == ends[1]
