@@ -15,10 +15,12 @@ import torch
 
 from parallel.dist import start, stop
 from parallel.errors import UserError
+from parallel.state_check import named_state, require_sound
 from recipes.files.layout import METRICS
 from recipes.load import CONFIGS, load_run
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
+from recipes.schema import RunConfig
 from recipes.training.build import build_run
 from recipes.training.console import Console
 from recipes.training.environment import environment
@@ -29,6 +31,8 @@ ROOT = CONFIGS.parent
 DEBUG = CONFIGS / "smollm3_debug.toml"
 WINDOW = 10
 """Steps between two logged ones, and of one time of the bare loop."""
+CHECKS = 5
+"""Checks of the state after each run."""
 
 
 def main(arguments: list[str]) -> int:
@@ -51,7 +55,15 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     found["environment"] = environment(world_size=1, device=torch.device("cpu"))
-    print(json.dumps({name: found[name] for name in ("ours", "barest", "ratio", "starts")}, indent=1))
+    print(
+        json.dumps(
+            {
+                name: found[name]
+                for name in ("ours", "barest", "ratio", "replica_check", "replica_check_share", "starts")
+            },
+            indent=1,
+        )
+    )
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
@@ -62,6 +74,7 @@ def loops(overrides: list[str], *, rounds: int, steps: int) -> dict[str, Any]:
     call train_step() with the same sharded model. Ours also loads data, logs and watches for signals."""
     ours: list[float] = []
     barest: list[float] = []
+    checks: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         for number in range(rounds):
             trainer = _run(folder, [*overrides, "--run.steps", str(steps), "--run.name", f"round-{number}"])
@@ -70,9 +83,12 @@ def loops(overrides: list[str], *, rounds: int, steps: int) -> dict[str, Any]:
             walls = [sum(row["wall_seconds"].values()) for row in rows if row["step"] >= WINDOW]
             ours += [(then - now) / WINDOW for now, then in pairwise(walls)]
             barest += _bare(trainer, windows=steps // WINDOW - 1)
+            checks += _checks(trainer)
             stop()
-    middle = {"ours": statistics.median(ours), "barest": statistics.median(barest)}
-    return middle | {"ratio": middle["ours"] / middle["barest"], "windows": {"ours": ours, "barest": barest}}
+    windows = {"ours": ours, "barest": barest, "replica_check": checks}
+    middle = {name: statistics.median(seconds) for name, seconds in windows.items()}
+    share = middle["replica_check"] / (RunConfig().check_replicas_every * middle["barest"])
+    return middle | {"ratio": middle["ours"] / middle["barest"], "replica_check_share": share, "windows": windows}
 
 
 def _run(folder: str, overrides: list[str]) -> Trainer:
@@ -107,6 +123,17 @@ def _bare(trainer: Trainer, *, windows: int) -> list[float]:
                 clock=trainer.clock,
             )
         found.append((time.perf_counter() - begin) / WINDOW)
+    return found
+
+
+def _checks(trainer: Trainer) -> list[float]:
+    """Seconds that one check of the state takes, as with replicas: the one process is a group of its own."""
+    built, found = trainer.built, []
+    state = named_state(built.model, built.parameters, built.optimizer)
+    for _ in range(CHECKS):
+        begin = time.perf_counter()
+        require_sound(state, trainer.world, copies=[(built.mesh.replicate_group, list(state))])
+        found.append(time.perf_counter() - begin)
     return found
 
 
