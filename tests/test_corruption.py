@@ -15,6 +15,7 @@ from torch import Tensor
 
 from parallel.errors import UserError
 from parallel.state_check import named_state
+from recipes.checkpoint.look import table
 from recipes.files.exit_codes import CORRUPTED, FINISHED, POISONED
 from recipes.optimization.optimizer import _local
 from recipes.schema import Recipe
@@ -117,7 +118,7 @@ def test_the_last_line_names_tensor_and_ranks_of_a_corrupt_state(fault: str, str
     else:
         assert f"{name} has NaN or infinite values on rank {rank} on {node}" in line
     assert line.startswith(f"CORRUPTED after step {7 if fault == 'NaN weight' else 8}: ")
-    assert line.endswith("/checkpoints/step-00000004 is as it was; the same command continues from there")
+    assert line.endswith("/checkpoints/step-00000004 is as it was; run the same command again")
 
 
 def test_replicas_are_compared_between_saves(recipe: Recipe) -> None:
@@ -186,6 +187,16 @@ def test_a_checkpoint_with_nan_is_set_aside_and_the_one_before_is_resumed(small:
     log = (recipe.run.folder / "log.txt").read_text()
     assert "step-00000004 has NaN or infinite values in model.norm.weight (tensors with such values: 1)" in log
     assert [row["step"] for row in rows(recipe)] == list(range(1, 9))
+
+
+def test_verify_names_a_checkpoint_with_nan_that_is_otherwise_intact(small: Recipe) -> None:
+    recipe = change(small, run={"name": "verified"}, schedule={"warmup_steps": 0})
+    run_processes(1, save_nan, recipe, True)
+    folder = recipe.run.folder / "checkpoints"
+    found = {path.name: is_sound for path in folder.iterdir() for _, is_sound in list(table([path], thorough=True))[1:]}
+    assert found == {"damaged-step-00000004": False, "step-00000006": True, "step-00000008": True}
+    [_, (line, _)] = table([folder / "damaged-step-00000004"], thorough=True)
+    assert "is as it was written, but has NaN or infinite values in model.norm.weight" in line
 
 
 def test_a_run_whose_only_checkpoint_has_nan_is_refused_and_it_is_named(small: Recipe) -> None:

@@ -9,7 +9,7 @@ import json
 import os
 import stat
 import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,6 +36,9 @@ from recipes.checkpoint.manifest import (
 )
 from recipes.files.atomic import sync_folder
 from recipes.files.reading import names_in, patiently
+
+EXPONENTS = {"F64": (8, 0x7FF << 52), "F32": (4, 0x7F800000), "F16": (2, 0x7C00), "BF16": (2, 0x7F80)}
+"""Dtype -> bytes of a number, and the bits of its exponent, all of which NaN and the infinities have."""
 
 
 @dataclass(frozen=True)
@@ -247,8 +250,10 @@ class ShardReader:
                 into[low - first : high - first] = target[low - begin : high - begin]
 
 
-def verify_shards(folder: Path, manifest: Manifest, names: Collection[str]) -> None:
-    """Read these shards completely and verify every byte. Raises Damage."""
+def verify_shards(
+    folder: Path, manifest: Manifest, names: Collection[str], *, look: Callable[[str, memoryview], None] | None = None
+) -> None:
+    """Read these shards completely and verify every byte. Raises Damage. look: gets each tensor's name and bytes."""
     reader, buffer = ShardReader(folder, manifest), memoryview(bytearray(manifest.block_bytes))
 
     def verify_shard(name: str, chunks: list[tuple[str, Chunk]]) -> None:
@@ -256,6 +261,8 @@ def verify_shards(folder: Path, manifest: Manifest, names: Collection[str]) -> N
             for tensor, chunk in chunks:
                 for first in range(0, chunk.bytes, len(buffer)):
                     reader.read(descriptor, tensor, chunk, first, buffer[: chunk.bytes - first])
+                    if look:
+                        look(tensor, buffer[: chunk.bytes - first])
 
     for name, chunks in manifest.shards().items():
         if name in names:
@@ -263,10 +270,19 @@ def verify_shards(folder: Path, manifest: Manifest, names: Collection[str]) -> N
 
 
 def verify(folder: Path) -> Manifest:
-    """Read a checkpoint completely and verify every byte. Raises Damage at the first wrong one."""
+    """Read a checkpoint completely and verify every byte. Raises Damage at the first wrong one, or at a NaN."""
     manifest = read_manifest(folder)
     check_files(folder, manifest)
-    verify_shards(folder, manifest, manifest.files)
+
+    def require_finite(tensor: str, content: memoryview) -> None:
+        import numpy
+
+        size, exponent = EXPONENTS.get(manifest.tensors[tensor].dtype, (1, 0))
+        words = numpy.frombuffer(content, f"<u{size}", count=len(content) // size)
+        if exponent and (words & exponent == exponent).any():
+            raise Damage(f"{folder} is as it was written, but has NaN or infinite values in {tensor}")
+
+    verify_shards(folder, manifest, manifest.files, look=require_finite)
     return manifest
 
 

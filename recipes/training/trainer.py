@@ -148,7 +148,7 @@ class Trainer:
         if self.checkpoints and (saved := self.checkpoints.finish()) is not None:
             place = f"{self.checkpoints.path(saved)} is as it was"
         if isinstance(error, CorruptState):
-            self._end(f"CORRUPTED after step {self.step}: {error}; {place}; the same command continues from there")
+            self._end(f"CORRUPTED after step {self.step}: {error}; {place}; run the same command again")
             return CORRUPTED
         self._end(f"stopped: {error}; metrics.jsonl names their documents; {place}")
         return POISONED
