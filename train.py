@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # first: other package
 
 from parallel.errors import TemporaryError, UserError  # noqa: E402
 from recipes.files.exit_codes import FINISHED, REFUSED, TEMPORARY, leave  # noqa: E402
+from recipes.files.screen import open_missing, tell  # noqa: E402
 
 USAGE = """\
 usage: train.py RECIPE [--section.field value ...]
@@ -28,6 +29,7 @@ Recipes are in configs/; docs/recipes.md lists every field."""
 
 def main(arguments: list[str]) -> int:
     """Returns the exit code (see recipes/files/exit_codes.py)."""
+    open_missing()
     parser = argparse.ArgumentParser(usage=USAGE.removeprefix("usage: "), add_help=False, allow_abbrev=False)
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--check", action="store_true")
@@ -36,7 +38,7 @@ def main(arguments: list[str]) -> int:
     try:
         return run(*parser.parse_known_args(arguments, argparse.Namespace(began=time.monotonic())))
     except UserError as error:
-        print(error, file=sys.stderr)
+        tell(str(error))
         return TEMPORARY if isinstance(error, TemporaryError) else REFUSED
 
 
@@ -49,12 +51,11 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     counts = [count for count in (options.processes, options.nodes) if count is not None]
     if counts and (min(counts) < 1 or not options.check):
         raise UserError("--processes N and --nodes M, at least 1, need --check; to train on N: NPROC=N scripts/run.sh")
-    if options.help or options.check:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
     if options.help:
         from recipes.command_line import print_help
 
         recipe = load(arguments[0], arguments[1:], rules=False) if arguments else None
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
         print_help(recipe, description="Train a recipe. The end of this text lists the forms of the command.")
         print(USAGE)
         return FINISHED
@@ -65,6 +66,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         from recipes.training.run_folder import check_output_folder
 
         check_output_folder(loaded.recipe)
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         print(to_toml(loaded.recipe), end="")
         return FINISHED
     from recipes.training.run import train  # torch, from here on

@@ -14,9 +14,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from recipes.cluster.launcher import Workers, handle_stop_signals, launch
 from recipes.files.exit_codes import SIGNALS
+from recipes.files.screen import open_missing
 
 
 def main() -> int:
+    open_missing()
     workers = Workers()
     handle_stop_signals(workers.stop)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # recipes/cluster/restarts.py blocks them until this line

@@ -14,16 +14,18 @@ from parallel.errors import UserError  # noqa: E402
 from recipes.cluster.launcher import handle_stop_signals  # noqa: E402
 from recipes.cluster.restarts import Launcher, number_of_restarts, supervise  # noqa: E402
 from recipes.files.exit_codes import REFUSED, with_parent  # noqa: E402
+from recipes.files.screen import open_missing, tell  # noqa: E402
 from recipes.load import load  # noqa: E402
 
 
 def main(command: list[str]) -> int:
+    open_missing()
     try:
         recipe, *overrides = command[command.index(str(ROOT / "train.py")) + 1 :]
         run = load(recipe, overrides, rules=False).run
         restarts = number_of_restarts(os.environ["RESTARTS"])
     except UserError as error:
-        print(error, file=sys.stderr)
+        tell(str(error))
         return REFUSED
     launcher = Launcher(with_parent(command))
     handle_stop_signals(launcher.stop)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from recipes.cluster.restarts import FINAL_CODES, NAMED_CRASHES
 from recipes.files.exit_codes import ECHO_SECONDS, HUNG, NOT_MET, PREEMPTED, SIGNALS, ended_by, is_there, with_parent
+from recipes.files.screen import tell
 
 if TYPE_CHECKING:
     from recipes.cluster.rendezvous import Launchers
@@ -25,7 +26,7 @@ FROZEN_SECONDS = 5
 
 
 def log(text: str) -> None:
-    os.write(2, f"launch: {text}\n".encode())  # unbuffered: a signal handler may interrupt a print
+    tell(f"launch: {text}")
 
 
 def handle_stop_signals(handler: Callable[[int, FrameType | None], None]) -> None:
@@ -98,7 +99,8 @@ class Workers:
             self._leave(number)
         if not self.signal:
             self.signal, self._signal_at = number, time.monotonic()
-            log(f"{signal.Signals(number).name}: the workers finish the step and save; a second one ends them at once")
+            what = "the workers finish their step and save it, or end at once if none has begun"
+            log(f"{signal.Signals(number).name}: {what}; a second one ends them at once")
             self._send(number)
         elif number != self.signal or time.monotonic() - self._signal_at > ECHO_SECONDS:
             self.kill()

@@ -4,7 +4,6 @@ Each node decides alone, and all alike: exit code and newest checkpoint are the 
 """
 
 import json
-import os
 import signal
 import subprocess
 import time
@@ -32,6 +31,7 @@ from recipes.files.exit_codes import (
     ended_by,
 )
 from recipes.files.layout import CHECKPOINTS, checkpoint_steps
+from recipes.files.screen import tell
 
 PAUSE_SECONDS = 2
 """Before another start, so that ports and devices are free by then."""
@@ -140,7 +140,7 @@ class History:
 
 
 def log(text: str) -> None:
-    os.write(2, f"supervise: {text}\n".encode())  # unbuffered: a signal handler may interrupt a print
+    tell(f"supervise: {text}")
 
 
 class Launcher:

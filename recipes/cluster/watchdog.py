@@ -21,6 +21,7 @@ from pathlib import Path
 from parallel.dist import SPOKEN, Heartbeats, World, flight_record
 from recipes.files.exit_codes import HUNG
 from recipes.files.layout import LOG_FILE, RECIPE
+from recipes.files.screen import tell
 from recipes.metrics.clock import LOADING, START, STEP, RunClock
 
 HOUR = 3600.0
@@ -192,7 +193,7 @@ class Watchdog:
 
     def _print(self, text: str) -> None:
         cursor = SHOW_CURSOR if sys.stdout.isatty() else ""  # the progress line hides it
-        os.write(2, f"{cursor}{text}\n".encode())
+        tell(f"{cursor}{text}")
         if (self._folder / RECIPE).exists():
             with suppress(OSError), (self._folder / LOG_FILE).open("a", encoding="utf-8") as log:
                 log.write(text + "\n")
@@ -200,7 +201,7 @@ class Watchdog:
     def _write_stacks(self, own: Report) -> None:
         head = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {own.process}, {own.where}, no progress for {own.idle:.0f} s\n"
         if not (self._folder / RECIPE).exists():
-            os.write(2, head.encode())
+            tell(head.rstrip())
             faulthandler.dump_traceback(2)
             return
         with suppress(OSError, RuntimeError):

@@ -61,7 +61,7 @@ def with_parent(command: Sequence[str], number: signal.Signals = signal.SIGTERM)
 
 def leave(code: int) -> NoReturn:
     """Exit without finalizing the interpreter, which gloo's threads may abort: they outlive the process group."""
-    with suppress(OSError):  # when stdout is a file on a full disk
+    with suppress(OSError, ValueError):  # when stdout is a file on a full disk, or closed
         print(end="", flush=True)
     os._exit(code)
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recipes.files.exit_codes import ECHO_SECONDS, SIGNALS, ended_by
+from recipes.files.screen import put
 
 SHOW_CURSOR = b"\x1b[?25h\n"
 
@@ -89,7 +90,7 @@ class Interruption:
             self.noted, self._noted_at = number, time.monotonic()
         elif number != self.noted or time.monotonic() - self._noted_at > ECHO_SECONDS:
             if sys.stdout.isatty():
-                os.write(sys.stdout.fileno(), SHOW_CURSOR)  # which the live line hides
+                put(sys.stdout.fileno(), SHOW_CURSOR)  # which the live line hides
             os._exit(ended_by(number))
 
 

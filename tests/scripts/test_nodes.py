@@ -184,7 +184,10 @@ def test_a_signal_to_one_node_stops_all_and_loses_no_step(
     (out, err), (other_out, other_err) = ends(job.nodes)
     assert [node.returncode for node in job.nodes] == [PREEMPTED, PREEMPTED], err + other_err
     assert "SIGTERM: interrupted after step " in out and (err, other_out) == ("", "")
-    assert other_err == "launch: SIGTERM: the workers finish the step and save; a second one ends them at once\n"
+    assert other_err == (
+        "launch: SIGTERM: the workers finish their step and save it, or end at once if none has begun;"
+        " a second one ends them at once\n"
+    )
     before = len(job.losses)
     assert before < STEPS
     job.nodes = [job.start(0), job.start(1)]
