@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,6 +12,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from parallel.descriptors import require
 from parallel.errors import TemporaryError, UserError
 from parallel.nodes import Node, arrange
 
@@ -51,7 +53,8 @@ def start(device: str, *, seed: int, timeout: timedelta | None = None, flight_re
 
     device: "cpu", "cuda" or "auto" (the GPUs, if there are any). On CUDA the group also has gloo, for host-side
     messages that must not wait for the device. timeout: of its collectives; None = torch's default. flight_recorder:
-    where NCCL writes its flight recorder after a timeout. Raises UserError if the device does not exist.
+    where NCCL writes its flight recorder after a timeout. Raises UserError if the device does not exist, or if this
+    node does not allow as many open connections as so many processes need.
     """
     if flight_recorder is not None:
         _switch_flight_recorder_on(flight_recorder)
@@ -59,6 +62,11 @@ def start(device: str, *, seed: int, timeout: timedelta | None = None, flight_re
     rank, local_rank, size = (
         (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")) if launched else (0, 0, 1)
     )
+    try:
+        require(size)
+    except UserError:
+        time.sleep(5 if local_rank else 0)  # local rank 0 says so, and then the launcher ends the others
+        raise
     gpus = torch.cuda.device_count()
     if device == "auto":
         device = "cuda" if gpus else "cpu"

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from parallel.descriptors import raise_limit
 from recipes.cluster.restarts import FINAL_CODES, NAMED_CRASHES
 from recipes.files.exit_codes import ECHO_SECONDS, HUNG, NOT_MET, PREEMPTED, SIGNALS, ended_by, is_there, with_parent
 from recipes.files.screen import tell
@@ -154,6 +155,7 @@ def launch(arguments: list[str], workers: Workers) -> int:
     args = parse_args(arguments)
     args.signals_to_handle = "SIGQUIT"  # torchrun would replace our handlers
     several = args.nnodes.rpartition(":")[2] != "1"  # torchrun's default is "1:1"
+    raise_limit()  # every worker connects to node 0's launcher, and inherits the limit
     workers.watch(args.training_script)
     _end_with_launcher(args, several=several)
     if several:

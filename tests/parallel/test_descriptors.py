@@ -1,0 +1,60 @@
+"""The limit on open files of real processes."""
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parallel.descriptors import needed
+from parallel.dist import start, stop
+from parallel.errors import UserError
+from tests.processes import run_processes
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def limit_after_start(soft: int, hard: int) -> tuple[int, int] | str:
+    """The limits of a process that started with these, or the error."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    try:
+        start("cpu", seed=0)
+    except UserError as error:
+        return str(error)
+    stop()
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def test_a_low_soft_limit_is_raised_before_processes_connect() -> None:
+    assert run_processes(2, limit_after_start, 24, 1000) == [(1000, 1000)] * 2
+
+
+def test_a_hard_limit_that_is_too_low_is_refused_on_all_processes_before_they_connect() -> None:
+    expected = "each of 2 processes needs about 407 open files and connections, and this node allows 80"
+    for answer in run_processes(2, limit_after_start, 40, 80):
+        assert answer.startswith(expected) and "LimitNOFILE=814 in the systemd unit" in answer
+
+
+def test_one_process_is_not_refused() -> None:
+    assert run_processes(1, limit_after_start, 24, 100) == [(100, 100)]
+
+
+@pytest.mark.parametrize(("processes", "expected"), [(2, 407), (384, 1744), (1024, 3984)])
+def test_the_need_grows_with_the_number_of_processes(processes: int, expected: int) -> None:
+    assert needed(processes) == expected
+
+
+def test_a_run_with_too_low_a_hard_limit_ends_with_one_message(tmp_path: Path) -> None:
+    """Four processes with 60 open files each hung in silence."""
+    launch = [sys.executable, str(ROOT / "scripts/launch.py"), "--standalone", "--nproc-per-node=4"]
+    command = [*launch, str(ROOT / "train.py"), str(ROOT / "configs/smollm3_debug.toml"), "--run.device", "cpu"]
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -n 60; exec "$@"', "-", *command],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("each of 4 processes needs about") == 1 and len(done.stderr.splitlines()) == 1, done.stderr
