@@ -4,6 +4,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -80,6 +81,8 @@ def start(device: str, *, seed: int, timeout: timedelta | None = None, flight_re
     own = torch.device(device, local_rank) if device == "cuda" else torch.device("cpu")
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     if launched:
+        if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
+            _stay_on_this_machine()
         dist.init_process_group(backend, timeout=timeout, device_id=own if device == "cuda" else None)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -90,6 +93,15 @@ def start(device: str, *, seed: int, timeout: timedelta | None = None, flight_re
     # Two launchers on one host count as two nodes, and so do two hosts with the same name.
     dist.all_gather_object(places, (host, int(os.environ.get("GROUP_RANK", "0"))), group=patient)
     return World(rank, size, own, patient, nodes=arrange(places))
+
+
+def _stay_on_this_machine() -> None:
+    """gloo and NCCL listen on the loopback network, not on that of the host's name. Variables already set stay."""
+    with suppress(OSError):
+        loopback = socket.if_indextoname(1)  # on Linux and macOS, whatever its name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        if "NCCL_SOCKET_FAMILY" not in os.environ:  # NCCL does not use ::1
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")
 
 
 def stop() -> None:

@@ -2,8 +2,8 @@
 
 A worker's own error stays the last thing on the screen and its exit code becomes the launcher's (128 + n for signal n);
 torchrun would print its log and a traceback of its own below it and exit with 1. A stop signal is passed on to the
-workers, which get as long as they need; a second one ends them at once. No worker is left behind. LOGLEVEL=INFO shows
-torchrun's log.
+workers, which get as long as they need; a second one ends them at once. No worker is left behind. The processes of one
+node listen on its loopback network only. LOGLEVEL=INFO shows torchrun's log.
 """
 
 import signal

@@ -103,7 +103,7 @@ if [ -n "$check" ]; then
 fi
 checked "$@" >/dev/null
 
-nodes=(--standalone)
+nodes=(--standalone) # on the loopback network only, see recipes/cluster/rendezvous.py
 if [ "$NNODES" -gt 1 ]; then
     for name in NODE_RANK MASTER_ADDR; do
         if [ -z "${!name:-}" ]; then

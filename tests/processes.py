@@ -1,6 +1,7 @@
 """Real processes for tests: run a function on several ranks joined by gloo, and look at processes that run."""
 
 import contextlib
+import ipaddress
 import multiprocessing.forkserver
 import os
 import secrets
@@ -8,7 +9,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -135,3 +136,29 @@ def _work(environment: dict[str, str], results: Any, function: Callable[..., Any
     except BaseException:
         results.put((rank, None, traceback.format_exc()))
         raise SystemExit(1) from None
+
+
+def listening(processes: Iterable[int]) -> set[tuple[str, int]]:
+    """The TCP addresses and ports that these processes, or threads of them, accept connections on. (Linux)"""
+    sockets = set()
+    for process in processes:
+        for file in Path(f"/proc/{process}/fd").iterdir():
+            with suppress(OSError):  # it has been closed meanwhile
+                sockets.add(os.readlink(file))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in sockets:
+                address, port = local.split(":")
+                found.add((_address(bytes.fromhex(address)), int(port, 16)))
+    return found
+
+
+def _address(kernel: bytes) -> str:
+    """An address as /proc/net shows it: words of the machine's byte order."""
+    words = b"".join(
+        kernel[at : at + 4][::-1] if sys.byteorder == "little" else kernel[at : at + 4]
+        for at in range(0, len(kernel), 4)
+    )
+    return str(ipaddress.ip_address(words))

@@ -18,7 +18,7 @@ from recipes.files.exit_codes import ECHO_SECONDS, HUNG, NOT_MET, PREEMPTED, SIG
 from recipes.files.screen import tell
 
 if TYPE_CHECKING:
-    from recipes.cluster.rendezvous import Launchers
+    from recipes.cluster.rendezvous import Launchers, Served
 
 EXPLAINED = {*FINAL_CODES, *NAMED_CRASHES, PREEMPTED, *map(ended_by, SIGNALS)}
 """Exit codes of workers that have printed the reason themselves."""
@@ -158,10 +158,10 @@ def launch(arguments: list[str], workers: Workers) -> int:
     raise_limit()  # every worker connects to node 0's launcher, and inherits the limit
     workers.watch(args.training_script)
     _end_with_launcher(args, several=several)
-    if several:
-        _join_nodes(args, workers)
     try:
+        served = _join_nodes(args, workers) if several else _stay_on_this_machine(args)
         run(args)
+        del served
     except SignalException as error:
         return ended_by(error.sigval)
     except ChildFailedError as error:
@@ -204,16 +204,38 @@ def _end_with_launcher(args: Namespace, *, several: bool) -> None:
     args.no_python, args.training_script, args.training_script_args = True, command[0], command[1:]
 
 
-def _join_nodes(args: Namespace, workers: Workers) -> None:
-    from recipes.cluster.rendezvous import Launchers
+def _join_nodes(args: Namespace, workers: Workers) -> "Served | None":
+    """Returns the store if this is node 0: it ends with the last reference."""
+    from recipes.cluster.rendezvous import Launchers, serve
 
     count = int(args.nnodes.rpartition(":")[2])
+    args.master_addr, args.master_port = args.master_addr.strip("[]"), args.master_port or 29500
     nodes = Launchers((args.master_addr, args.master_port), node=args.node_rank, nodes=count, log=log)
     workers.others = nodes
     workers.exit_on_early_signals()
+    served = serve(args.master_addr, args.master_port, remote=True) if args.node_rank == 0 else None
     nodes.join()
     nodes.await_all(lambda: workers.starting, give_up=lambda: os._exit(NOT_MET))
     nodes.watch(workers.kill, grace=2 * FROZEN_SECONDS)
+    if args.node_rank != 0:
+        args.master_addr = nodes.reach()
+    elif served is None:
+        log(f"MASTER_ADDR={args.master_addr} is no address of this node, so the store listens on all of its networks")
+    else:
+        args.master_addr = served.address
+    return served
+
+
+def _stay_on_this_machine(args: Namespace) -> "Served | None":
+    """Change torchrun's arguments so that the processes of one node meet on its loopback network, at any free port."""
+    from recipes.cluster.rendezvous import serve_alone
+
+    if not args.standalone and (args.rdzv_endpoint or args.rdzv_backend != "static"):
+        return None
+    served = serve_alone(0 if args.standalone else args.master_port or 0)
+    args.standalone, args.rdzv_backend, args.rdzv_endpoint = False, "static", ""
+    args.master_addr, args.master_port = served.address, served.port
+    return served
 
 
 def exit_code_of(rank: int, code: int, *, sent: int) -> int:

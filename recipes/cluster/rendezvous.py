@@ -1,18 +1,24 @@
-"""How the launchers of several nodes notify each other, through the store of node 0's launcher.
+"""Where node 0's launcher serves the store, and how the launchers of several nodes notify each other through it.
 
 torchrun sees only its own workers: when another node's crash, hang or start again, it would wait as long as NCCL does.
+Its store has no password and listens on all networks, and its c10d rendezvous unpickles what others write there. So the
+store is made here, on one address, and the rendezvous is torchrun's static one, which unpickles nothing.
 """
 
+import errno
 import json
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import NamedTuple
 
 from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousError
 
 from parallel.dist import PREFIX, SPOKEN
 from recipes.files.exit_codes import HUNG
@@ -23,6 +29,54 @@ SILENT_SECONDS = 15.0
 WAIT_SECONDS = 600.0
 """A node that waits for others logs their names after SILENT_SECONDS, and gives up after WAIT_SECONDS."""
 CONNECT = timedelta(seconds=60)  # time limit of a connection
+
+
+class Served(NamedTuple):
+    """The store of this process, for as long as this object exists."""
+
+    store: TCPStore
+    address: str
+    port: int
+
+
+def serve(name: str, port: int, *, remote: bool) -> Served | None:
+    """Serve the store at the one address of this machine that the name means; port 0 = any free port.
+
+    torchrun's own TCPStore of this port uses the same server, because both are multi-tenant. remote: whether other
+    machines must reach it, so that /etc/hosts may not send a name to the loopback network. None: the name means no
+    address of this machine, for example that of a gateway, and torchrun must serve on all. Raises
+    RendezvousError.
+    """
+    try:
+        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise RendezvousError(f"the address {name} of node 0: {error.strerror}") from None
+    for family, _, _, _, place in found:
+        address = str(place[0])
+        if remote and name not in (address, "localhost") and ip_address(address.partition("%")[0]).is_loopback:
+            continue
+        try:
+            listener = socket.create_server(place[:2], family=family)
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                continue
+            raise RendezvousError(
+                f"node 0 cannot listen on {address}, port {port}: {os.strerror(error.errno or 0)}"
+            ) from None
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            address, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
+        )
+        return Served(store, address, port)
+    return None
+
+
+def serve_alone(port: int) -> Served:
+    """Serve the store on this machine's loopback network only; port 0 = any free port. Raises RendezvousError."""
+    for address in ("127.0.0.1", "::1"):
+        if served := serve(address, port, remote=False):
+            return served
+    raise RendezvousError("this machine has no loopback network (ip link set lo up)")
 
 
 class Cause(NamedTuple):
@@ -63,6 +117,15 @@ class Launchers:
                 self._log("node 0 is still in the run that this node was in before: waiting for that to end")
             logged = True
             time.sleep(LOOK_SECONDS)
+
+    def reach(self) -> str:
+        """Wait until node 0's store answers. Returns its address, by which torch must connect.
+
+        Of a name with addresses of several families, torch would keep trying one that refuses.
+        """
+        while not (address := self._answering()):
+            time.sleep(LOOK_SECONDS)
+        return address
 
     def await_all(self, met: Callable[[], bool], *, give_up: Callable[[], None]) -> None:
         """Start a thread that logs which nodes are missing, and calls give_up after WAIT_SECONDS unless met()."""
@@ -129,7 +192,7 @@ class Launchers:
             if store.check([PREFIX + SPOKEN]):
                 return Cause("HUNG: workers of this node were frozen, or did not end with the others; killed", HUNG)
             if store.check([ENDED]):
-                return Cause(*json.loads(store.get(ENDED)))
+                return _cause(store.get(ENDED))
         except RuntimeError:
             if self._store is not None:
                 return Cause("the launcher of node 0 is gone", 1)
@@ -146,12 +209,16 @@ class Launchers:
         return f"node {', '.join(missing)} of {self._nodes}" if missing else "the other nodes"
 
     def _is_up(self) -> bool:
-        """Whether node 0's launcher is up. torch's own attempts would print errors if it is not."""
+        """Whether node 0's launcher is up."""
+        return self._answering() is not None
+
+    def _answering(self) -> str | None:
+        """The address of node 0 that accepts connections. torch's own attempts would print errors if none does."""
         try:
-            with socket.create_connection(self._address, timeout=5):
-                return True
+            with socket.create_connection(self._address, timeout=5) as connection:
+                return str(connection.getpeername()[0])
         except OSError:
-            return False
+            return None
 
     def _connect(self) -> TCPStore:
         return TCPStore(*self._address, is_master=False, wait_for_workers=False, timeout=CONNECT)
@@ -161,6 +228,16 @@ class Launchers:
         if self._store is None and self._is_up():
             self._store = self._connect()
         return self._store
+
+
+def _cause(text: bytes) -> Cause | None:
+    """What a launcher wrote, or None: anyone who reaches the store can write anything."""
+    try:
+        message, code, crashed = json.loads(text)
+    except (ValueError, TypeError):
+        return None
+    right = isinstance(message, str) and isinstance(code, int) and isinstance(crashed, bool)
+    return Cause(message, code, crashed) if right else None
 
 
 def _starts_key(node: int) -> str:
