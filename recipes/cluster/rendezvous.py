@@ -106,9 +106,9 @@ class Launchers:
         If a store has counted this node before, its processes wait for lost workers: end them and wait for a new store.
         """
         logged = False
-        while not self._counted and self._is_up():  # if it is not up, its store will be a new one
+        while not self._counted and (address := self._answering()):  # if it is not up, its store will be a new one
             with suppress(RuntimeError):  # the store has just gone
-                store = self._connect()
+                store = self._connect(address)
                 if store.add(_starts_key(self._node), 1) == 1:
                     self._store, self._counted = store, True
                     return
@@ -208,25 +208,21 @@ class Launchers:
             return node_0
         return f"node {', '.join(missing)} of {self._nodes}" if missing else "the other nodes"
 
-    def _is_up(self) -> bool:
-        """Whether node 0's launcher is up."""
-        return self._answering() is not None
-
     def _answering(self) -> str | None:
-        """The address of node 0 that accepts connections. torch's own attempts would print errors if none does."""
+        """The address at which node 0's launcher is up, if it is. torch's own attempts would print errors."""
         try:
             with socket.create_connection(self._address, timeout=5) as connection:
                 return str(connection.getpeername()[0])
         except OSError:
             return None
 
-    def _connect(self) -> TCPStore:
-        return TCPStore(*self._address, is_master=False, wait_for_workers=False, timeout=CONNECT)
+    def _connect(self, address: str) -> TCPStore:
+        return TCPStore(address, self._address[1], is_master=False, wait_for_workers=False, timeout=CONNECT)
 
     def _connected(self) -> TCPStore | None:
         """The store, or None if node 0's launcher is not up yet."""
-        if self._store is None and self._is_up():
-            self._store = self._connect()
+        if self._store is None and (address := self._answering()):
+            self._store = self._connect(address)
         return self._store
 
 

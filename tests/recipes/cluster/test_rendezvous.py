@@ -1,13 +1,16 @@
 """How launchers notify each other, through a real store."""
 
+import pickle
+import socket
 import threading
 from collections.abc import Callable
 
 import pytest
 from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousError
 
-from recipes.cluster.rendezvous import ENDED, Cause, Launchers
-from tests.processes import wait_for
+from recipes.cluster.rendezvous import ENDED, Cause, Launchers, serve, serve_alone
+from tests.processes import free_ports, wait_for
 
 
 def store() -> TCPStore:
@@ -98,3 +101,65 @@ def test_a_missing_node_0_is_named_with_its_address(monkeypatch: pytest.MonkeyPa
     node(1, port, log=lines.append).await_all(lambda: bool(lines), give_up=lambda: None)
     wait_for("a line", lambda: lines)
     assert lines == [f"waiting for node 0 at 127.0.0.1:{port}"]
+
+
+@pytest.mark.parametrize(
+    "written", [b"\xff", b"5", b"null", b'["a"]', b'[{}, "2", 1]', pickle.dumps(Cause("a", 2))], ids=str
+)
+def test_what_no_launcher_wrote_ends_no_node(written: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipes.cluster.rendezvous.LOOK_SECONDS", 0.05)
+    kept, ended = store(), threading.Event()
+    other = node(1, kept.port)
+    kept.set(ENDED, written.decode("latin-1"))
+    other.watch(ended.set, grace=0)
+    assert not ended.wait(0.3)
+    kept.set(ENDED, '["node 2 ended", 2, true]')
+    assert ended.wait(30) and other.cause == Cause("node 2 ended", 2, crashed=True)
+
+
+def test_a_node_reaches_a_store_that_is_served_later_and_gets_its_address() -> None:
+    [port] = free_ports(1)
+    found: list[str] = []
+    other = Launchers(("localhost", port), node=1, nodes=2, log=fail)
+    waits = threading.Thread(target=lambda: found.append(other.reach()))
+    waits.start()
+    served = serve("127.0.0.1", port, remote=True)
+    waits.join(timeout=30)
+    assert served and found == ["127.0.0.1"]
+
+
+def test_torchruns_store_of_the_same_port_is_the_served_one() -> None:
+    served = serve_alone(0)
+    served.store.set("who", "we")
+    theirs = TCPStore(served.address, served.port, 1, is_master=True, multi_tenant=True)
+    assert theirs.get("who") == b"we"
+
+
+def test_two_runs_on_one_machine_get_ports_of_their_own() -> None:
+    first, second = serve_alone(0), serve_alone(0)
+    assert first.port != second.port
+
+
+def test_an_address_of_another_machine_is_left_to_torchrun() -> None:
+    assert serve("203.0.113.9", free_ports(1)[0], remote=True) is None
+
+
+def test_a_name_that_only_this_machine_takes_for_the_loopback_network_is_left_to_torchrun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in the /etc/hosts of Debian. Other nodes know another address of that name."""
+    own = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: own)
+    assert serve("node-1", 0, remote=True) is None
+    assert serve("node-1", 0, remote=False) is not None
+
+
+def test_a_taken_port_and_an_unknown_name_are_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            RendezvousError, match=rf"cannot listen on 127\.0\.0\.1, port {port}: Address already in use$"
+        ):
+            serve("127.0.0.1", port, remote=True)
+    with pytest.raises(RendezvousError, match=r"^the address no-such-host\.invalid of node 0: "):
+        serve("no-such-host.invalid", port, remote=True)
