@@ -21,7 +21,10 @@ from recipes.schema import Recipe
 
 TYPE_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 VALUE_WORDS = {bool: "a boolean", int: "an integer", float: "a float", str: "a string", list: "a list", dict: "a table"}
-EXAMPLES = {"data.mixture": {"web.jsonl": 0.7, "code.jsonl": 0.3}}
+EXAMPLES = {
+    "data.mixture": {"web.jsonl": 0.7, "code.jsonl": 0.3},
+    "validation.sources": {"web": "held-out/web.jsonl", "code": "held-out/code.jsonl"},
+}
 """For fields whose default is not a useful example."""
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 """Attribute of a range of annotated_types -> its sign."""

@@ -1,7 +1,7 @@
 """Builds one checked Recipe from a TOML file, its bases and the command line. Imports no torch."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -92,8 +92,7 @@ def load_run(
 
         overrides, wrong = command_line.parse(arguments, _assemble(given, None))
         given |= {key: (value, command_line.ORIGIN) for key, value in overrides.items()}
-        names = {key.partition(".")[2] for key in overrides if key.startswith("data.")}
-        problems += wrong + _choose_source(given, names, command_line.ORIGIN)
+        problems += wrong + _choose_source(given, set(overrides), command_line.ORIGIN)
     run = {key: given[f"run.{key}"][0] for key in ("name", "output") if f"run.{key}" in given}
     weights = InitialWeights(given.get("model.weights", ("", ""))[0], RunConfig(**run).folder)
     if not any(problem.key == "model.name" for problem in problems):
@@ -113,6 +112,7 @@ def to_toml(recipe: Recipe) -> str:
     """The whole recipe with every field in effect, as TOML that loads back to an equal recipe."""
     tables = asdict(recipe)
     del tables["data"]["source" if recipe.data.mixture else "mixture"]
+    del tables["validation"]["source" if recipe.validation.sources else "sources"]
     return "\n".join(
         "\n".join([f"[{section}]", *(f"{name} = {toml(value)}" for name, value in values.items()), ""])
         for section, values in tables.items()
@@ -138,19 +138,22 @@ def _take(tables: dict[str, Any], origin: str, given: Given) -> list[Problem]:
                     problems.append(Problem(key, wrong, toml(value), origin))
                 else:
                     given[key] = (accept(field_types()[key], value), origin)
-    return problems + _choose_source(given, set(tables.get("data", {})), origin)
+    names = {f"{section}.{name}" for section, table in tables.items() if isinstance(table, dict) for name in table}
+    return problems + _choose_source(given, names, origin)
 
 
-def _choose_source(given: Given, names: set[str], origin: str) -> list[Problem]:
-    """data.source and data.mixture exclude each other: the later layer wins. names: fields of [data] in this layer."""
-    if {"source", "mixture"} <= names and given.get("data.mixture", ({}, ""))[0]:
-        message = "cannot be given together with data.source in the same place; remove one of them"
-        return [Problem("data.mixture", message, "", origin)]
-    if "source" in names:
-        given.pop("data.mixture", None)
-    elif "mixture" in names:
-        given.pop("data.source", None)
-    return []
+def _choose_source(given: Given, names: Collection[str], origin: str) -> list[Problem]:
+    """One source and several exclude each other: the later layer wins. names: dotted keys in this layer."""
+    problems = []
+    for one, several in (("data.source", "data.mixture"), ("validation.source", "validation.sources")):
+        if one in names and several in names and given.get(several, ({}, ""))[0]:
+            message = f"cannot be given together with {one} in the same place; remove one of them"
+            problems.append(Problem(several, message, "", origin))
+        elif one in names:
+            given.pop(several, None)
+        elif several in names:
+            given.pop(one, None)
+    return problems
 
 
 def _assemble(given: Given, weights: InitialWeights | None) -> Recipe:

@@ -1,5 +1,6 @@
 """Rules that span several fields of a recipe, or check what it names on the disk. Imports no torch."""
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
@@ -8,7 +9,8 @@ from parallel.config import AttentionConfig, CompileConfig, Float8Config, MeshCo
 from parallel.errors import TemporaryError, UserError, listed
 from parallel.nodes import Node, require_like_nodes
 from recipes.checkpoint.config import CheckpointConfig
-from recipes.data.config import BatchConfig, DataConfig
+from recipes.data.config import HELD_OUT, BatchConfig, DataConfig
+from recipes.evaluation.config import ValidationConfig
 from recipes.fields import Problem, one_line, refusal, toml
 from recipes.files.layout import TOKENIZER
 from recipes.metrics.config import ProfileConfig
@@ -58,6 +60,7 @@ def violations(
         ("model", model_is_consistent(model)),
         ("model", weights_fit(model, weights)),
         ("data model", data_is_there(data, model=model, weights=weights)),
+        ("data validation", validation_has_text(recipe.validation, data=data)),
         ("mesh", mesh_fits(mesh, processes=processes, nodes=nodes)),
         ("batch mesh", batch_divides(recipe.batch, mesh=mesh, processes=processes, nodes=nodes)),
         ("attention data run", attention_has_a_kernel(recipe.attention, masked=data.document_mask, device=run.device)),
@@ -173,6 +176,33 @@ def prepared_fits(source: str, data: DataConfig) -> Iterator[Violation]:
     if index.validation_fraction != data.validation_fraction:
         share = index.validation_fraction
         yield "data.validation_fraction", f"'{source}' was prepared with {share}; write that or prepare it again"
+
+
+def validation_has_text(validation: ValidationConfig, *, data: DataConfig) -> Iterator[Violation]:
+    """There is text to validate on, and its sources can be read."""
+    from recipes.data.text.sources import is_prepared, source_problem
+    from recipes.data.tokens.shards import open_index
+
+    if data.validation_fraction == 0 and HELD_OUT in validation.texts.values():
+        remedy = "write 0, or give a text that is not trained on: [validation] source"
+        for field in ("every", "sample_tokens"):
+            if getattr(validation, field):
+                problem = "needs text, but data.validation_fraction = 0 holds none out"
+                yield f"validation.{field}", f"{problem}; {remedy}"
+    field = "validation.sources" if validation.sources else "validation.source"
+    for name, source in validation.texts.items():
+        if name and not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+            yield field, f"{toml(name)} names a column of metrics.jsonl; write letters, digits, and any of _ . - only"
+        if source == HELD_OUT:
+            continue
+        try:
+            message = None if is_prepared(source) and open_index(source) else source_problem(source)
+        except TemporaryError:
+            raise
+        except UserError as error:
+            message = one_line(error).removeprefix("data.source: ")
+        if message:
+            yield field, message
 
 
 def export_has_checkpoints(checkpoint: CheckpointConfig) -> Iterator[Violation]:

@@ -5,6 +5,9 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt, Interval, MinLen
 
+HELD_OUT = ""
+"""The validation source that is the held-out documents of the training sources."""
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -20,8 +23,8 @@ class DataConfig:
     """A tokenizer.json, a folder with one, "train:N" (N entries trained on the source), or "from_weights"."""
     document_mask: bool = False
     """Restrict attention to each document and restart its positions at 0; false = treat a sequence as one document."""
-    validation_fraction: Annotated[float, Interval(gt=0, lt=1)] = 0.01
-    """Fraction of the documents held out for validation, chosen by a hash of their text."""
+    validation_fraction: Annotated[float, Interval(ge=0, lt=1)] = 0.01
+    """Fraction of the documents held out for validation, chosen by a hash of their text; 0 = none."""
     shuffle_tokens: Annotated[int, Ge(1)] = 2**25
     """Shuffle window (tokens) of the first epoch for text that is tokenized during training; otherwise all tokens."""
     bad_row_budget: Annotated[float, Interval(ge=0, le=1)] = 0.01

@@ -8,6 +8,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ class DataLoader:
         tokenizer: Callable[[], str | Tokenizer],
         resumed_data_state: Callable[[], Mapping[str, Any]],
         log: Callable[[str], None],
+        validation: Mapping[str, str],
     ) -> None:
         """Open all sources on every process.
 
@@ -59,34 +61,33 @@ class DataLoader:
             tokenizer: returns data.tokenizer, or a tokenizer that is loaded already.
             resumed_data_state: called on rank 0; returns the data_state of the checkpoint to resume from, or {}.
             log: receives one line of text per message.
+            validation: as for open_data().
 
         Raises:
             UserError: if a source, its text or the tokenizer is bad, or the processes see different files.
         """
 
         def opened_from(state: Mapping[str, Any], launch: Launch) -> Data:
-            length = batch.sequence_length
-            return open_data(
-                data, launch, tokenizer=tokenizer(), sequence_length=length, seed=seed, resumed_data_state=state
-            )
+            opens = partial(open_data, data, sequence_length=batch.sequence_length, seed=seed, validation=validation)
+            return opens(launch, tokenizer=tokenizer(), resumed_data_state=state)
 
         opened = _open_on_all(world, opened_from, resumed_data_state=resumed_data_state, log=log)
         _require_vocabulary(opened.tokenizer, vocabulary)
         self.tokenizer, self.data_state = opened.tokenizer, opened.data_state
         self.document_boundary = self.tokenizer.end_of_document if data.document_mask else None
         """The token that attention does not look past, if the recipe asks for that."""
-        self.training, self.validation = (
-            Batches(
-                sequences,
-                global_batch_size=batch.global_batch_size,
-                micro_batch_size=batch.micro_batch_size,
-                data_rank=data_rank,
-                data_ranks=data_ranks,
-                end_of_document=self.document_boundary,
-                device=world.device,
-            )
-            for sequences in (opened.training, opened.validation)
+        batches = partial(
+            Batches,
+            global_batch_size=batch.global_batch_size,
+            micro_batch_size=batch.micro_batch_size,
+            data_rank=data_rank,
+            data_ranks=data_ranks,
+            end_of_document=self.document_boundary,
+            device=world.device,
         )
+        self.training = batches(opened.training)
+        self.validation = {name: batches(sequences) for name, sequences in opened.validation.items()}
+        """By name; "" is the name of a single text."""
         self._global_batch_size = batch.global_batch_size
         self._world, self._log = world, log
         self._quarantine: Quarantine | None = None
@@ -100,15 +101,20 @@ class DataLoader:
             self.note_bad_rows()  # there may be too many
             raise
 
-    def validation_batches(self, batches: int) -> Iterator[MicroBatch]:
-        """This process's share of the first `batches` global batches of held-out text, or of all if there are fewer."""
-        available = -(-self.validation.sequences.available // self._global_batch_size)  # the last may be incomplete
+    def validation_batches(self, batches: int) -> dict[str, Iterator[MicroBatch]]:
+        """This process's share of the first `batches` global batches of each validation text, or of all if there are
+        fewer, by the text's name."""
+        return {name: self._validation_batches(text, batches) for name, text in self.validation.items()}
+
+    def _validation_batches(self, text: "Batches", batches: int) -> Iterator[MicroBatch]:
+        available = -(-text.sequences.available // self._global_batch_size)  # the last may be incomplete
         for batch in range(min(batches, available)):
-            yield from self.validation.take_once(batch)
+            yield from text.take_once(batch)
 
     def held_out_tokens(self, count: int) -> list[int]:
-        """The first tokens of the held-out text."""
-        return self.validation.sequences.rows(0, 1)[0, :count].tolist()
+        """The first tokens of the (first) validation text."""
+        text = next(iter(self.validation.values()))
+        return text.sequences.rows(0, 1)[0, :count].tolist()
 
     def documents(self, batch: int) -> dict[str, list[list[int]]]:
         """The contents of global batch number `batch`: source -> [file, row, first token, last + 1] of each piece."""
@@ -160,8 +166,8 @@ class DataLoader:
 
     def close(self) -> None:
         """Stop reading and tokenizing."""
-        self.training.close()
-        self.validation.close()
+        for text in (self.training, *self.validation.values()):
+            text.close()
 
 
 class Batches:

@@ -5,14 +5,15 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from itertools import count, takewhile
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from parallel.errors import TemporaryError, UserError
-from recipes.data.config import DataConfig
+from recipes.data.config import HELD_OUT, DataConfig
 from recipes.data.order import SequenceOrder
 from recipes.data.sequences import Sequences, Source
 from recipes.data.text.sources import describe, file_size, is_prepared, pinned
@@ -21,7 +22,6 @@ from recipes.data.tokens.shards import (
     ARRAYS,
     TOKENIZER,
     TRAIN,
-    VALIDATION,
     Index,
     Shard,
     Shards,
@@ -42,6 +42,7 @@ from recipes.data.tokens.workspace import (
     whole_shards,
     would_read_itself,
 )
+from recipes.data.validation import also_trained_on, held_out, require_documents, require_sequence, whole_text
 from recipes.files.faults import may_pass
 from recipes.files.units import counted
 
@@ -71,9 +72,11 @@ class Data:
 
     tokenizer: Tokenizer
     training: Sequences
-    validation: Sequences
+    validation: dict[str, Sequences]
+    """By name; "" is the name of a single text."""
     data_state: dict[str, Any]
-    """What the order of the tokens depends on, as in data.json: fingerprints of the tokenizer and of each source."""
+    """What the order of the tokens depends on, as in data.json: fingerprints of the tokenizer and of each source. A run
+    that resumes may change those of validation sources."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ def open_data(
     sequence_length: int,
     seed: int,
     resumed_data_state: Mapping[str, Any],
+    validation: Mapping[str, str] = MappingProxyType({"": HELD_OUT}),
 ) -> Data:
     """Open all sources, and wait until their first sequences are there.
 
@@ -106,46 +110,100 @@ def open_data(
         seed: of the data order.
         resumed_data_state: of the checkpoint to resume from, or {}; on processes that do not write, the data_state of
             the one that does. A dataset on the hub stays at the commit named there.
+        validation: name -> source of each text to validate on; HELD_OUT = the held-out documents of all sources.
 
     Raises:
         UserError: if a source, its text or the tokenizer is bad, or the hub does not answer.
     """
-    resumed = resumed_data_state.get("sources", {})
+    resumed, resumed_validation = (resumed_data_state.get(part, {}) for part in ("sources", "validation"))
     prepared = {name for name in section.sources if is_prepared(name)}
     texts = {name: resumed.get(name, {}).get("source") or pinned(name) for name in section.sources}
     cache = Path(section.cache).expanduser()
     raw = [text for name, text in texts.items() if name not in prepared]
-    if around := [text for text in raw if would_read_itself(text, cache / "tokens" / "any")]:
-        raise UserError(
-            f"data.cache: '{cache}' lies inside the source {around[0]!r}, which would read its own tokens; give a cache"
-            " elsewhere"
-        )
+    others = [source for source in dict.fromkeys(validation.values()) if source != HELD_OUT]
+    unprepared = [*raw, *(source for source in others if not is_prepared(source))]
+    _require_outside(cache, unprepared)
     if isinstance(tokenizer, str):
         corpus = raw or list(texts.values())
         tokenizer = load_tokenizer(
             tokenizer, sources=corpus, text_field=section.text_field, cache=cache, log=launch.log
         )
-    training, validation = [], []
+    training: list[Source] = []
     data_state: dict[str, Any] = {"tokenizer": tokenizer.fingerprint, "sources": {}}
-    for name, text in texts.items():
-        if name in prepared:
-            tokens = _prepared_tokens(name, text, section, tokenizer, verify=launch.writes)
-        else:
-            used = resumed.get(name, {}).get("tokens", "")
-            tokens = _cached_tokens(name, text, section, tokenizer, used=used, launch=launch)
-        window = None if name in prepared else max(1, section.shuffle_tokens // sequence_length)
-        source, held_out = _open_source(name, tokens, SequenceOrder(sequence_length, seed, window), section, launch)
-        training.append(source)
-        validation.append(held_out)
-        data_state["sources"][name] = tokens.entry
-    weights = list(section.sources.values())
-    return Data(tokenizer, Sequences(training, weights), Sequences(validation, weights), data_state)
+    weights, fraction, opened = list(section.sources.values()), section.validation_fraction, {}
+    with ExitStack() as undo:  # if the rest fails, nothing goes on tokenizing
+        for name, text in texts.items():
+            tokens = _tokens(name, text, section, tokenizer, resumed.get(name, {}), launch)
+            training.append(_source(name, tokens, SequenceOrder(sequence_length, seed, None), section, launch))
+            undo.callback(training[-1].stop)
+            _wait_for_first_window(training[-1], launch.log)
+            require_documents(training[-1], fraction=fraction, held_out=False)
+            require_sequence(training[-1], what="the training text", more="give more text")
+            data_state["sources"][name] = tokens.entry
+        if HELD_OUT in validation.values():
+            opened[HELD_OUT] = held_out(training, weights, fraction=fraction)
+        for name in others:
+            then = resumed_validation.get(name, {})
+            opened[name], entry = _open_validation(name, section, tokenizer, sequence_length, then, launch)
+            data_state.setdefault("validation", {})[name] = entry
+        undo.pop_all()
+    texts_read = {name: opened[source] for name, source in validation.items()}
+    return Data(tokenizer, Sequences(training, weights), texts_read, data_state)
 
 
-def _prepared_tokens(name: str, text: str, section: DataConfig, tokenizer: Tokenizer, *, verify: bool) -> _Tokens:
-    """The tokens in a prepared folder. verify: compare them with their checksums."""
+def _require_outside(cache: Path, sources: Sequence[str]) -> None:
+    if around := [source for source in sources if would_read_itself(source, cache / "tokens" / "any")]:
+        raise UserError(
+            f"data.cache: '{cache}' lies inside the source {around[0]!r}, which would read its own tokens; give a cache"
+            " elsewhere"
+        )
+
+
+def _open_validation(
+    name: str,
+    section: DataConfig,
+    tokenizer: Tokenizer,
+    sequence_length: int,
+    then: Mapping[str, Any],
+    launch: Launch,
+) -> tuple[Sequences, dict[str, Any]]:
+    """The text of a validation source, and its entry in Data.data_state. All of its documents are read, up to the first
+    data.shuffle_tokens of text that is not prepared. then: its entry in the data_state to resume from."""
+    if launch.writes and also_trained_on(name, section.sources):
+        launch.log(f"WARNING: the run also trains on the validation source {name!r}; its loss is none on new text")
+    whole = replace(section, validation_fraction=0.0)
+    text = then.get("source") or pinned(name)
+    tokens = _tokens(name, text, whole, tokenizer, then, launch, setting="validation.source")
+    source = _source(name, tokens, SequenceOrder(sequence_length, 0, None), section, launch)
+    try:
+        _wait_for_first_window(source, launch.log)
+    finally:
+        source.stop()
+    return whole_text(source), tokens.entry
+
+
+def _tokens(
+    name: str,
+    text: str,
+    section: DataConfig,
+    tokenizer: Tokenizer,
+    resumed: Mapping[str, Any],
+    launch: Launch,
+    *,
+    setting: str = "data.source",
+) -> _Tokens:
+    """The tokens of a source. resumed: its entry in the data_state to resume from. setting: names it in the recipe."""
+    if is_prepared(name):
+        return _prepared_tokens(name, text, section, tokenizer, verify=launch.writes, setting=setting)
+    return _cached_tokens(name, text, section, tokenizer, used=resumed.get("tokens", ""), launch=launch)
+
+
+def _prepared_tokens(
+    name: str, text: str, section: DataConfig, tokenizer: Tokenizer, *, verify: bool, setting: str
+) -> _Tokens:
+    """The tokens in a prepared folder. verify: compare them with their checksums. setting: as in _tokens()."""
     folder = Path(name).expanduser()
-    index = _matching_index(folder, tokenizer, section.validation_fraction, verify=verify)
+    index = _matching_index(folder, tokenizer, section.validation_fraction, verify=verify, setting=setting)
     about = f"{sum(shard.train for shard in index.shards):,} tokens"
     return _Tokens(folder, _entry(text, index.fingerprint, index.source_fingerprint, prepared=True, about=about))
 
@@ -191,23 +249,14 @@ def _entry(source: str, tokens: str, text: str, *, prepared: bool, about: str) -
     return {"source": source, "tokens": tokens, "text": text, "prepared": prepared, "about": about}
 
 
-def _open_source(
-    name: str, tokens: _Tokens, order: SequenceOrder, section: DataConfig, launch: Launch
-) -> tuple[Source, Source]:
-    """Training and held-out sequences of a source. Waits for the first, and raises UserError if there are too few."""
+def _source(name: str, tokens: _Tokens, order: SequenceOrder, section: DataConfig, launch: Launch) -> Source:
+    """A source that may still be tokenized. order: without its window, which only text that is not prepared has."""
+    if not tokens.entry["prepared"]:
+        order = replace(order, window=max(1, section.shuffle_tokens // order.sequence_length))
     shards, problem = Shards(tokens.folder, TRAIN), problem_path(tokens.folder, launch.run)
     source = Source(name, shards, order, bad_row_budget=section.bad_row_budget, problem=problem)
     source.background = tokens.background
-    try:
-        _wait_for_first_window(source, launch.log)
-        held_out = _held_out(source)
-        _require_documents(source, held_out, validation_fraction=section.validation_fraction)
-        _require_sequences(source, held_out)
-    except BaseException:
-        if tokens.background is not None:
-            tokens.background.stop()
-        raise
-    return source, held_out
+    return source
 
 
 def _choose_folder(cache: Path, work: Preparation, *, used: str) -> tuple[Path, list[Shard]]:
@@ -264,14 +313,21 @@ def _cannot_write(folder: Path, error: OSError) -> UserError:
     return TemporaryError(message) if may_pass(error) else UserError(f"{message}; give another folder")
 
 
-def _matching_index(folder: Path, tokenizer: Tokenizer, validation_fraction: float, *, verify: bool) -> Index:
+def _matching_index(
+    folder: Path, tokenizer: Tokenizer, validation_fraction: float, *, verify: bool, setting: str
+) -> Index:
     """The index of prepared shards. Raises UserError if they do not match the recipe or are damaged."""
     index = open_index(str(folder))
+    if index.tokenizer_fingerprint != tokenizer.fingerprint and setting != "data.source":
+        raise UserError(
+            f"{setting}: '{folder}' holds tokens of another tokenizer than the training text; prepare it with"
+            " that one, or give its text"
+        )
     if index.tokenizer_fingerprint != tokenizer.fingerprint:
         raise UserError(
             f"data.tokenizer: '{folder}' holds tokens of another tokenizer; write tokenizer = \"{folder / TOKENIZER}\""
         )
-    if index.validation_fraction != validation_fraction:
+    if index.validation_fraction != validation_fraction and setting == "data.source":
         raise UserError(
             f"data.validation_fraction: '{folder}' was prepared with {index.validation_fraction}; write that, or"
             " prepare the folder again"
@@ -280,7 +336,7 @@ def _matching_index(folder: Path, tokenizer: Tokenizer, validation_fraction: flo
     for number, shard in enumerate(index.shards if verify else ()):
         size += file_size(array_path(folder, number, TRAIN))
         if size <= VERIFY_UP_TO_BYTES and (problem := damage(folder, number, shard)):
-            raise UserError(f"data.source: '{folder}' is damaged: {problem}; prepare it again")
+            raise UserError(f"{setting}: '{folder}' is damaged: {problem}; prepare it again")
     return index
 
 
@@ -289,51 +345,10 @@ def _wait_for_first_window(source: Source, log: Callable[[str], None]) -> None:
     started = time.perf_counter()
     source.require(0)
     if source.background is not None:
-        held_out = sum(shard.validation for shard in source.shards.shards)
+        tokens = sum(shard.validation for shard in source.shards.shards)
+        more = f", {counted(tokens)} more held out" if tokens else ""
         rest = "" if source.shards.complete else "; the rest follows while the model trains"
         log(
             f"tokenized {source.name}: {counted(source.shards.tokens)} tokens"
-            f" in {time.perf_counter() - started:.1f} s, {counted(held_out)} more held out{rest}"
+            f" in {time.perf_counter() - started:.1f} s{more}{rest}"
         )
-
-
-def _held_out(source: Source) -> Source:
-    """The held-out text of the shards that the first window needs: of all shards if the source is not windowed."""
-    shards = Shards(source.shards.folder, VALIDATION, only=source.shards.shards[: source.used(0)])
-    # Shuffled, so that a few batches are a fair sample; with a fixed seed, so that every run has the same sample.
-    return Source(source.name, shards, SequenceOrder(source.order.sequence_length, 0, None))
-
-
-def _require_documents(training: Source, validation: Source, *, validation_fraction: float) -> None:
-    """Raises UserError if there is no training or no held-out document."""
-    shards = validation.shards.shards
-    documents, held_out = sum(shard.documents for shard in shards), sum(shard.held_out for shard in shards)
-    message = f"data.validation_fraction: of the {documents + held_out} documents of {training.name!r} "
-    if documents + held_out == 0:
-        raise UserError(f"data.source: {training.name!r} holds no text: every document is empty; give another source")
-    lowest, highest = min(shard.lowest for shard in shards), max(shard.highest for shard in shards)
-    if documents and held_out:
-        return
-    if lowest == highest:
-        raise UserError(message + "no two are different, so none can be held out; give more text")
-    if held_out:
-        how_many, bound = "all", f"{int(highest * 1e4) / 1e4:.4f} or less"
-    else:
-        how_many, bound = "none", f"{int(lowest * 1e4 + 1) / 1e4:.4f} or more"
-    raise UserError(
-        f"{message}{how_many} would be held out with {validation_fraction}; write {bound}, or give more text"
-    )
-
-
-def _require_sequences(training: Source, validation: Source) -> None:
-    """Raises UserError if there is less than one sequence of training or held-out text."""
-    for source, what, more in (
-        (training, "training", "give more text"),
-        (validation, "held-out", "raise data.validation_fraction"),
-    ):
-        if source.sequences < 1:
-            length, tokens = source.order.sequence_length, source.shards.tokens
-            raise UserError(
-                f"batch.sequence_length: the {what} text of {source.name!r} has {tokens} tokens, but one sequence"
-                f" of {length} and its last target need {length + 1}; write at most {max(tokens - 1, 1)}, or {more}"
-            )

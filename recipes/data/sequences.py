@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from recipes.data.order import Mixture, SequenceOrder
-from recipes.data.tokens.shards import TRAIN, BadRowBudget, Shards, bad_rows, read_problem
+from recipes.data.tokens.shards import BadRowBudget, Shards, bad_rows, read_problem
 from recipes.files.atomic import Lines
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class Source:
         *,
         bad_row_budget: float = 1.0,
         problem: Path | None = None,
+        read_once: bool = False,
     ) -> None:
         """Open a source.
 
@@ -79,7 +80,8 @@ class Source:
             shards: its tokens.
             order: of its sequences.
             bad_row_budget: share of the rows that may be bad.
-            problem: file in which the process that tokenizes says why it ended.
+            problem: file that says why no more tokens will come.
+            read_once: cut the row to whole sequences with their targets.
         """
         self.name = name
         self.shards = shards
@@ -87,21 +89,18 @@ class Source:
         self.background: Background | None = None
         """Writes the shards; only on the process that started it."""
         self.closed = False
-        self._problem = problem
+        self._problem, self._read_once = problem, read_once
         self._budget = BadRowBudget(shards.folder, source=name, budget=bad_row_budget)
         self.used_shards = 0
         """How many shards were needed so far."""
 
     @property
     def tokens(self) -> int | None:
-        """Length of the row of tokens that repeats; None while it is unknown.
-
-        Held-out text is read once, so its row is cut to whole sequences with their targets.
-        """
+        """Length of the row of tokens that repeats; None while it is unknown."""
         if not self.shards.complete:
             return None
         length = self.order.sequence_length
-        return self.shards.tokens if self.shards.kind == TRAIN else (self.shards.tokens - 1) // length * length
+        return (self.shards.tokens - 1) // length * length if self._read_once else self.shards.tokens
 
     @property
     def sequences(self) -> int:
@@ -129,6 +128,12 @@ class Source:
         if (used := self.used(number)) > self.used_shards:
             self.used_shards = used
             self._budget.count(self.shards.shards[:used])
+
+    def stop(self) -> None:
+        """End all waiting, and stop tokenizing."""
+        self.closed = True
+        if self.background is not None:
+            self.background.stop()
 
     def used(self, number: int) -> int:
         """How many shards determine sequence `number`, which must be known."""
@@ -205,6 +210,4 @@ class Sequences:
     def close(self) -> None:
         """End all waiting, and stop tokenizing."""
         for source in self.sources:
-            source.closed = True
-            if source.background is not None:
-                source.background.stop()
+            source.stop()

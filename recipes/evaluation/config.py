@@ -1,18 +1,28 @@
 """The [validation] section. Imports no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
-from annotated_types import Ge
+from annotated_types import Ge, MinLen
 
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """Loss on held-out documents."""
+    """Loss on text that is not trained on."""
 
     every: Annotated[int, Ge(0)] = 0
     """Validate every this many steps, and after the last; 0 = never."""
     batches: Annotated[int, Ge(1)] = 8
-    """Global batches per validation, always the same ones."""
+    """Global batches per validation and source, always the same ones."""
+    source: str = ""
+    """Text to validate on, as in data.source; "" = the documents that data.validation_fraction holds out."""
+    sources: dict[Annotated[str, MinLen(1)], Annotated[str, MinLen(1)]] = field(default_factory=dict)
+    """Several texts instead of `source`, each with a name for its loss, such as {web = "web.jsonl", ...}."""
     sample_tokens: Annotated[int, Ge(0)] = 0
     """Tokens of sample text to generate at the end of the run; 0 = none."""
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """Name -> source of each text that the run validates on; "" is the name of a single one."""
+        used = self.every or self.sample_tokens
+        return (self.sources or {"": self.source}) if used else {}

@@ -257,6 +257,7 @@ def _open_data(
         tokenizer=tokenizer,
         resumed_data_state=partial(resumed_data_state, recipe.run.folder, resume_step),
         log=console.log,
+        validation=recipe.validation.texts,
     )
 
 

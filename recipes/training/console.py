@@ -111,9 +111,10 @@ def step_line(row: Mapping[str, float | None], steps: int) -> str:
     )
 
 
-def summary(steps: int, tokens: int, seconds: float, *, validation_loss: float | None) -> str:
-    """The result of all steps of this start."""
-    validation = "" if validation_loss is None else f", validation loss {validation_loss:.4f}"
+def summary(steps: int, tokens: int, seconds: float, *, validation_loss: Mapping[str, float]) -> str:
+    """The result of all steps of this start. validation_loss: by the names of texts, "" for a single one."""
+    validation = "".join(f", validation loss {name} {loss:.4f}" for name, loss in validation_loss.items())
+    validation = validation.replace("loss  ", "loss ")
     rate = f"{tokens / seconds:,.0f} tokens/s in all"
     return f"done: {steps} steps, {tokens:,} tokens in {seconds:.1f} s, {rate}{validation}"
 

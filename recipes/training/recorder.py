@@ -131,11 +131,13 @@ class Recorder:
             self._metrics.write(row | {"documents": self._loader.documents(step - 1)})
             self._console.log(f"step {step:>6}  SKIPPED, gradient norm {norm:.2f}; metrics.jsonl names its documents")
 
-    def log_validation(self, step: int, loss: float, *, is_new: bool) -> None:
-        """Record a validation loss. is_new: it has no row yet, as it has when a finished run is started again."""
+    def log_validation(self, step: int, name: str, loss: float, *, is_new: bool) -> None:
+        """Record the loss on the validation text of this name, "" for a single text. is_new: it has no row yet, as it
+        has when a finished run is started again."""
         if is_new:
-            self._metrics.write({"step": step, "tokens": self.tokens(step), "validation_loss": loss})
-        self._console.log(f"step {step:>6}  validation loss {loss:.4f}", style="bold")
+            column = f"validation_loss/{name}" if name else "validation_loss"
+            self._metrics.write({"step": step, "tokens": self.tokens(step), column: loss})
+        self._console.log(f"step {step:>6}  validation loss {f'of {name} ' * bool(name)}{loss:.4f}", style="bold")
 
     def sync(self) -> None:
         """Make all rows survive a power cut. Call it before a checkpoint, so that none is newer than its rows."""

@@ -64,6 +64,7 @@ def train(loaded: LoadedRecipe, *, began: float) -> int:
 def _preflight(recipe: Recipe, world: World, console: Console) -> None:
     from recipes.cluster.preflight import preflight
 
-    tokenizes = not all(map(is_prepared, recipe.data.sources))
+    texts = [*recipe.data.sources, *filter(None, recipe.validation.texts.values())]
+    tokenizes = not all(map(is_prepared, texts))
     cache = Path(recipe.data.cache) if tokenizes else None
     preflight(recipe.run.folder, world, recipe=to_toml(recipe), cache=cache, log=console.log)

@@ -26,7 +26,7 @@ class Trainer:
         self.guard, self.recorder, self.interruption = run.guard, run.recorder, run.interruption
         self.description, self.observers = run.description, run.observers
         self.folder, self.first_step = run.recipe.run.folder, run.clock.step
-        self.validation_loss: float | None = None
+        self.validation_loss: dict[str, float] = {}
 
     @property
     def step(self) -> int:
@@ -102,10 +102,12 @@ class Trainer:
         from recipes.evaluation.evaluate import mean_loss
 
         with self.clock.synchronized(VALIDATION):
-            batches = self.clock.with_progress(self.loader.validation_batches(self.recipe.validation.batches))
-            loss = mean_loss(self.built.model, batches, mesh=self.built.mesh, device=self.world.device)
-            self.recorder.log_validation(self.step, loss, is_new=self.step > self.first_step)
-        self.validation_loss = loss
+            texts, mesh = self.loader.validation_batches(self.recipe.validation.batches), self.built.mesh
+            for name, text in texts.items():
+                batches = self.clock.with_progress(text)
+                loss = mean_loss(self.built.model, batches, mesh=mesh, device=self.world.device)
+                self.recorder.log_validation(self.step, name, loss, is_new=self.step > self.first_step)
+                self.validation_loss[name] = loss
 
     def _save(self) -> None:
         assert self.checkpoints is not None

@@ -182,7 +182,7 @@ LR, STEPS = "[optimizer]\nlr = {}\n", "[run]\nsteps = {}\n"
         ("[optimizer]\nbetas = [0.9, nan]\n", "each a finite number"),
         (
             "[data]\nvalidation_fraction = 1\n",
-            "must be a number > 0 and < 1; write for example validation_fraction = 0.01",
+            "must be a number >= 0 and < 1; write for example validation_fraction = 0.01",
         ),
         ("[mesh]\nshard = -2\n", "must be an integer >= -1"),
     ],

@@ -215,8 +215,8 @@ def test_held_out_documents_are_never_trained_on(tmp_path: Path) -> None:
         for inputs, _, _ in reader.take(step):
             trained.update(data.tokenizer.decode(inputs.flatten().tolist()).split("<|endoftext|>")[1:-1])
     held_out = set()
-    for number in range(data.validation.available):
-        rows = data.validation.rows(number, 1)[0]
+    for number in range(data.validation[""].available):
+        rows = data.validation[""].rows(number, 1)[0]
         held_out.update(data.tokenizer.decode(rows.tolist()).split("<|endoftext|>")[1:-1])
     assert len(trained) > 250
     assert len(held_out) > 5
@@ -226,10 +226,10 @@ def test_held_out_documents_are_never_trained_on(tmp_path: Path) -> None:
 
 def test_held_out_text_is_read_once(tmp_path: Path) -> None:
     data = opened(tmp_path / "cache", {str(as_lines(tmp_path)): 1.0}, shuffle_tokens=10**6)
-    available = data.validation.available
-    (source,) = data.validation.sources
+    available = data.validation[""].available
+    (source,) = data.validation[""].sources
     assert available == (source.shards.tokens - 1) // LENGTH
-    reader = batches(data.validation)
+    reader = batches(data.validation[""])
     rows = [
         (inputs, targets) for batch in range(-(-available // BATCH)) for inputs, targets, _ in reader.take_once(batch)
     ]
@@ -286,11 +286,11 @@ def test_held_out_text_does_not_depend_on_how_much_is_tokenized(tmp_path: Path) 
     write_rows(tmp_path / "rows.jsonl", 2000)
     source = {str(tmp_path / "rows.jsonl"): 1.0}
     first = opened(tmp_path / "cache", source)
-    rows = first.validation.rows(0, first.validation.available)
+    rows = first.validation[""].rows(0, first.validation[""].available)
     first.training.sources[0].require(10**6)
     first.training.close()
     second = opened(tmp_path / "cache", source)
-    assert np.array_equal(second.validation.rows(0, second.validation.available), rows)
+    assert np.array_equal(second.validation[""].rows(0, second.validation[""].available), rows)
 
 
 def test_opening_data_again_tokenizes_nothing(tmp_path: Path) -> None:
@@ -458,9 +458,9 @@ def test_small_sources_of_a_mixture_repeat_in_validation(tmp_path: Path) -> None
     write_rows(tmp_path / "small.jsonl", 60, name="Small")
     mixture = {str(tmp_path / "large.jsonl"): 0.9, str(tmp_path / "small.jsonl"): 0.1}
     data = opened(tmp_path / "cache", mixture, shuffle_tokens=10**6)
-    large, small = (source.sequences for source in data.validation.sources)
+    large, small = (source.sequences for source in data.validation[""].sources)
     assert large > 5 * small > 0
-    consumed = data.validation.mixture.consumed(data.validation.available)
+    consumed = data.validation[""].mixture.consumed(data.validation[""].available)
     assert consumed[0] >= large and consumed[1] >= small
     data.training.close()
 
@@ -534,7 +534,7 @@ def test_documents_that_are_all_equal_cannot_be_split(tmp_path: Path) -> None:
     path.write_text('{"text": "always the same"}\n' * 3)
     options: dict[str, Any] = {"mixture": {str(path): 1.0}, "sequence_length": 1}
     with pytest.raises(
-        UserError, match=r"of the 3 documents .* no two are different, so none can be held out; give more"
+        UserError, match=r"of the 3 documents .* all would be held out with 0.5; write 0, or give more text"
     ):
         opened(tmp_path / "cache", **options, validation_fraction=0.5)
 
