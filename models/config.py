@@ -6,6 +6,16 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt
 
 AttentionFlops = Literal["causal", "full"]
+# Far beyond every published model. Without a limit, one wrong digit would list or allocate until the memory is full.
+LARGEST = {
+    "layers": 10_000,
+    "width": 2**20,
+    "feed_forward_width": 2**22,
+    "heads": 2**16,
+    "key_value_heads": 2**16,
+    "head_width": 2**16,
+    "vocabulary": 2**24,
+}
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,11 @@ class ModelConfig:
 
     def problems(self) -> list[tuple[str, str]]:
         """(field, what is wrong and what to write instead) for every broken rule that spans several fields."""
-        found = {}
+        found = {
+            field: f"is more than {most:,}, which no model has; write a smaller number"
+            for field, most in LARGEST.items()
+            if getattr(self, field) > most
+        }
         heads, low = self.heads, self.rope_low_frequency_factor
         if heads % self.key_value_heads:
             found["key_value_heads"] = f"must divide heads = {heads}; write one of its divisors, such as {heads}"

@@ -63,6 +63,8 @@ def parameter_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]
         yield "lm_head.weight", (config.vocabulary, width)
 
 
+CONTEXT_LENGTH = 2048
+"""Where config.json has none."""
 CLASSES = {"llama": "LlamaForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
 # Key -> its defaults in transformers.LlamaConfig and SmolLM3Config.
 DEFAULTS: dict[str, tuple[Any, Any]] = {
@@ -102,6 +104,18 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
+# Our field -> its key, where they differ.
+SPELLED = {
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "feed_forward_width": "intermediate_size",
+    "heads": "num_attention_heads",
+    "key_value_heads": "num_key_value_heads",
+    "head_width": "head_dim",
+    "vocabulary": "vocab_size",
+}
+
+
 def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     family = list(CLASSES).index(config["model_type"])
     return {**{key: defaults[family] for key, defaults in DEFAULTS.items()}, **config}
@@ -117,6 +131,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     given.problems += _unsupported(config, family)
     width, heads = given.integer("hidden_size"), given.integer("num_attention_heads")
     layers = given.integer("num_hidden_layers")
+    given.integer("max_position_embeddings", null=CONTEXT_LENGTH)  # read by text_facts
     values: dict[str, Any] = {
         "layers": layers,
         "width": width,
@@ -134,8 +149,9 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     model = ModelConfig(name="from_weights", **values)
     if not given.problems:
         # Rules across fields cannot judge values that are wrong by themselves.
-        theirs = {"key_value_heads": "num_key_value_heads", "head_width": "head_dim"}
-        given.problems += [f"{theirs.get(field, field)}: {message}" for field, message in model.problems()]
+        given.problems += [
+            f"{SPELLED.get(field, field)} = {getattr(model, field)}: {message}" for field, message in model.problems()
+        ]
     if given.problems:
         raise ValueError("\n".join(given.problems))
     return model
@@ -152,9 +168,8 @@ def text_facts(config: Mapping[str, Any]) -> TextFacts:
     ends = given["eos_token_id"]
     if isinstance(ends, list) and not all(type(end) is int and 0 <= end < given["vocab_size"] for end in ends):
         raise ValueError(f"eos_token_id = {ends!r}: must be token ids below vocab_size = {given['vocab_size']}")
-    length = given["max_position_embeddings"]
     return TextFacts(
-        context_length=length if isinstance(length, int) and length > 0 else 2048,
+        context_length=given["max_position_embeddings"] or CONTEXT_LENGTH,
         bos_token_id=token("bos_token_id"),
         eos_token_id=(tuple(ends) or None) if isinstance(ends, list) else token("eos_token_id"),
         pad_token_id=token("pad_token_id"),

@@ -88,17 +88,20 @@ def stored_tensors(folder: Path, model: ModelConfig) -> StoredTensors:
     found: StoredTensors = {}
     for file in _weight_files(folder, problems):
         try:
-            found |= {entry.name: (file, entry) for entry in read_header(file)}
+            entries = read_header(file)
         except TemporaryError:
             raise
         except UserError as error:
             problems.append(str(error))
+            continue
+        problems += [f"{e.name} is in {found[e.name][0].name} and in {file.name}" for e in entries if e.name in found]
+        found |= {entry.name: (file, entry) for entry in entries}
     if "embed_tokens.weight" in found:
         problems.append(
             'the names of the tensors do not start with "model.": the model was saved without its head;'
             " save the whole ...ForCausalLM"
         )
-        raise UserError("\n  ".join([f"the weights in {folder} cannot be used:", *problems]))
+        raise _unusable(folder, problems)
     damaged = bool(problems)
     stored: StoredTensors = {}
     missing = []
@@ -125,13 +128,20 @@ def stored_tensors(folder: Path, model: ModelConfig) -> StoredTensors:
     if unknown:
         problems.append(f"the model has no place for {_some(unknown)}")
     if problems:
-        raise UserError("\n  ".join([f"the weights in {folder} cannot be used:", *problems]))
+        raise _unusable(folder, problems)
     return stored
+
+
+def _unusable(folder: Path, problems: Sequence[str], most: int = 30) -> UserError:
+    more = [f"and {len(problems) - most:,} more"] if len(problems) > most else []
+    return UserError("\n  ".join([f"the weights in {folder} cannot be used:", *problems[:most], *more]))
 
 
 def read_header(file: Path) -> list[Entry]:
     """The tensors of a safetensors file. Raises UserError if it is missing, truncated or not a safetensors file."""
     try:
+        if file.exists() and not file.is_file():  # opening a pipe would wait forever
+            raise UserError(f"{file.name} is not a file")
         with file.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size
             start = stream.read(8)
@@ -173,6 +183,8 @@ def token_names(tokenizer: str) -> dict[int, str]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
+        if file.stat().st_size > MAX_HEADER_BYTES:
+            raise UserError(f"{file} has more than {MAX_HEADER_BYTES:,} bytes; copy it again")
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise fault(f"{file} cannot be read", error) from None
@@ -191,11 +203,18 @@ def _weight_files(folder: Path, problems: list[str]) -> list[Path]:
     if INDEX in there:
         names = _read_json(folder / INDEX).get("weight_map")
         if isinstance(names, dict) and names and all(isinstance(name, str) for name in names.values()):
-            return [folder / name for name in sorted(set(names.values()))]
+            files = sorted(set(names.values()))
+            outside = [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]
+            if outside:  # names alone: in the hub's cache, the files themselves are links to another folder
+                problems.append(f"{INDEX} names files outside of the folder: {_some(outside)}; download it again")
+            return [folder / name for name in files if name not in outside]
         problems.append(f"{INDEX} has no weight_map")
         return []
     others = [name for kind in (".safetensors", ".bin", ".pth") for name in there if name.endswith(kind)]
     instead = f"; the folder has {_some(others)}" if others else ""
+    if others and not any(name.endswith(".safetensors") for name in others):
+        instead += ". Loading such files can run code, so they are never read; let transformers write safetensors:"
+        instead += f' AutoModelForCausalLM.from_pretrained("{folder}").save_pretrained("{folder.name}-safetensors")'
     problems.append(f"{SINGLE} and {INDEX} are missing{instead}")
     return []
 

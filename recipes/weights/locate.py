@@ -141,9 +141,16 @@ def find_weights(path: str | Path) -> Weights:
 
     Reads the description alone. Raises UserError where there are no weights, or none that this program supports.
     """
-    folder = Path(path).expanduser()
+    try:
+        folder = Path(path).expanduser()
+    except RuntimeError as error:  # no such user in ~user
+        raise UserError(f"{path} cannot be read: {error}") from None
     if not is_folder(folder):
-        raise UserError(f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}")
+        if folder.exists():
+            raise UserError(f"{folder} is not a folder")
+        from recipes.data.text.hub import download_hint
+
+        raise UserError(f"{folder} does not exist{download_hint(str(path))}")
     if HF_CONFIG in (names := names_in(folder)):
         from recipes.weights.hf_folder import read_config
 
@@ -185,6 +192,8 @@ def trained_description(
         if not companions and not isinstance(ends, tuple):
             return Description(model, facts, text)
         same = start.tokenizer.backend.get_vocab() == tokenizer.backend.get_vocab()
+    except TemporaryError:
+        raise
     except UserError:  # no tokenizer that the run could use
         same = False
     if not same:
@@ -213,6 +222,8 @@ def read_description(folder: Path) -> tuple[ModelConfig, TextFacts]:
     try:
         content = json.loads(read_text(file))
         model = TypeAdapter(ModelConfig).validate_python(content["model"])
+        if problems := model.problems():
+            raise ValueError("; ".join(f"{name} {message}" for name, message in problems))
         return model, TypeAdapter(TextFacts).validate_python(content["text"])
     except (ValidationError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{file} does not describe a model of this version: {error}") from None

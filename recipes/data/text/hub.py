@@ -75,6 +75,18 @@ def hub_problem(source: str) -> str | None:
     return None
 
 
+def download_hint(spec: str, file: str = "") -> str:
+    """What to do about a path that does not exist, if it looks like the name of a model on the hub; else "".
+
+    file: the only file that is needed; "" = all of them.
+    """
+    match = re.fullmatch(r"(?:hf:|https://huggingface\.co/)?([A-Za-z0-9][\w.-]*)/([\w.-]+)/?", spec)
+    if match is None or Path(match[1]).exists():  # a wrong name in a folder of this machine
+        return ""
+    command = " ".join(["hf download", f"{match[1]}/{match[2]}", *([file] if file else []), f"--local-dir {match[2]}"])
+    return f'. Models on the Hugging Face hub must be downloaded first: `{command}`; then write "{match[2]}"'
+
+
 def pinned_dataset(source: str) -> str:
     """What pinned() of sources.py returns for a source that starts with "hf:"."""
     dataset = parse(source)

@@ -191,6 +191,10 @@ def _tokenizer_file(spec: str) -> Path:
             )
         return file
     if not path.exists():
+        from recipes.data.text.hub import download_hint
+
+        if hint := download_hint(spec, "tokenizer.json"):
+            raise UserError(f"data.tokenizer: {spec!r} does not exist{hint}")
         raise UserError(
             f"data.tokenizer: {spec!r} does not exist; write the path of a tokenizer.json, of a folder that holds one, "
             f"or 'train:4096' to train one on the source"
