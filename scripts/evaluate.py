@@ -10,7 +10,9 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Ctrl-C exits at once, as there is nothing to save; torch's C++ would turn an exception into another error.
 signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -19,6 +21,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # first: other pac
 
 from parallel.errors import TemporaryError, UserError  # noqa: E402
 from recipes.files.exit_codes import REFUSED, TEMPORARY, leave  # noqa: E402
+
+if TYPE_CHECKING:
+    from recipes.evaluation.text import ProgressLine
+
+# Published models allow far longer sequences than devices have memory for the logits of.
+LONGEST = 8192
+# Tokens whose logits are copied in float32 at a time.
+CHUNK_TOKENS = 2048
 
 
 def main(arguments: list[str]) -> int:
@@ -31,9 +41,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("model", help="a Hugging Face folder, a checkpoint, or runs/NAME for its newest checkpoint")
     parser.add_argument("source", help='as data.source in a recipe: "python-stdlib", a file, folder or glob, or hf:ID')
     parser.add_argument("--text-field", default="text", help="name of the text field in .jsonl and .parquet")
-    parser.add_argument("--sequence-length", type=int, default=2048, help="tokens per sequence (%(default)s)")
+    parser.add_argument("--limit", type=int, default=0, help="evaluate the first N documents only; 0 = all")
+    parser.add_argument(
+        "--sequence-length", type=int, help=f"tokens per sequence (the model's own length, at most {LONGEST})"
+    )
     parser.add_argument("--micro-batch-size", type=int, default=1, help="sequences per forward pass (%(default)s)")
     parser.add_argument("--document-mask", action="store_true", help="as data.document_mask in a recipe")
+    parser.add_argument(
+        "--bad-row-budget", type=float, default=0.01, help="share of rows that may hold no usable text (%(default)s)"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="precision (%(default)s)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(%(default)s)")
     options = parser.parse_args(arguments)
@@ -50,17 +66,13 @@ def main(arguments: list[str]) -> int:
 
 def evaluate(options: argparse.Namespace) -> int:
     """Evaluate and print the result. Returns the exit code. Raises UserError."""
-    from recipes.data.text.rows import documents
-    from recipes.data.text.sources import source_problem
+    from recipes.evaluation.text import CountedDocuments, ProgressLine
     from recipes.weights.locate import find_weights
 
-    for name in ("sequence_length", "micro_batch_size"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be 1 or more")
-    if problem := source_problem(options.source):
-        raise UserError(f"{options.source}: {problem}")
+    _require_possible(options)
     weights = find_weights(options.model)
     tokenizer = weights.tokenizer
+    length = options.sequence_length or min(weights.facts.context_length, LONGEST)
 
     import torch  # from here on
 
@@ -73,9 +85,14 @@ def evaluate(options: argparse.Namespace) -> int:
     from recipes.weights.convert import load_weights
 
     world = start(options.device, seed=0)
+    text = CountedDocuments(
+        options.source, text_field=options.text_field, limit=options.limit, budget=options.bad_row_budget
+    )
+    line = ProgressLine(sys.stderr)
+    show = partial(_show, line, limit=options.limit)
     try:
         with torch.device("meta"):
-            model = Decoder(weights.model)
+            model = Decoder(weights.model, loss_chunks=-(-length * options.micro_batch_size // CHUNK_TOKENS))
         mesh = build_mesh(MeshConfig().fit(world.size), device_type=world.device.type)
         parallelize(
             model,
@@ -89,20 +106,43 @@ def evaluate(options: argparse.Namespace) -> int:
         load_weights(model, weights)
         found = evaluate_text(
             model,
-            documents(options.source, text_field=options.text_field),
+            text,
             tokenizer=tokenizer,
-            sequence_length=options.sequence_length,
+            sequence_length=length,
             micro_batch_size=options.micro_batch_size,
             document_mask=options.document_mask,
             mesh=mesh,
             device=world.device,
+            on_progress=show if world.is_main else None,
         )
     finally:
+        line.end()
         stop()
     if world.is_main:
         names = ("loss", "perplexity", "bits_per_byte", "tokens", "text_bytes", "documents")
-        print(json.dumps({name: getattr(found, name) for name in names}), flush=True)
+        read = {"rows": text.rows, "bad_rows": text.bad_rows, "sequence_length": length}
+        print(json.dumps({name: getattr(found, name) for name in names} | read), flush=True)
     return 0
+
+
+def _show(line: "ProgressLine", tokens: int, documents: int, *, limit: int) -> None:
+    of = f" of {limit:,}" if limit else ""
+    rate = tokens / max(line.seconds, 1e-3)
+    line.show(f"{documents:,}{of} documents, {tokens:,} tokens in {line.seconds:,.0f} s, {rate:,.0f} tokens/s")
+
+
+def _require_possible(options: argparse.Namespace) -> None:
+    """Raises UserError for an option out of its range, and for a source that cannot be read."""
+    from recipes.data.text.sources import source_problem
+
+    if problem := source_problem(options.source):
+        raise UserError(f"{options.source}: {problem}")
+    for name, least in (("sequence_length", 1), ("micro_batch_size", 1), ("limit", 0)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise UserError(f"--{name.replace('_', '-')} {value}: must be {least} or more")
+    if not 0 <= options.bad_row_budget <= 1:
+        raise UserError(f"--bad-row-budget {options.bad_row_budget}: must be a share from 0 to 1; write 0.01")
 
 
 if __name__ == "__main__":

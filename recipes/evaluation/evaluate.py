@@ -82,6 +82,7 @@ def evaluate_text(
     document_mask: bool = False,
     mesh: Mesh,
     device: torch.device,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
     """Evaluate a (sharded) model on documents, each ended by the end-of-document token, cut into whole sequences.
 
@@ -97,8 +98,10 @@ def evaluate_text(
         document_mask: as data.document_mask in a recipe.
         mesh: the mesh that the model is sharded over.
         device: where the model computes.
+        on_progress: receives the numbers of tokens and of whole documents so far, before each forward pass.
     """
     counted = {"bytes": 0, "documents": 0}
+    done = [0, 0]  # tokens, documents
 
     def tokens() -> Iterator[list[int]]:
         with parallel_tokenizers():
@@ -111,14 +114,12 @@ def evaluate_text(
     def micro_batches() -> Iterator[MicroBatch]:
         sequences = _sequences(tokens(), sequence_length)
         while together := list(islice(sequences, mesh.data_ranks * micro_batch_size)):
+            if on_progress is not None:
+                on_progress(*done)
+                done[0] += sum(len(sequence) - 1 for sequence in together)
+                done[1] += sum(sequence[1:].count(tokenizer.end_of_document) for sequence in together)
             own = together[mesh.data_rank * micro_batch_size :][:micro_batch_size]
-            # The last sequence may be short, and a process may have none left: it still has to run the model.
-            longest = max((len(sequence) - 1 for sequence in own), default=1)
-            inputs = torch.zeros(max(1, len(own)), longest, dtype=torch.int64)
-            targets = torch.full_like(inputs, IGNORED)
-            for row, sequence in enumerate(own):
-                inputs[row, : len(sequence) - 1] = torch.tensor(sequence[:-1])
-                targets[row, : len(sequence) - 1] = torch.tensor(sequence[1:])
+            inputs, targets = _padded(own)
             inside = None
             if document_mask:
                 inside = Documents.of(inputs, end_of_document=tokenizer.end_of_document).to(device)
@@ -130,6 +131,17 @@ def evaluate_text(
     if not math.isfinite(nats):
         raise UserError(f"the loss is {nats}: the weights hold NaN or infinities, or overflow in --dtype")
     return Evaluation(nats, targets, counted["bytes"], counted["documents"])
+
+
+def _padded(sequences: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of sequences; of none, one token without target: the process still has to run the model."""
+    longest = max((len(sequence) - 1 for sequence in sequences), default=1)  # the last of a text may be short
+    inputs = torch.zeros(max(1, len(sequences)), longest, dtype=torch.int64)
+    targets = torch.full_like(inputs, IGNORED)
+    for row, sequence in enumerate(sequences):
+        inputs[row, : len(sequence) - 1] = torch.tensor(sequence[:-1])
+        targets[row, : len(sequence) - 1] = torch.tensor(sequence[1:])
+    return inputs, targets
 
 
 def _sequences(documents: Iterable[list[int]], sequence_length: int) -> Iterator[list[int]]:

@@ -2,8 +2,13 @@
 
 import json
 import math
+import os
+import pty
+import re
+import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -107,6 +112,62 @@ def test_masked_documents_equal_documents_evaluated_alone(folder: Path, text: Pa
         assert json.loads(out)["loss"] == pytest.approx(nats / (len(ids) - 1), rel=1e-6)
 
 
+def with_bad_rows(text: Path, folder: Path) -> Path:
+    """The text with two lines that are no documents, after the first."""
+    first, *rest = text.read_text().splitlines()
+    path = folder / "bad.jsonl"
+    path.write_text("\n".join([first, '{"text": 7}', "no JSON", *rest]))
+    return path
+
+
+def test_bad_rows_are_skipped_within_the_budget_and_said_in_the_result(
+    folder: Path, text: Path, tmp_path: Path
+) -> None:
+    whole = json.loads(evaluate(folder, text)[1])
+    code, out, _ = evaluate(folder, with_bad_rows(text, tmp_path), "--bad-row-budget", 0.05)
+    assert code == 0
+    assert (whole["rows"], whole["bad_rows"]) == (40, 0)
+    assert json.loads(out) == whole | {"rows": 42, "bad_rows": 2}
+
+
+def test_a_limit_evaluates_the_first_documents_alone_at_the_models_own_length(
+    folder: Path, text: Path, tmp_path: Path
+) -> None:
+    few = tmp_path / "few.jsonl"
+    few.write_text("\n".join(text.read_text().splitlines()[:7]))
+    found = json.loads(evaluate(folder, text, "--limit", 7)[1])
+    assert found == json.loads(evaluate(folder, few)[1])
+    assert found["documents"] == 7
+    assert found["sequence_length"] == 2048  # of LlamaConfig
+    config = json.loads((folder / "config.json").read_text())
+    shorter = shutil.copytree(folder, tmp_path / "shorter")
+    (shorter / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    short = json.loads(evaluate(shorter, text)[1])
+    assert short == json.loads(evaluate(folder, text, "--sequence-length", 64)[1])
+    assert short["sequence_length"] == 64
+
+
+def test_a_terminal_shows_progress_while_it_runs_and_the_result_alone_at_the_end(folder: Path, text: Path) -> None:
+    long = text.parent / "long.jsonl"
+    long.write_text("\n".join([text.read_text()] * 60))
+    command = [sys.executable, str(ROOT / "scripts/evaluate.py"), str(folder), str(long), "--device", "cpu"]
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        [*command, "--sequence-length", "16"], stdout=subprocess.PIPE, stderr=follower, text=True
+    )
+    os.close(follower)
+    shown = b""
+    with suppress(OSError):  # the end of a terminal
+        while piece := os.read(leader, 4096):
+            shown += piece
+    os.close(leader)
+    out = process.communicate(timeout=60)[0]
+    assert process.returncode == 0 and json.loads(out)["documents"] == 40 * 60
+    lines = shown.decode().split("\r\x1b[K")
+    assert re.fullmatch(r"[\d,]+ documents, [\d,]+ tokens in \d+ s, [\d,]+ tokens/s", lines[1])
+    assert lines[-1] == ""  # wiped
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -114,12 +175,17 @@ def test_masked_documents_equal_documents_evaluated_alone(folder: Path, text: Pa
         (("MODEL", "MISSING.txt"), "MISSING.txt"),
         (("MODEL", "TEXT", "--sequence-length", 0), "--sequence-length 0: must be 1 or more"),
         (("MODEL", "TEXT", "--text-field", "body"), "body"),
+        (("MODEL", "TEXT", "--limit", -1), "--limit -1: must be 0 or more"),
+        (("MODEL", "TEXT", "--bad-row-budget", 2), "--bad-row-budget 2.0: must be a share from 0 to 1"),
+        (("MODEL", "BAD"), "2 of the first 42 rows of"),
     ],
 )
 def test_a_mistake_is_reported_without_a_traceback(
     arguments: tuple[object, ...], message: str, folder: Path, text: Path, tmp_path: Path
 ) -> None:
-    paths = {"MODEL": folder, "TEXT": text} | {name: tmp_path / name for name in ("MISSING", "MISSING.txt")}
+    paths = {"MODEL": folder, "TEXT": text, "BAD": with_bad_rows(text, tmp_path)} | {
+        name: tmp_path / name for name in ("MISSING", "MISSING.txt")
+    }
     code, out, err = evaluate(*(paths.get(str(word), word) for word in arguments))
     assert (code, out) == (2, ""), err
     assert message in err
