@@ -13,7 +13,7 @@ class MetricsConfig:
     every: Annotated[int, Ge(1)] = 10
     """Log every this many steps; only at these steps does the loop wait for the device."""
     wandb: bool = False
-    """Also log to Weights & Biases; without an API key the run stays offline."""
+    """Also log to Weights & Biases; without an API key or a server the run stays offline, for `wandb sync` later."""
     wandb_project: Annotated[str, MinLen(1)] = "shardwright"
     """Name of the Weights & Biases project."""
 

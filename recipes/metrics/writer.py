@@ -1,14 +1,16 @@
 """Writes metrics to metrics.jsonl and to Weights & Biases."""
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from recipes.files.atomic import Lines, sync
 from recipes.files.layout import FLOAT8_SHARES, LOG_FILE, METRICS, QUARANTINE
+
+if TYPE_CHECKING:
+    from recipes.metrics.tracking import Tracker
 
 
 class MetricsWriter:
@@ -38,13 +40,19 @@ class MetricsWriter:
         self._folder, self._log = folder, log
         self._lines = Lines(folder / METRICS, log=log)
         self._enabled = enabled
-        self._wandb: Any = None
+        self._wandb_id: str | None = before.get("wandb_id")
+        self._tracker: Tracker | None = None
         if enabled and wandb_project is not None:
-            self._wandb = _start_wandb(wandb_project, run_name, folder, recipe, run_id=before.get("wandb_id"))
+            from recipes.metrics import tracking
+
+            self._tracker = tracking.Tracker(
+                folder, project=wandb_project, name=run_name, recipe=recipe, run_id=self._wandb_id, log=log
+            )
+            self._wandb_id = self._tracker.id
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint stores, so that a resumed run continues the same run at Weights & Biases."""
-        return {} if self._wandb is None else {"wandb_id": self._wandb.id}
+        return {} if self._wandb_id is None else {"wandb_id": self._wandb_id}
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one row. NaN and infinity, which JSON does not have, become null in the file."""
@@ -54,8 +62,8 @@ class MetricsWriter:
             key: None if isinstance(value, float) and not isfinite(value) else value for key, value in row.items()
         }
         self._lines.append(json.dumps(finite, allow_nan=False))
-        if self._wandb is not None:
-            self._wandb.log({k: v for k, v in row.items() if k not in ("step", "documents")}, step=row["step"])
+        if self._tracker is not None:
+            self._tracker.write(row)
 
     def sync(self) -> None:
         """Flush to disk before a checkpoint: a power cut must not leave the checkpoint but lose the rows before it."""
@@ -67,23 +75,6 @@ class MetricsWriter:
             self._log(f"{self._folder} cannot be synced: {error.strerror}; a power cut would lose lines")
 
     def close(self) -> None:
-        if self._wandb is not None:
-            self._wandb.finish()
-
-
-def _start_wandb(project: str, name: str, folder: Path, recipe: dict[str, Any], *, run_id: str | None) -> Any:
-    # wandb reports its errors over the network, even offline; where packets are dropped, the end of a run waits for it.
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    import wandb
-
-    # Without a key, wandb would prompt for one on the terminal and block the run.
-    offline = "WANDB_MODE" not in os.environ and not wandb.login(prompt=False, verify=False)
-    return wandb.init(
-        project=project,
-        name=name,
-        dir=folder,
-        config=recipe,
-        mode="offline" if offline else None,
-        id=run_id,
-        resume=None if run_id is None else "allow",
-    )
+        """Finish sending to Weights & Biases, which takes less than a minute."""
+        if self._tracker is not None:
+            self._tracker.close()

@@ -1,0 +1,138 @@
+"""Sends rows to Weights & Biases from a thread of its own, so that nothing that happens there delays or ends a run."""
+
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any
+
+STARTS = 4
+"""How often it is started: wandb-core may be killed, or run out of memory, again and again."""
+END_SECONDS = 45.0
+"""How long the end of a run waits at most. A start without an answer takes about 30 s, and is then offline."""
+LIMITS = {"WANDB_INIT_TIMEOUT": "15", "WANDB_FINISH_TIMEOUT": "20", "WANDB_FINISH_TIMEOUT_RAISES": "true"}
+"""wandb would wait 90 s for a start, and at the end of a run for ever. A user's own values win."""
+KEPT = "metrics.jsonl has every row"
+
+
+class Tracker:
+    """One run at Weights & Biases. Without a server or a valid key, wandb keeps it in a folder for `wandb sync`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        project: str,
+        name: str,
+        recipe: dict[str, Any],
+        run_id: str | None,
+        log: Callable[[str], None],
+    ) -> None:
+        """folder: the run folder. run_id: of the run to continue; None = a new one. Other arguments: see MetricsWriter.
+
+        log: called by write() and close() only, never by the thread.
+        """
+        self.id = run_id or secrets.token_hex(4)
+        self._options: dict[str, Any] = {"project": project, "name": name, "dir": folder, "config": recipe}
+        self._folder, self._log = folder / "wandb", log
+        self._resumes, self._offline = run_id is not None, False
+        self._rows: SimpleQueue[dict[str, Any]] = SimpleQueue()  # the last one is empty
+        self._row: dict[str, Any] | None = None  # taken, but not yet sent
+        self._notes: SimpleQueue[str] = SimpleQueue()
+        self._thread: Thread | None = None
+        # wandb reports its errors over the network, even offline; where packets are dropped, the end waits for it.
+        for variable, value in {"WANDB_ERROR_REPORTING": "false", **LIMITS}.items():
+            os.environ.setdefault(variable, value)
+        try:
+            import wandb  # noqa: F401  # not in the thread: half-done imports of two threads can meet
+        except Exception as error:
+            self._note(f"off, because wandb cannot be imported ({_reason(error)}); {KEPT}")
+            return
+        self._thread = Thread(target=self._work, daemon=True, name="Weights & Biases")
+        self._thread.start()
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Send one row, some time."""
+        self._rows.put(row)
+        self._show_notes()
+
+    def close(self) -> None:
+        """Wait for what is still to send, but not for long."""
+        self._rows.put({})
+        if self._thread is not None:
+            self._thread.join(END_SECONDS)
+            if self._thread.is_alive():
+                self._note(f"no answer within {END_SECONDS:.0f} s, the end does not wait longer; {self._later('*')}")
+        self._show_notes()
+
+    def _note(self, text: str) -> None:
+        self._notes.put(f"Weights & Biases: {text}")
+
+    def _show_notes(self) -> None:
+        with suppress(Empty):
+            while True:
+                self._log(self._notes.get_nowait())
+
+    def _later(self, folders: str) -> str:
+        return f"`wandb sync {self._folder / folders}` sends it later, and {KEPT}"
+
+    def _work(self) -> None:
+        for attempt in range(STARTS):
+            try:
+                return self._send()
+            except Exception as error:  # of wandb, or of the connection to its wandb-core
+                then = "tracking starts again" if attempt + 1 < STARTS else "tracking is off"
+                self._note(f"stopped ({_reason(error)}); {then}, and {KEPT}")
+                _forget()
+
+    def _send(self) -> None:
+        """Start the run there and send rows to it until the last one."""
+        run = self._start()
+        self._resumes = True
+        for row in self._unsent():
+            run.log({key: value for key, value in row.items() if key not in ("step", "documents")}, step=row["step"])
+        try:
+            run.finish()
+        except TimeoutError:
+            self._note(f"not everything was received in time; {self._later(Path(run.dir).parent.name)}")
+
+    def _unsent(self) -> Iterator[dict[str, Any]]:
+        """The rows until the last one; first the one during which the connection broke."""
+        while True:
+            if self._row is None:
+                self._row = self._rows.get()
+            if not self._row:
+                return
+            yield self._row
+            self._row = None
+
+    def _start(self) -> Any:
+        import wandb
+
+        options = self._options | {"id": self.id, "resume": "allow" if self._resumes else None}
+        if not self._offline:
+            try:
+                # Without a key, wandb would prompt for one on the terminal and block.
+                offline = "WANDB_MODE" not in os.environ and not wandb.login(prompt=False, verify=False)
+                return wandb.init(**options, mode="offline" if offline else None)
+            except Exception as error:
+                self._offline = True
+                self._note(f"offline, because it cannot start ({_reason(error)}); {self._later('offline-run-*')}")
+                _forget()
+        return wandb.init(**options, mode="offline")
+
+
+def _forget() -> None:
+    """Stop wandb-core, if it is still there, so that the next start gets a new one."""
+    import wandb
+
+    with suppress(Exception):
+        wandb.teardown()
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -1,0 +1,138 @@
+"""Tracking at Weights & Biases: what goes wrong there neither ends nor delays a run. All of it with the real wandb."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+KEY = "0123456789" * 4
+
+# Writes six rows. After the third one it waits until wandb has taken them, and then for the test to do harm.
+RUN = """
+import os, sys, time
+from pathlib import Path
+from recipes.metrics import tracking
+from recipes.metrics.writer import MetricsWriter
+tracking.END_SECONDS = float(os.environ.get("END_SECONDS", tracking.END_SECONDS))
+folder = Path(sys.argv[1])
+said = []
+writer = MetricsWriter(folder, enabled=True, wandb_project="p", run_name="r", recipe={}, before={}, log=said.append)
+slowest = 0.0
+for step in range(1, 7):
+    began = time.perf_counter()
+    writer.write({"step": step, "loss": 1.5, "tried": step})
+    slowest = max(slowest, time.perf_counter() - began)
+    if step == 3 and len(sys.argv) > 2:
+        while not writer._tracker._rows.empty():
+            time.sleep(0.05)
+        print("ready", flush=True)
+        sys.stdin.readline()
+began = time.perf_counter()
+writer.close()
+print(f"{slowest:.3f} {time.perf_counter() - began:.3f}", *said, sep="\\n", flush=True)
+os._exit(0)  # as a run ends
+"""
+
+
+def start(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    folder.mkdir()
+    home = {"PATH": "/usr/bin:/bin", "HOME": str(folder.parent / "home"), "WANDB_SILENT": "true"}
+    command = [sys.executable, "-c", RUN, folder, *arguments]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=ROOT, env=home | environment, text=True, **pipes)
+
+
+def ended(run: subprocess.Popen[str], folder: Path) -> tuple[str, float, float]:
+    """What the run said, the seconds of its slowest row, and those of its end. Every row must be in metrics.jsonl."""
+    out, err = run.communicate("\n", timeout=120)
+    assert run.returncode == 0, err
+    rows = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [1, 2, 3, 4, 5, 6]
+    first, *said = out.splitlines()
+    slowest, end = map(float, first.split())
+    return "\n".join(said), slowest, end
+
+
+def recorded(folder: Path) -> bytes:
+    """What wandb keeps on the disk for `wandb sync`."""
+    return b"".join(file.read_bytes() for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")))
+
+
+def core(run: subprocess.Popen[str]) -> int:
+    """The process of wandb-core, once it has taken three rows."""
+    assert run.stdout is not None and run.stdout.readline() == "ready\n"
+    children = Path(f"/proc/{run.pid}/task").glob("*/children")
+    return int(" ".join(file.read_text() for file in children).split()[0])
+
+
+def test_an_unreachable_server_leaves_the_run_tracked_offline(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    environment = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "1"}
+    said, slowest, _ = ended(start(folder, WANDB_HTTP_TIMEOUT="1", **environment), folder)
+    assert "Weights & Biases: offline, because it cannot start (Timed out while retrying" in said
+    assert f"`wandb sync {folder}/wandb/offline-run-*` sends it later" in said
+    assert recorded(folder).count(b"tried") >= 6 and slowest < 0.5
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ({"WANDB_API_KEY": "short"}, "WANDB_API_KEY invalid: API key must have 40+ characters, has 5."),
+        ({"WANDB_MODE": "online"}, "No API key configured"),
+    ],
+)
+def test_a_key_that_cannot_work_leaves_the_run_tracked_offline(
+    variables: dict[str, str], reason: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    said, _, _ = ended(start(folder, **variables), folder)
+    assert f"offline, because it cannot start ({reason}" in said
+    assert recorded(folder).count(b"tried") >= 6
+
+
+def test_settings_that_wandb_refuses_turn_tracking_off(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    said, _, end = ended(start(folder, WANDB_MODE="rubbish"), folder)
+    assert "tracking is off, and metrics.jsonl has every row" in said and end < 20
+    assert len(said.splitlines()) <= 5
+
+
+def test_tracking_starts_again_after_its_process_was_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = start(folder, "wait")
+    os.kill(core(run), signal.SIGKILL)
+    said, slowest, _ = ended(run, folder)
+    assert "tracking starts again, and metrics.jsonl has every row" in said and slowest < 0.5
+    files = [path.name for path in folder.glob("wandb/offline-run-*/run-*.wandb")]
+    assert len(files) == 2 and len(set(files)) == 1  # of one run
+    assert recorded(folder).count(b"tried") >= 2  # at least those after the kill
+
+
+def test_a_missing_wandb_turns_tracking_off(tmp_path: Path) -> None:
+    (tmp_path / "wandb.py").write_text("raise ImportError('No module named wandb')\n")
+    folder = tmp_path / "run"
+    said, _, end = ended(start(folder, PYTHONPATH=str(tmp_path)), folder)
+    assert said == "Weights & Biases: off, because wandb cannot be imported (No module named wandb);" + (
+        " metrics.jsonl has every row"
+    )
+    assert end < 1
+
+
+def test_a_silent_wandb_process_delays_neither_a_row_nor_the_end_for_long(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = start(folder, "wait", END_SECONDS="2")
+    process = core(run)
+    os.kill(process, signal.SIGSTOP)
+    assert run.stdin is not None
+    run.stdin.write("\n")
+    run.stdin.flush()
+    run.wait(60)
+    os.kill(process, signal.SIGKILL)  # it holds the pipes open
+    said, slowest, end = ended(run, folder)
+    assert "no answer within 2 s" in said and "wandb sync" in said and slowest < 0.5 and end < 4
