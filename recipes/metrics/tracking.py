@@ -2,6 +2,7 @@
 
 import os
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 STARTS = 4
 """How often it is started: wandb-core may be killed, or run out of memory, again and again."""
+RECENT = 100
+"""How many rows the next start sends again."""
 END_SECONDS = 45.0
 """How long the end of a run waits at most. A start without an answer takes about 30 s, and is then offline."""
 LIMITS = {"WANDB_INIT_TIMEOUT": "15", "WANDB_FINISH_TIMEOUT": "20", "WANDB_FINISH_TIMEOUT_RAISES": "true"}
@@ -40,7 +43,9 @@ class Tracker:
         self._folder, self._log = folder / "wandb", log
         self._resumes, self._offline = run_id is not None, False
         self._rows: SimpleQueue[dict[str, Any]] = SimpleQueue()  # the last one is empty
-        self._row: dict[str, Any] | None = None  # taken, but not yet sent
+        # wandb-core writes to its disk only now and then, and its connection accepts rows for a while after its death.
+        self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
+        self._ended = False
         self._notes: SimpleQueue[str] = SimpleQueue()
         self._thread: Thread | None = None
         # wandb reports its errors over the network, even offline; where packets are dropped, the end waits for it.
@@ -92,22 +97,25 @@ class Tracker:
         """Start the run there and send rows to it until the last one."""
         run = self._start()
         self._resumes = True
+        received = run.step
         for row in self._unsent():
-            run.log({key: value for key, value in row.items() if key not in ("step", "documents")}, step=row["step"])
+            if row["step"] >= received:
+                columns = {key: value for key, value in row.items() if key not in ("step", "documents")}
+                run.log(columns, step=row["step"])
         try:
             run.finish()
         except TimeoutError:
             self._note(f"not everything was received in time; {self._later(Path(run.dir).parent.name)}")
 
     def _unsent(self) -> Iterator[dict[str, Any]]:
-        """The rows until the last one; first the one during which the connection broke."""
-        while True:
-            if self._row is None:
-                self._row = self._rows.get()
-            if not self._row:
-                return
-            yield self._row
-            self._row = None
+        """The rows until the last one; first those that may be lost with an earlier connection."""
+        yield from tuple(self._recent)
+        while not self._ended:
+            row = self._rows.get()
+            self._ended = not row
+            if row:
+                self._recent.append(row)
+                yield row
 
     def _start(self) -> Any:
         import wandb

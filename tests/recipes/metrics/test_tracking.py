@@ -111,7 +111,7 @@ def test_tracking_starts_again_after_its_process_was_killed(tmp_path: Path) -> N
     assert "tracking starts again, and metrics.jsonl has every row" in said and slowest < 0.5
     files = [path.name for path in folder.glob("wandb/offline-run-*/run-*.wandb")]
     assert len(files) == 2 and len(set(files)) == 1  # of one run
-    assert recorded(folder).count(b"tried") >= 2  # at least those after the kill
+    assert recorded(folder).count(b"tried") >= 6
 
 
 def test_a_missing_wandb_turns_tracking_off(tmp_path: Path) -> None:
