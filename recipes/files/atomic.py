@@ -111,9 +111,10 @@ def cut_back(path: Path, step: int) -> None:
 def _step_of(row: str) -> int | None:
     """The step of a row; None if the line is not a row, as after a power cut."""
     try:
-        return int(json.loads(row)["step"])
-    except (ValueError, KeyError, TypeError):
+        step = json.loads(row)["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
+    return step if type(step) is int else None
 
 
 def sync(folder: Path, names: Iterable[str]) -> None:

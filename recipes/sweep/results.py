@@ -81,7 +81,7 @@ def measure(row: Row, folder: Path) -> Result:
         "final_loss": rows[max(rows)]["loss"],
         "curve": [[step, logged["tokens"], logged["loss"]] for step, logged in sorted(rows.items())],
         "grad_norms": [[step, logged.get("grad_norm")] for step, logged in sorted(rows.items())],
-        "skipped_steps": [logged["step"] for logged in _json_lines(folder / METRICS) if "skipped" in logged],
+        "skipped_steps": [logged["step"] for logged in _rows(folder / METRICS) if "skipped" in logged],
         "float8": _worst_casts(folder / FLOAT8_SHARES),
         "environment": environment,
     }
@@ -90,7 +90,7 @@ def measure(row: Row, folder: Path) -> Result:
 def _worst_casts(path: Path) -> list[list[Any]]:
     """[linear, tensor, overflow, underflow] of every cast: the largest shares in any sampled step."""
     worst: dict[tuple[str, str], tuple[float, float]] = {}
-    for row in _json_lines(path):
+    for row in _rows(path):
         name = row["linear"], row["tensor"]
         overflow, underflow = worst.get(name, (0.0, 0.0))
         worst[name] = max(overflow, row["overflow"]), max(underflow, row["underflow"])
@@ -251,13 +251,18 @@ def _how_to_read(sweep: Sweep, base: Row | None, slow: Row | None) -> str:
 
 def _logged(path: Path) -> list[dict[str, Any]]:
     """The training steps of metrics.jsonl."""
-    return [row for row in _json_lines(path) if "loss" in row]
+    return [row for row in _rows(path) if "loss" in row]
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """The lines that are rows of a step, which lines from another hand or after a power cut are not."""
+    return [row for row in _json_lines(path) if isinstance(row, dict) and type(row.get("step")) is int]
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
     """Empty if there is no such file."""
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        with suppress(ValueError):  # cut off when the run was killed
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
+        with suppress(ValueError, RecursionError):  # cut off when the run was killed
             found.append(json.loads(line))
     return found

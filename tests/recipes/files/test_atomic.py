@@ -93,6 +93,16 @@ def test_cut_back_to_step_0_removes_all_rows(metrics: Path) -> None:
     assert rows(metrics) == []
 
 
+@pytest.mark.parametrize(
+    "row", ['{"step": Infinity}', '{"step": 1e400}', '{"step": "1"}', '{"step": [1]}', "[1]", '"step"', "[" * 100_000]
+)
+def test_cut_back_removes_lines_that_are_not_rows(row: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1}}\n{row}\n{{"step": 2}}\n')
+    cut_back(path, 2)
+    assert rows(path) == [{"step": 1}, {"step": 2}]
+
+
 def test_cut_back_creates_no_file(tmp_path: Path) -> None:
     cut_back(tmp_path / "metrics.jsonl", 5)
     assert not list(tmp_path.iterdir())
