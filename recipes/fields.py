@@ -74,9 +74,12 @@ def describe(annotation: Any) -> str:
             return "a non-empty string"
         given = [(sign, getattr(limit, bound, None)) for limit in limits for bound, sign in BOUNDS.items()]
         return f"{describe(base)} {' and '.join(f'{sign} {bound}' for sign, bound in given if bound is not None)}"
-    if get_origin(annotation) is Union:  # of numbers and a string
-        *others, word = get_args(annotation)
-        return " or ".join([*map(describe, others), *map(toml, get_args(word))])
+    if get_origin(annotation) is Union:  # of numbers, or of numbers and a string
+        kinds = [
+            list(map(toml, get_args(kind))) if get_origin(kind) is Literal else [describe(kind)]
+            for kind in get_args(annotation)
+        ]
+        return " or ".join(word for words in kinds for word in words)
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(map(toml, get_args(annotation)))
     if get_origin(annotation) is tuple:

@@ -256,12 +256,12 @@ def batch_divides(
 
 def schedule_fits(schedule: ScheduleConfig, *, steps: int) -> Iterator[Violation]:
     """Warm-up and decay fit into the run."""
-    warmup, decay = schedule.warmup_steps, schedule.decay_steps
+    warmup, decay = schedule.phases(steps)
     if decay and schedule.kind != "wsd":
         yield "schedule.decay_steps", f'is for kind = "wsd" only, not "{schedule.kind}"; write decay_steps = 0'
     elif warmup + decay > steps:
         rule = f"warmup_steps {warmup} + decay_steps {decay} = {warmup + decay} must not exceed run.steps = {steps}"
-        remedy = f"write steps = {warmup + decay} or more, or shorter phases"
+        remedy = f"write steps = {warmup + decay} or more, or shares of the run, such as warmup_steps = 0.1"
         yield f"schedule.{'decay_steps' if decay else 'warmup_steps'}", f"{rule}; {remedy}"
 
 

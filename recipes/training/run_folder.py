@@ -55,12 +55,18 @@ def identity_differences(old: Recipe, new: Recipe) -> list[str]:
         for key in field_types()
         if key.startswith(IDENTITY) and key != "model.weights"  # used only before the first step
         if (was := value_of(old, key)) != (now := value_of(new, key))
+        if not (key.endswith(("warmup_steps", "decay_steps")) and _same_phases(old, new))
     ]
     was, now = old.data.mixture, new.data.mixture
     if was == now and list(was) != list(now):  # equal as dicts, but the data order follows the order of the lines
         orders = f"{toml(was)} in the folder's recipe.toml, {toml(now)} now"
         differences.append(f"data.mixture: the sources are in a different order: {orders}")
     return differences
+
+
+def _same_phases(old: Recipe, new: Recipe) -> bool:
+    """Whether a share of the run is now written where its steps were, or the other way round."""
+    return old.schedule.phases(old.run.steps) == new.schedule.phases(old.run.steps)
 
 
 def check_output_folder(recipe: Recipe) -> None:

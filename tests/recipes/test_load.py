@@ -85,6 +85,8 @@ def test_an_override_equal_to_the_default_counts_as_given() -> None:
         (["--fsdp.reshard-after-forward", "false"], "fsdp.reshard_after_forward", False),
         (["--optimizer.lr", "1"], "optimizer.lr", 1.0),
         (["--optimizer.lr", "1e-3"], "optimizer.lr", 1e-3),
+        (["--schedule.warmup_steps", "0.1"], "schedule.warmup_steps", 0.1),
+        (["--schedule.warmup_steps", "15"], "schedule.warmup_steps", 15),
         (["--mesh.shard", "-1"], "mesh.shard", -1),
         (["--mesh.shard", "4"], "mesh.shard", 4),
         (["--mesh.shard", "node"], "mesh.shard", "node"),

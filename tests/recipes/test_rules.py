@@ -256,6 +256,20 @@ def test_steps_to_trace_inside_the_run_are_accepted(steps: int, traced: int) -> 
     assert not broken_by(recipe)
 
 
+def test_shares_of_the_run_that_exceed_it_are_refused() -> None:
+    message = the_rule(Recipe(schedule=ScheduleConfig(warmup_steps=0.7, decay_steps=0.5)), "schedule.decay_steps")
+    assert "warmup_steps 70 + decay_steps 50 = 120 must not exceed run.steps = 100" in message
+
+
+def test_a_share_continues_a_run_that_had_its_steps() -> None:
+    steps, share = (Recipe(schedule=ScheduleConfig(warmup_steps=warmup, decay_steps=20)) for warmup in (10, 0.1))
+    assert identity_differences(steps, share) == identity_differences(share, steps) == []
+    longer = replace(share, run=RunConfig(steps=400))
+    assert identity_differences(steps, longer) == []
+    other = Recipe(schedule=ScheduleConfig(warmup_steps=0.2, decay_steps=20))
+    assert identity_differences(steps, other) == ["schedule.warmup_steps: 10 in the folder's recipe.toml, 0.2 now"]
+
+
 def test_warmup_and_decay_may_fill_the_run() -> None:
     assert not broken_by(Recipe(schedule=ScheduleConfig(kind="wsd", warmup_steps=60, decay_steps=40)))
 

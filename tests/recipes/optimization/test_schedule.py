@@ -43,3 +43,27 @@ def test_linear_falls_in_proportion_to_the_steps() -> None:
 
 def test_constant_stays_at_the_peak() -> None:
     assert set(rates(ScheduleConfig(kind="constant", warmup_steps=1))) == {2.0}
+
+
+@pytest.mark.parametrize(
+    ("warmup", "decay", "steps", "expected"),
+    [
+        (0.1, 0.2, 150, (15, 30)),
+        (0.1, 0.2, 40, (4, 8)),
+        (0.1, 0.2, 2, (1, 1)),
+        (0.1, 0.2, 1, (1, 0)),  # at least one step each, as far as there are any
+        (0.1, 0.9, 3, (1, 2)),
+        (15, 0.2, 150, (15, 30)),
+        (0.7, 0.5, 10, (7, 5)),  # too much, which a rule refuses
+    ],
+)
+def test_a_number_below_1_is_a_share_of_the_run(
+    warmup: float, decay: float, steps: int, expected: tuple[int, int]
+) -> None:
+    assert ScheduleConfig(warmup_steps=warmup, decay_steps=decay).phases(steps) == expected
+
+
+def test_shares_give_the_rates_of_the_steps_that_they_stand_for() -> None:
+    assert rates(ScheduleConfig(warmup_steps=0.1, decay_steps=0.25), steps=80) == rates(
+        ScheduleConfig(warmup_steps=8, decay_steps=20), steps=80
+    )
