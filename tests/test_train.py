@@ -111,3 +111,8 @@ def test_training_imports_our_recipes_and_torch(folder: Path) -> None:
     """It gets past the foreign `recipes`, to the `torch` that fails in this folder."""
     code, _, err = train(folder, DEBUG)
     assert code == 1 and "torch was imported" in err
+
+
+@pytest.mark.parametrize("steps", ["40", "1"])
+def test_a_shorter_trial_of_the_debug_recipe_is_accepted(folder: Path, steps: str) -> None:
+    assert train(folder, DEBUG, "--check", "--run.steps", steps)[0] == 0
