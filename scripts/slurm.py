@@ -17,10 +17,12 @@ sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level 
 from parallel.errors import UserError  # noqa: E402
 from recipes.cluster.slurm import Job, log, run_node  # noqa: E402
 from recipes.files.exit_codes import REFUSED  # noqa: E402
+from recipes.files.screen import open_missing  # noqa: E402
 from recipes.schema import RunConfig  # noqa: E402
 
 
 def main(arguments: list[str]) -> int:
+    open_missing()
     if arguments[:1] == ["--node"]:
         return run_node(Path(arguments[1]), arguments[2:])
     run = ["bash", str(ROOT / "scripts" / "run.sh"), *(word for word in arguments if word != "--check")]

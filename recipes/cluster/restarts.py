@@ -7,7 +7,7 @@ import json
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -120,12 +120,18 @@ def newest_step(folder: Path) -> int:
 class History:
     """The attempts of a job, in a file, so that a requeued job continues the count."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, log: Callable[[str], None]) -> None:
+        self._path, self._log = path, log
         self.attempts: list[Attempt] = []
-        if path.exists():
-            for item in json.loads(path.read_text(encoding="utf-8")):
-                self.attempts.append(Attempt(item["step"], End(item["end"]) if item["end"] else None))
+        self.unsaved = False
+        """Whether the file lacks attempts, because it cannot be written."""
+        try:
+            items = json.loads(path.read_text(encoding="utf-8"))
+            self.attempts = [Attempt(item["step"], End(item["end"]) if item["end"] else None) for item in items]
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log(f"{path} cannot be read ({error}): earlier attempts are not counted")
 
     def begin(self, step: int) -> None:
         self.attempts.append(Attempt(step))
@@ -136,7 +142,13 @@ class History:
         self._write()
 
     def _write(self) -> None:
-        write_whole(self._path, json.dumps([asdict(attempt) for attempt in self.attempts], indent=1))
+        try:
+            write_whole(self._path, json.dumps([asdict(attempt) for attempt in self.attempts], indent=1))
+            self.unsaved = False
+        except OSError as error:
+            if not self.unsaved:
+                self._log(f"{self._path} cannot be written: {error.strerror}; only this process knows the attempts")
+            self.unsaved = True
 
 
 def log(text: str) -> None:

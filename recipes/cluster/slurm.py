@@ -3,21 +3,24 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
+from parallel.errors import UserError
 from recipes.cluster.restarts import End, History, end_of, newest_step, number_of_restarts, reason_to_stop
 from recipes.files.exit_codes import PREEMPTED, SIGNALS
+from recipes.files.screen import Output, put, tell
 
 STARTED, STOPPING = "started", "stopping"
 STATES = {STARTED: "lost: killed, or the node failed", STOPPING: "killed while stopping"}
+STATE = "slurm-state:"
+"""Begins a line from a node to the batch script, through srun's standard error: no disk can be full on that way."""
 
 
 def log(text: str) -> None:
-    print(f"slurm: {text}", flush=True)
+    tell(f"slurm: {text}", to=1)
 
 
 class Job:
@@ -26,12 +29,17 @@ class Job:
     def __init__(self, run: Sequence[str], environment: Mapping[str, str], *, on_node: Sequence[str]) -> None:
         """run: the command that trains on one node. on_node: a command that passes its arguments to run_node()."""
         self._run_command, self._on_node = [*run], [*on_node]
+        if "SLURM_JOB_ID" not in environment:
+            raise UserError(
+                "not in a SLURM job: sbatch --nodes=N scripts/slurm.sbatch RECIPE, or scripts/run.sh RECIPE"
+            )
         self.id, self.nodes = int(environment["SLURM_JOB_ID"]), int(environment["SLURM_JOB_NUM_NODES"])
         self.node_list = environment["SLURM_JOB_NODELIST"]
         self.logs = Path(f"slurm-{self.id}").absolute()
         self.restarts = number_of_restarts(environment.get("RESTARTS", "10"))
         # RESTARTS=0: this process restarts all nodes together, so no node restarts by itself.
         self.environment = {**environment, "NNODES": str(self.nodes), "RESTARTS": "0"}
+        self.requeues = int(environment.get("SLURM_RESTART_COUNT", "0"))
         self.ended_by_slurm = False
 
     def checked_recipe(self) -> str | None:
@@ -42,8 +50,11 @@ class Job:
 
     def supervise(self, folder: Path) -> int:
         """Start all nodes until the run is done or another start would not help. Returns the exit code."""
-        self.logs.mkdir(exist_ok=True)
-        history = History(self.logs / "attempts.json")
+        try:
+            self.logs.mkdir(exist_ok=True)
+        except OSError as error:
+            log(f"{self.logs} cannot be made: {error.strerror}; the job goes on without it")
+        history = History(self.logs / "attempts.json", log=log)
         code = 1
         while True:
             step = newest_step(folder)
@@ -73,13 +84,16 @@ class Job:
             if end in (End.PREEMPTED, End.UNSTARTED) and not reason_to_stop(
                 history.attempts, step=newest_step(folder), restarts=self.restarts
             ):
+                if history.unsaved and self.requeues >= self.restarts and newest_step(folder) <= step:
+                    log(f"stopped: requeued {self.requeues} times and RESTARTS={self.restarts}, without attempts.json")
+                    return code
                 return self._requeue()
 
     def _run(self, attempt: int) -> dict[str, str | None]:
-        """Run the recipe on all nodes once. Returns the content of each node's exit_file(), None if it left none."""
+        """Run the recipe on all nodes once. Returns the last state of each node: an exit code, or a key of STATES, or
+        None if the node told nothing."""
         names = output("scontrol", "show", "hostnames", self.node_list).split()
-        for name in names:
-            exit_file(self.logs, name).unlink(missing_ok=True)
+        states: dict[str, str | None] = dict.fromkeys(names)
         environment = self.environment | {
             "MASTER_ADDR": self.environment.get("MASTER_ADDR") or address(names[0]),
             # Below the ephemeral ports, and a different port for each attempt: the last one may still be in use.
@@ -94,11 +108,19 @@ class Job:
         # The batch script gets SIGTERM only when SLURM ends the job; srun and the nodes get it too.
         before = signal.signal(signal.SIGTERM, record)
         try:
-            subprocess.Popen([*srun, *self._on_node, str(self.logs), *self._run_command], env=environment).wait()
+            command = [*srun, *self._on_node, str(self.logs), *self._run_command]
+            with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE) as process:
+                assert process.stderr
+                for line in process.stderr:
+                    text = line.decode(errors="replace").rstrip("\n")
+                    match text.split():
+                        case [prefix, name, state] if prefix == STATE and name in states:
+                            states[name] = state
+                        case _:
+                            tell(text)
         finally:
             signal.signal(signal.SIGTERM, before)
-        files = {name: exit_file(self.logs, name) for name in names}
-        return {name: file.read_text().strip() if file.exists() else None for name, file in files.items()}
+        return states
 
     def _log_causes(self, states: Mapping[str, str | None]) -> None:
         by_end: dict[str, list[str]] = {}
@@ -124,49 +146,60 @@ class Job:
 def run_node(logs: Path, command: list[str]) -> int:
     """Run the command on this node with NODE_RANK set. Its output goes to NODE.log, on the first node also to srun.
 
-    Returns its exit code, as in NODE.exit, but 0 after a pre-emption: else srun ends the nodes that are still saving.
+    Returns its exit code, but 0 after a pre-emption: else srun ends the nodes that are still saving.
     """
     name, rank = os.environ["SLURMD_NODENAME"], os.environ["SLURM_NODEID"]
-    exit_file(logs, name).write_text(f"{STARTED}\n")
-    with (logs / f"{name}.log").open("ab") as file:
-        child = subprocess.Popen(
-            command,
-            env={**os.environ, "NODE_RANK": rank},
-            stdout=subprocess.PIPE if rank == "0" else file,
-            stderr=subprocess.STDOUT,
-        )
 
-        def relay(number: int, frame: FrameType | None) -> None:
-            exit_file(logs, name).write_text(f"{STOPPING}\n")
-            child.send_signal(number)
+    def report(state: str) -> None:
+        put(2, f"{STATE} {name} {state}\n".encode(), patience=60)
 
-        # Some configurations of SLURM signal the launcher too; it ignores the same signal again within a second.
-        for number in SIGNALS:
-            signal.signal(number, relay)
-        if child.stdout is not None:
-            while chunk := os.read(child.stdout.fileno(), 1 << 16):
-                file.write(chunk)
-                file.flush()
-                sys.stdout.buffer.write(chunk)
-                sys.stdout.buffer.flush()
-        code = child.wait()
+    report(STARTED)
+    file = open_log(logs / f"{name}.log")
+    child = subprocess.Popen(
+        command,
+        env={**os.environ, "NODE_RANK": rank},
+        stdout=subprocess.PIPE if rank == "0" else file,  # None: to srun
+        stderr=subprocess.STDOUT,
+    )
+
+    def relay(number: int, frame: FrameType | None) -> None:
+        report(STOPPING)
+        child.send_signal(number)
+
+    # Some configurations of SLURM signal the launcher too; it ignores the same signal again within a second.
+    for number in SIGNALS:
+        signal.signal(number, relay)
+    if child.stdout is not None:
+        to_file, to_srun = Output(), Output()
+        while chunk := os.read(
+            child.stdout.fileno(), 1 << 16
+        ):  # whatever happens to the logs: a full pipe stops training
+            to_srun.put(1, chunk)
+            if file is not None:
+                to_file.put(file, chunk)
+    code = child.wait()
     code = code if code >= 0 else 128 - code
-    exit_file(logs, name).write_text(f"{code}\n")
+    report(str(code))
     return 0 if end_of([code])[0] == End.PREEMPTED else code
 
 
-def exit_file(logs: Path, name: str) -> Path:
-    """Where a node leaves its exit code; until then STARTED, or STOPPING after a stop signal."""
-    return logs / f"{name}.exit"
+def open_log(path: Path) -> int | None:
+    """A descriptor to append to the file, or None."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    except OSError as error:
+        tell(f"slurm: {path} cannot be written: {error.strerror}; the output of this node goes to the main log")
+        return None
 
 
 def last_launcher_lines(path: Path) -> list[str]:
     """The launcher's last lines in a node's log, two at most."""
-    if not path.exists():
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 20_000))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
         return []
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 20_000))
-        lines = file.read().decode(errors="replace").splitlines()
     return [line for line in lines if line.startswith("launch: ")][-2:]
 
 
@@ -176,5 +209,8 @@ def output(*command: str) -> str:
 
 def address(node: str) -> str:
     """The address at which SLURM itself reaches a node, whose name need not be a host name."""
-    fields = output("scontrol", "--oneliner", "show", "node", node).split()
+    try:
+        fields = output("scontrol", "--oneliner", "show", "node", node).split()
+    except subprocess.CalledProcessError:  # SLURM's controller does not answer, but the nodes go on
+        return node
     return next((field.partition("=")[2] for field in fields if field.startswith("NodeAddr=")), node)

@@ -45,13 +45,30 @@ def tell(text: str, *, to: int = 2) -> None:
     put(to, f"{text}\n".encode(errors="backslashreplace"))
 
 
+class Output:
+    """Puts content to one place, and notes there how much is missing after it could not be written."""
+
+    def __init__(self) -> None:
+        self.error: OSError | None = None
+        """Why the last content could not be written."""
+        self._lost = 0  # lines since then
+
+    def put(self, number: int, content: bytes) -> None:
+        head = f"\n({self._lost} lines are missing here, which could not be written)\n" if self._lost else ""
+        self.error = put(number, head.encode() + content, patience=0 if self.error else PATIENCE)
+        self._lost = self._lost + content.count(b"\n") if self.error else 0
+
+
 class Screen:
     """Standard output as a file for rich, whose own answer to a broken pipe is to exit."""
 
     def __init__(self) -> None:
-        self.error: OSError | None = None
+        self._output = Output()
+
+    @property
+    def error(self) -> OSError | None:
         """Why the last text could not be written."""
-        self._lost = 0  # lines since then
+        return self._output.error
 
     def write(self, text: str) -> int:
         stream = self._stream
@@ -61,10 +78,7 @@ class Screen:
             return stream.write(text) if stream else 0
         with suppress(OSError, ValueError):
             stream.flush()
-        head = f"\n({self._lost} lines are missing here: standard output could not be written)\n" if self._lost else ""
-        content = (head + text).encode(stream.encoding or "utf-8", "replace")
-        self.error = put(number, content, patience=0 if self.error else PATIENCE)
-        self._lost = self._lost + text.count("\n") if self.error else 0
+        self._output.put(number, text.encode(stream.encoding or "utf-8", "replace"))
         return len(text)
 
     def flush(self) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import rank_of, wait_for
+from tests.recipes.training.test_full_disk import fill
 from tests.scripts.cluster import Cluster, missing
 from tests.scripts.nodes import EVERY, ROOT, STEPS, arguments, environment, losses, reached
 
@@ -151,6 +152,36 @@ def test_a_job_restarts_on_its_nodes_after_all_processes_of_one_are_killed(
     assert "slurm:   lost: killed, or the node failed: node1\n" in job.log
     assert "attempt 2 on node[0-1], from step " in job.log and "attempt 3 " not in job.log
     assert job.losses == whole
+
+
+def test_a_job_whose_logs_are_on_a_full_disk_restarts_and_ends_as_with_logs(
+    cluster: Cluster, folder: Path, corpus: Path, whole: list[tuple[int, float]]
+) -> None:
+    disk = folder / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"mounting a tmpfs is not allowed here: {mounted.stderr.strip()}")
+    try:
+        fill(disk)
+        number = cluster.submit(
+            ROOT / "scripts/slurm.sbatch",
+            arguments(folder, corpus, "full"),
+            folder=disk,
+            flags=["--nodes=2"],
+            variables=environment(NPROC="2"),
+        )
+        wait_for("steps", lambda: cluster.job(number)["JobState"] == "FAILED" or reached(folder, "full", SEEN))
+        killed = [process for process in cluster.processes("node1") if rank_of(process) is not None]
+        os.kill(killed[0], signal.SIGKILL)
+        wait_for("the end", lambda: cluster.job(number)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED"))
+        job = cluster.job(number)
+        assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "0")
+        assert (folder / "runs" / "full" / "log.txt").read_text().count("\nresumed from ") == 1
+        assert losses(folder, "full") == whole
+        assert {path.stat().st_size for path in disk.glob("slurm-*/*")} == {0}
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
 
 
 def test_a_job_whose_node_does_not_answer_waits_in_the_queue(

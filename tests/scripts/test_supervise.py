@@ -1,14 +1,19 @@
 """RESTARTS=N scripts/run.sh on one node; tests/scripts/test_nodes.py has several."""
 
+import os
 import signal
+import subprocess
+import sys
 from contextlib import suppress
 from os import kill
 from pathlib import Path
 
+import pytest
+
 from recipes.bench.crash import descendants
-from recipes.files.exit_codes import PREEMPTED
+from recipes.files.exit_codes import PREEMPTED, REFUSED
 from tests.processes import rank_of, wait_for
-from tests.scripts.nodes import EVERY, arguments, launch, losses, reached
+from tests.scripts.nodes import EVERY, ROOT, arguments, launch, losses, reached
 
 
 def worker(process: int) -> int:
@@ -68,3 +73,18 @@ def test_restarts_that_is_not_a_number_is_refused(tmp_path: Path, corpus: Path) 
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (2, "")
     assert err == "RESTARTS=many: must be a number of restarts, 0 or more\n"
+
+
+@pytest.mark.parametrize("command", [("bash", "scripts/slurm.sbatch"), (sys.executable, "scripts/slurm.py")])
+def test_the_slurm_script_says_what_to_write_outside_of_slurm(command: tuple[str, str], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [command[0], ROOT / command[1], "configs/smollm3_debug.toml"],
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"], "PYTHON": sys.executable},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    expected = "slurm: not in a SLURM job: sbatch --nodes=N scripts/slurm.sbatch RECIPE, or scripts/run.sh RECIPE\n"
+    assert done.returncode == REFUSED and done.stdout.startswith(expected)
+    assert set(done.stdout.removeprefix(expected).splitlines()) <= {"slurm: refused: nothing was started"}

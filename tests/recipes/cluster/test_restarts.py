@@ -1,10 +1,12 @@
 """When a job starts again, and when it does not."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from recipes.cluster.restarts import Attempt, End, History, end_of, reason_to_stop
+from recipes.cluster.restarts import Attempt, End, History, Launcher, end_of, reason_to_stop, supervise
+from tests.full_disk import files_of_at_most
 
 CRASHED, PREEMPTED, TAKEN = End.CRASHED, End.PREEMPTED, End.TAKEN
 
@@ -21,6 +23,9 @@ CRASHED, PREEMPTED, TAKEN = End.CRASHED, End.PREEMPTED, End.TAKEN
         ([137, 1, 77, None], (CRASHED, 77)),  # the frozen process was killed
         ([0, None], (CRASHED, 1)),
         ([0, 1], (CRASHED, 1)),
+        ([143, 71], (CRASHED, 71)),  # a fault that may pass
+        ([137, 79, 1], (CRASHED, 79)),  # bad memory; the other nodes lost their peer
+        ([137, 78, None], (End.FINAL, 78)),  # out of device memory, as with every start
         ([None, None], (CRASHED, 1)),
     ],
 )
@@ -101,12 +106,48 @@ def test_a_job_does_not_start_again_after_a_final_end(end: End) -> None:
 
 def test_a_requeued_job_continues_the_history(tmp_path: Path) -> None:
     path = tmp_path / "attempts.json"
-    history = History(path)
+    history = History(path, log=print)
     history.begin(0)
     history.end(CRASHED)
     history.begin(10)  # the node dies before it can record an end
-    again = History(path)
+    again = History(path, log=print)
     assert again.attempts == [Attempt(0, CRASHED), Attempt(10)]
     again.begin(20)
     again.end(End.DONE)
-    assert History(path).attempts == [Attempt(0, CRASHED), Attempt(10), Attempt(20, End.DONE)]
+    assert History(path, log=print).attempts == [Attempt(0, CRASHED), Attempt(10), Attempt(20, End.DONE)]
+
+
+def test_attempts_are_kept_in_memory_while_the_disk_is_full(tmp_path: Path) -> None:
+    path, said = tmp_path / "attempts.json", list[str]()
+    history = History(path, log=said.append)
+    history.begin(0)
+    before = path.read_bytes()
+    with files_of_at_most(10):
+        history.end(CRASHED)
+        history.begin(10)
+    assert [path.read_bytes()] == [file.read_bytes() for file in tmp_path.iterdir()] == [before]
+    assert history.attempts == [Attempt(0, CRASHED), Attempt(10)] and history.unsaved
+    assert said == [f"{path} cannot be written: File too large; only this process knows the attempts"]
+    history.end(PREEMPTED)
+    assert not history.unsaved and History(path, log=print).attempts == history.attempts
+
+
+@pytest.mark.parametrize("text", ['[{"step": 10, "en', "", "7", '[{"step": 1, "end": "?"}]', "\0\0\0", "[3]"])
+def test_damaged_attempts_are_reported_and_counted_anew(text: str, tmp_path: Path) -> None:
+    path, said = tmp_path / "attempts.json", list[str]()
+    path.write_text(text)
+    history = History(path, log=said.append)
+    assert history.attempts == [] and len(said) == 1 and f"{path} cannot be read (" in said[0]
+    history.begin(20)
+    assert History(path, log=print).attempts == [Attempt(20)]
+
+
+@pytest.mark.parametrize(("code", "starts"), [(71, 2), (79, 2), (78, 1)])
+def test_codes_of_passing_faults_restart_and_the_code_of_full_devices_does_not(
+    code: int, starts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recipes.cluster.restarts.PAUSE_SECONDS", 0)
+    count = tmp_path / "count"
+    command = [sys.executable, "-S", "-c", f"open({str(count)!r}, 'a').write('.'); raise SystemExit({code})"]
+    assert supervise(Launcher(command), tmp_path, steps=10, restarts=1) == code
+    assert len(count.read_text()) == starts

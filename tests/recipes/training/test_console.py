@@ -182,7 +182,7 @@ def test_training_goes_on_when_the_reader_of_a_pipe_stops_reading(tmp_path: Path
     shown, rest = out.split("\n(")
     assert lines.startswith(shown) and len(shown) > 60_000
     missing = 100 - shown.count("\n")
-    assert rest == f"{missing} lines are missing here: standard output could not be written)\nagain\n"
+    assert rest == f"{missing} lines are missing here, which could not be written)\nagain\n"
 
 
 def test_training_goes_on_when_its_terminal_goes_away(tmp_path: Path) -> None:
