@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, cast
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level 
 from parallel.errors import TemporaryError, UserError  # noqa: E402
 from recipes.files.exit_codes import REFUSED, TEMPORARY  # noqa: E402
 from recipes.files.faults import may_pass  # noqa: E402
+from recipes.files.screen import Screen, open_missing, tell  # noqa: E402
 
 if TYPE_CHECKING:
     from recipes.data.tokens.shards import Index
@@ -26,29 +27,29 @@ if TYPE_CHECKING:
 SHARDS_SHOWN = 20
 
 
+def say(text: str) -> None:
+    tell(text, to=1)
+
+
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0, 2 for an error that the user can fix, 71 for a fault that may pass, 130 for Ctrl-C."""
+    open_missing()
     options = _parser().parse_args(arguments)
     if options.cores:
         os.environ["RAYON_NUM_THREADS"] = str(options.cores)  # read by the tokenizers library when it is imported
     try:
         prepare(options)
     except UserError as error:
-        print(error, file=sys.stderr)
+        tell(str(error))
         return TEMPORARY if isinstance(error, TemporaryError) else REFUSED
     except OSError as error:
-        print(
-            f"cannot write '{options.folder}': {error.strerror or error}; the same command continues", file=sys.stderr
-        )
+        tell(f"cannot write '{options.folder}': {error.strerror or error}; the same command continues")
         return TEMPORARY if may_pass(error) else REFUSED
     except MemoryError:
-        print(
-            "memory ran out; the same command continues after the last whole shard, and --cores N takes less memory",
-            file=sys.stderr,
-        )
+        tell("memory ran out; the same command continues after the last whole shard, and --cores N takes less memory")
         return TEMPORARY
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command continues after the last whole shard", file=sys.stderr)
+        tell("\ninterrupted; the same command continues after the last whole shard")
         return 130
     return 0
 
@@ -116,10 +117,10 @@ def prepare(options: argparse.Namespace) -> None:
         file.writelines(json.dumps(row) + "\n" for row in bad_rows(folder, index.shards))
     _print_contents(folder, index)
     if tokens:
-        print(f"tokenized {tokens:,} tokens in {seconds:.1f} s, {tokens / seconds / 1e6:.2f} M tokens/s")
+        say(f"tokenized {tokens:,} tokens in {seconds:.1f} s, {tokens / seconds / 1e6:.2f} M tokens/s")
     else:
-        print("nothing was left to do")
-    print(f'in a recipe: source = "{folder}", tokenizer = "{folder / "tokenizer.json"}"')
+        say("nothing was left to do")
+    say(f'in a recipe: source = "{folder}", tokenizer = "{folder / "tokenizer.json"}"')
 
 
 def _write(folder: Path, work: "Preparation", *, budget: float) -> int:
@@ -131,7 +132,7 @@ def _write(folder: Path, work: "Preparation", *, budget: float) -> int:
     from recipes.data.tokens.shards import BadRowBudget
     from recipes.data.tokens.workspace import claimed, whole_shards
 
-    console = Console()
+    console = Console(file=cast(IO[str], Screen()))
     started, done = time.perf_counter(), 0
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -155,14 +156,14 @@ def _write(folder: Path, work: "Preparation", *, budget: float) -> int:
 
 def _print_contents(folder: Path, index: "Index") -> None:
     for number, shard in enumerate(index.shards[:SHARDS_SHOWN]):
-        print(f"shard {number:05d}  {shard.train:>12,} tokens  checksum {shard.checksums['train']}")
+        say(f"shard {number:05d}  {shard.train:>12,} tokens  checksum {shard.checksums['train']}")
     if len(index.shards) > SHARDS_SHOWN:
-        print(f"... and {len(index.shards) - SHARDS_SHOWN} more, with their checksums in {folder / 'index.json'}")
+        say(f"... and {len(index.shards) - SHARDS_SHOWN} more, with their checksums in {folder / 'index.json'}")
 
     def total(name: str) -> int:
         return sum(getattr(shard, name) for shard in index.shards)
 
-    print(
+    say(
         f"{total('documents'):,} documents with {total('train'):,} tokens for training,"
         f" {total('held_out'):,} with {total('validation'):,} held out;"
         f" {total('empty'):,} empty rows, {total('bad'):,} bad rows"

@@ -37,6 +37,9 @@ def test_prepared_folder_is_read_by_a_recipe(tmp_path: Path) -> None:
     (row,) = (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()
     assert json.loads(row)["row"] == 301
     before = contents(tmp_path / "out")
+    with open("/dev/full", "w") as screen:
+        again = [*map(str, arguments), "--validation-fraction", "0.1"]
+        assert subprocess.run([sys.executable, str(SCRIPT), *again], stdout=screen, stderr=screen).returncode == 0
     assert "nothing was left to do" in run(*arguments, "--validation-fraction", "0.1")
     assert contents(tmp_path / "out") == before
 
