@@ -9,7 +9,7 @@ OWN = 400
 """What a process needs by itself: up to 256 for files of tokens, the rest for libraries, GPU driver and NCCL. (measured
 on CPUs: about 30 without data)"""
 # Measured on 2, 4 and 8 processes: three gloo groups connect every process to every other, those of a mesh of R x S
-# processes add R + S - 1. Node 0's launcher, which serves the store, has fewer: 23, and two for each process.
+# processes add R + S - 1. Node 0's launcher, which serves the store, has fewer: 16, and two for each process.
 TO_ALL, MESH_SHARE = 3, 2
 PLENTY = 65_536
 """How far the soft limit is raised at most, unless more is needed: some programs close every number below the limit."""
