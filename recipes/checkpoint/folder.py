@@ -188,6 +188,9 @@ def newest_whole(folder: Path, *, log: Callable[[str], None], known: Mapping[int
     aside = [name for name in names_in(folder) if name.startswith(ASIDE)]
     if damages or aside:
         raise UserError("\n".join([*(problem for _, problem in damages), none_left(folder, aside)]))
+    if folder.is_symlink() and not is_folder(folder):
+        target = os.readlink(folder)
+        raise UserError(f"{folder} is a link to {target}, which does not exist: mount it, or mend the link")
     return None
 
 
@@ -209,7 +212,7 @@ def put_away(folder: Path, step: int, problem: str) -> str:
         os.rename(path, aside)
         sync_folder(folder)
     except OSError as error:
-        raise fault(f"{problem}; {path} cannot be set aside; remove it by hand", error) from None
+        raise fault(f"{problem}; {path} cannot be set aside", error, "; remove it by hand") from None
     return f"{problem}; it is set aside as {aside.name}"
 
 

@@ -34,9 +34,9 @@ def patiently(read: Callable[[], Result]) -> Result:
     return read()
 
 
-def fault(text: str, error: OSError) -> UserError:
+def fault(text: str, error: OSError, remedy: str = "") -> UserError:
     """The error to raise for one of the system: a TemporaryError if it may pass."""
-    return (TemporaryError if error.errno in PASSING else UserError)(f"{text}: {error.strerror}")
+    return (TemporaryError if error.errno in PASSING else UserError)(f"{text}: {error.strerror}{remedy}")
 
 
 @contextmanager
@@ -49,19 +49,17 @@ def named_faults(path: Path) -> Iterator[None]:
 
 
 def names_in(folder: Path) -> list[str]:
-    """The sorted names in a folder; none if it does not exist. Raises UserError if that cannot be determined."""
+    """The sorted names in a folder; none if it, or what it links to, does not exist. Raises UserError if that cannot be
+    determined, or if it is a file."""
 
     def names() -> list[str]:
         try:
             return sorted(os.listdir(folder))
         except FileNotFoundError:
-            if os.path.islink(folder):
-                target = os.readlink(folder)
-                raise UserError(
-                    f"{folder} is a link to {target}, which does not exist: mount it, or mend the link"
-                ) from None
             return []
         except OSError as error:
+            if error.errno == errno.ENOTDIR and not os.path.exists(folder):  # a file is above it
+                return []
             raise fault(f"{folder} cannot be read", error) from None
 
     return patiently(names)

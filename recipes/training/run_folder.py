@@ -138,9 +138,8 @@ def claim_run_folder(recipe: Recipe, *, done: int, environment: dict[str, Any], 
         for name in (METRICS, FLOAT8_SHARES):
             cut_back(folder / name, done)
     except OSError as error:
-        raise fault(
-            f"{error.filename or folder} cannot be written; if this stays, write another run.output", error
-        ) from None
+        place = error.filename or folder
+        raise fault(f"{place} cannot be written", error, "; write another run.output") from None
     return notes
 
 

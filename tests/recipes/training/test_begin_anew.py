@@ -115,3 +115,13 @@ def test_a_run_that_never_saved_begins_anew_and_keeps_its_results(corpus: Path, 
     assert train(change(recipe, checkpoint={"every": 2}), alone) == 0
     kept = recipe.run.folder.with_name(f"{recipe.run.name}.1")
     assert (kept / "metrics.jsonl").is_file() and (kept / "checkpoints" / ".partial-00000002").is_dir()
+
+
+def test_a_run_folder_that_links_to_a_place_that_is_still_to_be_made_is_made_there(
+    corpus: Path, tmp_path: Path, alone: World
+) -> None:
+    recipe = small_recipe(corpus, tmp_path, steps=2)
+    recipe.run.folder.parent.mkdir()
+    recipe.run.folder.symlink_to(tmp_path / "disk")
+    assert train(recipe, alone) == 0
+    assert (tmp_path / "disk" / "checkpoints" / "step-00000002").is_dir()
