@@ -25,6 +25,9 @@ SNAPSHOTS = "out-of-memory"
 """In the run's folder: what each GPU's memory held, for https://pytorch.org/memory_viz."""
 OTHER_RUN = "changes the results, so with another run.name"
 
+STATE = ("mesh.shard", "optimizer.state_dtype", "fsdp.cpu_offload")
+"""Fields that save memory also before the first step."""
+
 Remedy = tuple[str, object, str]
 """A field, the value to write, and what that does."""
 
@@ -55,7 +58,7 @@ def report(error: BaseException, recipe: Recipe, world: World, clock: RunClock) 
     with suppress(RuntimeError, UserError):  # the store may be gone
         first = Heartbeats(world).is_first("out of memory")
     if first:  # the other ranks would say the same
-        lines += _advice(recipe, world, on_host=on_host)
+        lines += _advice(recipe, world, on_host=on_host, started=clock.now != START)
     for line in lines:
         print(line, file=sys.stderr, flush=True)
     folder = recipe.run.folder
@@ -79,14 +82,18 @@ def _dump(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.pickle"
 
 
-def _advice(recipe: Recipe, world: World, *, on_host: bool) -> list[str]:
+def _advice(recipe: Recipe, world: World, *, on_host: bool, started: bool = True) -> list[str]:
+    """started: whether steps were taken; before that, only the state of the model and the optimizer is in memory."""
     offloads = on_host and world.device.type != "cpu"
     found = [*(host_remedies(recipe) if offloads else remedies(recipe, world))]
-    if not found:
-        return ["  no field of the recipe saves more: start more processes (NPROC), or use a smaller model"]
-    width = max(len(f"{key} = {toml(value)}") for key, value, _ in found)
-    lines = [f"  {f'{key} = {toml(value)}':<{width}}  {effect}" for key, value, effect in found]
-    return ["  write into the recipe, in this order until it fits:", *lines]
+    found = [remedy for remedy in found if started or offloads or remedy[0] in STATE]
+    lines = [(f"{key} = {toml(value)}", effect) for key, value, effect in found]
+    lines += [("NPROC, nodes", "more of them, with mesh.shard = -1: each process holds a smaller part of the state")]
+    width = max(len(field) for field, _ in lines)
+    return [
+        "  write into the recipe, in this order until it fits:",
+        *(f"  {field:<{width}}  {effect}" for field, effect in lines),
+    ]
 
 
 def remedies(recipe: Recipe, world: World) -> Iterator[Remedy]:

@@ -12,7 +12,7 @@ from parallel.dist import World
 from recipes.cluster.restarts import End, end_of
 from recipes.files.exit_codes import OUT_OF_MEMORY
 from recipes.load import load, to_toml
-from recipes.training.out_of_memory import host_remedies, out_of_memory, remedies
+from recipes.training.out_of_memory import STATE, _advice, host_remedies, out_of_memory, remedies
 from tests.test_hangs import ill_run
 from tests.training import DEBUG, change
 
@@ -106,6 +106,13 @@ def test_remedies_are_values_that_a_recipe_accepts_and_end_when_all_are_taken(tm
         "optimizer.state_dtype",
         "fsdp.cpu_offload",
     ]
+
+
+def test_before_the_first_step_only_what_shrinks_the_state_is_named() -> None:
+    lines = _advice(
+        change(load(DEBUG), mesh={"replicate": 2, "shard": 2}), world("cuda", 4), on_host=False, started=False
+    )
+    assert [line.split()[0] for line in lines[1:]] == [*STATE, "NPROC,"]
 
 
 def test_a_lack_of_host_memory_beside_gpus_has_other_remedies() -> None:
