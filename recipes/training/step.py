@@ -7,6 +7,7 @@ from torch import Tensor
 
 from models.loss import IGNORED
 from parallel.dist import World
+from parallel.errors import CorruptState
 from parallel.float8 import precompute_scales
 from parallel.reduce import clip_gradients, gradient_norm, sum_over_group
 from recipes.data.loader import MicroBatch
@@ -70,3 +71,12 @@ def require_sound_state(built: Built, world: World) -> None:
     state, mesh = named_state(built.model, built.parameters, built.optimizer), built.mesh
     copies = [(mesh.replicate_group, list(state))] if mesh.degrees.replicate > 1 else []
     require_sound(state, world, copies=copies)
+
+
+def corruption(built: Built, world: World) -> CorruptState | None:
+    """What require_sound_state() would raise."""
+    try:
+        require_sound_state(built, world)
+    except CorruptState as error:
+        return error
+    return None

@@ -14,7 +14,7 @@ from recipes.optimization.skip_steps import NonFiniteRun
 from recipes.training.build import Run
 from recipes.training.console import NOT_SAVED, UNSAVED, contents, interrupted_message, summary
 from recipes.training.garbage import without_garbage_collection
-from recipes.training.step import require_sound_state, train_step
+from recipes.training.step import corruption, require_sound_state, train_step
 
 
 class Trainer:
@@ -141,11 +141,8 @@ class Trainer:
     def _give_up(self, error: NonFiniteRun | CorruptState) -> int:
         """After too many skipped steps, or with a corrupt state: save nothing, since that would replace better ones."""
         self.console.end_progress()
-        if isinstance(error, NonFiniteRun):
-            try:  # NaN in a weight skips all steps, too
-                require_sound_state(self.built, self.world)
-            except CorruptState as cause:
-                error = cause
+        if isinstance(error, NonFiniteRun):  # NaN in a weight skips all steps, too
+            error = corruption(self.built, self.world) or error
         place = "no checkpoint was saved"
         if self.checkpoints and (saved := self.checkpoints.finish()) is not None:
             place = f"{self.checkpoints.path(saved)} is as it was"
