@@ -26,6 +26,9 @@ def main(arguments: list[str]) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return TEMPORARY if isinstance(error, TemporaryError) else REFUSED
+    except BrokenPipeError:  # `... | head`: whoever read the text has enough of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python would complain when it ends
+        return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -43,6 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--greedy", action="store_true", help="always take the most likely token")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (%(default)s)")
+    parser.add_argument(
+        "--answer-only", action="store_true", help="print the continuation and a newline, without the prompt"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, bfloat16 on a GPU")
     parser.add_argument("--device", help='such as "cpu" or "cuda:1"; default: a GPU if there is one')
     return parser
@@ -75,13 +81,17 @@ def _generate(options: argparse.Namespace) -> int:
         print(f"up to {length} tokens, but the model was trained for at most {longest}", file=sys.stderr)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # the terminal may lack some characters
-    tokens, seconds = continue_text(
-        opened,
-        options.prompt,
-        log=lambda piece: print(piece.translate(CONTROLS), end="", flush=True),
-        **sampling,
-    )
-    print()
+
+    def show(piece: str) -> None:
+        print(piece.translate(CONTROLS), end="", flush=True)
+
+    def show_prompt(prompt: str) -> None:
+        if not options.answer_only:
+            dim, plain = ("\x1b[2m", "\x1b[0m") if sys.stdout.isatty() and prompt else ("", "")
+            print(f"{dim}{prompt.translate(CONTROLS)}{plain}", end="", flush=True)
+
+    tokens, seconds = continue_text(opened, options.prompt, log=show, log_prompt=show_prompt, **sampling)
+    print(flush=True)
     print(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s", file=sys.stderr)
     return 0
 

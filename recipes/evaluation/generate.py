@@ -76,10 +76,16 @@ def choose_device(device: str | None, dtype: str | None) -> tuple[torch.device, 
 
 
 def continue_text(
-    opened: OpenedModel, prompt: str, *, log: Callable[[str], object], **sampling: Any
+    opened: OpenedModel,
+    prompt: str,
+    *,
+    log: Callable[[str], object],
+    log_prompt: Callable[[str], object] | None = None,
+    **sampling: Any,
 ) -> tuple[int, float]:
     """Pass prompt and continuation to `log`, piece by piece, to the end of a document. Returns (new tokens, seconds).
 
+    log_prompt: receives the prompt instead of `log`.
     sampling: max_tokens and the optional arguments of generate().
     """
     started = time.perf_counter()
@@ -91,7 +97,7 @@ def continue_text(
             made.append(token)
             yield token
 
-    log(prompt)
+    (log_prompt or log)(prompt)
     for piece in stream_text(noted(), opened.tokenizer.decode, after=ids):
         log(piece)
     return len(made), time.perf_counter() - started

@@ -2,11 +2,13 @@
 
 import json
 import os
+import pty
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,41 @@ def test_the_same_seed_prints_the_same_text(folder: Path) -> None:
     assert "30 tokens in" in err and err.rstrip().endswith("tokens/s")
     assert generate(*arguments)[1] == out
     assert not set(map(chr, range(32))) & set(out) - set("\n\t")  # no control characters for the terminal
+
+
+def test_the_answer_alone_is_what_follows_the_prompt(folder: Path) -> None:
+    arguments = [str(folder), "def main(", "--max-tokens", "8", "--greedy"]
+    whole, (code, answer, _) = generate(*arguments)[1], generate(*arguments, "--answer-only")
+    assert code == 0 and len(answer) > 1
+    assert whole == "def main(" + answer  # a pipe gets no colours
+
+
+def test_on_a_terminal_the_prompt_is_dim(folder: Path) -> None:
+    leader, follower = pty.openpty()
+    command = [sys.executable, SCRIPT, str(folder), "def main(", "--max-tokens", "8", "--greedy"]
+    process = subprocess.Popen(command, stdout=follower, stderr=subprocess.DEVNULL)
+    os.close(follower)
+    shown = b""
+    with suppress(OSError):  # the end of a terminal
+        while piece := os.read(leader, 4096):
+            shown += piece
+    os.close(leader)
+    assert process.wait(timeout=30) == 0
+    assert shown.startswith(b"\x1b[2mdef main(\x1b[0m")
+
+
+def test_a_reader_that_has_enough_ends_the_text_quietly(folder: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, str(folder), "def ", "--max-tokens", "30000", "--top-k", "20"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.read(4) == b"def "
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait(timeout=30) == 0
 
 
 @pytest.mark.parametrize(
