@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("folder", type=Path, help="folder for the shards")
     parser.add_argument("--tokenizer", required=True, help='as data.tokenizer: a tokenizer.json, its folder, "train:N"')
     parser.add_argument("--text-field", default="text", help="field or column that holds the text (default: text)")
+    parser.add_argument("--text-documents", default="auto", help="as data.text_documents (default: auto)")
     parser.add_argument(
         "--validation-fraction", type=float, default=0.01, help="share of documents to hold out (default: 0.01)"
     )
@@ -75,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def prepare(options: argparse.Namespace) -> None:
     """Tokenize the source, and print what the folder holds."""
-    from recipes.data.text.sources import is_prepared, pinned, source_problem
+    from recipes.data.text.sources import is_prepared, notes, pinned, source_problem
     from recipes.data.text.tokenizer import load_tokenizer
     from recipes.data.tokens.shards import bad_rows, open_index
     from recipes.data.tokens.workspace import preparation, unclaim, would_read_itself
@@ -96,12 +97,24 @@ def prepare(options: argparse.Namespace) -> None:
         raise UserError(f"data.source: {problem}")
     if would_read_itself(source, folder):
         raise UserError(f"'{folder}' lies inside '{options.source}' and would be part of it; give another folder")
-    text_field = options.text_field
+    text_field, text_documents = options.text_field, options.text_documents
+    for note in notes(source, text_documents=text_documents):
+        print(note)
     tokenizer = load_tokenizer(
-        options.tokenizer, sources=[source], text_field=text_field, cache=options.cache, log=print
+        options.tokenizer,
+        sources=[source],
+        text_field=text_field,
+        text_documents=text_documents,
+        cache=options.cache,
+        log=print,
     )
-    fraction = options.validation_fraction
-    work = preparation(source, text_field=text_field, tokenizer=tokenizer, validation_fraction=fraction)
+    work = preparation(
+        source,
+        text_field=text_field,
+        text_documents=text_documents,
+        tokenizer=tokenizer,
+        validation_fraction=options.validation_fraction,
+    )
     new = not folder.exists()
     started = time.perf_counter()
     try:

@@ -19,6 +19,8 @@ class DataConfig:
     """Several sources instead of `source`, each with its share of the tokens, such as {"web/*.parquet" = 0.7, ...}."""
     text_field: Annotated[str, MinLen(1)] = "text"
     """Name of the text field or column in .jsonl and .parquet files."""
+    text_documents: Annotated[str, MinLen(1)] = "auto"
+    """A document of a .txt file is a "file", "line", "blank_line", "pieces", "auto" (docs/data.md) or a separator."""
     tokenizer: Annotated[str, MinLen(1)] = "train:4096"
     """A tokenizer.json, a folder with one, "train:N" (N entries trained on the source), or "from_weights"."""
     document_mask: bool = False

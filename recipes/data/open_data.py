@@ -16,7 +16,7 @@ from parallel.errors import TemporaryError, UserError
 from recipes.data.config import HELD_OUT, DataConfig
 from recipes.data.order import SequenceOrder
 from recipes.data.sequences import Sequences, Source
-from recipes.data.text.sources import describe, file_size, is_prepared, pinned
+from recipes.data.text.sources import describe, file_size, is_prepared, notes, pinned
 from recipes.data.text.tokenizer import Tokenizer, load_tokenizer
 from recipes.data.tokens.shards import (
     ARRAYS,
@@ -123,10 +123,18 @@ def open_data(
     others = [source for source in dict.fromkeys(validation.values()) if source != HELD_OUT]
     unprepared = [*raw, *(source for source in others if not is_prepared(source))]
     _require_outside(cache, unprepared)
+    for text in unprepared if launch.writes else ():
+        for note in notes(text, text_documents=section.text_documents):
+            launch.log(note)
     if isinstance(tokenizer, str):
         corpus = raw or list(texts.values())
         tokenizer = load_tokenizer(
-            tokenizer, sources=corpus, text_field=section.text_field, cache=cache, log=launch.log
+            tokenizer,
+            sources=corpus,
+            text_field=section.text_field,
+            text_documents=section.text_documents,
+            cache=cache,
+            log=launch.log,
         )
     training: list[Source] = []
     data_state: dict[str, Any] = {"tokenizer": tokenizer.fingerprint, "sources": {}}
@@ -219,6 +227,7 @@ def _cached_tokens(
     work = preparation(
         text,
         text_field=section.text_field,
+        text_documents=section.text_documents,
         tokenizer=tokenizer,
         validation_fraction=section.validation_fraction,
         pieces=launch.pieces,

@@ -193,7 +193,8 @@ def require_same_data(checkpoint: Path, data_state: dict[str, Any]) -> None:
     if problems:
         raise UserError(
             f"{checkpoint} was trained on {'; '.join(problems)}. Its data order does not apply to them"
-            "; restore the old files, or start another run (--run.name OTHER)"
+            "; restore the old files (.txt files of a run from before data.text_documents existed need"
+            " --data.text_documents pieces), or start another run (--run.name OTHER)"
         )
 
 

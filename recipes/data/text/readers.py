@@ -2,34 +2,32 @@
 with the place after it. The rows depend only on the file's bytes, not on where reading starts. At most one row is held
 in memory; of parquet, one batch of rows. Imports no torch."""
 
-import io
 import json
+import re
 import zlib
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-# What reading a broken file raises: the first three include pyarrow's errors, the others are gzip's.
-BROKEN = (OSError, ValueError, NotImplementedError, EOFError, zlib.error)
+# What reading a broken file raises: the first three include pyarrow's errors, the next two are gzip's.
+BROKEN = (OSError, ValueError, NotImplementedError, EOFError, zlib.error, MemoryError)
 # A longer line is a bad row and is skipped in pieces: an endless one would fill the memory.
 LONGEST_ROW = 64_000_000
 PIECE = 1 << 20
-
-# Plain text has no document boundaries, and a file as one document would be all training or all held-out text. So it is
-# cut at the first blank line after this many bytes: small enough that one percent of a 1 MB file is several documents,
-# large enough for some context. Text without blank lines is cut at the longer length.
-CHUNK_BYTES = 2_048
-LONGEST_CHUNK_BYTES = 65_536
-
-# Parquet is decoded in batches of about this size, by the mean row size, and of at most this many rows: sizes may vary.
-BATCH_BYTES = 1 << 22
-BATCH_ROWS = 128
+# A tokenizer takes a second for a word of this length, and minutes and gigabytes for one as long as the longest row.
+LONGEST_WORD = 1_000_000
+WORDS = re.compile(r"\w+|[^\w\s]+|\s+")
 
 # JSON nested deeper is a bad row. Python's parser itself would stop at 1000 minus the depth of the call stack.
 DEEPEST_NESTING = 500
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+UTF_16 = "looks like UTF-16; convert the file: iconv -f UTF-16 -t UTF-8 OLD > NEW"
+# The share of NUL bytes in UTF-16: half of English, and a line ending now and then of other scripts.
+UTF_16_NULS = (0.02, 0.6)
+ARRAY = "if it is one JSON array, write a line for each item: jq -c '.[]' OLD > NEW.jsonl"
 NAMES_SHOWN = 20
 UNREADABLE, BROKEN_FILE = "unreadable file", "broken file"
 """Unreachable, perhaps only for now; or with contents that can never be read."""
@@ -75,18 +73,43 @@ class Place(NamedTuple):
 Rows = Iterator[tuple[Row, Place]]
 
 
-def read_file(path: Path, *, text_field: str, start: Place, size: int) -> Rows:
-    """The rows of a file after `start`, each with the place after it. A file that breaks off ends in a bad row. size:
-    its bytes when the source was opened, to estimate what is lost if it has disappeared since."""
+class TextRule(NamedTuple):
+    """What a document of a .txt file is."""
+
+    documents: str = "auto"
+    """data.text_documents."""
+    small_files: bool = False
+    """Whether "auto" takes a small file for a document."""
+
+
+AUTO = TextRule()
+
+
+def read_file(path: Path, *, text_field: str, start: Place, size: int, rule: TextRule = AUTO) -> Rows:
+    """The rows of a file after `start`, each with the place after it. A file that breaks off ends in a bad row.
+
+    text_field: of .jsonl and .parquet. size: bytes of the file when the source was opened, to estimate what is lost if
+    it has disappeared since. rule: for .txt.
+    """
     place = start
     try:
-        for row, place in _reader(path, text_field=text_field, start=start):
+        for row, place in _reader(path, text_field=text_field, start=start, rule=rule):
             yield row, place
     except BROKEN as error:
         # The place after it is the next file, so that this row comes only once when reading resumes there.
-        kind = UNREADABLE if isinstance(error, OSError) and error.errno else BROKEN_FILE  # pyarrow's have no errno
+        passing = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno)  # pyarrow's have none
+        kind = UNREADABLE if passing else BROKEN_FILE
         problem = f"{kind}: {reason(error)}; the rest of the file is lost"
         yield Row("", start.file, place.number + 1, problem, _rows_after(path, place, size)), Place(start.file + 1)
+
+
+def file_kind(path: Path) -> str:
+    """What is at a path: "file", "folder", or something that is not read."""
+    if path.is_file() or path.is_dir():
+        return "file" if path.is_file() else "folder"
+    if path.is_symlink():
+        return "a broken link"
+    return "a pipe or device" if path.exists() else "a missing file"
 
 
 def is_compressed(path: Path) -> bool:
@@ -136,7 +159,20 @@ def text_or_problem(value: Any, *, text_field: str) -> tuple[str, str]:
             value.encode()
         except UnicodeEncodeError as error:  # JSON can escape one half of a surrogate pair
             return "", f"invalid Unicode: half a surrogate pair at character {error.start + 1}"
+    if "\0" in value and _is_share_of_utf_16(value.count("\0"), len(value)):
+        return "", UTF_16
+    if len(value) > LONGEST_WORD and (longest := _longest_word(value)) > LONGEST_WORD:
+        return "", f"too long: a word of {longest} characters, more than {LONGEST_WORD}"
     return value, ""
+
+
+def _longest_word(text: str) -> int:
+    """The characters of the longest word if it is longer than LONGEST_WORD; else some smaller number."""
+    step = LONGEST_WORD // 2
+    ends = ((at, WORDS.match(text, at)) for at in range(0, len(text), step))
+    if all(word is None or word.end() - at < step for at, word in ends):  # a longer one covers two such places
+        return 0
+    return max(word.end() - word.start() for word in WORDS.finditer(text))
 
 
 def no_such_field(text_field: str, fields: Any) -> str:
@@ -145,12 +181,16 @@ def no_such_field(text_field: str, fields: Any) -> str:
     return f"no field {text_field!r}; it has {', '.join(names) or '(none)'}"
 
 
-def _reader(path: Path, *, text_field: str, start: Place) -> Rows:
+def _reader(path: Path, *, text_field: str, start: Place, rule: TextRule) -> Rows:
     name = path.name.lower()
     if name.endswith(".parquet"):
-        return _parquet(path, text_field=text_field, start=start)
+        from recipes.data.text.parquet import parquet
+
+        return parquet(path, text_field=text_field, start=start)
     if name.endswith(".txt"):
-        return _plain_text(path, start=start)
+        from recipes.data.text.plain_text import plain_text
+
+        return plain_text(path, rule=rule, start=start)
     if name.endswith(".py"):
         return _python(path, start=start)
     return _json_lines(path, text_field=text_field, start=start)
@@ -159,67 +199,36 @@ def _reader(path: Path, *, text_field: str, start: Place) -> Rows:
 def reason(error: Exception) -> str:
     """The error as one line, without the path that errors of the operating system repeat."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    if isinstance(error, MemoryError):
+        text = f"not enough memory {text}"
     return " ".join(text.split())[:500] or type(error).__name__
 
 
-def _decoded(data: bytes | bytearray, *, offset: int = 0) -> tuple[str, str]:
-    """(text, "") or ("", problem). offset: bytes before `data`, added to the position of a bad byte."""
+def decoded_text(data: bytes | bytearray, *, offset: int = 0) -> tuple[str, str]:
+    """(text, "") or ("", problem). Each line ending becomes a line feed. offset: bytes before `data`, added to the
+    position of a bad byte."""
+    if data.startswith(UTF_16_MARKS) or b"\0" in data:
+        nuls = data.count(b"\0")
+        if data.startswith(UTF_16_MARKS) or _is_share_of_utf_16(nuls, len(data)):
+            return "", UTF_16
+        return "", f"NUL bytes: {nuls}, the first at {offset + data.index(0) + 1}; the file is damaged or is not text"
     try:
-        return data.decode(), ""
+        text = data.decode()
     except UnicodeDecodeError as error:
         return "", f"invalid UTF-8: byte {data[error.start]:#04x} at {offset + error.start + 1}"
+    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text, ""
+
+
+def _is_share_of_utf_16(nuls: int, size: int) -> bool:
+    least, most = UTF_16_NULS
+    return least * size < nuls < most * size
 
 
 def _python(path: Path, *, start: Place) -> Rows:
     if start.number == 0:
         data = path.read_bytes()
-        text, problem = _decoded(data.removeprefix(BYTE_ORDER_MARK))
-        yield Row(_with_line_feeds(text), start.file, 1, problem), Place(start.file, 1, len(data))
-
-
-def _plain_text(path: Path, *, start: Place) -> Rows:
-    file, number, offset = start
-    with path.open("rb") as stream:
-        stream.seek(offset)
-        while chunk := _chunk(stream):
-            text, problem = _decoded(chunk.removeprefix(BYTE_ORDER_MARK) if offset == 0 else chunk, offset=offset)
-            number += 1
-            offset += len(chunk)
-            yield Row(_with_line_feeds(text), file, number, problem), Place(file, number, offset)
-
-
-def _chunk(stream: IO[bytes]) -> bytes:
-    """The bytes of the next document. They depend only on the bytes that follow, so reading can resume at any cut."""
-    lines: list[bytes] = []
-    size = 0
-    while size < LONGEST_CHUNK_BYTES and (line := stream.readline(LONGEST_CHUNK_BYTES - size)):
-        lines.append(line)
-        size += len(line)
-        if size >= CHUNK_BYTES and line.isspace() and line.endswith(b"\n"):
-            break
-    chunk = b"".join(lines)
-    if size < LONGEST_CHUNK_BYTES or chunk.endswith(b"\n"):
-        return chunk
-    partial = _partial_bytes(chunk)
-    stream.seek(-partial, io.SEEK_CUR)
-    return chunk[: size - partial]
-
-
-def _partial_bytes(chunk: bytes) -> int:
-    """How many bytes at the end start a character or a line ending that is cut off."""
-    if chunk.endswith(b"\r"):
-        return 1
-    for back in (1, 2, 3):
-        byte = chunk[-back]
-        if byte >= 0xC0:  # the first of two, three or four bytes
-            return back if back < 2 + (byte >= 0xE0) + (byte >= 0xF0) else 0
-        if byte < 0x80:
-            break
-    return 0
-
-
-def _with_line_feeds(text: str) -> str:
-    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
+        text, problem = decoded_text(data.removeprefix(BYTE_ORDER_MARK))
+        yield Row(text, start.file, 1, problem), Place(start.file, 1, len(data))
 
 
 def _json_lines(path: Path, *, text_field: str, start: Place) -> Rows:
@@ -269,7 +278,7 @@ def _lines(stream: IO[bytes]) -> Iterator[tuple[bytes | bytearray | None, int]]:
 
 def _text_of(line: bytes | bytearray, text_field: str) -> tuple[str, str]:
     """(text, "") or ("", problem) of a line."""
-    content, problem = _decoded(line.rstrip())  # else an open string would be reported as a bad line ending
+    content, problem = decoded_text(line.rstrip())  # else an open string would be reported as a bad line ending
     if problem:
         return "", problem
     try:
@@ -277,13 +286,15 @@ def _text_of(line: bytes | bytearray, text_field: str) -> tuple[str, str]:
         if _is_nested_deeper(row):
             raise RecursionError
     except json.JSONDecodeError as error:
-        return "", f"not JSON: {error.msg} (character {error.pos + 1})"
+        hint = f"; {ARRAY}" if content.startswith("[") else ""
+        return "", f"not JSON: {error.msg} (character {error.pos + 1}){hint}"
     except RecursionError:
         return "", f"not JSON: nested deeper than {DEEPEST_NESTING} levels"
     except ValueError as error:  # a number with thousands of digits
         return "", f"not JSON: {reason(error)}"
     if not isinstance(row, dict):
-        return "", f"not a JSON object: {type(row).__name__}"
+        hint = f"; {ARRAY}" if isinstance(row, list) else ""
+        return "", f"not a JSON object: {type(row).__name__}{hint}"
     if text_field not in row:
         return "", no_such_field(text_field, row)
     return text_or_problem(row[text_field], text_field=text_field)
@@ -297,71 +308,3 @@ def _is_nested_deeper(value: Any) -> bool:
         if not level:
             return False
     return True
-
-
-def _parquet(path: Path, *, text_field: str, start: Place) -> Rows:
-    import pyarrow.parquet
-
-    # Read a column of a row group page by page, not whole.
-    options = {"buffer_size": PIECE, "pre_buffer": False, "page_checksum_verification": True}
-    with pyarrow.parquet.ParquetFile(path, **options) as table:
-        fields, rows = table.schema_arrow.names, table.metadata.num_rows
-        if text_field not in fields and rows > start.number:
-            problem = f"{no_such_field(text_field, fields)}; {rows} rows are lost"
-            yield Row("", start.file, start.number + 1, problem, rows - start.number), Place(start.file, rows)
-            return
-        first = 0
-        for group in range(table.num_row_groups):
-            end = first + table.metadata.row_group(group).num_rows
-            if start.number < end:
-                yield from _row_group(table, group, text_field=text_field, start=start, first=first, end=end)
-            first = end
-
-
-def _row_group(table: Any, group: int, *, text_field: str, start: Place, first: int, end: int) -> Rows:
-    """Rows first + 1 .. end of the file that are after `start`. Always decodes from the first, in the same batches."""
-    number = first
-    batches = table.iter_batches(
-        batch_size=_batch_rows(table.metadata.row_group(group)),
-        row_groups=[group],
-        columns=[text_field],
-        use_threads=False,
-    )
-    while True:
-        try:
-            batch = next(batches, None)
-        except (OSError, ValueError, NotImplementedError) as error:
-            problem = f"broken row group: rows {number + 1} to {end} are lost: {reason(error)}"
-            yield Row("", start.file, number + 1, problem, end - number), Place(start.file, end)
-            return
-        if batch is None:
-            return
-        if number + len(batch) <= start.number:
-            number += len(batch)
-            continue
-        for value, problem in _values(batch.column(0)):
-            number += 1
-            if number > start.number:
-                if not problem:
-                    value, problem = text_or_problem(value, text_field=text_field)
-                yield Row(value, start.file, number, problem), Place(start.file, number)
-
-
-def _batch_rows(group: Any) -> int:
-    # The size of all columns: asking a damaged file for the size of one crashes the process (pyarrow 26).
-    return min(max(1, BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)), BATCH_ROWS)
-
-
-def _values(column: Any) -> Iterator[tuple[Any, str]]:
-    """(value, problem) of each value: Arrow does not guarantee that its strings are UTF-8."""
-    try:
-        values = column.to_pylist()
-    except UnicodeDecodeError:
-        for scalar in column:
-            try:
-                yield scalar.as_py(), ""
-            except UnicodeDecodeError as error:
-                yield "", f"invalid UTF-8: byte {error.object[error.start]:#04x} at {error.start + 1}"
-        return
-    for value in values:
-        yield value, ""

@@ -5,6 +5,7 @@ from itertools import chain, islice
 from typing import Any
 
 from parallel.errors import UserError
+from recipes.data.text.plain_text import text_rule
 from recipes.data.text.readers import Place, Row, read_file, unit
 from recipes.data.text.sources import file_size, find_files, is_hub, source_problem
 
@@ -13,6 +14,7 @@ PROBED_FILES, PROBED_ROWS = 16, 16
 
 # A tokenizer is trained on at most this much of a source: a stream from the hub may be practically endless.
 SAMPLED_CHARACTERS = 1_000_000_000
+REASONS_SHOWN = 3
 
 
 class RowStream(Iterator[Row]):
@@ -36,10 +38,14 @@ class RowStream(Iterator[Row]):
     def where(self, row: Row) -> str:
         """The file and number of a row, for messages."""
         file = self.files[row.file]
+        if not file.isprintable():  # a name with a line feed, or that is not UTF-8
+            file = file.encode("unicode_escape").decode()
         return f"'{file}', {unit(file)} {row.number}"
 
 
-def open_rows(source: str, *, text_field: str, cursor: dict[str, Any] | None = None) -> RowStream:
+def open_rows(
+    source: str, *, text_field: str, text_documents: str = "auto", cursor: dict[str, Any] | None = None
+) -> RowStream:
     """The rows of a source, from its start or after the row at which `cursor` was taken; they depend only on the
     source's bytes. Raises UserError for a bad source and, without a cursor, if its first rows lack the text field."""
     if problem := source_problem(source):
@@ -53,9 +59,10 @@ def open_rows(source: str, *, text_field: str, cursor: dict[str, Any] | None = N
     files = find_files(source)
     names = [str(file) for file in files]
     sizes = [file_size(file) for file in files]
+    rule = text_rule(files, text_documents)
     if cursor is None:
         beginnings = (
-            islice(read_file(file, text_field=text_field, start=Place(index), size=size), PROBED_ROWS)
+            islice(read_file(file, text_field=text_field, start=Place(index), size=size, rule=rule), PROBED_ROWS)
             for index, (file, size) in enumerate(zip(files[:PROBED_FILES], sizes, strict=False))
         )
         _refuse_wrong_field(RowStream(chain.from_iterable(beginnings), files=names, start=start))
@@ -63,7 +70,7 @@ def open_rows(source: str, *, text_field: str, cursor: dict[str, Any] | None = N
     def rows() -> Iterator[tuple[Row, Place]]:
         for index in range(start.file, len(files)):
             place = start if index == start.file else Place(index)
-            yield from read_file(files[index], text_field=text_field, start=place, size=sizes[index])
+            yield from read_file(files[index], text_field=text_field, start=place, size=sizes[index], rule=rule)
 
     return RowStream(rows(), files=names, start=start)
 
@@ -96,14 +103,23 @@ def documents(source: str, *, text_field: str) -> Iterator[str]:
         raise UserError(f"data.source: {source!r} holds no text: every document is empty; give another source")
 
 
-def readable_documents(source: str, *, text_field: str, characters: int = SAMPLED_CHARACTERS) -> Iterator[str]:
+def readable_documents(
+    source: str, *, text_field: str, text_documents: str = "auto", characters: int = SAMPLED_CHARACTERS
+) -> Iterator[str]:
     """Like documents(), but skips bad rows and stops after so many characters."""
     found = 0
-    for row in open_rows(source, text_field=text_field):
+    problems: dict[str, str] = {}
+    rows = open_rows(source, text_field=text_field, text_documents=text_documents)
+    for row in rows:
         if row.has_text:
             found += len(row.text)
             yield row.text
             if found >= characters:
                 return
+        elif row.problem and len(problems) < REASONS_SHOWN:
+            problems.setdefault(row.kind, f"{rows.where(row)}: {row.problem}")
     if not found:
-        raise UserError(f"data.source: {source!r} holds no text: every document is empty or bad; give another source")
+        why = " or bad: " + "; ".join(problems.values()) if problems else ""
+        raise UserError(
+            f"data.source: {source!r} holds no text: every document is empty{why}; repair it or give another source"
+        )

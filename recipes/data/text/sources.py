@@ -5,6 +5,7 @@ import fnmatch
 import glob
 import os
 import sysconfig
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from parallel.errors import UserError
+from recipes.data.text.plain_text import PIECES, text_rule, what_a_document_is
+from recipes.data.text.readers import ARRAY, file_kind
 from recipes.files.faults import patiently
 
 if TYPE_CHECKING:
@@ -27,6 +30,8 @@ HASH_CONTENTS_UP_TO = 1_000_000_000
 
 # Part of every fingerprint: raise it when the same files start to give different documents.
 READER_VERSION = 2
+# The same for .txt files where data.text_documents is not "pieces", which is what they were before it existed.
+TEXT_VERSION = 1
 
 # Tests are skipped because they are repetitive and some are deliberately not UTF-8; installed packages and the build
 # configuration (_sysconfigdata*) because they differ between machines; encodings because half of it is number tables.
@@ -62,14 +67,20 @@ def source_problem(source: str) -> str | None:
     is_glob = glob.has_magic(source) and not path.exists()
     if not is_glob and not path.exists():
         return f"{source!r} does not exist{_did_you_mean(path)}"
+    if path.exists() and (kind := file_kind(path)) not in ("file", "folder"):
+        return f"{source!r} is {kind}, not a file or folder; write what it yields to a file, and give that"
     if path.is_file() and _suffix(path) is None:
-        return f"{source!r} has an unknown type; supported are {', '.join(SUFFIXES)}"
+        return f"{source!r} has an unknown type; supported are {', '.join(SUFFIXES)}{_json_hint([path])}"
     if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
         return f"this user may not read the folder {source!r}; change its permissions or give another folder"
+    found, closed = _found(source)
+    if closed:
+        return f"this user may not read the folder {str(closed[0])!r}; change its permissions or leave it out"
     files = find_files(source)
     if not files:
         where = "no file matches" if is_glob else "no file of a supported type is in the folder"
-        return f"{where} {source!r}; supported are {', '.join(SUFFIXES)}"
+        others = f"there are {_by_kind(found)}; " if found else ""
+        return f"{where} {source!r}; {others}supported are {', '.join(SUFFIXES)}{_json_hint(found)}"
     for file in files:
         if not os.access(file, os.R_OK):
             return f"this user may not read '{file}'; change its permissions or leave the file out"
@@ -80,7 +91,7 @@ def source_problem(source: str) -> str | None:
     return None
 
 
-def fingerprint(source: str, *, text_field: str) -> str:
+def fingerprint(source: str, *, text_field: str, text_documents: str = "auto") -> str:
     """The identity of a source: equal files have it wherever they are; another name, size or content changes it. Beyond
     HASH_CONTENTS_UP_TO bytes, modification times replace the contents: copies must keep them (cp -p, rsync -t). A hub
     dataset is identified by its commit. Raises UserError for a bad source, or if the hub does not answer."""
@@ -90,7 +101,10 @@ def fingerprint(source: str, *, text_field: str) -> str:
         files = find_files(source)
         has_rows = any(_suffix(file) not in (".txt", None) for file in files)  # None: Python sources
         root = Path(os.path.commonpath([file.parent for file in files]))
-        return _identity((READER_VERSION, text_field if has_rows else None), files, root=root)
+        settings: tuple[object, ...] = (READER_VERSION, text_field if has_rows else None)
+        if text_documents != PIECES and any(_suffix(file) == ".txt" for file in files):
+            settings += (TEXT_VERSION, text_documents)
+        return _identity(settings, files, root=root)
     dataset = _dataset(pinned(source))
     settings = (READER_VERSION, text_field, dataset.config, dataset.split)
     if dataset.folder:
@@ -144,9 +158,7 @@ def would_read(source: str, file: Path) -> bool:
         fixed = Path(source).expanduser()
         pattern = ["**"] if fixed.is_dir() else []
     else:
-        parts = Path(source).expanduser().parts
-        magic = next((index for index, part in enumerate(parts) if glob.has_magic(part)), len(parts))
-        fixed, pattern = Path(*parts[:magic]), list(parts[magic:])
+        fixed, pattern = _split_glob(Path(source).expanduser())
     try:
         names = file.expanduser().resolve().relative_to(fixed.resolve()).parts
     except ValueError:
@@ -206,9 +218,72 @@ def find_files(source: str) -> list[Path]:
     path = Path(source).expanduser()
     if path.is_file():
         return [path]
-    pattern = os.path.join(glob.escape(str(path)), "**") if path.is_dir() else str(path)
-    found = (Path(name) for name in glob.glob(pattern, recursive=True))
-    return sorted((file for file in found if _suffix(file) and file.is_file()), key=lambda file: file.parts)
+    found = (file for file in _found(source)[0] if _suffix(file) and file.is_file())
+    return sorted(found, key=lambda file: file.parts)
+
+
+def notes(source: str, *, text_documents: str) -> list[str]:
+    """What is read of a source, for messages: the files by kind, those that are not read, and what a .txt holds."""
+    if is_hub(source) or source == STDLIB:
+        return []
+    files, lines = find_files(source), []
+    others = [path for path in _found(source)[0] if path not in set(files)]
+    if others:
+        lines.append(f"{source!r}: reads {_by_kind(files)}; does not read {_by_kind(others)}{_json_hint(others)}")
+    if texts := [file for file in files if _suffix(file) == ".txt"]:
+        what = what_a_document_is(texts, text_rule(files, text_documents))
+        lines.append(f"{source!r}: {what} ({_by_kind(texts)}, data.text_documents = {text_documents!r})")
+    return lines
+
+
+def _found(source: str) -> tuple[list[Path], list[Path]]:
+    """Whatever a folder or glob names except hidden files and folders, and the folders that may not be read."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return _walked(path, hidden=False)
+    fixed, pattern = _split_glob(path)
+    if "**" not in pattern:
+        return [file for file in map(Path, glob.glob(str(path))) if not file.is_dir()], []
+    found, closed = _walked(fixed, hidden=any(part.startswith(".") for part in pattern))
+    return [file for file in found if _matches(file.relative_to(fixed).parts, pattern)], closed
+
+
+def _walked(root: Path, *, hidden: bool) -> tuple[list[Path], list[Path]]:
+    """What is in a folder and below. glob would follow a link to a folder above it, again and again."""
+    found: list[Path] = []
+    closed: list[Path] = []
+    for folder, folders, names in os.walk(
+        root, followlinks=True, onerror=lambda error: closed.append(Path(error.filename))
+    ):
+        shown = [name for name in folders if hidden or not name.startswith(".")]
+        folders[:] = [name for name in shown if not _is_loop(Path(folder, name))]
+        found += [Path(folder, name) for name in names if hidden or not name.startswith(".")]
+    return found, closed
+
+
+def _split_glob(path: Path) -> tuple[Path, list[str]]:
+    """The folder before the first part of a glob that is a pattern, and the parts from there on."""
+    parts = path.parts
+    magic = next((index for index, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    return Path(*parts[:magic]), list(parts[magic:])
+
+
+def _is_loop(folder: Path) -> bool:
+    """Whether it is a link to a folder that it lies in: such a folder holds every file again and again."""
+    return folder.is_symlink() and folder.parent.resolve().is_relative_to(folder.resolve())
+
+
+def _by_kind(files: Sequence[Path]) -> str:
+    """The number of files of each kind, most first."""
+    kinds = Counter(
+        (file.suffix.lower() or "without a suffix") if (kind := file_kind(file)) == "file" else kind for file in files
+    )
+    most_first = sorted(kinds.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{count:,} {kind.removeprefix('a ')}" for kind, count in most_first)
+
+
+def _json_hint(files: Sequence[Path]) -> str:
+    return f"; of .json, {ARRAY}" if any(file.name.lower().endswith((".json", ".json.gz")) for file in files) else ""
 
 
 def folder_files(folder: Path) -> list[Path]:

@@ -87,14 +87,20 @@ def tokenizer_problem(spec: str, vocabulary: int) -> str | None:
 
 
 def load_tokenizer(
-    spec: str, *, sources: Sequence[str], text_field: str, cache: Path, log: Callable[[str], None]
+    spec: str,
+    *,
+    sources: Sequence[str],
+    text_field: str,
+    text_documents: str = "auto",
+    cache: Path,
+    log: Callable[[str], None],
 ) -> Tokenizer:
     """The tokenizer of a recipe. "train:N" trains on the sources, or takes the result for equal text from the cache.
     Raises UserError if the tokenizer or a source is bad, or the cache cannot be written.
 
     Args:
         spec: data.tokenizer.
-        sources, text_field: what to train on.
+        sources, text_field, text_documents: what to train on.
         cache: folder for trained tokenizers.
         log: receives one line of text per message.
     """
@@ -102,7 +108,7 @@ def load_tokenizer(
         path = _tokenizer_file(spec)
         return build_tokenizer(_read(path), where=path)
     states = {file: state for source in sources for file, state in file_states(source).items()}
-    fingerprints = [fingerprint(source, text_field=text_field) for source in sources]
+    fingerprints = [fingerprint(source, text_field=text_field, text_documents=text_documents) for source in sources]
     identity = repr((TRAINER_VERSION, size, *fingerprints))
     cached = cache.expanduser() / "tokenizers" / f"{xxhash.xxh3_128_hexdigest(identity.encode())}.json"
     try:
@@ -112,7 +118,11 @@ def load_tokenizer(
     from recipes.data.text.rows import readable_documents
 
     started = time.perf_counter()
-    texts = training_sample(text for source in sources for text in readable_documents(source, text_field=text_field))
+    texts = training_sample(
+        text
+        for source in sources
+        for text in readable_documents(source, text_field=text_field, text_documents=text_documents)
+    )
     require_unchanged(list(states), states)
     if gone := [file for file in states if file_state(file) is None]:
         raise UserError(f"data.source: '{gone[0]}' disappeared while it was read; start again")

@@ -53,7 +53,8 @@ def write_shards(
         shards = whole_shards(folder)
         if read_index(folder) is not None:
             return
-        rows = open_rows(work.source, text_field=work.text_field, cursor=shards[-1].cursor if shards else None)
+        cursor = shards[-1].cursor if shards else None
+        rows = open_rows(work.source, text_field=work.text_field, text_documents=work.text_documents, cursor=cursor)
         if not is_hub(work.source) and list(rows.files) != list(work.states):
             raise UserError(f"data.source: files of {work.source!r} appeared or disappeared just now; start again")
         # Closed here: left to the garbage collector, its threads may be joined from inside the start of another thread.

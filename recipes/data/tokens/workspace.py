@@ -74,6 +74,7 @@ class Preparation:
     states: dict[str, tuple[int, int]]
     """Size and modification time of each file, before the fingerprint; empty for the hub, where the commit is fixed."""
     pieces: Pieces
+    text_documents: str = "auto"
 
     @property
     def fingerprint(self) -> str:
@@ -82,12 +83,18 @@ class Preparation:
 
 
 def preparation(
-    source: str, *, text_field: str, tokenizer: Tokenizer, validation_fraction: float, pieces: Pieces = USUAL
+    source: str,
+    *,
+    text_field: str,
+    text_documents: str = "auto",
+    tokenizer: Tokenizer,
+    validation_fraction: float,
+    pieces: Pieces = USUAL,
 ) -> Preparation:
     """Take the fingerprint of a source's files. Raises UserError if something is wrong with them."""
     states = file_states(source)  # first: then a change while the contents are read is noticed when they are tokenized
-    found = fingerprint(source, text_field=text_field)
-    return Preparation(source, text_field, tokenizer, validation_fraction, found, states, pieces)
+    found = fingerprint(source, text_field=text_field, text_documents=text_documents)
+    return Preparation(source, text_field, tokenizer, validation_fraction, found, states, pieces, text_documents)
 
 
 def would_read_itself(source: str, folder: Path) -> bool:

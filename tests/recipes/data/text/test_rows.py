@@ -13,8 +13,9 @@ import pyarrow.parquet
 import pytest
 
 from parallel.errors import UserError
-from recipes.data.text import readers, sources
-from recipes.data.text.readers import CHUNK_BYTES, LONGEST_CHUNK_BYTES, Row
+from recipes.data.text import parquet, readers, sources
+from recipes.data.text.plain_text import CHUNK_BYTES, LONGEST_CHUNK_BYTES
+from recipes.data.text.readers import Row
 from recipes.data.text.rows import documents, open_rows, readable_documents
 
 ROOT = Path(sources.__file__).parents[3]
@@ -201,8 +202,8 @@ def test_parquet_values_that_are_not_text_are_bad_rows(tmp_path: Path) -> None:
         Row("ab", 0, 1),
         Row("", 0, 2, "invalid UTF-8: byte 0xff at 1"),
         Row("cd", 0, 3),
-        Row("", 1, 1, "not text: field 'text' holds bytes"),
-        Row("", 2, 1, "not text: field 'text' holds dict"),
+        Row("", 1, 1, "not text: field 'text' holds binary"),
+        Row("", 2, 1, "not text: field 'text' holds struct<deep: string>"),
         Row("x", 3, 1),
     ]
 
@@ -378,7 +379,7 @@ def nasty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with every kind of file and every kind of bad row."""
     monkeypatch.setattr(readers, "PIECE", 64)
     monkeypatch.setattr(readers, "LONGEST_ROW", 1000)
-    monkeypatch.setattr(readers, "BATCH_ROWS", 16)
+    monkeypatch.setattr(parquet, "BATCH_ROWS", 16)
     bad = [b"{", b'["x"]', b'{"id": 1}', b'{"text": 1}', b'{"text": null}', b'{"text": "\xff"}', b'{"text": "\\udc00"}']
     odd = [b"", b"   ", b'{"text": ""}', b'{"text": "' + b"x" * 2000 + b'"}', b'{"text": "\xc3\xbc 1"}\r']
     lines = b"\xef\xbb\xbf" + b"\n".join([*odd, *bad, b'{"text": "' + b"y" * 900 + b'"}', *odd, *bad, b'{"text": "z"}'])
@@ -462,8 +463,8 @@ def test_resuming_at_a_cursor_reads_nothing_before_it(tmp_path: Path, monkeypatc
 
     write_parquet(tmp_path / "a.parquet", {"text": [f"row {n}" for n in range(300)]}, row_group_size=100)
     groups = []
-    original = readers._row_group
-    monkeypatch.setattr(readers, "_row_group", lambda *args, **more: groups.append(args[1]) or original(*args, **more))
+    original = parquet._row_group
+    monkeypatch.setattr(parquet, "_row_group", lambda *args, **more: groups.append(args[1]) or original(*args, **more))
     found = rows_of(tmp_path / "a.parquet", cursor={"file": 0, "number": 250})
     assert [row.text for row in found] == [f"row {n}" for n in range(250, 300)]
     assert groups == [2]

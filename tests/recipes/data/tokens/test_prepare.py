@@ -249,8 +249,8 @@ def test_change_while_the_fingerprint_is_taken_is_noticed(tmp_path: Path, monkey
     tokenizer = tokenizer_for(tmp_path / "rows.jsonl")
     fingerprint = workspace.fingerprint
 
-    def slow(source: str, *, text_field: str) -> str:
-        found = fingerprint(source, text_field=text_field)
+    def slow(source: str, **options: str) -> str:
+        found = fingerprint(source, **options)
         write_rows(tmp_path / "rows.jsonl", 60)
         return found
 

@@ -1,0 +1,95 @@
+"""The rows of a .parquet file, decoded a few at a time. Imports no torch."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from recipes.data.text import readers
+from recipes.data.text.readers import UNREADABLE, Place, Row, Rows, no_such_field, reason, text_or_problem
+
+# Parquet is decoded in batches of about this size, by the mean row size, and of at most this many rows: sizes may vary.
+BATCH_BYTES = 1 << 22
+BATCH_ROWS = 128
+# No batch can take more than this, or one row: a value that is stored once may be in every row.
+LARGEST_BATCH_BYTES = 1 << 27
+# A larger row group that is compressed further than this is not decoded: text is not, and a page is decoded at once.
+LARGEST_RATIO = 100
+
+
+def parquet(path: Path, *, text_field: str, start: Place) -> Rows:
+    import pyarrow.parquet
+
+    # Read a column of a row group page by page, not whole.
+    options = {"buffer_size": readers.PIECE, "pre_buffer": False, "page_checksum_verification": True}
+    with pyarrow.parquet.ParquetFile(path, **options) as table:
+        fields, rows = table.schema_arrow.names, table.metadata.num_rows
+        if text_field not in fields and rows > start.number:
+            problem = f"{no_such_field(text_field, fields)}; {rows} rows are lost"
+            yield Row("", start.file, start.number + 1, problem, rows - start.number), Place(start.file, rows)
+            return
+        first = 0
+        for group in range(table.num_row_groups):
+            end = first + table.metadata.row_group(group).num_rows
+            if start.number < end:
+                yield from _row_group(table, group, path, text_field=text_field, start=start, first=first, end=end)
+            first = end
+
+
+def _row_group(table: Any, group: int, path: Path, *, text_field: str, start: Place, first: int, end: int) -> Rows:
+    """Rows first + 1 .. end of the file that are after `start`. Always decodes from the first, in the same batches."""
+    number = first
+    try:
+        for batch in _batches(table, group, path, text_field):
+            if number + len(batch) <= start.number:
+                number += len(batch)
+                continue
+            for value, problem in _values(batch.column(0), text_field):
+                if number >= start.number:
+                    if not problem:
+                        value, problem = text_or_problem(value, text_field=text_field)
+                    yield Row(value or "", start.file, number + 1, problem), Place(start.file, number + 1)
+                number += 1
+    except (OSError, ValueError, NotImplementedError, MemoryError) as error:
+        kind = UNREADABLE if isinstance(error, MemoryError) else "broken row group"  # with more memory, later
+        problem = f"{kind}: rows {number + 1} to {end} are lost: {reason(error)}"
+        yield Row("", start.file, number + 1, problem, end - number), Place(start.file, end)
+
+
+def _batches(table: Any, group: int, path: Path, text_field: str) -> Iterator[Any]:
+    """The batches of a row group. Raises ValueError instead of filling the memory."""
+    # The sizes of all columns: asking a damaged file for the size of one crashes the process (pyarrow 26).
+    meta = table.metadata.row_group(group)
+    rows, size = meta.num_rows, max(1, meta.total_byte_size)
+    if size > max(LARGEST_BATCH_BYTES, LARGEST_RATIO * path.stat().st_size):
+        raise ValueError(
+            f"too large: {size} bytes of a file of {path.stat().st_size}; write it with smaller row groups"
+        )
+    mean, largest = BATCH_BYTES * rows // size, LARGEST_BATCH_BYTES // size
+    batch_size = max(1, min(mean, largest, BATCH_ROWS))
+    yield from table.iter_batches(batch_size=batch_size, row_groups=[group], columns=[text_field], use_threads=False)
+
+
+def _values(column: Any, text_field: str) -> Iterator[tuple[Any, str]]:
+    """(value, problem) of each value. Values of other types are not converted: some do not exist in Python."""
+    kind = getattr(column.type, "storage_type", column.type)
+    if getattr(kind, "value_type", kind) not in _text_types():
+        for valid in column.is_valid().to_pylist():
+            yield (None, f"not text: field {text_field!r} holds {column.type}"[:500]) if valid else (None, "null")
+        return
+    try:
+        values = column.to_pylist()
+    except UnicodeDecodeError:  # Arrow does not guarantee that its strings are UTF-8
+        for scalar in column:
+            try:
+                yield scalar.as_py(), ""
+            except UnicodeDecodeError as error:
+                yield "", f"invalid UTF-8: byte {error.object[error.start]:#04x} at {error.start + 1}"
+        return
+    for value in values:
+        yield value, ""
+
+
+def _text_types() -> tuple[Any, ...]:
+    import pyarrow
+
+    return pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()

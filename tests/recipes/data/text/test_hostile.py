@@ -1,0 +1,215 @@
+"""Files that are small and decode to gigabytes, and folders that hold more than text."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from parallel.errors import UserError
+from recipes.data.text import parquet, readers, sources
+from recipes.data.text.rows import open_rows, readable_documents
+from tests.recipes.data.text.test_rows import ROOT, rows_of, write_json_lines, write_parquet
+
+PEAK = """
+import re, sys
+from recipes.data.text.rows import open_rows
+rows = open_rows(sys.argv[1], text_field="text")
+for _ in range(int(sys.argv[2])):
+    row = next(rows)
+    print(len(row.text), row.problem)
+print(int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) // 1024)
+"""
+
+
+def peak_megabytes(path: Path, rows: int) -> tuple[list[str], int]:
+    """What the first rows are, and the memory that reading them took."""
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(path), str(rows)], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    *lines, peak = done.stdout.splitlines()
+    return lines, int(peak)
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+def write_repeated(path: Path, value: str, rows: int) -> Path:
+    """A file that holds a value once, and names it in each row."""
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * rows, pyarrow.int32()), pyarrow.array([value]))
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), path, compression="zstd", store_schema=False)
+    return path
+
+
+def test_value_that_a_dictionary_repeats_is_read_in_bounded_memory(tmp_path: Path) -> None:
+    path = write_repeated(tmp_path / "a.parquet", "word " * 4_000_000, 200)
+    assert path.stat().st_size < 5000
+    lines, peak = peak_megabytes(path, 3)
+    assert lines == ["20000000 "] * 3
+    assert peak < 1000  # 128 rows of 20 MB, and as many strings, take 5 GB
+
+
+def test_value_that_prefixes_repeat_is_read_in_bounded_memory(tmp_path: Path) -> None:
+    value = "word " * 2_000_000
+    table = pyarrow.table({"text": [value + str(number) for number in range(128)]})
+    options = {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}, "compression": "zstd"}
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", **options)
+    assert (tmp_path / "a.parquet").stat().st_size < 100_000
+    lines, peak = peak_megabytes(tmp_path / "a.parquet", 3)
+    assert lines == ["10000001 "] * 3
+    assert peak < 900  # 128 rows of 10 MB, and as many strings, take 2.6 GB
+
+
+def test_page_that_decompresses_to_gigabytes_is_a_bad_row_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet, "LARGEST_BATCH_BYTES", 1_000_000)
+    write_parquet(tmp_path / "a.parquet", {"text": ["word " * 400_000] * 3}, compression="zstd")
+    write_parquet(tmp_path / "b.parquet", {"text": ["fine"]})
+    bad, fine = rows_of(tmp_path)
+    assert bad.problem.startswith("broken row group: rows 1 to 3 are lost: too large: 20")
+    assert bad.lost == 3
+    assert fine.text == "fine"
+
+
+def test_row_that_does_not_fit_in_memory_is_bad_and_tried_again_by_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What Python and pyarrow raise where an allocation is refused; nothing that a machine does reliably.
+    def refuse(*arguments: object, **options: object) -> None:
+        raise MemoryError
+
+    write_json_lines(tmp_path / "a.jsonl", [{"text": "x"}] * 3)
+    write_parquet(tmp_path / "b.parquet", {"text": ["x"] * 3})
+    (tmp_path / "c.txt").write_text("last")
+    stream = open_rows(str(tmp_path), text_field="text")
+    monkeypatch.setattr(readers, "text_or_problem", refuse)
+    monkeypatch.setattr(parquet, "text_or_problem", refuse)
+    first, second, last = list(stream)
+    assert (first.kind, second.kind, last.text) == (readers.UNREADABLE, readers.UNREADABLE, "last")
+    assert "not enough memory" in first.problem
+    assert (second.problem, second.lost) == ("unreadable file: rows 1 to 3 are lost: not enough memory", 3)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.txt"])
+@pytest.mark.parametrize("character", ["a", "=", " "])
+def test_word_without_end_is_a_bad_row(tmp_path: Path, name: str, character: str) -> None:
+    longest = readers.LONGEST_WORD
+    texts = ["x" + ", " + character * (longest + extra) + "; y" for extra in (-2, 7)] + ["last"]
+    if name == "a.txt":
+        (tmp_path / name).write_text("\n<|endoftext|>\n".join(texts))
+    elif name == "a.jsonl":
+        write_json_lines(tmp_path / name, [{"text": text} for text in texts])
+    else:
+        write_parquet(tmp_path / name, {"text": texts})
+    before, bad, last = rows_of(tmp_path)
+    assert (before.text, last.text) == (texts[0], "last")
+    assert bad.problem.startswith("too long: a word of 10000")
+
+
+def test_gzip_bomb_is_one_bad_row_in_bounded_memory(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "a.jsonl.gz", "wb", compresslevel=1) as file:
+        for _ in range(300):
+            file.write(b'{"text": "' + bytes(1_000_000))
+        file.write(b'\n{"text": "last"}\n')
+    assert (tmp_path / "a.jsonl.gz").stat().st_size < 3_000_000
+    lines, peak = peak_megabytes(tmp_path / "a.jsonl.gz", 2)
+    assert lines == ["0 too long: a line of 300003001 bytes, more than 64000000", "4 "]
+    assert peak < 400
+
+
+# ------------------------------------------------------------------------------------------------------ what is wrong
+
+
+def test_source_without_a_good_row_is_refused_with_file_row_and_reason(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('\n[1]\n{"text": \n')
+    (tmp_path / "b.parquet").write_text("no parquet")
+    with pytest.raises(UserError) as caught:
+        list(readable_documents(str(tmp_path), text_field="text"))
+    message = str(caught.value)
+    assert f"'{tmp_path}' holds no text: every document is empty or bad: '{tmp_path / 'a.jsonl'}', line 2: " in message
+    assert "line 3: not JSON: Expecting value" in message
+    assert "b.parquet', row 1: broken file: " in message
+
+
+def test_file_that_is_one_json_array_names_the_command_that_makes_rows_of_it(tmp_path: Path) -> None:
+    for text in (json.dumps([{"text": "x"}]), json.dumps([{"text": "x"}], indent=1)):
+        (tmp_path / "a.jsonl").write_text(text)
+        (problem, *_) = [row.problem for row in rows_of(tmp_path)]
+        assert problem.endswith("jq -c '.[]' OLD > NEW.jsonl")
+    (tmp_path / "a.jsonl").rename(tmp_path / "a.json")
+    for source in (tmp_path / "a.json", tmp_path, tmp_path / "*"):
+        assert str(sources.source_problem(str(source))).endswith("jq -c '.[]' OLD > NEW.jsonl"), source
+
+
+# --------------------------------------------------------------------------------------------------- what is in folders
+
+
+def test_notes_count_what_is_read_and_what_is_not(tmp_path: Path) -> None:
+    for number in range(3):
+        write_json_lines(tmp_path / f"{number}.jsonl", [{"text": "x"}])
+        (tmp_path / f"{number}.pdf").touch()
+    (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "folder.jsonl" / "a.TXT").write_text("a\n")
+    (tmp_path / "table.csv").touch()
+    (tmp_path / "README").touch()
+    (tmp_path / "broken.jsonl").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    first, second = sources.notes(str(tmp_path), text_documents="auto")
+    assert first == (
+        f"'{tmp_path}': reads 3 .jsonl, 1 .txt; does not read"
+        " 3 .pdf, 1 .csv, 1 broken link, 1 pipe or device, 1 without a suffix"
+    )
+    assert "cut at the first blank line after 2,048 bytes" in second
+    (globbed,) = sources.notes(str(tmp_path / "*.jsonl"), text_documents="auto")
+    assert globbed.endswith(": reads 3 .jsonl; does not read 1 broken link, 1 pipe or device")
+    assert sources.notes(str(tmp_path / "0.jsonl"), text_documents="auto") == []
+    assert sources.notes(sources.STDLIB, text_documents="auto") == []
+
+
+def test_link_back_to_its_own_folder_adds_no_file_twice(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "a.txt").write_text("once")
+    (tmp_path / "inner" / "up").symlink_to("..")
+    (tmp_path / "other").symlink_to("inner")  # no loop: read twice, as it is there twice
+    expected = [tmp_path / "inner" / "a.txt", tmp_path / "other" / "a.txt"]
+    assert sources.find_files(str(tmp_path)) == expected
+    assert sources.find_files(str(tmp_path / "**")) == expected
+
+
+def test_folder_inside_the_source_that_may_not_be_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "closed").mkdir()
+    scandir = os.scandir
+
+    def refuse(path: str | Path) -> object:  # root may read everything
+        if Path(path).name == "closed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert f"this user may not read the folder '{tmp_path / 'closed'}'" in str(sources.source_problem(str(tmp_path)))
+
+
+def test_pipe_is_not_a_source(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    assert "is a pipe or device, not a file or folder" in str(sources.source_problem(str(tmp_path / "pipe.jsonl")))
+
+
+def test_names_with_control_characters_and_bytes_that_are_not_utf8_can_be_read(tmp_path: Path) -> None:
+    for name in (b"line\nfeed.jsonl", b"\xff\x1b[31m.jsonl"):
+        Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_text('{"text": "x"}\n{')
+    rows = open_rows(str(tmp_path), text_field="text")
+    found = list(rows)
+    assert [row.text for row in found] == ["x", "", "x", ""]
+    for row in found:
+        rows.where(row).encode()
+        assert rows.where(row).isprintable()
+    assert sources.fingerprint(str(tmp_path), text_field="text")
