@@ -40,6 +40,8 @@ from recipes.data.tokens.workspace import Pieces, Preparation, alone, claimed, p
 
 # Batches tokenized at a time: the second keeps the cores busy while the first runs out of documents.
 IN_FLIGHT = 2
+# More characters than this many batches hold are tokenized alone: a token takes about a hundred bytes meanwhile.
+LARGE_BATCHES = 4
 HASHES = 2**64
 
 
@@ -88,8 +90,12 @@ class _Batch:
 def _tokenized(rows: RowStream, tokenizer: Tokenizer, pieces: Pieces) -> Generator[_Batch, None, None]:
     """Batches of rows with their tokens, in order. Reading and tokenizing run ahead of the caller."""
     waiting: deque[tuple[list[Row], Any, Future[list[np.ndarray]]]] = deque()
+    most = LARGE_BATCHES * pieces.batch_characters
     with ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="tokenizer") as pool:
         for batch, cursor in _batches(rows, pieces):
+            while waiting and sum(_characters(group) for group in (batch, *(group for group, *_ in waiting))) > most:
+                first, cursor_after, found = waiting.popleft()
+                yield _Batch(first, found.result(), cursor_after, last=False)
             documents = [row for row in batch if row.has_text]
             waiting.append((batch, cursor, pool.submit(_documents, documents, tokenizer, where=rows.where)))
             if len(waiting) > IN_FLIGHT:
@@ -98,6 +104,10 @@ def _tokenized(rows: RowStream, tokenizer: Tokenizer, pieces: Pieces) -> Generat
         while waiting:
             first, cursor_after, found = waiting.popleft()
             yield _Batch(first, found.result(), cursor_after, last=not waiting)
+
+
+def _characters(rows: Sequence[Row]) -> int:
+    return sum(len(row.text) for row in rows)
 
 
 def _documents(rows: Sequence[Row], tokenizer: Tokenizer, *, where: Callable[[Row], str]) -> list[np.ndarray]:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from parallel.errors import UserError
 from recipes.data.text.rows import documents
 from recipes.data.text.sources import STDLIB
 from recipes.data.text.tokenizer import load_tokenizer
-from recipes.data.tokens import workspace
+from recipes.data.tokens import prepare, workspace
 from recipes.data.tokens.prepare import write_shards
 from recipes.data.tokens.shards import (
     DOCUMENTS,
@@ -380,3 +381,26 @@ def test_problem_of_the_source_is_raised(tmp_path: Path) -> None:
     tokenizer = tokenizer_for(tmp_path / "rows.jsonl")
     with pytest.raises(UserError, match=r"data\.source: "):
         work_on(tmp_path / "none.jsonl", tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(("words", "at_once"), [(2, 2), (400, 1)])
+def test_large_rows_are_tokenized_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: int, at_once: int
+) -> None:
+    rows = [json.dumps({"text": f"{number} " + "word " * words}) + "\n" for number in range(30)]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    work = work_on(tmp_path / "rows.jsonl", pieces=Pieces(batch_characters=10))
+    original = prepare._documents
+    running: list[int] = []
+    most: list[int] = []
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        running.append(1)
+        most.append(len(running))
+        time.sleep(0.02)
+        running.pop()
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(prepare, "_documents", counted)
+    (shard,) = shards_in(tmp_path / "shards", work)
+    assert (shard.documents + shard.held_out, max(most), shard.last) == (30, at_once, True)
