@@ -19,6 +19,7 @@ from parallel.errors import TemporaryError, UserError  # noqa: E402
 from recipes.files.exit_codes import REFUSED, TEMPORARY  # noqa: E402
 from recipes.files.faults import may_pass  # noqa: E402
 from recipes.files.screen import Screen, open_missing, tell  # noqa: E402
+from recipes.files.units import counted  # noqa: E402
 
 if TYPE_CHECKING:
     from recipes.data.tokens.shards import Index
@@ -64,7 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--text-field", default="text", help="field or column that holds the text (default: text)")
     parser.add_argument("--text-documents", default="auto", help="as data.text_documents (default: auto)")
     parser.add_argument(
-        "--validation-fraction", type=float, default=0.01, help="share of documents to hold out (default: 0.01)"
+        "--validation-fraction",
+        type=float,
+        default=0.01,
+        help="share of documents to hold out, 0 = none (default: 0.01)",
     )
     parser.add_argument("--bad-row-budget", type=float, default=0.01, help="largest share of bad rows (default: 0.01)")
     parser.add_argument("--cores", type=int, help="cores to use (default: all)")
@@ -81,8 +85,11 @@ def prepare(options: argparse.Namespace) -> None:
     from recipes.data.tokens.shards import bad_rows, open_index
     from recipes.data.tokens.workspace import preparation, unclaim, would_read_itself
 
-    if not 0 < options.validation_fraction < 1:
-        raise UserError(f"--validation-fraction {options.validation_fraction} must be between 0 and 1; write 0.01")
+    if not 0 <= options.validation_fraction < 1:
+        raise UserError(
+            f"--validation-fraction {options.validation_fraction} must be at least 0 and below 1; write 0.01, or 0 to"
+            " hold nothing out"
+        )
     if not 0 <= options.bad_row_budget <= 1:
         raise UserError(f"--bad-row-budget {options.bad_row_budget} must be a share from 0 to 1; write 0.01")
     if options.cores is not None and options.cores < 1:
@@ -124,16 +131,16 @@ def prepare(options: argparse.Namespace) -> None:
         raise
     seconds = time.perf_counter() - started
     index = open_index(str(folder))
-    if not any(shard.documents for shard in index.shards):
-        raise UserError(f"'{options.source}' holds no text for training; give another source")
+    _require_training_text(options.source, index)
     with (folder / "quarantine.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in bad_rows(folder, index.shards))
     _print_contents(folder, index)
     if tokens:
-        say(f"tokenized {tokens:,} tokens in {seconds:.1f} s, {tokens / seconds / 1e6:.2f} M tokens/s")
+        say(f"tokenized {tokens:,} tokens in {seconds:.1f} s, {counted(int(tokens / seconds))} tokens/s")
     else:
         say("nothing was left to do")
-    say(f'in a recipe: source = "{folder}", tokenizer = "{folder / "tokenizer.json"}"')
+    share = f", validation_fraction = {fraction:g}"
+    say(f'in a recipe: source = "{folder}", tokenizer = "{folder / "tokenizer.json"}"{share}')
 
 
 def _write(folder: Path, work: "Preparation", *, budget: float) -> int:
@@ -155,7 +162,7 @@ def _write(folder: Path, work: "Preparation", *, budget: float) -> int:
             nonlocal done
             done = tokens
             rate = tokens / (time.perf_counter() - started)
-            bar.update(task, description=f"{tokens / 1e6:,.1f} M tokens, {rate / 1e6:.2f} M tokens/s")
+            bar.update(task, description=f"{counted(tokens)} tokens, {counted(int(rate))} tokens/s")
 
         with claimed(folder, fingerprint=work.fingerprint, tokenizer=work.tokenizer.json):
             shards = whole_shards(folder, keep_unread=False)
@@ -180,6 +187,27 @@ def _print_contents(folder: Path, index: "Index") -> None:
         f"{total('documents'):,} documents with {total('train'):,} tokens for training,"
         f" {total('held_out'):,} with {total('validation'):,} held out;"
         f" {total('empty'):,} empty rows, {total('bad'):,} bad rows"
+    )
+    if not total("held_out"):
+        lowest, highest = min(shard.lowest for shard in index.shards), max(shard.highest for shard in index.shards)
+        more = f"; --validation-fraction {int(lowest * 1e4 + 1) / 1e4:.4f} or more, and another folder, hold some out"
+        print(
+            "no document is held out: a recipe that reads this folder needs another text to validate on"
+            ' ([validation] source = "FILE"), or validation.every = 0 and validation.sample_tokens = 0'
+            f"{more if lowest < highest else ''}"
+        )
+
+
+def _require_training_text(source: str, index: "Index") -> None:
+    if any(shard.documents for shard in index.shards):
+        return
+    if not any(shard.held_out for shard in index.shards):
+        raise UserError(f"'{source}' holds no text for training; give another source")
+    lowest, highest = min(shard.lowest for shard in index.shards), max(shard.highest for shard in index.shards)
+    bound = f"{int(highest * 1e4) / 1e4:.4f} or less" if lowest < highest else "0"
+    raise UserError(
+        f"all documents of '{source}' are held out, and none is left for training; give another folder and"
+        f" --validation-fraction {bound}"
     )
 
 

@@ -33,7 +33,8 @@ def test_prepared_folder_is_read_by_a_recipe(tmp_path: Path) -> None:
     assert "trained a tokenizer of 300 entries" in said
     assert "1 empty rows, 1 bad rows" in said
     assert "shard 00000" in said
-    assert "M tokens/s" in said
+    assert " tokens/s" in said
+    assert "no document is held out" not in said
     (row,) = (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()
     assert json.loads(row)["row"] == 301
     before = contents(tmp_path / "out")
@@ -82,6 +83,32 @@ def test_killed_preparation_continues(tmp_path: Path) -> None:
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
+def test_preparation_without_held_out_documents_says_what_it_is_good_for(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", 4)
+    common = ("--tokenizer", "train:300", "--cache", tmp_path / "cache", "--validation-fraction")
+    said = run(tmp_path / "rows.jsonl", tmp_path / "none", *common, "1e-9")
+    assert "no document is held out: a recipe that reads this folder needs another text to validate on" in said
+    assert "validation_fraction = 1e-09" in said
+    enough = said.split("; --validation-fraction ")[1].split(" or more")[0]
+    assert "no document is held out" not in run(tmp_path / "rows.jsonl", tmp_path / "some", *common, enough)
+    said = run(tmp_path / "rows.jsonl", tmp_path / "all", *common, "0.99999", code=2)
+    assert "all documents of" in said and "and none is left for training; give another folder" in said
+    few_enough = said.split("--validation-fraction ")[1].split(" or less")[0]
+    run(tmp_path / "rows.jsonl", tmp_path / "few", *common, few_enough)
+    assert ", 0 with 0 held out;" in run(tmp_path / "rows.jsonl", tmp_path / "zero", *common, "0")
+
+
+def test_preparation_that_cannot_read_its_shards_now_is_a_fault_that_may_pass(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", 100)
+    arguments = (tmp_path / "rows.jsonl", tmp_path / "out", "--tokenizer", "train:300", "--cache", tmp_path / "cache")
+    run(*arguments)
+    (tmp_path / "out" / "00000.json").rename(tmp_path / "aside")
+    (tmp_path / "out" / "00000.json").symlink_to("/proc/self/mem")  # reading it is an input/output error (EIO)
+    assert "cannot be read now: Input/output error" in run(*arguments, code=71)
+    (tmp_path / "aside").rename(tmp_path / "out" / "00000.json")
+    assert "nothing was left to do" in run(*arguments)
+
+
 def test_too_many_bad_rows_stop_the_preparation(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 30)
     with (tmp_path / "rows.jsonl").open("a") as file:
@@ -101,7 +128,7 @@ def test_too_many_bad_rows_stop_the_preparation(tmp_path: Path) -> None:
     [
         (("nowhere.jsonl", "OUT", "--tokenizer", "train:300"), "data.source: 'nowhere.jsonl' does not exist"),
         (("ROWS", "OUT", "--tokenizer", "nowhere"), "data.tokenizer: 'nowhere' does not exist"),
-        (("ROWS", "OUT", "--tokenizer", "train:300", "--validation-fraction", "2"), "must be between 0 and 1"),
+        (("ROWS", "OUT", "--tokenizer", "train:300", "--validation-fraction", "2"), "must be at least 0 and below 1"),
         (("ROWS", "OUT", "--tokenizer", "train:300", "--bad-row-budget", "-1"), "must be a share from 0 to 1"),
         (("ROWS", "OUT", "--tokenizer", "train:300", "--cores", "0"), "must be at least 1"),
         (("ROWS", "FULL", "--tokenizer", "train:300"), "holds other files; give an empty folder"),
