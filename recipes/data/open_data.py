@@ -144,19 +144,25 @@ def open_data(
             tokens = _tokens(name, text, section, tokenizer, resumed.get(name, {}), launch)
             training.append(_source(name, tokens, SequenceOrder(sequence_length, seed, None), section, launch))
             undo.callback(training[-1].stop)
-            _wait_for_first_window(training[-1], launch.log)
-            require_documents(training[-1], fraction=fraction, held_out=False)
-            require_sequence(training[-1], what="the training text", more="give more text")
+            _require_training_text(training[-1], launch.log, fraction=fraction)
             data_state["sources"][name] = tokens.entry
         if HELD_OUT in validation.values():
             opened[HELD_OUT] = held_out(training, weights, fraction=fraction)
         for name in others:
             then = resumed_validation.get(name, {})
             opened[name], entry = _open_validation(name, section, tokenizer, sequence_length, then, launch)
+            if also_trained_on(name, entry, data_state["sources"]):
+                launch.log(f"WARNING: the run also trains on the validation source {name!r}; its loss says little")
             data_state.setdefault("validation", {})[name] = entry
         undo.pop_all()
     texts_read = {name: opened[source] for name, source in validation.items()}
     return Data(tokenizer, Sequences(training, weights), texts_read, data_state)
+
+
+def _require_training_text(source: Source, log: Callable[[str], None], *, fraction: float) -> None:
+    _wait_for_first_window(source, log)
+    require_documents(source, fraction=fraction, held_out=False)
+    require_sequence(source, what="the training text", more="give more text")
 
 
 def _require_outside(cache: Path, sources: Sequence[str]) -> None:
@@ -177,8 +183,6 @@ def _open_validation(
 ) -> tuple[Sequences, dict[str, Any]]:
     """The text of a validation source, and its entry in Data.data_state. All of its documents are read, up to the first
     data.shuffle_tokens of text that is not prepared. then: its entry in the data_state to resume from."""
-    if launch.writes and also_trained_on(name, section.sources):
-        launch.log(f"WARNING: the run also trains on the validation source {name!r}; its loss is none on new text")
     whole = replace(section, validation_fraction=0.0)
     text = then.get("source") or pinned(name)
     tokens = _tokens(name, text, whole, tokenizer, then, launch, setting="validation.source")

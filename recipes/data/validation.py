@@ -4,7 +4,8 @@ It is read once, in an order with a fixed seed: a few batches are a fair sample,
 Imports no torch.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from parallel.errors import UserError
 from recipes.data.order import SequenceOrder
@@ -44,8 +45,9 @@ def _read_once(source: Source, kind: str) -> Source:
     return Source(source.name, shards, SequenceOrder(source.order.sequence_length, 0, None), read_once=True)
 
 
-def also_trained_on(source: str, training: Iterable[str]) -> bool:
-    """Whether the validation source shares a file with a training source, as far as names say."""
+def also_trained_on(source: str, entry: Mapping[str, Any], training: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether the validation source is the text of a training source, or shares a file with it, as far as names say.
+    entry, training: their entries in Data.data_state."""
 
     def files(name: str) -> set[str]:
         if is_hub(name) or is_prepared(name):
@@ -53,7 +55,7 @@ def also_trained_on(source: str, training: Iterable[str]) -> bool:
         return {str(file.resolve()) for file in find_files(name)}
 
     own = files(source)
-    return any(own & files(other) for other in training)
+    return any(entry["text"] == other["text"] or own & files(name) for name, other in training.items())
 
 
 def require_documents(source: Source, *, fraction: float, held_out: bool, setting: str = "data.source") -> None:

@@ -116,9 +116,11 @@ def test_validation_source_of_another_tokenizer_is_refused(text: Path) -> None:
 
 
 def test_validation_on_text_that_is_trained_on_is_called_that(text: Path) -> None:
-    for source in (text, text.parent / "r*.jsonl"):
+    work = work_on(text)
+    shards_in(text.with_name("prepared"), work)
+    for source in (text, text.parent / "r*.jsonl", text.with_name("prepared")):
         lines: list[str] = []
-        opened_with(text, {"": str(source)}, log=lines.append).training.close()
+        opened_with(text, {"": str(source)}, log=lines.append, tokenizer=work.tokenizer).training.close()
         assert any("WARNING: the run also trains on the validation source" in line for line in lines)
 
 
