@@ -94,6 +94,7 @@ def whole(folder: Path, corpus: Path) -> str:
 def test_a_run_prints_every_logged_step_and_validation(whole: str) -> None:
     assert re.match(r"pre-flight: 2 processes on 1 node agree; all-reduce .*\nwhole: smollm3_debug with ", whole)
     assert len(re.findall(r"^step +\d+/30  loss \d+\.\d{4}  .* [\d,]+ tokens/s  ", whole, flags=re.MULTILINE)) == STEPS
+    assert len(re.findall(r"^step .*  [\d,]+ tokens  eta 0:00:\d\d$", whole, flags=re.MULTILINE)) == STEPS - 1
     assert len(re.findall(r"^step +\d+  validation loss \d\.\d{4}$", whole, flags=re.MULTILINE)) == 2
 
 

@@ -43,7 +43,7 @@ class Goodput:
     def row(self) -> dict[str, Any]:
         """The columns for metrics.jsonl."""
         parts = self.parts()
-        rounded = {part: round(seconds, 3) for part, seconds in parts.items()}
+        rounded = {part: round(seconds, 3) for part, seconds in parts.items() if seconds >= 0.0005}
         return {"goodput": round(share(parts), 4), "wall_seconds": rounded}
 
     def state(self, *, finished: bool) -> dict[str, Any]:

@@ -46,6 +46,7 @@ class Recorder:
         self._world, self._mesh, self._clock, self._console = world, mesh, clock, console
         self._loader, self._guard, self._throughput = loader, guard, throughput
         self._steps = recipe.run.steps
+        self._knows_pace = False  # the first row's step compiled, and says nothing about the others
         self._attention_length = AttentionLength(mesh.data_group, device=world.device)
         self.goodput = Goodput(clock, before=progress)
         self._compute: ComputeTime | None = None
@@ -94,6 +95,7 @@ class Recorder:
                 "grad_norm": norm.item(),
                 "lr": learning_rate,
                 "step_seconds": step_seconds,
+                "eta_seconds": (self._steps - step) * step_seconds if self._knows_pace else None,
                 "data_seconds": data_seconds,
                 "epochs": self._loader.epochs(step),
                 **self._throughput.row(step_seconds, attention_length=self._attention_length.take()),
@@ -101,6 +103,7 @@ class Recorder:
                 **self.goodput.row(),
                 **slow,
             }
+            self._knows_pace = True
             self._metrics.write(row)
             self._loader.note_bad_rows()
             self._console.log(step_line(row, self._steps))

@@ -38,7 +38,7 @@ class Trainer:
         began = time.perf_counter()
         self.clock.begin(END)  # the phase after the loop, however the loop ends
         try:
-            with without_garbage_collection(), self.clock(FIRST_STEP):
+            with self.clock(FIRST_STEP), without_garbage_collection():
                 number = self._loop()
             self.console.end_progress()
             return self._stop_early(number) if number else self._finish(began)

@@ -325,6 +325,7 @@ def test_a_run_leaves_a_row_of_metrics_for_every_step(finished: Recipe) -> None:
         "grad_norm",
         "lr",
         "step_seconds",
+        "eta_seconds",
         "data_seconds",
         "epochs",
         "tokens_per_second",
@@ -344,3 +345,14 @@ def test_a_run_leaves_a_row_of_metrics_for_every_step(finished: Recipe) -> None:
     assert 0 < last["peak_memory_gib"] < 24
     assert last["lr"] == pytest.approx(3e-3 / 5)
     assert [row["step"] for row in rows(finished) if "validation_loss" in row] == [10, 20]
+
+
+def test_rows_say_how_long_the_rest_takes_once_a_step_did_not_compile(finished: Recipe) -> None:
+    first, *others = [row for row in rows(finished) if "loss" in row]
+    assert first["eta_seconds"] is None and others[-1]["eta_seconds"] == 0
+    for row in others:
+        assert row["eta_seconds"] == pytest.approx((STEPS - row["step"]) * row["step_seconds"])
+
+
+def test_no_time_counts_as_after_the_last_step_before_it(finished: Recipe) -> None:
+    assert all("end" not in row["wall_seconds"] for row in rows(finished) if "loss" in row)
