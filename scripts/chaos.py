@@ -6,6 +6,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
 
+from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
+
+explain_wrong_interpreter()
+
 from recipes.bench.crash import main  # noqa: E402
 
 if __name__ == "__main__":

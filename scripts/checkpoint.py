@@ -11,6 +11,10 @@ signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
 
+from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
+
+explain_wrong_interpreter()
+
 from parallel.errors import UserError  # noqa: E402
 from recipes.checkpoint import look  # noqa: E402
 

@@ -19,6 +19,10 @@ signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # first: other packages install a top-level `recipes` too
 
+from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
+
+explain_wrong_interpreter()
+
 from parallel.errors import TemporaryError, UserError  # noqa: E402
 from recipes.files.exit_codes import REFUSED, TEMPORARY, leave  # noqa: E402
 

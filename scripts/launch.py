@@ -12,9 +12,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from recipes.cluster.launcher import Workers, handle_stop_signals, launch
-from recipes.files.exit_codes import SIGNALS
-from recipes.files.screen import open_missing
+from recipes.files.interpreter import explain_wrong_interpreter
+
+explain_wrong_interpreter()
+
+from recipes.cluster.launcher import Workers, handle_stop_signals, launch  # noqa: E402
+from recipes.files.exit_codes import SIGNALS  # noqa: E402
+from recipes.files.screen import open_missing  # noqa: E402
 
 
 def main() -> int:

@@ -15,6 +15,10 @@ from typing import IO, TYPE_CHECKING, cast
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
 
+from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
+
+explain_wrong_interpreter()
+
 from parallel.errors import TemporaryError, UserError  # noqa: E402
 from recipes.files.exit_codes import REFUSED, TEMPORARY  # noqa: E402
 from recipes.files.faults import may_pass  # noqa: E402
@@ -106,14 +110,14 @@ def prepare(options: argparse.Namespace) -> None:
         raise UserError(f"'{folder}' lies inside '{options.source}' and would be part of it; give another folder")
     text_field, text_documents = options.text_field, options.text_documents
     for note in notes(source, text_documents=text_documents):
-        print(note)
+        say(note)
     tokenizer = load_tokenizer(
         options.tokenizer,
         sources=[source],
         text_field=text_field,
         text_documents=text_documents,
         cache=options.cache,
-        log=print,
+        log=say,
     )
     work = preparation(
         source,
@@ -139,7 +143,7 @@ def prepare(options: argparse.Namespace) -> None:
         say(f"tokenized {tokens:,} tokens in {seconds:.1f} s, {counted(int(tokens / seconds))} tokens/s")
     else:
         say("nothing was left to do")
-    share = f", validation_fraction = {fraction:g}"
+    share = f", validation_fraction = {options.validation_fraction:g}"
     say(f'in a recipe: source = "{folder}", tokenizer = "{folder / "tokenizer.json"}"{share}')
 
 

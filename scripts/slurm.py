@@ -8,11 +8,16 @@ Imports no torch.
 
 import os
 import sys
-import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
+
+from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
+
+explain_wrong_interpreter()
+
+import tomllib  # noqa: E402
 
 from parallel.errors import UserError  # noqa: E402
 from recipes.cluster.slurm import Job, log, run_node  # noqa: E402

@@ -10,6 +10,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
 
+from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
+
+explain_wrong_interpreter()
+
 from parallel.errors import UserError  # noqa: E402
 from recipes.cluster.launcher import handle_stop_signals  # noqa: E402
 from recipes.cluster.restarts import Launcher, number_of_restarts, supervise  # noqa: E402

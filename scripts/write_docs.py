@@ -7,6 +7,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
+
+explain_wrong_interpreter()
+
 from models.sizes import SIZES  # noqa: E402
 from recipes.fields import describe, field_docs, field_types, sections, toml  # noqa: E402
 

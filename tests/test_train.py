@@ -116,3 +116,17 @@ def test_training_imports_our_recipes_and_torch(folder: Path) -> None:
 @pytest.mark.parametrize("steps", ["40", "1"])
 def test_a_shorter_trial_of_the_debug_recipe_is_accepted(folder: Path, steps: str) -> None:
     assert train(folder, DEBUG, "--check", "--run.steps", steps)[0] == 0
+
+
+@pytest.mark.parametrize("script", ["train.py", "scripts/launch.py", "scripts/sweep.py", "scripts/write_docs.py"])
+def test_a_python_without_packages_gets_one_line_that_names_the_right_one(script: str, folder: Path) -> None:
+    command = [sys.executable, "-S", "-E", ROOT / script, DEBUG]  # -S: without site-packages
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+    assert " lacks the package " in done.stderr and f"use {ROOT}/.venv/bin/python" in done.stderr
+
+
+def test_every_script_explains_a_wrong_interpreter_before_it_imports_ours() -> None:
+    for script in [ROOT / "train.py", *ROOT.glob("scripts/*.py")]:
+        ours = [line for line in script.read_text().splitlines() if line.startswith(("from recipes", "explain_wrong"))]
+        assert ours[1] == "explain_wrong_interpreter()", script

@@ -1,0 +1,35 @@
+"""One line instead of a traceback for a Python that is too old or lacks our packages. Also for old Pythons to read.
+
+Imports no torch.
+"""
+
+import importlib.util
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+REFUSED = 2  # as in exit_codes.py, which old Pythons cannot read
+
+
+def explain_wrong_interpreter() -> None:
+    """Exit now if this Python is too old; and say what is missing if an import of a package fails later."""
+    if sys.version_info < (3, 11):  # noqa: UP036  # what an old Python reads
+        _refuse("is Python {}.{}, and Shardwright needs 3.11 or newer".format(*sys.version_info[:2]))
+    sys.excepthook = _on_error
+
+
+def _on_error(kind: Any, error: Any, trace: Any) -> None:
+    package = (getattr(error, "name", None) or "").partition(".")[0]
+    if isinstance(error, ModuleNotFoundError) and package and importlib.util.find_spec(package) is None:
+        _refuse("lacks the package " + package)
+    traceback.print_exception(kind, error, trace)
+
+
+def _refuse(what: str) -> None:
+    python = ROOT / ".venv" / "bin" / "python"
+    remedy = "" if python.exists() else "run `bash {}`, and then ".format(ROOT / "scripts" / "setup.sh")
+    print(f"{sys.executable} {what}; {remedy}use {python}", file=sys.stderr, flush=True)
+    os._exit(REFUSED)
