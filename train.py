@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # first: other package
 from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 
 explain_wrong_interpreter()
-
 from parallel.errors import TemporaryError, UserError  # noqa: E402
 from recipes.files.exit_codes import FINISHED, REFUSED, TEMPORARY, leave  # noqa: E402
 from recipes.files.screen import open_missing, tell  # noqa: E402

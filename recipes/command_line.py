@@ -65,7 +65,8 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[Problem
             problems.append(Problem(key, message, " ".join(values), ORIGIN))
             continue
         if annotation is bool:
-            values = [{"true": "True", "false": "False"}.get(value, value) for value in values]  # as in TOML
+            # As in TOML, and a flag alone switches on.
+            values = [{"true": "True", "false": "False"}.get(value, value) for value in values] or ["True"]
         # The first value is attached, or tyro would take one with a leading hyphen for a flag.
         groups[key] = [f"--{key}={values[0]}", *values[1:]] if values else [f"--{key}"]
     return groups, problems
