@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # first: other package
 from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 
 explain_wrong_interpreter()
+
 from parallel.errors import TemporaryError, UserError  # noqa: E402
 from recipes.files.exit_codes import FINISHED, REFUSED, TEMPORARY, leave  # noqa: E402
 from recipes.files.screen import open_missing, tell  # noqa: E402
@@ -47,7 +48,7 @@ def main(arguments: list[str]) -> int:
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
     """Train, check or print help; arguments: the recipe and its overrides. Returns the exit code. Raises UserError."""
-    from recipes.load import load, load_run, to_toml
+    from recipes.load import load, load_run
 
     if arguments and arguments[0].startswith("-"):
         raise UserError(f"the recipe must come first: train.py RECIPE {' '.join(arguments)}")
@@ -66,11 +67,10 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         raise UserError(f"no recipe given, as in train.py configs/smollm3_debug.toml --check\n\n{USAGE}")
     loaded = load_run(arguments[0], arguments[1:], processes=options.processes, nodes=options.nodes)
     if options.check:
-        from recipes.training.run_folder import check_output_folder
+        from recipes.training.check import check
 
-        check_output_folder(loaded.recipe)
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        print(to_toml(loaded.recipe), end="")
+        check(loaded.recipe, processes=options.processes, nodes=options.nodes)
         return FINISHED
     from recipes.training.run import train  # torch, from here on
 

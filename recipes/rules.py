@@ -221,7 +221,7 @@ def kept_checkpoints_are_saved(checkpoint: CheckpointConfig) -> Iterator[Violati
 def mesh_fits(mesh: MeshConfig, *, processes: int | None, nodes: int | None) -> Iterator[Violation]:
     """The product of the degrees is the number of processes."""
     try:
-        _fitted(mesh, processes, nodes)
+        fitted_mesh(mesh, processes, nodes)
     except UserError as error:
         for line in str(error).splitlines():  # "mesh.tensor = 2: what is wrong" or "mesh: what is wrong"
             place, _, message = line.partition(": ")
@@ -233,7 +233,7 @@ def batch_divides(
 ) -> Iterator[Violation]:
     """Every process runs the same number of full micro-batches in every step."""
     try:
-        data_parallel = _fitted(mesh, processes, nodes).data_parallel
+        data_parallel = fitted_mesh(mesh, processes, nodes).data_parallel
     except UserError:  # mesh_fits reports it
         data_parallel = 1
     batch_size, micro = batch.global_batch_size, batch.micro_batch_size
@@ -340,7 +340,7 @@ def float8_fits(float8: Float8Config, *, model: ModelConfig) -> Iterator[Violati
             yield f"model.{field}", f"float8 needs {words} = {width} to be a multiple of 16; {remedy}"
 
 
-def _fitted(mesh: MeshConfig, processes: int | None, nodes: int | None) -> MeshDegrees:
+def fitted_mesh(mesh: MeshConfig, processes: int | None, nodes: int | None) -> MeshDegrees:
     """The mesh with -1 and "node" replaced; if the numbers are unknown, as small as its degrees allow."""
     if mesh.shard == "node":
         nodes = nodes or max(1, mesh.replicate)

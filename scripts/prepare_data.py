@@ -195,7 +195,7 @@ def _print_contents(folder: Path, index: "Index") -> None:
     if not total("held_out"):
         lowest, highest = min(shard.lowest for shard in index.shards), max(shard.highest for shard in index.shards)
         more = f"; --validation-fraction {int(lowest * 1e4 + 1) / 1e4:.4f} or more, and another folder, hold some out"
-        print(
+        say(
             "no document is held out: a recipe that reads this folder needs another text to validate on"
             ' ([validation] source = "FILE"), or validation.every = 0 and validation.sample_tokens = 0'
             f"{more if lowest < highest else ''}"

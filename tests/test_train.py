@@ -40,9 +40,17 @@ def train(folder: Path, *arguments: str) -> tuple[int, str, str]:
 def test_check_prints_the_resolved_recipe_without_torch(folder: Path) -> None:
     code, out, err = train(folder, DEBUG, "--run.steps", "300", "--check", "--processes", "2")
     assert (code, err) == (0, "")
-    assert out == to_toml(load(DEBUG, ["--run.steps", "300"]))
+    summary, _, recipe = out.partition("\n\n")
+    assert recipe == to_toml(load(DEBUG, ["--run.steps", "300"]))
+    assert "300 steps of 16 x 256 = 4,096 tokens, 1,228,800 in all; warm-up 30 steps, final decay 60" in summary
     assert list(tomli.loads(out)) == list(sections())
     assert sorted(path.name for path in folder.iterdir()) == ["site"]  # nothing was written
+
+
+def test_check_warns_of_a_model_that_no_device_holds(folder: Path) -> None:
+    code, out, err = train(folder, DEBUG, "--check", "--model.name", "llama3_405b", "--data.tokenizer", "train:512")
+    assert code == 0 and "GB per process" in out and len(err.splitlines()) == 1
+    assert "on each of 1 processes, more than any device has; shard over more of them" in err
 
 
 def test_no_arguments_print_the_usage(folder: Path) -> None:
