@@ -32,7 +32,8 @@ A recipe is a TOML file. Each value comes from the first of these layers that se
 5. the defaults below.
 
 `python train.py RECIPE --check` prints a summary and the resolved recipe, or everything that is wrong with it.
-Types are strict: `1` is a valid number, but `1e3` is not an integer, `"3e-4"` is not a number, and an unknown key is an error.
+Types are strict: `1` is a valid number, but `1e3` is not an integer, `"3e-4"` is not a number, and an unknown key
+is an error.
 """
 
 
