@@ -17,12 +17,13 @@ from parallel.errors import UserError
 from parallel.state_check import named_state
 from recipes.checkpoint.look import table
 from recipes.files.exit_codes import CORRUPTED, FINISHED, POISONED
+from recipes.load import load
 from recipes.optimization.optimizer import _local
 from recipes.schema import Recipe
 from recipes.training.trainer import Trainer
 from tests.processes import run_processes
 from tests.scripts.nodes import ROOT, arguments, environment, losses
-from tests.training import change, rows, train, training
+from tests.training import change, rows, run_all, train, training
 
 BEFORE = 6
 """The state is corrupted before this step is taken; steps 4 and 8 are saved."""
@@ -207,20 +208,21 @@ def test_a_run_whose_only_checkpoint_has_nan_is_refused_and_it_is_named(small: R
 
 
 def test_a_restart_after_a_flipped_bit_gives_the_losses_of_an_undisturbed_run(tmp_path: Path, corpus: Path) -> None:
-    launcher = [str(ROOT / "scripts/launch.py"), "--standalone", "--nproc-per-node=2"]
-    ill, plain = str(ROOT / "tests/ill_train.py"), str(ROOT / "train.py")
     config, *overrides = arguments(tmp_path, corpus, "run", "--run.steps", "12", "--mesh.replicate", "2")
-    words = [plain, str(ROOT / config), *overrides]
-    for name, before in (("well", []), ("flip_once", [str(ROOT / "scripts/supervise.py"), sys.executable])):
-        done = subprocess.run(
-            [sys.executable, *before, *launcher, ill, name, "1", "6", *words, "--run.name", name],
-            cwd=tmp_path,
-            env=environment(RESTARTS="2"),
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
-        assert done.returncode == FINISHED, done.stderr
+    words = [str(ROOT / config), *overrides, "--run.name"]
+    recipe = load(words[0], [*words[1:], "well"])
+    assert run_processes(2, run_all, [recipe]) == [[FINISHED]] * 2
+    launcher = [str(ROOT / "scripts/launch.py"), "--standalone", "--nproc-per-node=2"]
+    ill = [str(ROOT / "tests/ill_train.py"), "flip_once", "1", "6", str(ROOT / "train.py")]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts/supervise.py"), sys.executable, *launcher, *ill, *words, "flip_once"],
+        cwd=tmp_path,
+        env=environment(RESTARTS="2"),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == FINISHED, done.stderr
     assert f"attempt 1 crashed, exit code {CORRUPTED}; newest checkpoint: step 4" in done.stderr
     assert done.stdout.count("CORRUPTED after step 8: model.embedding.weight differs between ") == 1
     assert losses(tmp_path, "flip_once") == losses(tmp_path, "well")
