@@ -21,7 +21,7 @@ explain_wrong_interpreter()
 
 from parallel.errors import TemporaryError, UserError  # noqa: E402
 from recipes.files.exit_codes import REFUSED, TEMPORARY  # noqa: E402
-from recipes.files.faults import may_pass  # noqa: E402
+from recipes.files.reading import may_pass  # noqa: E402
 from recipes.files.screen import Screen, open_missing, tell  # noqa: E402
 from recipes.files.units import counted  # noqa: E402
 

@@ -43,7 +43,7 @@ from recipes.data.tokens.workspace import (
     would_read_itself,
 )
 from recipes.data.validation import also_trained_on, held_out, require_documents, require_sequence, whole_text
-from recipes.files.faults import may_pass
+from recipes.files.reading import may_pass
 from recipes.files.units import counted
 
 if TYPE_CHECKING:

@@ -12,12 +12,15 @@ from typing import TypeVar
 
 from parallel.errors import TemporaryError, UserError
 
-PASSING = {
-    *(errno.EIO, errno.ESTALE, errno.EACCES, errno.EAGAIN, errno.EBUSY, errno.EMFILE, errno.ENFILE, errno.ENODEV),
+MAY_PASS = {
+    *(errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ENOMEM, errno.EMFILE, errno.ENFILE),
     *(errno.ETIMEDOUT, errno.ENOTCONN, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTDOWN),
     *(errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ESHUTDOWN, errno.EREMOTEIO, errno.ENOLINK),
+    errno.ENODEV,
 }
-"""Errors of a server, a connection or a login (an expired Kerberos ticket is EACCES) that may pass."""
+"""Errors of a server, a connection or a machine that may pass."""
+PASSING = MAY_PASS | {errno.EACCES}
+"""The same where something is read that was readable before: the ticket of a login may have expired."""
 PAUSES = (1.0, 4.0)
 """Seconds before each further attempt to read."""
 
@@ -32,6 +35,28 @@ def patiently(read: Callable[[], Result]) -> Result:
         except TemporaryError:
             time.sleep(pause)
     return read()
+
+
+def may_pass(error: OSError) -> bool:
+    """Whether the same call may succeed later, without any change by the user."""
+    return error.errno in MAY_PASS
+
+
+def read_patiently(read: Callable[[], Result], *, what: str) -> Result:
+    """What `read` returns, which is called again after a fault that may pass. what: it reads, with the recipe's field.
+
+    Raises TemporaryError after the last time, and at once whatever else `read` raises.
+    """
+
+    def named() -> Result:
+        try:
+            return read()
+        except OSError as error:
+            if not may_pass(error):
+                raise
+            raise fault(f"{what} cannot be read now", error) from error
+
+    return patiently(named)
 
 
 def fault(text: str, error: OSError, remedy: str = "") -> UserError:

@@ -15,7 +15,7 @@ import xxhash
 from parallel.errors import UserError
 from recipes.data.text.plain_text import PIECES, text_rule, what_a_document_is
 from recipes.data.text.readers import ARRAY, file_kind
-from recipes.files.faults import patiently
+from recipes.files.reading import read_patiently
 
 if TYPE_CHECKING:
     from recipes.data.text.hub import HubDataset
@@ -46,7 +46,7 @@ def is_hub(source: str) -> bool:
 def is_prepared(source: str) -> bool:
     """Whether the source is a folder of token shards written by scripts/prepare_data.py."""
     folder = Path(source).expanduser()
-    return patiently(
+    return read_patiently(
         lambda: (folder / "owner.txt").is_file() and (folder / "index.json").is_file(), what=f"data.source: '{folder}'"
     )
 

@@ -16,7 +16,7 @@ from parallel.errors import TemporaryError, UserError
 from recipes.data.tokens.shards import INDEX, PROBLEMS, Shards, problem_path, write_problem
 from recipes.data.tokens.workspace import Preparation
 from recipes.files.exit_codes import REFUSED, TEMPORARY, leave
-from recipes.files.faults import may_pass
+from recipes.files.reading import may_pass
 from recipes.files.units import counted
 
 SECONDS_BETWEEN_LOOKS = 0.02

@@ -30,7 +30,7 @@ import xxhash
 
 from parallel.errors import TemporaryError, UserError
 from recipes.files.atomic import write_whole
-from recipes.files.faults import patiently
+from recipes.files.reading import read_patiently
 
 # Part of every fingerprint: raise it when the same source starts to give different files.
 FORMAT_VERSION = 2
@@ -235,14 +235,14 @@ class BadRowBudget:
 
 def _text(file: Path) -> str:
     """The contents of a file. Raises OSError, and TemporaryError if that may pass."""
-    return patiently(lambda: file.read_text(encoding="utf-8"), what=f"data.source: '{file}'")
+    return read_patiently(lambda: file.read_text(encoding="utf-8"), what=f"data.source: '{file}'")
 
 
 def _mapped(file: Path) -> np.ndarray:
     """The array in a file, memory-mapped. Raises UserError if it is damaged, TemporaryError if it may be read later."""
     try:
         # As a plain array, because slicing a numpy.memmap is twenty times slower.
-        return np.asarray(patiently(lambda: np.load(file, mmap_mode="r"), what=f"data.source: '{file}'"))
+        return np.asarray(read_patiently(lambda: np.load(file, mmap_mode="r"), what=f"data.source: '{file}'"))
     except FileNotFoundError as error:
         raise TemporaryError(
             f"data.source: the tokens in '{file}' were removed while the run reads them; the same command makes those"
@@ -272,7 +272,7 @@ def damage(folder: Path, number: int, shard: Shard) -> str | None:
     for kind in ARRAYS:
         file = array_path(folder, number, kind)
         try:
-            found = patiently(partial(_checksum, file), what=f"data.source: '{file}'")
+            found = read_patiently(partial(_checksum, file), what=f"data.source: '{file}'")
         except (OSError, ValueError) as error:
             return f"{file.name} cannot be read: {error}"
         if found != shard.checksums[kind]:

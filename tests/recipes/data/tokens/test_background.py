@@ -15,7 +15,7 @@ from recipes.data.tokens import background as module
 from recipes.data.tokens.background import EVERYTHING, Background
 from recipes.data.tokens.shards import array_path, read_index, read_problem, shard_path
 from recipes.data.tokens.workspace import Preparation, whole_shards
-from recipes.files import faults
+from recipes.files import reading
 from tests.recipes.data.texts import contents, shards_in, work_on, write_rows
 
 KILLS = 4
@@ -24,7 +24,7 @@ KILLS = 4
 @pytest.fixture
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Preparation:
     monkeypatch.setattr(module, "SECONDS_BEFORE_TRIES", (0.05, 0.05, 0.05))
-    monkeypatch.setattr(faults, "SECONDS_BEFORE_TRIES", (0.01,))
+    monkeypatch.setattr(reading, "PAUSES", (0.01,))
     write_rows(tmp_path / "rows.jsonl", 2000)
     return work_on(tmp_path / "rows.jsonl")
 
