@@ -23,8 +23,7 @@ NOT_MET = 69
 TEMPORARY = 71
 """A fault that may pass, such as a file system that does not answer: the same command tries again. (EX_OSERR)"""
 CANNOT_WRITE = 74
-"""All steps are done, but the last checkpoint cannot be written. (EX_IOERR. The tokenizing process exits with it when
-it cannot even write the reason why it fails.)"""
+"""All steps are done, but the last checkpoint cannot be written. (EX_IOERR)"""
 PREEMPTED = 75
 """Stopped by a signal; the state is saved, and the same command continues. (EX_TEMPFAIL: try again.)"""
 POISONED = 76
