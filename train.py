@@ -59,7 +59,6 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         from recipes.command_line import print_help
 
         recipe = load(arguments[0], arguments[1:], rules=False) if arguments else None
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
         print_help(recipe, description="Train a recipe. The end of this text lists the forms of the command.")
         print(USAGE)
         return FINISHED
@@ -69,7 +68,6 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     if options.check:
         from recipes.training.check import check
 
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         check(loaded.recipe, processes=options.processes, nodes=options.nodes)
         return FINISHED
     from recipes.training.run import train  # torch, from here on

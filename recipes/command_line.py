@@ -1,5 +1,6 @@
 """Command-line overrides, `--section.field value`, and --help, both parsed by tyro. Imports no torch."""
 
+import signal
 from collections.abc import Sequence
 from contextlib import redirect_stderr, suppress
 from difflib import get_close_matches
@@ -40,6 +41,7 @@ def parse(arguments: Sequence[str], defaults: Recipe) -> tuple[dict[str, Any], l
 
 def print_help(recipe: Recipe | None, *, description: str) -> None:
     """Print every field, grouped by section, with its documentation and its value in the recipe (None: the default)."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
     with suppress(SystemExit):
         _tyro(["--help"], recipe or Recipe(), description=description)
 

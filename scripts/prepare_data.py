@@ -111,18 +111,11 @@ def prepare(options: argparse.Namespace) -> None:
     text_field, text_documents = options.text_field, options.text_documents
     for note in notes(source, text_documents=text_documents):
         say(note)
-    tokenizer = load_tokenizer(
-        options.tokenizer,
-        sources=[source],
-        text_field=text_field,
-        text_documents=text_documents,
-        cache=options.cache,
-        log=say,
-    )
+    reading = {"text_field": text_field, "text_documents": text_documents}
+    tokenizer = load_tokenizer(options.tokenizer, sources=[source], **reading, cache=options.cache, log=say)
     work = preparation(
         source,
-        text_field=text_field,
-        text_documents=text_documents,
+        **reading,
         tokenizer=tokenizer,
         validation_fraction=options.validation_fraction,
     )

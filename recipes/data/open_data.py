@@ -121,11 +121,7 @@ def open_data(
     cache = Path(section.cache).expanduser()
     raw = [text for name, text in texts.items() if name not in prepared]
     others = [source for source in dict.fromkeys(validation.values()) if source != HELD_OUT]
-    unprepared = [*raw, *(source for source in others if not is_prepared(source))]
-    _require_outside(cache, unprepared)
-    for text in unprepared if launch.writes else ():
-        for note in notes(text, text_documents=section.text_documents):
-            launch.log(note)
+    _look_at([*raw, *(source for source in others if not is_prepared(source))], section, cache, launch)
     if isinstance(tokenizer, str):
         corpus = raw or list(texts.values())
         tokenizer = load_tokenizer(
@@ -165,12 +161,16 @@ def _require_training_text(source: Source, log: Callable[[str], None], *, fracti
     require_sequence(source, what="the training text", more="give more text")
 
 
-def _require_outside(cache: Path, sources: Sequence[str]) -> None:
+def _look_at(sources: Sequence[str], section: DataConfig, cache: Path, launch: Launch) -> None:
+    """Log which files of these sources are read, and what a document in them is. Raises UserError."""
     if around := [source for source in sources if would_read_itself(source, cache / "tokens" / "any")]:
         raise UserError(
             f"data.cache: '{cache}' lies inside the source {around[0]!r}, which would read its own tokens; give a cache"
             " elsewhere"
         )
+    for source in sources if launch.writes else ():
+        for note in notes(source, text_documents=section.text_documents):
+            launch.log(note)
 
 
 def _open_validation(

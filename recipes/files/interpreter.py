@@ -23,7 +23,8 @@ def explain_wrong_interpreter() -> None:
 
 def _on_error(kind: Any, error: Any, trace: Any) -> None:
     package = (getattr(error, "name", None) or "").partition(".")[0]
-    if isinstance(error, ModuleNotFoundError) and package and importlib.util.find_spec(package) is None:
+    ours = Path(sys.prefix) == ROOT / ".venv"  # set up by scripts/setup.sh: no other Python would help
+    if isinstance(error, ModuleNotFoundError) and package and not ours and importlib.util.find_spec(package) is None:
         _refuse("lacks the package " + package)
     traceback.print_exception(kind, error, trace)
 

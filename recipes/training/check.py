@@ -1,5 +1,6 @@
 """What train.py --check prints: a summary, as comments, and the resolved recipe below it. Imports no torch."""
 
+import signal
 import sys
 
 from recipes.load import to_toml
@@ -27,6 +28,7 @@ def check(recipe: Recipe, *, processes: int | None, nodes: int | None) -> None:
         f"mesh: replicate {degrees.replicate} x shard {degrees.shard}; parameters, gradients and moments take"
         f" {states / 1e9:,.2f} GB per process, activations and logits more",
     ]
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
     print("".join(f"# {line}\n" for line in lines) + "\n" + to_toml(recipe), end="")
     if states > LARGEST_DEVICE:
         print(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-MOST_MODULES = 70
+MOST_MODULES = 72
 MOST_LINES = 10_500
 MOST_FILES_OF_A_STEP = 12
 NOT_ASKED_FOR = {
@@ -100,7 +100,7 @@ def listed(modules: dict[str, int]) -> str:
     return "\n".join(f"{lines:>6}  {name}" for name, lines in modules.items())
 
 
-def test_plain_run_loads_at_most_65_modules(plain_run: dict[str, Any]) -> None:
+def test_plain_run_loads_at_most_72_modules(plain_run: dict[str, Any]) -> None:
     modules = our_modules(plain_run)
     assert len(modules) <= MOST_MODULES, f"{len(modules)} modules\n{listed(modules)}"
 
