@@ -108,10 +108,9 @@ def prepare(options: argparse.Namespace) -> None:
         raise UserError(f"data.source: {problem}")
     if would_read_itself(source, folder):
         raise UserError(f"'{folder}' lies inside '{options.source}' and would be part of it; give another folder")
-    text_field, text_documents = options.text_field, options.text_documents
-    for note in notes(source, text_documents=text_documents):
+    for note in notes(source, text_documents=options.text_documents):
         say(note)
-    reading = {"text_field": text_field, "text_documents": text_documents}
+    reading = {"text_field": options.text_field, "text_documents": options.text_documents}
     tokenizer = load_tokenizer(options.tokenizer, sources=[source], **reading, cache=options.cache, log=say)
     work = preparation(
         source,

@@ -124,14 +124,8 @@ def open_data(
     _look_at([*raw, *(source for source in others if not is_prepared(source))], section, cache, launch)
     if isinstance(tokenizer, str):
         corpus = raw or list(texts.values())
-        tokenizer = load_tokenizer(
-            tokenizer,
-            sources=corpus,
-            text_field=section.text_field,
-            text_documents=section.text_documents,
-            cache=cache,
-            log=launch.log,
-        )
+        reading = {"text_field": section.text_field, "text_documents": section.text_documents}
+        tokenizer = load_tokenizer(tokenizer, sources=corpus, **reading, cache=cache, log=launch.log)
     training: list[Source] = []
     data_state: dict[str, Any] = {"tokenizer": tokenizer.fingerprint, "sources": {}}
     weights, fraction, opened = list(section.sources.values()), section.validation_fraction, {}
