@@ -99,7 +99,8 @@ def load_run(
         problems += _check_size(given, weights)
     recipe = _assemble(given, weights)
     if rules:
-        broken = {problem.key.partition(".")[0] for problem in problems}
+        keys = {problem.key for problem in problems}
+        broken = {key if key in field_types() else key.partition(".")[0] for key in keys}
         for key, message in violations(recipe, weights, processes=processes, nodes=nodes, broken=broken):
             problems.append(_located(key, message, recipe, given))
     if problems:

@@ -51,33 +51,47 @@ def violations(
         weights: what it starts from; looked up only if it names any.
         processes: their number, where it is known.
         nodes: their number, where it is known.
-        broken: sections with invalid values; rules that read them are skipped.
+        broken: fields with invalid values, and sections with unknown keys; rules that read them are skipped.
     """
     run, model, data, mesh, float8 = recipe.run, recipe.model, recipe.data, recipe.mesh, recipe.float8
-    # (the sections that a rule reads, the rule); a rule is a generator, so nothing runs before it is iterated.
+    # (the sections and fields that a rule reads, the rule); a rule is a generator: nothing runs before it is iterated.
     rules = (
-        ("run", name_is_a_folder(run)),
+        ("run.name", name_is_a_folder(run)),
         ("model", model_is_consistent(model)),
         ("model", weights_fit(model, weights)),
         ("data model", data_is_there(data, model=model, weights=weights)),
         ("data validation", validation_has_text(recipe.validation, data=data)),
         ("mesh", mesh_fits(mesh, processes=processes, nodes=nodes)),
-        ("batch mesh", batch_divides(recipe.batch, mesh=mesh, processes=processes, nodes=nodes)),
-        ("attention data run", attention_has_a_kernel(recipe.attention, masked=data.document_mask, device=run.device)),
-        ("float8", float8_gathers(float8)),
-        ("float8 run", float8_has_a_device(float8, device=run.device)),
+        (
+            "batch.global_batch_size batch.micro_batch_size mesh",
+            batch_divides(recipe.batch, mesh=mesh, processes=processes, nodes=nodes),
+        ),
+        (
+            "attention data.document_mask run.device",
+            attention_has_a_kernel(recipe.attention, masked=data.document_mask, device=run.device),
+        ),
+        ("float8.all_gather float8.recipe", float8_gathers(float8)),
+        ("float8.recipe float8.emulate run.device", float8_has_a_device(float8, device=run.device)),
         ("compile", autotune_has_a_compiler(recipe.compile)),
-        ("float8 compile run", float8_can_be_sampled(float8, compiled=recipe.compile.enabled, steps=run.steps)),
-        ("float8 model", float8_fits(float8, model=model)),
-        ("checkpoint", export_has_checkpoints(recipe.checkpoint)),
-        ("checkpoint", kept_checkpoints_are_saved(recipe.checkpoint)),
-        ("schedule run", schedule_fits(recipe.schedule, steps=run.steps)),
-        ("optimizer", moments_can_move(recipe.optimizer)),
-        ("profile run", profile_fits(recipe.profile, steps=run.steps)),
+        (
+            "float8.recipe float8.sample_every compile.enabled run.steps",
+            float8_can_be_sampled(float8, compiled=recipe.compile.enabled, steps=run.steps),
+        ),
+        ("float8.recipe float8.exclude model", float8_fits(float8, model=model)),
+        ("checkpoint.export_hf checkpoint.every", export_has_checkpoints(recipe.checkpoint)),
+        ("checkpoint.keep_every checkpoint.every", kept_checkpoints_are_saved(recipe.checkpoint)),
+        ("schedule run.steps", schedule_fits(recipe.schedule, steps=run.steps)),
+        ("optimizer.state_dtype optimizer.betas", moments_can_move(recipe.optimizer)),
+        ("profile run.steps", profile_fits(recipe.profile, steps=run.steps)),
     )
-    for sections, found in rules:
-        if not set(sections.split()) & set(broken):
+    for read, found in rules:
+        if not any(_overlap(place, key) for place in read.split() for key in broken):
             yield from found
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Whether one of two dotted keys is the other, or a section that holds it."""
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
 def name_is_a_folder(run: RunConfig) -> Iterator[Violation]:

@@ -519,3 +519,11 @@ def test_a_wrong_mixture_is_refused_with_a_valid_one() -> None:
 def test_a_mixture_that_names_a_source_twice_is_refused(texts: tuple[str, str], tmp_path: Path) -> None:
     said = refused(MODEL, "--data.mixture", texts[0], "1", f"{tmp_path}/./a.txt", "1")
     assert "names the same source twice" in said
+
+
+def test_a_wrong_type_does_not_hide_the_rules_about_other_fields_of_its_section(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[batch]\nglobal_batch_size = 7\nmicro_batch_size = 2\nloss_chunks = "4"\n')
+    with pytest.raises(UserError) as raised:
+        load(recipe)
+    assert "batch.loss_chunks" in str(raised.value) and "batch.global_batch_size" in str(raised.value)
