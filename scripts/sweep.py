@@ -13,6 +13,7 @@ from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 explain_wrong_interpreter()
 
 from parallel.errors import UserError  # noqa: E402
+from recipes.files.screen import open_missing, tell  # noqa: E402
 from recipes.sweep.runner import exit_code_of  # noqa: E402
 
 EPILOG = """\
@@ -22,8 +23,13 @@ Results go to OUTPUT/NAME: results.jsonl, table.md, bars.png, loss.png, and the 
 Sweeps are in configs/sweeps/, their CPU variants, for any machine, in configs/sweeps/cpu/."""
 
 
+def say(line: str) -> None:
+    tell(line, to=1)  # a sweep goes on when its terminal is gone
+
+
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0, 1 if no row was measured, 2 for a user error, 128 + n after signal n."""
+    open_missing()
     parser = argparse.ArgumentParser(
         description="Run the rows of a sweep and compare them.",
         epilog=EPILOG,
@@ -56,15 +62,15 @@ def sweep(options: argparse.Namespace, overrides: list[str]) -> int:
         device=None if options.dry_run else "cuda" if devices else "cpu",
     )
     known = current_results(plan)
-    print(f"{plan.name}: {len(plan.rows)} rows on {plan.rows[0].processes} processes, results in {plan.folder}")
+    say(f"{plan.name}: {len(plan.rows)} rows on {plan.rows[0].processes} processes, results in {plan.folder}")
     if options.dry_run:
         for row in plan.rows:
             values = ", ".join(f"{key} = {value}" for key, value in row.overrides.items()) or "the base as it is"
             state = f"   ({known[row.label]['outcome']} already)" if row.label in known else ""
-            print(f"  {row.label}: {values}{state}")
+            say(f"  {row.label}: {values}{state}")
         return 0
-    results = run_sweep(plan, retry=options.retry, log=lambda line: print(line, flush=True))
-    print((plan.folder / TABLE).read_text(encoding="utf-8"), end="")
+    results = run_sweep(plan, retry=options.retry, log=say)
+    say((plan.folder / TABLE).read_text(encoding="utf-8").removesuffix("\n"))
     return 0 if any(result["outcome"] == "done" for result in results.values()) else 1
 
 

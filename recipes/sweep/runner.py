@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from typing import Literal
 
 from parallel.errors import UserError
 from recipes.files.exit_codes import REFUSED, ended_by, with_parent
+from recipes.files.screen import tell
 
 Outcome = Literal["done", "out of memory", "crashed", "refused", "timed out"]
 MARK = "SHARDWRIGHT_SWEEP_RUN"
@@ -66,11 +66,10 @@ def exit_code_of(work: Callable[[], int], *, interrupted: str) -> int:
         with stop_signals():
             return work()
     except UserError as error:
-        print(error, file=sys.stderr)
+        tell(str(error))
         return REFUSED
     except Stopped as stop:
-        with suppress(OSError):  # standard error may be closed after SIGHUP
-            print(f"\n{interrupted}", file=sys.stderr, flush=True)
+        tell(f"\n{interrupted}")
         return ended_by(stop.number)
 
 

@@ -167,8 +167,9 @@ def test_smollm3_48x8_has_the_published_hyperparameters() -> None:
     recipe = load(ROOT / "configs" / "smollm3_3b_48x8h100.toml", processes=384, nodes=48)
     tokens_per_step = recipe.batch.global_batch_size * recipe.batch.sequence_length
     assert recipe.run.steps * tokens_per_step == 4_720_000 * 576 * 4096
-    assert recipe.schedule.decay_steps * tokens_per_step == 522_000 * 576 * 4096
-    assert recipe.schedule.warmup_steps == 2000
+    warmup, decay = recipe.schedule.phases(recipe.run.steps)
+    assert warmup == 2000
+    assert decay * tokens_per_step == 522_000 * 576 * 4096
     optimizer = recipe.optimizer
     assert (optimizer.lr, optimizer.betas, optimizer.eps) == (2e-4, (0.9, 0.95), 1e-8)
     assert (optimizer.weight_decay, optimizer.grad_clip) == (0.1, 1.0)

@@ -378,6 +378,12 @@ def test_a_dry_run_shows_values_from_the_command_line(tmp_path: Path) -> None:
     assert "  tensorwise: float8.recipe = tensorwise, float8.sample_every = 0\n" in out
 
 
+def test_a_sweep_does_not_end_with_its_terminal(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "scripts/sweep.py"), str(ROOT / "configs/sweeps/cpu/zero.toml"), "--dry-run"]
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(command, cwd=tmp_path, stdout=full, stderr=full).returncode == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
