@@ -13,7 +13,7 @@ from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 explain_wrong_interpreter()
 
 from parallel.errors import UserError  # noqa: E402
-from recipes.files.screen import open_missing, tell  # noqa: E402
+from recipes.files.screen import Screen, open_missing  # noqa: E402
 from recipes.sweep.runner import exit_code_of  # noqa: E402
 
 EPILOG = """\
@@ -24,7 +24,7 @@ Sweeps are in configs/sweeps/, their CPU variants, for any machine, in configs/s
 
 
 def say(line: str) -> None:
-    tell(line, to=1)  # a sweep goes on when its terminal is gone
+    Screen().write(f"{line}\n")  # a sweep goes on when its terminal is gone
 
 
 def main(arguments: list[str]) -> int:

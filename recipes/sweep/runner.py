@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,6 @@ from typing import Literal
 
 from parallel.errors import UserError
 from recipes.files.exit_codes import REFUSED, ended_by, with_parent
-from recipes.files.screen import tell
 
 Outcome = Literal["done", "out of memory", "crashed", "refused", "timed out"]
 MARK = "SHARDWRIGHT_SWEEP_RUN"
@@ -66,10 +66,12 @@ def exit_code_of(work: Callable[[], int], *, interrupted: str) -> int:
         with stop_signals():
             return work()
     except UserError as error:
-        tell(str(error))
+        with suppress(OSError):  # nobody may read standard error any more
+            print(error, file=sys.stderr, flush=True)
         return REFUSED
     except Stopped as stop:
-        tell(f"\n{interrupted}")
+        with suppress(OSError):
+            print(f"\n{interrupted}", file=sys.stderr, flush=True)
         return ended_by(stop.number)
 
 
