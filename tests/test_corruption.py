@@ -43,7 +43,7 @@ def put(value: float) -> Callable[[Tensor], None]:
 
 NORM = "model.blocks.1.feed_forward_norm.weight"
 FAULTS: dict[str, tuple[int, str, Callable[[Tensor], None]]] = {
-    "flipped weight of rank 0": (0, "model.embedding.weight", flip(0)),
+    "flipped weight of rank 0": (0, "model.embedding.weight", flip(12)),  # the lowest bits may be rounded away
     "flipped moment of rank 3": (3, NORM.replace("model", "optimizer", 1) + ".exp_avg_sq", flip(3)),
     "flipped step counter": (2, NORM.replace("model", "optimizer", 1) + ".step", flip(1)),
     "NaN weight": (1, NORM, put(math.nan)),
@@ -204,7 +204,7 @@ def test_a_run_whose_only_checkpoint_has_nan_is_refused_and_it_is_named(small: R
     recipe = change(small, run={"name": "only"}, schedule={"warmup_steps": 0})
     [answer] = run_processes(1, save_nan, recipe, False)
     assert "step-00000004 has NaN or infinite values in model.norm.weight" in answer
-    assert "no older checkpoint is left" in answer
+    assert "to begin anew remove or rename" in answer
 
 
 def test_a_restart_after_a_flipped_bit_gives_the_losses_of_an_undisturbed_run(tmp_path: Path, corpus: Path) -> None:

@@ -19,7 +19,7 @@ STEPS = 20
 # Largest relative gap between two loss curves: compiled and bfloat16 against eager float32, float8 against bfloat16.
 COMPILE_TOLERANCE = 1e-5
 BFLOAT16_TOLERANCE = 2e-3
-FLOAT8_TOLERANCE = 1e-2
+FLOAT8_TOLERANCE = 2e-2  # 0.6 to 1.4%, depending on the text, which is of this Python's standard library
 
 
 @pytest.fixture(scope="module")
