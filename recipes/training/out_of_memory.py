@@ -2,7 +2,6 @@
 
 import errno
 import re
-import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,6 +14,7 @@ from parallel.errors import UserError
 from recipes.fields import toml
 from recipes.files.atomic import Lines
 from recipes.files.layout import LOG_FILE, RECIPE
+from recipes.files.screen import tell
 from recipes.metrics.clock import START, RunClock
 from recipes.schema import Recipe
 
@@ -60,7 +60,7 @@ def report(error: BaseException, recipe: Recipe, world: World, clock: RunClock) 
     if first:  # the other ranks would say the same
         lines += _advice(recipe, world, on_host=on_host, started=clock.now != START)
     for line in lines:
-        print(line, file=sys.stderr, flush=True)
+        tell(line)  # whatever has become of the screen
     folder = recipe.run.folder
     if (folder / RECIPE).is_file():  # otherwise the run has not begun
         details = "".join(traceback.format_exception(error)).splitlines()
@@ -68,7 +68,7 @@ def report(error: BaseException, recipe: Recipe, world: World, clock: RunClock) 
             with suppress(Exception):
                 details += torch.cuda.memory_summary(abbreviated=True).splitlines()
                 lines.append(f"  what the memory held: {_dump(folder / SNAPSHOTS, world.rank)}")
-                print(lines[-1], file=sys.stderr, flush=True)
+                tell(lines[-1])
         Lines(folder / LOG_FILE, log=lambda line: None).append(*lines, *details)
 
 
