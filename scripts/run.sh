@@ -101,7 +101,11 @@ if [ -n "$check" ]; then
     checked "$@"
     exit
 fi
-checked "$@" >/dev/null
+checked "$@" >/dev/null || {
+    code=$?
+    # After a fault that may pass, the supervisor tries again.
+    [ "$code" = 71 ] && [ "${RESTARTS:-0}" != 0 ] || exit "$code"
+}
 
 nodes=(--standalone) # on the loopback network only, see recipes/cluster/rendezvous.py
 if [ "$NNODES" -gt 1 ]; then

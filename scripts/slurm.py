@@ -33,13 +33,13 @@ def main(arguments: list[str]) -> int:
     run = ["bash", str(ROOT / "scripts" / "run.sh"), *(word for word in arguments if word != "--check")]
     try:
         job = Job(run, os.environ, on_node=[sys.executable, str(ROOT / "scripts" / "slurm.py"), "--node"])
-        recipe = job.checked_recipe()
+        code, recipe = job.checked_recipe()
     except UserError as error:
         log(str(error))
-        recipe = None
-    if recipe is None:
+        code, recipe = REFUSED, ""
+    if code:
         log("refused: nothing was started")
-        return REFUSED
+        return code
     if "--check" in arguments:
         log(f"the recipe fits {job.nodes} nodes")
         return 0

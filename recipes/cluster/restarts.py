@@ -35,6 +35,8 @@ from recipes.files.screen import tell
 
 PAUSE_SECONDS = 2
 """Before another start, so that ports and devices are free by then."""
+FAULT_SECONDS, LONGEST_PAUSE = 30, 300
+"""The same after a fault that may pass: twice as long after each in a row, since a server may need minutes."""
 
 
 class End(StrEnum):
@@ -44,6 +46,7 @@ class End(StrEnum):
     FINAL = "ended for a reason that a restart does not mend"
     PREEMPTED = "preempted"
     CRASHED = "crashed"
+    TEMPORARY = "met a fault that may pass"
     UNSTARTED = "did not start on all nodes"
     """A node does not answer. Other nodes are the remedy, not a change of the run."""
     TAKEN = "ended by the scheduler"
@@ -73,7 +76,7 @@ def end_of(codes: Sequence[int | None]) -> tuple[End, int]:
         return End.PREEMPTED, max(known)
     for crash in NAMED_CRASHES:
         if crash in known:
-            return End.CRASHED, crash
+            return End.TEMPORARY if crash == TEMPORARY else End.CRASHED, crash
     return End.CRASHED, next((code for code in known if code not in {0, *PREEMPTED_CODES}), 1)
 
 
@@ -91,16 +94,26 @@ def reason_to_stop(attempts: Sequence[Attempt], *, step: int, restarts: int) -> 
     """Why not to start again, or None. step: of the newest checkpoint. restarts: how many crashes to restart after."""
     if attempts and attempts[-1].end in (End.DONE, End.FINAL):
         return attempts[-1].end.value
-    crashes = sum(attempt.end in (End.CRASHED, End.UNSTARTED, None) for attempt in attempts)
+    crashes = sum(attempt.end in (End.CRASHED, End.TEMPORARY, End.UNSTARTED, None) for attempt in attempts)
     if crashes > restarts:
         return f"it crashed {crashes} times, and RESTARTS={restarts}"
-    ours = [
-        (attempt, index > 0) for index, attempt in enumerate(attempts) if attempt.end not in (End.TAKEN, End.UNSTARTED)
-    ]
+    others = (End.TAKEN, End.UNSTARTED, End.TEMPORARY)  # they say nothing about this run
+    ours = [(attempt, index > 0) for index, attempt in enumerate(attempts) if attempt.end not in others]
     latest = takewhile(lambda pair: pair[0].step == step, reversed(ours))
     if sum(is_restart for _, is_restart in latest) >= 2:
         return f"two restarts got no further than step {step} (a crash loop, or checkpoints too far apart)"
     return None
+
+
+def pause_after(attempts: Sequence[Attempt]) -> float:
+    """Seconds to wait before another start."""
+    faults = sum(1 for _ in takewhile(lambda attempt: attempt.end is End.TEMPORARY, reversed(attempts)))
+    return fault_pause(faults) if faults else PAUSE_SECONDS
+
+
+def fault_pause(faults: int) -> float:
+    """Seconds to wait after so many faults in a row that may pass."""
+    return min(FAULT_SECONDS * 2 ** (faults - 1), LONGEST_PAUSE)
 
 
 def number_of_restarts(text: str) -> int:
@@ -199,4 +212,9 @@ def supervise(launcher: Launcher, folder: Path, *, steps: int, restarts: int) ->
         if stop := reason_to_stop(attempts, step=step, restarts=restarts):
             log(f"stopped: {stop}")
             return code
-        time.sleep(PAUSE_SECONDS)
+        pause = pause_after(attempts)
+        if end is End.TEMPORARY:
+            log(f"starts again in {pause:g} s")
+        until = time.monotonic() + pause
+        while (left := until - time.monotonic()) > 0 and not launcher.signal:
+            time.sleep(min(left, 1))

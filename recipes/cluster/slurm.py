@@ -5,12 +5,22 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from types import FrameType
 
 from parallel.errors import UserError
-from recipes.cluster.restarts import End, History, end_of, newest_step, number_of_restarts, reason_to_stop
-from recipes.files.exit_codes import PREEMPTED, SIGNALS
+from recipes.cluster.restarts import (
+    End,
+    History,
+    end_of,
+    fault_pause,
+    newest_step,
+    number_of_restarts,
+    pause_after,
+    reason_to_stop,
+)
+from recipes.files.exit_codes import PREEMPTED, SIGNALS, TEMPORARY
 from recipes.files.screen import Output, put, tell
 
 STARTED, STOPPING = "started", "stopping"
@@ -42,11 +52,19 @@ class Job:
         self.requeues = int(environment.get("SLURM_RESTART_COUNT", "0"))
         self.ended_by_slurm = False
 
-    def checked_recipe(self) -> str | None:
-        """The resolved recipe as TOML, or None if it is invalid; the check has then printed why."""
+    def checked_recipe(self) -> tuple[int, str]:
+        """(exit code of the check, the resolved recipe as TOML). The check has printed what is wrong with the recipe.
+
+        After a fault that may pass, it is checked again, as often as the job restarts.
+        """
         command = [*self._run_command, "--check"]
-        done = subprocess.run(command, env=self.environment, stdout=subprocess.PIPE, text=True)
-        return done.stdout if done.returncode == 0 else None
+        for number in count(1):
+            done = subprocess.run(command, env=self.environment, stdout=subprocess.PIPE, text=True)
+            if done.returncode != TEMPORARY or number > self.restarts:
+                break
+            log(f"checked again in {fault_pause(number):g} s")
+            time.sleep(fault_pause(number))
+        return done.returncode, done.stdout
 
     def supervise(self, folder: Path) -> int:
         """Start all nodes until the run is done or another start would not help. Returns the exit code."""
@@ -71,7 +89,7 @@ class Job:
                 return PREEMPTED
             end, code = end_of([int(state) if state and state.isdecimal() else None for state in states.values()])
             absent = [name for name, state in states.items() if state is None]
-            if absent and end == End.CRASHED:
+            if absent and end in (End.CRASHED, End.TEMPORARY):
                 end = End.UNSTARTED
             history.end(end)
             if end == End.DONE:
@@ -88,6 +106,8 @@ class Job:
                     log(f"stopped: requeued {self.requeues} times and RESTARTS={self.restarts}, without attempts.json")
                     return code
                 return self._requeue()
+            if end == End.TEMPORARY:
+                time.sleep(pause_after(history.attempts))
 
     def _run(self, attempt: int) -> dict[str, str | None]:
         """Run the recipe on all nodes once. Returns the last state of each node: an exit code, or a key of STATES, or

@@ -159,7 +159,7 @@ def read_header(file: Path) -> list[Entry]:
     except FileNotFoundError:
         raise UserError(f"{file.name} is missing; download it again") from None
     except OSError as error:
-        raise fault(f"{file.name} cannot be read", error) from None
+        raise fault(f"{file} cannot be read", error) from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
         raise UserError(f"{file.name} is not a safetensors file") from None
     if size != end:

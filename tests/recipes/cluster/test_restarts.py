@@ -1,11 +1,16 @@
 """When a job starts again, and when it does not."""
 
+import os
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from recipes.cluster.restarts import Attempt, End, History, Launcher, end_of, reason_to_stop, supervise
+from recipes.cluster.restarts import Attempt, End, History, Launcher, end_of, pause_after, reason_to_stop, supervise
+from recipes.cluster.slurm import Job
 from tests.full_disk import files_of_at_most
 
 CRASHED, PREEMPTED, TAKEN = End.CRASHED, End.PREEMPTED, End.TAKEN
@@ -23,7 +28,7 @@ CRASHED, PREEMPTED, TAKEN = End.CRASHED, End.PREEMPTED, End.TAKEN
         ([137, 1, 77, None], (CRASHED, 77)),  # the frozen process was killed
         ([0, None], (CRASHED, 1)),
         ([0, 1], (CRASHED, 1)),
-        ([143, 71], (CRASHED, 71)),  # a fault that may pass
+        ([143, 71], (End.TEMPORARY, 71)),  # a fault that may pass
         ([137, 79, 1], (CRASHED, 79)),  # bad memory; the other nodes lost their peer
         ([137, 78, None], (End.FINAL, 78)),  # out of device memory, as with every start
         ([None, None], (CRASHED, 1)),
@@ -147,7 +152,37 @@ def test_codes_of_passing_faults_restart_and_the_code_of_full_devices_does_not(
     code: int, starts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("recipes.cluster.restarts.PAUSE_SECONDS", 0)
+    monkeypatch.setattr("recipes.cluster.restarts.FAULT_SECONDS", 0)
     count = tmp_path / "count"
     command = [sys.executable, "-S", "-c", f"open({str(count)!r}, 'a').write('.'); raise SystemExit({code})"]
     assert supervise(Launcher(command), tmp_path, steps=10, restarts=1) == code
     assert len(count.read_text()) == starts
+
+
+def test_faults_that_may_pass_are_waited_for_up_to_the_number_of_restarts() -> None:
+    faults = [Attempt(10, End.TEMPORARY)] * 4
+    assert [pause_after(faults[:number]) for number in range(1, 5)] == [30, 60, 120, 240]
+    assert pause_after([*faults, *faults]) == 300 and pause_after([*faults, Attempt(10, CRASHED)]) == 2
+    assert reason_to_stop(faults, step=10, restarts=4) is None
+    assert reason_to_stop(faults, step=10, restarts=3) == "it crashed 4 times, and RESTARTS=3"
+
+
+def test_a_signal_ends_the_wait_for_another_start(tmp_path: Path) -> None:
+    launcher = Launcher([sys.executable, "-S", "-c", "raise SystemExit(71)"])
+    timer = threading.Timer(1, launcher.stop, [signal.SIGTERM, None])
+    timer.start()
+    began = time.monotonic()
+    assert supervise(launcher, tmp_path, steps=10, restarts=1) == 71
+    assert time.monotonic() - began < 15
+
+
+def test_a_slurm_job_checks_its_recipe_again_after_a_fault_that_may_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recipes.cluster.restarts.FAULT_SECONDS", 0)
+    check = f"echo checked; test -e {tmp_path}/again || {{ touch {tmp_path}/again; exit 71; }}"
+    variables = {**os.environ, "SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "a"}
+    for restarts, expected in (("0", 71), ("1", 0)):
+        job = Job(["bash", "-c", check], variables | {"RESTARTS": restarts}, on_node=[])
+        assert job.checked_recipe() == (expected, "checked\n")
+        (tmp_path / "again").unlink()
