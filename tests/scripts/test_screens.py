@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from recipes.bench.crash import descendants
-from recipes.files.exit_codes import PREEMPTED, REFUSED
+from recipes.files.exit_codes import OUT_OF_MEMORY, PREEMPTED, REFUSED
 from tests.processes import rank_of, wait_for
 from tests.scripts.nodes import EVERY, ROOT, arguments, environment, losses, reached
 
@@ -61,6 +61,14 @@ def test_a_run_saves_when_its_terminal_is_closed(tmp_path: Path, corpus: Path) -
     os.close(ours)  # the kernel sends SIGHUP
     assert process.wait(60) == PREEMPTED
     assert "SIGTERM: interrupted after step " in log(tmp_path)
+
+
+@pytest.mark.parametrize("streams", ["2>/dev/full", "2> >(true)"])
+def test_a_run_out_of_memory_has_its_exit_code_without_screens(streams: str, tmp_path: Path, corpus: Path) -> None:
+    ill = [sys.executable, ROOT / "tests/ill_train.py", "out_of_memory", "0", "2"]
+    command = with_streams(streams, *ill, *arguments(tmp_path, corpus, "run"))
+    assert subprocess.run(command, cwd=ROOT, env=environment(), timeout=60).returncode == OUT_OF_MEMORY
+    assert "\nOUT OF MEMORY: " in log(tmp_path)
 
 
 @pytest.mark.parametrize("streams", ["2>/dev/full", "2>&-", ">&- 2>&-", "2> >(true)"])
