@@ -1,5 +1,6 @@
 """Rules that span several fields of a recipe, or check what it names on the disk. Imports no torch."""
 
+import math
 import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -275,7 +276,14 @@ def schedule_fits(schedule: ScheduleConfig, *, steps: int) -> Iterator[Violation
         yield "schedule.decay_steps", f'is for kind = "wsd" only, not "{schedule.kind}"; write decay_steps = 0'
     elif warmup + decay > steps:
         rule = f"warmup_steps {warmup} + decay_steps {decay} = {warmup + decay} must not exceed run.steps = {steps}"
-        remedy = f"write steps = {warmup + decay} or more, or shares of the run, such as warmup_steps = 0.1"
+        shares = sum(phase for phase in (schedule.warmup_steps, schedule.decay_steps) if isinstance(phase, float))
+        fixed = sum(phase for phase in (schedule.warmup_steps, schedule.decay_steps) if isinstance(phase, int))
+        if shares and fixed == 0:
+            remedy = "write shares with a sum of at most 1"
+        elif shares:  # they grow with the run
+            remedy = f"write steps = {math.ceil(fixed / (1 - shares)) + 1} or more, or smaller shares"
+        else:
+            remedy = f"write steps = {fixed} or more, or shares of the run, such as warmup_steps = 0.1"
         yield f"schedule.{'decay_steps' if decay else 'warmup_steps'}", f"{rule}; {remedy}"
 
 

@@ -261,6 +261,13 @@ def test_shares_of_the_run_that_exceed_it_are_refused() -> None:
     assert "warmup_steps 70 + decay_steps 50 = 120 must not exceed run.steps = 100" in message
 
 
+def test_steps_that_the_message_names_are_enough_for_shares_of_the_run() -> None:
+    schedule = ScheduleConfig(warmup_steps=0.7, decay_steps=60)
+    message = the_rule(Recipe(schedule=schedule), "schedule.decay_steps")
+    assert "write steps = 201 or more, or smaller shares" in message
+    assert not broken_by(Recipe(run=RunConfig(steps=201), schedule=schedule))
+
+
 def test_a_share_continues_a_run_that_had_its_steps() -> None:
     steps, share = (Recipe(schedule=ScheduleConfig(warmup_steps=warmup, decay_steps=20)) for warmup in (10, 0.1))
     assert identity_differences(steps, share) == identity_differences(share, steps) == []
