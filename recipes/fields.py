@@ -136,8 +136,9 @@ def _readings(annotation: Any, value: Any) -> list[Any]:
     """What the user may have meant by a value of the wrong type, most likely first."""
     readings: list[Any] = []
     if isinstance(value, str):
-        with suppress(tomli.TOMLDecodeError):  # "3e-4", "True"
-            readings.append(tomli.loads(f"v = {value.lower()}")["v"])
+        for text in (value, value.lower()):  # "3e-4", "True"
+            with suppress(tomli.TOMLDecodeError):
+                readings.append(tomli.loads(f"v = {text}")["v"])
         choices = get_args(annotation) if get_origin(annotation) is Union else (annotation,)
         words = [word for choice in choices if get_origin(choice) is Literal for word in get_args(choice)]
         readings += get_close_matches(value.lower(), words, n=1, cutoff=0.5)

@@ -516,6 +516,11 @@ def test_a_wrong_mixture_is_refused_with_a_valid_one() -> None:
     assert "write for example --data.mixture web.jsonl 0.7 code.jsonl 0.3" in said
 
 
+def test_tables_of_paths_are_repeated_as_they_were_written() -> None:
+    said = refused(MODEL, "--validation.sources", "{web = '/Data/Web.jsonl'}")
+    assert "write --validation.sources web /Data/Web.jsonl" in said
+
+
 def test_a_mixture_that_names_a_source_twice_is_refused(texts: tuple[str, str], tmp_path: Path) -> None:
     said = refused(MODEL, "--data.mixture", texts[0], "1", f"{tmp_path}/./a.txt", "1")
     assert "names the same source twice" in said
