@@ -127,8 +127,11 @@ def weights_fit(model: ModelConfig, initial: InitialWeights) -> Iterator[Violati
 
 def data_is_there(data: DataConfig, *, model: ModelConfig, weights: InitialWeights) -> Iterator[Violation]:
     """The sources can be read, and the tokenizer fits the model."""
+    from recipes.data.text.plain_text import text_documents_problem
     from recipes.data.text.sources import is_prepared, source_problem
 
+    if message := text_documents_problem(data.text_documents):
+        yield "data.text_documents", message
     for source in data.sources:
         if is_prepared(source):
             yield from prepared_fits(source, data)

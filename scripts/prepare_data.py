@@ -84,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def prepare(options: argparse.Namespace) -> None:
     """Tokenize the source, and print what the folder holds."""
+    from recipes.data.text.plain_text import text_documents_problem
     from recipes.data.text.sources import is_prepared, notes, pinned, source_problem
     from recipes.data.text.tokenizer import load_tokenizer
     from recipes.data.tokens.shards import bad_rows, open_index
@@ -98,6 +99,8 @@ def prepare(options: argparse.Namespace) -> None:
         raise UserError(f"--bad-row-budget {options.bad_row_budget} must be a share from 0 to 1; write 0.01")
     if options.cores is not None and options.cores < 1:
         raise UserError(f"--cores {options.cores} must be at least 1")
+    if problem := text_documents_problem(options.text_documents):
+        raise UserError(f"--text-documents {options.text_documents} {problem}")
     folder = options.folder.expanduser()
     if is_prepared(options.source):
         raise UserError(f"'{options.source}' is prepared already; use it as data.source")

@@ -4,6 +4,7 @@ import io
 import os
 import re
 from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import IO
 
@@ -24,10 +25,25 @@ BEGINNING_BYTES = 1 << 20
 SMALL_FILE_BYTES, MANY_FILES = 1 << 20, 100
 
 AUTO, FILE, BLANK_LINE, LINE, PIECES = "auto", "file", "blank_line", "line", "pieces"
+KEYWORDS = (AUTO, FILE, BLANK_LINE, LINE, PIECES)
+CUT = (
+    f"each document is a piece of a file, up to the first blank line after {CHUNK_BYTES:,} bytes; without any in"
+    f" {LONGEST_CHUNK_BYTES:,} bytes, up to "
+)
 LINE_ENDING = rb"(?:\r\n|\n|\r(?!\n))"
 # No pattern matches more bytes than this and its own length: then a match never depends on where reading starts.
 LONGEST_BLANK = 80
 PATTERNS = {LINE: LINE_ENDING, BLANK_LINE: LINE_ENDING + rb"[ \t]{0,%d}" % LONGEST_BLANK + LINE_ENDING}
+
+
+def text_documents_problem(text_documents: str) -> str | None:
+    """What is wrong with data.text_documents and what to write instead, or None: a keyword with a slip in it would be
+    a separator that no file contains."""
+    word = re.sub(r"[- ]", "_", text_documents.lower())
+    close = get_close_matches(word, KEYWORDS, n=1, cutoff=0.8)
+    if text_documents in KEYWORDS or not close:
+        return None
+    return f'would be a separator; did you mean "{close[0]}"?'
 
 
 def text_rule(files: Sequence[Path], text_documents: str) -> TextRule:
@@ -60,15 +76,18 @@ def what_a_document_is(files: Sequence[Path], rule: TextRule) -> str:
         try:
             with file.open("rb") as stream:
                 found = _resolved(stream, rule)
+                stream.seek(0)
+                there = found in KEYWORDS or _pattern(found).search(stream.read(BEGINNING_BYTES))
+                missing = "" if there else f", which the beginning of {file.name!r} does not contain"
         except OSError:
             continue
         return {
             FILE: "each file is one document",
             LINE: "each line is a document",
             BLANK_LINE: "each paragraph is a document",
-            AUTO: f"each file is cut at the first blank line after {CHUNK_BYTES:,} bytes, again and again",
-            PIECES: f"each file is cut at the first blank line after {CHUNK_BYTES:,} bytes, again and again",
-        }.get(found, f"documents are separated by {found!r}")
+            AUTO: CUT + "the last line or word before that",
+            PIECES: CUT + "that length",
+        }.get(found) or f"documents are separated by {found!r}" + missing
     return "no file can be read"
 
 
@@ -90,10 +109,14 @@ def _documents_of(stream: IO[bytes], rule: str, offset: int) -> Iterator[tuple[b
         while chunk := _chunk(stream, whole_words=rule == AUTO):
             yield chunk, len(chunk)
         return
-    # A line ending in a separator stands for any.
-    written = re.escape(rule.encode().replace(b"\r\n", b"\n")).replace(b"\\\n", LINE_ENDING)
-    pattern = None if rule == FILE else re.compile(PATTERNS.get(rule, written))
+    pattern = None if rule == FILE else _pattern(rule)
     yield from _separated(stream, pattern, reach=max(len(rule.encode()) * 2, LONGEST_BLANK + 8))
+
+
+def _pattern(rule: str) -> re.Pattern[bytes]:
+    """What separates two documents. A line ending in a separator stands for any."""
+    written = re.escape(rule.encode().replace(b"\r\n", b"\n")).replace(b"\\\n", LINE_ENDING)
+    return re.compile(PATTERNS.get(rule, written))
 
 
 def _separated(

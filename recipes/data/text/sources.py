@@ -4,6 +4,7 @@ import difflib
 import fnmatch
 import glob
 import os
+import re
 import sysconfig
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -337,6 +338,8 @@ def _suffix(path: Path) -> str | None:
 def _did_you_mean(path: Path) -> str:
     """The most similar name next to a path that does not exist, or the nearest existing folder above it."""
     parent = path.parent
+    if not parent.is_dir() and not path.suffix and re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", str(path)):
+        return f"; write 'hf:{path}' for the dataset of this name on the hub"
     if not parent.is_dir():
         existing = next(folder for folder in parent.absolute().parents if folder.is_dir())
         return f" (there is no folder '{parent}'; the nearest existing one is '{existing}')"

@@ -172,7 +172,7 @@ def test_notes_count_what_is_read_and_what_is_not(tmp_path: Path) -> None:
         f"'{tmp_path}': reads 3 .jsonl, 1 .txt; does not read"
         " 3 .pdf, 1 .csv, 1 broken link, 1 pipe or device, 1 without a suffix"
     )
-    assert "cut at the first blank line after 2,048 bytes" in second
+    assert "up to the first blank line after 2,048 bytes; without any in 65,536 bytes, up to the last line" in second
     (globbed,) = sources.notes(str(tmp_path / "*.jsonl"), text_documents="auto")
     assert globbed.endswith(": reads 3 .jsonl; does not read 1 broken link, 1 pipe or device")
     assert sources.notes(str(tmp_path / "0.jsonl"), text_documents="auto") == []

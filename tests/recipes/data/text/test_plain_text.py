@@ -60,6 +60,21 @@ def test_setting_says_what_a_document_is(tmp_path: Path, setting: str, expected:
     assert texts_of(tmp_path / "a.txt", setting) == expected
 
 
+def test_message_says_that_a_file_does_not_contain_the_separator(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n====\ntwo\n")
+    (note,) = sources.notes(str(tmp_path), text_documents="----")
+    assert "documents are separated by '----', which the beginning of 'a.txt' does not contain" in note
+    (note,) = sources.notes(str(tmp_path), text_documents="\n====\n")
+    assert "contain" not in note
+
+
+@pytest.mark.parametrize("slip", ["lines", "Line", "blank-line", "FILE"])
+def test_slip_in_a_keyword_is_not_taken_for_a_separator(slip: str) -> None:
+    assert "did you mean" in str(plain_text.text_documents_problem(slip))
+    assert plain_text.text_documents_problem("line") is None
+    assert plain_text.text_documents_problem("<|endoftext|>") is None
+
+
 def test_small_files_of_a_large_folder_are_one_document_each(tmp_path: Path) -> None:
     article = "A paragraph of an article.\n\n" * 300
     for number in range(plain_text.MANY_FILES - 1):

@@ -65,6 +65,7 @@ def test_missing_source_suggests_the_most_similar_name(tmp_path: Path) -> None:
     assert problem is not None
     assert "does not exist; did you mean" in problem
     assert repr(str(tmp_path / "shakespeare.txt")) in problem
+    assert "write 'hf:owner/data' for the dataset" in str(sources.source_problem("owner/data"))
     assert sources.source_problem("python_stdlib") == "'python_stdlib' does not exist; did you mean 'python-stdlib'?"
 
 
