@@ -42,15 +42,25 @@ def test_check_prints_the_resolved_recipe_without_torch(folder: Path) -> None:
     assert (code, err) == (0, "")
     summary, _, recipe = out.partition("\n\n")
     assert recipe == to_toml(load(DEBUG, ["--run.steps", "300"]))
-    assert "300 steps of 16 x 256 = 4,096 tokens, 1,228,800 in all; warm-up 30 steps, final decay 60" in summary
+    steps = "300 of 16 x 256 = 4,096 tokens, 1,228,800 in all; learning rate 0.003, wsd, warm-up 30, final decay 60"
+    assert f"# steps: {steps}\n# on 2 processes: replicate 1 x shard 2; " in summary
+    assert "# validation: every 50 steps, on 0.02 of the documents\n# checkpoints: every 50 steps" in summary
+    assert all(line.startswith("# ") for line in summary.splitlines())
     assert list(tomli.loads(out)) == list(sections())
     assert sorted(path.name for path in folder.iterdir()) == ["site"]  # nothing was written
 
 
 def test_check_warns_of_a_model_that_no_device_holds(folder: Path) -> None:
     code, out, err = train(folder, DEBUG, "--check", "--model.name", "llama3_405b", "--data.tokenizer", "train:512")
-    assert code == 0 and "GB per process" in out and len(err.splitlines()) == 1
-    assert "on each of 1 processes, more than any device has; shard over more of them" in err
+    assert code == 0 and "TB per process" in out and len(err.splitlines()) == 1
+    assert "per process on 1 process, more than any device has; shard over more of them" in err
+
+
+def test_check_says_for_how_many_processes_it_counts_and_that_nothing_is_saved(folder: Path) -> None:
+    code, out, err = train(folder, DEBUG, "--check", "--checkpoint.every", "0")
+    assert (code, err) == (0, "") and "# on 1 process: " in out
+    assert "for other numbers: --check --processes N --nodes M" in out
+    assert "# checkpoints: none; nothing is saved" in out
 
 
 def test_no_arguments_print_the_usage(folder: Path) -> None:

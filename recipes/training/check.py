@@ -3,6 +3,7 @@
 import signal
 import sys
 
+from recipes.files.units import size
 from recipes.load import to_toml
 from recipes.rules import fitted_mesh
 from recipes.schema import Recipe
@@ -15,24 +16,54 @@ LARGEST_DEVICE = 192e9
 def check(recipe: Recipe, *, processes: int | None, nodes: int | None) -> None:
     """Print them; all of standard output is TOML. Raises UserError if the run's folder cannot be used."""
     check_output_folder(recipe)
-    run, batch, parameters = recipe.run, recipe.batch, recipe.model.num_params()
-    tokens = batch.global_batch_size * batch.sequence_length
     degrees = fitted_mesh(recipe.mesh, processes, nodes)
     moments = 8 if recipe.optimizer.state_dtype == "float32" else 4
-    states = parameters * (8 + moments) / degrees.shard
-    warmup, decay = recipe.schedule.phases(run.steps)
+    states = recipe.model.num_params() * (8 + moments) // degrees.shard
+    on = "1 process" if degrees.data_parallel == 1 else f"{degrees.data_parallel:,} processes"
+    other = "" if processes else "; for other numbers: --check --processes N --nodes M"
     lines = [
-        f"{run.name}: {recipe.model.name} with {parameters:,} parameters",
-        f"{run.steps:,} steps of {batch.global_batch_size:,} x {batch.sequence_length:,} = {tokens:,} tokens,"
-        f" {run.steps * tokens:,} in all; warm-up {warmup:,} steps, final decay {decay:,}",
-        f"mesh: replicate {degrees.replicate} x shard {degrees.shard}; parameters, gradients and moments take"
-        f" {states / 1e9:,.2f} GB per process, activations and logits more",
+        *_work(recipe),
+        f"on {on}: replicate {degrees.replicate} x shard {degrees.shard}; parameters, gradients and moments take"
+        f" {size(states)} per process, activations and logits more{other}",
+        *_parts(recipe),
     ]
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
+    lines = ["".join(c if c.isprintable() else "?" for c in line) for line in lines]  # as TOML wants comments
     print("".join(f"# {line}\n" for line in lines) + "\n" + to_toml(recipe), end="")
     if states > LARGEST_DEVICE:
         print(
-            f"warning: parameters, gradients and moments take {states / 1e9:,.0f} GB on each of {degrees.data_parallel}"
-            " processes, more than any device has; shard over more of them (--check --processes N tells for N)",
+            f"warning: parameters, gradients and moments take {size(states)} per process on {on}, more than any device"
+            " has; shard over more of them (--check --processes N tells for N)",
             file=sys.stderr,
         )
+
+
+def _work(recipe: Recipe) -> list[str]:
+    """What is trained, and how long."""
+    run, batch = recipe.run, recipe.batch
+    tokens = batch.global_batch_size * batch.sequence_length
+    warmup, decay = recipe.schedule.phases(run.steps)
+    schedule = f"warm-up {warmup:,}" + (f", final decay {decay:,}" if recipe.schedule.kind == "wsd" else "")
+    return [
+        f"{run.name}: {recipe.model.name} with {recipe.model.num_params():,} parameters",
+        f"steps: {run.steps:,} of {batch.global_batch_size:,} x {batch.sequence_length:,} = {tokens:,} tokens,"
+        f" {run.steps * tokens:,} in all; learning rate {recipe.optimizer.lr:g}, {recipe.schedule.kind}, {schedule}",
+    ]
+
+
+def _parts(recipe: Recipe) -> list[str]:
+    """What each part of the recipe does, one line each."""
+    data, validation, checkpoint, float8 = recipe.data, recipe.validation, recipe.checkpoint, recipe.float8
+    texts = ", ".join(validation.texts.values()) or f"{data.validation_fraction:g} of the documents"
+    forever = f", and those of every {checkpoint.keep_every:,} steps" if checkpoint.keep_every else ""
+    kind = "off" if float8.recipe == "none" else float8.recipe
+    return [
+        f"compute: {recipe.fsdp.param_dtype}, float8 {kind}, activation checkpointing"
+        f" {recipe.activation_checkpointing.mode}, compile {'on' if recipe.compile.enabled else 'off'}",
+        f"text: {', '.join(data.sources)}; tokenizer {data.tokenizer}; attention"
+        f" {'inside documents' if data.document_mask else 'over whole sequences'}",
+        f"validation: every {validation.every:,} steps, on {texts}" if validation.every else "validation: none",
+        f"checkpoints: every {checkpoint.every:,} steps, of which the newest {checkpoint.keep} are kept{forever}"
+        if checkpoint.every
+        else "checkpoints: none; nothing is saved, the weights are gone when the run ends",
+    ]
