@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
+from recipes.files.reading import read_patiently
 
 TOKENIZER_CONFIG, GENERATION_CONFIG = "tokenizer_config.json", "generation_config.json"
 COMPANIONS = (TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja", GENERATION_CONFIG)
@@ -26,7 +27,9 @@ def read_companions(folder: Path) -> dict[str, str]:
         try:
             if file.stat().st_size > MAX_BYTES:
                 raise ValueError(f"it has more than {MAX_BYTES:,} bytes")
-            found[name] = file.read_bytes().decode()  # not read_text: it would change the ends of lines
+            found[name] = read_patiently(
+                file.read_bytes, what=str(file)
+            ).decode()  # not read_text: it would change the ends of lines
             if name.endswith(".json") and not isinstance(json.loads(found[name]), dict):
                 raise ValueError("it must contain one JSON object")
         except FileNotFoundError:

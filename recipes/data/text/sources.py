@@ -16,7 +16,7 @@ import xxhash
 from parallel.errors import UserError
 from recipes.data.text.plain_text import PIECES, text_rule, what_a_document_is
 from recipes.data.text.readers import ARRAY, file_kind
-from recipes.files.reading import read_patiently
+from recipes.files.reading import fault, may_pass, patiently, read_patiently
 
 if TYPE_CHECKING:
     from recipes.data.text.hub import HubDataset
@@ -188,7 +188,13 @@ def describe(source: str) -> str:
 
 
 def _identity(settings: tuple[object, ...], files: list[Path], *, root: Path) -> str:
+    """Raises UserError for a file that cannot be read, TemporaryError if that may pass."""
+    return patiently(lambda: _identity_now(settings, files, root))
+
+
+def _identity_now(settings: tuple[object, ...], files: list[Path], root: Path) -> str:
     identity = xxhash.xxh3_128(repr(settings).encode())
+    file = root
     try:
         total = sum(file.stat().st_size for file in files)
         for file in files:
@@ -201,9 +207,10 @@ def _identity(settings: tuple[object, ...], files: list[Path], *, root: Path) ->
                 while block := content.read(1 << 22):
                     identity.update(block)
     except OSError as error:
-        raise UserError(
-            f"data.source: cannot read '{error.filename}': {error.strerror}; is it being changed?"
-        ) from error
+        place = f"data.source: cannot read '{error.filename or file}'"
+        if may_pass(error):
+            raise fault(f"{place} now", error) from error
+        raise UserError(f"{place}: {error.strerror}; is it being changed?") from error
     return identity.hexdigest()
 
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from parallel.errors import UserError
+from parallel.errors import TemporaryError, UserError
 from recipes.data.text.sources import document_hash, file_state, file_states, fingerprint, require_unchanged
 from recipes.files.atomic import write_whole
+from recipes.files.reading import read_patiently
 
 if TYPE_CHECKING:
     import tokenizers
@@ -81,6 +82,8 @@ def tokenizer_problem(spec: str, vocabulary: int) -> str | None:
                 f"{spec!r} produces ids up to {size - 1}, but model.vocabulary is {vocabulary}; write "
                 f"'train:{vocabulary}' or less, or raise model.vocabulary to {size} or more"
             )
+    except TemporaryError:
+        raise
     except UserError as error:
         return str(error).removeprefix("data.tokenizer: ")
     return None
@@ -214,7 +217,7 @@ def _tokenizer_file(spec: str) -> Path:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_patiently(lambda: path.read_text(encoding="utf-8"), what=f"data.tokenizer: '{path}'")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"data.tokenizer: cannot read '{path}': {error}") from error
 

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from parallel.errors import UserError
+from parallel.errors import TemporaryError, UserError
 from recipes.data.text import sources
+from recipes.data.text.tokenizer import tokenizer_problem
+from recipes.files import reading
+from recipes.weights.companions import read_companions
 
 # -------------------------------------------------------------------------------------------------------- fingerprint
 
@@ -170,3 +173,18 @@ def test_would_read_predicts_which_new_files_a_source_reads(tmp_path: Path, patt
         (tmp_path / place).write_text("text")
     assert [tmp_path / place in sources.find_files(source) for place in places] == expected
     assert not sources.would_read(sources.STDLIB, tmp_path / "owner.txt")
+
+
+def test_a_text_a_tokenizer_or_a_setting_that_cannot_be_read_now_is_a_fault_that_may_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "PAUSES", (0, 0))
+    (tmp_path / "b.txt").write_text("text")
+    for name in ("a.txt", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).symlink_to("/proc/self/mem")  # reading it is an input/output error (EIO)
+    with pytest.raises(TemporaryError, match=r"^data.source: cannot read '.*a.txt' now: Input/output error"):
+        identity(tmp_path / "*.txt")
+    with pytest.raises(TemporaryError, match=r"^data.tokenizer: '.*tokenizer.json' cannot be read now: Input/output"):
+        tokenizer_problem(str(tmp_path / "tokenizer.json"), 512)
+    with pytest.raises(TemporaryError, match=r"tokenizer_config.json cannot be read now: Input/output error"):
+        read_companions(tmp_path)
