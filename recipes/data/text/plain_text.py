@@ -23,6 +23,8 @@ BEGINNING_BYTES = 1 << 20
 # "auto" takes each file of up to this many bytes for a document if the source has this many files of plain text: with
 # fewer, a hundredth of the documents would often be none.
 SMALL_FILE_BYTES, MANY_FILES = 1 << 20, 100
+LOOKED_AT = 16
+"""Files whose beginning is read for the message about documents."""
 
 AUTO, FILE, BLANK_LINE, LINE, PIECES = "auto", "file", "blank_line", "line", "pieces"
 KEYWORDS = (AUTO, FILE, BLANK_LINE, LINE, PIECES)
@@ -71,24 +73,36 @@ def plain_text(path: Path, *, rule: TextRule, start: Place) -> Rows:
 
 
 def what_a_document_is(files: Sequence[Path], rule: TextRule) -> str:
-    """What the documents of these .txt files are, for messages: of the first that can be read, where "auto" decides."""
-    for file in files:
+    """What the documents of these .txt files are, for messages: of the first that can be read, or with "auto", which
+    decides for each file, of the first LOOKED_AT."""
+    found: dict[str, str] = {}  # what a document is -> the first such file
+    for file in files[: LOOKED_AT if rule.documents == AUTO else None]:
         try:
             with file.open("rb") as stream:
-                found = _resolved(stream, rule)
-                stream.seek(0)
-                there = found in KEYWORDS or _pattern(found).search(stream.read(BEGINNING_BYTES))
-                missing = "" if there else f", which the beginning of {file.name!r} does not contain"
+                found.setdefault(_document(stream, rule), file.name)
         except OSError:
             continue
-        return {
-            FILE: "each file is one document",
-            LINE: "each line is a document",
-            BLANK_LINE: "each paragraph is a document",
-            AUTO: CUT + "the last line or word before that",
-            PIECES: CUT + "that length",
-        }.get(found) or f"documents are separated by {found!r}" + missing
-    return "no file can be read"
+        if rule.documents != AUTO:
+            break
+    if len(found) > 1:
+        return "; ".join(f"{what}, as in {name!r}" for what, name in found.items())
+    return next(iter(found), "no file can be read")
+
+
+def _document(stream: IO[bytes], rule: TextRule) -> str:
+    """What a document of this file is, in words."""
+    found = _resolved(stream, rule)
+    stream.seek(0)
+    there = found in KEYWORDS or _pattern(found).search(stream.read(BEGINNING_BYTES))
+    return {
+        FILE: "each file is one document",
+        LINE: "each line is a document",
+        BLANK_LINE: "each paragraph is a document",
+        AUTO: CUT + "the last line or word before that",
+        PIECES: CUT + "that length",
+    }.get(found) or f"documents are separated by {found!r}" + (
+        "" if there else ", which the first file does not contain in its first megabyte"
+    )
 
 
 def _resolved(stream: IO[bytes], rule: TextRule) -> str:

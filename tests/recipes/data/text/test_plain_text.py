@@ -63,9 +63,17 @@ def test_setting_says_what_a_document_is(tmp_path: Path, setting: str, expected:
 def test_message_says_that_a_file_does_not_contain_the_separator(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\n====\ntwo\n")
     (note,) = sources.notes(str(tmp_path), text_documents="----")
-    assert "documents are separated by '----', which the beginning of 'a.txt' does not contain" in note
+    assert "documents are separated by '----', which the first file does not contain" in note
     (note,) = sources.notes(str(tmp_path), text_documents="\n====\n")
     assert "contain" not in note
+
+
+def test_message_names_every_kind_of_document_that_auto_finds(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n")
+    (tmp_path / "b.txt").write_text("".join(f"{story}\n<|endoftext|>\n" for story in ("one", "two")))
+    (note,) = sources.notes(str(tmp_path), text_documents="auto")
+    assert "each document is a piece of a file" in note and ", as in 'a.txt'; " in note
+    assert "documents are separated by '<|endoftext|>', as in 'b.txt' (2 .txt, " in note
 
 
 @pytest.mark.parametrize("slip", ["lines", "Line", "blank-line", "FILE"])
