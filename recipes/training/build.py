@@ -221,7 +221,7 @@ def _newest_checkpoint(recipe: Recipe, console: Console) -> int | None:
         saved = read_text(recipe.run.folder / SAVED)
         if step is None:
             raise UserError(none_left(folder, [f"the newest was of step {saved}"]))
-        if saved not in ("", str(step)):
+        if saved.isdecimal() and int(saved) > step:  # a kill between the two leaves an older one
             console.log(f"the newest checkpoint was of step {saved}; the newest intact one now is of step {step}")
     return step
 

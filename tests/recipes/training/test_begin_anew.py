@@ -10,6 +10,7 @@ import pytest
 from parallel.dist import World
 from parallel.errors import TemporaryError, UserError
 from recipes.files import reading
+from recipes.files.layout import SAVED
 from recipes.schema import Recipe
 from tests.recipes.checkpoint.test_faults import break_calls
 from tests.training import change, rows, small_recipe, train
@@ -125,3 +126,14 @@ def test_a_run_folder_that_links_to_a_place_that_is_still_to_be_made_is_made_the
     recipe.run.folder.symlink_to(tmp_path / "disk")
     assert train(recipe, alone) == 0
     assert (tmp_path / "disk" / "checkpoints" / "step-00000002").is_dir()
+
+
+@pytest.mark.parametrize(("noted", "told"), [("2", False), ("6", True), ("", False), ("\0\0", False)])
+def test_only_a_newest_step_that_is_gone_is_told(
+    noted: str, told: bool, trained: Recipe, alone: World, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (trained.run.folder / SAVED).write_text(noted)  # "2": killed after the checkpoint of step 4, before this file
+    assert train(trained, alone, silent=False) == 0
+    out = capfd.readouterr().out
+    assert (f"the newest checkpoint was of step {noted}; the newest intact one now is of step 4" in out) == told
+    assert out.count("the newest checkpoint was") == told
