@@ -210,7 +210,9 @@ def _note_schedule(old: Recipe, new: Recipe, done: int) -> list[str]:
     )
     if then == now:
         return []
+    (before, _), (warmup, _) = (recipe.schedule.phases(recipe.run.steps) for recipe in (old, new))
+    again = f"; a share of the run, the warm-up lasts until step {warmup} now" if before <= done < warmup else ""
     return [
         f"run.steps is {new.run.steps} instead of {old.run.steps}: the learning rate of step {done + 1} is {now:.2e}"
-        f" instead of {then:.2e}"
+        f" instead of {then:.2e}{again}"
     ]

@@ -496,6 +496,13 @@ def test_a_recipe_that_changes_between_starts_is_kept(tmp_path: Path) -> None:
     assert not (tmp_path / "r" / "quarantine.jsonl").exists()  # it was ahead of the run, and is written again
 
 
+def test_extended_run_says_that_it_is_in_its_warm_up_again(tmp_path: Path) -> None:
+    old = named(tmp_path, schedule=ScheduleConfig(kind="wsd", warmup_steps=0.2))
+    occupy(old)
+    (said,) = claim(replace(old, run=replace(old.run, steps=1000)), 100)
+    assert said.endswith("instead of 3.00e-04; a share of the run, the warm-up lasts until step 200 now")
+
+
 def test_a_recipe_that_took_no_step_does_not_replace_one_that_did(tmp_path: Path) -> None:
     first = named(tmp_path, schedule=ScheduleConfig(kind="constant"))
     occupy(first)
