@@ -104,12 +104,15 @@ def is_folder(path: Path) -> bool:
     return stat.S_ISDIR(patiently(mode))
 
 
-def read_text(file: Path) -> str:
-    """The contents of a file of text. Raises UserError if it cannot be read, TemporaryError for a fault that stays."""
+def read_text(file: Path, *, errors: str = "strict") -> str:
+    """The contents of a file of text. Raises UserError if it cannot be read, TemporaryError for a fault that stays.
+
+    errors: as in bytes.decode(), for what is not UTF-8.
+    """
 
     def text() -> str:
         try:
-            return file.read_text(encoding="utf-8")
+            return file.read_text(encoding="utf-8", errors=errors)
         except OSError as error:
             raise fault(f"{file} cannot be read", error) from None
 

@@ -218,9 +218,10 @@ def _newest_checkpoint(recipe: Recipe, console: Console) -> int | None:
 
     step = newest_whole(folder, log=console.log)
     if SAVED in names:
-        saved = read_text(recipe.run.folder / SAVED)
+        saved = read_text(recipe.run.folder / SAVED, errors="replace")
         if step is None:
-            raise UserError(none_left(folder, [f"the newest was of step {saved}"]))
+            known = saved if saved.isdecimal() else "unknown, as .saved is damaged"
+            raise UserError(none_left(folder, [f"the newest was of step {known}"]))
         if saved.isdecimal() and int(saved) > step:  # a kill between the two leaves an older one
             console.log(f"the newest checkpoint was of step {saved}; the newest intact one now is of step {step}")
     return step

@@ -137,3 +137,8 @@ def test_only_a_newest_step_that_is_gone_is_told(
     out = capfd.readouterr().out
     assert (f"the newest checkpoint was of step {noted}; the newest intact one now is of step 4" in out) == told
     assert out.count("the newest checkpoint was") == told
+
+
+def test_a_damaged_note_of_the_newest_checkpoint_ends_no_start(trained: Recipe, alone: World) -> None:
+    (trained.run.folder / SAVED).write_bytes(b"\xff\x00")
+    goes_on(trained, alone)
