@@ -6,11 +6,21 @@ B batch, T tokens, S all tokens, cached and new, K key/value heads, N query head
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from models.config import ModelConfig
 from models.documents import Mask, Restriction
+
+
+class InnerAttention(nn.Module):
+    """The part of attention that looks at other tokens. It has no parameters: context parallelism replaces it."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, documents: Restriction | None = None) -> Tensor:
+        """query: (B, N, T, H); key, value: (B, K, T, H). Returns (B, N, T, H)."""
+        if documents is None:
+            return causal_attention(query, key, value)
+        return attention_in_documents(query, key, value, documents)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -7,17 +7,17 @@ B batch, T tokens, D model width, F feed-forward width, N query heads, K key/val
 """
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
-from models.attention import attention_in_documents, attention_to_cached, causal_attention, rope_tables, rotate
+from models.attention import InnerAttention, attention_to_cached, rope_tables, rotate
 from models.config import ModelConfig
 from models.documents import Documents, Restriction
-from models.interface import ModelInterface
-from models.loss import cross_entropy_sum
+from models.interface import BlockInterface, ModelInterface
+from models.loss import SummedLoss
 
 if TYPE_CHECKING:
     from models.cache import KeyValueCache, LayerCache
@@ -34,6 +34,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.width, config.key_value_heads * config.head_width, bias=False)
         self.v_proj = nn.Linear(config.width, config.key_value_heads * config.head_width, bias=False)
         self.o_proj = nn.Linear(config.heads * config.head_width, config.width, bias=False)
+        self.inner = InnerAttention()
 
     def forward(
         self,
@@ -53,10 +54,8 @@ class Attention(nn.Module):
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         if cache is not None:
             out = attention_to_cached(query, *cache.append(key, value))  # (B, N, T, H)
-        elif documents is not None:
-            out = attention_in_documents(query, key, value, documents)  # (B, N, T, H)
         else:
-            out = causal_attention(query, key, value)  # (B, N, T, H)
+            out = self.inner(query, key, value, documents)  # (B, N, T, H)
         return self.o_proj(out.transpose(1, 2).flatten(-2))  # (B, T, D)
 
 
@@ -97,17 +96,26 @@ class Block(nn.Module):
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
+class TiedHead(nn.Module):
+    """The output projection with a weight that belongs to the embedding. It has no parameters of its own."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x: (B, T, D); weight: (V, D). Returns logits (B, T, V)."""
+        return linear(x, weight)
+
+
 class Decoder(nn.Module):
     """Embedding, blocks, final norm and output projection. A tied model has no `lm_head`: it uses the embedding."""
 
     def __init__(self, config: ModelConfig, *, loss_chunks: int = 1) -> None:
         super().__init__()
         self.config = config
-        self.loss_chunks = loss_chunks
         self.embedding = nn.Embedding(config.vocabulary, config.width)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.lm_head = None if config.tied_embeddings else nn.Linear(config.width, config.vocabulary, bias=False)
+        self.tied_head = TiedHead() if config.tied_embeddings else None
+        self.loss = SummedLoss(loss_chunks)
 
     @property
     def interface(self) -> ModelInterface:
@@ -117,6 +125,18 @@ class Decoder(nn.Module):
             embedding="embedding",
             head=None if self.lm_head is None else "lm_head",
             head_norm="norm",
+            tied_head="tied_head" if self.lm_head is None else None,
+            loss="loss",
+            inside_block=BlockInterface(
+                norms=("attention_norm", "feed_forward_norm"),
+                parts=("attention", "feed_forward"),
+                inner_attention="attention.inner",
+                column=(
+                    *("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+                    *("feed_forward.gate_proj", "feed_forward.up_proj"),
+                ),
+                row=("attention.o_proj", "feed_forward.down_proj"),
+            ),
         )
 
     def forward(
@@ -126,16 +146,20 @@ class Decoder(nn.Module):
         *,
         cache: "KeyValueCache | None" = None,
         documents: Documents | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """tokens: (B, T) integers. Returns logits (B, T, V), or, with targets (B, T), their summed loss, a scalar.
 
         The loss is taken inside so that the logits, the largest tensor of a step, never leave this function. With a
         cache, the tokens follow those that it has seen, and join them. With documents, no token sees another one, and
         positions start anew in each; else a row is one text. Raises ValueError for both: a cache has no documents.
+        positions, (T,) or (B, T): of the tokens in their text, for tokens that are only a part of their rows.
         """
         if cache is not None and documents is not None:
             raise ValueError("a cache holds one text a row, so it cannot go with documents")
-        if documents is None:
+        if positions is not None:
+            pass
+        elif documents is None:
             first = 0 if cache is None else cache.length
             positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)  # (T,)
         else:
@@ -147,8 +171,11 @@ class Decoder(nn.Module):
         for block, layer in zip(self.blocks, layers, strict=True):
             x = block(x, cos, sin, layer, inside)
         x = self.norm(x)
-        logits = linear(x, self.embedding.weight) if self.lm_head is None else self.lm_head(x)  # (B, T, V)
-        return logits if targets is None else cross_entropy_sum(logits, targets, chunks=self.loss_chunks)
+        if self.lm_head is None:
+            logits = cast(TiedHead, self.tied_head)(x, self.embedding.weight)  # (B, T, V)
+        else:
+            logits = self.lm_head(x)  # (B, T, V)
+        return self.loss(logits, targets)
 
     def init_parameter(self, name: str, values: Tensor, generator: torch.Generator) -> None:
         """Fill `values`, the whole parameter of this fully qualified name, with its initial values.

@@ -1,7 +1,7 @@
 """What parallel/ may know of a model: the names of its repeated blocks, its embedding and its head.
 
 A model says so in its `interface`; everything else about it stays its own business. Names are fully qualified and
-hold before and after parallelization. What tensor parallelism needs to know joins here. Imports no torch.
+hold before and after parallelization. Imports no torch.
 """
 
 from dataclasses import dataclass
@@ -9,6 +9,22 @@ from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+@dataclass(frozen=True)
+class BlockInterface:
+    """The parts of a repeated block, by name inside it: what tensor and context parallelism cut, and how."""
+
+    norms: tuple[str, ...]
+    """Norms of the residual stream: each token by itself."""
+    parts: tuple[str, ...]
+    """What reads a norm's output and adds to the residual stream: attention and feed-forward."""
+    inner_attention: str
+    """The module without parameters in which tokens see each other."""
+    column: tuple[str, ...]
+    """Linears whose outputs (heads, feed-forward features) are independent of each other."""
+    row: tuple[str, ...]
+    """Linears that sum over what the column linears produce."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +39,11 @@ class ModelInterface:
     """The output projection; None where it is tied to the embedding."""
     head_norm: str
     """The norm before the output projection: where the last part of the forward pass begins."""
+    tied_head: str | None
+    """The module without parameters that projects with the embedding's weight; None where there is a head."""
+    loss: str
+    """The module without parameters that takes logits and targets, or None, and returns the summed loss."""
+    inside_block: BlockInterface
 
 
 def interface_of(model: "nn.Module") -> ModelInterface:

@@ -3,11 +3,23 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 IGNORED = -100
 """A target with this value does not count in the loss (PyTorch's default)."""
+
+
+class SummedLoss(nn.Module):
+    """cross_entropy_sum as a module without parameters, which tensor parallelism replaces."""
+
+    def __init__(self, chunks: int) -> None:
+        super().__init__()
+        self.chunks = chunks
+
+    def forward(self, logits: Tensor, targets: Tensor | None) -> Tensor:
+        """The summed loss, or the logits where there are no targets."""
+        return logits if targets is None else cross_entropy_sum(logits, targets, chunks=self.chunks)
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor, *, chunks: int = 1) -> Tensor:

@@ -10,15 +10,33 @@ from parallel.errors import UserError
 
 @dataclass(frozen=True)
 class MeshDegrees:
-    """The mesh degrees for a known number of processes. Neighbouring ranks are in the same shard group."""
+    """The mesh degrees for a known number of processes. Neighbouring ranks are in the same tensor group."""
 
     replicate: int
     shard: int
+    context: int = 1
+    tensor: int = 1
 
     @property
     def data_parallel(self) -> int:
-        """Number of processes that read different sequences."""
+        """Number of shares of a global batch: processes that share a sequence or a matrix count as one."""
         return self.replicate * self.shard
+
+    @property
+    def copy(self) -> int:
+        """Number of processes that hold one copy of the model together."""
+        return self.shard * self.context * self.tensor
+
+    @property
+    def processes(self) -> int:
+        """Number of all processes."""
+        return self.replicate * self.copy
+
+    def __str__(self) -> str:
+        """As in "replicate 2 x shard 4 x tensor 8"."""
+        inner = {"context": self.context, "tensor": self.tensor}
+        parts = [f"{axis} {degree}" for axis, degree in inner.items() if degree > 1]
+        return " x ".join([f"replicate {self.replicate}", f"shard {self.shard}", *parts])
 
 
 @dataclass(frozen=True)
@@ -28,11 +46,13 @@ class MeshConfig:
     replicate: Annotated[int, Ge(-1)] = 1
     """Replicas of the sharded model (hybrid sharding), with gradients all-reduced across them; -1 = the rest."""
     shard: Annotated[int, Ge(-1)] | Literal["node"] = -1
-    """Sharding degree of FSDP; 1 = none, -1 = the rest, "node" = the processes of a node, with one replica per node."""
-    tensor: Annotated[int, Ge(1)] = 1
-    """Tensor-parallel degree. Not implemented yet: must be 1."""
+    """Sharding degree of FSDP; 1 = none, -1 = the rest, "node" = the rest of a node, with one replica per node."""
     context: Annotated[int, Ge(1)] = 1
-    """Context-parallel degree. Not implemented yet: must be 1."""
+    """Context-parallel degree: processes that hold neighbouring parts of the same sequences. For long sequences."""
+    tensor: Annotated[int, Ge(1)] = 1
+    """Tensor-parallel degree: processes of one node that hold parts of the same matrices. For models from about 30B."""
+    context_by: Literal["heads", "gather"] = "heads"
+    """How parts of a sequence see each other: exchange tokens for heads (Ulysses), or gather all keys and values."""
 
     def fit(self, world_size: int, *, nodes: int | None = None) -> MeshDegrees:
         """The degrees with -1 and "node" replaced, so that their product is `world_size`.
@@ -40,12 +60,9 @@ class MeshConfig:
         nodes: the number of nodes, required for shard = "node". Raises UserError, with the arithmetic and one line for
         each problem, if the processes cannot be laid out like that.
         """
-        asked = f"replicate {self.replicate} x shard {self.shard} x tensor {self.tensor} x context {self.context}"
+        inner = self.context * self.tensor
+        asked = f"replicate {self.replicate} x shard {self.shard} x context {self.context} x tensor {self.tensor}"
         problems = [
-            f"mesh.{axis} = {degree}: {axis} parallelism is not implemented yet; write {axis} = 1"
-            for axis in ("tensor", "context")
-            if (degree := getattr(self, axis)) > 1
-        ] + [
             f"mesh.{axis} = 0: a degree must be at least 1; write 1, or -1 for the rest"
             for axis in ("replicate", "shard")
             if getattr(self, axis) == 0
@@ -60,21 +77,22 @@ class MeshConfig:
                 "mesh: replicate and shard are both -1; only one can be the rest, write a degree for the other"
             )
         if -1 in (self.replicate, self.shard):
-            fixed = self.shard if self.replicate == -1 else self.replicate
+            fixed = (self.shard if self.replicate == -1 else self.replicate) * inner
             if world_size % fixed:
                 raise UserError(
                     f"mesh: {asked} does not fit {world_size} processes: {world_size} / {fixed} is not an integer"
                     f"; start a multiple of {fixed} processes (NPROC) or change the degrees"
                 )
             rest = world_size // fixed
-            return MeshDegrees(rest, self.shard) if self.replicate == -1 else MeshDegrees(self.replicate, rest)
-        degrees = MeshDegrees(self.replicate, self.shard)
-        if degrees.data_parallel != world_size:
+            replicate, shard = (rest, self.shard) if self.replicate == -1 else (self.replicate, rest)
+            return MeshDegrees(replicate, shard, self.context, self.tensor)
+        product = self.replicate * self.shard * inner
+        if product != world_size:
             raise UserError(
-                f"mesh: {asked} = {degrees.data_parallel} processes, but {world_size} were started"
-                f"; start {degrees.data_parallel} (NPROC) or write shard = -1 to take the rest"
+                f"mesh: {asked} = {product} processes, but {world_size} were started"
+                f"; start {product} (NPROC) or write shard = -1 to take the rest"
             )
-        return degrees
+        return MeshDegrees(self.replicate, self.shard, self.context, self.tensor)
 
     def _inside_nodes(self, world_size: int, nodes: int) -> MeshDegrees:
         """One replica per node, sharded over its processes. replicate may be the number of nodes or its default, 1."""
@@ -88,7 +106,13 @@ class MeshConfig:
                 f'mesh.shard = "node": {world_size} processes cannot be divided equally among {nodes} nodes'
                 "; start the same number on each (NPROC), or write a number"
             )
-        return MeshDegrees(nodes, world_size // nodes)
+        inside, inner = world_size // nodes, self.context * self.tensor
+        if inside % inner:
+            raise UserError(
+                f'mesh.shard = "node": the {inside} processes of a node cannot be divided by context {self.context} x'
+                f" tensor {self.tensor} = {inner}; start a multiple of {inner} on each (NPROC), or change the degrees"
+            )
+        return MeshDegrees(nodes, inside // inner, self.context, self.tensor)
 
 
 @dataclass(frozen=True)

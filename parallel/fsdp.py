@@ -49,7 +49,7 @@ def shard_blocks_and_root(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> s
         if config.prefetch > 1:  # one block ahead FSDP2 looks by itself in the backward pass
             unit.set_modules_to_backward_prefetch(units[max(0, index - config.prefetch) : index][::-1])
 
-    shard, replicate = mesh.degrees.shard, mesh.degrees.replicate
+    shard, replicate = mesh.degrees.shard * mesh.degrees.context, mesh.degrees.replicate
     stage = "ZeRO-3" if reshard else "ZeRO-2"
     layout = f"{stage} over {shard}" if shard > 1 else "no sharding"
     copies = f" x {replicate} replicas" if replicate > 1 else ""

@@ -58,11 +58,11 @@ def placement(degrees: MeshDegrees, nodes: Sequence[Node]) -> list[str]:
     if len(nodes) == 1:
         return []
     node_of = {rank: number for number, node in enumerate(nodes) for rank in node.ranks}
-    firsts = range(0, degrees.data_parallel, degrees.shard)
-    spans = [len({node_of[rank] for rank in range(first, first + degrees.shard)}) for first in firsts]
+    firsts = range(0, degrees.processes, degrees.copy)
+    spans = [len({node_of[rank] for rank in range(first, first + degrees.copy)}) for first in firsts]
     sizes = sorted({len(node.ranks) for node in nodes})
     processes = " or ".join(map(str, sizes)) + (" process" if sizes == [1] else " processes")
-    if degrees.shard == 1:
+    if degrees.copy == 1:
         where = "nothing is sharded"
     elif max(spans) == 1:
         where = "each shard group is inside one node"

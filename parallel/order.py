@@ -1,5 +1,7 @@
 """The fixed order in which one plain model becomes a parallel one. Read it downwards."""
 
+from functools import partial
+
 from torch import nn
 
 from parallel.activation_checkpoint import checkpoint_blocks
@@ -10,6 +12,24 @@ from parallel.kernels import compile_blocks
 from parallel.mesh import Mesh
 
 
+def split_matrices(model: nn.Module, mesh: Mesh) -> list[str]:
+    """Tensor parallelism, where the mesh has that axis."""
+    if mesh.tensor is None:
+        return []
+    from parallel.tensor import split_over
+
+    return [split_over(model, mesh.tensor)]
+
+
+def split_rows(model: nn.Module, mesh: Mesh, *, context_by: str) -> list[str]:
+    """Context parallelism, where the mesh has that axis."""
+    if mesh.context is None:
+        return []
+    from parallel.context import split_over
+
+    return [split_over(model, mesh.context, by=context_by)]
+
+
 def parallelize(
     model: nn.Module,
     mesh: Mesh,
@@ -18,19 +38,26 @@ def parallelize(
     activation_checkpointing: ActivationCheckpointingConfig,
     compile: CompileConfig,
     fsdp: FSDPConfig,
+    context_by: str = "heads",
 ) -> list[str]:
     """Apply every part to `model`, in place, while it is on the meta device. Returns one line per part, for the log.
 
     The optimizer must be built afterwards: sharding replaces the parameters.
     """
+    checkpointed = partial(checkpoint_blocks, model, activation_checkpointing)
+    compiled = partial(compile_blocks, model, compile, device_type=mesh.devices.device_type)
+    # Before compile, so that the recomputation is traced and fused with the rest of the block. The exception: traced
+    # with tensor parallelism, "full" would keep a mesh for the backward pass, which torch 2.13 refuses.
+    outside = mesh.tensor is not None and compile.enabled and activation_checkpointing.mode == "full"
     return [
         # First, while the linears are plain nn.Linear: torchao swaps them by type.
         convert_linears(model, float8, device_type=mesh.devices.device_type),
-        # Tensor and context parallelism come here: they re-place the (float8) linears' parameters and inputs.
-        # Before compile, so that the recomputation is traced and fused with the rest of the block.
-        checkpoint_blocks(model, activation_checkpointing),
+        # On the (float8) linears: it replaces their parameters by parts, and hooks their inputs and outputs.
+        *split_matrices(model, mesh),
+        # After it, on the heads that it has left each process.
+        *split_rows(model, mesh, context_by=context_by),
         # Each block in place: repeated blocks share one compilation, and fully qualified names stay as they are.
-        compile_blocks(model, compile, device_type=mesh.devices.device_type),
+        *([compiled(), checkpointed()] if outside else [checkpointed(), compiled()]),
         # Last and always, also on one device: its hooks stay outside the compiled graphs, and one GPU and a
         # thousand run the same code under the same mixed-precision policy.
         shard_blocks_and_root(model, mesh, fsdp),

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -41,6 +42,17 @@ def named_state(model: nn.Module, parameters: Iterable[nn.Parameter], optimizer:
             if isinstance(value, Tensor):
                 found[f"optimizer.{plain_name(name)}.{kind}"] = value
     return found
+
+
+def whole_along(state: Mapping[str, Tensor], axis: DeviceMesh) -> list[str]:
+    """The names of the tensors that all processes along this axis hold alike."""
+    [name] = axis.mesh_dim_names or ("",)
+
+    def is_whole(tensor: Tensor) -> bool:
+        names = tensor.device_mesh.mesh_dim_names or () if isinstance(tensor, DTensor) else ()
+        return name in names and tensor.placements[names.index(name)].is_replicate()  # type: ignore[attr-defined]
+
+    return [tensor_name for tensor_name, tensor in state.items() if is_whole(tensor)]
 
 
 @torch.no_grad()

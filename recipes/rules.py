@@ -2,39 +2,22 @@
 
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from models.config import ModelConfig
-from parallel.config import AttentionConfig, CompileConfig, Float8Config, MeshConfig, MeshDegrees
-from parallel.errors import TemporaryError, UserError, listed
-from parallel.nodes import Node, require_like_nodes
+from parallel.config import AttentionConfig, CompileConfig, Float8Config
+from parallel.errors import TemporaryError, UserError
 from recipes.checkpoint.config import CheckpointConfig
-from recipes.data.config import HELD_OUT, BatchConfig, DataConfig
+from recipes.data.config import HELD_OUT, DataConfig
 from recipes.evaluation.config import ValidationConfig
-from recipes.fields import Problem, one_line, refusal, toml
+from recipes.fields import one_line, toml
 from recipes.files.layout import TOKENIZER
+from recipes.mesh_rules import Violation, batch_divides, mesh_divides_model, mesh_fits, tensor_has_plain_weights
 from recipes.metrics.config import ProfileConfig
 from recipes.optimization.config import OptimizerConfig, ScheduleConfig
 from recipes.schema import Recipe, RunConfig
 from recipes.weights.locate import FROM_WEIGHTS, InitialWeights, differences
-
-Violation = tuple[str, str]
-"""(dotted key, the broken rule and what to write instead)."""
-
-
-def require_fits_world(mesh: MeshConfig, batch: BatchConfig, *, nodes: Sequence[Node]) -> None:
-    """Raises one UserError with everything about the layout that does not fit the processes of these nodes."""
-    if mesh.shard == "node":
-        require_like_nodes(nodes)
-    processes = sum(len(node.ranks) for node in nodes)
-    found = [
-        *mesh_fits(mesh, processes=processes, nodes=len(nodes)),
-        *batch_divides(batch, mesh=mesh, processes=processes, nodes=len(nodes)),
-    ]
-    if found:
-        problems = [Problem(key, message) for key, message in found]
-        raise refusal(problems, where=f"the recipe on {processes} processes")
 
 
 def violations(
@@ -63,6 +46,11 @@ def violations(
         ("data model", data_is_there(data, model=model, weights=weights)),
         ("data validation", validation_has_text(recipe.validation, data=data)),
         ("mesh", mesh_fits(mesh, processes=processes, nodes=nodes)),
+        (
+            "mesh model batch.sequence_length",
+            mesh_divides_model(mesh, model=model, sequence_length=recipe.batch.sequence_length),
+        ),
+        ("mesh float8.all_gather float8.sample_every", tensor_has_plain_weights(mesh, float8=float8)),
         (
             "batch.global_batch_size batch.micro_batch_size mesh",
             batch_divides(recipe.batch, mesh=mesh, processes=processes, nodes=nodes),
@@ -236,42 +224,6 @@ def kept_checkpoints_are_saved(checkpoint: CheckpointConfig) -> Iterator[Violati
         yield "checkpoint.keep_every", f"must be a multiple of checkpoint.every = {every}, or 0 to keep none forever"
 
 
-def mesh_fits(mesh: MeshConfig, *, processes: int | None, nodes: int | None) -> Iterator[Violation]:
-    """The product of the degrees is the number of processes."""
-    try:
-        fitted_mesh(mesh, processes, nodes)
-    except UserError as error:
-        for line in str(error).splitlines():  # "mesh.tensor = 2: what is wrong" or "mesh: what is wrong"
-            place, _, message = line.partition(": ")
-            yield place.partition(" ")[0], message
-
-
-def batch_divides(
-    batch: BatchConfig, *, mesh: MeshConfig, processes: int | None, nodes: int | None
-) -> Iterator[Violation]:
-    """Every process runs the same number of full micro-batches in every step."""
-    try:
-        data_parallel = fitted_mesh(mesh, processes, nodes).data_parallel
-    except UserError:  # mesh_fits reports it
-        data_parallel = 1
-    batch_size, micro = batch.global_batch_size, batch.micro_batch_size
-    unit = micro * data_parallel
-    if batch_size % unit == 0:
-        return
-    arithmetic = f"micro_batch_size = {micro}"
-    if data_parallel > 1:
-        arithmetic = f"micro_batch_size {micro} x {data_parallel} data-parallel processes = {unit}"
-    below = batch_size // unit * unit
-    multiples = [size for size in (below, below + unit) if size]
-    message = f"must be a multiple of {arithmetic}; write {listed(multiples, last='or')}"
-    if batch_size % data_parallel == 0:
-        share = batch_size // data_parallel
-        divisors = (size for size in range(1, share + 1) if share % size == 0)
-        nearest = sorted(sorted(divisors, key=lambda size: abs(size - micro))[:4])
-        message += f", or a micro_batch_size of {listed(nearest, last='or')}"
-    yield "batch.global_batch_size", message
-
-
 def schedule_fits(schedule: ScheduleConfig, *, steps: int) -> Iterator[Violation]:
     """Warm-up and decay fit into the run."""
     warmup, decay = schedule.phases(steps)
@@ -363,11 +315,3 @@ def float8_fits(float8: Float8Config, *, model: ModelConfig) -> Iterator[Violati
         if width % 16:
             remedy = f'change it to {width + -width % 16}, or write float8.recipe = "none"'
             yield f"model.{field}", f"float8 needs {words} = {width} to be a multiple of 16; {remedy}"
-
-
-def fitted_mesh(mesh: MeshConfig, processes: int | None, nodes: int | None) -> MeshDegrees:
-    """The mesh with -1 and "node" replaced; if the numbers are unknown, as small as its degrees allow."""
-    if mesh.shard == "node":
-        nodes = nodes or max(1, mesh.replicate)
-        return mesh.fit(processes or nodes, nodes=nodes)
-    return mesh.fit(processes or max(1, abs(mesh.replicate * mesh.shard)))

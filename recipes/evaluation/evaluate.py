@@ -27,12 +27,14 @@ def summed_loss(
 
     Every process must bring the same number of micro-batches: sharded layers gather their weights together.
     """
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    loss, tokens = (
+        torch.zeros((), dtype=torch.float64, device=device),
+        torch.zeros((), dtype=torch.int64, device=device),
+    )
     for inputs, targets, documents in micro_batches:
-        totals[0] += model(inputs, targets, documents=documents)
-        totals[1] += (targets != IGNORED).sum()
-    loss, tokens = sum_over_group(totals, mesh.loss_group).tolist()
-    return loss, int(tokens)
+        loss += model(inputs, targets, documents=documents)
+        tokens += (targets != IGNORED).sum()
+    return sum_over_group(loss, mesh.loss_group).item(), int(sum_over_group(tokens, mesh.data_group).item())
 
 
 def mean_loss(model: nn.Module, micro_batches: Iterable[MicroBatch], *, mesh: Mesh, device: torch.device) -> float:

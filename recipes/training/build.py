@@ -26,11 +26,11 @@ from recipes.files.layout import CHECKPOINTS, DATA, LOG_FILE, PROFILE, SAVED, st
 from recipes.files.lock import FolderLock
 from recipes.files.reading import names_in, read_text
 from recipes.load import LoadedRecipe
+from recipes.mesh_rules import require_fits_world
 from recipes.metrics.clock import RunClock
 from recipes.metrics.throughput import Throughput
 from recipes.optimization.optimizer import build_optimizer
 from recipes.optimization.skip_steps import StepGuard
-from recipes.rules import require_fits_world
 from recipes.schema import Recipe
 from recipes.training.console import Console, notes, run_header
 from recipes.training.environment import environment
@@ -172,6 +172,7 @@ def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh:
         activation_checkpointing=recipe.activation_checkpointing,
         compile=recipe.compile,
         fsdp=recipe.fsdp,
+        context_by=recipe.mesh.context_by,
     )
     materialize(
         model,

@@ -5,7 +5,7 @@ import sys
 
 from recipes.files.units import size
 from recipes.load import to_toml
-from recipes.rules import fitted_mesh
+from recipes.mesh_rules import fitted_mesh
 from recipes.schema import Recipe
 from recipes.training.run_folder import check_output_folder
 
@@ -18,13 +18,13 @@ def check(recipe: Recipe, *, processes: int | None, nodes: int | None) -> None:
     check_output_folder(recipe)
     degrees = fitted_mesh(recipe.mesh, processes, nodes)
     moments = 8 if recipe.optimizer.state_dtype == "float32" else 4
-    states = recipe.model.num_params() * (8 + moments) // degrees.shard
-    on = "1 process" if degrees.data_parallel == 1 else f"{degrees.data_parallel:,} processes"
+    states = recipe.model.num_params() * (8 + moments) // degrees.copy
+    on = "1 process" if degrees.processes == 1 else f"{degrees.processes:,} processes"
     other = "" if processes else "; for other numbers: --check --processes N --nodes M"
     lines = [
         *_work(recipe),
-        f"on {on}: replicate {degrees.replicate} x shard {degrees.shard}; parameters, gradients and moments take"
-        f" {size(states)} per process, activations and logits more{other}",
+        f"on {on}: {degrees}; parameters, gradients and moments take {size(states)} per process, activations and logits"
+        f" more{other}",
         *_parts(recipe),
     ]
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error

@@ -84,18 +84,18 @@ def run_header(recipe: Recipe, degrees: MeshDegrees, throughput: Throughput, par
     parts: what each part of parallel/ did, one line each.
     """
     model, data, batch = recipe.model, recipe.data, recipe.batch
-    processes = degrees.data_parallel
-    accumulation = batch.global_batch_size // degrees.data_parallel // batch.micro_batch_size
+    shares = degrees.data_parallel
+    accumulation = batch.global_batch_size // shares // batch.micro_batch_size
     # Attention inside documents needs fewer; logged steps count them from the documents that were read.
     at_most = "at most " if data.document_mask else ""
     peak = "unknown, so no MFU" if throughput.peak is None else f"{throughput.peak / 1e12:.1f} TFLOP/s (dense bf16)"
     headline = f"{recipe.run.name}: {model.name} with {model.num_params():,} parameters"
     lines = [
-        f"mesh: replicate {degrees.replicate} x shard {degrees.shard}"
-        f" = {processes} {'process' if processes == 1 else 'processes'} on {throughput.device_name}",
+        f"mesh: {degrees} = {degrees.processes} {'process' if degrees.processes == 1 else 'processes'}"
+        f" on {throughput.device_name}",
         *parts,
         f"batch: {batch.global_batch_size} sequences of {batch.sequence_length} tokens"
-        f" = {processes} x {accumulation} micro-batches of {batch.micro_batch_size}",
+        f" = {shares} x {accumulation} micro-batches of {batch.micro_batch_size}",
         *(["attention: inside documents, with positions from 0 in each"] if data.document_mask else []),
         f"flops: {at_most}{throughput.flops / 1e9:.3g} billion per token, peak of the device {peak}",
     ]

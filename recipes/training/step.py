@@ -41,7 +41,7 @@ def train_step(
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     counts = torch.stack([(targets != IGNORED).sum() for _, targets, _ in micro_batches])
-    target_tokens = sum_over_group(counts.sum(), built.mesh.loss_group)
+    target_tokens = sum_over_group(counts.sum(), built.mesh.data_group)
     loss = torch.zeros((), device=target_tokens.device)
     for index, (inputs, targets, documents) in enumerate(clock.with_progress(micro_batches)):
         last = index == len(micro_batches) - 1
@@ -66,10 +66,12 @@ def train_step(
 
 def require_sound_state(built: Built, world: World) -> None:
     """Raise CorruptState, on all processes, if a parameter or a moment is not finite or differs between replicas."""
-    from parallel.state_check import named_state, require_sound
+    from parallel.state_check import named_state, require_sound, whole_along
 
     state, mesh = named_state(built.model, built.parameters, built.optimizer), built.mesh
     copies = [(mesh.replicate_group, list(state))] if mesh.degrees.replicate > 1 else []
+    if mesh.tensor is not None:  # norms are whole on every process of a tensor group
+        copies.append((mesh.tensor.get_group(), whole_along(state, mesh.tensor)))
     require_sound(state, world, copies=copies)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from parallel.config import MeshConfig
+from parallel.config import MeshConfig, MeshDegrees
 from parallel.errors import UserError
 
 
@@ -25,6 +25,14 @@ def test_degrees_multiply_to_the_number_of_processes(
     assert fitted.data_parallel == processes
 
 
+def test_context_and_tensor_degrees_are_inside_the_rest() -> None:
+    assert MeshConfig(2, -1, context=2, tensor=2).fit(16) == MeshDegrees(2, 2, 2, 2)
+    degrees = MeshConfig(shard="node", tensor=4).fit(16, nodes=2)
+    assert degrees == MeshDegrees(2, 2, 1, 4)
+    assert (degrees.data_parallel, degrees.copy, degrees.processes) == (4, 8, 16)
+    assert str(degrees) == "replicate 2 x shard 2 x tensor 4"
+
+
 @pytest.mark.parametrize("replicate", [1, -1, 3])
 def test_shard_node_shards_inside_each_node_and_replicates_across_nodes(replicate: int) -> None:
     """replicate may be left out, -1, or the number of nodes."""
@@ -38,7 +46,11 @@ def test_shard_node_shards_inside_each_node_and_replicates_across_nodes(replicat
         (MeshConfig(2, "node"), 3, 'mesh.replicate = 2: shard = "node" makes one replica per node, and there are 3'),
         (MeshConfig(1, "node"), 5, 'mesh.shard = "node": 12 processes cannot be divided equally among 5 nodes'),
         (MeshConfig(0, "node"), 3, "mesh.replicate = 0"),
-        (MeshConfig(shard="node", tensor=2), 3, "mesh.tensor = 2"),
+        (
+            MeshConfig(shard="node", tensor=3),
+            3,
+            "the 4 processes of a node cannot be divided by context 1 x tensor 3 = 3",
+        ),
     ],
 )
 def test_shard_node_is_refused_where_the_nodes_do_not_fit(mesh: MeshConfig, nodes: int, message: str) -> None:
@@ -53,8 +65,8 @@ def test_shard_node_is_refused_where_the_nodes_do_not_fit(mesh: MeshConfig, node
         (MeshConfig(3, -1), 8, r"8 / 3 is not an integer; start a multiple of 3"),
         (MeshConfig(-1, -1), 8, "replicate and shard are both -1"),
         (MeshConfig(0, 8), 8, "mesh.replicate = 0"),
-        (MeshConfig(tensor=2), 8, "mesh.tensor = 2: tensor parallelism is not implemented yet"),
-        (MeshConfig(context=4), 8, "mesh.context = 4: context parallelism is not implemented yet"),
+        (MeshConfig(tensor=3), 8, r"8 / 3 is not an integer; start a multiple of 3"),
+        (MeshConfig(shard=2, context=2, tensor=4), 8, r"context 2 x tensor 4 = 16 processes, but 8 were started"),
     ],
 )
 def test_degrees_that_do_not_fit_are_refused_with_the_arithmetic(

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from models.loss import IGNORED
 from parallel.config import MeshConfig
 from parallel.dist import start, stop
-from parallel.mesh import AXES, Mesh, build_mesh, mesh_over
+from parallel.mesh import DATA_AXES, Mesh, build_mesh, mesh_over
 from parallel.reduce import reduce_loss_and_times, sum_over_group
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
@@ -26,7 +26,7 @@ IDLE = 2
 
 def mesh_with_an_idle_axis(replicate: int, shard: int) -> Mesh:
     """Neighbouring ranks are copies of each other: they read, sum and shard as one."""
-    return mesh_over(init_device_mesh("cpu", (replicate, shard, IDLE), mesh_dim_names=(*AXES, "idle")))
+    return mesh_over(init_device_mesh("cpu", (replicate, shard, IDLE), mesh_dim_names=(*DATA_AXES, "idle")))
 
 
 def first_step(recipe: Recipe, mesh: Mesh, world: Any) -> dict[str, Any]:

@@ -16,9 +16,10 @@ from recipes.checkpoint.config import CheckpointConfig
 from recipes.data.config import BatchConfig, DataConfig
 from recipes.files.lock import FolderLock
 from recipes.load import load, to_toml
+from recipes.mesh_rules import Violation, require_fits_world
 from recipes.metrics.config import MetricsConfig, ProfileConfig
 from recipes.optimization.config import OptimizerConfig, ScheduleConfig
-from recipes.rules import Violation, require_fits_world, violations
+from recipes.rules import violations
 from recipes.schema import Recipe, RunConfig
 from recipes.training.run_folder import (
     check_output_folder,
@@ -117,8 +118,6 @@ def test_every_second_checkpoint_can_be_kept() -> None:
 @pytest.mark.parametrize(
     ("mesh", "key", "message"),
     [
-        (MeshConfig(tensor=2), "mesh.tensor", "tensor parallelism is not implemented yet; write tensor = 1"),
-        (MeshConfig(context=2), "mesh.context", "context parallelism is not implemented yet; write context = 1"),
         (MeshConfig(shard=0), "mesh.shard", "a degree must be at least 1; write 1, or -1 for the rest"),
         (MeshConfig(replicate=0), "mesh.replicate", "a degree must be at least 1"),
         (MeshConfig(replicate=-1, shard=-1), "mesh", "only one can be the rest"),
@@ -131,7 +130,7 @@ def test_an_impossible_mesh_is_refused_for_any_number_of_processes(mesh: MeshCon
 
 def test_written_degrees_must_multiply_to_the_processes() -> None:
     message = the_rule(Recipe(mesh=MeshConfig(replicate=2, shard=2)), "mesh", processes=8)
-    assert "replicate 2 x shard 2 x tensor 1 x context 1 = 4 processes, but 8 were started; start 4" in message
+    assert "replicate 2 x shard 2 x context 1 x tensor 1 = 4 processes, but 8 were started; start 4" in message
 
 
 def test_written_degrees_must_divide_the_processes() -> None:
@@ -649,3 +648,53 @@ def test_a_recipe_that_no_longer_loads_is_refused(tmp_path: Path) -> None:
 def test_recipes_are_compared_even_if_the_old_data_is_gone(tmp_path: Path) -> None:
     occupy(named(tmp_path, data=DataConfig(source="gone.txt")))
     assert 'data.source: "gone.txt" in' in refusal_of(named(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "model", "length", "key", "message"),
+    [
+        (
+            MeshConfig(tensor=3),
+            {},
+            64,
+            "mesh.tensor",
+            "3 processes cannot share model.key_value_heads = 2 equally; write 1 or 2",
+        ),
+        (MeshConfig(context=8), {}, 64, "mesh.context", 'write a divisor of 4, or context_by = "gather"'),
+        (MeshConfig(tensor=2, context=4), {}, 64, "mesh.context", "4 processes cannot share 2 heads per tensor rank"),
+        (
+            MeshConfig(context=2, tensor=2),
+            {},
+            66,
+            "batch.sequence_length",
+            "must be a multiple of mesh.context 2 x mesh.tensor 2 = 4; write 68",
+        ),
+    ],
+)
+def test_a_mesh_that_does_not_divide_the_model_is_refused(
+    mesh: MeshConfig, model: dict[str, int], length: int, key: str, message: str
+) -> None:
+    shape = {
+        "heads": 4,
+        "key_value_heads": 2,
+        "head_width": 16,
+        "width": 64,
+        "feed_forward_width": 96,
+        "vocabulary": 512,
+    }
+    config = replace(Recipe().model, **shape | model)
+    recipe = Recipe(mesh=mesh, model=config, batch=BatchConfig(sequence_length=length))
+    assert message in broken_by(recipe)[key]
+
+
+def test_tensor_groups_across_nodes_are_refused() -> None:
+    with pytest.raises(UserError, match="groups of 4 neighbouring processes would cross nodes: a has 2 processes"):
+        require_fits_world(
+            MeshConfig(tensor=4), BatchConfig(global_batch_size=8), nodes=arrange([("a", 0)] * 2 + [("b", 1)] * 2)
+        )
+
+
+@pytest.mark.parametrize("field", [{"all_gather": True}, {"sample_every": 2}])
+def test_what_float8_cannot_do_with_tensor_parallelism_is_refused(field: dict[str, Any]) -> None:
+    recipe = Recipe(mesh=MeshConfig(tensor=2), float8=Float8Config(recipe="tensorwise", emulate=True, **field))
+    assert f"float8.{next(iter(field))}" in broken_by(recipe)

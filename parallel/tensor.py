@@ -1,0 +1,137 @@
+"""Tensor and sequence parallelism, and the loss over a vocabulary in parts.
+
+Each process of a tensor group holds 1 / degree of every matrix. Between the parts of a block it holds 1 / degree of
+the tokens of a row: a part gathers them before its first linears, which are cut by output ("column"), and scatters the
+sum of its last one, which is cut by input ("row") (Megatron-LM, Korthikanti et al. 2022).
+
+B batch, T tokens, V vocabulary, C tokens of one chunk.
+"""
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from models.interface import blocks_of, interface_of
+from models.loss import IGNORED, SummedLoss
+
+TOKENS = Shard(1)
+"""How the residual stream (B, T, D) is cut."""
+
+
+def split_over(model: nn.Module, axis: DeviceMesh) -> str:
+    """Cut every matrix, the residual stream and the loss, in place, over the axis. Returns a line for the log."""
+    interface = interface_of(model)
+    inside = interface.inside_block
+    plan: dict[str, ParallelStyle] = {name: SequenceParallel() for name in inside.norms}
+    plan |= dict.fromkeys(inside.column, ColwiseParallel())
+    plan |= dict.fromkeys(inside.row, RowwiseParallel(output_layouts=TOKENS))
+    for block in blocks_of(model):
+        parallelize_module(block, axis, plan)
+        for name in inside.parts:
+            _gather_tokens(block.get_submodule(name), axis)
+    # The head that is tied to the embedding multiplies with the same part of the vocabulary that the embedding holds.
+    outside: dict[str, ParallelStyle] = {
+        interface.embedding: RowwiseParallel(input_layouts=Replicate(), output_layouts=TOKENS),
+        interface.head_norm: SequenceParallel(),
+    }
+    if interface.head is not None:
+        outside[interface.head] = ColwiseParallel(input_layouts=TOKENS, output_layouts=Shard(-1))
+    else:
+        assert interface.tied_head is not None
+        outside[interface.tied_head] = PrepareModuleInput(
+            input_layouts=(TOKENS, None), desired_input_layouts=(Replicate(), None)
+        )
+        model.get_submodule(interface.tied_head).register_forward_hook(lambda module, inputs, output: _local(output))
+    parallelize_module(model, axis, outside)
+    # A compiled block takes the embedding's output, a tensor that still waits for its communication, and hands back a
+    # wrong gradient (torch 2.13, pytorch #179849): a copy is an ordinary tensor.
+    model.get_submodule(interface.embedding).register_forward_hook(lambda module, inputs, output: output.clone())
+    loss = cast(SummedLoss, model.get_submodule(interface.loss))
+    model.set_submodule(interface.loss, VocabularyParallelLoss(loss.chunks, axis.get_group()))
+    return f"tensor parallelism: {axis.size()} parts of every matrix, of the tokens between them, and of the vocabulary"
+
+
+def _local(output: Tensor) -> Tensor:
+    return output.to_local() if isinstance(output, DTensor) else output
+
+
+def _gather_tokens(part: nn.Module, axis: DeviceMesh) -> None:
+    """Give this part of a block all tokens. Only its first argument is an activation."""
+
+    def gathered(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        first, *others = arguments
+        if not isinstance(first, DTensor):
+            first = DTensor.from_local(first, axis, (TOKENS,), run_check=False)
+        return first.redistribute(placements=(Replicate(),)), *others
+
+    part.register_forward_pre_hook(gathered)
+
+
+class VocabularyParallelLoss(nn.Module):
+    """The summed loss of logits of which each process of a group holds some columns."""
+
+    def __init__(self, chunks: int, group: ProcessGroup) -> None:
+        super().__init__()
+        self.chunks, self.group = chunks, group
+
+    def forward(self, logits: Tensor, targets: Tensor | None) -> Tensor:
+        """logits: (B, T, V / degree); targets: (B, T), equal in the group. Returns the sum, or all logits (B, T, V)."""
+        if targets is None:
+            parts = [torch.empty_like(logits) for _ in range(self.group.size())]
+            dist.all_gather(parts, logits.contiguous(), group=self.group)
+            return torch.cat(parts, dim=-1)
+        loss: Tensor = _Summed.apply(logits.flatten(0, 1), targets.flatten(), self.chunks, self.group)
+        return loss
+
+
+class _Summed(torch.autograd.Function):
+    """The loss of models/loss.py over columns in parts. It keeps the logits and two numbers per token."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, chunks: int, group: ProcessGroup) -> Tensor:
+        width = logits.shape[-1]
+        columns = targets - group.rank() * width
+        own = (columns >= 0) & (columns < width) & (targets != IGNORED)
+        columns = columns.where(own, 0)[:, None]
+        largest, sums, losses = [], [], []
+        pieces = zip(*(part.tensor_split(chunks) for part in (logits, columns, own)), strict=True)
+        for rows, column, is_own in pieces:
+            values = rows.to(torch.float32)  # (C, V / degree)
+            top = values.amax(-1)
+            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+            both = torch.stack(
+                [(values - top[:, None]).exp().sum(-1), (values.gather(-1, column)[:, 0] - top) * is_own]
+            )  # (2, C): the softmax's denominator, and the target's logit
+            dist.all_reduce(both, group=group)
+            largest.append(top)
+            sums.append(both[0])
+            losses.append(both[0].log() - both[1])
+        counts = targets != IGNORED
+        ctx.chunks = chunks
+        ctx.save_for_backward(logits, columns, own, counts, torch.cat(largest), torch.cat(sums))
+        return torch.where(counts, torch.cat(losses), 0.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None, None]:
+        # Overwrites the logits with their gradient, as models/loss.py does.
+        saved = ctx.saved_tensors
+        pieces = zip(*(part.tensor_split(ctx.chunks) for part in saved), strict=True)
+        for rows, column, is_own, counts, top, total in pieces:
+            gradient = (rows.to(torch.float32) - top[:, None]).exp() / total[:, None]  # (C, V / degree)
+            gradient.scatter_add_(-1, column, -is_own.to(gradient.dtype)[:, None])
+            torch.mul(gradient, (scale * counts)[:, None], out=gradient)
+            rows.copy_(gradient)
+        return saved[0], None, None, None

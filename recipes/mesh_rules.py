@@ -1,0 +1,112 @@
+"""Rules about the layout of the processes: what fits a mesh, and what a mesh fits. Imports no torch."""
+
+from collections.abc import Iterator, Sequence
+
+from models.config import ModelConfig
+from parallel.config import Float8Config, MeshConfig, MeshDegrees
+from parallel.errors import UserError, listed
+from parallel.nodes import Node, require_like_nodes
+from recipes.data.config import BatchConfig
+from recipes.fields import Problem, refusal
+
+Violation = tuple[str, str]
+"""(dotted key, the broken rule and what to write instead)."""
+
+
+def require_fits_world(mesh: MeshConfig, batch: BatchConfig, *, nodes: Sequence[Node]) -> None:
+    """Raises one UserError with everything about the layout that does not fit the processes of these nodes."""
+    if mesh.shard == "node":
+        require_like_nodes(nodes)
+    processes = sum(len(node.ranks) for node in nodes)
+    found = [
+        *mesh_fits(mesh, processes=processes, nodes=len(nodes)),
+        *tensor_groups_fit_nodes(mesh, nodes=nodes),
+        *batch_divides(batch, mesh=mesh, processes=processes, nodes=len(nodes)),
+    ]
+    if found:
+        problems = [Problem(key, message) for key, message in found]
+        raise refusal(problems, where=f"the recipe on {processes} processes")
+
+
+def mesh_fits(mesh: MeshConfig, *, processes: int | None, nodes: int | None) -> Iterator[Violation]:
+    """The product of the degrees is the number of processes."""
+    try:
+        fitted_mesh(mesh, processes, nodes)
+    except UserError as error:
+        for line in str(error).splitlines():  # "mesh.tensor = 2: what is wrong" or "mesh: what is wrong"
+            place, _, message = line.partition(": ")
+            yield place.partition(" ")[0], message
+
+
+def mesh_divides_model(mesh: MeshConfig, *, model: ModelConfig, sequence_length: int) -> Iterator[Violation]:
+    """Every process of a tensor or context group has an equal part: of matrices, heads, vocabulary, tokens."""
+    tensor, context = mesh.tensor, mesh.context
+    parts = {
+        "key_value_heads": model.key_value_heads,
+        "feed_forward_width": model.feed_forward_width,
+        "vocabulary": model.vocabulary,
+    }
+    for name, size in parts.items():
+        if size % tensor:
+            divisors = [degree for degree in range(1, tensor) if all(part % degree == 0 for part in parts.values())]
+            rule = f"{tensor} processes cannot share model.{name} = {size} equally"
+            yield "mesh.tensor", f"{rule}; write {listed(divisors, last='or')}"
+            return
+    heads = model.heads // tensor
+    if mesh.context_by == "heads" and heads % context:
+        rule = f"{context} processes cannot share {heads} heads{' per tensor rank' if tensor > 1 else ''} equally"
+        yield "mesh.context", f'{rule}; write a divisor of {heads}, or context_by = "gather"'
+    if sequence_length % (tensor * context):
+        rule = f"must be a multiple of mesh.context {context} x mesh.tensor {tensor} = {tensor * context}"
+        yield "batch.sequence_length", f"{rule}; write {sequence_length + -sequence_length % (tensor * context)}"
+
+
+def tensor_groups_fit_nodes(mesh: MeshConfig, *, nodes: Sequence[Node]) -> Iterator[Violation]:
+    """Tensor groups, which exchange activations several times per block, stay inside their node."""
+    uneven = [node for node in nodes if len(node.ranks) % mesh.tensor]
+    if len(nodes) > 1 and uneven:
+        rule = f"groups of {mesh.tensor} neighbouring processes would cross nodes: {uneven[0].name} has"
+        yield "mesh.tensor", f"{rule} {len(uneven[0].ranks)} processes; write a divisor of that"
+
+
+def tensor_has_plain_weights(mesh: MeshConfig, *, float8: Float8Config) -> Iterator[Violation]:
+    """Float8 gathers would scale parts of a matrix as the whole, and the samples of casts know whole matrices only."""
+    if mesh.tensor > 1 and float8.all_gather:
+        yield "float8.all_gather", "would train to other numbers with mesh.tensor > 1; write all_gather = false"
+    if mesh.tensor > 1 and float8.sample_every:
+        yield "float8.sample_every", "does not work with mesh.tensor > 1 yet; write 0"
+
+
+def batch_divides(
+    batch: BatchConfig, *, mesh: MeshConfig, processes: int | None, nodes: int | None
+) -> Iterator[Violation]:
+    """Every process runs the same number of full micro-batches in every step."""
+    try:
+        data_parallel = fitted_mesh(mesh, processes, nodes).data_parallel
+    except UserError:  # mesh_fits reports it
+        data_parallel = 1
+    batch_size, micro = batch.global_batch_size, batch.micro_batch_size
+    unit = micro * data_parallel
+    if batch_size % unit == 0:
+        return
+    arithmetic = f"micro_batch_size = {micro}"
+    if data_parallel > 1:
+        arithmetic = f"micro_batch_size {micro} x {data_parallel} data-parallel processes = {unit}"
+    below = batch_size // unit * unit
+    multiples = [size for size in (below, below + unit) if size]
+    message = f"must be a multiple of {arithmetic}; write {listed(multiples, last='or')}"
+    if batch_size % data_parallel == 0:
+        share = batch_size // data_parallel
+        divisors = (size for size in range(1, share + 1) if share % size == 0)
+        nearest = sorted(sorted(divisors, key=lambda size: abs(size - micro))[:4])
+        message += f", or a micro_batch_size of {listed(nearest, last='or')}"
+    yield "batch.global_batch_size", message
+
+
+def fitted_mesh(mesh: MeshConfig, processes: int | None, nodes: int | None) -> MeshDegrees:
+    """The mesh with -1 and "node" replaced; if the numbers are unknown, as small as its degrees allow."""
+    inner = mesh.context * mesh.tensor
+    if mesh.shard == "node":
+        nodes = nodes or max(1, mesh.replicate)
+        return mesh.fit(processes or nodes * inner, nodes=nodes)
+    return mesh.fit(processes or max(1, abs(mesh.replicate * mesh.shard)) * inner)
