@@ -157,13 +157,11 @@ class Decoder(nn.Module):
         """
         if cache is not None and documents is not None:
             raise ValueError("a cache holds one text a row, so it cannot go with documents")
-        if positions is not None:
-            pass
-        elif documents is None:
+        if positions is None and documents is not None:
+            positions = documents.positions  # (B, T)
+        elif positions is None:
             first = 0 if cache is None else cache.length
             positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)  # (T,)
-        else:
-            positions = documents.positions  # (B, T)
         cos, sin = rope_tables(self.config, positions)  # (T, H/2) or (B, T, H/2)
         x = self.embedding(tokens)  # (B, T, D)
         inside = None if documents is None else documents.for_attention_in(x.dtype)  # once for all layers

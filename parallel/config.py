@@ -32,6 +32,11 @@ class MeshDegrees:
         """Number of all processes."""
         return self.replicate * self.copy
 
+    @property
+    def have_copies(self) -> bool:
+        """Whether some processes hold the same tensors: replicas all of them, a tensor group the norms."""
+        return self.replicate > 1 or self.tensor > 1
+
     def __str__(self) -> str:
         """As in "replicate 2 x shard 4 x tensor 8"."""
         inner = {"context": self.context, "tensor": self.tensor}

@@ -51,8 +51,8 @@ class _OwnPart:
             if documents is None
             else documents.positions[:, own]
         )
-        cut = tuple(None if argument is None else argument[:, own] for argument in arguments)
-        return cut, options | {"positions": positions}
+        tokens, targets = arguments  # without targets each process would return the logits of its part alone
+        return (tokens[:, own], targets[:, own]), options | {"positions": positions}
 
 
 class ByHeads(nn.Module):
@@ -97,12 +97,20 @@ class ByGathering(nn.Module):
         first = self.group.rank() * length
         both = torch.stack((key, value)).movedim(3, 0).contiguous()  # (P, 2, B, K, H)
         key, value = _Gather.apply(both, self.group).movedim(0, 3)  # (B, K, T, H) each
-        if isinstance(documents, Mask):
-            sees = documents.sees[:, :, first : first + length]  # (B, 1, P, T)
-        else:
-            sees = torch.ones(length, key.shape[2], dtype=torch.bool, device=query.device).tril(first)  # (P, T)
+        sees = torch.ones(length, key.shape[2], dtype=torch.bool, device=query.device).tril(first)  # (P, T)
+        if documents is not None:
+            sees = _mask(documents, rows=key.shape[0], length=key.shape[2])[:, :, first : first + length]
         grouped = query.shape[1] != key.shape[1]
         return scaled_dot_product_attention(query, key, value, attn_mask=sees, enable_gqa=grouped)
+
+
+def _mask(documents: Restriction, *, rows: int, length: int) -> Tensor:
+    """(B, 1, T, T) bool: whether a token (row) attends to another (column)."""
+    if isinstance(documents, Mask):
+        return documents.sees
+    index = torch.arange(rows * length, device=documents.cumulative.device, dtype=documents.cumulative.dtype)
+    number = torch.searchsorted(documents.cumulative, index, right=True).view(rows, length)  # of each token's document
+    return (number[:, :, None] == number[:, None, :]).tril()[:, None]
 
 
 class _Gather(torch.autograd.Function):

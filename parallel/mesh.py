@@ -37,9 +37,9 @@ class Mesh:
     data_ranks: int
     """Into how many shares a global batch is divided."""
     data_group: ProcessGroup
-    """The processes that read different sequences."""
+    """The processes that read different sequences, and whose token counts add up to that of the global batch."""
     loss_group: ProcessGroup
-    """The processes whose losses and token counts add up to those of the global batch."""
+    """The processes whose losses add up to that of the global batch."""
     replicate_group: ProcessGroup
     """The processes that hold the same shards in other copies of the model."""
     context: DeviceMesh | None

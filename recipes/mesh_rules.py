@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from models.config import ModelConfig
-from parallel.config import Float8Config, MeshConfig, MeshDegrees
+from parallel.config import AttentionConfig, Float8Config, MeshConfig, MeshDegrees
 from parallel.errors import UserError, listed
 from parallel.nodes import Node, require_like_nodes
 from recipes.data.config import BatchConfig
@@ -69,12 +69,30 @@ def tensor_groups_fit_nodes(mesh: MeshConfig, *, nodes: Sequence[Node]) -> Itera
         yield "mesh.tensor", f"{rule} {len(uneven[0].ranks)} processes; write a divisor of that"
 
 
-def tensor_has_plain_weights(mesh: MeshConfig, *, float8: Float8Config) -> Iterator[Violation]:
-    """Float8 gathers would scale parts of a matrix as the whole, and the samples of casts know whole matrices only."""
-    if mesh.tensor > 1 and float8.all_gather:
+def float8_fits_tensor(mesh: MeshConfig, *, float8: Float8Config, model: ModelConfig) -> Iterator[Violation]:
+    """Float8 matrix units need parts that are multiples of 16, and some of float8 knows whole matrices only."""
+    if mesh.tensor == 1:
+        return
+    if float8.all_gather:
         yield "float8.all_gather", "would train to other numbers with mesh.tensor > 1; write all_gather = false"
-    if mesh.tensor > 1 and float8.sample_every:
+    if float8.sample_every:
         yield "float8.sample_every", "does not work with mesh.tensor > 1 yet; write 0"
+    widths = {
+        "feed_forward_width": model.feed_forward_width,
+        "heads x head_width": model.heads * model.head_width,
+        "key_value_heads x head_width": model.key_value_heads * model.head_width,
+    }
+    for name, width in widths.items() if float8.recipe != "none" else ():
+        if width % 16 == 0 and width // mesh.tensor % 16:
+            rule = f"float8 needs parts that are multiples of 16, but {name} {width} / {mesh.tensor} is not"
+            yield "mesh.tensor", f'{rule}; write a smaller degree, or float8.recipe = "none"'
+            return
+
+
+def gather_has_a_kernel(mesh: MeshConfig, *, attention: AttentionConfig) -> Iterator[Violation]:
+    """A part of the queries attends to all keys through a mask, which not every kernel takes."""
+    if mesh.context > 1 and mesh.context_by == "gather" and attention.backend in ("flash", "cudnn"):
+        yield "attention.backend", 'takes no masks, which mesh.context_by = "gather" needs; write "auto" or "math"'
 
 
 def batch_divides(

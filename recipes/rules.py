@@ -13,7 +13,14 @@ from recipes.data.config import HELD_OUT, DataConfig
 from recipes.evaluation.config import ValidationConfig
 from recipes.fields import one_line, toml
 from recipes.files.layout import TOKENIZER
-from recipes.mesh_rules import Violation, batch_divides, mesh_divides_model, mesh_fits, tensor_has_plain_weights
+from recipes.mesh_rules import (
+    Violation,
+    batch_divides,
+    float8_fits_tensor,
+    gather_has_a_kernel,
+    mesh_divides_model,
+    mesh_fits,
+)
 from recipes.metrics.config import ProfileConfig
 from recipes.optimization.config import OptimizerConfig, ScheduleConfig
 from recipes.schema import Recipe, RunConfig
@@ -50,7 +57,8 @@ def violations(
             "mesh model batch.sequence_length",
             mesh_divides_model(mesh, model=model, sequence_length=recipe.batch.sequence_length),
         ),
-        ("mesh float8.all_gather float8.sample_every", tensor_has_plain_weights(mesh, float8=float8)),
+        ("mesh float8 model", float8_fits_tensor(mesh, float8=float8, model=model)),
+        ("mesh attention.backend", gather_has_a_kernel(mesh, attention=recipe.attention)),
         (
             "batch.global_batch_size batch.micro_batch_size mesh",
             batch_divides(recipe.batch, mesh=mesh, processes=processes, nodes=nodes),

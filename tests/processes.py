@@ -46,6 +46,16 @@ def free_ports(count: int) -> list[int]:
     return list(found)
 
 
+def until_the_terminal_closes(leader: int) -> bytes:
+    """What programs write to a pseudo-terminal, whose other end must be closed here, until the last of them ends."""
+    shown = b""
+    with suppress(OSError):  # the end of a terminal
+        while piece := os.read(leader, 4096):
+            shown += piece
+    os.close(leader)
+    return shown
+
+
 def run_processes(
     count: int, function: Callable[..., Any], *arguments: Any, timeout: float = 240, patience: float = 10
 ) -> list[Any]:

@@ -46,6 +46,7 @@ FAULTS: dict[str, tuple[int, str, Callable[[Tensor], None]]] = {
     "flipped weight of rank 0": (0, "model.embedding.weight", flip(12)),  # the lowest bits may be rounded away
     "flipped moment of rank 3": (3, NORM.replace("model", "optimizer", 1) + ".exp_avg_sq", flip(3)),
     "flipped step counter": (2, NORM.replace("model", "optimizer", 1) + ".step", flip(1)),
+    "flipped norm": (1, NORM, flip(12)),
     "NaN weight": (1, NORM, put(math.nan)),
     "infinite moment": (2, "optimizer.embedding.weight.exp_avg", put(math.inf)),
 }
@@ -127,6 +128,14 @@ def test_replicas_are_compared_between_saves(recipe: Recipe) -> None:
     answers = run_processes(4, train_with, change(often, checkpoint={"every": 0}), ["flipped weight of rank 0"])
     assert {code for [(code, _)] in answers} == {CORRUPTED}
     assert answers[0][0][1].startswith("CORRUPTED after step 6: model.embedding.weight differs ")
+
+
+def test_a_norm_that_differs_inside_a_tensor_group_is_found(recipe: Recipe) -> None:
+    cut = change(recipe, run={"check_replicas_every": 3, "output": f"{recipe.run.output}/tensor"})
+    cut = change(cut, mesh={"replicate": 1, "shard": 1, "tensor": 2}, checkpoint={"every": 0})
+    answers = run_processes(2, train_with, cut, ["flipped norm"])
+    assert {code for [(code, _)] in answers} == {CORRUPTED}
+    assert answers[0][0][1].startswith(f"CORRUPTED after step 6: {NORM} differs between rank 0")
 
 
 def test_bad_batches_with_a_sound_state_still_end_with_76(small: Recipe) -> None:

@@ -191,9 +191,8 @@ def run_node(logs: Path, command: list[str]) -> int:
         signal.signal(number, relay)
     if child.stdout is not None:
         to_file, to_srun = Output(), Output()
-        while chunk := os.read(
-            child.stdout.fileno(), 1 << 16
-        ):  # whatever happens to the logs: a full pipe stops training
+        # Whatever happens to the logs: a full pipe stops training.
+        while chunk := os.read(child.stdout.fileno(), 1 << 16):
             to_srun.put(1, chunk)
             if file is not None:
                 to_file.put(file, chunk)

@@ -111,8 +111,9 @@ def remedies(recipe: Recipe, world: World) -> Iterator[Remedy]:
         yield "fsdp.reshard_after_forward", True, "frees the gathered weights after the forward pass"
     if fsdp.prefetch > 1:
         yield "fsdp.prefetch", 1, "gathers the weights of fewer blocks ahead"
-    if recipe.mesh.fit(world.size, nodes=len(world.nodes)).replicate > 1:
-        yield "mesh.shard", world.size, "with mesh.replicate = 1: each process holds a smaller part of the state"
+    if (degrees := recipe.mesh.fit(world.size, nodes=len(world.nodes))).replicate > 1:
+        whole = degrees.data_parallel
+        yield "mesh.shard", whole, "with mesh.replicate = 1: each process holds a smaller part of the state"
     if recipe.optimizer.state_dtype == "float32" and max(recipe.optimizer.betas) <= 0.99:
         yield "optimizer.state_dtype", "bfloat16", f"halves the moments; {OTHER_RUN}"
     if world.device.type == "cuda" and not fsdp.cpu_offload:

@@ -60,7 +60,7 @@ class Trainer:
             self.clock.count_step()
             if self._due(recipe.metrics.every) or self.step == self.first_step + 1:
                 self.recorder.log_step(self.step, loss, norm, learning_rate=self._learning_rate(self.step - 1))
-            if self._due(recipe.run.check_replicas_every if self.built.mesh.degrees.replicate > 1 else 0):
+            if self._due(recipe.run.check_replicas_every if self.built.mesh.degrees.have_copies else 0):
                 require_sound_state(self.built, self.world)
             if self._due(recipe.validation.every):
                 self._validate()

@@ -27,9 +27,8 @@ def read_companions(folder: Path) -> dict[str, str]:
         try:
             if file.stat().st_size > MAX_BYTES:
                 raise ValueError(f"it has more than {MAX_BYTES:,} bytes")
-            found[name] = read_patiently(
-                file.read_bytes, what=str(file)
-            ).decode()  # not read_text: it would change the ends of lines
+            # Not read_text(), which would change the ends of lines.
+            found[name] = read_patiently(file.read_bytes, what=str(file)).decode()
             if name.endswith(".json") and not isinstance(json.loads(found[name]), dict):
                 raise ValueError("it must contain one JSON object")
         except FileNotFoundError:

@@ -1,6 +1,5 @@
 """A Hugging Face folder: config.json, tokenizer, safetensors headers; convert.py has the values. Imports no torch."""
 
-import errno
 import json
 import math
 import os
@@ -18,7 +17,7 @@ from models.config import ModelConfig, TextFacts
 from models.hf import config_from_hf, config_to_hf, hf_name, parameter_shapes, text_facts
 from parallel.errors import TemporaryError, UserError, listed
 from recipes.files.layout import TOKENIZER
-from recipes.files.reading import PASSING, fault, names_in
+from recipes.files.reading import fault, may_pass, names_in
 from recipes.weights.companions import GENERATION_CONFIG, OUR_CLASS, TOKENIZER_CONFIG, exported_tokenizer_config
 from recipes.weights.locate import HF_CONFIG, Description
 
@@ -256,7 +255,7 @@ def new_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
             raise
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
-        kind = TemporaryError if error.errno in PASSING - {errno.EACCES} else UserError
+        kind = TemporaryError if may_pass(error) else UserError
         raise kind(f"{folder} cannot be written: {error}") from error
 
 

@@ -698,3 +698,14 @@ def test_tensor_groups_across_nodes_are_refused() -> None:
 def test_what_float8_cannot_do_with_tensor_parallelism_is_refused(field: dict[str, Any]) -> None:
     recipe = Recipe(mesh=MeshConfig(tensor=2), float8=Float8Config(recipe="tensorwise", emulate=True, **field))
     assert f"float8.{next(iter(field))}" in broken_by(recipe)
+
+
+def test_float8_needs_parts_of_matrices_that_are_multiples_of_16() -> None:
+    config = replace(Recipe().model, heads=4, key_value_heads=2, head_width=8, feed_forward_width=96)
+    recipe = Recipe(mesh=MeshConfig(tensor=2), model=config, float8=Float8Config(recipe="tensorwise", emulate=True))
+    assert "key_value_heads x head_width 16 / 2 is not" in broken_by(recipe)["mesh.tensor"]
+
+
+def test_gathered_keys_need_a_kernel_that_takes_masks() -> None:
+    recipe = Recipe(mesh=MeshConfig(context=2, context_by="gather"), attention=AttentionConfig(backend="flash"))
+    assert 'write "auto" or "math"' in broken_by(recipe)["attention.backend"]

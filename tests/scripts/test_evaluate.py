@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from recipes.data.text.rows import documents
 from recipes.data.text.tokenizer import load_tokenizer
+from tests.processes import until_the_terminal_closes
 
 ROOT = Path(__file__).parents[2]
 
@@ -156,11 +156,7 @@ def test_a_terminal_shows_progress_while_it_runs_and_the_result_alone_at_the_end
         [*command, "--sequence-length", "16"], stdout=subprocess.PIPE, stderr=follower, text=True
     )
     os.close(follower)
-    shown = b""
-    with suppress(OSError):  # the end of a terminal
-        while piece := os.read(leader, 4096):
-            shown += piece
-    os.close(leader)
+    shown = until_the_terminal_closes(leader)
     out = process.communicate(timeout=60)[0]
     assert process.returncode == 0 and json.loads(out)["documents"] == 40 * 60
     lines = shown.decode().split("\r\x1b[K")

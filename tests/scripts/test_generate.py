@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from recipes.data.text.tokenizer import load_tokenizer
+from tests.processes import until_the_terminal_closes
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "scripts" / "generate.py")
@@ -69,11 +69,7 @@ def test_on_a_terminal_the_prompt_is_dim(folder: Path) -> None:
     command = [sys.executable, SCRIPT, str(folder), "def main(", "--max-tokens", "8", "--greedy"]
     process = subprocess.Popen(command, stdout=follower, stderr=subprocess.DEVNULL)
     os.close(follower)
-    shown = b""
-    with suppress(OSError):  # the end of a terminal
-        while piece := os.read(leader, 4096):
-            shown += piece
-    os.close(leader)
+    shown = until_the_terminal_closes(leader)
     assert process.wait(timeout=30) == 0
     assert shown.startswith(b"\x1b[2mdef main(\x1b[0m")
 
