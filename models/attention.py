@@ -1,6 +1,7 @@
 """Causal grouped-query attention over PyTorch's kernels, and rotary position embeddings.
 
-B batch, T tokens, S all tokens, cached and new, K key/value heads, N query heads (a multiple of K), H head width.
+B batch, T tokens with queries, S tokens with keys, of which the T are the last, K key/value heads, N query heads (a
+multiple of K), H head width.
 """
 
 import math
@@ -41,7 +42,10 @@ def attention_to_cached(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def attention_in_documents(query: Tensor, key: Tensor, value: Tensor, documents: Restriction) -> Tensor:
-    """Causal attention inside documents. query: (B, N, T, H); key, value: (B, K, T, H). Returns (B, N, T, H)."""
+    """Causal attention inside documents. query: (B, N, T, H); key, value: (B, K, S, H). Returns (B, N, T, H).
+
+    S is T, or more where the documents say so: see of_chunk() in models/documents.py.
+    """
     if isinstance(documents, Mask):
         grouped = query.shape[1] != key.shape[1]
         return scaled_dot_product_attention(query, key, value, attn_mask=documents.sees, enable_gqa=grouped)

@@ -22,10 +22,29 @@ class Lengths(NamedTuple):
 
     cumulative: Tensor
     """(N + 1,) int32: 0, the length of the first document, of the first two, ...; padded with empty documents."""
+    of_keys: Tensor | None = None
+    """The same for the keys, where they begin before the queries; None: they are of the same tokens."""
 
 
 Restriction = Mask | Lengths
 """What keeps attention inside documents, in the form that a kernel takes."""
+
+
+def has_kernel_for_lengths(tensor: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether activations on the tensor's device, of this type or the tensor's, have a kernel that takes Lengths."""
+    return tensor.device.type == "cuda" and (dtype or tensor.dtype) in (torch.bfloat16, torch.float16)
+
+
+def of_chunk(documents: Restriction, chunk: slice, *, length: int) -> Restriction:
+    """What restricts the queries of one chunk of every row of `length` tokens to the keys up to the chunk's end."""
+    if isinstance(documents, Mask):
+        return Mask(documents.sees[:, :, chunk, : chunk.stop])
+    # Where each document begins: its row, and its place there. Those before the chunk get keys but no queries, those
+    # behind it neither, so that every key is of some document and gets a gradient.
+    row, place = documents.cumulative // length, documents.cumulative % length
+    size = chunk.stop - chunk.start
+    queries = row * size + (place - chunk.start).clamp(0, size)
+    return Lengths(queries, row * chunk.stop + place.clamp(max=chunk.stop))
 
 
 @dataclass(frozen=True)
@@ -74,7 +93,7 @@ class Documents:
 
         CUDA has variable-length kernels for 16-bit types. The CPU, and float32 on any device, use a mask.
         """
-        if self.positions.device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+        if has_kernel_for_lengths(self.positions, dtype):
             return Lengths(self.cumulative_lengths)
         index = torch.arange(self.positions.shape[1], device=self.positions.device)  # (T,)
         first = index - self.positions  # (B, T): the index in its row where a token's document begins

@@ -1,6 +1,6 @@
 """Attention kernels for documents of varying lengths in one row. Importing this takes almost a second: import it late.
 
-B batch, T tokens, N query heads, K key/value heads, H head width.
+B batch, T tokens, S tokens with keys, N query heads, K key/value heads, H head width.
 """
 
 from inspect import signature
@@ -16,24 +16,28 @@ TAKES_GROUPED_QUERIES = "enable_gqa" in signature(varlen_attn).parameters
 
 
 def attention_by_lengths(query: Tensor, key: Tensor, value: Tensor, documents: Lengths) -> Tensor:
-    """Causal attention inside documents on CUDA, in bfloat16 or float16. Shapes as in attention_in_documents()."""
+    """Causal attention inside documents on CUDA, in bfloat16 or float16. Shapes as in attention_in_documents().
+
+    The last query of a document is aligned with its last key, where it has fewer queries than keys.
+    """
     batch, heads, length, _ = query.shape
+    longest_keys = key.shape[2]
     options: dict[str, Any] = {}
     if heads != key.shape[1]:
         if TAKES_GROUPED_QUERIES:
             options["enable_gqa"] = True
         else:
-            key, value = (x.repeat_interleave(heads // key.shape[1], dim=1) for x in (key, value))  # (B, N, T, H)
-    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # (B T, N or K, H)
+            key, value = (x.repeat_interleave(heads // key.shape[1], dim=1) for x in (key, value))  # (B, N, S, H)
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # (B T or S, N or K, H)
     # The longest document is at most a row. Its exact length would have to come from the device, at every step.
     out = varlen_attn(
         query,
         key,
         value,
         documents.cumulative,
-        documents.cumulative,
+        documents.cumulative if documents.of_keys is None else documents.of_keys,
         length,
-        length,
+        longest_keys,
         window_size=(-1, 0),  # causal
         **options,
     )

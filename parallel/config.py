@@ -53,7 +53,7 @@ class MeshConfig:
     shard: Annotated[int, Ge(-1)] | Literal["node"] = -1
     """Sharding degree of FSDP; 1 = none, -1 = the rest, "node" = the rest of a node, with one replica per node."""
     context: Annotated[int, Ge(1)] = 1
-    """Context-parallel degree: processes that hold neighbouring parts of the same sequences. For long sequences."""
+    """Context-parallel degree: processes that hold parts of the same sequences. For long sequences."""
     tensor: Annotated[int, Ge(1)] = 1
     """Tensor-parallel degree: processes of one node that hold parts of the same matrices. For models from about 30B."""
     context_by: Literal["heads", "gather"] = "heads"

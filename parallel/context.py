@@ -1,10 +1,13 @@
-"""Context parallelism: each process of a group has T / degree neighbouring tokens of the same rows.
+"""Context parallelism: each process of a group has 1 / degree of the tokens of the same rows.
 
 Only attention looks at other tokens. By heads (DeepSpeed Ulysses, Jacobs et al. 2023), processes change there from
 parts of the tokens to parts of the heads, so that every kernel and mask works unchanged on whole rows. By gathering,
-each process gathers all keys and values, for heads that the degree does not divide.
+each process gathers all keys and values, for heads that the degree does not divide. It then has two chunks of each row,
+one as far from the start as the other is from the end, because a token costs as much as there are tokens before it
+(Llama 3, section 3.3.2).
 
-B batch, T tokens of a row, P tokens of a part, N query heads, K key/value heads, H head width, R degree.
+B batch, T tokens of a row, P tokens of a part, C = P / 2 of a chunk, N query heads, K key/value heads, H head width,
+R degree.
 """
 
 from typing import Any
@@ -14,45 +17,50 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.functional import scaled_dot_product_attention
 
-from models.documents import Mask, Restriction
+from models.attention import attention_in_documents, attention_to_cached
+from models.documents import Lengths, Restriction, has_kernel_for_lengths, of_chunk
 from models.interface import blocks_of, interface_of
 
 
 def split_over(model: nn.Module, axis: DeviceMesh, *, by: str) -> str:
     """Cut every row of tokens over the axis, in place. by: as mesh.context_by. Returns a line for the log."""
     group = axis.get_group()
-    kind = {"heads": ByHeads, "gather": ByGathering}[by]
     name = interface_of(model).inside_block.inner_attention
     for block in blocks_of(model):
-        block.set_submodule(name, kind(block.get_submodule(name), group))
-    model.register_forward_pre_hook(_OwnPart(group), with_kwargs=True)
+        inner = block.get_submodule(name)
+        block.set_submodule(name, ByHeads(inner, group) if by == "heads" else ByGathering(group))
+    model.register_forward_pre_hook(_OwnPart(group, by), with_kwargs=True)
     how = {"heads": "tokens exchanged for heads", "gather": "keys and values gathered"}[by]
     return f"context parallelism: {group.size()} parts of every row, {how}"
+
+
+def own_chunks(length: int, group: ProcessGroup, *, by: str) -> list[slice]:
+    """Which tokens of a row of this length the process has, in their order."""
+    rank, degree = group.rank(), group.size()
+    count = degree if by == "heads" else 2 * degree
+    size = length // count
+    assert size * count == length, "recipes/mesh_rules.py refuses such rows"
+    own = (rank,) if by == "heads" else (rank, count - 1 - rank)
+    return [slice(index * size, (index + 1) * size) for index in own]
 
 
 class _OwnPart:
     """Cuts the arguments of the model's forward pass: tokens, targets and positions; documents stay whole."""
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self._degree, self._rank = group.size(), group.rank()
+    def __init__(self, group: ProcessGroup, by: str) -> None:
+        self._group, self._by = group, by
 
     def __call__(self, model: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if options.get("cache") is not None:  # a text that grows token by token: every process computes all of it
             return None
-        rows = arguments[0].shape[1]
-        length = rows // self._degree
-        assert length * self._degree == rows, "recipes/mesh_rules.py refuses such rows"
-        own = slice(self._rank * length, (self._rank + 1) * length)
-        documents = options.get("documents")
-        positions = (
-            torch.arange(own.start, own.stop, device=arguments[0].device)
-            if documents is None
-            else documents.positions[:, own]
-        )
         tokens, targets = arguments  # without targets each process would return the logits of its part alone
-        return (tokens[:, own], targets[:, own]), options | {"positions": positions}
+        documents = options.get("documents")
+        whole = torch.arange(tokens.shape[1], device=tokens.device) if documents is None else documents.positions
+        own = own_chunks(tokens.shape[1], self._group, by=self._by)
+        # Of (B, T), and of (T,) positions without documents.
+        tokens, targets, positions = (torch.cat([x[..., part] for part in own], -1) for x in (tokens, targets, whole))
+        return (tokens, targets), options | {"positions": positions}
 
 
 class ByHeads(nn.Module):
@@ -85,42 +93,47 @@ def _exchange(parts: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class ByGathering(nn.Module):
-    """Attention of a part of the tokens over all keys and values."""
+    """Attention of two chunks of the tokens over the keys and values up to their ends."""
 
-    def __init__(self, inner: nn.Module, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         super().__init__()
         self.group = group
+        self.flash = torch.backends.cuda.flash_sdp_enabled()  # attention.backend; a compiled block cannot ask
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, documents: Restriction | None = None) -> Tensor:
         """query: (B, N, P, H); key, value: (B, K, P, H); documents: of whole rows. Returns (B, N, P, H)."""
-        length = query.shape[2]
-        first = self.group.rank() * length
-        both = torch.stack((key, value)).movedim(3, 0).contiguous()  # (P, 2, B, K, H)
-        key, value = _Gather.apply(both, self.group).movedim(0, 3)  # (B, K, T, H) each
-        sees = torch.ones(length, key.shape[2], dtype=torch.bool, device=query.device).tril(first)  # (P, T)
-        if documents is not None:
-            sees = _mask(documents, rows=key.shape[0], length=key.shape[2])[:, :, first : first + length]
-        grouped = query.shape[1] != key.shape[1]
-        return scaled_dot_product_attention(query, key, value, attn_mask=sees, enable_gqa=grouped)
-
-
-def _mask(documents: Restriction, *, rows: int, length: int) -> Tensor:
-    """(B, 1, T, T) bool: whether a token (row) attends to another (column)."""
-    if isinstance(documents, Mask):
-        return documents.sees
-    index = torch.arange(rows * length, device=documents.cumulative.device, dtype=documents.cumulative.dtype)
-    number = torch.searchsorted(documents.cumulative, index, right=True).view(rows, length)  # of each token's document
-    return (number[:, :, None] == number[:, None, :]).tril()[:, None]
+        part = torch.stack((key.transpose(1, 2), value.transpose(1, 2)))  # (2, B, P, K, H)
+        key, value = _Gather.apply(part, self.group).transpose(2, 3)  # (B, K, T, H) each
+        rows, length = key.shape[0], key.shape[2]
+        # Otherwise attention needs a mask (C, T).
+        if documents is None and self.flash and has_kernel_for_lengths(query):
+            starts = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=query.device)
+            documents = Lengths(starts)  # every row is one
+        out = []
+        for own, queries in zip(own_chunks(length, self.group, by="gather"), query.chunk(2, dim=2), strict=True):
+            seen = key[:, :, : own.stop], value[:, :, : own.stop]  # (B, K, end of the chunk, H)
+            if documents is None:
+                out.append(attention_to_cached(queries, *seen))  # (B, N, C, H)
+            else:
+                out.append(attention_in_documents(queries, *seen, of_chunk(documents, own, length=length)))
+        return torch.cat(out, dim=2)
 
 
 class _Gather(torch.autograd.Function):
-    """Concatenates the parts of all processes; the gradient of a part is the sum of what all have for it."""
+    """All tokens of all rows, in their order; the gradient of a part is the sum of what all processes have for it."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
+        """part: (2, B, P, K, H). Returns (2, B, T, K, H)."""
         ctx.group = group
-        return funcol.wait_tensor(funcol.all_gather_tensor(part, 0, group))
+        parts = funcol.wait_tensor(funcol.all_gather_tensor(part, 0, group))  # (R 2, B, P, K, H)
+        chunks = parts.unflatten(2, (2, -1)).unflatten(0, (-1, 2)).movedim(0, 2)  # (2, B, R, 2, C, K, H)
+        first, last = chunks.unbind(3)
+        return torch.cat((first, last.flip(2)), dim=2).flatten(2, 3)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return funcol.wait_tensor(funcol.reduce_scatter_tensor(gradient.contiguous(), "sum", 0, ctx.group)), None
+        """gradient: (2, B, T, K, H). Returns (2, B, P, K, H)."""
+        first, last = gradient.unflatten(2, (2 * ctx.group.size(), -1)).chunk(2, dim=2)  # (2, B, R, C, K, H) each
+        parts = torch.stack((first, last.flip(2)), dim=3).movedim(2, 0).flatten(3, 4).flatten(0, 1).contiguous()
+        return funcol.wait_tensor(funcol.reduce_scatter_tensor(parts, "sum", 0, ctx.group)), None

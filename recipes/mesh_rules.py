@@ -56,9 +56,12 @@ def mesh_divides_model(mesh: MeshConfig, *, model: ModelConfig, sequence_length:
     if mesh.context_by == "heads" and heads % context:
         rule = f"{context} processes cannot share {heads} heads{' per tensor rank' if tensor > 1 else ''} equally"
         yield "mesh.context", f'{rule}; write a divisor of {heads}, or context_by = "gather"'
-    if sequence_length % (tensor * context):
-        rule = f"must be a multiple of mesh.context {context} x mesh.tensor {tensor} = {tensor * context}"
-        yield "batch.sequence_length", f"{rule}; write {sequence_length + -sequence_length % (tensor * context)}"
+    unit, factors = context * tensor, f"mesh.context {context} x mesh.tensor {tensor}"
+    if context > 1 and mesh.context_by == "gather":  # each process has two chunks of a row
+        unit, factors = 2 * unit, f"2 x {factors}"
+    if sequence_length % unit:
+        rule = f"must be a multiple of {factors} = {unit}"
+        yield "batch.sequence_length", f"{rule}; write {sequence_length + -sequence_length % unit}"
 
 
 def tensor_groups_fit_nodes(mesh: MeshConfig, *, nodes: Sequence[Node]) -> Iterator[Violation]:
@@ -90,9 +93,10 @@ def float8_fits_tensor(mesh: MeshConfig, *, float8: Float8Config, model: ModelCo
 
 
 def gather_has_a_kernel(mesh: MeshConfig, *, attention: AttentionConfig) -> Iterator[Violation]:
-    """A part of the queries attends to all keys through a mask, which not every kernel takes."""
-    if mesh.context > 1 and mesh.context_by == "gather" and attention.backend in ("flash", "cudnn"):
-        yield "attention.backend", 'takes no masks, which mesh.context_by = "gather" needs; write "auto" or "math"'
+    """The last queries of a row attend to all keys: cuDNN would align the first of them with the first key."""
+    if mesh.context > 1 and mesh.context_by == "gather" and attention.backend == "cudnn":
+        rule = 'cannot attend from a part of the tokens to all, which mesh.context_by = "gather" needs'
+        yield "attention.backend", f'{rule}; write "auto" or "flash"'
 
 
 def batch_divides(

@@ -1,9 +1,7 @@
 """Packed documents: a packed batch gives the same results as each document alone, by mask and by lengths."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,11 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.config import ModelConfig
 from models.decoder import Decoder
-from models.documents import SMALLEST_LENGTHS, Documents, Lengths, Mask
+from models.documents import SMALLEST_LENGTHS, Documents, Mask
 from models.loss import IGNORED
 from models.sizes import SIZES
 from parallel.activation_checkpoint import checkpoint_blocks
 from parallel.config import ActivationCheckpointingConfig
+from tests.lengths_on_cpu import lengths_on_cpu
 from tests.models.test_decoder import build
 
 END = 96
@@ -216,55 +215,16 @@ def test_a_cache_together_with_documents_is_refused() -> None:
 # By lengths: everything around the kernel, which exists only on GPUs. tests/gpu tests the kernel itself.
 
 
-def probabilities(query: Tensor, key: Tensor) -> Tensor:
-    """Attention weights of one document: (heads, length, head width) each -> (heads, length, length)."""
-    scores = query @ key.mT / query.shape[-1] ** 0.5
-    return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf).softmax(-1)
-
-
-def alone(cumulative: Tensor, *packed: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """(tokens, heads, head width) each -> (heads, length, head width) per document, with equally many heads each."""
-    heads = packed[0].shape[1]
-    for start, end in pairwise(cumulative.tolist()):
-        yield tuple(x[start:end].repeat_interleave(heads // x.shape[1], 1).transpose(0, 1) for x in packed)
-
-
 @pytest.fixture
-def lengths_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The code path of a GPU, with its kernel replaced by the same mathematics, forward and backward."""
-    from torch.nn.attention import varlen
-
-    def forward(query, key, value, cumulative, cumulative_keys, longest, longest_key, causal, *args, **kwargs):  # type: ignore[no-untyped-def]
-        assert torch.equal(cumulative, cumulative_keys) and causal and longest == longest_key
-        assert cumulative.dtype == torch.int32 and cumulative[-1] == len(query) and cumulative.diff().max() <= longest
-        pieces = [probabilities(q, k) @ v for q, k, v in alone(cumulative, query, key, value)]
-        out = torch.cat(pieces, dim=1).transpose(0, 1).contiguous()
-        return out, query.new_zeros(query.shape[1], len(query)), torch.zeros(2, dtype=torch.uint64)
-
-    def backward(gradient, query, key, value, out, lse, cumulative, *args, **kwargs):  # type: ignore[no-untyped-def]
-        pieces = []
-        for g, q, k, v in alone(cumulative, gradient, query, key, value):
-            p = probabilities(q, k)
-            by_scores = p * (g @ v.mT - (g * (p @ v)).sum(-1, keepdim=True)) / query.shape[-1] ** 0.5
-            pieces.append((by_scores @ k, by_scores.mT @ q, p.mT @ g))
-        found = (torch.cat(parts, dim=1).transpose(0, 1) for parts in zip(*pieces, strict=True))
-        # A key and a value serve several queries and get the sum of their gradients.
-        shapes = ((len(x), x.shape[1], -1, x.shape[2]) for x in (query, key, value))
-        return tuple(x.reshape(shape).sum(2) for x, shape in zip(found, shapes, strict=True))
-
-    varlen._varlen_attn.register_kernel("cpu", forward)
-    varlen._varlen_attn_backward.register_kernel("cpu", backward)
-    monkeypatch.setattr(Documents, "for_attention_in", lambda self, dtype: Lengths(self.cumulative_lengths))
-    torch.compiler.reset()
-    with varlen._varlen_attn.set_kernel_enabled("cpu"), varlen._varlen_attn_backward.set_kernel_enabled("cpu"):
+def by_lengths() -> Iterator[None]:
+    with lengths_on_cpu():
         yield
-    torch.compiler.reset()
 
 
 @every_model
 @pytest.mark.parametrize("grouped", [True, False], ids=["kernel takes grouped queries", "repeated keys"])
 def test_attention_by_lengths_equals_the_documents_one_by_one(
-    config: ModelConfig, grouped: bool, lengths_on_cpu: None, monkeypatch: pytest.MonkeyPatch
+    config: ModelConfig, grouped: bool, by_lengths: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from models import varlen
 
@@ -286,7 +246,7 @@ class AttentionCalls(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("mode", "calls"), [("none", 4), ("selective", 4), ("full", 8)])
-def test_only_full_checkpointing_computes_attention_twice(mode: Any, calls: int, lengths_on_cpu: None) -> None:
+def test_only_full_checkpointing_computes_attention_twice(mode: Any, calls: int, by_lengths: None) -> None:
     model, (tokens, targets) = build(SMOLLM3), batch()
     expected = one_by_one(model, tokens, targets)
     checkpoint_blocks(model, ActivationCheckpointingConfig(mode))
@@ -307,7 +267,7 @@ def compilations() -> int:
 def test_other_documents_do_not_recompile_blocks(path: str, request: pytest.FixtureRequest) -> None:
     """Compiles once with and once without rotary embeddings, and again when the padded lengths first grow."""
     if path == "lengths":
-        request.getfixturevalue("lengths_on_cpu")
+        request.getfixturevalue("by_lengths")
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     config = replace(SMOLLM3, layers=2, no_rope_every=2)

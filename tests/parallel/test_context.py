@@ -1,19 +1,159 @@
-"""Masks of context parallelism by gathering."""
+"""Context parallelism: odd numbers of heads and odd documents."""
 
+from collections.abc import Iterator
+from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from models.documents import Documents, Lengths, Mask
-from parallel.context import _mask
+import parallel.context
+from models.attention import attention_in_documents
+from models.config import ModelConfig
+from models.decoder import Decoder
+from models.documents import Documents, Lengths, Mask, of_chunk
+from models.loss import IGNORED
+from models.sizes import SIZES
+from parallel.context import split_over
+from parallel.dist import start, stop
+from tests.lengths_on_cpu import lengths_on_cpu
+from tests.processes import run_processes
 
-END = 3
+END, VOCABULARY, LENGTH = 96, 97, 24
+# Every second layer has no rotary embeddings; the others have scaled ones.
+TINY = replace(
+    SIZES["smollm3_debug"],
+    **{"layers": 2, "no_rope_every": 2, "width": 32, "feed_forward_width": 32, "vocabulary": VOCABULARY},
+    **{"heads": 4, "key_value_heads": 2, "head_width": 8, "init_std": 0.2},
+    **{"rope_scaling": "llama3", "rope_original_length": 8},
+)
+# heads, key/value heads, degree, by, options
+CASES = (
+    (4, 2, 4, "heads", ""),  # as many heads as processes, and copies of key/value heads
+    (6, 3, 2, "heads", "documents"),  # key/value heads that the degree neither divides nor is divided by
+    (4, 1, 2, "heads", "lengths"),
+    (9, 3, 3, "heads", "documents"),
+    (9, 3, 3, "gather", "masked"),
+    (5, 1, 4, "gather", ""),
+    (5, 5, 4, "gather", "documents,borders"),
+    (3, 1, 3, "gather", "documents,lengths"),
+    (4, 2, 4, "gather", "documents,lengths,borders"),
+    (4, 2, 2, "gather", "lengths"),
+    (4, 2, 2, "heads", "bfloat16"),
+    (4, 2, 2, "gather", "bfloat16"),
+)
 
 
-def test_lengths_of_documents_and_their_mask_restrict_attention_alike() -> None:
-    tokens = torch.randint(4, 9, (3, 16), generator=torch.Generator().manual_seed(0))
-    tokens[0, [0, 7, 8]] = tokens[1, 15] = tokens[2, 3] = END
+def rows_of(options: str) -> tuple[Tensor, Tensor]:
+    """Two rows of tokens (2, LENGTH) and their targets."""
+    tokens = torch.randint(END, (2, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    tokens[0, [4, 10, 11, 19]] = END
+    if "borders" in options:  # documents end where each chunk does, and nowhere else
+        tokens[0] %= END
+        tokens[:, 2:LENGTH:3] = END
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+    if "masked" in options:  # all targets of the first process, of three
+        targets[:, :4] = targets[:, -4:] = IGNORED
+    return inputs, targets
+
+
+def loss_and_gradients(model: Decoder, options: str) -> tuple[Tensor, dict[str, Tensor]]:
+    tokens, targets = rows_of(options)
+    documents = Documents.of(tokens, end_of_document=END) if "documents" in options else None
+    loss = model(tokens, targets, documents=documents)
+    model.zero_grad()
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def difference_from_one_process(config: ModelConfig, axis: DeviceMesh, by: str, options: str) -> float:
+    """The largest relative difference, of the loss and of each parameter's gradient."""
+    torch.manual_seed(0)
+    alone = Decoder(config)
+    split = deepcopy(alone).to(torch.bfloat16 if "bfloat16" in options else torch.float32)
+    split_over(split, axis, by=by)
+    with (
+        lengths_on_cpu() if "lengths" in options else nullcontext(),
+        # Also rows without documents take that kernel.
+        patch.object(parallel.context, "has_kernel_for_lengths", lambda tensor: "lengths" in options),
+    ):
+        found, found_gradients = loss_and_gradients(split, options)
+    expected, gradients = loss_and_gradients(alone, options)
+    dist.all_reduce(found, group=axis.get_group())
+    errors = [((found - expected) / expected).abs().item()]
+    assert gradients.keys() == found_gradients.keys() == dict(alone.named_parameters()).keys()
+    for name, gradient in found_gradients.items():
+        whole = gradient.float()
+        dist.all_reduce(whole, group=axis.get_group())
+        errors.append(((whole - gradients[name]).norm() / gradients[name].norm()).item())
+    return max(errors)
+
+
+def differences(cases: tuple[Any, ...]) -> list[float | None]:
+    """Of every case; None on processes that it does not need."""
+    world, found = start("cpu", seed=0), []
+    for heads, shared, degree, by, options in cases:
+        axis = DeviceMesh("cpu", list(range(degree)), mesh_dim_names=("context",))
+        config = replace(TINY, heads=heads, key_value_heads=shared)
+        found.append(difference_from_one_process(config, axis, by, options) if world.rank < degree else None)
+    stop()
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[Any, float]:
+    return dict(zip(CASES, run_processes(4, differences, CASES)[0], strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parts_of_rows_give_the_loss_and_gradients_of_whole_rows(case: Any, found: dict[Any, float]) -> None:
+    assert found[case] < (2e-2 if "bfloat16" in case[-1] else 1e-5)
+
+
+# Attention of a chunk of the queries
+
+
+@pytest.fixture
+def by_lengths() -> Iterator[None]:
+    with lengths_on_cpu():
+        yield
+
+
+@pytest.mark.parametrize("by", [Mask, Lengths])
+@pytest.mark.parametrize("ends", [0.0, 0.1, 0.5, 1.0])
+def test_chunks_of_queries_attend_as_whole_rows_do(by: type, ends: float, by_lengths: None) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(END, (3, LENGTH), generator=generator)
+    tokens[torch.rand(tokens.shape, generator=generator) < ends] = END
     documents = Documents.of(tokens, end_of_document=END)
-    by_mask = documents.for_attention_in(torch.float32)
-    assert isinstance(by_mask, Mask)
-    by_lengths = _mask(Lengths(documents.cumulative_lengths), rows=3, length=16)
-    assert torch.equal(by_lengths, by_mask.sees)
-    assert not torch.equal(by_lengths, torch.ones_like(by_lengths).tril())
+    whole = Lengths(documents.cumulative_lengths)
+    inputs = [torch.randn(3, heads, LENGTH, 8, generator=generator, requires_grad=True) for heads in (4, 2, 2)]
+    inside = whole if by is Lengths else mask_of(documents)
+    for size in (1, 4, 12):
+        chunks = [slice(first, first + size) for first in range(0, LENGTH, size)]
+        pieces = [
+            attention_in_documents(
+                inputs[0][:, :, chunk],
+                *(x[:, :, : chunk.stop] for x in inputs[1:]),
+                of_chunk(inside, chunk, length=LENGTH),
+            )
+            for chunk in chunks
+        ]
+        found, expected = torch.cat(pieces, dim=2), attention_in_documents(*inputs, whole)
+        torch.testing.assert_close(found, expected)
+        upstream = torch.randn(found.shape, generator=generator)
+        both = (torch.autograd.grad(out, inputs, upstream) for out in (found, expected))
+        for gradient, right in zip(*both, strict=True):
+            torch.testing.assert_close(gradient, right)
+
+
+def mask_of(documents: Documents) -> Mask:
+    index = torch.arange(LENGTH)
+    first = index - documents.positions
+    return Mask(((index <= index[:, None]) & (index >= first[:, :, None]))[:, None])

@@ -669,6 +669,13 @@ def test_recipes_are_compared_even_if_the_old_data_is_gone(tmp_path: Path) -> No
             "batch.sequence_length",
             "must be a multiple of mesh.context 2 x mesh.tensor 2 = 4; write 68",
         ),
+        (
+            MeshConfig(context=2, tensor=2, context_by="gather"),
+            {},
+            68,
+            "batch.sequence_length",
+            "must be a multiple of 2 x mesh.context 2 x mesh.tensor 2 = 8; write 72",
+        ),
     ],
 )
 def test_a_mesh_that_does_not_divide_the_model_is_refused(
@@ -706,6 +713,9 @@ def test_float8_needs_parts_of_matrices_that_are_multiples_of_16() -> None:
     assert "key_value_heads x head_width 16 / 2 is not" in broken_by(recipe)["mesh.tensor"]
 
 
-def test_gathered_keys_need_a_kernel_that_takes_masks() -> None:
-    recipe = Recipe(mesh=MeshConfig(context=2, context_by="gather"), attention=AttentionConfig(backend="flash"))
-    assert 'write "auto" or "math"' in broken_by(recipe)["attention.backend"]
+def test_gathered_keys_need_a_kernel_for_fewer_queries_than_keys() -> None:
+    mesh = MeshConfig(context=2, context_by="gather")
+    recipe = Recipe(mesh=mesh, attention=AttentionConfig(backend="cudnn"))
+    assert 'write "auto" or "flash"' in broken_by(recipe)["attention.backend"]
+    for other in ("auto", "flash", "math"):
+        assert "attention.backend" not in broken_by(Recipe(mesh=mesh, attention=AttentionConfig(backend=other)))

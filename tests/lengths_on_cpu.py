@@ -1,0 +1,70 @@
+"""The code path of GPUs for documents by their lengths, on the CPU: its kernel is replaced by the same mathematics."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from models.documents import Documents, Lengths
+
+Ends = tuple[Tensor, Tensor]
+"""Cumulative lengths of the documents' queries and of their keys."""
+
+
+def probabilities(query: Tensor, key: Tensor) -> Tensor:
+    """Attention weights of one document: (heads, queries or keys, head width) each -> (heads, queries, keys)."""
+    scores = query @ key.mT / query.shape[-1] ** 0.5
+    later = torch.ones_like(scores, dtype=torch.bool).triu(1 + key.shape[1] - query.shape[1])  # the last are aligned
+    return scores.masked_fill(later, -math.inf).softmax(-1)
+
+
+def alone(ends: Ends, query: Tensor, *others: Tensor, by_query: int = 0) -> Iterator[tuple[Tensor, ...]]:
+    """(tokens, heads, head width) each -> (heads, length, head width) per document, with equally many heads each.
+
+    by_query: how many of the others have a token for each query, not for each key.
+    """
+    heads = query.shape[1]
+    for queries, keys in zip(*(pairwise(cumulative.tolist()) for cumulative in ends), strict=True):
+        spans = [queries] * (1 + by_query) + [keys] * (len(others) - by_query)
+        pieces = (x[slice(*span)] for x, span in zip((query, *others), spans, strict=True))
+        yield tuple(piece.repeat_interleave(heads // piece.shape[1], 1).transpose(0, 1) for piece in pieces)
+
+
+def forward(query, key, value, cumulative, of_keys, longest, longest_keys, causal, *args, **kwargs):  # type: ignore[no-untyped-def]
+    """As torch_attn::_varlen_attn."""
+    assert causal
+    for ends, packed, most in ((cumulative, query, longest), (of_keys, key, longest_keys)):
+        assert ends.dtype == torch.int32 and ends[0] == 0 and ends[-1] == len(packed) and ends.diff().max() <= most
+    pieces = [probabilities(q, k) @ v for q, k, v in alone((cumulative, of_keys), query, key, value)]
+    out = torch.cat(pieces, dim=1).transpose(0, 1).contiguous()
+    return out, query.new_zeros(query.shape[1], len(query)), torch.zeros(2, dtype=torch.uint64)
+
+
+def backward(gradient, query, key, value, out, lse, cumulative, of_keys, *args, **kwargs):  # type: ignore[no-untyped-def]
+    """As torch_attn::_varlen_attn_backward."""
+    pieces = []
+    for q, g, k, v in alone((cumulative, of_keys), query, gradient, key, value, by_query=1):
+        p = probabilities(q, k)
+        by_scores = p * (g @ v.mT - (g * (p @ v)).sum(-1, keepdim=True)) / query.shape[-1] ** 0.5
+        pieces.append((by_scores @ k, by_scores.mT @ q, p.mT @ g))
+    found = (torch.cat(parts, dim=1).transpose(0, 1) for parts in zip(*pieces, strict=True))
+    # A key and a value serve several queries and get the sum of their gradients.
+    shapes = ((len(x), x.shape[1], -1, x.shape[2]) for x in (query, key, value))
+    return tuple(x.reshape(shape).sum(2) for x, shape in zip(found, shapes, strict=True))
+
+
+@contextmanager
+def lengths_on_cpu() -> Iterator[None]:
+    """Models take documents by their lengths inside."""
+    from torch.nn.attention import varlen
+
+    varlen._varlen_attn.register_kernel("cpu", forward)
+    varlen._varlen_attn_backward.register_kernel("cpu", backward)
+    torch.compiler.reset()
+    with patch.object(Documents, "for_attention_in", lambda self, dtype: Lengths(self.cumulative_lengths)):
+        yield
+    torch.compiler.reset()
