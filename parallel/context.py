@@ -10,6 +10,7 @@ B batch, T tokens of a row, P tokens of a part, C = P / 2 of a chunk, N query he
 R degree.
 """
 
+from math import gcd
 from typing import Any
 
 import torch
@@ -72,9 +73,8 @@ class ByHeads(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, documents: Restriction | None = None) -> Tensor:
         """query: (B, N, P, H); key, value: (B, K, P, H); documents: of whole rows. Returns (B, N, P, H)."""
-        heads, shared = query.shape[1], key.shape[1]
-        if shared % self.degree:  # copies of each head, so that every process has one
-            copies = self.degree // shared if self.degree % shared == 0 else heads // shared
+        copies = self.degree // gcd(self.degree, key.shape[1])  # of each head, so that every process has one
+        if copies > 1:
             key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
         # One exchange for all three: heads side by side, in the order of the processes they go to.
         parts = [x.unflatten(1, (self.degree, -1)) for x in (query, key, value)]  # (B, R, heads / R, P, H)
