@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parallel.config import MeshDegrees
+from parallel.mesh import AXES
 from recipes.files.exit_codes import POISONED
 from recipes.schema import Recipe
 from recipes.training import step as step_module  # where a step finds gradient_norm
@@ -73,7 +75,8 @@ def spoil(trainer: Any, kind: str) -> Callable[[], None]:
         output.register_hook(lambda gradient: gradient * (math.inf if kind == "infinite gradient" else math.nan))
 
     def spoil_shard(parameters: list[Any]) -> Tensor:
-        parameters[0].grad.to_local().view(-1)[0] = math.nan
+        gradient = parameters[-1 if "norm" in kind else 0].grad  # of the head's norm, or of the embedding
+        gradient.to_local().view(-1)[0] = math.inf if "infinite" in kind else math.nan
         return whole(parameters)
 
     def spoil_norm(parameters: list[Any]) -> Tensor:
@@ -83,7 +86,7 @@ def spoil(trainer: Any, kind: str) -> Callable[[], None]:
     handles = []
     if kind == "norm":
         step_module.gradient_norm = spoil_norm  # type: ignore[assignment]
-    elif is_last and kind == "shard":
+    elif is_last and "shard" in kind:
         step_module.gradient_norm = spoil_shard  # type: ignore[assignment]
     elif is_last and "gradient" in kind:
         handles.append(trainer.built.model.norm.register_forward_hook(spoil_gradient))
@@ -166,6 +169,43 @@ def test_a_bad_step_changes_no_bit_in_bfloat16_with_replicas_and_float8_all_gath
 def test_a_bad_step_changes_no_bit_without_clipping_on_one_process(five_steps: Recipe) -> None:
     alone = change(five_steps, optimizer={"grad_clip": 0.0})
     assert_bad_step_left_no_trace(run_processes(1, all_kinds, alone, ("left out", *KINDS)))
+
+
+# The shard of the head's norm is a copy on each process of a tensor group, and only one of them is spoiled.
+ON_ONE_RANK = ("embedding", "infinite gradient", "shard", "shard of a norm", "infinite shard of a norm", "loss")
+MESHES = {2: ("1.1.1.2", "1.1.2.1"), 4: ("1.2.1.2", "2.1.1.2", "1.1.2.2")}
+
+
+def bad_and_good_steps(recipe: Recipe, meshes: tuple[str, ...]) -> dict[str, tuple[list[str], dict[int, float]]]:
+    """By mesh: hashes after a good step and then after a bad and a good one for each kind, and the skipped steps."""
+    from parallel.dist import start, stop
+
+    world, found = start("cpu", seed=0), {}
+    for axes in meshes:
+        degrees = dict(zip(AXES, map(int, axes.split(".")), strict=True))
+        with training(change(recipe, mesh=degrees, run={"name": axes}), world) as trainer:
+            hashes = []
+            for kind in ("", *(kind for one in ON_ONE_RANK for kind in (one, ""))):
+                undo = spoil(trainer, kind) if kind else None
+                take_step(trainer)
+                if undo:
+                    undo()
+                trainer.clock.count_step()
+                hashes.append(state(trainer))
+            found[axes] = hashes, dict(trainer.guard.skipped())
+    stop()
+    return found
+
+
+@pytest.mark.parametrize("processes", MESHES)
+def test_a_step_that_is_bad_on_one_rank_of_any_axis_changes_no_bit_on_any(processes: int, five_steps: Recipe) -> None:
+    for answer in run_processes(processes, bad_and_good_steps, five_steps, MESHES[processes]):
+        for axes, (hashes, skipped) in answer.items():
+            for number, kind in enumerate(ON_ONE_RANK):
+                before, bad, good = hashes[2 * number : 2 * number + 3]
+                assert bad == before and good != bad, (axes, kind)
+            bad_steps = range(2, 2 * len(ON_ONE_RANK) + 1, 2)
+            assert {step: math.isfinite(norm) for step, norm in skipped.items()} == dict.fromkeys(bad_steps, False)
 
 
 @pytest.fixture(scope="module")
@@ -302,3 +342,31 @@ def test_loss_spikes_are_skipped_once_the_window_is_full() -> None:
 def test_a_restored_guard_skips_the_same_spikes(restart_at: int) -> None:
     losses = losses_with_spikes()
     assert run_processes(1, judge_all, losses, restart_at) == run_processes(1, judge_all, losses, -1)
+
+
+def judge_parts(meshes: list[str], losses: list[float], odd: dict[int, float]) -> list[tuple[list[int], list[float]]]:
+    """By mesh: which losses a guard skips, and its window. Each rank has its part; the last one odd ones at times."""
+    from parallel.dist import start, stop
+    from parallel.mesh import build_mesh
+    from recipes.optimization.skip_steps import StepGuard
+
+    world, found = start("cpu", seed=0), []
+    for axes in meshes:
+        mesh = build_mesh(MeshDegrees(*map(int, axes.split("."))), device_type="cpu")
+        guard = StepGuard(mesh, device=world.device, max_skipped_steps=10, loss_spike_z=4.0)
+        for step, loss in enumerate(losses):
+            whole = odd.get(step, loss) if world.rank == world.size - 1 else loss
+            guard.should_skip(step, loss=torch.tensor(whole) / mesh.loss_group.size(), norm=torch.tensor(1.0))
+        found.append(([step for step, _ in guard.skipped()], guard.state()["loss_window"]))
+    stop()
+    return found
+
+
+def test_all_ranks_of_every_axis_skip_the_same_spikes() -> None:
+    """A loss that is too high, or no number, on one rank only: its copy in a tensor group, or its part."""
+    losses, odd = losses_with_spikes(), {75: 90.0, 80: math.nan, 85: math.inf}
+    meshes = ["1.1.2.2", "2.1.1.2", "1.2.1.2", "1.2.2.1", "1.1.1.4"]
+    answers = run_processes(4, judge_parts, meshes, losses, odd)
+    assert answers == [answers[0]] * 4
+    assert [skipped for skipped, _ in answers[0]] == [[70, 71, 75, 80, 85, 90]] * len(meshes)
+    assert [len(window) for _, window in answers[0]] == [64] * len(meshes)
