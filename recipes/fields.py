@@ -28,6 +28,14 @@ EXAMPLES = {
 """For fields whose default is not a useful example."""
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 """Attribute of a range of annotated_types -> its sign."""
+NO_PIPELINE = (
+    "there is no pipeline parallelism, because FSDP's traffic hides behind computing: Llama-405B with tensor = 8 moves"
+    " 405 GB per GPU and micro-step (its bf16 weights twice, 2 x 101 GB, and its fp32 gradients once, 203 GB): 8 s at"
+    " the 50 GB/s of a 400 Gb/s link, as long as 9,000 to 12,000 tokens per tensor group take to compute at 350 to 450"
+    " TFLOP/s. Pipeline stages pay only below about 6 GB/s per GPU between nodes, or beyond 16,000 GPUs, where a batch"
+    " of 16M tokens leaves a group fewer than that. Remove this, and write shard = -1; for what does not fit, write"
+    " mesh.tensor (at most the GPUs of a node) to cut matrices, or mesh.context to cut long sequences"
+)
 
 
 @cache
@@ -154,6 +162,8 @@ def _readings(annotation: Any, value: Any) -> list[Any]:
 
 def unknown_section(name: str) -> str:
     """The message for a [section] that does not exist."""
+    if _means_pipeline(name):
+        return NO_PIPELINE
     close = get_close_matches(_normal(name), sections(), n=1)
     hint = f"did you mean [{close[0]}]?" if close else f"the sections are {listed(sections())}"
     return f"unknown section; {hint}"
@@ -166,6 +176,8 @@ def unknown_key(key: str) -> str:
         return 'unknown key; base = "other.toml" belongs in a file, above its first [section]'
     if name in sections() and not section:
         return f"is a section; its keys are {listed(key for key in field_types() if key.startswith(name + '.'))}"
+    if _means_pipeline(name):
+        return NO_PIPELINE
     names = {known: known.partition(".")[2] for known in field_types()}
     of_section = {bare: known for known, bare in names.items() if known.startswith(section + ".")}
     if name in of_section:
@@ -181,6 +193,10 @@ def unknown_key(key: str) -> str:
     if of_section:
         return f"unknown key; [{section}] has {listed(of_section)}"
     return f"unknown key; every key belongs to a section: {listed(sections())}"
+
+
+def _means_pipeline(name: str) -> bool:
+    return _normal(name).startswith("pipeline") or _normal(name) in ("pp", "pp_size", "pp_degree")
 
 
 def _normal(name: str) -> str:

@@ -263,6 +263,23 @@ def test_a_misspelled_size_is_refused_with_the_likeliest_one() -> None:
     assert 'model.name = "llama3_8B" (x.toml) unknown size; did you mean "llama3_8b"?' in message
 
 
+@pytest.mark.parametrize(
+    ("text", "arguments", "key"),
+    [
+        ("[mesh]\npipeline = 2\n", [], "mesh.pipeline = 2 (x.toml)"),
+        ("[mesh]\npp = 2\n", [], "mesh.pp = 2 (x.toml)"),
+        ("[pipeline]\nstages = 2\n", [], "[pipeline] (x.toml)"),
+        ("", ["--mesh.pipeline", "2"], "mesh.pipeline = 2 (command line)"),
+        ("", ["--mesh.pipeline-parallel=2"], "mesh.pipeline_parallel = 2 (command line)"),
+    ],
+)
+def test_pipeline_parallelism_is_refused_by_name_with_the_arithmetic(text: str, arguments: list[str], key: str) -> None:
+    message = refused(MODEL + text, *arguments)
+    assert message.startswith(f"1 problem in x.toml {key}")
+    assert "405 GB per GPU and micro-step" in message and "below about 6 GB/s per GPU" in message
+    assert "beyond 16,000 GPUs" in message and "write shard = -1" in message and "mesh.tensor" in message
+
+
 def test_an_unknown_size_is_refused_with_all_sizes() -> None:
     assert "(command line) unknown size; the sizes" in refused(MODEL, "--model.name", "gpt-5")
 
