@@ -109,12 +109,12 @@ class _Summed(torch.autograd.Function):
         largest, sums, losses = [], [], []
         pieces = zip(*(part.tensor_split(chunks) for part in (logits, columns, own)), strict=True)
         for rows, column, is_own in pieces:
-            values = rows.to(torch.float32)  # (C, V / degree)
-            top = values.amax(-1)
+            top = rows.amax(-1).to(torch.float32)
             dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-            both = torch.stack(
-                [(values - top[:, None]).exp().sum(-1), (values.gather(-1, column)[:, 0] - top) * is_own]
-            )  # (2, C): the softmax's denominator, and the target's logit
+            powers = (rows - top[:, None]).exp_()  # (C, V / degree), the only float32 tensor as large as that
+            at_target = (rows.gather(-1, column)[:, 0] - top) * is_own
+            both = torch.stack([powers.sum(-1), at_target])  # (2, C): the softmax's denominator, the target's logit
+            del powers  # before the next chunk's
             dist.all_reduce(both, group=group)
             largest.append(top)
             sums.append(both[0])
@@ -130,8 +130,8 @@ class _Summed(torch.autograd.Function):
         saved = ctx.saved_tensors
         pieces = zip(*(part.tensor_split(ctx.chunks) for part in saved), strict=True)
         for rows, column, is_own, counts, top, total in pieces:
-            gradient = (rows.to(torch.float32) - top[:, None]).exp() / total[:, None]  # (C, V / degree)
+            gradient = (rows - top[:, None]).exp_().div_(total[:, None])  # (C, V / degree)
             gradient.scatter_add_(-1, column, -is_own.to(gradient.dtype)[:, None])
-            torch.mul(gradient, (scale * counts)[:, None], out=gradient)
-            rows.copy_(gradient)
+            rows.copy_(gradient.mul_((scale * counts)[:, None]))
+            del gradient
         return saved[0], None, None, None
