@@ -92,6 +92,16 @@ def float8_fits_tensor(mesh: MeshConfig, *, float8: Float8Config, model: ModelCo
             return
 
 
+def advice(mesh: MeshConfig, *, float8: Float8Config) -> list[str]:
+    """Warnings about a layout that works, but that was slower than another one where it was measured."""
+    if mesh.tensor > 1 and float8.recipe in ("rowwise", "rowwise_with_gw_hp"):
+        return [
+            f'warning: float8.recipe = "{float8.recipe}" with tensor parallelism was slower than bfloat16 at 8B'
+            ' and than "tensorwise" at 70B (published runs on H100); measure it, or write recipe = "tensorwise"'
+        ]
+    return []
+
+
 def gather_has_a_kernel(mesh: MeshConfig, *, attention: AttentionConfig) -> Iterator[Violation]:
     """The last queries of a row attend to all keys: cuDNN would align the first of them with the first key."""
     if mesh.context > 1 and mesh.context_by == "gather" and attention.backend == "cudnn":

@@ -26,7 +26,7 @@ from recipes.files.layout import CHECKPOINTS, DATA, LOG_FILE, PROFILE, SAVED, st
 from recipes.files.lock import FolderLock
 from recipes.files.reading import names_in, read_text
 from recipes.load import LoadedRecipe
-from recipes.mesh_rules import require_fits_world
+from recipes.mesh_rules import advice, require_fits_world
 from recipes.metrics.clock import RunClock
 from recipes.metrics.throughput import Throughput
 from recipes.optimization.optimizer import build_optimizer
@@ -165,6 +165,7 @@ def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh:
         model = Decoder(recipe.model, loss_chunks=recipe.batch.loss_chunks)
     report = placement(mesh.degrees, world.nodes)
     report += choose_attention(recipe.attention, device_type=world.device.type)
+    report += advice(recipe.mesh, float8=recipe.float8)
     report += parallelize(
         model,
         mesh,

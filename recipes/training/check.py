@@ -5,7 +5,7 @@ import sys
 
 from recipes.files.units import size
 from recipes.load import to_toml
-from recipes.mesh_rules import fitted_mesh
+from recipes.mesh_rules import advice, fitted_mesh
 from recipes.schema import Recipe
 from recipes.training.run_folder import check_output_folder
 
@@ -30,6 +30,8 @@ def check(recipe: Recipe, *, processes: int | None, nodes: int | None) -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
     lines = ["".join(c if c.isprintable() else "?" for c in line) for line in lines]  # as TOML wants comments
     print("".join(f"# {line}\n" for line in lines) + "\n" + to_toml(recipe), end="")
+    for line in advice(recipe.mesh, float8=recipe.float8):
+        print(line, file=sys.stderr)
     if states > LARGEST_DEVICE:
         print(
             f"warning: parameters, gradients and moments take {size(states)} per process on {on}, more than any device"

@@ -16,7 +16,7 @@ from recipes.checkpoint.config import CheckpointConfig
 from recipes.data.config import BatchConfig, DataConfig
 from recipes.files.lock import FolderLock
 from recipes.load import load, to_toml
-from recipes.mesh_rules import Violation, require_fits_world
+from recipes.mesh_rules import Violation, advice, require_fits_world
 from recipes.metrics.config import MetricsConfig, ProfileConfig
 from recipes.optimization.config import OptimizerConfig, ScheduleConfig
 from recipes.rules import violations
@@ -719,3 +719,10 @@ def test_gathered_keys_need_a_kernel_for_fewer_queries_than_keys() -> None:
     assert 'write "auto" or "flash"' in broken_by(recipe)["attention.backend"]
     for other in ("auto", "flash", "math"):
         assert "attention.backend" not in broken_by(Recipe(mesh=mesh, attention=AttentionConfig(backend=other)))
+
+
+def test_row_wise_float8_with_tensor_parallelism_is_warned_about() -> None:
+    [line] = advice(MeshConfig(tensor=2), float8=Float8Config(recipe="rowwise"))
+    assert line.startswith('warning: float8.recipe = "rowwise"') and 'write recipe = "tensorwise"' in line
+    assert not advice(MeshConfig(tensor=1), float8=Float8Config(recipe="rowwise"))
+    assert not advice(MeshConfig(tensor=2), float8=Float8Config(recipe="tensorwise"))
