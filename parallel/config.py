@@ -58,6 +58,8 @@ class MeshConfig:
     """Tensor-parallel degree: processes of one node that hold parts of the same matrices. For models from about 30B."""
     context_by: Literal["heads", "gather"] = "heads"
     """How parts of a sequence see each other: exchange tokens for heads (Ulysses), or gather all keys and values."""
+    overlap_tensor: bool = False
+    """Exchange tensor-parallel activations during the products beside them (async tensor parallelism); GPUs only."""
 
     def fit(self, world_size: int, *, nodes: int | None = None) -> MeshDegrees:
         """The degrees with -1 and "node" replaced, so that their product is `world_size`.
@@ -128,6 +130,8 @@ class Float8Config:
     """Scales per tensor, per row, or per row with the weight gradient in high precision; "none" = off."""
     all_gather: bool = False
     """All-gather weights in float8, which halves the traffic; tensorwise only, scales are computed after each step."""
+    gather_activations: bool = False
+    """With tensor parallelism, gather activations in float8: half the traffic, the same numbers; tensorwise only."""
     exclude: tuple[str, ...] = ("lm_head",)
     """Linears not to convert: those with one of these as a component of their dotted name."""
     emulate: bool = False

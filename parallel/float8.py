@@ -2,13 +2,15 @@
 
 import logging
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from models.interface import interface_of
 from parallel.config import Float8Config
@@ -151,6 +153,66 @@ def gathered_as_float8(linear: nn.Linear) -> tuple[Tensor, Tensor | None] | None
     with torch.no_grad():  # else to_local() makes a view, and torchao's class forgets the scale
         local: Any = linear.weight.to_local() if isinstance(linear.weight, DTensor) else linear.weight
     return (local._tensor, local._precomputed_scale) if hasattr(local, "_precomputed_scale") else None
+
+
+def float8_gather(linears: Sequence[nn.Module]) -> Callable[[DTensor], DTensor] | None:
+    """What gathers rows that are cut by tokens in the float8 form that these linears, which read them, need.
+
+    Equal to gathering first: the rows have one scale, which is computed over all parts. None if no linear was
+    converted; raises UserError if only some were.
+    """
+    _torchao_float8()
+    from torchao.float8.float8_linear import Float8Linear
+
+    converted = [linear for linear in linears if isinstance(linear, Float8Linear)]
+    if not converted:
+        return None
+    if len(converted) < len(linears):
+        raise UserError(
+            "float8.gather_activations: linears that read the same activation must all be float8, but float8.exclude"
+            f" leaves {len(converted)} of {len(linears)}; exclude all or none, or write gather_activations = false"
+        )
+    function, dtype = _gather_function(), converted[0].config.cast_config_input.target_dtype
+    products = converted[0].linear_mm_config
+    return lambda rows: function.apply(rows, dtype, products)
+
+
+@cache
+def _gather_function() -> Any:
+    """The autograd function, defined where torchao is imported: it is too slow to import for runs without float8."""
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
+
+    @torch._dynamo.allow_in_graph
+    class Gather(torch.autograd.Function):
+        """Gathers as float8; scatters the gradient's sum as it is."""
+
+        @staticmethod
+        def forward(ctx: Any, rows: DTensor, dtype: torch.dtype, products: Any) -> DTensor:
+            ctx.placements = rows.placements
+            part: Any = hp_tensor_to_float8_dynamic(rows, dtype, products, gemm_input_role=GemmInputRole.INPUT)
+            part = part.to_local()
+            group = rows.device_mesh.get_group()
+            operators = torch.ops._c10d_functional  # they have had one name for long, their functions have not
+            sent = _as_sent(part._data, rows.device_mesh.device_type).contiguous()
+            found = operators.wait_tensor(operators.all_gather_into_tensor(sent, group.size(), group.group_name))
+            if rows.placements != (Shard(0),):  # a concatenation of bytes: not every device knows one of float8
+                found = torch.cat([piece.view(torch.uint8) for piece in found.chunk(group.size())], dim=1)
+            whole = Float8TrainingTensor(
+                found.view(dtype), part._scale, rows.dtype, products, gemm_input_role=GemmInputRole.INPUT
+            )
+            return DTensor.from_local(whole, rows.device_mesh, (Replicate(),), run_check=False)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None, None]:
+            return gradient.redistribute(placements=ctx.placements), None, None
+
+    return Gather
+
+
+def _as_sent(data: Tensor, device_type: str) -> Tensor:
+    """Float8 numbers as a device sends them: gloo knows bytes only, and Inductor fuses no gather of bytes."""
+    return data if device_type == "cuda" else data.view(torch.uint8)
 
 
 def _torchao_float8() -> ModuleType:

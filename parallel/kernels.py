@@ -2,9 +2,12 @@
 
 import os
 import shutil
+import warnings
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from models.interface import blocks_of
 from parallel.config import AttentionConfig, CompileConfig
@@ -29,12 +32,20 @@ def choose_attention(config: AttentionConfig, *, device_type: str) -> list[str]:
     return [] if backend == "auto" else [f"attention: {backend} kernels only"]
 
 
-def compile_blocks(model: nn.Module, config: CompileConfig, *, device_type: str) -> str:
+def compile_blocks(
+    model: nn.Module, config: CompileConfig, *, device_type: str, overlapped: ProcessGroup | None = None
+) -> str:
     """Compile every block in place. Returns a line for the log.
 
-    fullgraph=True: a graph break is an error, not a quiet loss of speed. Raises UserError where the CPU backend would
-    find no C++ compiler.
+    fullgraph=True: a graph break is an error, not a quiet loss of speed. `overlapped`: the tensor group whose messages
+    are to be exchanged during products. Raises UserError where the CPU backend would find no C++ compiler, and for
+    overlap without CUDA.
     """
+    if overlapped is not None and not (config.enabled and device_type == "cuda"):
+        found = f"the device is a {device_type}" if config.enabled else "compile.enabled = false"
+        raise UserError(
+            f"mesh.overlap_tensor needs CUDA and compile.enabled = true, but {found}; write overlap_tensor = false"
+        )
     if not config.enabled:
         return "compile: off"
     compilers = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
@@ -46,6 +57,28 @@ def compile_blocks(model: nn.Module, config: CompileConfig, *, device_type: str)
     blocks = blocks_of(model)
     # Autotuned with CUDA graphs it would be "max-autotune"; docs/benchmarks/step.md says why not.
     mode = "max-autotune-no-cudagraphs" if config.autotune else None
+    options = None if overlapped is None else _overlap_options(overlapped, mode)
     for block in blocks:
-        block.compile(fullgraph=True, mode=mode)
-    return f"compile: {len(blocks)} blocks in place, {'autotuned ' if config.autotune else ''}during the first step"
+        block.compile(fullgraph=True, mode=None if options else mode, options=options)
+    how = "autotuned during the first step" if config.autotune else "during the first step"
+    overlap = "" if overlapped is None else ", tensor-parallel messages during products"
+    return f"compile: {len(blocks)} blocks in place, {how}{overlap}"
+
+
+def _overlap_options(group: ProcessGroup, mode: str | None) -> dict[str, Any]:
+    """Options of torch.compile that fuse the group's gathers and scatters with the products beside them.
+
+    Such a product starts with the part that is here, and reads the others from the memory of their GPUs. Not part of
+    `mode`, which torch.compile refuses beside options.
+    """
+    import torch._inductor
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    from parallel.overlap import BringMessagesToProducts
+
+    with warnings.catch_warnings():
+        # torch 2.13 calls it deprecated and unnecessary, but fuses nothing in a group without it.
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(group.group_name)
+    switches = {"_micro_pipeline_tp": True, "post_grad_custom_pre_pass": BringMessagesToProducts()}
+    return {**(torch._inductor.list_mode_options(mode) if mode else {}), **switches}

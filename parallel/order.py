@@ -12,13 +12,13 @@ from parallel.kernels import compile_blocks
 from parallel.mesh import Mesh
 
 
-def split_matrices(model: nn.Module, mesh: Mesh) -> list[str]:
+def split_matrices(model: nn.Module, mesh: Mesh, *, float8_gathers: bool) -> list[str]:
     """Tensor parallelism, where the mesh has that axis."""
     if mesh.tensor is None:
         return []
     from parallel.tensor import split_over
 
-    return [split_over(model, mesh.tensor)]
+    return [split_over(model, mesh.tensor, float8_gathers=float8_gathers)]
 
 
 def split_rows(model: nn.Module, mesh: Mesh, *, context_by: str) -> list[str]:
@@ -39,13 +39,15 @@ def parallelize(
     compile: CompileConfig,
     fsdp: FSDPConfig,
     context_by: str = "heads",
+    overlap_tensor: bool = False,
 ) -> list[str]:
     """Apply every part to `model`, in place, while it is on the meta device. Returns one line per part, for the log.
 
     The optimizer must be built afterwards: sharding replaces the parameters.
     """
     checkpointed = partial(checkpoint_blocks, model, activation_checkpointing)
-    compiled = partial(compile_blocks, model, compile, device_type=mesh.devices.device_type)
+    overlapped = mesh.tensor.get_group() if overlap_tensor and mesh.tensor is not None else None
+    compiled = partial(compile_blocks, model, compile, device_type=mesh.devices.device_type, overlapped=overlapped)
     # Before compile, so that the recomputation is traced and fused with the rest of the block. The exception: traced
     # with tensor parallelism, "full" would keep a mesh for the backward pass, which torch 2.13 refuses.
     outside = mesh.tensor is not None and compile.enabled and activation_checkpointing.mode == "full"
@@ -53,7 +55,7 @@ def parallelize(
         # First, while the linears are plain nn.Linear: torchao swaps them by type.
         convert_linears(model, float8, device_type=mesh.devices.device_type),
         # On the (float8) linears: it replaces their parameters by parts, and hooks their inputs and outputs.
-        *split_matrices(model, mesh),
+        *split_matrices(model, mesh, float8_gathers=float8.gather_activations),
         # After it, on the heads that it has left each process.
         *split_rows(model, mesh, context_by=context_by),
         # Each block in place: repeated blocks share one compilation, and fully qualified names stay as they are.

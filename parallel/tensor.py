@@ -7,6 +7,7 @@ sum of its last one, which is cut by input ("row") (Megatron-LM, Korthikanti et 
 B batch, T tokens, V vocabulary, C tokens of one chunk.
 """
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -26,22 +27,38 @@ from torch.distributed.tensor.parallel import (
 
 from models.interface import blocks_of, interface_of
 from models.loss import IGNORED, SummedLoss
+from parallel.errors import UserError
+from parallel.float8 import float8_gather
 
 TOKENS = Shard(1)
 """How the residual stream (B, T, D) is cut."""
+Gather = Callable[[DTensor], DTensor]
 
 
-def split_over(model: nn.Module, axis: DeviceMesh) -> str:
-    """Cut every matrix, the residual stream and the loss, in place, over the axis. Returns a line for the log."""
+def split_over(model: nn.Module, axis: DeviceMesh, *, float8_gathers: bool = False) -> str:
+    """Cut every matrix, the residual stream and the loss, in place, over the axis. Returns a line for the log.
+
+    float8_gathers: gather activations as float8. Raises UserError where only some of a part's linears take it.
+    """
     interface = interface_of(model)
     inside = interface.inside_block
     plan: dict[str, ParallelStyle] = {name: SequenceParallel() for name in inside.norms}
     plan |= dict.fromkeys(inside.column, ColwiseParallel())
-    plan |= dict.fromkeys(inside.row, RowwiseParallel(output_layouts=TOKENS))
+    plan |= dict.fromkeys(inside.row, RowwiseParallel(output_layouts=Partial(), use_local_output=False))
+    gathers = 0
     for block in blocks_of(model):
         parallelize_module(block, axis, plan)
+        for name in inside.row:
+            block.get_submodule(name).register_forward_hook(_scatter_tokens)
         for name in inside.parts:
-            _gather_tokens(block.get_submodule(name), axis)
+            linears = [block.get_submodule(linear) for linear in inside.column if linear.startswith(f"{name}.")]
+            gather = float8_gather(linears) if float8_gathers else None
+            gathers += gather is not None
+            _gather_tokens(block.get_submodule(name), axis, gather)
+    if float8_gathers and not gathers:
+        raise UserError(
+            "float8.gather_activations: float8.exclude leaves no linear that reads gathered ones; write false"
+        )
     # The head that is tied to the embedding multiplies with the same part of the vocabulary that the embedding holds.
     outside: dict[str, ParallelStyle] = {
         interface.embedding: RowwiseParallel(input_layouts=Replicate(), output_layouts=TOKENS),
@@ -61,23 +78,44 @@ def split_over(model: nn.Module, axis: DeviceMesh) -> str:
     model.get_submodule(interface.embedding).register_forward_hook(lambda module, inputs, output: output.clone())
     loss = cast(SummedLoss, model.get_submodule(interface.loss))
     model.set_submodule(interface.loss, VocabularyParallelLoss(loss.chunks, axis.get_group()))
-    return f"tensor parallelism: {axis.size()} parts of every matrix, of the tokens between them, and of the vocabulary"
+    how = f"; {gathers} gathers per forward pass are in float8" if gathers else ""
+    parts = f"{axis.size()} parts of every matrix, of the tokens between them, and of the vocabulary"
+    return f"tensor parallelism: {parts}{how}"
 
 
 def _local(output: Tensor) -> Tensor:
     return output.to_local() if isinstance(output, DTensor) else output
 
 
-def _gather_tokens(part: nn.Module, axis: DeviceMesh) -> None:
-    """Give this part of a block all tokens. Only its first argument is an activation."""
+def _gather_tokens(part: nn.Module, axis: DeviceMesh, gather: Gather | None) -> None:
+    """Give this part of a block all tokens, with this function or as they are. Its first argument alone has tokens."""
 
     def gathered(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         first, *others = arguments
         if not isinstance(first, DTensor):
             first = DTensor.from_local(first, axis, (TOKENS,), run_check=False)
-        return first.redistribute(placements=(Replicate(),)), *others
+        return _redistributed(first, Replicate(), gather=gather), *others
 
     part.register_forward_pre_hook(gathered)
+
+
+def _scatter_tokens(linear: nn.Module, inputs: tuple[Any, ...], output: DTensor) -> Tensor:
+    """Add up the parts of a row linear's output, and keep the tokens of this process."""
+    return _redistributed(output, TOKENS).to_local()
+
+
+def _redistributed(activation: DTensor, placement: Placement, *, gather: Gather | None = None) -> DTensor:
+    """An activation (B, T, D) with another placement; where `gather` is given, with what it makes of all tokens.
+
+    Without the axis of a single row, whose gather along the tokens Inductor would not fuse with products (torch 2.13).
+    """
+    one_row = len(activation) == 1
+    rows = cast(DTensor, activation.flatten(0, 1)) if one_row else activation  # (T, D) or (B, T, D)
+    if gather is not None:
+        moved = gather(rows)
+    else:
+        moved = rows.redistribute(placements=(Shard(0) if one_row and placement == TOKENS else placement,))
+    return cast(DTensor, moved.unflatten(0, (1, -1))) if one_row else moved
 
 
 class VocabularyParallelLoss(nn.Module):

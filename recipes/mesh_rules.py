@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from models.config import ModelConfig
-from parallel.config import AttentionConfig, Float8Config, MeshConfig, MeshDegrees
+from parallel.config import AttentionConfig, CompileConfig, Float8Config, MeshConfig, MeshDegrees
 from parallel.errors import UserError, listed
 from parallel.nodes import Node, require_like_nodes
 from recipes.data.config import BatchConfig
@@ -74,6 +74,11 @@ def tensor_groups_fit_nodes(mesh: MeshConfig, *, nodes: Sequence[Node]) -> Itera
 
 def float8_fits_tensor(mesh: MeshConfig, *, float8: Float8Config, model: ModelConfig) -> Iterator[Violation]:
     """Float8 matrix units need parts that are multiples of 16, and some of float8 knows whole matrices only."""
+    if float8.gather_activations and float8.recipe != "tensorwise":  # else scales are not known before
+        remedy = 'write gather_activations = false or recipe = "tensorwise"'
+        yield "float8.gather_activations", f'needs recipe = "tensorwise", not "{float8.recipe}"; {remedy}'
+    elif float8.gather_activations and mesh.tensor == 1:
+        yield "float8.gather_activations", "has no effect with mesh.tensor = 1, which gathers none; write false"
     if mesh.tensor == 1:
         return
     if float8.all_gather:
@@ -90,6 +95,19 @@ def float8_fits_tensor(mesh: MeshConfig, *, float8: Float8Config, model: ModelCo
             rule = f"float8 needs parts that are multiples of 16, but {name} {width} / {mesh.tensor} is not"
             yield "mesh.tensor", f'{rule}; write a smaller degree, or float8.recipe = "none"'
             return
+
+
+def tensor_can_overlap(mesh: MeshConfig, *, compile: CompileConfig, device: str) -> Iterator[Violation]:
+    """torch.compile fuses messages of tensor groups with products, on GPUs that read each other's memory."""
+    if not mesh.overlap_tensor:
+        return
+    if mesh.tensor == 1:
+        yield "mesh.overlap_tensor", "has no effect with mesh.tensor = 1, which sends no activations; write false"
+    elif device == "cpu":
+        yield "mesh.overlap_tensor", 'needs CUDA, but run.device = "cpu"; write false'
+    elif not compile.enabled:
+        rule = "is the work of torch.compile, but compile.enabled = false"
+        yield "mesh.overlap_tensor", f"{rule}; write false, or compile.enabled = true"
 
 
 def advice(mesh: MeshConfig, *, float8: Float8Config) -> list[str]:

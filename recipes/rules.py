@@ -20,6 +20,7 @@ from recipes.mesh_rules import (
     gather_has_a_kernel,
     mesh_divides_model,
     mesh_fits,
+    tensor_can_overlap,
 )
 from recipes.metrics.config import ProfileConfig
 from recipes.optimization.config import OptimizerConfig, ScheduleConfig
@@ -58,6 +59,7 @@ def violations(
             mesh_divides_model(mesh, model=model, sequence_length=recipe.batch.sequence_length),
         ),
         ("mesh float8 model", float8_fits_tensor(mesh, float8=float8, model=model)),
+        ("mesh compile.enabled run.device", tensor_can_overlap(mesh, compile=recipe.compile, device=run.device)),
         ("mesh attention.backend", gather_has_a_kernel(mesh, attention=recipe.attention)),
         (
             "batch.global_batch_size batch.micro_batch_size mesh",

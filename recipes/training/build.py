@@ -174,6 +174,7 @@ def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh:
         compile=recipe.compile,
         fsdp=recipe.fsdp,
         context_by=recipe.mesh.context_by,
+        overlap_tensor=recipe.mesh.overlap_tensor,
     )
     materialize(
         model,

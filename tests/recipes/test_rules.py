@@ -721,6 +721,47 @@ def test_gathered_keys_need_a_kernel_for_fewer_queries_than_keys() -> None:
         assert "attention.backend" not in broken_by(Recipe(mesh=mesh, attention=AttentionConfig(backend=other)))
 
 
+@pytest.mark.parametrize(
+    ("tensor", "compiled", "device", "message"),
+    [
+        (1, True, "cuda", "has no effect with mesh.tensor = 1"),
+        (2, False, "auto", "compile.enabled = false; write false, or compile.enabled = true"),
+        (2, True, "cpu", 'needs CUDA, but run.device = "cpu"; write false'),
+    ],
+)
+def test_tensor_messages_overlap_products_only_in_compiled_code_for_gpus(
+    tensor: int, compiled: bool, device: Literal["auto", "cpu", "cuda"], message: str
+) -> None:
+    mesh = MeshConfig(tensor=tensor, overlap_tensor=True)
+    recipe = Recipe(mesh=mesh, compile=CompileConfig(compiled), run=RunConfig(device=device))
+    assert message in the_rule(recipe, "mesh.overlap_tensor")
+
+
+def test_overlap_in_compiled_code_for_gpus_is_accepted() -> None:
+    mesh = MeshConfig(tensor=2, overlap_tensor=True)
+    assert not broken_by(Recipe(mesh=mesh, compile=CompileConfig(True), run=RunConfig(device="cuda")))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "recipe", "message"),
+    [
+        (2, "rowwise", 'needs recipe = "tensorwise", not "rowwise"'),
+        (2, "none", 'needs recipe = "tensorwise", not "none"'),
+        (1, "tensorwise", "has no effect with mesh.tensor = 1"),
+    ],
+)
+def test_float8_gathers_of_activations_need_tensorwise_scales_and_tensor_parallelism(
+    tensor: int, recipe: Literal["none", "tensorwise", "rowwise"], message: str
+) -> None:
+    float8 = Float8Config(recipe=recipe, gather_activations=True)
+    assert message in the_rule(Recipe(mesh=MeshConfig(tensor=tensor), float8=float8), "float8.gather_activations")
+
+
+def test_float8_gathers_of_activations_are_accepted_where_they_are_emulated() -> None:
+    float8 = Float8Config(recipe="tensorwise", gather_activations=True, emulate=True)
+    assert not broken_by(Recipe(mesh=MeshConfig(tensor=2), float8=float8, run=RunConfig(device="cpu")))
+
+
 def test_row_wise_float8_with_tensor_parallelism_is_warned_about() -> None:
     [line] = advice(MeshConfig(tensor=2), float8=Float8Config(recipe="rowwise"))
     assert line.startswith('warning: float8.recipe = "rowwise"') and 'write recipe = "tensorwise"' in line

@@ -1,0 +1,82 @@
+"""A change to compiled graphs that lets Inductor fuse more messages with products.
+
+It fuses a gather with the products of its very output, and a scatter with the one product that it follows. In the
+backward pass of linears that read the same activation a scatter follows the sum of their products, A1 @ B1 + A2 @ B2,
+which is the product [A1 A2] @ [B1; B2].
+"""
+
+import operator
+from typing import Any
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.virtualized import V
+from torch.fx import Graph, Node
+from torch.utils._pytree import tree_map_only
+
+aten = torch.ops.aten
+
+
+class BringMessagesToProducts(CustomGraphPass):
+    """Runs before Inductor looks for what to fuse."""
+
+    def __call__(self, graph: Graph) -> None:
+        """Undo views of views, and replace before every scatter a sum of products by one product."""
+        for view in graph.find_nodes(op="call_function", target=aten.reshape.default):
+            inner = view.args[0]
+            if inner.target is aten.reshape.default and inner.args[0].meta["val"].shape == view.meta["val"].shape:
+                view.replace_all_uses_with(inner.args[0])
+        for scatter in graph.find_nodes(
+            op="call_function", target=torch.ops._c10d_functional.reduce_scatter_tensor.default
+        ):
+            whole = _before_cutting(scatter.args[0])
+            products, shape = _summed_products(whole), whole.meta["val"].shape
+            if len(products) > 1 and all(product.meta["val"].shape[-1] == shape[-1] for product in products):
+                with graph.inserting_before(whole):
+                    whole.replace_all_uses_with(_joined(graph, products, shape))
+        graph.eliminate_dead_code()
+
+    def uuid(self) -> Any:
+        """Part of the key of Inductor's cache."""
+        return get_hash_for_files((__file__,))
+
+
+def _before_cutting(node: Any) -> Node:
+    """What a scatter scatters, before its parts are put one behind the other."""
+    while node.target in (aten.cat.default, aten.slice.Tensor, aten.split.Tensor) or node.target is operator.getitem:
+        source = node.args[0]
+        node = source[0] if isinstance(source, (list, tuple)) else source
+    return node
+
+
+def _summed_products(node: Any) -> list[Node]:
+    """The matrix products that add up to this node; empty if something else is added too, or read elsewhere."""
+    if node.target is aten.mm.default:
+        return [node]
+    if node.target is aten.reshape.default:
+        parts = node.args[:1]
+    elif node.target is aten.add.Tensor and not node.kwargs:
+        parts = node.args
+    else:
+        return []
+    found = [_summed_products(part) if isinstance(part, Node) and len(part.users) == 1 else [] for part in parts]
+    return [product for products in found for product in products] if all(found) else []
+
+
+def _joined(graph: Graph, products: list[Node], shape: torch.Size) -> Node:
+    """Their sum as one product, of this shape; written as torch writes the product of a linear."""
+
+    def call(target: Any, *arguments: Any) -> Node:
+        node = graph.call_function(target, arguments)
+        with V.fake_mode:
+            node.meta["val"] = target(*tree_map_only(Node, lambda one: one.meta["val"], arguments))
+        return node
+
+    left = call(aten.cat.default, [product.args[0] for product in products], 1)
+    right = call(aten.cat.default, [product.args[1] for product in products], 0)
+    if len(shape) == 2:
+        return call(aten.mm.default, left, right)
+    width = left.meta["val"].shape[1]
+    rows = call(aten.reshape.default, left, [*shape[:-1], width])
+    flat = call(aten.reshape.default, rows, [-1, width])
+    return call(aten.reshape.default, call(aten.mm.default, flat, right), list(shape))
