@@ -45,11 +45,13 @@ def named_state(model: nn.Module, parameters: Iterable[nn.Parameter], optimizer:
 
 
 def whole_along(state: Mapping[str, Tensor], axis: DeviceMesh) -> list[str]:
-    """The names of the tensors that all processes along this axis hold alike."""
+    """The names of the tensors that all processes along this axis hold alike, step counters included."""
     [name] = axis.mesh_dim_names or ("",)
 
     def is_whole(tensor: Tensor) -> bool:
-        names = tensor.device_mesh.mesh_dim_names or () if isinstance(tensor, DTensor) else ()
+        if not isinstance(tensor, DTensor):
+            return True
+        names = tensor.device_mesh.mesh_dim_names or ()
         return name in names and tensor.placements[names.index(name)].is_replicate()  # type: ignore[attr-defined]
 
     return [tensor_name for tensor_name, tensor in state.items() if is_whole(tensor)]
@@ -141,7 +143,7 @@ def _differences(ranks: Sequence[int], names: Sequence[str], table: Tensor, worl
             continue
         odd = [rank for rank, value in zip(ranks, column, strict=True) if 2 * count <= len(ranks) or value != common]
         where = listed(_place(rank, world) for rank in odd)
-        lines.append(f"{name} differs {'between' if len(odd) == len(ranks) else 'from the other replicas on'} {where}")
+        lines.append(f"{name} differs {'between' if len(odd) == len(ranks) else 'from the other copies on'} {where}")
     return lines
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from parallel.errors import UserError
+from parallel.mesh import AXES
 from parallel.state_check import named_state
 from recipes.checkpoint.look import table
 from recipes.files.exit_codes import CORRUPTED, FINISHED, POISONED
@@ -42,10 +43,11 @@ def put(value: float) -> Callable[[Tensor], None]:
 
 
 NORM = "model.blocks.1.feed_forward_norm.weight"
+COUNTER = NORM.replace("model", "optimizer", 1) + ".step"
 FAULTS: dict[str, tuple[int, str, Callable[[Tensor], None]]] = {
     "flipped weight of rank 0": (0, "model.embedding.weight", flip(12)),  # the lowest bits may be rounded away
     "flipped moment of rank 3": (3, NORM.replace("model", "optimizer", 1) + ".exp_avg_sq", flip(3)),
-    "flipped step counter": (2, NORM.replace("model", "optimizer", 1) + ".step", flip(1)),
+    "flipped step counter": (2, COUNTER, flip(1)),
     "flipped norm": (1, NORM, flip(12)),
     "NaN weight": (1, NORM, put(math.nan)),
     "infinite moment": (2, "optimizer.embedding.weight.exp_avg", put(math.inf)),
@@ -60,14 +62,16 @@ def strike(trainer: Trainer, fault: str) -> None:
         change_shard(_local(state[name]).detach())
 
 
-def train_with(recipe: Recipe, faults: list[str]) -> list[tuple[int, str]]:
-    """Exit code and last line of a run for each fault, which strikes before step BEFORE."""
+def train_with(recipe: Recipe, cases: list[str]) -> list[tuple[int, str]]:
+    """Exit code and last line of a run for each case: a fault, which strikes before step BEFORE, or "FAULT on MESH"."""
     from parallel.dist import start, stop
 
     world, found = start("cpu", seed=0), []
-    for fault in faults:
+    for case in cases:
         lines: list[str] = []
-        with training(change(recipe, run={"name": fault.replace(" ", "-")}), world) as trainer:
+        fault, _, axes = case.partition(" on ")
+        mesh = dict(zip(AXES, map(int, axes.split(".")), strict=True)) if axes else {}
+        with training(change(recipe, run={"name": case.replace(" ", "-")}, mesh=mesh), world) as trainer:
             take_step, log = trainer._train_step, trainer.console.log
 
             def struck_step(trainer: Trainer = trainer, fault: str = fault, take_step: Any = take_step) -> Any:
@@ -130,12 +134,22 @@ def test_replicas_are_compared_between_saves(recipe: Recipe) -> None:
     assert answers[0][0][1].startswith("CORRUPTED after step 6: model.embedding.weight differs ")
 
 
-def test_a_norm_that_differs_inside_a_tensor_group_is_found(recipe: Recipe) -> None:
-    cut = change(recipe, run={"check_replicas_every": 3, "output": f"{recipe.run.output}/tensor"})
-    cut = change(cut, mesh={"replicate": 1, "shard": 1, "tensor": 2}, checkpoint={"every": 0})
-    answers = run_processes(2, train_with, cut, ["flipped norm"])
-    assert {code for [(code, _)] in answers} == {CORRUPTED}
-    assert answers[0][0][1].startswith(f"CORRUPTED after step 6: {NORM} differs between rank 0")
+ON_AXES = {
+    "flipped weight of rank 0 on 2.1.2.1": ["model.embedding.weight differs between rank 0 and rank 2"],
+    "flipped norm on 2.1.1.2": [f"{NORM} differs between rank {ranks}" for ranks in ("0 and rank 1", "1 and rank 3")],
+    "flipped step counter on 1.1.2.2": [f"{COUNTER} differs between rank 2 and rank 3"],
+    "NaN weight on 1.2.1.2": [f"{NORM} has NaN or infinite values on rank 1"],
+}
+"""A fault on a mesh, and what the last line says."""
+
+
+def test_what_processes_along_context_and_tensor_must_share_is_compared(recipe: Recipe) -> None:
+    often = change(recipe, run={"check_replicas_every": 3}, checkpoint={"every": 0})
+    answers = run_processes(4, train_with, often, list(ON_AXES))
+    assert answers == [answers[0]] * 4
+    for (code, line), told in zip(answers[0], ON_AXES.values(), strict=True):
+        assert code == CORRUPTED and line.startswith("CORRUPTED after step 6: ")
+        assert [one for one in told if one not in line.replace(f" on {platform.node()}", "")] == []
 
 
 def test_bad_batches_with_a_sound_state_still_end_with_76(small: Recipe) -> None:

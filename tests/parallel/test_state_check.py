@@ -97,7 +97,7 @@ def problems_of(cases: list[dict[int, tuple[str, float]]]) -> list[str]:
 def test_tensors_are_compared_in_the_groups_that_must_share_them_and_the_odd_one_is_named(tmp_path: Path) -> None:
     cases: dict[str, dict[int, tuple[str, float]]] = {
         "": {},
-        "all differs from the other replicas on rank 2; all differs between rank 0 and rank 2": {2: ("all", 5.0)},
+        "all differs from the other copies on rank 2; all differs between rank 0 and rank 2": {2: ("all", 5.0)},
         "odd differs between rank 1 and rank 3": {3: ("odd", 5.0)},
         "own has NaN or infinite values on rank 0": {0: ("own", math.inf)},
         "odd has NaN or infinite values on rank 1; odd differs between rank 1 and rank 3": {1: ("odd", math.nan)},
