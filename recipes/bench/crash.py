@@ -1,7 +1,8 @@
 """Kills runs again and again: `python scripts/chaos.py [--kills N]`. They must end as an undisturbed run does.
 
 One process or all get SIGKILL, at random times while they start, train and save; then the same command continues. The
-files of the last checkpoint and every logged loss are compared with those of an undisturbed run. Imports no torch.
+files of the last checkpoint and every logged loss are compared with those of an undisturbed run. Further arguments
+change the recipe, as in `--processes 4 --mesh.context 2 --mesh.tensor 2`. Imports no torch.
 """
 
 import argparse
@@ -14,7 +15,9 @@ import sys
 import sysconfig
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,13 +49,15 @@ OVERRIDES = {
 class Run:
     """One run, started as often as needed."""
 
-    def __init__(self, folder: Path, name: str, *, processes: int, steps: int) -> None:
+    def __init__(self, folder: Path, name: str, *, processes: int, steps: int, changes: Sequence[str]) -> None:
+        """changes: to the recipe, as words of the command line."""
         self.folder, self.path = folder, folder / "runs" / name
         self.output = folder / f"{name}.output"
         overrides = OVERRIDES | {"run.name": name, "run.steps": steps}
         launch = [sys.executable, str(ROOT / "scripts/launch.py"), "--standalone", f"--nproc-per-node={processes}"]
         self._command = [*launch, str(ROOT / "train.py"), str(ROOT / "configs/smollm3_debug.toml")]
         self._command += [word for key, value in overrides.items() for word in (f"--{key}", str(value))]
+        self._command += changes
 
     def start(self) -> subprocess.Popen[bytes]:
         with self.output.open("ab") as log:
@@ -144,19 +149,19 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--pause", type=float, default=1.5, help="longest time from a step to a kill, seconds")
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
+    options, changes = parser.parse_known_args(arguments)
     draw, kills = random.Random(options.seed), 0
     verdicts: list[bool] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         stdlib = Path(sysconfig.get_path("stdlib"))
         (folder / "corpus.txt").write_text("\n\n".join((stdlib / f"{name}.py").read_text() for name in ("ast", "enum")))
-        shape = {"processes": options.processes, "steps": options.steps}
-        undisturbed = Run(folder, "undisturbed", **shape)
+        new_run = partial(Run, folder, processes=options.processes, steps=options.steps, changes=changes)
+        undisturbed = new_run("undisturbed")
         torment(undisturbed, kills=0, pause=0, draw=draw)
         expected = undisturbed.result()
         while kills < options.kills:
-            run = Run(folder, f"tormented-{len(verdicts)}", **shape)
+            run = new_run(f"tormented-{len(verdicts)}")
             wanted = min(options.kills_per_run, options.kills - kills)
             kills += torment(run, kills=wanted, pause=options.pause, draw=draw)
             found = run.result()
