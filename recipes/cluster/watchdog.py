@@ -267,6 +267,7 @@ def _place_of(thread: int | None) -> tuple[str, bool]:
             if file != "parallel/dist.py":
                 return f"{file}:{frame.f_lineno} {frame.f_code.co_name}", waits
             waits = True
-        waits = waits or "torch/distributed/" in file
+        # Code that torch.compile has generated calls collectives by this name, past the functions of torch.distributed.
+        waits = waits or "torch/distributed/" in file or "_c10d_functional" in frame.f_code.co_names
         frame = frame.f_back
     return "", waits

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from parallel.dist import Heartbeats, on_main, start, stop
@@ -99,6 +100,35 @@ def test_waiting_for_other_processes_is_distinguished_from_own_work() -> None:
     waiting, working = run_processes(2, look_at_a_wait)
     assert waiting[1] and not working[1]
     assert waiting[0].startswith("tests/recipes/cluster/test_watchdog.py:") and waiting[0].endswith(" look_at_a_wait")
+
+
+GENERATED = """
+def call(args):
+    buf0 = torch.ops._c10d_functional.all_gather_into_tensor.default(args[0], 2, group)
+    torch.ops._c10d_functional.wait_tensor.default(buf0)
+"""
+"""As torch.compile writes it."""
+
+
+def look_at_generated_code() -> bool:
+    """Whether rank 0 waits for rank 1, when it does so in generated code."""
+    start("cpu", seed=0)
+    names = {"torch": torch, "group": dist.group.WORLD.group_name}
+    exec(compile(GENERATED, "/generated/code.py", "exec"), names)
+    main, seen = threading.main_thread().ident, list[bool]()
+    look = threading.Timer(1.0, lambda: seen.append(_place_of(main)[1]))
+    look.start()
+    if dist.get_rank() == 1:
+        threading.Event().wait(2.0)
+    names["call"]([torch.ones(2)])
+    look.join()
+    dist.barrier()
+    stop()
+    return seen[0]
+
+
+def test_waiting_inside_compiled_code_is_distinguished_from_own_work() -> None:
+    assert run_processes(2, look_at_generated_code) == [True, False]
 
 
 def exchange() -> list[object]:
