@@ -6,7 +6,7 @@ when even the shortest wait is longer than it used to be, the links between node
 """
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median, median_low
 from typing import Any
@@ -145,18 +145,19 @@ def lower_quartile(values: Collection[float]) -> float:
 class ComputeTime:
     """How long this process computes, without its waits for others.
 
-    On a CPU: processor time of the main thread, per step. On CUDA: the device's time from the head's norm to the loss
-    of the last micro-batch. No collective interrupts that, and it stands for the rest of the step.
+    On a CPU: processor time of the main thread, per step; a wait in a collective takes none. On CUDA: the device's time
+    for the output projection of the last micro-batch, which stands for the rest of the step. It is the longest piece
+    of a step that no collective interrupts on any mesh: with tensor parallelism the projection's input is gathered
+    before it and the loss sums over processes after it, as blocks do in their middle, and an untied head's weight is
+    gathered just before it, too. (A head in tensorwise float8 with tensor parallelism would sum its scales.)
     """
 
-    def __init__(self, clock: RunClock, device: torch.device, *, model: nn.Module, head: nn.Module) -> None:
-        """head: where the last part of the model's forward pass begins."""
+    def __init__(self, clock: RunClock, device: torch.device, *, head: nn.Module) -> None:
+        """head: the output projection, as parallelize() has left it."""
         self._clock, self._cuda = clock, device.type == "cuda"
         if self._cuda:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            head.register_forward_pre_hook(lambda module, inputs: begin.record())
-            model.register_forward_hook(lambda module, inputs, output: end.record())
-            self._begin, self._end = begin, end
+            self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            around(head, self._begin.record, self._end.record)
 
     def seconds(self) -> float:
         """Of the last step on CUDA, after a wait for the device; else the mean since the last logged step."""
@@ -164,6 +165,22 @@ class ComputeTime:
             return self._clock.worked_per_step()
         torch.cuda.synchronize()
         return self._begin.elapsed_time(self._end) / 1e3
+
+
+def around(head: nn.Module, begin: Callable[[], object], end: Callable[[], object]) -> None:
+    """Call `begin` when the inputs of this module have arrived, and `end` after its last operator.
+
+    Call this after parallelize(): its hooks ask other processes for the inputs, and run first.
+    """
+
+    def before(module: nn.Module, inputs: Any) -> None:  # what a hook returns would replace the module's inputs
+        begin()
+
+    def after(module: nn.Module, inputs: Any, output: Any) -> None:
+        end()
+
+    head.register_forward_pre_hook(before)
+    head.register_forward_hook(after)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -54,8 +54,8 @@ class Recorder:
         if world.size > 1:
             from recipes.cluster import stragglers
 
-            head = model.get_submodule(model.interface.head_norm)
-            self._compute = stragglers.ComputeTime(clock, world.device, model=model, head=head)
+            head = model.get_submodule(cast(str, model.interface.head or model.interface.tied_head))
+            self._compute = stragglers.ComputeTime(clock, world.device, head=head)
             self._stragglers = stragglers.Stragglers(world, clock)
         self._metrics = MetricsWriter(
             recipe.run.folder,

@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from parallel.config import MeshDegrees
 from parallel.dist import start, stop
+from parallel.mesh import build_mesh
 from parallel.nodes import arrange
 from parallel.reduce import reduce_loss_and_times
 from recipes.cluster.stragglers import (
@@ -28,11 +30,16 @@ from recipes.cluster.stragglers import (
     ComputeTime,
     StepTimes,
     Stragglers,
+    around,
     no_culprit_line,
 )
 from recipes.metrics.clock import FIRST_STEP, RunClock
+from recipes.schema import Recipe
+from recipes.training.build import build
+from recipes.training.trainer import Trainer
 from tests.processes import run_processes
 from tests.test_hangs import ill_run
+from tests.training import change, rows, training
 
 HOSTS = ["a", "a", "b", "b"]
 
@@ -143,7 +150,7 @@ def waiting_steps() -> list[tuple[int, dict[str, Any], list[str]]]:
     os.environ["GROUP_RANK"] = str(rank)
     world = start("cpu", seed=0)
     clock, model = RunClock(world.device), nn.Identity()
-    compute = ComputeTime(clock, world.device, model=model, head=model)
+    compute = ComputeTime(clock, world.device, head=model)
     stragglers = Stragglers(world, clock)
     found = []
     with clock(FIRST_STEP):
@@ -213,3 +220,81 @@ def test_a_run_without_faults_names_no_process(tmp_path: Path, corpus: Path) -> 
     log = (tmp_path / "runs/ill/log.txt").read_text()
     assert "STRAGGLER" not in log and "SLOWER" not in log
     assert "stragglers" not in (tmp_path / "runs/ill/metrics.jsonl").read_text()
+
+
+# Meshes on which processes wait for each other inside the model
+
+WELL, ILL = 20, 18
+"""Steps before a process becomes slow, and after."""
+FAULTS = {"2.1.1.2": 1, "1.1.2.2": 2}
+"""Mesh -> the rank that becomes slow."""
+
+
+def slow_runs(recipe: Recipe) -> None:
+    """A run on each mesh, of which one process works for 150 ms longer from a step on."""
+    world, step = start("cpu", seed=0), Trainer._train_step
+    for mesh, ill in FAULTS.items():
+        replicate, shard, context, tensor = map(int, mesh.split("."))
+        degrees = {"replicate": replicate, "shard": shard, "context": context, "tensor": tensor}
+
+        def work(self: Trainer) -> Any:
+            end = time.thread_time() + (0.15 if self.step >= WELL else 0.0)
+            while time.thread_time() < end:
+                pass
+            return step(self)
+
+        with training(change(recipe, mesh=degrees, run={"name": mesh}), world) as trainer:
+            if world.rank == ill:
+                Trainer._train_step = work  # type: ignore[method-assign]
+            assert trainer.run() == 0
+        Trainer._train_step = step  # type: ignore[method-assign]
+    stop()
+
+
+@pytest.fixture(scope="module")
+def slow_rows(small: Recipe) -> dict[str, list[dict[str, Any]]]:
+    """Mesh -> its rows of logged steps."""
+    recipe = change(small, run={"steps": WELL + ILL}, batch={"global_batch_size": 2}, checkpoint={"every": 0})
+    run_processes(4, slow_runs, recipe)
+    return {mesh: rows(change(recipe, run={"name": mesh})) for mesh in FAULTS}
+
+
+@pytest.mark.parametrize("mesh", FAULTS)
+def test_a_slow_process_is_named_and_those_that_wait_for_it_in_its_group_are_not(
+    mesh: str, slow_rows: dict[str, list[dict[str, Any]]]
+) -> None:
+    named = [(one["rank"], one["phase"]) for row in slow_rows[mesh] for one in row.get("stragglers", [])]
+    assert len(named) >= 4 and set(named) == {(FAULTS[mesh], COMPUTE)}
+
+
+@pytest.mark.parametrize("mesh", FAULTS)
+def test_a_mesh_without_a_slow_process_names_nobody(mesh: str, slow_rows: dict[str, list[dict[str, Any]]]) -> None:
+    assert not any("stragglers" in row for row in slow_rows[mesh][:WELL])
+
+
+def collectives_around_heads(recipe: Recipe) -> list[tuple[int, int]]:
+    """On each mesh, tied and untied: how many collectives a micro-batch has, and how many of them inside the head."""
+    world, found = start("cpu", seed=0), []
+    for degrees in (MeshDegrees(1, 2), MeshDegrees(1, 1, context=2), MeshDegrees(1, 1, tensor=2)):
+        for tied in (True, False):
+            mesh = build_mesh(degrees, device_type="cpu")
+            built = build(change(recipe, model={"tied_embeddings": tied}), world, mesh=mesh)
+            inside = torch.profiler.record_function("inside")
+            interface = built.model.interface
+            head = built.model.get_submodule(interface.head or interface.tied_head or "")
+            around(head, inside.__enter__, lambda inside=inside: inside.__exit__(None, None, None))
+            tokens = torch.zeros(2, 32, dtype=torch.long)
+            with torch.profiler.profile() as traced:
+                built.model(tokens, tokens).backward()
+            [span] = [event.time_range for event in traced.events() if event.name == "inside"]
+            times = [event.time_range.start for event in traced.events() if re.match("_?c10d", event.name)]
+            products = [event for event in traced.events() if event.name == "aten::mm"]
+            assert any(span.start < product.time_range.start < span.end for product in products)
+            found.append((len(times), sum(span.start <= time < span.end for time in times)))
+    stop()
+    return found
+
+
+def test_no_collective_interrupts_what_stands_for_computing_on_a_gpu(small: Recipe) -> None:
+    for found in run_processes(2, collectives_around_heads, small):
+        assert all(collectives > 0 and inside == 0 for collectives, inside in found), found
