@@ -1,4 +1,4 @@
-"""Write docs/recipes.md from the schema: `python scripts/write_docs.py`. Imports no torch."""
+"""Write docs/recipes.md from the schema, and the table of docs/parallelism.md from its tests. Imports no torch."""
 
 import sys
 from dataclasses import MISSING, Field, fields
@@ -13,8 +13,11 @@ explain_wrong_interpreter()
 
 from models.sizes import SIZES  # noqa: E402
 from recipes.fields import describe, field_docs, field_types, sections, toml  # noqa: E402
+from tests.parallel import combinations  # noqa: E402
 
 PAGE = ROOT / "docs" / "recipes.md"
+PARALLELISM = ROOT / "docs" / "parallelism.md"
+BEGIN, END = "<!-- Written by scripts/write_docs.py. -->\n", "<!-- Written by scripts/write_docs.py: end. -->\n"
 HEAD = """\
 # Recipe reference
 
@@ -65,7 +68,53 @@ def _sizes() -> str:
     return "\n".join(["## Model sizes", "", "| `model.name` | Parameters |", "|---|---|", *rows, ""])
 
 
+def with_combinations(text: str) -> str:
+    """The page about parallelism with a new table between its marks."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    assert before and after, f"{PARALLELISM} has lost its marks"
+    return before + BEGIN + _combinations() + END + after
+
+
+COLUMNS = ("tensor", "context by heads", "context by gather", "tensor x context", "with shard", "with replicate")
+
+
+def _combinations() -> str:
+    """What each feature was tested with, as a table: rows are features, columns are axes."""
+    cases = [case for of_processes in combinations.CASES.values() for case in of_processes]
+    rows = [
+        f"| {feature} | " + " | ".join(_cell(feature, column, cases) for column in COLUMNS) + " |"
+        for feature in combinations.FEATURES
+    ]
+    head = ["| | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    meshes = sorted({case.partition(":")[0] for case in cases})
+    last = f"{len(cases)} cases, on the meshes {', '.join(meshes)} (replicate.shard.context.tensor)."
+    return "\n".join(["", *head, *rows, "", last, ""])
+
+
+def _cell(feature: str, column: str, cases: list[str]) -> str:
+    axes = {"tensor"} & {*column.split()}
+    if any((feature, axis) in combinations.REFUSED for axis in axes):
+        return "refused"
+    needed = {*combinations.FEATURES[feature]}
+    found = [case for case in cases if needed <= combinations.features_of(case) and column in _columns(case)]
+    if not found:
+        return "not tested"
+    limits = min(combinations.limits_of(case) for case in found)
+    return f"{'exact' if limits == combinations.FLOAT32 else f'{limits.gradient:.0%}'} ({len(found)})"
+
+
+def _columns(case: str) -> set[str]:
+    """The columns that a case counts in."""
+    replicate, shard, context, tensor = combinations.degrees_of(case)
+    by = "gather" if "gather" in combinations.options_of(case) else "heads"
+    inner = {(False, True): "tensor", (True, False): f"context by {by}", (True, True): "tensor x context"}
+    outer = {"with shard": shard, "with replicate": replicate}
+    return {inner[context > 1, tensor > 1], *(column for column, degree in outer.items() if degree > 1)}
+
+
 if __name__ == "__main__":
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page())
-    print(f"wrote {PAGE}")
+    PARALLELISM.write_text(with_combinations(PARALLELISM.read_text()))
+    print(f"wrote {PAGE} and the table of {PARALLELISM}")

@@ -1,0 +1,184 @@
+"""The combinations that test_combinations.py trains, as data: docs/parallelism.md shows the same. Imports no torch.
+
+A case is "replicate.shard.context.tensor:option,option".
+"""
+
+import math
+from typing import Any, NamedTuple
+
+ROWS, LENGTH, VOCABULARY = 4, 48, 96
+MODEL = {"layers": 2, "width": 48, "feed_forward_width": 96, "heads": 4, "key_value_heads": 2, "head_width": 12}
+MODEL |= {"vocabulary": VOCABULARY, "no_rope_every": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "untied": {"tied_embeddings": False},
+    "llama3": {"tied_embeddings": False, "no_rope_every": 0, "rope_scaling": "llama3", "rope_original_length": 16},
+    "nine": {"heads": 9, "key_value_heads": 3, "head_width": 4},
+    "eight": {"heads": 8, "key_value_heads": 4, "head_width": 6},
+}
+"""Option -> fields of the model. Nine heads are for 3 processes, eight for tensor 4 and for context 4 with tensor 2."""
+FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+FLOAT8_MODEL = {"width": 64, "feed_forward_width": 128, "head_width": 16}
+"""Halves of its matrices are multiples of 16."""
+CHANGES_NUMBERS = {*MODELS, *FLOAT8, "documents", "masked", "last", "bf16"}
+"""Options with which one process trains to other numbers, too."""
+
+FEATURES: dict[str, tuple[str, ...]] = {
+    "no option": ("plain",),
+    "documents": ("documents",),
+    "loss chunks that do not divide the tokens": ("chunks",),
+    "gradient accumulation": ("accumulate",),
+    "ZeRO-2": ("zero2",),
+    "selective checkpointing": ("selective",),
+    "full checkpointing": ("full",),
+    "compile": ("compile",),
+    "compile with selective checkpointing": ("compile", "selective"),
+    "compile with full checkpointing": ("compile", "full"),
+    "CPU offload": ("offload",),
+    "prefetching two blocks": ("prefetch",),
+    "a head of its own (untied)": ("untied",),
+    "Llama 3 (untied, scaled RoPE in all layers)": ("llama3",),
+    "a part of the tokens without targets": ("masked",),
+    "targets in one part of the vocabulary": ("last",),
+    "bfloat16": ("bf16",),
+    "gradients reduced in bfloat16": ("bf16", "reduce16"),
+    "float8 tensorwise": ("tensorwise",),
+    "float8 tensorwise, compiled": ("tensorwise", "compile"),
+    "float8 tensorwise, gathered in float8": ("tensorwise", "all_gather"),
+    "float8 rowwise": ("rowwise",),
+    "float8 rowwise, weight gradients in high precision": ("rowwise_with_gw_hp",),
+}
+"""Row of the page's table -> the options that a case must have to count there."""
+REFUSED = {("float8 tensorwise, gathered in float8", "tensor"): "float8.all_gather"}
+"""(row, axis) -> the field that the refusal names."""
+
+
+class Limits(NamedTuple):
+    """How far a mesh may be from one process."""
+
+    loss: float
+    """Of each of ten losses, absolute."""
+    norm: float
+    """Of each of ten gradient norms, relative."""
+    gradient: float
+    """Of each parameter's gradient in the first step: the norm of the difference, relative."""
+    half: float
+    """Of the better half of these gradients."""
+
+
+FLOAT32 = Limits(1e-5, 1e-4, 1e-4, 1e-4)
+# Measured: 6e-4, 9e-3, 9e-3. One process in bfloat16 is as far (9e-4, 6e-3, 9e-3) from itself in float32.
+BFLOAT16 = Limits(2e-3, 2e-2, 2e-2, 2e-2)
+# Measured: 2e-3, 1e-2, 3e-2, 3e-3; gradients are mostly within 1e-6. Sums in another order round a number that lies
+# between two float8 numbers the other way, and others after it. Scales of a part instead of the whole are 9e-2 off.
+FLOAT8_LIMITS = Limits(5e-3, 3e-2, 5e-2, 1e-2)
+
+_CASES = """
+1.1.1.2  plain untied documents chunks accumulate,zero2 full selective,untied offload masked last llama3 bf16
+1.1.1.2  bf16,reduce16,prefetch,chunks tensorwise tensorwise,full,untied rowwise rowwise_with_gw_hp
+1.1.1.2  compile,documents compile,full,untied compile,selective compile,tensorwise
+1.1.2.1  plain untied documents chunks accumulate,zero2 full selective,documents offload masked last
+1.1.2.1  llama3,documents bf16 tensorwise tensorwise,all_gather rowwise rowwise_with_gw_hp
+1.1.2.1  rowwise,accumulate,documents gather gather,documents gather,untied,full gather,masked gather,bf16,selective
+1.1.2.1  gather,rowwise_with_gw_hp gather,accumulate,zero2 gather,offload compile,documents compile,gather,documents
+1.1.1.3  nine,documents
+1.1.3.1  nine,documents nine,gather
+1.2.1.2  plain full,prefetch untied,zero2,accumulate documents,offload bf16,reduce16 tensorwise compile,full,untied
+2.1.1.2  plain documents,full rowwise,documents
+1.2.2.1  plain untied,documents,zero2 gather,chunks offload,prefetch bf16,prefetch tensorwise,all_gather
+1.2.2.1  compile,bf16
+2.1.2.1  plain documents,selective bf16,reduce16
+1.1.2.2  plain untied,documents gather,documents,chunks masked last zero2,accumulate,documents offload,untied
+1.1.2.2  llama3,documents selective,chunks full,prefetch bf16 tensorwise rowwise rowwise_with_gw_hp
+1.1.2.2  compile,selective,documents
+1.1.4.1  plain documents gather,untied,documents tensorwise
+1.1.1.4  eight eight,documents,chunks,untied
+1.2.2.2  documents gather,documents
+2.1.2.2  untied,chunks offload,documents
+2.2.2.1  documents,zero2
+2.2.1.2  accumulate,selective
+1.4.1.2  plain
+1.1.2.4  eight,documents
+1.1.4.2  eight,untied
+"""
+
+
+def options_of(case: str) -> set[str]:
+    """The options of a case."""
+    return set(filter(None, case.partition(":")[2].split(",")))
+
+
+def features_of(case: str) -> set[str]:
+    """The options by which a case counts in FEATURES."""
+    options = options_of(case)
+    return options | ({"plain"} if options <= {"eight", "gather"} else set())
+
+
+def degrees_of(case: str) -> tuple[int, int, int, int]:
+    """replicate, shard, context, tensor."""
+    replicate, shard, context, tensor = map(int, case.partition(":")[0].split("."))
+    return replicate, shard, context, tensor
+
+
+def same_numbers(case: str) -> str:
+    """The case of one process with the same numbers.
+
+    A process scales its own rows and tokens to float8 by themselves, so the one process must scale as many parts.
+    """
+    replicate, shard, context, _ = degrees_of(case)
+    options = options_of(case) & CHANGES_NUMBERS
+    if options & {*FLOAT8}:
+        rows = ROWS if "accumulate" in options_of(case) else replicate * shard
+        options.add(f"parts{rows}x{context}")
+    return "1.1.1.1:" + ",".join(sorted(options))
+
+
+def parts_of_scales(case: str) -> tuple[int, int]:
+    """In how many parts of the rows and of the tokens a case of one process scales float8."""
+    for option in options_of(case):
+        if option.startswith("parts"):
+            rows, _, tokens = option.removeprefix("parts").partition("x")
+            return int(rows), int(tokens)
+    return 1, 1
+
+
+def limits_of(case: str) -> Limits:
+    """What a case is held to."""
+    options = options_of(case)
+    return FLOAT8_LIMITS if options & {*FLOAT8} else BFLOAT16 if "bf16" in options else FLOAT32
+
+
+def sections_of(case: str) -> dict[str, dict[str, Any]]:
+    """The fields of a recipe that a case changes, by section."""
+    options = options_of(case)
+    float8 = next((kind for kind in FLOAT8 if kind in options), "none")
+    model = MODEL | {"tied_embeddings": True} | (FLOAT8_MODEL if float8 != "none" else {})
+    for option in sorted(options & MODELS.keys()):
+        model |= MODELS[option]
+    return {
+        "model": model,
+        "batch": {"loss_chunks": 5 if "chunks" in options else 1},
+        "activation_checkpointing": {"mode": next((mode for mode in ("full", "selective") if mode in options), "none")},
+        "compile": {"enabled": "compile" in options},
+        "float8": {"recipe": float8, "emulate": float8 != "none", "all_gather": "all_gather" in options},
+        "fsdp": {
+            "param_dtype": "bfloat16" if "bf16" in options else "float32",
+            "reduce_dtype": "bfloat16" if "reduce16" in options else "float32",
+            "reshard_after_forward": "zero2" not in options,
+            "cpu_offload": "offload" in options,
+            "prefetch": 2 if "prefetch" in options else 1,
+        },
+        "mesh": {"context_by": "gather" if "gather" in options else "heads"},
+    }
+
+
+def _by_processes(text: str) -> dict[int, list[str]]:
+    cases: dict[int, list[str]] = {}
+    for mesh, *of_mesh in filter(None, map(str.split, text.splitlines())):
+        cases.setdefault(math.prod(degrees_of(mesh)), []).extend(
+            f"{mesh}:{options}".removesuffix(":plain") for options in of_mesh
+        )
+    return dict(sorted(cases.items()))
+
+
+CASES = _by_processes(_CASES)
+"""Number of processes -> its cases."""
