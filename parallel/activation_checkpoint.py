@@ -7,7 +7,8 @@ import torch
 import torch.nn.attention.varlen  # registers the operator that is named below
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from models.interface import interface_of
 from parallel.config import ActivationCheckpointingConfig
@@ -51,4 +52,20 @@ def checkpoint_blocks(model: nn.Module, config: ActivationCheckpointingConfig) -
 
 
 def _selective_contexts() -> Any:
-    return create_selective_checkpoint_contexts(SAVED)
+    return create_selective_checkpoint_contexts(_keep_or_recompute)
+
+
+def _keep_or_recompute(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+    keeps = operator in SAVED and not _is_partial_sum(operator, arguments)
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_partial_sum(operator: Any, arguments: tuple[Any, ...]) -> bool:
+    """Whether it is a product over a width that tensor parallelism has cut: the reduce-scatter's result is kept.
+
+    The product itself is as large as without tensor parallelism, and nothing in the backward pass reads it.
+    """
+    if operator not in (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default):
+        return False
+    first = arguments[0]
+    return isinstance(first, DTensor) and any(placement.is_shard(first.ndim - 1) for placement in first.placements)

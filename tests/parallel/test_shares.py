@@ -25,6 +25,7 @@ ROWS, LENGTH, VOCABULARY = 4, 512, 232
 UNTIED = {"model": {"tied_embeddings": False}}
 CHUNKS = {"batch": {"loss_chunks": 3}}
 FULL = {"activation_checkpointing": {"mode": "full"}}
+SELECTIVE = {"activation_checkpointing": {"mode": "selective"}}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "data": ("4.1.1.1", {}),
     "tensor": ("2.1.1.2", {}),
@@ -33,6 +34,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "full data": ("4.1.1.1", FULL),
     "full tensor": ("2.1.1.2", FULL),
     "full both": ("1.1.2.2", FULL),
+    "selective data": ("4.1.1.1", SELECTIVE),
+    "selective tensor": ("2.1.1.2", SELECTIVE),
+    "selective both": ("1.1.2.2", SELECTIVE),
     "shard, tensor": ("1.2.1.2", UNTIED | CHUNKS),
     "shard, context": ("1.2.2.1", UNTIED),
     "tensor of four": ("1.1.1.4", UNTIED),
@@ -130,6 +134,8 @@ def test_a_process_holds_its_share_of_parameters_and_moments(case: str, found: l
         ("tensor", "data", 0.56),  # not 0.5: gathered tokens, the inputs of column-cut linears, are kept whole
         ("context", "data", 0.52),
         ("both", "data", 0.29),
+        ("selective tensor", "selective data", 0.52),
+        ("selective both", "selective data", 0.27),
         ("full tensor", "full data", 0.54),
         ("full both", "full data", 0.30),
     ],
