@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 SLOW_FILES = (
     "tests/scripts/test_nodes.py",
     "tests/scripts/test_sweep.py",
+    "tests/parallel/test_combinations.py",
     "tests/recipes/training/test_trainer.py",
     "tests/scripts/test_slurm.py",
     "tests/test_hangs.py",

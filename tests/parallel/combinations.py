@@ -82,14 +82,14 @@ _CASES = """
 1.1.2.1  gather,rowwise_with_gw_hp gather,accumulate,zero2 gather,offload compile,documents compile,gather,documents
 1.1.1.3  nine,documents
 1.1.3.1  nine,documents nine,gather
-1.2.1.2  plain full,prefetch untied,zero2,accumulate documents,offload bf16,reduce16 tensorwise compile,full,untied
+1.2.1.2  plain full,prefetch untied,zero2,accumulate documents,offload bf16,reduce16 tensorwise compile
 2.1.1.2  plain documents,full rowwise,documents
 1.2.2.1  plain untied,documents,zero2 gather,chunks offload,prefetch bf16,prefetch tensorwise,all_gather
 1.2.2.1  compile,bf16
 2.1.2.1  plain documents,selective bf16,reduce16
 1.1.2.2  plain untied,documents gather,documents,chunks masked last zero2,accumulate,documents offload,untied
 1.1.2.2  llama3,documents selective,chunks full,prefetch bf16 tensorwise rowwise rowwise_with_gw_hp
-1.1.2.2  compile,selective,documents
+1.1.2.2  compile,documents
 1.1.4.1  plain documents gather,untied,documents tensorwise
 1.1.1.4  eight eight,documents,chunks,untied
 1.2.2.2  documents gather,documents

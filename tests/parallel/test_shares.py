@@ -77,6 +77,17 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
+def test_the_counter_follows_a_storage_until_its_last_view_is_gone() -> None:
+    with LiveBytes() as seen:
+        first = torch.ones(1000)
+        view, other = first.view(10, 100), first + 1
+        assert seen.now == 8000
+        del other, first
+        assert seen.now == 4000
+        del view
+        assert (seen.now, seen.peak) == (0, 8000)
+
+
 def shares_of(mesh: str, fields: dict[str, Any], recipe: Recipe, world: Any) -> dict[str, Any]:
     """What this process holds in a step on as many rows for every data rank as in any other case."""
     layout = build_mesh(MeshDegrees(*map(int, mesh.split("."))), device_type="cpu")
