@@ -63,7 +63,8 @@ def _keep_or_recompute(context: Any, operator: Any, *arguments: Any, **options: 
 def _is_partial_sum(operator: Any, arguments: tuple[Any, ...]) -> bool:
     """Whether it is a product over a width that tensor parallelism has cut: the reduce-scatter's result is kept.
 
-    The product itself is as large as without tensor parallelism, and nothing in the backward pass reads it.
+    The product itself is as large as without tensor parallelism, and nothing in the backward pass reads it. Only
+    without compile, the one of attention (which the feed-forward follows) is computed again nevertheless.
     """
     if operator not in (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default):
         return False

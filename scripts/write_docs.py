@@ -3,6 +3,7 @@
 import sys
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
+from textwrap import wrap
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -89,7 +90,7 @@ def _combinations() -> str:
     head = ["| | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
     meshes = sorted({case.partition(":")[0] for case in cases})
     last = f"{len(cases)} cases, on the meshes {', '.join(meshes)} (replicate.shard.context.tensor)."
-    return "\n".join(["", *head, *rows, "", last, ""])
+    return "\n".join(["", *head, *rows, "", *wrap(last, 120), ""])
 
 
 def _cell(feature: str, column: str, cases: list[str]) -> str:

@@ -79,7 +79,8 @@ _CASES = """
 1.1.2.1  plain untied documents chunks accumulate,zero2 full selective,documents offload masked last
 1.1.2.1  llama3,documents bf16 tensorwise tensorwise,all_gather rowwise rowwise_with_gw_hp
 1.1.2.1  rowwise,accumulate,documents gather gather,documents gather,untied,full gather,masked gather,bf16,selective
-1.1.2.1  gather,rowwise_with_gw_hp gather,accumulate,zero2 gather,offload compile,documents compile,gather,documents
+1.1.2.1  gather,rowwise_with_gw_hp gather,tensorwise gather,accumulate,zero2 gather,offload
+1.1.2.1  compile,documents compile,gather,documents
 1.1.1.3  nine,documents
 1.1.3.1  nine,documents nine,gather
 1.2.1.2  plain full,prefetch untied,zero2,accumulate documents,offload bf16,reduce16 tensorwise compile
@@ -128,7 +129,7 @@ def same_numbers(case: str) -> str:
     options = options_of(case) & CHANGES_NUMBERS
     if options & {*FLOAT8}:
         rows = ROWS if "accumulate" in options_of(case) else replicate * shard
-        options.add(f"parts{rows}x{context}")
+        options |= {f"parts{rows}x{context}"} | options_of(case) & {"gather"}
     return "1.1.1.1:" + ",".join(sorted(options))
 
 

@@ -6,6 +6,8 @@ that was wrong.
 """
 
 import runpy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -60,12 +62,19 @@ def batch_of(step: int, options: set[str]) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, targets
 
 
-def scale_tokens_in_parts(model: nn.Module, parts: int) -> None:
+def scale_tokens_in_parts(model: nn.Module, parts: int, *, by: str) -> None:
     """Let every float8 linear scale each part of the tokens by itself, as context-parallel processes do."""
+    order = torch.arange(LENGTH).view(2 * parts, -1)
+    if by == "gather":  # a part is one chunk from either end
+        order = order[[chunk for part in range(parts) for chunk in (part, 2 * parts - 1 - part)]]
+    order = order.flatten()
+
+    def in_parts(whole: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([whole(part) for part in x[:, order].chunk(parts, dim=1)], dim=1)[:, order.argsort()]
+
     for module in model.modules():
         if type(module).__name__.endswith("Float8Linear"):
-            whole = module.forward
-            module.forward = lambda x, whole=whole: torch.cat([whole(part) for part in x.chunk(parts, dim=1)], dim=1)
+            module.forward = partial(in_parts, module.forward)
 
 
 def train_case(case: str, recipe: Recipe, world: World) -> dict[str, Any]:
@@ -74,7 +83,7 @@ def train_case(case: str, recipe: Recipe, world: World) -> dict[str, Any]:
     built = build(change(recipe, **sections_of(case)), world, mesh=mesh)
     rows_in, tokens_in = parts_of_scales(case)
     if tokens_in > 1:
-        scale_tokens_in_parts(built.model, tokens_in)
+        scale_tokens_in_parts(built.model, tokens_in, by="gather" if "gather" in options else "heads")
     gradients: dict[str, Any] = {}
 
     def keep(*_: Any) -> None:
