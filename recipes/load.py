@@ -101,7 +101,8 @@ def load_run(
     if rules:
         keys = {problem.key for problem in problems}
         broken = {key if key in field_types() else key.partition(".")[0] for key in keys}
-        for key, message in violations(recipe, weights, processes=processes, nodes=nodes, broken=broken):
+        world = {"processes": processes, "nodes": nodes}
+        for key, message in violations(recipe, weights, **world, broken=broken, written=given.keys()):
             problems.append(_located(key, message, recipe, given))
     if problems:
         raise refusal(problems, where=shown(Path(path)))

@@ -35,6 +35,7 @@ def violations(
     processes: int | None = None,
     nodes: int | None = None,
     broken: Collection[str] = frozenset(),
+    written: Collection[str] = frozenset(),
 ) -> Iterator[Violation]:
     """Every rule the recipe breaks.
 
@@ -44,13 +45,14 @@ def violations(
         processes: their number, where it is known.
         nodes: their number, where it is known.
         broken: fields with invalid values, and sections with unknown keys; rules that read them are skipped.
+        written: fields with values of their own, not those of the model size or the schema.
     """
     run, model, data, mesh, float8 = recipe.run, recipe.model, recipe.data, recipe.mesh, recipe.float8
     # (the sections and fields that a rule reads, the rule); a rule is a generator: nothing runs before it is iterated.
     rules = (
         ("run.name", name_is_a_folder(run)),
         ("model", model_is_consistent(model)),
-        ("model", weights_fit(model, weights)),
+        ("model", weights_fit(model, weights, written=written)),
         ("data model", data_is_there(data, model=model, weights=weights)),
         ("data validation", validation_has_text(recipe.validation, data=data)),
         ("mesh", mesh_fits(mesh, processes=processes, nodes=nodes)),
@@ -105,8 +107,11 @@ def model_is_consistent(model: ModelConfig) -> Iterator[Violation]:
         yield f"model.{field}", message
 
 
-def weights_fit(model: ModelConfig, initial: InitialWeights) -> Iterator[Violation]:
-    """The weights to start from are intact and have the shape of this model."""
+def weights_fit(model: ModelConfig, initial: InitialWeights, *, written: Collection[str]) -> Iterator[Violation]:
+    """The weights to start from are intact and have the shape of this model.
+
+    Only rope_theta may differ, if the recipe writes a larger one itself: that is how a context is extended.
+    """
     if not model.weights:
         return
     try:
@@ -120,6 +125,10 @@ def weights_fit(model: ModelConfig, initial: InitialWeights) -> Iterator[Violati
         return
     for field, theirs in differences(model, weights.model):
         remedy = 'write that, or omit it and write name = "from_weights"'
+        if field == "rope_theta":
+            if "model.rope_theta" in written and model.rope_theta > theirs:
+                continue
+            remedy += ", or a larger value to extend the context"
         yield f"model.{field}", f"is {toml(theirs)} in the weights of {weights.path}; {remedy}"
 
 

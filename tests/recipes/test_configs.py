@@ -13,9 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from models.decoder import Decoder
+from parallel.errors import UserError
 from parallel.mesh import build_mesh
 from parallel.order import parallelize
 from recipes.load import load, to_toml
+from recipes.schema import Recipe
 from recipes.training.run_folder import identity_differences
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,11 +27,16 @@ REAL = [path for path in CONFIGS if path not in BENCHMARKS and "_debug" not in p
 SHIPPED = {
     "smollm3_debug",
     "smollm3_debug_everything",
+    "smollm3_debug_every_axis",
     "smollm3_debug_document_mask",
     "llama3_debug",
     "smollm3_3b_8xh100",
     "smollm3_3b_8xh100_c4",
     "smollm3_3b_48x8h100",
+    "smollm3_3b_long_32k",
+    "smollm3_3b_long_64k",
+    "llama3_70b_32x8h100",
+    "llama3_405b_128x8h100",
 }
 SHIPPED_BENCHMARKS = {
     "smollm3_3b_h100",
@@ -51,9 +58,16 @@ def layout(name: str) -> dict[str, int]:
     """The numbers of processes and nodes in the name of a recipe."""
     hardware = re.search(r"_(?:(\d+)x)?(?:(\d+)x?)?h100", name)
     if hardware is None:
-        return {"processes": 4 if name.endswith("everything") else 2, "nodes": 1}
+        known = {"smollm3_debug_everything": 4, "smollm3_debug_every_axis": 8}
+        return {"processes": 8 if "_long_" in name else known.get(name, 2), "nodes": 1}
     nodes, each = (int(hardware[1]), int(hardware[2])) if hardware[2] else (1, int(hardware[1] or 1))
     return {"processes": nodes * each, "nodes": nodes}
+
+
+def loaded(path: Path, **hardware: int) -> Recipe:
+    """The recipe. One that continues from weights, which are not here, starts from random ones instead."""
+    continues = load(path, rules=False).model.weights
+    return load(path, ["--model.weights=", "--data.tokenizer=train:128256"] if continues else [], **hardware)
 
 
 def test_names_of_recipes_give_processes_and_nodes() -> None:
@@ -69,7 +83,7 @@ def test_every_shipped_recipe_exists() -> None:
 
 @pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)
 def test_a_recipe_that_trains_a_real_model_saves_and_validates_it_with_a_tokenizer_of_its_size(path: Path) -> None:
-    recipe = load(path)
+    recipe = loaded(path)
     assert 0 < recipe.checkpoint.every < recipe.run.steps
     assert 0 < recipe.validation.every < recipe.run.steps
     assert recipe.data.tokenizer == f"train:{recipe.model.vocabulary}"
@@ -87,10 +101,11 @@ def test_a_benchmark_is_called_one_and_saves_nothing(path: Path) -> None:
 
 @every_config
 def test_a_recipe_loads_on_the_hardware_of_its_name(path: Path) -> None:
-    recipe = load(path, **layout(path.stem))
+    recipe = loaded(path, **layout(path.stem))
     assert recipe.run.name == path.stem + ("_benchmark" if path in BENCHMARKS else "")
     assert recipe.model.name == max(
-        (name for name in ("smollm3_debug", "llama3_debug", "smollm3_3b", "llama2_7b", "llama3_8b", "llama3_70b")
+        (name for name in ("smollm3_debug", "llama3_debug", "smollm3_3b", "llama2_7b", "llama3_8b", "llama3_70b",
+                     "llama3_405b")
          if path.stem.startswith(name)),
         key=len,
     )  # fmt: skip
@@ -102,7 +117,7 @@ def test_a_recipe_builds_on_meta_and_shards_over_the_hardware_of_its_name(path: 
     hardware = layout(path.stem)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=hardware["processes"])
     try:
-        recipe = load(path, **hardware)
+        recipe = loaded(path, **hardware)
         degrees = recipe.mesh.fit(hardware["processes"], nodes=hardware["nodes"])
         with torch.device("meta"):
             model = Decoder(recipe.model)
@@ -115,6 +130,7 @@ def test_a_recipe_builds_on_meta_and_shards_over_the_hardware_of_its_name(path: 
             activation_checkpointing=recipe.activation_checkpointing,
             compile=recipe.compile,
             fsdp=recipe.fsdp,
+            context_by=recipe.mesh.context_by,
         )
         assert list(model.state_dict()) == names
         assert all(isinstance(block, FSDPModule) for block in model.get_submodule("blocks").children())
@@ -122,7 +138,7 @@ def test_a_recipe_builds_on_meta_and_shards_over_the_hardware_of_its_name(path: 
             converted, all_linears = 7 * recipe.model.layers, 7 * recipe.model.layers + (model.lm_head is not None)
             assert f"{converted} of {all_linears} linears converted" in report[0]
         local = sum(parameter.to_local().numel() for parameter in model.parameters() if isinstance(parameter, DTensor))
-        share = recipe.model.num_params() / degrees.shard
+        share = recipe.model.num_params() / degrees.copy
         assert local == pytest.approx(share, rel=0.01)  # rank 0 has one row more of uneven shards
     finally:
         dist.destroy_process_group()
@@ -130,7 +146,7 @@ def test_a_recipe_builds_on_meta_and_shards_over_the_hardware_of_its_name(path: 
 
 @every_config
 def test_a_resolved_recipe_resolves_to_itself(path: Path, tmp_path: Path) -> None:
-    recipe = load(path)
+    recipe = loaded(path)
     resolved = tmp_path / "recipe.toml"
     resolved.write_text(to_toml(recipe))
     assert load(resolved) == recipe
@@ -174,6 +190,37 @@ def test_smollm3_48x8_has_the_published_hyperparameters() -> None:
     assert (optimizer.lr, optimizer.betas, optimizer.eps) == (2e-4, (0.9, 0.95), 1e-8)
     assert (optimizer.weight_decay, optimizer.grad_clip) == (0.1, 1.0)
     assert recipe.data.document_mask
+
+
+@pytest.mark.parametrize(
+    ("length", "theta", "steps", "groups"), [(32768, 1_500_000.0, 20_000, 72), (65536, 5_000_000.0, 22_000, 36)]
+)
+def test_long_recipes_continue_from_weights_with_the_published_stages(
+    length: int, theta: float, steps: int, groups: int
+) -> None:
+    path = ROOT / f"configs/smollm3_3b_long_{length // 1024}k.toml"
+    with pytest.raises(UserError, match="does not exist"):
+        load(path)
+    written = load(path, rules=False)
+    assert written.model.weights and written.data.tokenizer == "from_weights"
+    for nodes in (1, 2, 3, 12):
+        recipe = loaded(path, processes=8 * nodes, nodes=nodes)
+        assert recipe.mesh.fit(8 * nodes, nodes=nodes).context * 8192 == recipe.batch.sequence_length == length
+    assert (recipe.model.rope_theta, recipe.run.steps, recipe.batch.global_batch_size) == (theta, steps, groups)
+    assert (recipe.optimizer.lr, recipe.schedule.kind, recipe.schedule.min_lr_ratio) == (2e-5, "cosine", 0.0)
+    assert recipe.schedule.phases(steps)[0] == 1000
+
+
+@pytest.mark.parametrize(("name", "peak"), [("llama3_70b_32x8h100", 1.5e-4), ("llama3_405b_128x8h100", 8e-5)])
+def test_large_llamas_have_the_published_hyperparameters_and_one_micro_batch(name: str, peak: float) -> None:
+    hardware = layout(name)
+    recipe = loaded(ROOT / f"configs/{name}.toml", **hardware)
+    degrees = recipe.mesh.fit(**{"world_size": hardware["processes"], "nodes": hardware["nodes"]})
+    assert recipe.batch.global_batch_size == recipe.batch.micro_batch_size * degrees.data_parallel
+    assert degrees.tensor == 8 and recipe.model.rope_scaling == "none" and recipe.model.rope_theta == 5e5
+    assert recipe.optimizer.lr == peak
+    assert recipe.schedule.phases(recipe.run.steps) == (8000, 0)
+    assert recipe.schedule.learning_rate(recipe.run.steps, peak=1.0, steps=recipe.run.steps) == pytest.approx(0.01)
 
 
 def test_float8_recipes_differ_from_their_bases_only_in_float8() -> None:

@@ -65,6 +65,16 @@ def test_a_size_with_weights_must_be_their_shape(folder: Path) -> None:
     assert recipe_of("--model.init_std", "0.5").model.init_std == 0.5
 
 
+def test_a_larger_rope_theta_extends_the_context_of_weights_if_it_is_written(folder: Path) -> None:
+    larger, smaller = str(2 * SMALL.rope_theta), str(SMALL.rope_theta / 2)
+    assert recipe_of("--model.rope_theta", larger).model == replace(
+        SMALL, name="from_weights", weights="hf", rope_theta=2 * SMALL.rope_theta
+    )
+    assert "or a larger value to extend the context" in refused("--model.rope_theta", smaller)
+    size = '[model]\nname = "smollm3_debug"\nweights = "hf"\n'  # of a larger rope_theta, which nobody asked for
+    assert "model.rope_theta = 2000000.0 (size smollm3_debug)" in refused(text=size)
+
+
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
