@@ -23,6 +23,12 @@ from models.attention import attention_in_documents, attention_to_cached
 from models.documents import Lengths, Restriction, has_kernel_for_lengths, of_chunk
 from models.interface import blocks_of, interface_of
 
+# Newer versions of torch have these names, and warn of the old ones.
+_all_gather = funcol.all_gather_single if hasattr(funcol, "all_gather_single") else funcol.all_gather_tensor
+_reduce_scatter = (
+    funcol.reduce_scatter_single if hasattr(funcol, "reduce_scatter_single") else funcol.reduce_scatter_tensor
+)
+
 
 def split_over(model: nn.Module, axis: DeviceMesh, *, by: str) -> str:
     """Cut every row of tokens over the axis, in place. by: as mesh.context_by. Returns a line for the log."""
@@ -76,14 +82,15 @@ class ByHeads(nn.Module):
         copies = self.degree // gcd(self.degree, key.shape[1])  # of each head, so that every process has one
         if copies > 1:
             key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
-        # One exchange for all three: heads side by side, in the order of the processes they go to.
-        parts = [x.unflatten(1, (self.degree, -1)) for x in (query, key, value)]  # (B, R, heads / R, P, H)
-        sizes = [part.shape[2] for part in parts]
-        sent = torch.cat(parts, dim=2).movedim(1, 0).contiguous()  # (R, B, heads / R, P, H)
-        got = _exchange(sent, self.group).movedim(0, 2).flatten(2, 3)  # (B, heads / R, R P = T, H)  # after movedim
-        out = self.inner(*got.split(sizes, dim=1), documents)  # (B, N / R, T, H)
-        back = out.unflatten(2, (self.degree, -1)).movedim(2, 0).contiguous()  # (R, B, N / R, P, H)
-        return _exchange(back, self.group).movedim(0, 1).flatten(1, 2)  # (B, N, P, H)
+        # One exchange for all three: heads side by side, in the order of the processes they go to. Tokens come before
+        # heads, as in the memory of linears and kernels: with one row, what is received and sent back is not copied.
+        parts = [x.transpose(1, 2).unflatten(2, (self.degree, -1)).movedim(2, 0) for x in (query, key, value)]
+        sizes = [part.shape[3] for part in parts]
+        sent = torch.cat(parts, dim=3).contiguous()  # (R, B, P, heads / R, H)
+        got = _exchange(sent, self.group).movedim(0, 1).flatten(1, 2)  # (B, R P = T, heads / R, H)
+        out = self.inner(*got.transpose(1, 2).split(sizes, dim=1), documents)  # (B, N / R, T, H)
+        back = out.transpose(1, 2).unflatten(1, (self.degree, -1)).movedim(1, 0).contiguous()  # (R, B, P, N / R, H)
+        return _exchange(back, self.group).movedim(0, 2).flatten(2, 3).transpose(1, 2)  # (B, N, P, H)
 
 
 def _exchange(parts: Tensor, group: ProcessGroup) -> Tensor:
@@ -109,14 +116,15 @@ class ByGathering(nn.Module):
         if documents is None and self.flash and has_kernel_for_lengths(query):
             starts = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=query.device)
             documents = Lengths(starts)  # every row is one
-        out = []
+        out = []  # of each chunk: (B, C, N, H), tokens before heads as the linear after it has them
         for own, queries in zip(own_chunks(length, self.group, by="gather"), query.chunk(2, dim=2), strict=True):
             seen = key[:, :, : own.stop], value[:, :, : own.stop]  # (B, K, end of the chunk, H)
             if documents is None:
-                out.append(attention_to_cached(queries, *seen))  # (B, N, C, H)
+                attended = attention_to_cached(queries, *seen)  # (B, N, C, H)
             else:
-                out.append(attention_in_documents(queries, *seen, of_chunk(documents, own, length=length)))
-        return torch.cat(out, dim=2)
+                attended = attention_in_documents(queries, *seen, of_chunk(documents, own, length=length))
+            out.append(attended.transpose(1, 2))
+        return torch.cat(out, dim=1).transpose(1, 2)
 
 
 class _Gather(torch.autograd.Function):
@@ -126,7 +134,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
         """part: (2, B, P, K, H). Returns (2, B, T, K, H)."""
         ctx.group = group
-        parts = funcol.wait_tensor(funcol.all_gather_tensor(part, 0, group))  # (R 2, B, P, K, H)
+        parts = funcol.wait_tensor(_all_gather(part, 0, group))  # (R 2, B, P, K, H)
         chunks = parts.unflatten(2, (2, -1)).unflatten(0, (-1, 2)).movedim(0, 2)  # (2, B, R, 2, C, K, H)
         first, last = chunks.unbind(3)
         return torch.cat((first, last.flip(2)), dim=2).flatten(2, 3)
@@ -136,4 +144,4 @@ class _Gather(torch.autograd.Function):
         """gradient: (2, B, T, K, H). Returns (2, B, P, K, H)."""
         first, last = gradient.unflatten(2, (2 * ctx.group.size(), -1)).chunk(2, dim=2)  # (2, B, R, C, K, H) each
         parts = torch.stack((first, last.flip(2)), dim=3).movedim(2, 0).flatten(3, 4).flatten(0, 1).contiguous()
-        return funcol.wait_tensor(funcol.reduce_scatter_tensor(parts, "sum", 0, ctx.group)), None
+        return funcol.wait_tensor(_reduce_scatter(parts, "sum", 0, ctx.group)), None
