@@ -1,6 +1,7 @@
-"""Context parallelism: odd numbers of heads and odd documents."""
+"""Context parallelism: odd numbers of heads, odd documents, and what it sends, computes and keeps."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
 
 import parallel.context
 from models.attention import attention_in_documents
@@ -95,25 +97,125 @@ def difference_from_one_process(config: ModelConfig, axis: DeviceMesh, by: str, 
     return max(errors)
 
 
-def differences(cases: tuple[Any, ...]) -> list[float | None]:
-    """Of every case; None on processes that it does not need."""
-    world, found = start("cpu", seed=0), []
-    for heads, shared, degree, by, options in cases:
-        axis = DeviceMesh("cpu", list(range(degree)), mesh_dim_names=("context",))
-        config = replace(TINY, heads=heads, key_value_heads=shared)
-        found.append(difference_from_one_process(config, axis, by, options) if world.rank < degree else None)
+class Pairs(TorchFunctionMode):
+    """Counts the pairs of tokens that attend to each other."""
+
+    count = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            query, key = args[0], args[1]
+            mask = kwargs.get("attn_mask")
+            causal = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
+            self.count += int((causal if mask is None else mask).sum())
+        return function(*args, **(kwargs or {}))
+
+
+def pairs_of(axis: DeviceMesh) -> int:
+    """How many pairs this process computes by gathering."""
+    model = Decoder(TINY)
+    split_over(model, axis, by="gather")
+    with Pairs() as pairs, torch.no_grad():
+        model(*rows_of(""))
+    return pairs.count
+
+
+def sent_by(call: Callable[[], Any]) -> tuple[Any, Counter[str]]:
+    """The call's result, and its collectives."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        result = call()
+    names = (event.name for event in profile.events() or ())
+    return result, Counter(name for name in names if name.startswith("c10d::"))
+
+
+def collectives(axis: DeviceMesh, by: str, *, compiled: bool) -> tuple[Counter[str], Counter[str]]:
+    """Of the forward and of the backward pass of one block."""
+    torch._dynamo.reset()
+    model = Decoder(replace(TINY, layers=1))
+    split_over(model, axis, by=by)
+    if compiled:
+        model.blocks[0].compile(fullgraph=True, backend="aot_eager")
+    tokens, targets = rows_of("")
+    model(tokens, targets).backward()  # compiles
+    loss, forward = sent_by(lambda: model(tokens, targets))
+    _, backward = sent_by(loss.backward)
+    return forward, backward
+
+
+def kept_for_backward(axis: DeviceMesh | None, by: str) -> int:
+    """Bytes that one block more keeps, besides parameters, with the kernel of GPUs."""
+    found = []
+    for layers in (1, 2):
+        model = Decoder(replace(TINY, layers=layers, no_rope_every=0))
+        if axis is not None:
+            split_over(model, axis, by=by)
+        storages = {}
+
+        def keep(tensor: Tensor, storages: dict[int, Tensor] = storages) -> Tensor:
+            storages[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        tokens, targets = (x[:1] for x in rows_of(""))
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model(tokens, targets, documents=Documents.of(tokens, end_of_document=END))
+        for parameter in model.parameters():
+            storages.pop(parameter.untyped_storage().data_ptr(), None)
+        found.append(
+            sum(tensor.untyped_storage().nbytes() for tensor in storages.values() if tensor.is_floating_point())
+        )
+    return found[1] - found[0]
+
+
+def work(cases: tuple[Any, ...]) -> dict[str, Any]:
+    world = start("cpu", seed=0)
+    found: dict[Any, Any] = {}
+    axes = {degree: DeviceMesh("cpu", list(range(degree)), mesh_dim_names=("context",)) for degree in (2, 3, 4)}
+    for case in cases:
+        heads, shared, degree, by, options = case
+        if world.rank < degree:
+            config = replace(TINY, heads=heads, key_value_heads=shared)
+            found[case] = difference_from_one_process(config, axes[degree], by, options)
+    found["pairs"] = pairs_of(axes[4])
+    if world.rank < 2:
+        found["collectives"] = [
+            collectives(axes[2], by, compiled=c) for by in ("heads", "gather") for c in (False, True)
+        ]
+    with lengths_on_cpu(), patch.object(parallel.context, "has_kernel_for_lengths", lambda tensor: True):
+        found["kept"] = kept_for_backward(None, "")
+        found["kept by heads"] = kept_for_backward(axes[4], "heads")
+        found["kept by gathering"] = kept_for_backward(axes[4], "gather")
     stop()
     return found
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[Any, float]:
-    return dict(zip(CASES, run_processes(4, differences, CASES)[0], strict=True))
+def found() -> list[dict[str, Any]]:
+    return run_processes(4, work, CASES)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_parts_of_rows_give_the_loss_and_gradients_of_whole_rows(case: Any, found: dict[Any, float]) -> None:
-    assert found[case] < (2e-2 if "bfloat16" in case[-1] else 1e-5)
+def test_parts_of_rows_give_the_loss_and_gradients_of_whole_rows(case: Any, found: list[dict[str, Any]]) -> None:
+    assert found[0][case] < (2e-2 if "bfloat16" in case[-1] else 1e-5)
+
+
+def test_processes_that_gather_compute_equally_many_pairs_of_tokens(found: list[dict[str, Any]]) -> None:
+    whole = TINY.layers * LENGTH * (LENGTH + 1) // 2
+    assert [one["pairs"] for one in found] == [whole // 4] * 4
+
+
+def test_a_block_exchanges_twice_or_gathers_once_in_either_direction(found: list[dict[str, Any]]) -> None:
+    exchange = {"c10d::alltoall_base_": 2}
+    gather, scatter = {"c10d::allgather_into_tensor_coalesced_": 1}, {"c10d::reduce_scatter_tensor_coalesced_": 1}
+    assert found[0]["collectives"] == [(exchange, exchange)] * 2 + [(gather, scatter)] * 2
+
+
+def test_a_block_keeps_one_copy_more_than_its_share_of_what_one_process_keeps(found: list[dict[str, Any]]) -> None:
+    # What attention returns, as the kernel has it and as the next linear does; one process has it once.
+    share = found[0]["kept"] // 4 + LENGTH // 4 * TINY.heads * TINY.head_width * 4
+    # Two key/value heads for four processes: each keeps a copy of one.
+    keys = LENGTH * TINY.key_value_heads * TINY.head_width * 2 * 4
+    assert found[0]["kept by heads"] == share - keys // 4 + keys // 2
+    assert found[0]["kept by gathering"] == share - keys // 4 + keys
 
 
 # Attention of a chunk of the queries
