@@ -9,7 +9,7 @@ from torch import Tensor
 
 from models.attention import attention_in_documents
 from models.decoder import Decoder
-from models.documents import Documents, Lengths, Mask
+from models.documents import Documents, Lengths, Mask, of_chunk
 from models.sizes import SIZES
 from parallel.activation_checkpoint import checkpoint_blocks
 from parallel.config import ActivationCheckpointingConfig
@@ -47,6 +47,26 @@ def test_attention_by_lengths_equals_attention_with_a_mask(key_value_heads: int)
             leaves = [x.to(dtype).detach().requires_grad_() for x in inputs]
             out = attention_in_documents(*leaves, inside)
             assert out.shape == gradient.shape
+            results.append((out, *torch.autograd.grad(out, leaves, gradient.to(dtype))))
+        for expected, found in zip(*results, strict=True):
+            assert relative_norm(found, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("key_value_heads", [8, 2])
+def test_chunks_of_queries_attend_by_lengths_as_with_a_mask(key_value_heads: int) -> None:
+    tokens = long_batch()
+    documents = documents_of(tokens).to(GPU)
+    whole = [documents.for_attention_in(dtype) for dtype in (torch.float32, torch.bfloat16)]
+    assert isinstance(whole[0], Mask) and isinstance(whole[1], Lengths)
+    for first in range(0, 1536, 384):
+        chunk = slice(first, first + 384)
+        torch.manual_seed(0)
+        sizes = [(8, 384), (key_value_heads, chunk.stop), (key_value_heads, chunk.stop), (8, 384)]
+        *inputs, gradient = (torch.randn(2, heads, length, 64, device=GPU) for heads, length in sizes)
+        results = []
+        for inside, dtype in zip(whole, (torch.float32, torch.bfloat16), strict=True):
+            leaves = [x.to(dtype).detach().requires_grad_() for x in inputs]
+            out = attention_in_documents(*leaves, of_chunk(inside, chunk, length=1536))
             results.append((out, *torch.autograd.grad(out, leaves, gradient.to(dtype))))
         for expected, found in zip(*results, strict=True):
             assert relative_norm(found, expected) < TOLERANCE
