@@ -52,7 +52,7 @@ def whole_along(state: Mapping[str, Tensor], axis: DeviceMesh) -> list[str]:
         if not isinstance(tensor, DTensor):
             return True
         names = tensor.device_mesh.mesh_dim_names or ()
-        return name in names and tensor.placements[names.index(name)].is_replicate()  # type: ignore[attr-defined]
+        return name in names and tensor.placements[names.index(name)].is_replicate()
 
     return [tensor_name for tensor_name, tensor in state.items() if is_whole(tensor)]
 
