@@ -38,6 +38,16 @@ def main(fault: str, ill: int, begin: int) -> None:
             threading.Lock().acquire() and threading.Event().wait()
         return step(self)
 
+    def stuck_in_forward(self: Trainer) -> Any:
+        """Behind the embedding, while others wait inside of the first block."""
+        if self.step >= begin:
+            wait = threading.Event().wait
+            self.built.model.embedding.register_forward_hook(lambda module, inputs, output: wait() and None)
+        return step(self)
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise AssertionError("this rank alone")
+
     def slow_in_work(self: Trainer) -> Any:
         end = time.thread_time() + (0.1 if self.step >= begin else 0)
         while time.thread_time() < end:
@@ -71,8 +81,10 @@ def main(fault: str, ill: int, begin: int) -> None:
 
     if fault in ("stuck_in_data", "slow_in_data"):
         DataLoader.batch = locals()[fault]  # type: ignore[method-assign]
-    elif fault in ("stuck", "slow_in_work", "out_of_memory", "out_of_host_memory", "flip_once"):
+    elif fault in ("stuck", "stuck_in_forward", "slow_in_work", "out_of_memory", "out_of_host_memory", "flip_once"):
         Trainer._train_step = locals()[fault]  # type: ignore[method-assign]
+    elif fault == "fails_in_validation":
+        Trainer._validate = fails  # type: ignore[method-assign]
     elif fault == "left_out":
         step_module.sum_over_group = left_out
     else:

@@ -27,9 +27,9 @@ TIMEOUT = 5.0
 SHORT = ("--run.hang_timeout", str(TIMEOUT))
 
 
-@pytest.mark.parametrize("ill", [0, 1])
-def test_a_frozen_process_is_named_and_ended(ill: int, start: Callable[..., Started]) -> None:
-    run = start(*SHORT, "--run.steps", "100000")
+@pytest.mark.parametrize(("ill", "axis"), [(0, "shard"), (1, "tensor")])
+def test_a_frozen_process_is_named_and_ended(ill: int, axis: str, start: Callable[..., Started]) -> None:
+    run = start(*SHORT, "--run.steps", "100000", f"--mesh.{axis}", "2")
     run.read_until("step      2/")
     family = [run.process.pid, *descendants(run.process.pid)]
     [frozen] = [process for process in run.workers() if rank_of(process) == ill]
@@ -91,6 +91,24 @@ def test_a_stuck_process_is_named_with_phase_and_place(fault: str, phase: str, t
     hang = tmp_path / "runs" / "ill" / "hang"
     assert {path.name for path in hang.iterdir()} == {"rank-0.txt", "rank-1.txt"}
     assert f" {fault}\n" in (hang / "rank-1.txt").read_text()
+
+
+def test_a_process_stuck_inside_the_model_is_named_and_not_its_neighbour(tmp_path: Path, corpus: Path) -> None:
+    """Its neighbour waits inside of a block, for the tokens of its tensor group."""
+    code, err = ill_run(tmp_path, corpus, "stuck_in_forward", *SHORT, "--mesh.tensor", "2")
+    assert code == HUNG, err
+    assert "busy on its own while others wait for it:\n" in err
+    assert f"  rank 1 on {platform.node()}: phase step of step 6, at tests/ill_train.py:" in err
+    assert (
+        f"  1 of 2 processes wait for it, rank 0 on {platform.node()} in phase step of step 6, at parallel/ten" in err
+    )
+
+
+def test_an_error_in_the_validation_of_one_rank_ends_all_of_a_tensor_group(tmp_path: Path, corpus: Path) -> None:
+    """The others wait for it in a collective; the launcher ends them, long before the watchdog does."""
+    validation = ("--validation.every", "3", "--validation.batches", "2", "--data.validation_fraction", "0.1")
+    code, err = ill_run(tmp_path, corpus, "fails_in_validation", *validation, "--mesh.tensor", "2")
+    assert code == 1 and "AssertionError: this rank alone" in err and "HUNG" not in err, err
 
 
 def test_a_collective_left_out_on_one_rank_shows_where_each_process_waits(tmp_path: Path, corpus: Path) -> None:

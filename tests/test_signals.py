@@ -142,8 +142,9 @@ def reach(phase: str, start: Callable[..., Started]) -> Started:
     """Start a run and wait until it is in this phase, as seen from outside."""
     overrides = {
         "compile": ("--compile.enabled", "true"),
+        "step": ("--mesh.context", "2"),
         # So long that it still runs when the line of the step before it has been read.
-        "validation": ("--validation.every", "2", "--validation.batches", "400"),
+        "validation": ("--validation.every", "2", "--validation.batches", "400", "--mesh.tensor", "2"),
         "save": ("--checkpoint.every", "2", "--checkpoint.asynchronous", "false"),
     }
     run = start(*overrides.get(phase, ()))

@@ -25,7 +25,7 @@ def worker(process: int) -> int:
 
 
 def test_a_run_restarts_after_a_crash_but_not_after_a_signal(tmp_path: Path, corpus: Path) -> None:
-    words = arguments(tmp_path, corpus, "run", "--run.steps", "100000")
+    words = arguments(tmp_path, corpus, "run", "--run.steps", "100000", "--mesh.tensor", "2")
     process = launch(tmp_path, words, NPROC="2", RESTARTS="1")
     wait_for("a checkpoint", lambda: reached(tmp_path, "run", EVERY + 2))
     kill(worker(process.pid), signal.SIGKILL)
