@@ -10,8 +10,8 @@ import json
 import math
 import re
 import zlib
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,8 @@ COMMUNICATION, IDLE = "communication, exposed", "idle"
 KINDS = (MATMUL, ATTENTION, REST, LOSS, OPTIMIZER, CASTS, COPIES, COMMUNICATION, IDLE)
 
 Event = dict[str, Any]
-Interval = tuple[float, float, str]
-"""(begin, end, kind), microseconds."""
+Interval = tuple[float, float, str, str]
+"""(begin, end, kind or "" to only label what others are, label of communication or ""), microseconds."""
 
 COMMUNICATION_NAMES = re.compile(r"nccl|gloo|^c10d::|^_c10d_functional::|^FSDP::", re.IGNORECASE)
 ATTENTION_NAMES = re.compile(
@@ -39,11 +39,22 @@ MATMUL_NAMES = re.compile(
     r"gemm|cutlass|cublas|nvjet|xmma|splitk|_mm_|^aten::(mm|addmm|bmm|baddbmm|_scaled_mm)$|^triton_tem_", re.IGNORECASE
 )
 NAMES = {MATMUL: MATMUL_NAMES, ATTENTION: ATTENTION_NAMES}
-# Operators of torch's cross-entropy, and the name of our chunked one (models/loss.py).
-LOSS_SCOPES = re.compile(r"cross_entropy|nll_loss|NllLoss|log_softmax|LogSoftmax|_InChunks")
+# Operators of torch's cross-entropy, and the names of our own ones (models/loss.py, parallel/tensor.py).
+LOSS_SCOPES = re.compile(r"cross_entropy|nll_loss|NllLoss|log_softmax|LogSoftmax|_InChunks|^_Summed")
 # The gradient norm and gradient clipping (parallel/reduce.py) count as part of the optimizer.
 OPTIMIZER_SCOPES = re.compile(r"^Optimizer\.|^gradient (norm|clipping)$|adamw?_")
 PACKING_SCOPES = re.compile(r"^fsdp::|split_with_sizes_copy|_foreach_copy_|^aten::_chunk_cat")
+COLLECTIVES = {
+    "all-to-all": re.compile(r"SendRecv|all_?to_?all", re.IGNORECASE),
+    "all-gather": re.compile(r"all_?gather", re.IGNORECASE),
+    "reduce-scatter": re.compile(r"reduce_?scatter", re.IGNORECASE),
+    "all-reduce": re.compile(r"all_?reduce", re.IGNORECASE),
+}
+SUMS = "sums"
+"""Of losses, counts and norms: everything that is not the work of an axis of the mesh."""
+FSDP_SCOPES = re.compile(r"^FSDP::")
+CONTEXT_SCOPES = re.compile(r"^_Gather(Backward)?$")  # parallel/context.py
+TENSOR_SCOPES = re.compile(r"^_c10d_functional::|^_Summed")  # DTensor's collectives, and the loss of parallel/tensor.py
 CAST_SCOPES = re.compile(r"^aten::_to_copy$|^ToCopyBackward0$|float8", re.IGNORECASE)
 # Inductor names a fused kernel after the operators in it and after the neighbouring operators that it exchanges values
 # with, all in alphabetical order. Templates ("triton_tem_") are matrix products.
@@ -71,6 +82,8 @@ class Breakdown:
     """By kind; the values add up to step_seconds."""
     hidden_communication: float
     """Communication that overlapped with work; not part of the sum."""
+    collectives: dict[str, tuple[float, float, int]]
+    """By axis of the mesh and collective: seconds, those of them that are exposed, and calls, per step."""
     kernels: dict[str, list[tuple[str, float, int]]]
     """For matrix multiplication and attention: (name, seconds per step, calls per step), longest first."""
 
@@ -97,16 +110,18 @@ def break_down(events: Iterable[Event]) -> Breakdown:
     on_device = any(event.get("cat") == "kernel" for event in whole)
     pieces, names = _device_intervals(whole) if on_device else _host_intervals(whole)
     totals = dict.fromkeys(KINDS, 0.0)
+    exposed: dict[str, float] = defaultdict(float)
     hidden = 0.0
     for begin, end in steps:
-        own = [(max(b, begin), min(e, end), kind) for b, e, kind in pieces if e > begin and b < end]
-        hidden += _attribute(own, begin, end, totals)
+        own = [(max(b, begin), min(e, end), *what) for b, e, *what in pieces if e > begin and b < end]
+        hidden += _attribute(own, begin, end, totals, exposed)
     each = 1e6 * len(steps)
     return Breakdown(
         steps=len(steps),
         step_seconds=sum(end - begin for begin, end in steps) / each,
         seconds={kind: total / each for kind, total in totals.items()},
         hidden_communication=hidden / each,
+        collectives=_collectives(pieces, exposed, steps),
         kernels=_kernels(names, steps),
     )
 
@@ -123,6 +138,11 @@ def table(found: Breakdown) -> str:
     sums = {"sum": sum(found.seconds.values()), "communication, hidden behind work": found.hidden_communication}
     for kind, seconds in (found.seconds | sums).items():
         lines.append(f"| {kind} | {1e3 * seconds:,.2f} | {seconds / found.step_seconds:.1%} |")
+    if found.collectives:
+        lines += ["", "Communication by axis of the mesh and collective:", ""]
+        lines += ["| axis: collective | ms | of which exposed | calls |", "|---|---:|---:|---:|"]
+        for label, (seconds, exposed, calls) in found.collectives.items():
+            lines.append(f"| {label} | {1e3 * seconds:,.2f} | {1e3 * exposed:,.2f} | {calls} |")
     for kind, kernels in found.kernels.items():
         lines += ["", f"Kernels of {kind}:", "", "| name | ms | calls |", "|---|---:|---:|"]
         lines += [f"| `{name}` | {1e3 * seconds:,.2f} | {calls} |" for name, seconds, calls in kernels[:12]]
@@ -133,41 +153,50 @@ def _is_step(event: Event) -> bool:
     return event.get("name") == STEP and event.get("cat") == "user_annotation"
 
 
-def _attribute(pieces: Sequence[Interval], begin: float, end: float, totals: dict[str, float]) -> float:
+def _attribute(
+    pieces: Sequence[Interval], begin: float, end: float, totals: dict[str, float], exposed: dict[str, float]
+) -> float:
     """Add every instant from begin to end to the total of one kind. Returns the hidden communication.
 
-    Work takes precedence over communication. Among simultaneous kinds of work, the one that began first counts.
+    Work takes precedence over communication, whose exposed instants are also added to one label in `exposed`. Among
+    simultaneous ones of a kind, the one that began first counts.
     """
     points = sorted(
         [(at, is_end, number) for number, piece in enumerate(pieces) for at, is_end in ((piece[0], 0), (piece[1], 1))]
     )
-    active: dict[int, str] = {}  # in order of their beginning
+    active: dict[int, tuple[str, str]] = {}  # kind and label, in order of their beginning
     hidden, now = 0.0, begin
     for at, is_end, number in [*points, (end, 0, -1)]:
         if at > now:
-            work = next((kind for kind in active.values() if kind != COMMUNICATION), None)
-            communicates = COMMUNICATION in active.values()
+            work = next((kind for kind, _ in active.values() if kind not in ("", COMMUNICATION)), None)
+            communicates = any(kind == COMMUNICATION for kind, _ in active.values())
             totals[work or (COMMUNICATION if communicates else IDLE)] += at - now
+            if communicates and not work:
+                exposed[next((label for _, label in active.values() if label), "")] += at - now
             hidden += (at - now) if work and communicates else 0.0
             now = at
         if is_end:
             active.pop(number, None)
         elif number >= 0:
-            active[number] = pieces[number][2]
+            active[number] = pieces[number][2:]
     return hidden
 
 
 def _device_intervals(events: Sequence[Event]) -> tuple[list[Interval], list[tuple[Event, str]]]:
     """Intervals of kernels and copies on all streams, and the events with their kinds."""
     scopes = _launch_scopes(events)
-    pieces, names = [], []
+    pieces: list[Interval] = []
+    names = []
     for event in events:
         if event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
             continue
-        kind = _kind(event["name"], scopes.get(event.get("args", {}).get("correlation"), []))
+        around = scopes.get(event.get("args", {}).get("correlation"), [])
+        kind = _kind(event["name"], around)
         if kind in (REST, CASTS) and event["cat"] != "kernel":
             kind = COPIES
-        pieces.append((event["ts"], event["ts"] + event["dur"], kind))
+        group = event.get("args", {}).get("Process Group Description", "")
+        label = _label(event["name"], group, around) if kind == COMMUNICATION else ""
+        pieces.append((event["ts"], event["ts"] + event["dur"], kind, label))
         names.append((event, kind))
     return pieces, names
 
@@ -179,21 +208,52 @@ def _launch_scopes(events: Sequence[Event]) -> dict[Any, list[str]]:
         for event in events
         if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
     }
+    return _scopes(events, launches)
+
+
+def _scopes(events: Sequence[Event], inner: Mapping[Any, Event]) -> dict[Any, list[str]]:
+    """Key of an inner event -> names of the operators that enclose its beginning on its thread, innermost first."""
     operators = [(event, None) for event in events if event.get("cat") in ("cpu_op", "user_annotation")]
-    # An operator that begins at the same time as a launch encloses it, so it comes first.
-    in_order = [*operators, *((event, number) for number, event in launches.items())]
+    # An operator that begins at the same time as an inner event encloses it, so it comes first.
+    in_order = [*operators, *((event, key) for key, event in inner.items())]
     in_order.sort(key=lambda item: (item[0]["ts"], item[1] is not None, -item[0]["dur"]))
     stacks: dict[Any, list[Event]] = defaultdict(list)
     found = {}
-    for event, number in in_order:
+    for event, key in in_order:
         stack = stacks[event["tid"]]
         while stack and stack[-1]["ts"] + stack[-1]["dur"] <= event["ts"]:
             stack.pop()
-        if number is None:
+        if key is None:
             stack.append(event)
         else:
-            found[number] = [scope["name"] for scope in reversed(stack) if scope["ts"] + scope["dur"] > event["ts"]]
+            found[key] = [scope["name"] for scope in reversed(stack) if scope["ts"] + scope["dur"] > event["ts"]]
     return found
+
+
+def _label(name: str, group: str, around: Sequence[str]) -> str:
+    """What a collective is for, as in "tensor: all-gather".
+
+    Args:
+        name: of the kernel or the operator.
+        group: description of the process group, which NCCL's kernels carry; "" if unknown, then the operators tell.
+        around: the enclosing operators, innermost first.
+    """
+    collective = _collective(name)
+    by_fsdp = any(FSDP_SCOPES.search(scope) for scope in around)
+    axis = group.removeprefix("mesh_")  # init_device_mesh makes the description of the axis's name
+    if not group and (collective == "all-to-all" or any(CONTEXT_SCOPES.search(scope) for scope in around)):
+        axis = "context"
+    elif not group and any(TENSOR_SCOPES.search(scope) for scope in around):
+        axis = "tensor"
+    if axis != "tensor" and by_fsdp:  # where shard = 1, FSDP and context share a group
+        axis = "replicate" if collective == "all-reduce" else "shard"
+    elif axis not in ("context", "tensor"):
+        axis = SUMS
+    return f"{SUMS if 'gradient norm' in around else axis}: {collective}"
+
+
+def _collective(name: str) -> str:
+    return next((kind for kind, pattern in COLLECTIVES.items() if pattern.search(name)), "other")
 
 
 def _host_intervals(events: Sequence[Event]) -> tuple[list[Interval], list[tuple[Event, str]]]:
@@ -202,7 +262,7 @@ def _host_intervals(events: Sequence[Event]) -> tuple[list[Interval], list[tuple
     for event in events:
         if event.get("cat") in ("cpu_op", "user_annotation") and not _is_step(event):
             threads[event["tid"]].append(event)
-    pieces: list[Interval] = []
+    pieces: list[Interval] = _gloo_intervals(events)
     names = []
     for own in threads.values():
         own.sort(key=lambda event: (event["ts"], -event["dur"]))
@@ -213,7 +273,7 @@ def _host_intervals(events: Sequence[Event]) -> tuple[list[Interval], list[tuple
             while stack:  # the time from `now` to `begin` is that of the innermost operators, one after another
                 end, kind, _ = stack[-1]
                 if min(end, begin) > now:
-                    pieces.append((now, min(end, begin), kind))
+                    pieces.append((now, min(end, begin), kind, ""))
                     now = min(end, begin)
                 if end > begin:
                     break
@@ -224,6 +284,22 @@ def _host_intervals(events: Sequence[Event]) -> tuple[list[Interval], list[tuple
                 stack.append((begin + operator["dur"], kind, operator["name"]))
                 names.append((operator, kind))
     return pieces, names
+
+
+def _gloo_intervals(events: Sequence[Event]) -> list[Interval]:
+    """Labels of gloo's collectives while its threads run them. They run those of a kind in the order of their issue."""
+    in_order = sorted((event for event in events if "tid" in event), key=lambda event: event["ts"])
+    issued = {number: event for number, event in enumerate(in_order) if event["name"].startswith("c10d::")}
+    queues: dict[str, deque[str]] = defaultdict(deque)
+    for around in _scopes(events, issued).values():  # in order, too
+        label = _label(around[0], "", around[1:])
+        kind = label.partition(": ")[2]
+        queues["all-reduce" if kind == "reduce-scatter" else kind].append(label)  # gloo sums where it should scatter
+    pieces: list[Interval] = []
+    for event in in_order:
+        if event["name"].startswith("gloo:") and (queue := queues[_collective(event["name"])]):
+            pieces.append((event["ts"], event["ts"] + event["dur"], "", queue.popleft()))
+    return pieces
 
 
 def _kind(name: str, around: Sequence[str]) -> str:
@@ -257,6 +333,22 @@ def _only_casts(operators: str) -> bool:
     if not words <= CAST_PARTS:
         return False
     return words == {"cast"} or any(parts <= words for parts in SCALE_PARTS)
+
+
+def _collectives(
+    pieces: Sequence[Interval], exposed: Mapping[str, float], steps: Sequence[tuple[float, float]]
+) -> dict[str, tuple[float, float, int]]:
+    """Seconds, exposed seconds and calls per step of each label, in alphabetical order."""
+    found: dict[str, tuple[float, int]] = {}
+    for begin, end, _, label in pieces:
+        if label and any(first <= begin < last for first, last in steps):
+            seconds, calls = found.get(label, (0.0, 0))
+            found[label] = (seconds + (end - begin) / 1e6, calls + 1)
+    each = len(steps)
+    return {
+        label: (seconds / each, exposed.get(label, 0.0) / 1e6 / each, round(calls / each))
+        for label, (seconds, calls) in sorted(found.items())
+    }
 
 
 def _kernels(names: Sequence[tuple[Event, str]], steps: Sequence[tuple[float, float]]) -> dict[str, Any]:

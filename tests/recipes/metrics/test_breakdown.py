@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from models.sizes import SIZES
-from parallel.config import FSDPConfig
+from parallel.config import FSDPConfig, MeshDegrees
 from parallel.errors import UserError
 from recipes.metrics.breakdown import (
     ATTENTION,
@@ -32,7 +33,9 @@ from recipes.metrics.breakdown import (
 )
 from recipes.metrics.config import ProfileConfig
 from recipes.optimization.config import OptimizerConfig
+from recipes.schema import Recipe
 from tests.processes import run_processes
+from tests.training import change
 
 # A GPU: kernels on two streams, each launched by an operator on a CPU thread
 
@@ -42,12 +45,13 @@ def cpu(name: str, ts: float, dur: float, tid: int = 1, cat: str = "cpu_op") -> 
 
 
 def launched(
-    name: str, ts: float, dur: float, *, at: float, stream: int = 7, tid: int = 1, cat: str = "kernel"
+    name: str, ts: float, dur: float, *, at: float, stream: int = 7, tid: int = 1, cat: str = "kernel", group: str = ""
 ) -> list[dict[str, Any]]:
-    """A kernel with this name, and its launch at this moment of a CPU thread."""
+    """A kernel with this name, and its launch at this moment of a CPU thread. group: as NCCL describes it."""
     number = {"correlation": hash((name, ts))}
     launch = {**cpu("cudaLaunchKernel", at, 1, tid, cat="cuda_runtime"), "args": number}
-    return [launch, {**cpu(name, ts, dur, stream, cat=cat), "args": {**number, "stream": stream}}]
+    found = {"stream": stream} | ({"Process Group Description": group} if group else {})
+    return [launch, {**cpu(name, ts, dur, stream, cat=cat), "args": number | found}]
 
 
 def gpu_step(begin: float) -> list[dict[str, Any]]:
@@ -158,6 +162,43 @@ def test_time_outside_the_traced_steps_does_not_count() -> None:
     assert sum(found.seconds.values()) == pytest.approx(1e-3)
 
 
+def test_communication_on_a_gpu_is_told_apart_by_axis_and_collective() -> None:
+    events = [
+        cpu(STEP, 0, 1000, cat="user_annotation"),
+        *launched("nvjet_tst", 0, 300, at=1),
+        cpu("FSDP::all_gather (blocks.0)", 10, 10, cat="user_annotation"),
+        # Where shard = 1, FSDP shards over the context axis alone: one group for two purposes.
+        *launched("ncclDevKernel_AllGather_RING_LL", 200, 150, at=15, stream=20, group="mesh_context"),
+        *launched("ncclDevKernel_SendRecv", 350, 40, at=30, stream=21, group="mesh_context"),
+        *launched("ncclDevKernel_SendRecv", 400, 20, at=32, stream=21, group="mesh_context"),
+        *launched("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", 450, 50, at=40, stream=22, group="mesh_tensor"),
+        cpu("FSDP::post_backward_reduce (blocks.0)", 50, 30, cat="user_annotation"),
+        *launched("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 500, 5, at=52, stream=22, group="mesh_tensor"),  # norms
+        *launched("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", 510, 50, at=55, stream=20, group="mesh_shard_context"),
+        *launched("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 560, 70, at=60, stream=20, group="mesh_replicate"),
+        cpu("gradient norm", 100, 10, cat="user_annotation"),
+        *launched("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 700, 8, at=105, stream=22, group="mesh_tensor"),
+        *launched(
+            "ncclDevKernel_AllReduce_Sum_i64_RING_LL", 710, 2, at=120, stream=22, group="mesh_replicate"
+        ),  # counts
+        *launched("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 720, 4, at=130, stream=22, group="default_pg"),
+    ]
+    found = break_down(events)
+    in_microseconds = {label: (round(1e6 * s), round(1e6 * e), n) for label, (s, e, n) in found.collectives.items()}
+    assert in_microseconds == {
+        "context: all-to-all": (60, 60, 2),
+        "replicate: all-reduce": (70, 70, 1),
+        "shard: all-gather": (150, 50, 1),
+        "shard: reduce-scatter": (50, 50, 1),
+        "sums: all-reduce": (14, 14, 3),
+        "tensor: all-reduce": (5, 5, 1),
+        "tensor: reduce-scatter": (50, 50, 1),
+    }
+    exposed = sum(exposed for _, exposed, _ in found.collectives.values())
+    assert exposed == pytest.approx(found.seconds[COMMUNICATION])
+    assert "| shard: all-gather | 0.15 | 0.05 | 1 |\n" in table(found)
+
+
 def test_simultaneous_work_on_two_streams_counts_once() -> None:
     step = cpu(STEP, 0, 100, cat="user_annotation")
     found = break_down([step, *launched("gemm", 0, 60, at=1), *launched("fmha", 40, 50, at=2, stream=8)])
@@ -206,8 +247,6 @@ def test_a_trace_without_steps_is_refused() -> None:
 
 def record(folder: str) -> list[float]:
     """Trace two real steps in this process. Returns their seconds by the host's clock."""
-    import torch
-
     from parallel.dist import start, stop
     from parallel.reduce import clip_gradients, gradient_norm
     from recipes.metrics.clock import RunClock
@@ -292,3 +331,59 @@ def test_the_profiler_writes_trace_table_and_numbers(found: Breakdown, recorded:
     assert (folder / "breakdown.md").read_text() == table(found)
     numbers = json.loads((folder / "breakdown.json").read_text())
     assert numbers["seconds"] == found.seconds
+
+
+# Four CPU processes
+
+
+def record_meshes(recipe: Recipe, folder: str) -> None:
+    """Trace a step on each mesh."""
+    from parallel.dist import start, stop
+    from parallel.mesh import build_mesh
+    from recipes.metrics.clock import RunClock
+    from recipes.metrics.profile import StepProfiler
+    from recipes.optimization.skip_steps import StepGuard
+    from recipes.training.build import build
+    from recipes.training.step import train_step
+
+    world = start("cpu", seed=0)
+    for case in CALLS:
+        degrees, _, by = case.partition(":")
+        mesh = build_mesh(MeshDegrees(*map(int, degrees.split("."))), device_type="cpu")
+        built = build(change(recipe, mesh={"context_by": by or "heads"}), world, mesh=mesh)
+        guard = StepGuard(mesh, device=world.device, max_skipped_steps=3, loss_spike_z=0.0)
+        clock, config = RunClock(world.device), ProfileConfig(trace_steps=1, after=1)
+        profiler = StepProfiler(config, world, folder=Path(folder) / case, clock=clock, log=print)
+        tokens = torch.randint(0, 512, (2, 32))
+        for step in (1, 2):
+            with profiler.step(step):
+                train_step(built, [(tokens, tokens, None)], step=step, learning_rate=1e-3, guard=guard, clock=clock)
+    stop()
+
+
+# Two layers of two parts, each of which gathers tokens and scatters them, forward and backward; the head and the
+# embedding. FSDP gathers each layer twice, and embedding and final norm once. Attention exchanges tokens twice.
+TENSOR = {"tensor: all-gather": 4 * 2 + 2, "tensor: reduce-scatter": 4 * 2 + 2, "tensor: all-reduce": 2 + 5}
+SHARD = {"shard: all-gather": 2 * 2 + 1, "shard: reduce-scatter": 2 + 1}
+CALLS = {
+    "2.1.1.2": TENSOR | {"replicate: all-reduce": 3},
+    "1.1.2.2": TENSOR | SHARD | {"context: all-to-all": 4 * 2},
+    "1.2.2.1:gather": SHARD | {"context: all-gather": 2, "context: reduce-scatter": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def on_meshes(small: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("meshes")
+    run_processes(4, record_meshes, small, str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_a_recorded_step_on_a_mesh_counts_the_collectives_of_each_axis(case: str, on_meshes: Path) -> None:
+    found = break_down(read_trace(on_meshes / case / "trace.json.gz"))
+    calls = {label: calls for label, (_, _, calls) in found.collectives.items() if not label.startswith("sums")}
+    assert calls == CALLS[case]
+    assert all(0 <= exposed <= found.step_seconds for _, exposed, _ in found.collectives.values())
+    assert sum(exposed for _, exposed, _ in found.collectives.values()) <= found.seconds[COMMUNICATION] * 1.001
+    assert found.seconds[LOSS] > 0
