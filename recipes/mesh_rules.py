@@ -1,6 +1,8 @@
 """Rules about the layout of the processes: what fits a mesh, and what a mesh fits. Imports no torch."""
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from models.config import ModelConfig
 from parallel.config import AttentionConfig, CompileConfig, Float8Config, MeshConfig, MeshDegrees
@@ -38,42 +40,110 @@ def mesh_fits(mesh: MeshConfig, *, processes: int | None, nodes: int | None) -> 
             yield place.partition(" ")[0], message
 
 
-def mesh_divides_model(mesh: MeshConfig, *, model: ModelConfig, sequence_length: int) -> Iterator[Violation]:
-    """Every process of a tensor or context group has an equal part: of matrices, heads, vocabulary, tokens."""
-    tensor, context = mesh.tensor, mesh.context
-    parts = {
-        "key_value_heads": model.key_value_heads,
-        "feed_forward_width": model.feed_forward_width,
-        "vocabulary": model.vocabulary,
-    }
-    for name, size in parts.items():
-        if size % tensor:
-            divisors = [degree for degree in range(1, tensor) if all(part % degree == 0 for part in parts.values())]
-            rule = f"{tensor} processes cannot share model.{name} = {size} equally"
-            yield "mesh.tensor", f"{rule}; write {listed(divisors, last='or')}"
-            return
+def mesh_divides_model(
+    mesh: MeshConfig,
+    *,
+    model: ModelConfig,
+    batch: BatchConfig,
+    float8: Float8Config,
+    processes: int | None,
+    nodes: int | None,
+) -> Iterator[Violation]:
+    """Every process of a tensor or context group has an equal part: of matrices, vocabulary, heads, tokens."""
+    tensor, context, sizes = mesh.tensor, mesh.context, like_nodes(processes, nodes)
+    rule = why_not_cut(tensor, model=model, float8=float8) or why_not_inside(tensor, sizes)
+    if rule:
+        possible = [
+            replace(mesh, tensor=degree)
+            for degree in range(1, min(tensor, model.key_value_heads + 1))
+            if not why_not_cut(degree, model=model, float8=float8) and not why_not_inside(degree, sizes)
+        ]
+        best = [
+            other
+            for other in possible
+            if not (mesh.context_by == "heads" and model.heads // other.tensor % context)
+            and not any(mesh_fits(other, processes=processes, nodes=nodes))
+        ]
+        remedy = f"write {listed([other.tensor for other in best or possible], last='or')}"
+        unit = 16 * tensor  # float8 needs that of a head
+        if "model.vocabulary" in rule and not model.weights:
+            padded = model.vocabulary + -model.vocabulary % unit
+            remedy += f", or model.vocabulary = {padded}, with rows that no token has"
+        yield "mesh.tensor", f"{rule}; {remedy}"
+        return
     heads = model.heads // tensor
     if mesh.context_by == "heads" and heads % context:
+        divisors = [degree for degree in range(1, min(heads + 1, context)) if heads % degree == 0]
         rule = f"{context} processes cannot share {heads} heads{' per tensor rank' if tensor > 1 else ''} equally"
-        yield "mesh.context", f'{rule}; write a divisor of {heads}, or context_by = "gather"'
-    unit, factors = context * tensor, f"mesh.context {context} x mesh.tensor {tensor}"
-    if context > 1 and mesh.context_by == "gather":  # each process has two chunks of a row
-        unit, factors = 2 * unit, f"2 x {factors}"
-    if sequence_length % unit:
-        rule = f"must be a multiple of {factors} = {unit}"
-        yield "batch.sequence_length", f"{rule}; write {sequence_length + -sequence_length % unit}"
+        yield "mesh.context", f'{rule}; write {listed(divisors, last="or")}, or context_by = "gather"'
+        return
+    yield from tokens_divide(batch, mesh=mesh, float8=float8)
+
+
+def why_not_cut(tensor: int, *, model: ModelConfig, float8: Float8Config) -> str | None:
+    """Why so many processes cannot have an equal part of each matrix; None if they can."""
+    for name in ("key_value_heads", "feed_forward_width", "vocabulary"):
+        if getattr(model, name) % tensor:
+            return f"{tensor} processes cannot share model.{name} = {getattr(model, name)} equally"
+    widths = {
+        "feed_forward_width": model.feed_forward_width,
+        "heads x head_width": model.heads * model.head_width,
+        "key_value_heads x head_width": model.key_value_heads * model.head_width,
+    }
+    if not model.tied_embeddings and "lm_head" not in float8.exclude:
+        widths["model.vocabulary"] = model.vocabulary
+    for name, width in widths.items() if float8.recipe != "none" else ():
+        if width % 16 == 0 and width // tensor % 16:  # float8_fits reports widths that are none themselves
+            return f"float8 needs parts that are multiples of 16, but {name} {width} / {tensor} is not"
+    return None
+
+
+def why_not_inside(tensor: int, sizes: Sequence[tuple[str, int]]) -> str | None:
+    """Why tensor groups, which exchange activations several times per block, would leave nodes: (name, processes)."""
+    uneven = next(((name, size) for name, size in sizes if size % tensor), None)
+    if len(sizes) == 1 or uneven is None:
+        return None
+    return f"groups of {tensor} neighbouring processes would cross nodes: {uneven[0]} has {uneven[1]} of them"
 
 
 def tensor_groups_fit_nodes(mesh: MeshConfig, *, nodes: Sequence[Node]) -> Iterator[Violation]:
-    """Tensor groups, which exchange activations several times per block, stay inside their node."""
-    uneven = [node for node in nodes if len(node.ranks) % mesh.tensor]
-    if len(nodes) > 1 and uneven:
-        rule = f"groups of {mesh.tensor} neighbouring processes would cross nodes: {uneven[0].name} has"
-        yield "mesh.tensor", f"{rule} {len(uneven[0].ranks)} processes; write a divisor of that"
+    """Tensor groups stay inside the nodes that there are when a run starts."""
+    sizes = [(node.name, len(node.ranks)) for node in nodes]
+    if rule := why_not_inside(mesh.tensor, sizes):
+        degrees = range(1, min(mesh.tensor, *(size for _, size in sizes)) + 1)
+        divisors = [degree for degree in degrees if not why_not_inside(degree, sizes)]
+        yield "mesh.tensor", f"{rule}; write {listed(divisors, last='or')}"
 
 
-def float8_fits_tensor(mesh: MeshConfig, *, float8: Float8Config, model: ModelConfig) -> Iterator[Violation]:
-    """Float8 matrix units need parts that are multiples of 16, and some of float8 knows whole matrices only."""
+def like_nodes(processes: int | None, nodes: int | None) -> list[tuple[str, int]]:
+    """(name, processes) of every node, if the numbers are known and the nodes alike."""
+    if not processes or not nodes or processes % nodes:
+        return []
+    return [(f"node {node}", processes // nodes) for node in range(nodes)]
+
+
+def tokens_divide(batch: BatchConfig, *, mesh: MeshConfig, float8: Float8Config) -> Iterator[Violation]:
+    """Every process of a tensor or context group has an equal part of the tokens, and float8 multiples of 16.
+
+    Gradients of weights are products over the tokens of a micro-batch, which a tensor group gathers before.
+    """
+    length, micro, context, tensor = batch.sequence_length, batch.micro_batch_size, mesh.context, mesh.tensor
+    unit, factors = context * tensor, f"mesh.context {context} x mesh.tensor {tensor}"
+    if context > 1 and mesh.context_by == "gather":  # each process has two chunks of a row
+        unit, factors = 2 * unit, f"2 x {factors}"
+    in_float8 = float8.recipe != "none" and not float8.emulate
+    best = math.lcm(unit, 16 * context // math.gcd(16, micro)) if in_float8 else unit
+    if length % unit:
+        rule = f"must be a multiple of {factors} = {unit}"
+        yield "batch.sequence_length", f"{rule}; write {length + -length % best}"
+    elif length % best:
+        own = f"sequence_length {length}" + (f" / mesh.context {context}" if context > 1 else "")
+        rule = f"float8 needs a multiple of 16 tokens per micro-batch, but micro_batch_size {micro} x {own} is not"
+        yield "batch.sequence_length", f'{rule}; write {length + -length % best}, or float8.recipe = "none"'
+
+
+def float8_fits_tensor(mesh: MeshConfig, *, float8: Float8Config) -> Iterator[Violation]:
+    """Some of float8 knows whole matrices only."""
     if float8.gather_activations and float8.recipe != "tensorwise":  # else scales are not known before
         remedy = 'write gather_activations = false or recipe = "tensorwise"'
         yield "float8.gather_activations", f'needs recipe = "tensorwise", not "{float8.recipe}"; {remedy}'
@@ -85,16 +155,6 @@ def float8_fits_tensor(mesh: MeshConfig, *, float8: Float8Config, model: ModelCo
         yield "float8.all_gather", "would train to other numbers with mesh.tensor > 1; write all_gather = false"
     if float8.sample_every:
         yield "float8.sample_every", "does not work with mesh.tensor > 1 yet; write 0"
-    widths = {
-        "feed_forward_width": model.feed_forward_width,
-        "heads x head_width": model.heads * model.head_width,
-        "key_value_heads x head_width": model.key_value_heads * model.head_width,
-    }
-    for name, width in widths.items() if float8.recipe != "none" else ():
-        if width % 16 == 0 and width // mesh.tensor % 16:
-            rule = f"float8 needs parts that are multiples of 16, but {name} {width} / {mesh.tensor} is not"
-            yield "mesh.tensor", f'{rule}; write a smaller degree, or float8.recipe = "none"'
-            return
 
 
 def tensor_can_overlap(mesh: MeshConfig, *, compile: CompileConfig, device: str) -> Iterator[Violation]:
@@ -147,7 +207,8 @@ def batch_divides(
     message = f"must be a multiple of {arithmetic}; write {listed(multiples, last='or')}"
     if batch_size % data_parallel == 0:
         share = batch_size // data_parallel
-        divisors = (size for size in range(1, share + 1) if share % size == 0)
+        few = min(share, 4 * micro, 10_000)  # far from what was written, there are too many to look for
+        divisors = (size for size in range(1, few + 1) if share % size == 0)
         nearest = sorted(sorted(divisors, key=lambda size: abs(size - micro))[:4])
         message += f", or a micro_batch_size of {listed(nearest, last='or')}"
     yield "batch.global_batch_size", message

@@ -42,12 +42,12 @@ def violations(
     Args:
         recipe: all of it.
         weights: what it starts from; looked up only if it names any.
-        processes: their number, where it is known.
-        nodes: their number, where it is known.
+        processes, nodes: their numbers, where they are known.
         broken: fields with invalid values, and sections with unknown keys; rules that read them are skipped.
         written: fields with values of their own, not those of the model size or the schema.
     """
     run, model, data, mesh, float8 = recipe.run, recipe.model, recipe.data, recipe.mesh, recipe.float8
+    world = {"processes": processes, "nodes": nodes}
     # (the sections and fields that a rule reads, the rule); a rule is a generator: nothing runs before it is iterated.
     rules = (
         ("run.name", name_is_a_folder(run)),
@@ -55,17 +55,14 @@ def violations(
         ("model", weights_fit(model, weights, written=written)),
         ("data model", data_is_there(data, model=model, weights=weights)),
         ("data validation", validation_has_text(recipe.validation, data=data)),
-        ("mesh", mesh_fits(mesh, processes=processes, nodes=nodes)),
-        (
-            "mesh model batch.sequence_length",
-            mesh_divides_model(mesh, model=model, sequence_length=recipe.batch.sequence_length),
-        ),
-        ("mesh float8 model", float8_fits_tensor(mesh, float8=float8, model=model)),
+        ("mesh", mesh_fits(mesh, **world)),
+        ("mesh model float8 batch", mesh_divides_model(mesh, model=model, batch=recipe.batch, float8=float8, **world)),
+        ("mesh float8", float8_fits_tensor(mesh, float8=float8)),
         ("mesh compile.enabled run.device", tensor_can_overlap(mesh, compile=recipe.compile, device=run.device)),
         ("mesh attention.backend", gather_has_a_kernel(mesh, attention=recipe.attention)),
         (
             "batch.global_batch_size batch.micro_batch_size mesh",
-            batch_divides(recipe.batch, mesh=mesh, processes=processes, nodes=nodes),
+            batch_divides(recipe.batch, mesh=mesh, **world),
         ),
         (
             "attention data.document_mask run.device",

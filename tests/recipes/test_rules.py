@@ -1,7 +1,10 @@
 """Every rule across fields: what triggers it, its message, and that its remedy works."""
 
 import json
+import random
+import re
 import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -660,7 +663,7 @@ def test_recipes_are_compared_even_if_the_old_data_is_gone(tmp_path: Path) -> No
             "mesh.tensor",
             "3 processes cannot share model.key_value_heads = 2 equally; write 1 or 2",
         ),
-        (MeshConfig(context=8), {}, 64, "mesh.context", 'write a divisor of 4, or context_by = "gather"'),
+        (MeshConfig(context=8), {}, 64, "mesh.context", '4 heads equally; write 1, 2 or 4, or context_by = "gather"'),
         (MeshConfig(tensor=2, context=4), {}, 64, "mesh.context", "4 processes cannot share 2 heads per tensor rank"),
         (
             MeshConfig(context=2, tensor=2),
@@ -695,7 +698,7 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused(
 
 
 def test_tensor_groups_across_nodes_are_refused() -> None:
-    with pytest.raises(UserError, match="groups of 4 neighbouring processes would cross nodes: a has 2 processes"):
+    with pytest.raises(UserError, match="groups of 4 neighbouring processes would cross nodes: a has 2 of them"):
         require_fits_world(
             MeshConfig(tensor=4), BatchConfig(global_batch_size=8), nodes=arrange([("a", 0)] * 2 + [("b", 1)] * 2)
         )
@@ -711,6 +714,115 @@ def test_float8_needs_parts_of_matrices_that_are_multiples_of_16() -> None:
     config = replace(Recipe().model, heads=4, key_value_heads=2, head_width=8, feed_forward_width=96)
     recipe = Recipe(mesh=MeshConfig(tensor=2), model=config, float8=Float8Config(recipe="tensorwise", emulate=True))
     assert "key_value_heads x head_width 16 / 2 is not" in broken_by(recipe)["mesh.tensor"]
+
+
+def test_a_head_in_float8_needs_parts_of_the_vocabulary_that_are_multiples_of_16() -> None:
+    untied = replace(Recipe().model, tied_embeddings=False, vocabulary=4112)
+    float8 = Float8Config(recipe="tensorwise", emulate=True, exclude=())
+    message = broken_by(Recipe(mesh=MeshConfig(tensor=2), model=untied, float8=float8))["mesh.tensor"]
+    assert "model.vocabulary 4112 / 2 is not; write 1, or model.vocabulary = 4128" in message
+    kept = replace(float8, exclude=("lm_head",))
+    assert not broken_by(Recipe(mesh=MeshConfig(tensor=2), model=untied, float8=kept))
+    padded = replace(untied, vocabulary=4128)
+    assert not broken_by(Recipe(mesh=MeshConfig(tensor=2), model=padded, float8=float8))
+
+
+@pytest.mark.parametrize(
+    ("batch", "context", "length"),
+    [
+        (BatchConfig(sequence_length=250, micro_batch_size=4), 1, 252),
+        (BatchConfig(sequence_length=120, micro_batch_size=2), 1, None),
+        (BatchConfig(sequence_length=144, micro_batch_size=1), 2, 160),
+        (BatchConfig(sequence_length=33, micro_batch_size=1), 2, 64),
+    ],
+)
+def test_float8_needs_a_multiple_of_16_tokens_on_every_process(
+    batch: BatchConfig, context: int, length: int | None
+) -> None:
+    recipe = Recipe(batch=batch, mesh=MeshConfig(context=context), float8=Float8Config(recipe="tensorwise"))
+    if length is None:
+        assert not broken_by(recipe)
+        return
+    assert f"; write {length}" in broken_by(recipe)["batch.sequence_length"]
+    assert not broken_by(replace(recipe, batch=replace(batch, sequence_length=length)))
+
+
+def test_tensor_groups_across_nodes_are_refused_before_the_nodes_are_there() -> None:
+    model = replace(Recipe().model, heads=12, key_value_heads=12, head_width=8, feed_forward_width=96, vocabulary=4800)
+    recipe = Recipe(mesh=MeshConfig(tensor=6), model=model, batch=BatchConfig(192, 24))
+    ((key, message),) = violations_of(recipe, processes=12, nodes=3)
+    assert key == "mesh.tensor"
+    assert message.endswith("cross nodes: node 0 has 4 of them; write 1, 2 or 4")
+    assert not violations_of(recipe, processes=12, nodes=2)
+    assert not violations_of(recipe, processes=12)
+
+
+def test_large_numbers_are_refused_as_quickly_as_small_ones() -> None:
+    for mesh in (MeshConfig(tensor=10**12), MeshConfig(context=10**12)):
+        assert broken_by(Recipe(mesh=mesh, batch=BatchConfig(sequence_length=64)))
+    batch = BatchConfig(global_batch_size=10**15 + 1, micro_batch_size=10**13)
+    assert "or a micro_batch_size of " in broken_by(Recipe(batch=batch))["batch.global_batch_size"]
+
+
+def a_recipe_of_any_layout(choose: random.Random) -> Recipe:
+    shared = choose.choice([1, 2, 3, 4, 5, 8, 12])
+    model = replace(
+        SIZES[choose.choice(["smollm3_debug", "llama3_debug"])],
+        key_value_heads=shared,
+        heads=shared * choose.choice([1, 2, 3, 4, 7]),
+        head_width=choose.choice([8, 16, 32]),
+        feed_forward_width=choose.choice([96, 384, 768, 1000, 1536, 4800]),
+        vocabulary=choose.choice([512, 4096, 4112, 4800, 32000, 49152, 50257, 128256]),
+    )
+    mesh = MeshConfig(
+        shard=choose.choice([-1, -1, -1, 1, 2, "node"]),
+        context=choose.randint(1, 9),
+        tensor=choose.randint(1, 12),
+        context_by=choose.choice(["heads", "gather"]),
+    )
+    float8 = Float8Config(
+        recipe=choose.choice(["none", "tensorwise", "rowwise"]), exclude=choose.choice([(), ("lm_head",)])
+    )
+    batch = BatchConfig(choose.randint(1, 300), choose.randint(1, 40), choose.randint(1, 5))
+    return Recipe(model=model, mesh=mesh, float8=float8, batch=batch)
+
+
+def test_every_value_that_a_refused_layout_proposes_is_accepted() -> None:
+    """Of one key after the other. What a degree changes for others, such as the batch, they report next."""
+    choose, tried = random.Random(15), Counter[str]()
+    for _ in range(1500):
+        recipe = a_recipe_of_any_layout(choose)
+        nodes = choose.choice([1, 1, 2, 3])
+        world: dict[str, Any] = choose.choice(
+            [{}, {"processes": nodes * choose.choice([1, 2, 4, 6, 8]), "nodes": nodes}]
+        )
+
+        def found(recipe: Recipe, world: dict[str, Any] = world) -> dict[str, str]:
+            refused = list(violations(recipe, InitialWeights("", recipe.run.folder), broken={"data"}, **world))
+            assert len(dict(refused)) == len(refused)
+            return dict(refused)
+
+        for key, message in found(recipe).items():
+            if key not in ("mesh.tensor", "mesh.context", "batch.sequence_length", "batch.global_batch_size"):
+                continue
+            section, _, field = key.partition(".")
+            listing = re.search(r"; write ((?:\d+|, | or )+)", message)
+            assert listing, message
+            proposals = [(section, field, int(value)) for value in re.findall(r"\d+", listing[1])]
+            if padded := re.search(r"model.vocabulary = (\d+), with", message):
+                proposals.append(("model", "vocabulary", int(padded[1])))
+            if sizes := re.search(r"a micro_batch_size of (.*)", message):
+                proposals += [("batch", "micro_batch_size", int(value)) for value in re.findall(r"\d+", sizes[1])]
+            if 'or context_by = "gather"' in message:
+                proposals.append(("mesh", "context_by", "gather"))
+            for section, name, value in proposals:
+                changed = replace(recipe, **{section: replace(getattr(recipe, section), **{name: value})})
+                assert key not in found(changed) or (name == "vocabulary" and message != found(changed)[key]), (
+                    recipe, world, message, value, found(changed)[key],
+                )  # fmt: skip
+                tried[f"{section}.{name}"] += 1
+    assert min(tried[key] for key in ("mesh.tensor", "mesh.context", "mesh.context_by", "model.vocabulary")) > 20
+    assert min(tried[f"batch.{name}"] for name in ("sequence_length", "global_batch_size", "micro_batch_size")) > 50
 
 
 def test_gathered_keys_need_a_kernel_for_fewer_queries_than_keys() -> None:
