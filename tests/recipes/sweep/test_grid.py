@@ -229,14 +229,14 @@ def test_a_missing_file_is_refused_with_a_suggestion(tmp_path: Path) -> None:
 
 def test_every_documented_sweep_is_shipped_with_its_cpu_variant() -> None:
     promised = {"fp8", "numerics", "activation_checkpointing", "zero", "micro_batch", "sequence_length", "compile"}
-    promised |= {"attention", "document_mask"}
+    promised |= {"attention", "document_mask", "parallelism"}
     assert {path.stem for path in SWEEPS} == promised
     assert {path.stem for path in CPU_VARIANTS} == promised | {"tiny", "gpu_bench"}
 
 
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
 def test_every_sweep_fits_one_gpu_and_eight(path: Path, tmp_path: Path) -> None:
-    for processes in (2, 8) if path.stem == "zero" else (1, 2, 8):
+    for processes in {"zero": (2, 8), "parallelism": (4, 8)}.get(path.stem, (1, 2, 8)):
         sweep = read_sweep(path, output=tmp_path, processes=processes)
         assert all(row.processes == processes and row.recipe.run.device == "cuda" for row in sweep.rows)
         for row in sweep.rows:
@@ -267,6 +267,20 @@ def pattern(sweep: Sweep, key: str) -> list[int]:
     """For every row, the index of the first row with the same value of this key."""
     values = [value_of(row.recipe, key) for row in sweep.rows]
     return [values.index(value) for value in values]
+
+
+@pytest.mark.parametrize("name", ["parallelism", "cpu/parallelism"])
+def test_every_layout_of_the_parallelism_sweep_computes_the_same_tokens_per_micro_step(
+    name: str, tmp_path: Path
+) -> None:
+    sweep = read_sweep(ROOT / f"configs/sweeps/{name}.toml", output=tmp_path, processes=8)
+    layouts, tokens, batches = set(), set(), set()
+    for row in sweep.rows:
+        degrees, batch = row.recipe.mesh.fit(row.processes), row.recipe.batch
+        layouts.add(degrees)
+        tokens.add(batch.micro_batch_size * batch.sequence_length / (degrees.context * degrees.tensor))
+        batches.add(batch.global_batch_size)
+    assert len(layouts) == len(sweep.rows) and len(tokens) == len(batches) == 1
 
 
 def test_the_zero_sweep_needs_two_processes(tmp_path: Path) -> None:
