@@ -5,6 +5,7 @@ tokens), tensor (parts of every matrix). An axis that is not named in one of the
 sums and sharding: the processes along it hold the same sequences, the same loss and the same shards.
 """
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -87,8 +88,11 @@ def _fsdp_mesh(devices: DeviceMesh, size: Mapping[str, int]) -> DeviceMesh:
     if len(wide) > 1:
         sharding = "_".join(wide)
         devices[tuple(wide)]._flatten(sharding)
-    # A replicate axis of one would cost an all-reduce among one process for every block.
-    return devices["replicate", sharding] if size["replicate"] > 1 else devices[sharding]
+    with warnings.catch_warnings():
+        # Of a flattened axis that is sliced: torch 2.11 to 2.13 have no other way to put it beside replicate.
+        warnings.filterwarnings("ignore", "Slicing a flattened dim")
+        # A replicate axis of one would cost an all-reduce among one process for every block.
+        return devices["replicate", sharding] if size["replicate"] > 1 else devices[sharding]
 
 
 def _group_of(devices: DeviceMesh, axes: tuple[str, ...]) -> ProcessGroup:

@@ -112,6 +112,7 @@ def test_a_recipe_loads_on_the_hardware_of_its_name(path: Path) -> None:
 
 
 @every_config
+@pytest.mark.filterwarnings("error:Slicing a flattened dim")  # each process would print it
 def test_a_recipe_builds_on_meta_and_shards_over_the_hardware_of_its_name(path: Path) -> None:
     """As rank 0; the fake backend stands in for the other processes."""
     hardware = layout(path.stem)
