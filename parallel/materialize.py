@@ -1,12 +1,14 @@
-"""Turns parameters on the meta device into real, sharded ones."""
+"""Turns parameters on the meta device into real, sharded ones, and sharded ones into whole ones."""
 
 import hashlib
 from collections.abc import Callable
+from math import prod
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 
 def plain_name(name: str) -> str:
@@ -36,3 +38,26 @@ def materialize(model: nn.Module, *, device: torch.device, seed: int, keep_on: t
             parameter.to_local().copy_(shard.to_local())
         else:
             parameter.copy_(whole)
+
+
+@torch.no_grad()
+def whole(tensor: DTensor) -> Tensor:
+    """The whole tensor, on every process; all of its mesh must call this.
+
+    For parameters that tensor parallelism has cut into equal parts, and FSDP then into parts that may be unequal. Torch
+    2.13 fails at these in full_tensor() ("_StridedShard"), and prints a warning for equal ones.
+    """
+    # The name is new in torch 2.13, which warns of the old one.
+    gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+    mesh, part = tensor.device_mesh, tensor.to_local()
+    cuts = {axis: cast(Shard, cut).dim for axis, cut in enumerate(tensor.placements) if not cut.is_replicate()}
+    for axis, dim in cuts.items():  # FSDP's axis, the last to cut, comes first
+        length = tensor.shape[dim] // prod(mesh.size(later) for later in cuts if later > axis and cuts[later] == dim)
+        rows = part.movedim(dim, 0).contiguous()
+        share = -(-length // mesh.size(axis))  # as torch.chunk: the last shards may be smaller or empty
+        if len(rows) < share:
+            rows = torch.cat((rows, rows.new_zeros(share - len(rows), *rows.shape[1:])))
+        gathered = rows.new_empty(share * mesh.size(axis), *rows.shape[1:])
+        gather(gathered, rows, group=mesh.get_group(axis))
+        part = gathered[:length].movedim(0, dim)
+    return part

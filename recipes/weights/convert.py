@@ -7,14 +7,15 @@ from typing import BinaryIO, cast
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from models.config import ModelConfig
 from models.hf import hf_name, our_name, parameter_shapes
 from parallel.dist import World, on_main
 from parallel.errors import UserError
 from parallel.float8 import without_wrapper
-from parallel.materialize import plain_name
+from parallel.materialize import plain_name, whole
 from recipes.checkpoint.parameters import StoredParameters, write_parameters
 from recipes.weights import hf_folder
 from recipes.weights.hf_folder import DTYPE_BYTES, Entry
@@ -23,12 +24,15 @@ from recipes.weights.locate import Description, Weights, checkpoint_files, find_
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """safetensors name -> torch type."""
 CODES = {dtype: code for code, dtype in DTYPES.items()}
+Box = tuple[slice, ...]
+"""A range for each axis of a tensor."""
+WHOLE: Box = (slice(None),)
 PIECE = 16_000_000
 """Number of elements to convert and write at a time."""
 
 
 def load_weights(model: nn.Module, weights: Weights) -> None:
-    """Fill a model, plain or sharded, with weights of its shape; each process reads the rows of its shard.
+    """Fill a model, plain or sharded, with weights of its shape; each process reads only its own part.
 
     The model must be on its device, with its final parameter types. Raises UserError with everything that is missing
     or damaged, before it reads any tensor.
@@ -41,52 +45,38 @@ def load_weights(model: nn.Module, weights: Weights) -> None:
         name = plain_name(name)
         _fill(parameter, *stored[name])
         if name == "embedding.weight" and weights.model.tied_embeddings and "lm_head.weight" in stored:
-            _require_equal(stored[name], stored["lm_head.weight"], rows=_own_rows(parameter) or slice(None))
+            _require_equal(stored[name], stored["lm_head.weight"], box=_own_box(parameter))
 
 
 @torch.no_grad()
 def _fill(parameter: Tensor, file: Path, entry: Entry) -> None:
     """Read the part of one tensor that belongs to this process into the parameter."""
-    rows = _own_rows(parameter)
-    values = _read(file, entry, rows or slice(None))
-    if isinstance(parameter, DTensor):
-        if rows is None:  # sharded by columns, or along two mesh axes
-            mesh = parameter.device_mesh
-            whole = values.to(mesh.device_type)
-            # src_data_rank=None: every process takes its part of its own copy, without communication.
-            values = distribute_tensor(whole, mesh, parameter.placements, src_data_rank=None).to_local()
-        parameter = parameter.to_local()
-    assert values.shape == parameter.shape, f"{entry.name}: {values.shape} for {parameter.shape}"
-    parameter.copy_(values)
+    values = _read(file, entry, _own_box(parameter))
+    own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    assert values.shape == own.shape, f"{entry.name}: {values.shape} for {own.shape}"
+    own.copy_(values)
 
 
-def _own_rows(parameter: Tensor) -> slice | None:
-    """The rows of this process if a parameter is unsharded or sharded by rows once, as by fully_shard; else None."""
+def _own_box(parameter: Tensor) -> Box:
+    """The part of a parameter that this process holds. Tensor parallelism and FSDP both leave neighbouring rows."""
     if not isinstance(parameter, DTensor):
-        return slice(None)
-    cuts = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-    if not cuts:
-        return slice(None)
-    if len(cuts) > 1 or parameter.placements[cuts[0]] != Shard(0):
-        return None
-    (axis,), rows = cuts, parameter.shape[0]
-    size = -(-rows // parameter.device_mesh.size(axis))  # as torch.chunk: the last shards may be smaller or empty
-    first = min(size * parameter.device_mesh.get_local_rank(axis), rows)
-    return slice(first, min(first + size, rows))
+        return WHOLE
+    lengths, first = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return tuple(slice(begin, begin + length) for begin, length in zip(first, lengths, strict=True))
 
 
-def _require_equal(one: tuple[Path, Entry], other: tuple[Path, Entry], *, rows: slice) -> None:
-    if not torch.equal(_read(*one, rows), _read(*other, rows)):
+def _require_equal(one: tuple[Path, Entry], other: tuple[Path, Entry], *, box: Box) -> None:
+    if not torch.equal(_read(*one, box), _read(*other, box)):
         raise UserError(
             f"{one[0].parent} says tie_word_embeddings, but its {other[1].name} differs from its {one[1].name}: write"
             " tie_word_embeddings = false into its config.json, or delete the wrong one of the two"
         )
 
 
-def _read(file: Path, entry: Entry, rows: slice = slice(None)) -> Tensor:
-    """Rows of a tensor. Opens the file each time, or what was read would stay mapped in memory."""
+def _read(file: Path, entry: Entry, box: Box = WHOLE) -> Tensor:
+    """A part of a tensor. Opens the file each time, or what was read would stay mapped in memory."""
     with safe_open(file, framework="pt") as tensors:
-        return tensors.get_slice(entry.name)[rows]
+        return tensors.get_slice(entry.name)[box]
 
 
 def import_folder(folder: Path, checkpoint: Path) -> None:
@@ -96,7 +86,7 @@ def import_folder(folder: Path, checkpoint: Path) -> None:
         raise UserError(f"{folder} holds a Shardwright checkpoint; import reads Hugging Face folders")
     stored = dict(weights.stored_tensors)
     if weights.model.tied_embeddings and "lm_head.weight" in stored:
-        _require_equal(stored["embedding.weight"], stored.pop("lm_head.weight"), rows=slice(None))
+        _require_equal(stored["embedding.weight"], stored.pop("lm_head.weight"), box=WHOLE)
     _ = weights.tokenizer  # raises UserError if our programs cannot use it
     description = weights.description
     with hf_folder.new_folder(checkpoint) as partial:
@@ -144,7 +134,7 @@ def export_model(
         if not isinstance(values, DTensor):
             return values
         # Offloaded parameters are gathered through the devices.
-        return cast(DTensor, values.to(values.device_mesh.device_type)).full_tensor()
+        return whole(cast(DTensor, values.to(values.device_mesh.device_type)))
 
     waiting = (our_name(entry.name) for entries in files.values() for entry in entries)
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from models.sizes import SIZES
 from parallel.config import MeshConfig
 from parallel.materialize import plain_name
+from parallel.materialize import whole as gathered
 from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer
 from tests.build import SHARD_ALL, build_model
@@ -60,7 +61,7 @@ def snapshot(model: nn.Module, optimizer: Optimizer, *, whole: bool = False) -> 
         states = {"": parameter, **optimizer.state[parameter]}
         for kind, value in states.items():
             if isinstance(value, DTensor):
-                value = value.full_tensor() if whole else value.to_local()
+                value = gathered(value) if whole else value.to_local()
             found[f"{plain_name(name)} {kind}"] = value.detach().clone()
     return found
 

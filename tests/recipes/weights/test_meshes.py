@@ -1,0 +1,91 @@
+"""Hugging Face folders into and out of models that tensor and context parallelism have cut."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from parallel.config import FSDPConfig
+from parallel.dist import start, stop
+from parallel.errors import UserError
+from parallel.materialize import plain_name, whole
+from recipes.weights import convert
+from recipes.weights.convert import export_checkpoint, export_model, import_folder, load_weights
+from recipes.weights.locate import Description, find_weights
+from tests.build import build_model
+from tests.meshes import mesh_config, on_each_mesh
+from tests.recipes.weights.test_hf_folder import FACTS, SMALL, TOKENIZER, contents, random_tensor, write_random
+
+# FSDP's parts of these sizes are unequal.
+EVEN_HEADS = replace(SMALL, heads=4, key_value_heads=2, feed_forward_width=50, vocabulary=70)
+MESHES = ("1.1.1.2", "1.2.1.2", "1.1.2.2", "2.1.1.2")
+TIED = {"tied": True, "untied": False}
+
+
+def through(mesh: str, folder: Path) -> dict[str, int]:
+    """Load each folder, and the checkpoint made of it; export. Returns how many elements were read, and are held."""
+    world = start("cpu", seed=0)
+    read = [0]
+    original = convert._read
+
+    def counting(*arguments: Any) -> Tensor:
+        values = original(*arguments)
+        read[0] += values.numel()
+        return values
+
+    convert._read = counting
+    found = {}
+    for name, tied in TIED.items():
+        config = replace(EVEN_HEADS, tied_embeddings=tied)
+        for source in (name, name + "-checkpoint"):
+            for dtype in ("float32", "bfloat16") if source == name else ("float32",):
+                read[0] = 0
+                model, _ = build_model(config, mesh=mesh_config(mesh), seed=1, fsdp=FSDPConfig(param_dtype=dtype))
+                load_weights(model, find_weights(folder / source))
+                found[f"{source} read"] = read[0]
+                found[f"{source} held"] = sum(value.to_local().numel() for value in model.parameters())
+            for parameter_name, value in model.named_parameters():
+                assert isinstance(value, DTensor)
+                parameter_name = plain_name(parameter_name)
+                assert torch.equal(whole(value), random_tensor(parameter_name, tuple(value.shape))), parameter_name
+        description = Description(config, FACTS, TOKENIZER)
+        export_model(model, folder / f"{mesh}-{name}", description, world=world, max_bytes=10_000)
+    with pytest.raises(UserError, match=r"its lm_head\.weight differs from its model\.embed_tokens\.weight"):
+        load_weights(build_model(EVEN_HEADS, mesh=mesh_config(mesh))[0], find_weights(folder / "wrong"))
+    stop()
+    return found
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[dict[str, int]]]]:
+    folder = tmp_path_factory.mktemp("folders")
+    for name, tied in TIED.items():
+        write_random(folder / name, replace(EVEN_HEADS, tied_embeddings=tied))
+        import_folder(folder / name, folder / f"{name}-checkpoint")
+    wrong = write_random(folder / "wrong", replace(EVEN_HEADS, tied_embeddings=False))
+    config = (wrong / "config.json").read_text()
+    (wrong / "config.json").write_text(config.replace('"tie_word_embeddings": false', '"tie_word_embeddings": true'))
+    return folder, on_each_mesh(MESHES, through, folder)
+
+
+def test_a_tensor_rank_reads_only_its_own_part_of_a_folder(loaded: Any) -> None:
+    for mesh, processes in loaded[1].items():
+        for found in processes:
+            for name in TIED:
+                assert found[f"{name} read"] == found[f"{name} held"] > 0, mesh
+        shares = sum(found["untied held"] for found in processes)
+        assert shares < EVEN_HEADS.num_params() * (2.4 if mesh == "2.1.1.2" else 1.2), mesh
+
+
+def test_an_export_from_every_mesh_is_that_of_one_process(loaded: Any, tmp_path: Path) -> None:
+    folder = loaded[0]
+    for name in TIED:
+        export_checkpoint(folder / f"{name}-checkpoint", tmp_path / name, max_bytes=10_000)
+        expected = contents(tmp_path / name)
+        assert expected == contents(folder / name) and "model.safetensors.index.json" in expected
+        for mesh in MESHES:
+            assert contents(folder / f"{mesh}-{name}") == expected, (mesh, name)
