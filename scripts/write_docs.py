@@ -98,11 +98,12 @@ def _cell(feature: str, column: str, cases: list[str]) -> str:
     if any((feature, axis) in combinations.REFUSED for axis in axes):
         return "refused"
     needed = {*combinations.FEATURES[feature]}
-    found = [case for case in cases if needed <= combinations.features_of(case) and column in _columns(case)]
-    if not found:
+    matching = [case for case in cases if needed <= combinations.features_of(case) and column in _columns(case)]
+    if not matching:
         return "not tested"
-    limits = min(combinations.limits_of(case) for case in found)
-    return f"{'exact' if limits == combinations.FLOAT32 else f'{limits.gradient:.0%}'} ({len(found)})"
+    limits = [combinations.limits_of(case) for case in matching]
+    best = min(limits)
+    return f"{'exact' if best == combinations.FLOAT32 else f'{best.gradient:.0%}'} ({limits.count(best)})"
 
 
 def _columns(case: str) -> set[str]:

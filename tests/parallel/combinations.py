@@ -43,12 +43,13 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "gradients reduced in bfloat16": ("bf16", "reduce16"),
     "float8 tensorwise": ("tensorwise",),
     "float8 tensorwise, compiled": ("tensorwise", "compile"),
-    "float8 tensorwise, gathered in float8": ("tensorwise", "all_gather"),
+    "float8 tensorwise, weights gathered in float8": ("tensorwise", "all_gather"),
+    "float8 tensorwise, activations gathered in float8": ("tensorwise", "gather_activations"),
     "float8 rowwise": ("rowwise",),
     "float8 rowwise, weight gradients in high precision": ("rowwise_with_gw_hp",),
 }
 """Row of the page's table -> the options that a case must have to count there."""
-REFUSED = {("float8 tensorwise, gathered in float8", "tensor"): "float8.all_gather"}
+REFUSED = {("float8 tensorwise, weights gathered in float8", "tensor"): "float8.all_gather"}
 """(row, axis) -> the field that the refusal names."""
 
 
@@ -75,6 +76,7 @@ FLOAT8_LIMITS = Limits(5e-3, 3e-2, 5e-2, 1e-2)
 _CASES = """
 1.1.1.2  plain untied documents chunks accumulate,zero2 full selective,untied offload masked last llama3 bf16
 1.1.1.2  bf16,reduce16,prefetch,chunks tensorwise tensorwise,full,untied rowwise rowwise_with_gw_hp
+1.1.1.2  tensorwise,gather_activations
 1.1.1.2  compile,documents compile,full,untied compile,selective compile,tensorwise
 1.1.2.1  plain untied documents chunks accumulate,zero2 full selective,documents offload masked last
 1.1.2.1  llama3,documents bf16 tensorwise tensorwise,all_gather rowwise rowwise_with_gw_hp
@@ -90,7 +92,7 @@ _CASES = """
 2.1.2.1  plain documents,selective bf16,reduce16
 1.1.2.2  plain untied,documents gather,documents,chunks masked last zero2,accumulate,documents offload,untied
 1.1.2.2  llama3,documents selective,chunks full,prefetch bf16 tensorwise rowwise rowwise_with_gw_hp
-1.1.2.2  compile,documents
+1.1.2.2  tensorwise,gather_activations,documents compile,documents
 1.1.4.1  plain documents gather,untied,documents tensorwise
 1.1.1.4  eight eight,documents,chunks,untied
 1.2.2.2  documents gather,documents
@@ -160,7 +162,12 @@ def sections_of(case: str) -> dict[str, dict[str, Any]]:
         "batch": {"loss_chunks": 5 if "chunks" in options else 1},
         "activation_checkpointing": {"mode": next((mode for mode in ("full", "selective") if mode in options), "none")},
         "compile": {"enabled": "compile" in options},
-        "float8": {"recipe": float8, "emulate": float8 != "none", "all_gather": "all_gather" in options},
+        "float8": {
+            "recipe": float8,
+            "emulate": float8 != "none",
+            "all_gather": "all_gather" in options,
+            "gather_activations": "gather_activations" in options,
+        },
         "fsdp": {
             "param_dtype": "bfloat16" if "bf16" in options else "float32",
             "reduce_dtype": "bfloat16" if "reduce16" in options else "float32",
