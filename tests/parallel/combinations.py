@@ -96,7 +96,7 @@ _CASES = """
 1.1.4.1  plain documents gather,untied,documents tensorwise
 1.1.1.4  eight eight,documents,chunks,untied
 1.2.2.2  documents gather,documents
-2.1.2.2  untied,chunks offload,documents
+2.1.2.2  untied,chunks,offload
 2.2.2.1  documents,zero2
 2.2.1.2  accumulate,selective
 1.4.1.2  plain
