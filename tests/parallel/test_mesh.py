@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from models.loss import IGNORED
-from parallel.config import MeshConfig
+from parallel.config import MeshConfig, MeshDegrees
 from parallel.dist import start, stop
 from parallel.mesh import DATA_AXES, Mesh, build_mesh, mesh_over
 from parallel.reduce import reduce_loss_and_times, sum_over_group
@@ -99,3 +101,57 @@ def data_ranks(degrees: tuple[int, int]) -> tuple[int, int, int]:
 
 def test_every_process_reads_its_own_share_without_further_axes() -> None:
     assert run_processes(4, data_ranks, (2, 2)) == [(rank, rank, 4) for rank in range(4)]
+
+
+def neighbours(ranks: list[int]) -> dict[int, dict[str, Any]]:
+    """Who is with each of these ranks of sixteen, on the mesh that docs/parallelism.md draws."""
+    found = {}
+    for rank in ranks:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=16)
+        mesh = build_mesh(MeshDegrees(2, 2, 2, 2), device_type="cpu")
+        assert mesh.tensor is not None and mesh.context is not None
+        groups = {
+            "tensor": mesh.tensor.get_group(),
+            "context": mesh.context.get_group(),
+            "replicate": mesh.replicate_group,
+            "data": mesh.data_group,
+            "loss": mesh.loss_group,
+        }
+        found[rank] = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
+        found[rank] |= {"fsdp": mesh.fsdp.mesh.tolist(), "reads": (mesh.data_rank, mesh.data_ranks)}
+        dist.destroy_process_group()
+    return found
+
+
+def test_sixteen_processes_are_laid_out_as_the_page_draws_them() -> None:
+    [found] = run_processes(1, neighbours, [0, 7, 13])
+    even, odd = [[0, 2, 4, 6], [8, 10, 12, 14]], [[1, 3, 5, 7], [9, 11, 13, 15]]
+    assert found == {
+        0: {
+            "tensor": [0, 1],
+            "context": [0, 2],
+            "replicate": [0, 8],
+            "data": [0, 4, 8, 12],
+            "loss": [*even[0], *even[1]],
+            "fsdp": even,
+            "reads": (0, 4),
+        },
+        7: {
+            "tensor": [6, 7],
+            "context": [5, 7],
+            "replicate": [7, 15],
+            "data": [3, 7, 11, 15],
+            "loss": [*odd[0], *odd[1]],
+            "fsdp": odd,
+            "reads": (1, 4),
+        },
+        13: {
+            "tensor": [12, 13],
+            "context": [13, 15],
+            "replicate": [5, 13],
+            "data": [1, 5, 9, 13],
+            "loss": [*odd[0], *odd[1]],
+            "fsdp": odd,
+            "reads": (3, 4),
+        },
+    }
