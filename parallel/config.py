@@ -131,7 +131,7 @@ class Float8Config:
     all_gather: bool = False
     """All-gather weights in float8, which halves the traffic; tensorwise only, scales are computed after each step."""
     gather_activations: bool = False
-    """With tensor parallelism, gather activations in float8: half the traffic, the same numbers; tensorwise only."""
+    """With tensor parallelism, gather activations and their gradients in float8: half the bytes, the same numbers."""
     exclude: tuple[str, ...] = ("lm_head",)
     """Linears not to convert: those with one of these as a component of their dotted name."""
     emulate: bool = False

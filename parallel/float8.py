@@ -4,13 +4,12 @@ import logging
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from models.interface import interface_of
 from parallel.config import Float8Config
@@ -155,59 +154,90 @@ def gathered_as_float8(linear: nn.Linear) -> tuple[Tensor, Tensor | None] | None
     return (local._tensor, local._precomputed_scale) if hasattr(local, "_precomputed_scale") else None
 
 
-def float8_gather(linears: Sequence[nn.Module]) -> Callable[[DTensor], DTensor] | None:
+Move = Callable[[DTensor, Placement], DTensor]
+"""What gives rows, of which each process has a part, another placement."""
+
+
+def float8_gather(linears: Sequence[nn.Module]) -> Move | None:
     """What gathers rows that are cut by tokens in the float8 form that these linears, which read them, need.
 
     Equal to gathering first: the rows have one scale, which is computed over all parts. None if no linear was
     converted; raises UserError if only some were.
     """
-    _torchao_float8()
-    from torchao.float8.float8_linear import Float8Linear
-
-    converted = [linear for linear in linears if isinstance(linear, Float8Linear)]
-    if not converted:
-        return None
-    if len(converted) < len(linears):
+    found = [functions for linear in linears if (functions := _float8_functions(linear))]
+    if found and len(found) < len(linears):
         raise UserError(
             "float8.gather_activations: linears that read the same activation must all be float8, but float8.exclude"
-            f" leaves {len(converted)} of {len(linears)}; exclude all or none, or write gather_activations = false"
+            f" leaves {len(found)} of {len(linears)}; exclude all or none, or write gather_activations = false"
         )
-    function, dtype = _gather_function(), converted[0].config.cast_config_input.target_dtype
-    products = converted[0].linear_mm_config
-    return lambda rows: function.apply(rows, dtype, products)
+    return found[0][0] if found else None
 
 
-@cache
-def _gather_function() -> Any:
-    """The autograd function, defined where torchao is imported: it is too slow to import for runs without float8."""
+def float8_scatter(linear: nn.Module) -> Move | None:
+    """What scatters the sum of this linear's outputs, and gathers its gradient as float8; None if not converted."""
+    functions = _float8_functions(linear)
+    return functions[1] if functions else None
+
+
+def _float8_functions(linear: Any) -> tuple[Move, Move] | None:
+    """(float8_gather, float8_scatter) of one linear. torchao is imported here: runs without float8 have no time."""
+    _torchao_float8()
+    from torchao.float8.float8_linear import Float8Linear
+    from torchao.float8.float8_training_tensor import GemmInputRole
+
+    if not isinstance(linear, Float8Linear):
+        return None
+    products, config = linear.linear_mm_config, linear.config
+    of_input = (config.cast_config_input.target_dtype, products, GemmInputRole.INPUT)
+    of_gradient = (config.cast_config_grad_output.target_dtype, products, GemmInputRole.GRAD_OUTPUT)
+    return (
+        lambda rows, _: cast(DTensor, _Gather.apply(rows, *of_input)),
+        lambda rows, placement: cast(DTensor, _Scatter.apply(rows, placement, *of_gradient)),
+    )
+
+
+@torch._dynamo.allow_in_graph
+class _Gather(torch.autograd.Function):
+    """Gathers as float8; scatters the gradient's sum as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: DTensor, dtype: torch.dtype, products: Any, role: Any) -> DTensor:
+        ctx.placements = rows.placements
+        return _gathered(rows, dtype, products, role)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> tuple[Any, ...]:
+        return gradient.redistribute(placements=ctx.placements), None, None, None
+
+
+@torch._dynamo.allow_in_graph
+class _Scatter(torch.autograd.Function):
+    """Scatters the sum as it is; gathers the gradient as float8."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: DTensor, placement: Placement, dtype: torch.dtype, products: Any, role: Any) -> DTensor:
+        ctx.cast = dtype, products, role
+        return rows.redistribute(placements=(placement,))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> tuple[Any, ...]:
+        return _gathered(gradient, *ctx.cast), None, None, None, None
+
+
+def _gathered(rows: DTensor, dtype: torch.dtype, products: Any, role: Any) -> DTensor:
+    """The float8 form of the whole of rows that are cut by tokens."""
     from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
-    from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
+    from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
-    @torch._dynamo.allow_in_graph
-    class Gather(torch.autograd.Function):
-        """Gathers as float8; scatters the gradient's sum as it is."""
-
-        @staticmethod
-        def forward(ctx: Any, rows: DTensor, dtype: torch.dtype, products: Any) -> DTensor:
-            ctx.placements = rows.placements
-            part: Any = hp_tensor_to_float8_dynamic(rows, dtype, products, gemm_input_role=GemmInputRole.INPUT)
-            part = part.to_local()
-            group = rows.device_mesh.get_group()
-            operators = torch.ops._c10d_functional  # they have had one name for long, their functions have not
-            sent = _as_sent(part._data, rows.device_mesh.device_type).contiguous()
-            found = operators.wait_tensor(operators.all_gather_into_tensor(sent, group.size(), group.group_name))
-            if rows.placements != (Shard(0),):  # a concatenation of bytes: not every device knows one of float8
-                found = torch.cat([piece.view(torch.uint8) for piece in found.chunk(group.size())], dim=1)
-            whole = Float8TrainingTensor(
-                found.view(dtype), part._scale, rows.dtype, products, gemm_input_role=GemmInputRole.INPUT
-            )
-            return DTensor.from_local(whole, rows.device_mesh, (Replicate(),), run_check=False)
-
-        @staticmethod
-        def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None, None]:
-            return gradient.redistribute(placements=ctx.placements), None, None
-
-    return Gather
+    cut: Any = hp_tensor_to_float8_dynamic(rows, dtype, products, gemm_input_role=role)
+    part, group = cut.to_local(), rows.device_mesh.get_group()
+    operators = torch.ops._c10d_functional  # they have had one name for long, their functions have not
+    sent = _as_sent(part._data, rows.device_mesh.device_type).contiguous()
+    found = operators.wait_tensor(operators.all_gather_into_tensor(sent, group.size(), group.group_name))
+    if rows.placements != (Shard(0),):  # a concatenation of bytes: not every device knows one of float8
+        found = torch.cat([piece.view(torch.uint8) for piece in found.chunk(group.size())], dim=1)
+    whole = Float8TrainingTensor(found.view(dtype), part._scale, rows.dtype, products, gemm_input_role=role)
+    return DTensor.from_local(whole, rows.device_mesh, (Replicate(),), run_check=False)
 
 
 def _as_sent(data: Tensor, device_type: str) -> Tensor:

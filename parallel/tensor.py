@@ -7,7 +7,6 @@ sum of its last one, which is cut by input ("row") (Megatron-LM, Korthikanti et 
 B batch, T tokens, V vocabulary, C tokens of one chunk.
 """
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -28,11 +27,10 @@ from torch.distributed.tensor.parallel import (
 from models.interface import blocks_of, interface_of
 from models.loss import IGNORED, SummedLoss
 from parallel.errors import UserError
-from parallel.float8 import float8_gather
+from parallel.float8 import Move, float8_gather, float8_scatter
 
 TOKENS = Shard(1)
 """How the residual stream (B, T, D) is cut."""
-Gather = Callable[[DTensor], DTensor]
 
 
 def split_over(model: nn.Module, axis: DeviceMesh, *, float8_gathers: bool = False) -> str:
@@ -48,8 +46,8 @@ def split_over(model: nn.Module, axis: DeviceMesh, *, float8_gathers: bool = Fal
     gathers = 0
     for block in blocks_of(model):
         parallelize_module(block, axis, plan)
-        for name in inside.row:
-            block.get_submodule(name).register_forward_hook(_scatter_tokens)
+        for linear in map(block.get_submodule, inside.row):
+            _scatter_tokens(linear, float8_scatter(linear) if float8_gathers else None)
         for name in inside.parts:
             linears = [block.get_submodule(linear) for linear in inside.column if linear.startswith(f"{name}.")]
             gather = float8_gather(linears) if float8_gathers else None
@@ -87,34 +85,36 @@ def _local(output: Tensor) -> Tensor:
     return output.to_local() if isinstance(output, DTensor) else output
 
 
-def _gather_tokens(part: nn.Module, axis: DeviceMesh, gather: Gather | None) -> None:
+def _gather_tokens(part: nn.Module, axis: DeviceMesh, gather: Move | None) -> None:
     """Give this part of a block all tokens, with this function or as they are. Its first argument alone has tokens."""
 
     def gathered(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         first, *others = arguments
         if not isinstance(first, DTensor):
             first = DTensor.from_local(first, axis, (TOKENS,), run_check=False)
-        return _redistributed(first, Replicate(), gather=gather), *others
+        return _redistributed(first, Replicate(), move=gather), *others
 
     part.register_forward_pre_hook(gathered)
 
 
-def _scatter_tokens(linear: nn.Module, inputs: tuple[Any, ...], output: DTensor) -> Tensor:
-    """Add up the parts of a row linear's output, and keep the tokens of this process."""
-    return _redistributed(output, TOKENS).to_local()
+def _scatter_tokens(linear: nn.Module, scatter: Move | None) -> None:
+    """Add up the parts of a row linear's output, with this function or as they are, and keep this process's tokens."""
+
+    def scattered(module: nn.Module, arguments: tuple[Any, ...], output: DTensor) -> Tensor:
+        return _redistributed(output, TOKENS, move=scatter).to_local()
+
+    linear.register_forward_hook(scattered)
 
 
-def _redistributed(activation: DTensor, placement: Placement, *, gather: Gather | None = None) -> DTensor:
-    """An activation (B, T, D) with another placement; where `gather` is given, with what it makes of all tokens.
+def _redistributed(activation: DTensor, placement: Placement, *, move: Move | None) -> DTensor:
+    """An activation (B, T, D) with another placement, by this function or as it is.
 
     Without the axis of a single row, whose gather along the tokens Inductor would not fuse with products (torch 2.13).
     """
     one_row = len(activation) == 1
     rows = cast(DTensor, activation.flatten(0, 1)) if one_row else activation  # (T, D) or (B, T, D)
-    if gather is not None:
-        moved = gather(rows)
-    else:
-        moved = rows.redistribute(placements=(Shard(0) if one_row and placement == TOKENS else placement,))
+    placement = Shard(0) if one_row and placement == TOKENS else placement
+    moved = rows.redistribute(placements=(placement,)) if move is None else move(rows, placement)
     return cast(DTensor, moved.unflatten(0, (1, -1))) if one_row else moved
 
 

@@ -149,6 +149,19 @@ class LargestOfFloat32(TorchDispatchMode):
         return output
 
 
+class Gathers(TorchDispatchMode):
+    """Counts what is gathered, by type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[torch.dtype] = Counter()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator is torch.ops._c10d_functional.all_gather_into_tensor.default:
+            self.counts[args[0].dtype] += 1
+        return operator(*args, **(kwargs or {}))
+
+
 def loss_in_parts(chunks: int, dtype: torch.dtype) -> dict[str, float]:
     """How far loss and gradient are from those of the whole vocabulary, and the largest float32 tensor on the way."""
     torch.manual_seed(2)
@@ -174,14 +187,16 @@ def without_compiling() -> dict[str, Any]:
     plain, gathered = split_model(TENSORWISE), split_model(GATHERED)
     equal = {}
     for rows in ROWS:
-        expected, found = (gradients_of_a_block(model.blocks[0], rows) for model in (plain, gathered))
+        expected = gradients_of_a_block(plain.blocks[0], rows)
+        with Gathers() as gathers:
+            found = gradients_of_a_block(gathered.blocks[0], rows)
         equal |= {f"{name}, {rows}": torch.equal(found[name], gradient) for name, gradient in expected.items()}
     losses = {(n, dtype): loss_in_parts(n, dtype) for n in CHUNKS for dtype in (torch.float32, torch.bfloat16)}
     excluded = Float8Config(recipe="tensorwise", emulate=True, gather_activations=True, exclude=("q_proj",))
     with pytest.raises(UserError) as refusal:
         split_model(excluded)
     stop()
-    return {"equal": equal, "losses": losses, "refusal": str(refusal.value)}
+    return {"equal": equal, "gathers": dict(gathers.counts), "losses": losses, "refusal": str(refusal.value)}
 
 
 @pytest.fixture(scope="module")
@@ -189,10 +204,11 @@ def eager() -> list[dict[str, Any]]:
     return run_processes(2, without_compiling)
 
 
-def test_activations_gathered_in_float8_change_no_bit_of_a_gradient(eager: list[dict[str, Any]]) -> None:
+def test_activations_and_gradients_gathered_in_float8_change_no_bit_of_a_gradient(eager: list[dict[str, Any]]) -> None:
     for found in eager:
         assert len(found["equal"]) == len(ROWS) * 10
         assert not [name for name, same in found["equal"].items() if not same]
+        assert found["gathers"] == {torch.uint8: 4}  # for attention and feed-forward, forward and backward
 
 
 def test_activations_are_not_gathered_in_float8_for_only_some_linears(eager: list[dict[str, Any]]) -> None:
