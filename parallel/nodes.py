@@ -53,6 +53,21 @@ def require_like_nodes(nodes: Sequence[Node]) -> None:
         )
 
 
+def require_neighbours(nodes: Sequence[Node], *, tensor: int) -> None:
+    """Raise UserError, with the hosts, if a tensor group crosses nodes only because their ranks are scattered."""
+    node_of = {rank: node.name for node in nodes for rank in node.ranks}
+    if any(len(node.ranks) % tensor for node in nodes):  # recipes/mesh_rules.py reports it
+        return
+    for rank in range(len(node_of)):
+        first = rank - rank % tensor
+        if node_of[rank] != node_of[first]:
+            raise UserError(
+                f"mesh.tensor = {tensor}: ranks {first} and {rank} of a tensor group are on {node_of[first]} and"
+                f" {node_of[rank]}, because ranks are scattered over the nodes; start the processes with scripts/run.sh"
+                " or torchrun, which number them node by node, or write tensor = 1"
+            )
+
+
 def placement(degrees: MeshDegrees, nodes: Sequence[Node]) -> list[str]:
     """One line that says where the shard groups are; no line for a single node."""
     if len(nodes) == 1:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from models.config import ModelConfig
 from parallel.config import AttentionConfig, CompileConfig, Float8Config, MeshConfig, MeshDegrees
 from parallel.errors import UserError, listed
-from parallel.nodes import Node, require_like_nodes
+from parallel.nodes import Node, require_like_nodes, require_neighbours
 from recipes.data.config import BatchConfig
 from recipes.fields import Problem, refusal
 
@@ -19,6 +19,7 @@ def require_fits_world(mesh: MeshConfig, batch: BatchConfig, *, nodes: Sequence[
     """Raises one UserError with everything about the layout that does not fit the processes of these nodes."""
     if mesh.shard == "node":
         require_like_nodes(nodes)
+    require_neighbours(nodes, tensor=mesh.tensor)
     processes = sum(len(node.ranks) for node in nodes)
     found = [
         *mesh_fits(mesh, processes=processes, nodes=len(nodes)),
@@ -221,3 +222,11 @@ def fitted_mesh(mesh: MeshConfig, processes: int | None, nodes: int | None) -> M
         nodes = nodes or max(1, mesh.replicate)
         return mesh.fit(processes or nodes * inner, nodes=nodes)
     return mesh.fit(processes or max(1, abs(mesh.replicate * mesh.shard)) * inner)
+
+
+def micro_batches(batch: BatchConfig, degrees: MeshDegrees) -> str:
+    """How a global batch is divided, as in "2 x 4 micro-batches of 1, each shared by 8 processes"."""
+    shares, inner = degrees.data_parallel, degrees.context * degrees.tensor
+    each = batch.global_batch_size // shares // batch.micro_batch_size
+    shared = f", each shared by {inner} processes" if inner > 1 else ""
+    return f"{shares} x {each} micro-batches of {batch.micro_batch_size}{shared}"

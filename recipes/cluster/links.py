@@ -2,9 +2,10 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,10 +13,13 @@ from torch import Tensor
 
 from parallel.dist import World, from_all
 from parallel.nodes import Node
+from recipes.files.units import size
 
 BUFFER = {"cuda": 64 * 2**20, "cpu": 4 * 2**20}
 """Bytes per message: enough to reach the full speed of a link, little compared with a model."""
 REPEATS = {"cuda": 10, "cpu": 3}
+MOST_ROUNDS = 7
+"""Of exchanges along an axis: all pairs in groups of up to 8, some pairs of each process in larger ones."""
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 
 
@@ -31,6 +35,8 @@ class Links:
     all_gather_seconds: float
     exchanges: dict[int, float]
     """Rank on a neighbouring node -> bytes per second in each direction between it and this one."""
+    inside: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    """Axis of the mesh -> rank in this one's group along it -> the same."""
 
 
 def clock_bounds(world: World) -> list[tuple[float, float]]:
@@ -54,9 +60,12 @@ def clock_bounds(world: World) -> list[tuple[float, float]]:
     return bounds
 
 
-def measure_links(world: World) -> list[Links]:
-    """Every rank's measurements, returned on all ranks. Every process must call it; it takes a second or less."""
-    mine = _measured(world)
+def measure_links(world: World, groups: Mapping[str, Sequence[Sequence[int]]] | None = None) -> list[Links]:
+    """Every rank's measurements, returned on all ranks. Every process must call it; it takes a second or less.
+
+    groups: axis of the mesh -> the ranks of each group along it, whose links are measured, too; see groups_along().
+    """
+    mine = _measured(world, groups or {})
     if world.device.type == "cuda":  # the run's statistics start after this
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(world.device)
@@ -66,7 +75,7 @@ def measure_links(world: World) -> list[Links]:
 def measure_exchanges(world: World) -> list[dict[int, float]]:
     """Every rank's exchanges, on all ranks; keeps memory statistics and cache. All must call it, on idle devices."""
     length = BUFFER[world.device.type] // 4
-    return from_all(world, _exchange(world, torch.zeros(length, device=world.device)))
+    return from_all(world, _exchange(world, torch.zeros(length, device=world.device), rounds(world.nodes)))
 
 
 def slow_processes(
@@ -85,7 +94,55 @@ def slow_processes(
                 yield rank, node.name, best[rank], usual
 
 
-def _measured(world: World) -> Links:
+def groups_along(*, context: int, tensor: int, processes: int) -> dict[str, list[range]]:
+    """The groups in which activations travel, by axis; none for a mesh that does not fit, which others refuse."""
+    if processes % (context * tensor):
+        return {}
+    copies = range(0, processes, context * tensor)
+    axes = {
+        "tensor": [range(first, first + tensor) for first in range(0, processes, tensor)],
+        "context": [range(c + t, c + t + context * tensor, tensor) for c in copies for t in range(tensor)],
+    }
+    return {axis: groups for axis, groups in axes.items() if len(groups[0]) > 1}
+
+
+def slow_pairs(links: Sequence[Links], nodes: Sequence[Node], *, share: float) -> Iterator[tuple[str, str]]:
+    """(node, which process or pairs in groups along an axis are slow): they have less than `share` of the usual speed.
+
+    Usual is the upper quartile, since half of all pairs may cross between islands of NVLink. Pairs inside nodes are
+    compared with each other, and so are pairs of two nodes.
+    """
+    node_of = {rank: node.name for node in nodes for rank in node.ranks}
+    for axis in sorted({axis for link in links for axis in link.inside}):
+        found = {(one, other): speed for one, link in enumerate(links) for other, speed in link.inside[axis].items()}
+        speeds = {(one, other): min(found[one, other], found[other, one]) for one, other in found}
+        is_inside = {pair: node_of[pair[0]] == node_of[pair[1]] for pair in speeds}
+        sides = {
+            side: sorted(s for pair, s in speeds.items() if is_inside[pair] is side) for side in {*is_inside.values()}
+        }
+        usual = {pair: sides[side][len(sides[side]) * 3 // 4] for pair, side in is_inside.items()}
+        slow = {pair for pair, speed in speeds.items() if speed < share * usual[pair]}
+        alone = set()
+        for rank in sorted({rank for rank, _ in slow}):
+            own = [pair for pair in speeds if pair[0] == rank]
+            if len(own) > 1 and slow.issuperset(own):
+                alone.add(rank)
+                best = max(own, key=lambda pair: speeds[pair])
+                yield node_of[rank], f"rank {rank} exchanges {_than(best, speeds, usual)} with all of its {axis} group"
+        rest = sorted((speeds[pair], pair) for pair in slow if pair[0] < pair[1] and not alone & {*pair})
+        by_node: dict[str, list[tuple[int, int]]] = {}
+        for _, pair in rest:
+            by_node.setdefault(node_of[pair[0]], []).append(pair)
+        for name, (pair, *others) in by_node.items():
+            more = f"; {len(others)} more are slow" if others else ""
+            yield name, f"ranks {pair[0]} and {pair[1]} of a {axis} group exchange {_than(pair, speeds, usual)}{more}"
+
+
+def _than(pair: tuple[int, int], speeds: Mapping[Any, float], usual: Mapping[Any, float]) -> str:
+    return f"{size(int(speeds[pair]))}/s (others reach {size(int(usual[pair]))}/s)"
+
+
+def _measured(world: World, groups: Mapping[str, Sequence[Sequence[int]]]) -> Links:
     device = world.device
     length = BUFFER[device.type] // 4
     part = length // world.size
@@ -100,7 +157,8 @@ def _measured(world: World) -> Links:
         wrong_parts,
         _seconds(world, lambda: dist.all_reduce(reduced)),
         _seconds(world, lambda: _all_gather(gathered, own)),
-        _exchange(world, reduced),
+        _exchange(world, reduced, rounds(world.nodes)),
+        {axis: _exchange(world, reduced, pairings(own)[:MOST_ROUNDS]) for axis, own in groups.items()},
     )
 
 
@@ -149,11 +207,11 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _exchange(world: World, buffer: Tensor) -> dict[int, float]:
-    """Swap the buffer with the process of the same local rank on the next node and on the previous one."""
+def _exchange(world: World, buffer: Tensor, plan: Sequence[Mapping[int, int]]) -> dict[int, float]:
+    """Swap the buffer with this process's partner of each round. Returns bytes per second, by partner."""
     found = {}
     received = torch.empty_like(buffer)
-    for partners in rounds(world.nodes):
+    for partners in plan:
         partner = partners.get(world.rank)
         seconds = _seconds(world, partial(_swap, buffer, received, partner))
         if partner is not None:
@@ -162,7 +220,7 @@ def _exchange(world: World, buffer: Tensor) -> dict[int, float]:
 
 
 def rounds(nodes: Sequence[Node]) -> list[dict[int, int]]:
-    """For each round of exchanges, rank -> its partner.
+    """For each round of exchanges, rank -> its partner, of the same local rank on a neighbouring node.
 
     Nodes form a ring and exchange with one neighbour at a time: only a slow node is slow with both of its neighbours.
     """
@@ -173,6 +231,19 @@ def rounds(nodes: Sequence[Node]) -> list[dict[int, int]]:
         for one, other in zip(nodes[edge].ranks, nodes[(edge + 1) % count].ranks, strict=False):
             found[number] |= {one: other, other: one}
     return [partners for partners in found if partners]
+
+
+def pairings(groups: Sequence[Sequence[int]]) -> list[dict[int, int]]:
+    """For each round of exchanges, rank -> its partner. All members of a group meet; groups have one size."""
+    places = len(groups[0]) + len(groups[0]) % 2  # of an odd number, one member rests in each round
+    found: list[dict[int, int]] = []
+    for turn in range(places - 1):
+        seats = [places - 1, *((turn + seat) % (places - 1) for seat in range(places - 1))]  # the last one stays
+        found.append({})
+        for seat in range(places):
+            one, other = seats[seat], seats[-1 - seat]
+            found[-1] |= {group[one]: group[other] for group in groups if max(one, other) < len(group)}
+    return found
 
 
 def _swap(buffer: Tensor, received: Tensor, partner: int | None) -> None:

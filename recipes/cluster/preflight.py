@@ -9,7 +9,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -21,7 +21,7 @@ import xxhash
 from parallel.dist import World, from_all, from_main
 from parallel.errors import UserError
 from parallel.nodes import Node, abbreviated
-from recipes.cluster.links import BUFFER, Links, clock_bounds, measure_links, slow_processes
+from recipes.cluster.links import BUFFER, Links, clock_bounds, measure_links, slow_pairs, slow_processes
 from recipes.files.layout import holds_results
 from recipes.files.units import size
 from recipes.metrics.throughput import device_name
@@ -82,7 +82,13 @@ class Facts:
 
 
 def preflight(
-    folder: Path, world: World, *, recipe: str, cache: Path | None = None, log: Callable[[str], None]
+    folder: Path,
+    world: World,
+    *,
+    recipe: str,
+    cache: Path | None = None,
+    groups: Mapping[str, Sequence[Sequence[int]]] | None = None,
+    log: Callable[[str], None],
 ) -> None:
     """Compare all processes and test the network between them. Every process must call it.
 
@@ -91,6 +97,7 @@ def preflight(
         world: All processes.
         recipe: The resolved recipe, to compare.
         cache: Where one process writes tokens that all read; None = nothing is tokenized.
+        groups: As of groups_along(): the links inside them are measured, too.
         log: Receives one line of text per message.
 
     Raises:
@@ -112,13 +119,13 @@ def preflight(
         if cache is not None:
             require_one_folder(cache.expanduser() / "tokens", world, what="the token cache", field="data.cache")
     clocks = clock_bounds(world)
-    links = measure_links(world)
+    links = measure_links(world, groups)
     if problems := wrong_results(links, nodes):
         raise refusal("the network between the processes returns wrong numbers", problems)
     log(f"{'pre-flight:' if several else agree + ';'} {speeds(links, BUFFER[world.device.type])}")
     warnings = list(node_warnings(facts, clocks, nodes))
     if world.device.type == "cuda":  # processes on CPUs share cores, so their speeds vary
-        warnings += slow_links(links, nodes)
+        warnings += [*slow_links(links, nodes), *slow_pairs(links, nodes, share=SLOW)]
     lines = table(facts, clocks, links, nodes, always=[name for name, _ in warnings]) if several else []
     for line in [*lines, *(f"{name}: {what}" for name, what in warnings)]:
         log(f"  {line}")
@@ -283,12 +290,16 @@ def wrong_results(links: Sequence[Links], nodes: Sequence[Node]) -> list[str]:
 
 
 def speeds(links: Sequence[Links], size_bytes: int) -> str:
-    """The collectives' bus bandwidth, as nccl-tests defines it: the load on each process's link."""
+    """The collectives' bus bandwidth, as nccl-tests defines it; and of each axis the slowest pair."""
     ranks = len(links)
     reduce_seconds = max(link.all_reduce_seconds for link in links)
     gather_seconds = max(link.all_gather_seconds for link in links)
     moved = size_bytes * (ranks - 1) / ranks
-    return f"all-reduce {size(int(2 * moved / reduce_seconds))}/s, all-gather {size(int(moved / gather_seconds))}/s"
+    found = [f"all-reduce {size(int(2 * moved / reduce_seconds))}/s, all-gather {size(int(moved / gather_seconds))}/s"]
+    for axis in links[0].inside:
+        slowest = min(speed for link in links for speed in link.inside[axis].values())
+        found.append(f"in {axis} groups {size(int(slowest))}/s")
+    return ", ".join(found)
 
 
 def node_warnings(

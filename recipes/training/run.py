@@ -62,9 +62,11 @@ def train(loaded: LoadedRecipe, *, began: float) -> int:
 
 
 def _preflight(recipe: Recipe, world: World, console: Console) -> None:
+    from recipes.cluster.links import groups_along
     from recipes.cluster.preflight import preflight
 
     texts = [*recipe.data.sources, *filter(None, recipe.validation.texts.values())]
     tokenizes = not all(map(is_prepared, texts))
     cache = Path(recipe.data.cache) if tokenizes else None
-    preflight(recipe.run.folder, world, recipe=to_toml(recipe), cache=cache, log=console.log)
+    groups = groups_along(context=recipe.mesh.context, tensor=recipe.mesh.tensor, processes=world.size)
+    preflight(recipe.run.folder, world, recipe=to_toml(recipe), cache=cache, groups=groups, log=console.log)

@@ -4,7 +4,7 @@ import pytest
 
 from parallel.config import MeshDegrees
 from parallel.errors import UserError
-from parallel.nodes import Node, abbreviated, arrange, placement, require_like_nodes
+from parallel.nodes import Node, abbreviated, arrange, placement, require_like_nodes, require_neighbours
 
 
 def nodes(*sizes: int) -> tuple[Node, ...]:
@@ -66,3 +66,13 @@ def test_a_long_list_of_names_is_shortened() -> None:
 
 def test_a_short_list_of_names_is_complete() -> None:
     assert abbreviated(["a", "b"]) == "a, b"
+
+
+def test_tensor_groups_need_neighbouring_ranks_on_each_node() -> None:
+    alternating = arrange([("a", 0), ("b", 1)] * 4)
+    with pytest.raises(UserError, match=r"mesh\.tensor = 2: ranks 0 and 1 of a tensor group are on a and b, because"):
+        require_neighbours(alternating, tensor=2)
+    require_neighbours(alternating, tensor=1)
+    require_neighbours(arrange([("a", 0)] * 4 + [("b", 1)] * 4), tensor=4)
+    require_neighbours(arrange([("a", 0), ("a", 0), ("b", 1), ("b", 1)] * 2), tensor=2)  # two by two is enough
+    require_neighbours(arrange([("a", 0)] * 8 + [("b", 1)] * 4), tensor=4)

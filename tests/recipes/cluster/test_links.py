@@ -14,9 +14,12 @@ from recipes.cluster.links import (
     Links,
     clock_bounds,
     contribution,
+    groups_along,
     is_wrong_sum,
     measure_links,
+    pairings,
     rounds,
+    slow_pairs,
     summand,
     wrong_ranks,
 )
@@ -39,7 +42,8 @@ def measure() -> tuple[list[tuple[float, float]], list[Links], list[Links]]:
         time.time = lambda: own() + AHEAD
     world = start("cpu", seed=0)
     assert [node.ranks for node in world.nodes] == [(0, 1), (2, 3)]
-    clocks, correct = clock_bounds(world), measure_links(world)
+    groups = groups_along(context=2, tensor=2, processes=4)
+    clocks, correct = clock_bounds(world), measure_links(world, groups)
     if rank == 2:
         right = links._pattern
         links.summand = links.contribution = lambda rank, length, device: right(length, device) - 1
@@ -74,6 +78,13 @@ def test_links_are_correct_and_timed_with_the_neighbouring_node(answers: list[Me
         assert list(link.exchanges) == [(rank + 2) % 4]
         speeds = [link.all_reduce_seconds, link.all_gather_seconds, *link.exchanges.values()]
         assert all(math.isfinite(speed) and speed > 0 for speed in speeds)
+
+
+def test_links_inside_tensor_and_context_groups_are_timed(answers: list[Measured]) -> None:
+    for rank, link in enumerate(answers[0][1]):
+        partners = {axis: list(speeds) for axis, speeds in link.inside.items()}
+        assert partners == {"tensor": [rank ^ 1], "context": [rank ^ 2]}
+        assert all(speed > 0 and math.isfinite(speed) for speeds in link.inside.values() for speed in speeds.values())
 
 
 def test_a_rank_that_sends_wrong_numbers_is_found_by_all(answers: list[Measured]) -> None:
@@ -111,3 +122,60 @@ def test_every_process_exchanges_with_both_neighbours_one_at_a_time(count: int) 
         met |= set(partners.items())
     neighbours = {(n, (n + step) % count) for n in range(count) for step in (1, -1)} if count > 1 else set()
     assert met == {(one * 2 + local, other * 2 + local) for one, other in neighbours for local in (0, 1)}
+
+
+@pytest.mark.parametrize("members", range(2, 10))
+def test_all_pairs_of_a_group_meet_once_and_one_at_a_time(members: int) -> None:
+    groups = [range(first, first + members) for first in (0, members)]
+    plan = pairings(groups)
+    assert len(plan) == members - 1 + members % 2
+    assert all(partners[other] == one and one != other for partners in plan for one, other in partners.items())
+    met = [(one, other) for partners in plan for one, other in partners.items()]
+    expected = {(one, other) for group in groups for one in group for other in group if one != other}
+    assert len(met) == len(set(met)) and set(met) == expected
+
+
+def test_groups_are_those_of_the_mesh() -> None:
+    found = groups_along(context=2, tensor=3, processes=12)
+    assert [list(group) for group in found["tensor"]] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    assert [list(group) for group in found["context"]] == [[0, 3], [1, 4], [2, 5], [6, 9], [7, 10], [8, 11]]
+    assert groups_along(context=1, tensor=1, processes=12) == groups_along(context=1, tensor=5, processes=12) == {}
+
+
+def pairs(axis: str, groups: list[range], slow: set[tuple[int, int]]) -> list[Links]:
+    """What all processes measured in groups whose pairs reach 100 GB/s, and slow ones 10 GB/s."""
+    found: dict[int, dict[int, float]] = {}
+    for group in groups:
+        for one in group:
+            others = [other for other in group if other != one]
+            found[one] = {other: 1e10 if {(one, other), (other, one)} & slow else 1e11 for other in others}
+    return [Links(False, (), 1.0, 1.0, {}, {axis: found[rank]}) for rank in sorted(found)]
+
+
+def test_a_slow_pair_inside_a_tensor_group_is_named() -> None:
+    nodes = arrange([("a", 0)] * 4 + [("b", 1)] * 4)
+    groups = groups_along(context=1, tensor=4, processes=8)["tensor"]
+    assert list(slow_pairs(pairs("tensor", groups, set()), nodes, share=0.5)) == []
+    assert list(slow_pairs(pairs("tensor", groups, {(5, 6)}), nodes, share=0.5)) == [
+        ("b", "ranks 5 and 6 of a tensor group exchange 10 GB/s (others reach 100 GB/s)")
+    ]
+
+
+def test_a_process_that_is_slow_with_its_whole_group_is_named_alone() -> None:
+    groups = groups_along(context=1, tensor=4, processes=8)["tensor"]
+    [found] = slow_pairs(pairs("tensor", groups, {(4, 7), (5, 7), (6, 7)}), arrange([("a", 0)] * 8), share=0.5)
+    assert found == ("a", "rank 7 exchanges 10 GB/s (others reach 100 GB/s) with all of its tensor group")
+
+
+def test_pairs_across_two_islands_of_fast_links_are_slow_though_they_are_most() -> None:
+    across = {(one, other) for one in range(4) for other in range(4, 8)}
+    groups = groups_along(context=1, tensor=8, processes=8)["tensor"]
+    [(_, found)] = slow_pairs(pairs("tensor", groups, across), arrange([("a", 0)] * 8), share=0.5)
+    assert found.startswith("ranks 0 and 4 of a tensor group exchange 10 GB/s") and found.endswith("; 15 more are slow")
+
+
+def test_context_groups_across_nodes_are_not_slow_because_nodes_are_farther_than_neighbours() -> None:
+    nodes = arrange([("a", 0)] * 4 + [("b", 1)] * 4)
+    between = {(one, other) for one in range(4) for other in range(4, 8)}
+    groups = groups_along(context=8, tensor=1, processes=8)["context"]
+    assert list(slow_pairs(pairs("context", groups, between), nodes, share=0.5)) == []
