@@ -5,7 +5,7 @@ import sys
 
 from recipes.files.units import size
 from recipes.load import to_toml
-from recipes.mesh_rules import advice, fitted_mesh
+from recipes.mesh_rules import advice, fitted_mesh, micro_batches
 from recipes.schema import Recipe
 from recipes.training.run_folder import check_output_folder
 
@@ -25,6 +25,7 @@ def check(recipe: Recipe, *, processes: int | None, nodes: int | None) -> None:
         *_work(recipe),
         f"on {on}: {degrees}; parameters, gradients and moments take {size(states)} per process, activations and logits"
         f" more{other}",
+        f"batch: {recipe.batch.global_batch_size:,} sequences = {micro_batches(recipe.batch, degrees)}",
         *_parts(recipe),
     ]
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from parallel.config import MeshDegrees
 from recipes.files.atomic import Lines
 from recipes.files.screen import Screen
+from recipes.mesh_rules import micro_batches
 from recipes.metrics.throughput import Throughput
 from recipes.schema import Recipe
 
@@ -84,8 +85,6 @@ def run_header(recipe: Recipe, degrees: MeshDegrees, throughput: Throughput, par
     parts: what each part of parallel/ did, one line each.
     """
     model, data, batch = recipe.model, recipe.data, recipe.batch
-    shares = degrees.data_parallel
-    accumulation = batch.global_batch_size // shares // batch.micro_batch_size
     # Attention inside documents needs fewer; logged steps count them from the documents that were read.
     at_most = "at most " if data.document_mask else ""
     peak = "unknown, so no MFU" if throughput.peak is None else f"{throughput.peak / 1e12:.1f} TFLOP/s (dense bf16)"
@@ -95,7 +94,7 @@ def run_header(recipe: Recipe, degrees: MeshDegrees, throughput: Throughput, par
         f" on {throughput.device_name}",
         *parts,
         f"batch: {batch.global_batch_size} sequences of {batch.sequence_length} tokens"
-        f" = {shares} x {accumulation} micro-batches of {batch.micro_batch_size}",
+        f" = {micro_batches(batch, degrees)}",
         *(["attention: inside documents, with positions from 0 in each"] if data.document_mask else []),
         f"flops: {at_most}{throughput.flops / 1e9:.3g} billion per token, peak of the device {peak}",
     ]

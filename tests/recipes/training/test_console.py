@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from parallel.config import MeshDegrees
+from recipes.data.config import BatchConfig
+from recipes.mesh_rules import micro_batches
 from recipes.training.console import Console
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -79,6 +82,9 @@ def test_control_characters_are_replaced(tmp_path: Path, capfd: pytest.CaptureFi
 TWO_STEPS = """
 import sys
 from pathlib import Path
+from parallel.config import MeshDegrees
+from recipes.data.config import BatchConfig
+from recipes.mesh_rules import micro_batches
 from recipes.training.console import Console
 with Console(silent=False) as console:
     console.open_log(Path(sys.argv[1]))
@@ -122,6 +128,9 @@ def test_a_terminal_shows_a_live_line_and_wipes_it_at_the_end(tmp_path: Path) ->
 FULL = """
 import sys
 from pathlib import Path
+from parallel.config import MeshDegrees
+from recipes.data.config import BatchConfig
+from recipes.mesh_rules import micro_batches
 from recipes.training.console import Console
 with Console(silent=False) as console:
     console.open_log(Path(sys.argv[1]))
@@ -217,3 +226,10 @@ def test_training_goes_on_when_the_screen_lacks_a_character(tmp_path: Path) -> N
     )
     assert (done.stdout, done.stderr) == ("? 1\n? 2\n", "the end\n")
     assert (tmp_path / "log.txt").read_text() == "\u2192 1\n\u2192 2\n"
+
+
+def test_a_batch_is_divided_among_data_ranks_and_shared_by_tensor_and_context_ranks() -> None:
+    batch = BatchConfig(global_batch_size=16, micro_batch_size=2)
+    assert micro_batches(batch, MeshDegrees(2, 2)) == "4 x 2 micro-batches of 2"
+    shared = "2 x 4 micro-batches of 2, each shared by 4 processes"
+    assert micro_batches(batch, MeshDegrees(1, 2, context=2, tensor=2)) == shared
