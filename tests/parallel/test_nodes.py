@@ -2,9 +2,11 @@
 
 import pytest
 
-from parallel.config import MeshDegrees
+from parallel.config import MeshConfig, MeshDegrees
 from parallel.errors import UserError
 from parallel.nodes import Node, abbreviated, arrange, placement, require_like_nodes, require_neighbours
+from recipes.data.config import BatchConfig
+from recipes.mesh_rules import require_fits_world
 
 
 def nodes(*sizes: int) -> tuple[Node, ...]:
@@ -71,7 +73,7 @@ def test_a_short_list_of_names_is_complete() -> None:
 def test_tensor_groups_need_neighbouring_ranks_on_each_node() -> None:
     alternating = arrange([("a", 0), ("b", 1)] * 4)
     with pytest.raises(UserError, match=r"mesh\.tensor = 2: ranks 0 and 1 of a tensor group are on a and b, because"):
-        require_neighbours(alternating, tensor=2)
+        require_fits_world(MeshConfig(tensor=2), BatchConfig(), nodes=alternating)  # as every run does
     require_neighbours(alternating, tensor=1)
     require_neighbours(arrange([("a", 0)] * 4 + [("b", 1)] * 4), tensor=4)
     require_neighbours(arrange([("a", 0), ("a", 0), ("b", 1), ("b", 1)] * 2), tensor=2)  # two by two is enough
