@@ -12,13 +12,13 @@ from parallel.kernels import compile_blocks
 from parallel.mesh import Mesh
 
 
-def split_matrices(model: nn.Module, mesh: Mesh, *, float8_gathers: bool) -> list[str]:
+def split_matrices(model: nn.Module, mesh: Mesh, *, float8_gathers: bool, overlapped: bool) -> list[str]:
     """Tensor parallelism, where the mesh has that axis."""
     if mesh.tensor is None:
         return []
     from parallel.tensor import split_over
 
-    return [split_over(model, mesh.tensor, float8_gathers=float8_gathers)]
+    return [split_over(model, mesh.tensor, float8_gathers=float8_gathers, overlapped=overlapped)]
 
 
 def split_rows(model: nn.Module, mesh: Mesh, *, context_by: str) -> list[str]:
@@ -55,7 +55,7 @@ def parallelize(
         # First, while the linears are plain nn.Linear: torchao swaps them by type.
         convert_linears(model, float8, device_type=mesh.devices.device_type),
         # On the (float8) linears: it replaces their parameters by parts, and hooks their inputs and outputs.
-        *split_matrices(model, mesh, float8_gathers=float8.gather_activations),
+        *split_matrices(model, mesh, float8_gathers=float8.gather_activations, overlapped=overlap_tensor),
         # After it, on the heads that it has left each process.
         *split_rows(model, mesh, context_by=context_by),
         # Each block in place: repeated blocks share one compilation, and fully qualified names stay as they are.

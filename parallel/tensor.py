@@ -7,6 +7,7 @@ sum of its last one, which is cut by input ("row") (Megatron-LM, Korthikanti et 
 B batch, T tokens, V vocabulary, C tokens of one chunk.
 """
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -33,10 +34,11 @@ TOKENS = Shard(1)
 """How the residual stream (B, T, D) is cut."""
 
 
-def split_over(model: nn.Module, axis: DeviceMesh, *, float8_gathers: bool = False) -> str:
+def split_over(model: nn.Module, axis: DeviceMesh, *, float8_gathers: bool = False, overlapped: bool = False) -> str:
     """Cut every matrix, the residual stream and the loss, in place, over the axis. Returns a line for the log.
 
     float8_gathers: gather activations as float8. Raises UserError where only some of a part's linears take it.
+    overlapped: leave activations as Inductor needs them to fuse their messages with products.
     """
     interface = interface_of(model)
     inside = interface.inside_block
@@ -44,15 +46,17 @@ def split_over(model: nn.Module, axis: DeviceMesh, *, float8_gathers: bool = Fal
     plan |= dict.fromkeys(inside.column, ColwiseParallel())
     plan |= dict.fromkeys(inside.row, RowwiseParallel(output_layouts=Partial(), use_local_output=False))
     gathers = 0
+    moving: Callable[[Move], Move] = _without_single_rows if overlapped else lambda move: move
     for block in blocks_of(model):
         parallelize_module(block, axis, plan)
         for linear in map(block.get_submodule, inside.row):
-            _scatter_tokens(linear, float8_scatter(linear) if float8_gathers else None)
+            scatter = float8_scatter(linear) if float8_gathers else None
+            _scatter_tokens(linear, moving(scatter or _redistributed))
         for name in inside.parts:
             linears = [block.get_submodule(linear) for linear in inside.column if linear.startswith(f"{name}.")]
             gather = float8_gather(linears) if float8_gathers else None
             gathers += gather is not None
-            _gather_tokens(block.get_submodule(name), axis, gather)
+            _gather_tokens(block.get_submodule(name), axis, moving(gather or _redistributed))
     if float8_gathers and not gathers:
         raise UserError(
             "float8.gather_activations: float8.exclude leaves no linear that reads gathered ones; write false"
@@ -85,37 +89,42 @@ def _local(output: Tensor) -> Tensor:
     return output.to_local() if isinstance(output, DTensor) else output
 
 
-def _gather_tokens(part: nn.Module, axis: DeviceMesh, gather: Move | None) -> None:
-    """Give this part of a block all tokens, with this function or as they are. Its first argument alone has tokens."""
+def _gather_tokens(part: nn.Module, axis: DeviceMesh, move: Move) -> None:
+    """Give this part of a block all tokens. Its first argument alone has tokens."""
 
     def gathered(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         first, *others = arguments
         if not isinstance(first, DTensor):
             first = DTensor.from_local(first, axis, (TOKENS,), run_check=False)
-        return _redistributed(first, Replicate(), move=gather), *others
+        return move(first, Replicate()), *others
 
     part.register_forward_pre_hook(gathered)
 
 
-def _scatter_tokens(linear: nn.Module, scatter: Move | None) -> None:
-    """Add up the parts of a row linear's output, with this function or as they are, and keep this process's tokens."""
-
-    def scattered(module: nn.Module, arguments: tuple[Any, ...], output: DTensor) -> Tensor:
-        return _redistributed(output, TOKENS, move=scatter).to_local()
-
-    linear.register_forward_hook(scattered)
+def _scatter_tokens(linear: nn.Module, move: Move) -> None:
+    """Add up the parts of a row linear's output, and keep this process's tokens."""
+    linear.register_forward_hook(lambda module, arguments, output: move(output, TOKENS).to_local())
 
 
-def _redistributed(activation: DTensor, placement: Placement, *, move: Move | None) -> DTensor:
-    """An activation (B, T, D) with another placement, by this function or as it is.
+def _redistributed(activation: DTensor, placement: Placement) -> DTensor:
+    return activation.redistribute(placements=(placement,))
 
-    Without the axis of a single row, whose gather along the tokens Inductor would not fuse with products (torch 2.13).
+
+def _without_single_rows(move: Move) -> Move:
+    """The same for activations (B, T, D), but without the axis B while it is 1.
+
+    With it, Inductor does not fuse the gather with products (torch 2.13). Only for that: compiled for T of any size,
+    these views end in a RecursionError.
     """
-    one_row = len(activation) == 1
-    rows = cast(DTensor, activation.flatten(0, 1)) if one_row else activation  # (T, D) or (B, T, D)
-    placement = Shard(0) if one_row and placement == TOKENS else placement
-    moved = rows.redistribute(placements=(placement,)) if move is None else move(rows, placement)
-    return cast(DTensor, moved.unflatten(0, (1, -1))) if one_row else moved
+
+    def moved(activation: DTensor, placement: Placement) -> DTensor:
+        if len(activation) > 1:
+            return move(activation, placement)
+        flat = cast(DTensor, activation.flatten(0, 1))  # (T, D)
+        found = move(flat, Shard(0) if placement == TOKENS else placement)
+        return cast(DTensor, found.unflatten(0, (1, -1)))
+
+    return moved
 
 
 class VocabularyParallelLoss(nn.Module):

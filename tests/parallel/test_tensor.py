@@ -35,12 +35,12 @@ ROWS = (1, 2)
 """Micro-batch sizes: torch writes the gather of a single row's tokens as another graph."""
 
 
-def split_model(float8: Float8Config) -> Decoder:
+def split_model(float8: Float8Config, *, overlapped: bool = False) -> Decoder:
     torch.manual_seed(0)
     model = Decoder(MODEL).to(torch.bfloat16)
     convert_linears(model, float8, device_type="cpu")
     axis = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
-    split_over(model, axis, float8_gathers=float8.gather_activations)
+    split_over(model, axis, float8_gathers=float8.gather_activations, overlapped=overlapped)
     return model
 
 
@@ -105,7 +105,7 @@ def overlapped() -> dict[str, Any]:
     start("cpu", seed=0)
     graphs: list[Counter[str]] = []
     _library = run_graphs_without_generating_code(graphs)
-    plain, compiled = split_model(Float8Config()), split_model(Float8Config())
+    plain, compiled = split_model(Float8Config()), split_model(Float8Config(), overlapped=True)
     compile_blocks(compiled, CompileConfig(True), device_type="cuda", overlapped=dist.group.WORLD)
     differences = {}
     for rows in ROWS:
