@@ -118,8 +118,9 @@ def remedies(recipe: Recipe, world: World) -> Iterator[Remedy]:
         yield "optimizer.state_dtype", "bfloat16", f"halves the moments; {OTHER_RUN}"
     if world.device.type == "cuda" and not fsdp.cpu_offload:
         yield "fsdp.cpu_offload", True, "keeps the sharded state in host memory; slow"
-    if batch.sequence_length > 1:
-        yield "batch.sequence_length", batch.sequence_length // 2, f"{OTHER_RUN}"
+    half, parts = batch.sequence_length // 2, degrees.context * degrees.tensor
+    if half >= parts and half % parts == 0:
+        yield "batch.sequence_length", half, f"{OTHER_RUN}"
 
 
 def host_remedies(recipe: Recipe) -> Iterator[Remedy]:

@@ -108,6 +108,13 @@ def test_remedies_are_values_that_a_recipe_accepts_and_end_when_all_are_taken(tm
     ]
 
 
+@pytest.mark.parametrize(("length", "halved"), [(8, [4]), (4, []), (12, [])])
+def test_a_shorter_sequence_is_named_if_all_processes_can_share_it(length: int, halved: list[int]) -> None:
+    recipe = change(load(DEBUG), mesh={"context": 2, "tensor": 2}, batch={"sequence_length": length})
+    found = [value for key, value, _ in remedies(recipe, world("cpu", 4)) if key == "batch.sequence_length"]
+    assert found == halved
+
+
 def test_before_the_first_step_only_what_shrinks_the_state_is_named() -> None:
     lines = _advice(
         change(load(DEBUG), mesh={"replicate": 2, "shard": 2}), world("cuda", 4), on_host=False, started=False
