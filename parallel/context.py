@@ -14,6 +14,7 @@ from math import gcd
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -38,6 +39,7 @@ def split_over(model: nn.Module, axis: DeviceMesh, *, by: str) -> str:
         inner = block.get_submodule(name)
         block.set_submodule(name, ByHeads(inner, group) if by == "heads" else ByGathering(group))
     model.register_forward_pre_hook(_OwnPart(group, by), with_kwargs=True)
+    model.register_forward_hook(_WholeLogits(group, by), with_kwargs=True)
     how = {"heads": "tokens exchanged for heads", "gather": "keys and values gathered"}[by]
     return f"context parallelism: {group.size()} parts of every row, {how}"
 
@@ -61,13 +63,31 @@ class _OwnPart:
     def __call__(self, model: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if options.get("cache") is not None:  # a text that grows token by token: every process computes all of it
             return None
-        tokens, targets = arguments  # without targets each process would return the logits of its part alone
-        documents = options.get("documents")
+        tokens, documents = arguments[0], options.get("documents")
         whole = torch.arange(tokens.shape[1], device=tokens.device) if documents is None else documents.positions
         own = own_chunks(tokens.shape[1], self._group, by=self._by)
-        # Of (B, T), and of (T,) positions without documents.
-        tokens, targets, positions = (torch.cat([x[..., part] for part in own], -1) for x in (tokens, targets, whole))
-        return (tokens, targets), options | {"positions": positions}
+        # Of tokens, and of targets if there are any (B, T), and of positions, (T,) without documents.
+        *parts, positions = (torch.cat([x[..., part] for part in own], -1) for x in (*arguments, whole))
+        return tuple(parts), options | {"positions": positions}
+
+
+class _WholeLogits:
+    """Without targets, every process returns the logits of all tokens, as a model that is not cut does."""
+
+    def __init__(self, group: ProcessGroup, by: str) -> None:
+        self._group, self._by = group, by
+
+    def __call__(self, model: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Tensor) -> Any:
+        """output: (B, P, V), or the loss. Returns (B, T, V), or the loss."""
+        if output.dim() == 0 or options.get("cache") is not None:
+            return None
+        length = output.shape[1] * self._group.size()
+        whole = output.new_zeros(output.shape[0], length, output.shape[2])
+        parts = own_chunks(length, self._group, by=self._by)
+        for part, logits in zip(parts, output.chunk(len(parts), dim=1), strict=True):
+            whole[:, part] = logits
+        dist.all_reduce(whole, group=self._group)  # the others add zeros
+        return whole
 
 
 class ByHeads(nn.Module):

@@ -41,6 +41,7 @@ def build_model(
         activation_checkpointing=ActivationCheckpointingConfig(mode),
         compile=CompileConfig(compiled),
         fsdp=fsdp,
+        context_by=mesh.context_by,
     )
     materialize(model, device=torch.device("cpu"), seed=seed)
     return model, report
