@@ -7,6 +7,7 @@ from typing import BinaryIO, cast
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -126,6 +127,9 @@ def export_model(
         world: all processes; None = this process alone.
         max_bytes: size limit of one file.
     """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # a forward pass without a backward pass leaves weights gathered, in the compute type
     parameters = {plain_name(name): parameter.detach() for name, parameter in model.named_parameters()}
     files = _files(description.model, {name: parameter.dtype for name, parameter in parameters.items()}, max_bytes)
 
