@@ -67,7 +67,10 @@ def split_over(model: nn.Module, axis: DeviceMesh, *, float8_gathers: bool = Fal
         interface.head_norm: SequenceParallel(),
     }
     if interface.head is not None:
-        outside[interface.head] = ColwiseParallel(input_layouts=TOKENS, output_layouts=Shard(-1))
+        # FSDP warns of modules that return views, as the local part of a DTensor is: the loss takes it.
+        outside[interface.head] = ColwiseParallel(
+            input_layouts=TOKENS, output_layouts=Shard(-1), use_local_output=False
+        )
     else:
         assert interface.tied_head is not None
         outside[interface.tied_head] = PrepareModuleInput(
@@ -136,6 +139,7 @@ class VocabularyParallelLoss(nn.Module):
 
     def forward(self, logits: Tensor, targets: Tensor | None) -> Tensor:
         """logits: (B, T, V / degree); targets: (B, T), equal in the group. Returns the sum, or all logits (B, T, V)."""
+        logits = _local(logits)
         if targets is None:
             parts = [torch.empty_like(logits) for _ in range(self.group.size())]
             dist.all_gather(parts, logits.contiguous(), group=self.group)
