@@ -213,7 +213,11 @@ def _cells(result: Result, first: float | None, gap: Sequence[tuple[int, float]]
         *percent,
         f"{result['peak_memory_gib']:.2f}",
         "not finite" if result["final_loss"] is None else f"{result['final_loss']:.4f}",
-        "not comparable" if gap is None else "not finite" if mean is None else f"{mean:+.4f}",
+        "not comparable"
+        if gap is None
+        else "not finite"
+        if mean is None
+        else f"{round(mean, 4) + 0.0:+.4f}",  # not -0.0000
     ]
 
 
