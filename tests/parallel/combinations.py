@@ -77,7 +77,7 @@ _CASES = """
 1.1.1.2  plain untied documents chunks accumulate,zero2 full selective,untied offload masked last llama3 bf16
 1.1.1.2  bf16,reduce16,prefetch,chunks tensorwise tensorwise,full,untied rowwise rowwise_with_gw_hp
 1.1.1.2  tensorwise,gather_activations
-1.1.1.2  compile,documents compile,full,untied compile,selective compile,tensorwise
+1.1.1.2  compile,selective,documents compile,full,untied compile,tensorwise
 1.1.2.1  plain untied documents chunks accumulate,zero2 full selective,documents offload masked last
 1.1.2.1  llama3,documents bf16 tensorwise tensorwise,all_gather rowwise rowwise_with_gw_hp
 1.1.2.1  rowwise,accumulate,documents gather gather,documents gather,untied,full gather,masked gather,bf16,selective
