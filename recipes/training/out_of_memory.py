@@ -5,7 +5,9 @@ import re
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,6 +17,7 @@ from recipes.fields import toml
 from recipes.files.atomic import Lines
 from recipes.files.layout import LOG_FILE, RECIPE
 from recipes.files.screen import tell
+from recipes.mesh_rules import float8_fits_tensor, mesh_divides_model, require_fits_world
 from recipes.metrics.clock import START, RunClock
 from recipes.schema import Recipe
 
@@ -99,9 +102,10 @@ def _advice(recipe: Recipe, world: World, *, on_host: bool, started: bool = True
 def remedies(recipe: Recipe, world: World) -> Iterator[Remedy]:
     """What saves memory of a device and is not at its end in this recipe; first what costs least."""
     batch, fsdp = recipe.batch, recipe.fsdp
-    if (micro := batch.micro_batch_size) > 1:
-        smaller = next(size for size in range(micro // 2, 0, -1) if micro % size == 0)
-        yield "batch.micro_batch_size", smaller, f"instead of {micro}: less at a time, in the same global batch"
+    micro = batch.micro_batch_size
+    smaller = (size for size in range(micro // 2, 0, -1) if micro % size == 0)
+    if size := next((size for size in smaller if _fits(recipe, world, batch={"micro_batch_size": size})), None):
+        yield "batch.micro_batch_size", size, f"instead of {micro}: less at a time, in the same global batch"
     if batch.loss_chunks < 16:
         yield "batch.loss_chunks", max(4, 2 * batch.loss_chunks), "holds the logits of one chunk only"
     modes = ("none", "selective", "full")
@@ -114,13 +118,37 @@ def remedies(recipe: Recipe, world: World) -> Iterator[Remedy]:
     if (degrees := recipe.mesh.fit(world.size, nodes=len(world.nodes))).replicate > 1:
         whole = degrees.data_parallel
         yield "mesh.shard", whole, "with mesh.replicate = 1: each process holds a smaller part of the state"
+    yield from _parts(recipe, world)
     if recipe.optimizer.state_dtype == "float32" and max(recipe.optimizer.betas) <= 0.99:
         yield "optimizer.state_dtype", "bfloat16", f"halves the moments; {OTHER_RUN}"
     if world.device.type == "cuda" and not fsdp.cpu_offload:
         yield "fsdp.cpu_offload", True, "keeps the sharded state in host memory; slow"
-    half, parts = batch.sequence_length // 2, degrees.context * degrees.tensor
-    if half >= parts and half % parts == 0:
+    half = batch.sequence_length // 2
+    if half and _fits(recipe, world, batch={"sequence_length": half}):
         yield "batch.sequence_length", half, f"{OTHER_RUN}"
+
+
+def _parts(recipe: Recipe, world: World) -> Iterator[Remedy]:
+    """More parts of sequences or matrices, where these processes can have them."""
+    rest = {} if recipe.mesh.shard == "node" else {"shard": -1}
+    also = "" if recipe.mesh.shard in (-1, "node") else "with mesh.shard = -1: "
+    for axis, parts in (("context", "every sequence"), ("tensor", "every matrix")):
+        degree = 2 * getattr(recipe.mesh, axis)
+        if _fits(recipe, world, mesh={axis: degree, **rest}):
+            yield f"mesh.{axis}", degree, f"{also}{degree} processes share {parts} and its activations"
+
+
+def _fits(recipe: Recipe, world: World, **changes: dict[str, Any]) -> bool:
+    """Whether these processes can share the recipe with these changes: section -> field -> value."""
+    recipe = replace(recipe, **{name: replace(getattr(recipe, name), **new) for name, new in changes.items()})
+    mesh, batch, float8 = recipe.mesh, recipe.batch, recipe.float8
+    known = {"processes": world.size, "nodes": len(world.nodes)}
+    try:
+        require_fits_world(mesh, batch, nodes=world.nodes)
+    except UserError:
+        return False
+    found = mesh_divides_model(mesh, model=recipe.model, batch=batch, float8=float8, **known)
+    return not [*found, *float8_fits_tensor(mesh, float8=float8)]
 
 
 def host_remedies(recipe: Recipe) -> Iterator[Remedy]:

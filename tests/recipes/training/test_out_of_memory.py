@@ -91,7 +91,7 @@ def test_remedies_are_values_that_a_recipe_accepts_and_end_when_all_are_taken(tm
             break
         key, value, _ = found[0]
         section, name = key.split(".")
-        fields = {name: value} | ({"replicate": 1} if section == "mesh" else {})
+        fields = ({"replicate": 1, "shard": -1} if section == "mesh" else {}) | {name: value}
         recipe = replace(recipe, **{section: replace(getattr(recipe, section), **fields)})
         (tmp_path / "recipe.toml").write_text(to_toml(recipe))
         assert load(tmp_path / "recipe.toml", processes=4) == recipe
@@ -103,16 +103,31 @@ def test_remedies_are_values_that_a_recipe_accepts_and_end_when_all_are_taken(tm
         "fsdp.reshard_after_forward",
         "fsdp.prefetch",
         "mesh.shard",
+        *["mesh.context"] * 2,
         "optimizer.state_dtype",
         "fsdp.cpu_offload",
     ]
 
 
-@pytest.mark.parametrize(("length", "halved"), [(8, [4]), (4, []), (12, [])])
-def test_a_shorter_sequence_is_named_if_all_processes_can_share_it(length: int, halved: list[int]) -> None:
-    recipe = change(load(DEBUG), mesh={"context": 2, "tensor": 2}, batch={"sequence_length": length})
+@pytest.mark.parametrize(
+    ("length", "by", "halved"),
+    [(8, "heads", [4]), (4, "heads", []), (12, "heads", []), (16, "gather", [8]), (8, "gather", [])],
+)
+def test_a_shorter_sequence_is_named_if_all_processes_can_share_it(length: int, by: str, halved: list[int]) -> None:
+    mesh = {"context": 2, "tensor": 2, "context_by": by}
+    recipe = change(load(DEBUG), mesh=mesh, batch={"sequence_length": length})
     found = [value for key, value, _ in remedies(recipe, world("cpu", 4)) if key == "batch.sequence_length"]
     assert found == halved
+
+
+def test_parts_of_sequences_and_matrices_are_named_if_processes_can_share_them() -> None:
+    recipe = change(load(DEBUG), mesh={"shard": 4}, batch={"micro_batch_size": 1})
+    found = {key: (value, effect) for key, value, effect in remedies(recipe, world("cuda", 4))}
+    assert found["mesh.context"][0] == found["mesh.tensor"][0] == 2
+    assert all(found[key][1].startswith("with mesh.shard = -1: ") for key in ("mesh.context", "mesh.tensor"))
+    recipe = change(recipe, mesh={"shard": -1}, float8={"recipe": "tensorwise", "all_gather": True, "emulate": True})
+    assert not [key for key, *_ in remedies(recipe, world("cuda", 1)) if key.startswith("mesh")]
+    assert [key for key, *_ in remedies(recipe, world("cuda", 2)) if key.startswith("mesh")] == ["mesh.context"]
 
 
 def test_before_the_first_step_only_what_shrinks_the_state_is_named() -> None:
