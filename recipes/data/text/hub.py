@@ -81,6 +81,8 @@ def download_hint(spec: str, file: str = "") -> str:
     file: the only file that is needed; "" = all of them.
     """
     match = re.fullmatch(r"(?:hf:|https://huggingface\.co/)?([A-Za-z0-9][\w.-]*)/([\w.-]+)/?", spec)
+    if match is not None and match[1] == "runs":  # the default of run.output
+        return "; it would be the folder of a run: train that run first, or write another path"
     if match is None or Path(match[1]).exists():  # a wrong name in a folder of this machine
         return ""
     command = " ".join(["hf download", f"{match[1]}/{match[2]}", *([file] if file else []), f"--local-dir {match[2]}"])

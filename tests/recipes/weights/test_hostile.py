@@ -152,6 +152,7 @@ def test_a_folder_that_this_user_may_not_read_is_refused(mode: int, name: str, f
         ("x" * 300, "cannot be read: File name too long"),
         ("~nobody-of-this-name/x", "~nobody-of-this-name/x cannot be read: Could not determine home directory"),
         ("a/b/c", "a/b/c does not exist"),
+        ("runs/not_trained_yet", "runs/not_trained_yet does not exist; it would be the folder of a run: train that"),
     ],
 )
 def test_a_path_that_cannot_be_is_refused(written: str, said: str) -> None:
