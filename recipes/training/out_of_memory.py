@@ -17,7 +17,7 @@ from recipes.fields import toml
 from recipes.files.atomic import Lines
 from recipes.files.layout import LOG_FILE, RECIPE
 from recipes.files.screen import tell
-from recipes.mesh_rules import float8_fits_tensor, mesh_divides_model, require_fits_world
+from recipes.mesh_rules import float8_fits_tensor, gather_has_a_kernel, mesh_divides_model, require_fits_world
 from recipes.metrics.clock import START, RunClock
 from recipes.schema import Recipe
 
@@ -148,7 +148,8 @@ def _fits(recipe: Recipe, world: World, **changes: dict[str, Any]) -> bool:
     except UserError:
         return False
     found = mesh_divides_model(mesh, model=recipe.model, batch=batch, float8=float8, **known)
-    return not [*found, *float8_fits_tensor(mesh, float8=float8)]
+    others = [*float8_fits_tensor(mesh, float8=float8), *gather_has_a_kernel(mesh, attention=recipe.attention)]
+    return not [*found, *others]
 
 
 def host_remedies(recipe: Recipe) -> Iterator[Remedy]:
