@@ -74,11 +74,15 @@ def _overlap_options(group: ProcessGroup, mode: str | None) -> dict[str, Any]:
     import torch._inductor
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
-    from parallel.overlap import BringMessagesToProducts
+    from parallel.overlap import BringMessagesToProducts, RequireFusedMessages
 
     with warnings.catch_warnings():
         # torch 2.13 calls it deprecated and unnecessary, but fuses nothing in a group without it.
         warnings.simplefilter("ignore", FutureWarning)
         enable_symm_mem_for_group(group.group_name)
-    switches = {"_micro_pipeline_tp": True, "post_grad_custom_pre_pass": BringMessagesToProducts()}
+    switches = {
+        "_micro_pipeline_tp": True,
+        "post_grad_custom_pre_pass": BringMessagesToProducts(),
+        "post_grad_custom_post_pass": RequireFusedMessages(),
+    }
     return {**(torch._inductor.list_mode_options(mode) if mode else {}), **switches}

@@ -1,4 +1,4 @@
-"""A change to compiled graphs that lets Inductor fuse more messages with products.
+"""A change to compiled graphs that lets Inductor fuse more messages with products, and a look at what it fused.
 
 It fuses a gather with the products of its very output, and a scatter with the one product that it follows. In the
 backward pass of linears that read the same activation a scatter follows the sum of their products, A1 @ B1 + A2 @ B2,
@@ -13,6 +13,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.virtualized import V
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_map_only
+
+from parallel.errors import UserError
 
 aten = torch.ops.aten
 
@@ -35,6 +37,29 @@ class BringMessagesToProducts(CustomGraphPass):
                 with graph.inserting_before(whole):
                     whole.replace_all_uses_with(_joined(graph, products, shape))
         graph.eliminate_dead_code()
+
+    def uuid(self) -> Any:
+        """Part of the key of Inductor's cache."""
+        return get_hash_for_files((__file__,))
+
+
+class RequireFusedMessages(CustomGraphPass):
+    """Runs after it has fused. Where it recognizes nothing, as other versions of torch may, it only goes on."""
+
+    def __call__(self, graph: Graph) -> None:
+        """Raise UserError for the graph of a forward pass that sends messages, but none during a product.
+
+        In every precision, the two scatters of a block's forward pass follow one product each.
+        """
+        names = [node.target.__name__ for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+        sends = any(name.startswith(("all_gather_into_tensor", "reduce_scatter_tensor")) for name in names)
+        fused = any(name.startswith("fused_") for name in names)
+        backward = any(node.name.startswith("tangents") for node in graph.find_nodes(op="placeholder"))
+        if sends and not fused and not backward:
+            raise UserError(
+                f"mesh.overlap_tensor: torch {torch.__version__} fuses none of the tensor-parallel messages of a block"
+                " with products; write overlap_tensor = false"
+            )
 
     def uuid(self) -> Any:
         """Part of the key of Inductor's cache."""

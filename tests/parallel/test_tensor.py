@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -92,8 +93,9 @@ def run_graphs_without_generating_code(graphs: list[Counter[str]]) -> torch.libr
     torch._inductor.config.fx_graph_cache = False
     dist.is_nccl_available = lambda: True
     library = torch.library.Library("symm_mem", "IMPL")
-    library.impl("fused_all_gather_matmul", fused._fused_all_gather_matmul_fallback, "CPU")
-    library.impl("fused_matmul_reduce_scatter", fused._fused_matmul_reduce_scatter_fallback, "CPU")
+    for product in ("matmul", "scaled_matmul"):
+        for name in (f"fused_all_gather_{product}", f"fused_{product}_reduce_scatter"):
+            library.impl(name, getattr(fused, f"_{name}_fallback"), "CPU")
     return library
 
 
@@ -117,8 +119,13 @@ def overlapped() -> dict[str, Any]:
     torch._dynamo.reset()
     compile_blocks(plain, CompileConfig(True), device_type="cuda")
     longer = [len(gradients_of_a_block(plain.blocks[0], 1, tokens)) for tokens in (TOKENS, 2 * TOKENS)]
+    torch._dynamo.reset()
+    # As a version of torch that writes or looks for other graphs.
+    nothing = patch("torch._inductor.fx_passes.post_grad.micro_pipeline_tp_pass", lambda graph: None)
+    with nothing, pytest.raises(Exception, match="fuses none of the tensor-parallel") as refusal:
+        gradients_of_a_block(compiled.blocks[0], 1)
     stop()
-    return {"graphs": seen, "differences": differences, "longer": longer}
+    return {"graphs": seen, "differences": differences, "longer": longer, "refusal": str(refusal.value)}
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +151,38 @@ def test_overlap_changes_no_gradient_beyond_rounding(overlap: dict[str, Any]) ->
 def test_a_single_row_of_another_length_is_compiled_too(overlap: dict[str, Any]) -> None:
     """torch 2.13 cannot, where the axis of the row is dropped, as it is for overlap."""
     assert overlap["longer"] == [10, 10]
+
+
+def test_overlap_that_fuses_nothing_is_an_error(overlap: dict[str, Any]) -> None:
+    assert "write overlap_tensor = false" in overlap["refusal"]
+
+
+def overlapped_in_float8() -> dict[str, list[Counter[str]]]:
+    """Of two ranks, one of which is fake: gloo sends no float8 numbers."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    graphs: list[Counter[str]] = []
+    _library = run_graphs_without_generating_code(graphs)
+    found = {}
+    with patch("parallel.float8._require_float8_units"), patch("parallel.float8._as_sent", lambda data, _: data):
+        for name, gathers in (("plain", False), ("gathered", True)):
+            torch._dynamo.reset()
+            model = split_model(Float8Config(recipe="tensorwise", gather_activations=gathers), overlapped=True)
+            compile_blocks(model, CompileConfig(True), device_type="cuda", overlapped=dist.group.WORLD)
+            gradients_of_a_block(model.blocks[0], 2)
+            found[name] = graphs[-2:]
+    stop()
+    return found
+
+
+def test_overlap_fuses_gathers_of_float8_and_the_scatters_of_the_forward_pass() -> None:
+    [found] = run_processes(1, overlapped_in_float8)
+    for name, gathers in (("plain", 0), ("gathered", 2)):
+        forward, backward = found[name]
+        assert forward["fused_all_gather_scaled_matmul"] == backward["fused_all_gather_scaled_matmul"] == gathers
+        assert forward["fused_scaled_matmul_reduce_scatter"] == 2
+        assert backward["fused_scaled_matmul_reduce_scatter"] == 0
 
 
 class LargestOfFloat32(TorchDispatchMode):
