@@ -49,6 +49,6 @@ class BatchConfig:
     global_batch_size: Annotated[int, Ge(1)] = 16
     """Sequences per optimizer step over all processes; gradient accumulation makes up the difference."""
     micro_batch_size: Annotated[int, Ge(1)] = 1
-    """Sequences per process in one forward and backward pass."""
+    """Sequences per process in one forward and backward pass; with context or tensor, per group that shares them."""
     loss_chunks: Annotated[int, Ge(1)] = 1
     """Compute the loss in this many chunks of tokens, to hold the float32 logits of only one; 1 = all at once."""
