@@ -164,6 +164,8 @@ def unknown_section(name: str) -> str:
     """The message for a [section] that does not exist."""
     if _means_pipeline(name):
         return NO_PIPELINE
+    if axis := _axis(name):
+        return f"unknown section; did you mean {axis}?"
     close = get_close_matches(_normal(name), sections(), n=1)
     hint = f"did you mean [{close[0]}]?" if close else f"the sections are {listed(sections())}"
     return f"unknown section; {hint}"
@@ -178,6 +180,8 @@ def unknown_key(key: str) -> str:
         return f"is a section; its keys are {listed(key for key in field_types() if key.startswith(name + '.'))}"
     if _means_pipeline(name):
         return NO_PIPELINE
+    if axis := _axis(name):
+        return f"unknown key; did you mean {axis}?"
     names = {known: known.partition(".")[2] for known in field_types()}
     of_section = {bare: known for known, bare in names.items() if known.startswith(section + ".")}
     if name in of_section:
@@ -197,6 +201,13 @@ def unknown_key(key: str) -> str:
 
 def _means_pipeline(name: str) -> bool:
     return _normal(name).startswith("pipeline") or _normal(name) in ("pp", "pp_size", "pp_degree")
+
+
+def _axis(name: str) -> str | None:
+    """The field of [mesh] that other programs call tensor_parallel_degree, tp, cp_size, ...; None if it is not one."""
+    axes = {"tp": "mesh.tensor", "tensor_parallel": "mesh.tensor", "cp": "mesh.context"}
+    axes |= {"context_parallel": "mesh.context", "sequence_parallel": "mesh.tensor, which includes it, or mesh.context"}
+    return axes.get(re.sub("(_degree|_size)?$", "", _normal(name), count=1))
 
 
 def _normal(name: str) -> str:

@@ -280,6 +280,20 @@ def test_pipeline_parallelism_is_refused_by_name_with_the_arithmetic(text: str, 
     assert "beyond 16,000 GPUs" in message and "write shard = -1" in message and "mesh.tensor" in message
 
 
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("[mesh]\ntensor_parallel_degree = 2\n", "mesh.tensor"),
+        ("[mesh]\ntp = 2\n", "mesh.tensor"),
+        ("[mesh]\ncontext_parallel = 2\n", "mesh.context"),
+        ("[mesh]\nsequence_parallel = true\n", "mesh.tensor, which includes it, or mesh.context"),
+        ("[tensor_parallel]\nsize = 2\n", "mesh.tensor"),
+    ],
+)
+def test_names_that_other_programs_give_an_axis_lead_to_its_field(text: str, field: str) -> None:
+    assert f"did you mean {field}?" in refused(MODEL + text)
+
+
 def test_an_unknown_size_is_refused_with_all_sizes() -> None:
     assert "(command line) unknown size; the sizes" in refused(MODEL, "--model.name", "gpt-5")
 
