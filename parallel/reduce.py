@@ -1,5 +1,6 @@
 """Sums over named groups of processes: loss, token counts, gradient norm, and clipping."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -17,6 +18,17 @@ def sum_over_group(value: Tensor, group: ProcessGroup) -> Tensor:
     """`value` summed over the processes of the group, in place; the host does not wait for the device."""
     dist.all_reduce(value, group=group)
     return value
+
+
+def largest_in_groups(value: Tensor, groups: Iterable[ProcessGroup]) -> Tensor:
+    """The largest of the values that the processes of these groups have, infinite if any is NaN.
+
+    It is equal on all of them to the bit. (The order of a sum is NCCL's choice in each group.) The host does not wait.
+    """
+    largest = torch.where(value.isfinite(), value, math.inf)
+    for group in groups:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return largest
 
 
 def reduce_loss_and_times(loss: Tensor, times: list[float], *, loss_group: ProcessGroup) -> tuple[float, Tensor]:
@@ -51,6 +63,26 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
                 dist.all_reduce(square, group=mesh.get_group(axis))
         squares.append(square)
     return torch.stack(squares).sum().sqrt()
+
+
+@record_function("gradient norm")
+def share_gradients_of_copies(parameters: Iterable[nn.Parameter], axis: DeviceMesh) -> None:
+    """Give all processes along the axis the first one's gradients of what each of them holds whole, in place.
+
+    FSDP has summed these in a group of its own for each of them, and NCCL may choose another order in each. Copies that
+    differ by such roundings drift apart (bigscience-workshop/Megatron-DeepSpeed #271, NVIDIA-NeMo/Automodel #3822).
+    """
+    [name] = axis.mesh_dim_names or ("",)
+    copies = []
+    for gradient in _gradients(parameters):
+        names = gradient.device_mesh.mesh_dim_names or ()
+        if gradient.placements[names.index(name)].is_replicate():
+            copies.append(gradient.to_local())
+    together = torch.cat([copy.flatten() for copy in copies])
+    if len(together):  # FSDP leaves some processes no part of small parameters
+        dist.broadcast(together, group=axis.get_group(), group_src=0)
+        parts = together.split([copy.numel() for copy in copies])
+        torch._foreach_copy_(copies, [part.view_as(copy) for part, copy in zip(parts, copies, strict=True)])
 
 
 @record_function("gradient clipping")

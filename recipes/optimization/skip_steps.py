@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from parallel.mesh import Mesh
-from parallel.reduce import sum_over_group
+from parallel.reduce import largest_in_groups, sum_over_group
 
 WINDOW = 64
 """A new loss is compared with this many losses of good steps."""
@@ -33,25 +33,19 @@ class StepGuard:
     def __init__(self, mesh: Mesh, *, device: torch.device, max_skipped_steps: int, loss_spike_z: float = 0.0) -> None:
         """max_skipped_steps, loss_spike_z: as in the [run] section of a recipe."""
         self._loss_group = mesh.loss_group
-        tensor = mesh.tensor.get_group() if mesh.tensor is not None else None
-        replicas = mesh.replicate_group if mesh.degrees.replicate > 1 else None
         # Processes along these could judge differently: each copy of the model has a gradient norm of its own, and each
         # process of a tensor group has copies of the loss and of the gradients of norms.
-        self._loss_copies = tensor
-        self._judges = [group for group in (replicas, tensor) if group is not None]
+        self._loss_copies = [mesh.tensor.get_group()] if mesh.tensor is not None else []
+        self._judges = [mesh.replicate_group] if mesh.degrees.replicate > 1 else []
+        self._judges += self._loss_copies
         self._max_skipped_steps, self._spike_z = max_skipped_steps, loss_spike_z
         self._window = torch.full((WINDOW,), math.nan, device=device)
         self._in_a_row = 0
         self._judged: list[tuple[int, Tensor, Tensor]] = []  # (step, whether skipped, norm) since skipped() was called
 
     def norm_of_all(self, norm: Tensor) -> Tensor:
-        """This process's gradient norm; NaN or infinite on all processes if that of one of them is."""
-        if not self._judges:
-            return norm
-        total = norm.clone()
-        for group in self._judges:
-            sum_over_group(total, group)
-        return torch.where(total.isfinite(), norm, total)
+        """The gradient norm that all processes use: the largest of theirs, infinite if one of them is NaN."""
+        return largest_in_groups(norm, self._judges) if self._judges else norm
 
     def should_skip(self, step: int, *, loss: Tensor, norm: Tensor) -> Tensor:
         """1.0 on the device if the step must be skipped, else 0.0: the found_inf of torch's fused optimizers.
@@ -61,8 +55,8 @@ class StepGuard:
         skip = ~norm.isfinite()
         if self._spike_z:
             mean_loss = sum_over_group(loss.clone(), self._loss_group)
-            if self._loss_copies is not None:
-                mean_loss = sum_over_group(mean_loss, self._loss_copies) / self._loss_copies.size()
+            if self._loss_copies:
+                mean_loss = largest_in_groups(mean_loss, self._loss_copies)
             # Until the window is full it holds NaN, which makes the limit NaN, and no loss exceeds that.
             limit = self._window.mean() + self._spike_z * self._window.std()
             skip = skip.to(loss.device) | ~mean_loss.isfinite() | (mean_loss > limit)

@@ -9,7 +9,7 @@ from models.loss import IGNORED
 from parallel.dist import World
 from parallel.errors import CorruptState
 from parallel.float8 import precompute_scales
-from parallel.reduce import clip_gradients, gradient_norm, sum_over_group
+from parallel.reduce import clip_gradients, gradient_norm, share_gradients_of_copies, sum_over_group
 from recipes.data.loader import MicroBatch
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard, backward
@@ -52,6 +52,8 @@ def train_step(
         backward(micro_loss)
         loss += micro_loss.detach()
     norm = guard.norm_of_all(gradient_norm(parameters))
+    if built.mesh.tensor is not None:  # after the norm, which shows what is wrong with any copy
+        share_gradients_of_copies(parameters, built.mesh.tensor)
     if built.grad_clip > 0:
         clip_gradients(parameters, norm=norm, max_norm=built.grad_clip)
     # torch's fused kernels leave parameters, moments and step counters alone where this is 1 (made for GradScaler).

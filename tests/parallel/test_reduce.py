@@ -6,15 +6,23 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 from models.sizes import SIZES
 from parallel.config import MeshConfig
 from parallel.dist import SILENT, World, on_all, on_main, on_main_first, start, stop
 from parallel.errors import TemporaryError, UserError
-from parallel.reduce import clip_gradients, gradient_norm, sum_over_group
+from parallel.reduce import (
+    clip_gradients,
+    gradient_norm,
+    largest_in_groups,
+    share_gradients_of_copies,
+    sum_over_group,
+)
 from recipes.training.interruption import Agreement
 from tests.build import build_model
+from tests.meshes import mesh_config
 from tests.processes import run_processes
 
 
@@ -183,3 +191,47 @@ def test_work_on_all_returns_the_own_result_of_each_rank(answers: list[dict]) ->
 
 def test_a_sum_over_processes_is_the_same_on_all_ranks(answers: list[dict]) -> None:
     assert [answer["total"] for answer in answers] == [6.0] * 3
+
+
+def round_differently(meshes: list[str]) -> list[list[dict[str, list[float]]]]:
+    """By mesh: this rank's gradients, and the same after rank 3 has rounded those of norms and all have shared them."""
+    world, found = start("cpu", seed=0), []
+    tokens = torch.randint(0, 4096, (2, 17), generator=torch.Generator().manual_seed(0))
+    for mesh in meshes:
+        model, _ = build_model(SIZES["llama3_debug"], mesh=mesh_config(mesh))
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        gradients = {name: parameter.grad.to_local() for name, parameter in model.named_parameters()}
+        before = {name: gradient.tolist() for name, gradient in gradients.items()}
+        if world.rank == 3:
+            torch._foreach_mul_([gradient for name, gradient in gradients.items() if "norm" in name], 1 + 1e-6)
+        share_gradients_of_copies(model.parameters(), model.norm.weight.device_mesh["tensor"])
+        found.append([before, {name: gradient.tolist() for name, gradient in gradients.items()}])
+    stop()
+    return found
+
+
+def test_what_a_tensor_group_holds_alike_gets_equal_gradients_however_they_were_rounded() -> None:
+    meshes = ["1.2.1.2", "2.1.1.2", "1.1.2.2"]
+    answers = run_processes(4, round_differently, meshes)
+    for mesh, of_mesh in zip(meshes, zip(*answers, strict=True), strict=True):
+        for rank, (before, after) in enumerate(of_mesh):
+            assert after == before, (mesh, rank)
+        for one, other in (of_mesh[:2], of_mesh[2:]):  # the tensor groups
+            alike = [name for name in one[0] if one[0][name] == other[0][name]]
+            assert {name for name in one[0] if "norm" in name} == set(alike), mesh
+
+
+def agree_on_largest(values: list[list[float]]) -> list[float]:
+    """What a rank of 2 x 2 has of each list, after the rows and then the columns have agreed."""
+    world = start("cpu", seed=0)
+    devices = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "tensor"))
+    groups = [devices.get_group(axis) for axis in ("replicate", "tensor")]
+    found = [largest_in_groups(torch.tensor(one[world.rank]), groups).item() for one in values]
+    stop()
+    return found
+
+
+def test_the_largest_value_is_that_of_all_groups_and_infinite_beside_nan() -> None:
+    values = [[1.0, 1.0, 1.0, 1.1], [0.1] * 4, [1.0, 1.0, math.nan, 1.0], [1.0, -math.inf, 1.0, 1.0]]
+    largest = [torch.tensor(1.1).item(), torch.tensor(0.1).item(), math.inf, math.inf]
+    assert run_processes(4, agree_on_largest, values) == [largest] * 4
