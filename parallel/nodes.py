@@ -69,25 +69,33 @@ def require_neighbours(nodes: Sequence[Node], *, tensor: int) -> None:
 
 
 def placement(degrees: MeshDegrees, nodes: Sequence[Node]) -> list[str]:
-    """One line that says where the shard groups are; no line for a single node."""
+    """One line that says where the groups of FSDP and of context parallelism are; no line for a single node."""
     if len(nodes) == 1:
         return []
-    node_of = {rank: number for number, node in enumerate(nodes) for rank in node.ranks}
-    firsts = range(0, degrees.processes, degrees.copy)
-    spans = [len({node_of[rank] for rank in range(first, first + degrees.copy)}) for first in firsts]
     sizes = sorted({len(node.ranks) for node in nodes})
     processes = " or ".join(map(str, sizes)) + (" process" if sizes == [1] else " processes")
-    if degrees.copy == 1:
-        where = "nothing is sharded"
-    elif max(spans) == 1:
-        where = "each shard group is inside one node"
-    elif min(spans) == 1:
+    where = ["nothing is sharded"]
+    if degrees.copy > degrees.tensor:  # tensor groups, which are neighbours, are inside nodes
+        where = [_spans("shard", degrees.copy, nodes)]
+    elif degrees.tensor > 1:
+        where = ["each copy of the model is inside one node"]
+    if degrees.context > 1:
+        where.append(_spans("context", degrees.context * degrees.tensor, nodes))
+    names = abbreviated([node.name for node in nodes])
+    return [f"nodes: {len(nodes)} of {processes} ({names}); {', '.join(where)}"]
+
+
+def _spans(name: str, ranks: int, nodes: Sequence[Node]) -> str:
+    """Whether groups cross nodes. ranks: how many neighbours have groups of their own, which lie on the same nodes."""
+    node_of = {rank: number for number, node in enumerate(nodes) for rank in node.ranks}
+    spans = [len({node_of[rank] for rank in range(first, first + ranks)}) for first in range(0, len(node_of), ranks)]
+    if max(spans) == 1:
+        return f"each {name} group is inside one node"
+    if min(spans) == 1:
         crossing = sum(span > 1 for span in spans)
-        where = f"{crossing} of {len(spans)} shard groups {'crosses' if crossing == 1 else 'cross'} nodes"
-    else:
-        span = f"{min(spans)}" if min(spans) == max(spans) else f"{min(spans)} to {max(spans)}"
-        where = f"each shard group spans {span} nodes"
-    return [f"nodes: {len(nodes)} of {processes} ({abbreviated([node.name for node in nodes])}); {where}"]
+        return f"{crossing} of {len(spans)} {name} groups {'crosses' if crossing == 1 else 'cross'} nodes"
+    span = f"{min(spans)}" if min(spans) == max(spans) else f"{min(spans)} to {max(spans)}"
+    return f"each {name} group spans {span} nodes"
 
 
 def abbreviated(names: Sequence[str]) -> str:

@@ -43,21 +43,28 @@ def test_nodes_with_scattered_ranks_are_refused_by_name() -> None:
         require_like_nodes(arrange([("a", 0), ("b", 1)] * 2))
 
 
+TWO = "nodes: 2 of 4 processes (gpu-0, gpu-1); "
+
+
 @pytest.mark.parametrize(
     ("degrees", "sizes", "line"),
     [
         ((1, 8), (8,), None),
-        ((2, 4), (4, 4), "nodes: 2 of 4 processes (gpu-0, gpu-1); each shard group is inside one node"),
-        ((4, 2), (4, 4), "nodes: 2 of 4 processes (gpu-0, gpu-1); each shard group is inside one node"),
-        ((1, 8), (4, 4), "nodes: 2 of 4 processes (gpu-0, gpu-1); each shard group spans 2 nodes"),
+        ((2, 4), (4, 4), f"{TWO}each shard group is inside one node"),
+        ((4, 2), (4, 4), f"{TWO}each shard group is inside one node"),
+        ((1, 8), (4, 4), f"{TWO}each shard group spans 2 nodes"),
         ((2, 6), (4, 4, 4), "nodes: 3 of 4 processes (gpu-0, gpu-1, gpu-2); each shard group spans 2 nodes"),
         ((4, 1), (1, 1, 1, 1), "nodes: 4 of 1 process (gpu-0, gpu-1, gpu-2, gpu-3); nothing is sharded"),
         ((3, 2), (3, 3), "nodes: 2 of 3 processes (gpu-0, gpu-1); 1 of 3 shard groups crosses nodes"),
+        ((1, 2, 2, 2), (4, 4), f"{TWO}each shard group spans 2 nodes, each context group is inside one node"),
+        ((2, 2, 1, 2), (4, 4), f"{TWO}each shard group is inside one node"),
+        ((4, 1, 1, 2), (4, 4), f"{TWO}each copy of the model is inside one node"),
+        ((1, 1, 4, 2), (4, 4), f"{TWO}each shard group spans 2 nodes, each context group spans 2 nodes"),
         ((4, 2), (3, 2, 3), "nodes: 3 of 2 or 3 processes (gpu-0, gpu-1, gpu-2); 2 of 4 shard groups cross nodes"),
     ],
 )
-def test_placement_says_which_nodes_a_shard_group_spans(
-    degrees: tuple[int, int], sizes: tuple[int, ...], line: str | None
+def test_placement_says_which_nodes_groups_span(
+    degrees: tuple[int, ...], sizes: tuple[int, ...], line: str | None
 ) -> None:
     assert placement(MeshDegrees(*degrees), nodes(*sizes)) == ([] if line is None else [line])
 
