@@ -32,10 +32,14 @@ class BringMessagesToProducts(CustomGraphPass):
             op="call_function", target=torch.ops._c10d_functional.reduce_scatter_tensor.default
         ):
             whole = _before_cutting(scatter.args[0])
-            products, shape = _summed_products(whole), whole.meta["val"].shape
-            if len(products) > 1 and all(product.meta["val"].shape[-1] == shape[-1] for product in products):
+            products = _summed_products(whole)
+            if len(products) < 2:
+                continue
+            result = whole.meta["val"]
+            sizes = {(product.meta["val"].shape[-1], product.meta["val"].numel()) for product in products}
+            if sizes == {(result.shape[-1], result.numel())}:  # else the sum repeats one of them
                 with graph.inserting_before(whole):
-                    whole.replace_all_uses_with(_joined(graph, products, shape))
+                    whole.replace_all_uses_with(_joined(graph, products, result.shape))
         graph.eliminate_dead_code()
 
     def uuid(self) -> Any:
