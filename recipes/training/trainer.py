@@ -49,7 +49,10 @@ class Trainer:
             if not number or isinstance(error, UserError):
                 raise
             # Sent to every process of the job, the signal ended a compiler, for example, or a rank that got it twice.
-            self.console.log(f"{signal.Signals(number).name} ended the run in the middle of a step; NOT SAVED")
+            # Or another rank failed, and the launcher ends this one with it.
+            done = self.step == self.recipe.run.steps
+            when = "after its last step; run the same command again" if done else "in the middle of a step; NOT SAVED"
+            self.console.log(f"{signal.Signals(number).name} ended the run {when}")
             return ended_by(number)
 
     def _loop(self) -> int:

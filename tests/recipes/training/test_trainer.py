@@ -2,14 +2,16 @@
 
 import json
 import math
+import signal
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
 from parallel.config import MeshConfig
+from parallel.dist import start, stop
 from recipes.load import load
 from recipes.schema import Recipe
 from tests.processes import run_processes
@@ -356,3 +358,31 @@ def test_rows_say_how_long_the_rest_takes_once_a_step_did_not_compile(finished: 
 
 def test_no_time_counts_as_after_the_last_step_before_it(finished: Recipe) -> None:
     assert all("end" not in row["wall_seconds"] for row in rows(finished) if "loss" in row)
+
+
+def end_by_a_signal(recipe: Recipe) -> list[tuple[int, str]]:
+    """Exit code and last line where another rank fails in step 2 and at the end, and the launcher sends SIGTERM."""
+    world, found = start("cpu", seed=0), []
+    for steps, name in ((1, "_train_step"), (recipe.run.steps, "_finish")):
+        with training(change(recipe, run={"name": name}), world) as trainer:
+            lines: list[str] = []
+            trainer.console.log = lambda text, lines=lines, **style: lines.append(text)
+            work = getattr(trainer, name)
+
+            def failing(*arguments: Any, trainer: Any = trainer, steps: int = steps, work: Any = work) -> Any:
+                if trainer.step < steps:
+                    return work(*arguments)
+                trainer.interruption.noted = signal.SIGTERM
+                raise RuntimeError("gloo: a peer has gone")
+
+            setattr(trainer, name, failing)
+            found.append((trainer.run(), lines[-1]))
+    stop()
+    return found
+
+
+def test_a_run_that_a_failing_rank_ends_with_a_signal_says_when(small: Recipe) -> None:
+    [(in_a_step, at_the_end)] = run_processes(1, end_by_a_signal, change(small, run={"steps": 3}))
+    code = 128 + signal.SIGTERM
+    assert in_a_step == (code, "SIGTERM ended the run in the middle of a step; NOT SAVED")
+    assert at_the_end == (code, "SIGTERM ended the run after its last step; run the same command again")
