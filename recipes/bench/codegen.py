@@ -60,6 +60,9 @@ def main(arguments: list[str]) -> int:
 def _run(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.recipe and options.write_docs:
         raise UserError("--write-docs writes the table of all recipes; leave out --recipe")
+    varied = [word for word in overrides if word.partition("=")[0] in variant("", False, "")[::2]]
+    if varied and not options.recipe:
+        raise UserError(f"{varied[0]}: without --recipe, every kind is counted; name a recipe to choose one")
     if options.out and not os.access(options.out.parent, os.W_OK):  # before minutes of counting
         raise UserError(f"{options.out.parent} is not a writable folder; write another --out")
     cases = [(options.recipe, overrides)] if options.recipe else list(_all_cases(overrides))

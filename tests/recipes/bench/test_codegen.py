@@ -202,6 +202,7 @@ def test_a_kernel_without_a_count_is_an_error_and_not_zero() -> None:
         (["--recipe", SMOLLM3, "--float8.recipe", "rowwise", "--float8.all_gather", "true"], "goes only with"),
         (["--recipe", SMOLLM3, "--mesh.tensor", "2"], "write tensor = 1"),
         (["--recipe", SMOLLM3, "--float8.recipe", "rowise"], "float8.recipe"),
+        (["--float8.recipe", "rowwise"], "name a recipe to choose one"),
         (["--recipe", SMOLLM3, "--write-docs"], "leave out --recipe"),
         (["--recipe", SMOLLM3, "--out", "no_such_folder/found.json"], "write another --out"),
     ],
