@@ -18,6 +18,8 @@ from parallel.errors import TemporaryError, UserError
 from parallel.nodes import Node, arrange
 
 Result = TypeVar("Result")
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""The new name is that of torch 2.13, which warns of the old one."""
 PREFIX = "shardwright/"
 """Prefix of our keys in the launcher's store."""
 SPOKEN = "spoken"

@@ -48,10 +48,10 @@ def compile_blocks(
         )
     if not config.enabled:
         return "compile: off"
-    compilers = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
-    if device_type == "cpu" and not any(shutil.which(compiler) for compiler in compilers):
+    if device_type == "cpu" and not cpp_compiler():
+        names = os.environ.get("CXX", "g++ or clang++")
         raise UserError(
-            f"compile.enabled = true needs a C++ compiler on a CPU ({' or '.join(compilers)} not found)"
+            f"compile.enabled = true needs a C++ compiler on a CPU ({names} not found)"
             "; install one or write compile.enabled = false"
         )
     blocks = blocks_of(model)
@@ -63,6 +63,12 @@ def compile_blocks(
     how = "autotuned during the first step" if config.autotune else "during the first step"
     overlap = "" if overlapped is None else ", tensor-parallel messages during products"
     return f"compile: {len(blocks)} blocks in place, {how}{overlap}"
+
+
+def cpp_compiler() -> str | None:
+    """The path of the C++ compiler that Inductor takes; None if there is none."""
+    names = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
+    return next((found for name in names if (found := shutil.which(name))), None)
 
 
 def _overlap_options(group: ProcessGroup, mode: str | None) -> dict[str, Any]:

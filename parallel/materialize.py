@@ -6,9 +6,10 @@ from math import prod
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from parallel.dist import all_gather_single
 
 
 def plain_name(name: str) -> str:
@@ -47,8 +48,6 @@ def whole(tensor: DTensor) -> Tensor:
     For parameters that tensor parallelism has cut into equal parts, and FSDP then into parts that may be unequal. Torch
     2.13 fails at these in full_tensor() ("_StridedShard"), and prints a warning for equal ones.
     """
-    # The name is new in torch 2.13, which warns of the old one.
-    gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
     mesh, part = tensor.device_mesh, tensor.to_local()
     cuts = {axis: cast(Shard, cut).dim for axis, cut in enumerate(tensor.placements) if not cut.is_replicate()}
     for axis, dim in cuts.items():  # FSDP's axis, the last to cut, comes first
@@ -58,6 +57,6 @@ def whole(tensor: DTensor) -> Tensor:
         if len(rows) < share:
             rows = torch.cat((rows, rows.new_zeros(share - len(rows), *rows.shape[1:])))
         gathered = rows.new_empty(share * mesh.size(axis), *rows.shape[1:])
-        gather(gathered, rows, group=mesh.get_group(axis))
+        all_gather_single(gathered, rows, group=mesh.get_group(axis))
         part = gathered[:length].movedim(0, dim)
     return part

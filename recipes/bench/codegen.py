@@ -20,6 +20,8 @@ from typing import Any
 
 from parallel.errors import UserError
 from recipes.load import CONFIGS, load, shown
+from recipes.mesh_rules import tokens_divide
+from recipes.rules import float8_gathers
 from recipes.schema import Recipe
 from recipes.sweep.runner import exit_code_of
 
@@ -78,15 +80,21 @@ def _run(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _all_cases(overrides: list[str]) -> Iterator[tuple[Path, list[str]]]:
-    """Each different block of the recipes for GPUs, with each kind of float8 and of checkpointing."""
+    """Each different block that a GPU holds whole, with each kind of float8 and of checkpointing."""
     seen = set()
     for path in sorted([*(CONFIGS / "benchmarks").glob("*.toml"), *CONFIGS.glob("*.toml")]):
         recipe = load(path, overrides, rules=False)
-        if not recipe.compile.enabled or recipe.run.device != "cuda" or (key := shape_of(recipe)) in seen:
+        if not recipe.compile.enabled or recipe.run.device != "cuda" or not _is_whole(recipe):
+            continue
+        if (key := shape_of(recipe)) in seen:
             continue
         seen.add(key)
         for (float8, gathered), mode in product(FLOAT8, CHECKPOINTING):
             yield path, [*overrides, *variant(float8, gathered, mode)]
+
+
+def _is_whole(recipe: Recipe) -> bool:
+    return recipe.mesh.tensor * recipe.mesh.context == 1
 
 
 def variant(float8: str, gathered: bool, mode: str) -> list[str]:
@@ -104,29 +112,24 @@ def shape_of(recipe: Recipe) -> str:
 
 def _require_countable(path: Path, recipe: Recipe) -> None:
     """Raise UserError for a recipe whose code cannot be known here."""
-    tokens = recipe.batch.micro_batch_size * recipe.batch.sequence_length
     reasons = {
         "compile.enabled = false: nothing is generated; add --compile.enabled true": not recipe.compile.enabled,
         "compile.autotune chooses kernels by timing them on a GPU; write false": recipe.compile.autotune,
         "float8.emulate generates other code than a GPU runs; write false": recipe.float8.emulate,
-        "float8.all_gather goes only with float8.recipe = tensorwise; write false": (
-            recipe.float8.all_gather and recipe.float8.recipe != "tensorwise"
-        ),
-        f"float8: torch's products want a multiple of 16 tokens in a micro-batch, which has {tokens}": (
-            recipe.float8.recipe != "none" and tokens % 16 != 0
-        ),
         "fsdp.param_dtype = float32: attention then uses kernels that are not counted; write bfloat16": (
             recipe.fsdp.param_dtype == "float32"
         ),
         "mesh: only blocks that one process holds whole are counted; write tensor = 1 and context = 1": (
-            recipe.mesh.tensor * recipe.mesh.context > 1
+            not _is_whole(recipe)
         ),
         'attention.backend = "math" is made of products that are not counted as attention; write "cudnn" or "flash"': (
             recipe.attention.backend == "math" and not recipe.data.document_mask
         ),
     }
-    if wrong := [f"  {reason}" for reason, applies in reasons.items() if applies]:
-        raise UserError("\n".join([f"{shown(path)} cannot be counted:", *wrong]))
+    rules = [*float8_gathers(recipe.float8), *tokens_divide(recipe.batch, mesh=recipe.mesh, float8=recipe.float8)]
+    wrong = [reason for reason, applies in reasons.items() if applies] + [f"{key} {rule}" for key, rule in rules]
+    if wrong:
+        raise UserError("\n  ".join([f"{shown(path)} cannot be counted:", *wrong]))
 
 
 def _count(recipes: list[tuple[Path, Recipe]], *, assemble: bool, loss: bool) -> dict[str, Any]:
@@ -242,7 +245,8 @@ off the generated code, and times are computed from the bytes. `--recipe R` coun
 such as `--float8.recipe tensorwise`; `--out FILE` writes every saved tensor and every kernel.
 
 The block is traced on the CPU with the operators that an H100 would call, and moves to a pretended GPU, for which
-Inductor generates kernels. Each table is about one block with rotary embeddings and one micro-batch:
+Inductor generates kernels. Each table is about one block with rotary embeddings and one micro-batch. Recipes with
+`mesh.tensor` or `mesh.context`, whose blocks no GPU holds whole, are left out.
 
 - **saved kB**: kept for the backward pass, per token and layer, without parameters, and without cosines and sines,
   which all layers share. **weights kB**: computed from parameters alone and kept, such as float8 copies, per layer.

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.dist import World, from_all
+from parallel.dist import World, all_gather_single, from_all
 from parallel.nodes import Node
 from recipes.files.units import size
 
@@ -20,7 +20,6 @@ BUFFER = {"cuda": 64 * 2**20, "cpu": 4 * 2**20}
 REPEATS = {"cuda": 10, "cpu": 3}
 MOST_ROUNDS = 7
 """Of exchanges along an axis: all pairs in groups of up to 8, some pairs of each process in larger ones."""
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 
 
 @dataclass(frozen=True)
@@ -149,14 +148,14 @@ def _measured(world: World, groups: Mapping[str, Sequence[Sequence[int]]]) -> Li
     reduced = summand(world.rank, length, device)
     dist.all_reduce(reduced)
     own, gathered = contribution(world.rank, part, device), torch.empty(part * world.size, device=device)
-    _all_gather(gathered, own)
+    all_gather_single(gathered, own)
     wrong_sum, wrong_parts = is_wrong_sum(reduced, world.size), wrong_ranks(gathered, world.size)
     reduced.zero_()  # the repeated sums below must not overflow
     return Links(
         wrong_sum,
         wrong_parts,
         _seconds(world, lambda: dist.all_reduce(reduced)),
-        _seconds(world, lambda: _all_gather(gathered, own)),
+        _seconds(world, lambda: all_gather_single(gathered, own)),
         _exchange(world, reduced, rounds(world.nodes)),
         {axis: _exchange(world, reduced, pairings(own)[:MOST_ROUNDS]) for axis, own in groups.items()},
     )

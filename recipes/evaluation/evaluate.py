@@ -27,10 +27,8 @@ def summed_loss(
 
     Every process must bring the same number of micro-batches: sharded layers gather their weights together.
     """
-    loss, tokens = (
-        torch.zeros((), dtype=torch.float64, device=device),
-        torch.zeros((), dtype=torch.int64, device=device),
-    )
+    loss = torch.zeros((), dtype=torch.float64, device=device)
+    tokens = torch.zeros((), dtype=torch.int64, device=device)
     for inputs, targets, documents in micro_batches:
         loss += model(inputs, targets, documents=documents)
         tokens += (targets != IGNORED).sum()

@@ -203,7 +203,10 @@ def _cells(result: Result, first: float | None, gap: Sequence[tuple[int, float]]
     rate, seconds = result["tokens_per_second_per_device"], result["step_seconds"]
     below, above = (100 * (result[f"step_seconds_{end}"] / seconds - 1) for end in ("least", "most"))
     percent = ["unknown" if share is None else f"{100 * share:.1f}" for share in (result["mfu"], result["mfu_full"])]
-    mean = mean_gap(gap) if gap is not None else None
+    difference = "not comparable"
+    if gap is not None:
+        mean = mean_gap(gap)
+        difference = "not finite" if mean is None else f"{round(mean, 4) + 0.0:+.4f}"  # not -0.0000
     return [
         f"{rate:,.0f}",
         f"{rate / first:.2f}" if first else "",
@@ -213,11 +216,7 @@ def _cells(result: Result, first: float | None, gap: Sequence[tuple[int, float]]
         *percent,
         f"{result['peak_memory_gib']:.2f}",
         "not finite" if result["final_loss"] is None else f"{result['final_loss']:.4f}",
-        "not comparable"
-        if gap is None
-        else "not finite"
-        if mean is None
-        else f"{round(mean, 4) + 0.0:+.4f}",  # not -0.0000
+        difference,
     ]
 
 

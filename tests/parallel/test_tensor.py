@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -56,7 +56,7 @@ def gradients_of_a_block(block: nn.Module, rows: int, tokens: int = TOKENS) -> d
     return {name: g.to_local() if isinstance(g, DTensor) else g for name, g in found.items() if g is not None}
 
 
-def run_graphs_without_generating_code(graphs: list[Counter[str]]) -> torch.library.Library:
+def run_graphs_without_generating_code(graphs: list[Counter[str]]) -> library.Library:
     """Let Inductor change every graph as for GPUs, and then run it operator by operator. Counts its operators.
 
     Returns what must be kept until the last graph has run.
@@ -92,11 +92,11 @@ def run_graphs_without_generating_code(graphs: list[Counter[str]]) -> torch.libr
     inductor.fx_codegen_and_compile = change_only
     torch._inductor.config.fx_graph_cache = False
     dist.is_nccl_available = lambda: True
-    library = torch.library.Library("symm_mem", "IMPL")
+    implementations = library.Library("symm_mem", "IMPL")
     for product in ("matmul", "scaled_matmul"):
         for name in (f"fused_all_gather_{product}", f"fused_{product}_reduce_scatter"):
-            library.impl(name, getattr(fused, f"_{name}_fallback"), "CPU")
-    return library
+            implementations.impl(name, getattr(fused, f"_{name}_fallback"), "CPU")
+    return implementations
 
 
 def calls(graph: torch.fx.GraphModule) -> list[torch.fx.Node]:
@@ -106,7 +106,7 @@ def calls(graph: torch.fx.GraphModule) -> list[torch.fx.Node]:
 def overlapped() -> dict[str, Any]:
     start("cpu", seed=0)
     graphs: list[Counter[str]] = []
-    _library = run_graphs_without_generating_code(graphs)
+    _implementations = run_graphs_without_generating_code(graphs)
     plain, compiled = split_model(Float8Config()), split_model(Float8Config(), overlapped=True)
     compile_blocks(compiled, CompileConfig(True), device_type="cuda", overlapped=dist.group.WORLD)
     differences = {}
@@ -163,7 +163,7 @@ def overlapped_in_float8() -> dict[str, list[Counter[str]]]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     graphs: list[Counter[str]] = []
-    _library = run_graphs_without_generating_code(graphs)
+    _implementations = run_graphs_without_generating_code(graphs)
     found = {}
     with patch("parallel.float8._require_float8_units"), patch("parallel.float8._as_sent", lambda data, _: data):
         for name, gathers in (("plain", False), ("gathered", True)):

@@ -5,8 +5,6 @@ gets the same code.
 """
 
 import ctypes
-import os
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -18,6 +16,7 @@ from typing import Any
 import torch
 
 from parallel.errors import UserError
+from parallel.kernels import cpp_compiler
 
 PROPERTIES = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3",
@@ -51,7 +50,7 @@ def missing_tools() -> str:
     """What this machine lacks for reading the code for an H100, with the remedy; "" if nothing."""
     if find_spec("triton") is None:
         return "triton is not installed, whose compiler makes the kernels; pip install --no-deps triton==" + _triton()
-    if not _compiler():
+    if not cpp_compiler():
         return "no C++ compiler (g++ or clang++) was found; install one, or name it in CXX"
     return ""
 
@@ -77,11 +76,6 @@ def _triton() -> str:
     return {"2.11": "3.6.0", "2.12": "3.7.0"}.get(minor, "3.7.1")
 
 
-def _compiler() -> str | None:
-    names = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
-    return next((found for name in names if (found := shutil.which(name))), None)
-
-
 def _install_guard() -> None:
     """Compile the guard in a temporary folder and load it."""
     root = Path(torch.__file__).parent
@@ -89,7 +83,7 @@ def _install_guard() -> None:
         source, library = Path(folder) / "guard.cpp", Path(folder) / "guard.so"
         source.write_text(GUARD, encoding="utf-8")
         paths = [f"-I{root / 'include'}", f"-L{root / 'lib'}", "-lc10", f"-Wl,-rpath,{root / 'lib'}"]
-        command = [str(_compiler()), "-shared", "-fPIC", "-std=c++20", str(source), "-o", str(library), *paths]
+        command = [str(cpp_compiler()), "-shared", "-fPIC", "-std=c++20", str(source), "-o", str(library), *paths]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise UserError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
@@ -122,7 +116,11 @@ def _install_triton_driver() -> None:
     from torch._inductor.runtime import triton_helpers
     from triton.backends.compiler import GPUTarget
 
-    limits = {"max_shared_mem": PROPERTIES.shared_memory_per_block_optin, "multiprocessor_count": 132, "warpSize": 32}
+    limits = {
+        "max_shared_mem": PROPERTIES.shared_memory_per_block_optin,
+        "multiprocessor_count": PROPERTIES.multi_processor_count,
+        "warpSize": PROPERTIES.warp_size,
+    }
 
     class Driver:
         utils = SimpleNamespace(get_device_properties=lambda _: limits)

@@ -16,6 +16,7 @@ import pytest
 from recipes.bench import codegen
 from recipes.bench.sm90.count import read_code
 from recipes.bench.sm90.machine import missing_tools
+from recipes.load import load
 from recipes.sweep import runner
 
 ROOT = Path(__file__).parents[3]
@@ -155,6 +156,14 @@ def test_no_variant_keeps_or_moves_more_bytes_than_the_page_says(recipe: str, tm
         require_within_budget(row)
 
 
+def test_the_page_has_a_table_for_each_different_block_of_the_recipes() -> None:
+    recipes = [(path, load(path, changes, rules=False)) for path, changes in codegen._all_cases([])]
+    for path, recipe in recipes:
+        codegen._require_countable(path, recipe)
+    headings = re.findall("^## (.*)$", codegen.PAGE.read_text(), re.MULTILINE)
+    assert sorted(headings) == sorted({codegen.shape_of(recipe) for _, recipe in recipes})
+
+
 CODE = """
 triton_a = async_compile.triton('triton_a', '''
 @triton_heuristics.pointwise(inductor_meta={'kernel_name': 'triton_a', 'kernel_num_gb': 0.5})
@@ -197,9 +206,12 @@ def test_a_kernel_without_a_count_is_an_error_and_not_zero() -> None:
         (["--recipe", SMOLLM3, "--fsdp.param_dtype", "float32"], "write bfloat16"),
         (
             ["--recipe", SMOLLM3, "--float8.recipe", "rowwise", "--batch.sequence_length", "1000"],
-            "a multiple of 16 tokens in a micro-batch, which has 1000",
+            "batch.sequence_length float8 needs a multiple of 16 tokens per micro-batch",
         ),
-        (["--recipe", SMOLLM3, "--float8.recipe", "rowwise", "--float8.all_gather", "true"], "goes only with"),
+        (
+            ["--recipe", SMOLLM3, "--float8.recipe", "rowwise", "--float8.all_gather", "true"],
+            'needs recipe = "tensorwise"',
+        ),
         (["--recipe", SMOLLM3, "--mesh.tensor", "2"], "write tensor = 1"),
         (["--recipe", SMOLLM3, "--float8.recipe", "rowise"], "float8.recipe"),
         (["--float8.recipe", "rowwise"], "name a recipe to choose one"),
