@@ -17,7 +17,7 @@ from recipes.files.interpreter import explain_wrong_interpreter
 explain_wrong_interpreter()
 
 from recipes.cluster.launcher import Workers, handle_stop_signals, launch  # noqa: E402
-from recipes.files.exit_codes import SIGNALS  # noqa: E402
+from recipes.files.exit_codes import SIGNALS, leave  # noqa: E402
 from recipes.files.screen import open_missing  # noqa: E402
 
 
@@ -30,4 +30,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

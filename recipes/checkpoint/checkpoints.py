@@ -24,6 +24,8 @@ from recipes.checkpoint.storage import HostMemory, Plan, assemble, make_plan, ra
 from recipes.files.atomic import sync_folder, write_whole
 from recipes.files.layout import checkpoint_steps, step_folder
 
+FAILED_SECONDS = 30
+"""How long a process that fails waits for its save in flight: the other processes' threads still write theirs."""
 STEP_BYTES = 4
 """Size of the step count that AdamW keeps for every parameter."""
 
@@ -120,11 +122,14 @@ class Checkpoints:
         self._thread = threading.Thread(target=self._write, args=(step, self._plan, copies, record))
         self._thread.start()
 
-    def finish(self) -> int | None:
-        """Wait for a save in flight and log its result. Returns the step saved or loaded last, or None."""
+    def finish(self, *, within: float | None = None) -> int | None:
+        """Wait for a save in flight, at most `within` seconds, and log its result.
+
+        Returns the step saved or loaded last, or None.
+        """
         if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+            self._thread.join(within)
+            self._thread = self._thread if self._thread.is_alive() else None
         self.report()
         return self._newest
 

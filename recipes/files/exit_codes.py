@@ -59,7 +59,7 @@ def with_parent(command: Sequence[str], number: signal.Signals = signal.SIGTERM)
 
 
 def leave(code: int) -> NoReturn:
-    """Exit without finalizing the interpreter, which gloo's threads may abort: they outlive the process group."""
+    """Exit without finalizing the interpreter, which threads inside of gloo or of a store would abort."""
     with suppress(OSError, ValueError):  # when stdout is a file on a full disk, or closed
         print(end="", flush=True)
     os._exit(code)
