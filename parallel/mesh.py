@@ -6,9 +6,11 @@ sums and sharding: the processes along it hold the same sequences, the same loss
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -56,18 +58,22 @@ def build_mesh(degrees: MeshDegrees, *, device_type: str) -> Mesh:
     """
     sizes = {axis: getattr(degrees, axis) for axis in AXES}
     axes = tuple(axis for axis, size in sizes.items() if size > 1 or axis in DATA_AXES)
-    return mesh_over(init_device_mesh(device_type, tuple(sizes[axis] for axis in axes), mesh_dim_names=axes))
+    shape = tuple(sizes[axis] for axis in axes)
+    return without_noise_of_splits(lambda: mesh_over(init_device_mesh(device_type, shape, mesh_dim_names=axes)))
 
 
 def mesh_over(devices: DeviceMesh) -> Mesh:
-    """The mesh over a DeviceMesh that has at least the axes replicate and shard."""
+    """The mesh over a DeviceMesh that has at least the axes replicate and shard.
+
+    Its process groups get the time-out of the default group.
+    """
     names = devices.mesh_dim_names or ()
     size = {axis: devices[axis].size() if axis in names else 1 for axis in AXES}
     data_rank, data_ranks = 0, 1
     for axis in DATA_AXES:
         data_rank = data_rank * size[axis] + devices[axis].get_local_rank()
         data_ranks *= size[axis]
-    return Mesh(
+    mesh = Mesh(
         devices,
         MeshDegrees(**size),
         fsdp=_fsdp_mesh(devices, size),
@@ -79,6 +85,41 @@ def mesh_over(devices: DeviceMesh) -> Mesh:
         context=devices["context"] if size["context"] > 1 else None,
         tensor=devices["tensor"] if size["tensor"] > 1 else None,
     )
+    _share_timeout([*devices.get_all_groups(), *mesh.fsdp.get_all_groups(), mesh.data_group, mesh.loss_group])
+    return mesh
+
+
+def without_noise_of_splits(make: Callable[[], Mesh]) -> Mesh:
+    """What `make` returns, without a warning on every process's screen for each axis.
+
+    On CUDA, torch 2.11 to 2.13 split the default group, and hand NCCL's options to its gloo part, which warns that they
+    are not its own (pytorch #182057). The warning goes past Python's, unless the call comes from an operator of torch.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Tried to pass options to ProcessGroupGloo::split")
+        mesh: Mesh = _AsOperator.apply(make)
+    return mesh
+
+
+class _AsOperator(torch.autograd.Function):
+    """Calls a function as an operator of torch, where warnings of C++ code become Python's and obey its filters."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[[], Any]) -> Any:
+        return function()
+
+
+def _share_timeout(groups: Iterable[ProcessGroup]) -> None:
+    """Give these groups the time-out of the default group. torch gives those of an axis its own default of 30 minutes.
+
+    That is less than the watchdog allows a first step, a validation or a save, and NCCL would end the run.
+    """
+    world = dist.distributed_c10d._get_default_group()
+    options = world._get_backend(world._device_types[0]).options
+    if options is None:  # a fake group has none
+        return
+    for group in groups:
+        group.set_timeout(options._timeout)
 
 
 def _fsdp_mesh(devices: DeviceMesh, size: Mapping[str, int]) -> DeviceMesh:

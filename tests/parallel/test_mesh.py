@@ -1,18 +1,23 @@
 """What each axis of the mesh is for, over real processes."""
 
+import warnings
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from models.loss import IGNORED
 from parallel.config import MeshConfig, MeshDegrees
-from parallel.dist import start, stop
-from parallel.mesh import DATA_AXES, Mesh, build_mesh, mesh_over
+from parallel.dist import World, start, stop
+from parallel.mesh import DATA_AXES, Mesh, build_mesh, mesh_over, without_noise_of_splits
 from parallel.reduce import reduce_loss_and_times, sum_over_group
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
@@ -155,3 +160,47 @@ def test_sixteen_processes_are_laid_out_as_the_page_draws_them() -> None:
             "reads": (3, 4),
         },
     }
+
+
+def timeouts_of_groups(timeout: timedelta) -> dict[str, set[timedelta]]:
+    """What every group of this process was given, by its description, after a mesh of each kind."""
+    world = start("cpu", seed=0, timeout=timeout)
+    for degrees in ((8, 1, 1, 1), (2, 2, 2, 1), (1, 2, 2, 2)):
+        build_mesh(MeshDegrees(*degrees), device_type="cpu")
+    found: dict[str, set[timedelta]] = {}
+    for group in dist.distributed_c10d._world.pg_map:
+        for device in group._device_types:
+            name = "patient" if group == world.patient else group.group_desc
+            found.setdefault(name, set()).add(group._get_backend(device).options._timeout)
+    stop()
+    return found
+
+
+def test_every_group_of_a_mesh_has_the_timeout_of_the_run() -> None:
+    timeout = timedelta(hours=1, minutes=20)
+    for found in run_processes(8, timeouts_of_groups, timeout):
+        assert found.pop("patient") == {timedelta(hours=6)}
+        assert set(found) >= {"default_pg", "mesh_replicate", "mesh_shard", "mesh_context", "mesh_tensor"}
+        assert "mesh_shard_context" in found  # flattened
+        assert set.union(*found.values()) == {timeout}, found
+
+
+def split_with_options_of_another_backend() -> ProcessGroup:
+    """As torch splits a default group of gloo and NCCL."""
+    group = dist.distributed_c10d._get_default_group()
+    return group.split_group([0], opts=Backend.Options("nccl", timedelta(minutes=10)), group_name="part")
+
+
+def test_splitting_groups_warns_of_nothing_but_what_is_new(alone: World, capfd: pytest.CaptureFixture[str]) -> None:
+    split_with_options_of_another_backend()
+    assert "Tried to pass options to ProcessGroupGloo::split" in capfd.readouterr().err  # else the filter is obsolete
+
+    def split_and_warn() -> Any:
+        warnings.warn("something else", stacklevel=1)
+        return split_with_options_of_another_backend()
+
+    with pytest.warns(UserWarning) as caught:
+        part = without_noise_of_splits(split_and_warn)
+    assert isinstance(part, ProcessGroup)
+    assert [str(warning.message) for warning in caught] == ["something else"]
+    assert capfd.readouterr().err == ""
