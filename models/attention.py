@@ -68,11 +68,10 @@ def rope_tables(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair (x[i], x[i + H/2]), as Hugging Face checkpoints pair them, by its position's angle, in float32.
 
-    x: (B, N, T, H); cos, sin: (T, H/2) or (B, T, H/2).
+    x: (B, T, N, H); cos, sin: (T, H/2) or (B, T, H/2).
     """
-    if cos.dim() == 3:
-        cos, sin = cos[:, None], sin[:, None]  # (B, 1, T, H/2)
-    first, second = x.float().chunk(2, dim=-1)  # (B, N, T, H/2)
+    cos, sin = cos[..., None, :], sin[..., None, :]  # ((B,) T, 1, H/2)
+    first, second = x.float().chunk(2, dim=-1)  # (B, T, N, H/2)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 

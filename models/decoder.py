@@ -47,11 +47,14 @@ class Attention(nn.Module):
         """x: (B, T, D) -> (B, T, D). With a cache, x follows the tokens in there, and is added to them."""
         # -1 infers the number of heads, so that a tensor-parallel rank needs no change here.
         query, key, value = (
-            projection(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)  # (B, N or K, T, H)
+            projection(x).unflatten(-1, (-1, self.head_width))  # (B, T, N or K, H)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
+        # Before the transposition, so that attention reads and writes memory in the order of the linears around it:
+        # then its output, which its backward pass needs, is also the memory that o_proj reads.
         if self.rope:
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))  # (B, N or K, T, H)
         if cache is not None:
             out = attention_to_cached(query, *cache.append(key, value))  # (B, N, T, H)
         else:

@@ -28,17 +28,17 @@ def tokens(batch: int = 2, length: int = 12) -> torch.Tensor:
 
 
 def test_rotary_embedding_equals_multiplication_of_complex_numbers() -> None:
-    x = torch.randn(1, 2, 5, SMALL.head_width)
+    x = torch.randn(1, 5, 2, SMALL.head_width)
     cos, sin = rope_tables(SMALL, torch.arange(5))
     half = SMALL.head_width // 2
     pairs = torch.complex(x[..., :half], x[..., half:])
     angles = torch.arange(5)[:, None] * SMALL.rope_theta ** -(torch.arange(half) / half)
-    turned = pairs * torch.polar(torch.ones_like(angles), angles)
+    turned = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
     torch.testing.assert_close(rotate(x, cos, sin), torch.cat((turned.real, turned.imag), -1))
 
 
 def test_each_row_of_a_batch_may_have_its_own_positions() -> None:
-    x = torch.randn(2, 2, 3, SMALL.head_width)
+    x = torch.randn(2, 3, 2, SMALL.head_width)
     positions = torch.tensor([[0, 1, 2], [5, 6, 7]])
     together = rotate(x, *rope_tables(SMALL, positions))
     for row in range(2):

@@ -110,9 +110,9 @@ def test_every_matrix_product_and_attention_of_a_block_is_counted(rows: list[dic
 
 @needs_tools
 def test_saved_tensors_are_what_the_backward_pass_needs(rows: list[dict[str, Any]]) -> None:
-    """In bf16, without recomputing: width D, F feed-forward, K keys and values; the attention output twice."""
+    """In bf16, without recomputing: width D, F feed-forward, K keys and values; the attention output once."""
     width, feed_forward, keys, heads = 2048, 11008, 512, 16
-    inputs_of_products, query, attention_output, sums = 2 * width, width, 2 * width, 2 * width
+    inputs_of_products, query, attention_output, sums = 2 * width, width, width, 2 * width
     numbers = inputs_of_products + query + attention_output + sums + 2 * keys + 3 * feed_forward
     scales = 4 * (2 + heads)  # two norms, and attention's sums
     assert rows[0]["saved_bytes_per_token"] == pytest.approx(2 * numbers + scales, abs=1)
