@@ -24,7 +24,8 @@ PREFIX = "shardwright/"
 """Prefix of our keys in the launcher's store."""
 SPOKEN = "spoken"
 """The key set once a hang has been explained and all processes are exiting."""
-
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Those that torch reads its allocator's settings from; the first one that is set counts."""
 
 SILENT = "rank 0 failed and reports it"
 """The text of errors that another rank is already reporting."""
@@ -79,6 +80,7 @@ def start(device: str, *, seed: int, timeout: timedelta | None = None, flight_re
                 f"process {local_rank} of this node has no GPU: {gpus} visible"
                 '; start fewer processes (NPROC) or write run.device = "cpu"'
             )
+        let_segments_grow()
         torch.cuda.set_device(local_rank)
     own = torch.device(device, local_rank) if device == "cuda" else torch.device("cpu")
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
@@ -95,6 +97,32 @@ def start(device: str, *, seed: int, timeout: timedelta | None = None, flight_re
     # Two launchers on one host count as two nodes, and so do two hosts with the same name.
     dist.all_gather_object(places, (host, int(os.environ.get("GROUP_RANK", "0"))), group=patient)
     return World(rank, size, own, patient, nodes=arrange(places))
+
+
+def let_segments_grow() -> None:
+    """Process-wide: torch's allocator of GPU memory extends its segments, which leaves fewer holes between tensors.
+
+    Call it before CUDA is initialized. A variable that is set already stays, whatever it says. Raises UserError where
+    torch cannot read it.
+    """
+    if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # for other processes
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # the variable may have been read
+    allocator_settings()
+
+
+def allocator_settings() -> str:
+    """How torch's allocator of GPU memory is set up, as in PYTORCH_ALLOC_CONF; "" if torch's defaults hold."""
+    try:
+        settings: str = torch._C._accelerator_getAllocatorSettings()
+    except (RuntimeError, ValueError) as error:  # of the first call in a process
+        name = next(name for name in ALLOCATOR_VARIABLES if name in os.environ)
+        said = str(error).splitlines()[0]
+        raise UserError(
+            f'{name}="{os.environ[name]}" does not say how to allocate GPU memory ({said})'
+            '; unset it, or write "expandable_segments:True"'
+        ) from None
+    return settings
 
 
 def _stay_on_this_machine() -> None:

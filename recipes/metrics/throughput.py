@@ -1,4 +1,4 @@
-"""Rates of a step: tokens per second, FLOPs, MFU, attention length; and the device's name and peak memory."""
+"""Rates of a step: tokens per second, FLOPs, MFU, attention length; and the device's name and the host's memory."""
 
 import resource
 import sys
@@ -82,9 +82,7 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def peak_memory_gib(device: torch.device) -> float:
-    """Most memory this process held, in GiB: allocated on the GPU, or resident in the host for a CPU run."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
+def peak_memory_gib() -> float:
+    """Most memory of the host that this process held, in GiB."""
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from models.decoder import Decoder
-from parallel.dist import World, on_all, on_main, on_main_first
+from parallel.dist import World, allocator_settings, on_all, on_main, on_main_first
 from parallel.errors import UserError
 from parallel.float8 import precompute_scales
 from parallel.kernels import choose_attention
@@ -164,6 +164,7 @@ def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh:
     with torch.device("meta"):
         model = Decoder(recipe.model, loss_chunks=recipe.batch.loss_chunks)
     report = placement(mesh.degrees, world.nodes)
+    report += [f"GPU memory: {allocator_settings()}"] if world.device.type == "cuda" else []
     report += choose_attention(recipe.attention, device_type=world.device.type)
     report += advice(recipe.mesh, float8=recipe.float8)
     report += parallelize(

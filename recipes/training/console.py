@@ -104,12 +104,14 @@ def run_header(recipe: Recipe, degrees: MeshDegrees, throughput: Throughput, par
 def step_line(row: Mapping[str, float | None], steps: int) -> str:
     """One logged step, from its row of metrics.jsonl."""
     mfu = "" if row["mfu"] is None else f"  mfu {row['mfu']:.1%}"
+    reserved = row.get("reserved_memory_gib")
+    memory = f"{row['peak_memory_gib']:.2f} GiB" + (f" of {reserved:.2f} reserved" if reserved else "")
     left = row["eta_seconds"]  # without validation and saves
     eta = "" if left is None else f"  eta {timedelta(seconds=round(left))}"
     return (
         f"step {row['step']:>6}/{steps}  loss {row['loss']:.4f}  norm {row['grad_norm']:.2f}  lr {row['lr']:.2e}"
         f"  {row['step_seconds']:.3f} s  {row['tokens_per_second']:,.0f} tokens/s{mfu}"
-        f"  {row['peak_memory_gib']:.2f} GiB  {row['tokens']:,} tokens{eta}"
+        f"  {memory}  {row['tokens']:,} tokens{eta}"
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from parallel.dist import allocator_settings
 from recipes.metrics.throughput import device_name
 
 PACKAGES = ("torch", "torchao", "datasets", "tokenizers", "safetensors", "numpy", "wandb")
@@ -25,6 +26,7 @@ def environment(*, world_size: int, device: torch.device) -> dict[str, Any]:
         "device": device_name(device),
         "host": platform.node(),
         "world_size": world_size,
+        "allocator": allocator_settings() if device.type == "cuda" else None,
     }
 
 

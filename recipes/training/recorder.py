@@ -24,6 +24,7 @@ from recipes.training.console import Console, step_line
 
 if TYPE_CHECKING:
     from recipes.cluster.stragglers import ComputeTime, StepTimes, Stragglers
+    from recipes.metrics.memory import GpuMemory
 
 
 class Recorder:
@@ -57,6 +58,11 @@ class Recorder:
             head = model.get_submodule(cast(str, model.interface.head or model.interface.tied_head))
             self._compute = stragglers.ComputeTime(clock, world.device, head=head)
             self._stragglers = stragglers.Stragglers(world, clock)
+        self._memory: GpuMemory | None = None
+        if world.device.type == "cuda":
+            from recipes.metrics import memory
+
+            self._memory = memory.GpuMemory(world)
         self._metrics = MetricsWriter(
             recipe.run.folder,
             enabled=world.is_main,
@@ -80,7 +86,7 @@ class Recorder:
 
         loss: this process's part of the mean loss. Raises NonFiniteRun after too many skipped steps in a row.
         """
-        mean_loss, times = self._reduce(loss)
+        mean_loss, times, counts = self._reduce(loss)
         step_seconds, data_seconds = self._clock.seconds_per_step()
         with self._clock(LOG):
             # Waiting for another process's data is counted as waiting for data here, too.
@@ -88,6 +94,9 @@ class Recorder:
             self.goodput.move(STEP, LOADING, waited * self._clock.steps)
             self.log_skipped()
             slow, names = self._stragglers.compare(times) if self._stragglers and times else ({}, [])
+            memory, full = (
+                self._memory.compare(*counts) if self._memory else ({"peak_memory_gib": peak_memory_gib()}, [])
+            )
             row: dict[str, Any] = {
                 "step": step,
                 "tokens": self.tokens(step),
@@ -99,7 +108,7 @@ class Recorder:
                 "data_seconds": data_seconds,
                 "epochs": self._loader.epochs(step),
                 **self._throughput.row(step_seconds, attention_length=self._attention_length.take()),
-                "peak_memory_gib": peak_memory_gib(self._world.device),
+                **memory,
                 **self.goodput.row(),
                 **slow,
             }
@@ -107,24 +116,29 @@ class Recorder:
             self._metrics.write(row)
             self._loader.note_bad_rows()
             self._console.log(step_line(row, self._steps))
-            for name in names:
+            for name in [*names, *full]:
                 self._console.log(f"step {step:>6}  {name}")
             self._console.progress(step, self._steps, f"loss {mean_loss:.3f}")
             gc.collect()  # here, and not in the middle of a step
         self._clock.restart()
 
-    def _reduce(self, loss: Tensor) -> "tuple[float, StepTimes | None]":
-        """The mean loss, and every process's times where there are several. The host waits for the device."""
+    def _reduce(self, loss: Tensor) -> "tuple[float, StepTimes | None, list[list[float]]]":
+        """The mean loss, every process's times where there are several, and on GPUs what each counted of its memory.
+
+        The host waits for the device.
+        """
+        counted = self._memory.counts() if self._memory else []
         if self._compute is None:
             if loss.is_cuda:
                 torch.cuda.synchronize()  # the loss is there before the step is complete
-            return loss.item(), None
+            return loss.item(), None, [[count] for count in counted]
         from recipes.cluster.stragglers import StepTimes
 
         compute = self._compute.seconds()  # first: on CUDA it waits, and the step is complete only then
-        own = [*self._clock.seconds_per_step(), compute]
-        mean_loss, times = reduce_loss_and_times(loss, own, loss_group=self._mesh.loss_group)
-        return mean_loss, StepTimes(*times.t().tolist())
+        own = [*self._clock.seconds_per_step(), compute, *counted]
+        mean_loss, found = reduce_loss_and_times(loss, own, loss_group=self._mesh.loss_group)
+        step, data, computing, *counts = found.t().tolist()
+        return mean_loss, StepTimes(step, data, computing), counts
 
     def log_skipped(self) -> None:
         """Record the steps skipped since the last call. Raises NonFiniteRun after too many in a row."""

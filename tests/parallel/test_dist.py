@@ -3,7 +3,10 @@
 import os
 import socket
 
-from parallel.dist import start, stop
+import pytest
+
+from parallel.dist import ALLOCATOR_VARIABLES, allocator_settings, let_segments_grow, start, stop
+from parallel.errors import UserError
 from tests.processes import run_processes
 
 NETWORKS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -29,3 +32,40 @@ def test_networks_that_the_user_chose_for_one_node_stay() -> None:
 
 def test_processes_of_several_nodes_choose_their_networks_as_torch_does() -> None:
     assert run_processes(2, networks_after_start, {"LOCAL_WORLD_SIZE": "1"}) == [[None, None]] * 2
+
+
+def allocator_after(variables: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """What torch's allocator is set to, and the variables that other processes inherit."""
+    for name in ALLOCATOR_VARIABLES:
+        os.environ.pop(name, None)
+    os.environ.update(variables)
+    let_segments_grow()
+    return allocator_settings(), {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ}
+
+
+def test_segments_of_gpu_memory_grow_by_default() -> None:
+    grows = "expandable_segments:True"
+    assert run_processes(1, allocator_after, {}) == [(grows, {"PYTORCH_ALLOC_CONF": grows})]
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_own_settings_of_the_allocator_stay(name: str) -> None:
+    [(settings, variables)] = run_processes(1, allocator_after, {name: "max_split_size_mb:512"})
+    assert (settings, variables) == ("max_split_size_mb:512", {name: "max_split_size_mb:512"})
+
+
+def test_empty_settings_of_the_allocator_leave_torchs_own() -> None:
+    assert run_processes(1, allocator_after, {"PYTORCH_ALLOC_CONF": ""}) == [("", {"PYTORCH_ALLOC_CONF": ""})]
+
+
+def refusal_of_settings(value: str) -> str:
+    with pytest.raises(UserError) as refused:
+        allocator_after({"PYTORCH_ALLOC_CONF": value})
+    return str(refused.value)
+
+
+def test_settings_of_the_allocator_that_torch_cannot_read_are_refused() -> None:
+    for value in ("expandable_segments:yes", "expandable_segments"):
+        [message] = run_processes(1, refusal_of_settings, value)
+        assert message.startswith(f'PYTORCH_ALLOC_CONF="{value}" does not say how to allocate GPU memory (')
+        assert message.endswith('; unset it, or write "expandable_segments:True"')

@@ -100,4 +100,4 @@ def test_mfu_is_null_where_the_peak_is_unknown() -> None:
 def test_peak_memory_is_in_gib() -> None:
     block = torch.ones(2**28, dtype=torch.uint8)  # a quarter of a GiB
     del block
-    assert 0.25 < peak_memory_gib(CPU) < 64
+    assert 0.25 < peak_memory_gib() < 64
