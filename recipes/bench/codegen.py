@@ -2,6 +2,7 @@
 
 For the first block of a recipe, and for its loss: bytes kept for the backward pass, kernels, bytes moved by kernels
 that are neither matrix products nor attention, and whether ptxas accepts each kernel. An H200 gets the same code.
+Imports no torch.
 """
 
 import argparse
