@@ -1,15 +1,17 @@
-"""The choice of kernels: the attention backend, and torch.compile block by block."""
+"""The choice of kernels: the attention backend, and torch.compile block by block and for the loss."""
 
 import os
 import shutil
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from models.interface import blocks_of
+from models.interface import blocks_of, interface_of
+from models.loss import Kernels, overwrite_by_exponentials, sum_exponentials
 from parallel.config import AttentionConfig, CompileConfig
 from parallel.errors import UserError
 
@@ -35,7 +37,7 @@ def choose_attention(config: AttentionConfig, *, device_type: str) -> list[str]:
 def compile_blocks(
     model: nn.Module, config: CompileConfig, *, device_type: str, overlapped: ProcessGroup | None = None
 ) -> str:
-    """Compile every block in place. Returns a line for the log.
+    """Compile every block and the loss in place. Returns a line for the log.
 
     fullgraph=True: a graph break is an error, not a quiet loss of speed. `overlapped`: the tensor group whose messages
     are to be exchanged during products. Raises UserError where the CPU backend would find no C++ compiler, and for
@@ -60,9 +62,27 @@ def compile_blocks(
     options = None if overlapped is None else _overlap_options(overlapped, mode)
     for block in blocks:
         block.compile(fullgraph=True, mode=None if options else mode, options=options)
+    loss: Any = model.get_submodule(interface_of(model).loss)
+    loss.kernels = compiled_loss_kernels(mode=mode)
     how = "autotuned during the first step" if config.autotune else "during the first step"
     overlap = "" if overlapped is None else ", tensor-parallel messages during products"
-    return f"compile: {len(blocks)} blocks in place, {how}{overlap}"
+    return f"compile: {len(blocks)} blocks and the loss in place, {how}{overlap}"
+
+
+def compiled_loss_kernels(**options: Any) -> Kernels:
+    """What the loss runs over the logits of a chunk, compiled once for chunks of any size. options: torch.compile's."""
+
+    def for_any_rows(function: Callable[..., Any]) -> Callable[..., Any]:
+        compiled = torch.compile(function, fullgraph=True, **options)
+
+        def call(*tensors: Tensor) -> Any:
+            for tensor in tensors:
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            return compiled(*tensors)
+
+        return call
+
+    return Kernels(for_any_rows(sum_exponentials), for_any_rows(overwrite_by_exponentials))
 
 
 def cpp_compiler() -> str | None:

@@ -4,7 +4,7 @@ Each process of a tensor group holds 1 / degree of every matrix. Between the par
 the tokens of a row: a part gathers them before its first linears, which are cut by output ("column"), and scatters the
 sum of its last one, which is cut by input ("row") (Megatron-LM, Korthikanti et al. 2022).
 
-B batch, T tokens, V vocabulary, C tokens of one chunk.
+B batch, T tokens, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from models.interface import blocks_of, interface_of
-from models.loss import IGNORED, SummedLoss
+from models.loss import EAGER, IGNORED, SummedLoss, loss_in_chunks
 from parallel.errors import UserError
 from parallel.float8 import Move, float8_gather, float8_scatter
 
@@ -136,6 +136,7 @@ class VocabularyParallelLoss(nn.Module):
     def __init__(self, chunks: int, group: ProcessGroup) -> None:
         super().__init__()
         self.chunks, self.group = chunks, group
+        self.kernels = EAGER
 
     def forward(self, logits: Tensor, targets: Tensor | None) -> Tensor:
         """logits: (B, T, V / degree); targets: (B, T), equal in the group. Returns the sum, or all logits (B, T, V)."""
@@ -144,45 +145,23 @@ class VocabularyParallelLoss(nn.Module):
             parts = [torch.empty_like(logits) for _ in range(self.group.size())]
             dist.all_gather(parts, logits.contiguous(), group=self.group)
             return torch.cat(parts, dim=-1)
-        loss: Tensor = _Summed.apply(logits.flatten(0, 1), targets.flatten(), self.chunks, self.group)
-        return loss
+        targets, width = targets.flatten(), logits.shape[-1]
+        columns, counts = targets - self.group.rank() * width, targets != IGNORED  # (B T,)
+        own = (columns >= 0) & (columns < width) & counts
+        return loss_in_chunks(
+            logits.flatten(0, 1),
+            columns.where(own, 0),
+            own,
+            counts,
+            chunks=self.chunks,
+            kernels=self.kernels,
+            combine=self._combine,
+        )
 
-
-class _Summed(torch.autograd.Function):
-    """The loss of models/loss.py over columns in parts. It keeps the logits and two numbers per token."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, chunks: int, group: ProcessGroup) -> Tensor:
-        width = logits.shape[-1]
-        columns = targets - group.rank() * width
-        own = (columns >= 0) & (columns < width) & (targets != IGNORED)
-        columns = columns.where(own, 0)[:, None]
-        largest, sums, losses = [], [], []
-        pieces = zip(*(part.tensor_split(chunks) for part in (logits, columns, own)), strict=True)
-        for rows, column, is_own in pieces:
-            top = rows.amax(-1).to(torch.float32)
-            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-            powers = (rows - top[:, None]).exp_()  # (C, V / degree), the only float32 tensor as large as that
-            at_target = (rows.gather(-1, column)[:, 0] - top) * is_own
-            both = torch.stack([powers.sum(-1), at_target])  # (2, C): the softmax's denominator, the target's logit
-            del powers  # before the next chunk's
-            dist.all_reduce(both, group=group)
-            largest.append(top)
-            sums.append(both[0])
-            losses.append(both[0].log() - both[1])
-        counts = targets != IGNORED
-        ctx.chunks = chunks
-        ctx.save_for_backward(logits, columns, own, counts, torch.cat(largest), torch.cat(sums))
-        return torch.where(counts, torch.cat(losses), 0.0).sum()
-
-    @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None, None]:
-        # Overwrites the logits with their gradient, as models/loss.py does.
-        saved = ctx.saved_tensors
-        pieces = zip(*(part.tensor_split(ctx.chunks) for part in saved), strict=True)
-        for rows, column, is_own, counts, top, total in pieces:
-            gradient = (rows - top[:, None]).exp_().div_(total[:, None])  # (C, V / degree)
-            gradient.scatter_add_(-1, column, -is_own.to(gradient.dtype)[:, None])
-            rows.copy_(gradient.mul_((scale * counts)[:, None]))
-            del gradient
-        return saved[0], None, None, None
+    def _combine(self, largest: Tensor, sums: Tensor, at_target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of whole rows, from those of each process's columns: three numbers per token in two messages."""
+        of_all = largest.clone()
+        dist.all_reduce(of_all, op=dist.ReduceOp.MAX, group=self.group)
+        both = torch.stack([sums * (largest - of_all).exp(), at_target])  # (2, B T)
+        dist.all_reduce(both, group=self.group)
+        return of_all, both[0], both[1]

@@ -51,4 +51,4 @@ class BatchConfig:
     micro_batch_size: Annotated[int, Ge(1)] = 1
     """Sequences per process in one forward and backward pass; with context or tensor, per group that shares them."""
     loss_chunks: Annotated[int, Ge(1)] = 1
-    """Compute the loss in this many chunks of tokens, to hold the float32 logits of only one; 1 = all at once."""
+    """Compute the loss in this many chunks of tokens, to hold the float32 logits of only one (compiled, of none)."""

@@ -106,7 +106,7 @@ def remedies(recipe: Recipe, world: World) -> Iterator[Remedy]:
     smaller = (size for size in range(micro // 2, 0, -1) if micro % size == 0)
     if size := next((size for size in smaller if _fits(recipe, world, batch={"micro_batch_size": size})), None):
         yield "batch.micro_batch_size", size, f"instead of {micro}: less at a time, in the same global batch"
-    if batch.loss_chunks < 16:
+    if batch.loss_chunks < 16 and not recipe.compile.enabled:  # compiled, the loss holds no copy of the logits
         yield "batch.loss_chunks", max(4, 2 * batch.loss_chunks), "holds the logits of one chunk only"
     modes = ("none", "selective", "full")
     if later := modes[modes.index(recipe.activation_checkpointing.mode) + 1 :]:

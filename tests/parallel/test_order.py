@@ -141,7 +141,7 @@ def test_the_report_names_every_part(everything: list[tuple[str, dict]]) -> None
         assert facts["report"] == [
             f"float8: tensorwise, 28 of {linears} linears converted, float8 all-gather, emulated",
             "activation checkpointing: selective, keeps matmul and attention outputs",
-            "compile: 4 blocks in place, during the first step",
+            "compile: 4 blocks and the loss in place, during the first step",
             "fsdp: ZeRO-3 over 2 x 2 replicas, bfloat16 compute, float32 reduction",
         ]
 

@@ -109,6 +109,11 @@ def test_remedies_are_values_that_a_recipe_accepts_and_end_when_all_are_taken(tm
     ]
 
 
+def test_chunks_of_the_loss_are_no_remedy_in_compiled_code_which_holds_no_copy_of_the_logits() -> None:
+    recipe = change(load(DEBUG), compile={"enabled": True})
+    assert "batch.loss_chunks" not in [key for key, _, _ in remedies(recipe, world("cuda", 4))]
+
+
 @pytest.mark.parametrize(
     ("length", "by", "halved"),
     [(8, "heads", [4]), (4, "heads", []), (12, "heads", []), (16, "gather", [8]), (8, "gather", [])],
