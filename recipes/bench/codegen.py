@@ -77,7 +77,7 @@ def _run(options: argparse.Namespace, overrides: list[str]) -> int:
         options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if options.write_docs:
         PAGE.write_text(page(found), encoding="utf-8")
-    return int(any(row["refused"] for row in found["rows"]))
+    return int(any(row["refused"] for row in [*found["rows"], *found["losses"]]))
 
 
 def _all_cases(overrides: list[str]) -> Iterator[tuple[Path, list[str]]]:
@@ -146,7 +146,7 @@ def _count(recipes: list[tuple[Path, Recipe]], *, assemble: bool, loss: bool) ->
         members = list(group)
         print(f"\n{shape} ({shown(members[0][0])})", flush=True)
         if loss:
-            losses.append(_loss(members[0][1]))
+            losses.append(_loss(members[0][1], assemble=assemble))
             print(_loss_line(losses[-1]), flush=True)
         print(_line(COLUMNS))
         for path, recipe in members:
@@ -199,21 +199,29 @@ def block_row(path: Path, recipe: Recipe, *, assemble: bool) -> Row:
     }
 
 
-def _loss(recipe: Recipe) -> Row:
-    from recipes.bench.sm90.loss import compiled_bytes, eager_bytes
+def _loss(recipe: Recipe, *, assemble: bool) -> Row:
+    from recipes.bench.sm90.loss import compiled_loss, eager_bytes
 
     logits = recipe.batch.micro_batch_size * recipe.batch.sequence_length * recipe.model.vocabulary
-    facts = {"shape": shape_of(recipe), "chunks": recipe.batch.loss_chunks, "logits": logits}
-    return facts | {
+    compiled = compiled_loss(recipe, with_ptxas=assemble)
+    return {
+        "shape": shape_of(recipe),
+        "chunks": recipe.batch.loss_chunks,
+        "logits": logits,
         "eager_bytes_per_logit": eager_bytes(recipe) / logits,
-        "compiled_bytes_per_logit": compiled_bytes(recipe) / logits,
+        "compiled_bytes_per_logit": compiled.bytes / logits,
+        "kernels_of_a_chunk": compiled.kernels,
+        "verdicts": compiled.verdicts,
+        "refused": {name: error for name, error in compiled.verdicts.items() if error},
     }
 
 
 def _loss_line(row: Row) -> str:
+    assembled = f"{len(row['verdicts']) - len(row['refused'])} of {len(row['verdicts'])}"
     return (
-        f"loss, eager (loss_chunks = {row['chunks']}): {row['eager_bytes_per_logit']:.1f} bytes a logit;"
-        f" compiled, without chunks: {row['compiled_bytes_per_logit']:.1f}"
+        f"loss (loss_chunks = {row['chunks']}): {row['compiled_bytes_per_logit']:.2f} bytes a logit"
+        f" in {row['kernels_of_a_chunk']} kernels a chunk, ptxas {assembled if row['verdicts'] else 'not asked'};"
+        f" eager {row['eager_bytes_per_logit']:.1f}"
     )
 
 
@@ -261,8 +269,9 @@ Inductor generates kernels. Each table is about one block with rotary embeddings
   come on top.
 - **ptxas**: Triton kernels that ptxas turned into code for sm_90, in every configuration that Inductor would try.
 
-Eager bytes of the loss are counted operator by operator: operands and results once, but the operand of a softmax three
-times where a row does not fit into shared memory, as in torch's SoftMax.cu.
+The loss of a micro-batch is counted forward and backward, in the recipe's chunks, from its logits to their gradient.
+Eager bytes are counted operator by operator: operands and results once, but the operand of a softmax three times where
+a row does not fit into shared memory, as in torch's SoftMax.cu.
 """
 
 

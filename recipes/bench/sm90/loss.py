@@ -1,27 +1,85 @@
 """Bytes that the loss moves on an H100, from logits to their gradient. Call machine.pretend_h100() first."""
 
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from models.loss import cross_entropy_sum
-from recipes.bench.sm90.count import read_code
+from models.loss import EAGER, Kernels, cross_entropy_sum
+from parallel.kernels import compiled_loss_kernels
+from recipes.bench.sm90.count import assemble, read_code
 from recipes.bench.sm90.machine import PROPERTIES
-from recipes.bench.sm90.trace import GPU, trace
+from recipes.bench.sm90.trace import GPU, generate
 from recipes.schema import Recipe
 
-SPARSE = ("gather", "scatter_", "nll_loss_forward")
+SPARSE = ("gather", "index", "index_put_", "nll_loss_forward")
 """Operators that touch a few elements of each row."""
 
 
+@dataclass(frozen=True)
+class Compiled:
+    """What a recipe's compiled loss launches."""
+
+    bytes: int
+    """Moved by the kernels of all chunks, and by eager operators between them, which handle a few numbers per token."""
+    kernels: int
+    """Of one chunk, forward and backward."""
+    verdicts: dict[str, str]
+    """Kernel -> why it is no machine code for sm_90, or ""; empty where nobody asked."""
+
+
+def compiled_loss(recipe: Recipe, *, with_ptxas: bool) -> Compiled:
+    """The loss as the recipe runs it with compile.enabled, in its chunks."""
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        logits = _inputs(recipe, torch.device("cpu"))[0].flatten(0, 1)
+        chunk = logits.tensor_split(recipe.batch.loss_chunks)[0]  # (C, V)
+        codes = _code_for(chunk)
+    found = [read_code(code) for code in codes]
+    of_chunk = sum(sum(code.moved.values()) for code in found)
+    free = Kernels(lambda rows: (torch.empty(len(rows), device=GPU),) * 2, lambda *_: None)
+    verdicts = {name: error for code in codes if with_ptxas for name, error in assemble(code).items()}
+    launches = sum(sum(code.calls.values()) for code in found)
+    moved = of_chunk * len(logits) // len(chunk) + _traffic(recipe, free)
+    return Compiled(moved, launches, verdicts)
+
+
+def _code_for(chunk: Tensor) -> list[str]:
+    """What Inductor writes for the kernels of a chunk (C, V)."""
+    codes: list[str] = []
+
+    def keep_code(module: GraphModule, examples: list[Any], **options: Any) -> Any:
+        codes.append(generate(deepcopy(module), **options))
+
+        def run_on_cpu(arguments: list[Any]) -> Any:
+            return module.forward(*arguments)
+
+        run_on_cpu._boxed_call = True  # type: ignore[attr-defined]
+        return run_on_cpu
+
+    torch._dynamo.reset()
+    kernels = compiled_loss_kernels(backend=partial(compile_fx, inner_compile=keep_code))
+    largest, sums = kernels.sum_exponentials(chunk)
+    kernels.overwrite_by_exponentials(chunk, largest, sums)
+    return codes
+
+
 def eager_bytes(recipe: Recipe) -> int:
-    """What the loss moves as the recipe runs it, in its chunks, one kernel for each operator."""
+    """What the loss moves without compile.enabled, in the recipe's chunks, one kernel for each operator."""
+    return _traffic(recipe, EAGER)
+
+
+def _traffic(recipe: Recipe, kernels: Kernels) -> int:
     with FakeTensorMode(), _Traffic() as traffic:
-        node: Any = cross_entropy_sum(*_inputs(recipe, GPU), chunks=recipe.batch.loss_chunks).grad_fn
+        inputs = _inputs(recipe, GPU)
+        node: Any = cross_entropy_sum(*inputs, chunks=recipe.batch.loss_chunks, kernels=kernels).grad_fn
         gradient = torch.empty((), device=GPU)
         # Autograd refuses to run on the pretended GPU, so its nodes are called here, one after the other.
         while node.next_functions:
@@ -29,13 +87,6 @@ def eager_bytes(recipe: Recipe) -> int:
                 found = node.apply(gradient) if hasattr(node, "apply") else node(gradient)
             gradient, node = (found[0] if isinstance(found, tuple) else found), node.next_functions[0][0]
     return traffic.bytes
-
-
-def compiled_bytes(recipe: Recipe) -> int:
-    """What it would move if torch.compile had the whole loss, without chunks."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        passes = trace(cross_entropy_sum, *_inputs(recipe, torch.device("cpu")), attention="auto")
-    return sum(sum(read_code(graph.code).moved.values()) for graph in passes)
 
 
 def _inputs(recipe: Recipe, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -109,7 +109,7 @@ def trace(call: Any, *inputs: Any, attention: str) -> tuple[Graph, Graph]:
     def inner(module: GraphModule, examples: list[Any], **options: Any) -> Any:
         names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
         inputs = dict(zip(names, kinds, strict=False)) if not graphs else {}
-        graphs.append(Graph(deepcopy(module), inputs, _generate(deepcopy(module), **options)))
+        graphs.append(Graph(deepcopy(module), inputs, generate(deepcopy(module), **options)))
 
         def run_on_cpu(arguments: list[Any]) -> Any:
             return module.forward(*arguments)
@@ -127,7 +127,7 @@ def trace(call: Any, *inputs: Any, attention: str) -> tuple[Graph, Graph]:
     return forward, backward
 
 
-def _generate(module: GraphModule, **options: Any) -> str:
+def generate(module: GraphModule, **options: Any) -> str:
     """The Python module that Inductor writes for this graph on the GPU, without compiling its kernels."""
     _move(module)
     examples = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
