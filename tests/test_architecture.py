@@ -23,7 +23,7 @@ LAYERS = (
     ("recipes/bench", "recipes/bench/sm90", "recipes/sweep"),
     ("recipes/training",),
     ("recipes/load.py",),
-    ("recipes/rules.py", "recipes/mesh_rules.py", "recipes/command_line.py"),
+    ("recipes/rules.py", "recipes/mesh_rules.py", "recipes/memory.py", "recipes/command_line.py"),
     ("recipes/fields.py",),
     ("recipes/schema.py",),
     ("recipes/evaluation",),

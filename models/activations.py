@@ -1,0 +1,116 @@
+"""How many bytes per token a block keeps for its backward pass, and how many more that pass needs.
+
+Each term is a tensor: 2 x stream is one in bfloat16, as wide as the residual stream. Imports no torch.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from models.config import ModelConfig
+
+Mode = Literal["none", "selective", "full"]
+"""As activation_checkpointing.mode."""
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Elements per token that one process holds."""
+
+    stream: float
+    """Of the residual stream, D."""
+    read: float
+    """Of what a block's two parts read: D too, unless a process has a part of the stream's tokens but reads all."""
+    query: float
+    key: float
+    inner: float
+    """Of the feed-forward."""
+    heads: float
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> "Widths":
+        """On a process that holds the model whole."""
+        query, key = model.heads * model.head_width, model.key_value_heads * model.head_width
+        return cls(model.width, model.width, query, key, model.feed_forward_width, model.heads)
+
+    def cut(self, degree: int) -> "Widths":
+        """With 1 / degree of each matrix, and of the stream's tokens."""
+        other = (self.query, self.key, self.inner, self.heads)
+        query, key, inner, heads = (width / degree for width in other)
+        return replace(self, stream=self.stream / degree, query=query, key=key, inner=inner, heads=heads)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What determines a block's activations besides its widths."""
+
+    mode: Mode = "none"
+    float8: bool = False
+    compiled: bool = True
+    rope: bool = True
+    element: int = 2
+    """Bytes: 2 for bfloat16, 4 for float32."""
+    copied_output: bool = True
+    """Whether attention's output is kept twice, in the kernel's order of heads and in the projection's."""
+
+
+def saved_per_token(widths: Widths, kept: Kept) -> float:
+    """Bytes that a block keeps for each token until its backward pass, without weights."""
+    if kept.mode == "full":
+        return kept.element * widths.stream
+    if kept.mode == "selective":
+        return kept.element * _products(widths, kept) + 4 * widths.heads
+    return _compiled(widths, kept) if kept.compiled else _eager(widths, kept)
+
+
+def final_norm_per_token(widths: Widths, element: int) -> float:
+    """Bytes that the norm before the head keeps for each token: without compile, it is several operators.
+
+    In float32 its input, and that normed; the output, in its own type; and the scale.
+    """
+    return (2 * 4 + element) * widths.stream + 4
+
+
+def at_swiglu_per_token(widths: Widths, kept: Kept) -> float:
+    """Bytes beyond the saved ones where the backward pass of a block holds most: at the derivative of SwiGLU.
+
+    Its product is gone, its gradient and those of both factors are there, and the gradient of the block's output.
+    Whatever was not saved has been computed again; what no gradient needs is only released later.
+    """
+    element = kept.element
+    whole = saved_per_token(widths, replace(kept, mode="none"))
+    product = 0 if kept.compiled and kept.float8 else element * widths.inner
+    inside = whole - product + 3 * element * widths.inner + element * widths.stream
+    own = element * widths.stream * (not kept.compiled and element == 2)  # else a norm keeps the block's input itself
+    if kept.mode == "full":
+        inside += own
+    if kept.mode == "selective":
+        inside += own + element * widths.stream  # and what attention adds to it
+    return inside - saved_per_token(widths, kept)
+
+
+def _products(widths: Widths, kept: Kept) -> float:
+    """Elements: the block's input, the results of its products and of attention."""
+    last = 0 if kept.compiled else widths.stream  # of the feed-forward: only torch.compile sees that nothing reads it
+    return 2 * widths.stream + last + 2 * widths.query + 2 * widths.key + 2 * widths.inner
+
+
+def _compiled(widths: Widths, kept: Kept) -> float:
+    """Counted in generated code for sm_90 (docs/benchmarks/codegen.md)."""
+    residual = 2 * 2 * widths.stream  # before attention and before the feed-forward
+    scales = 2 * 4 * widths.stream / widths.read  # of both norms, in float32
+    attention = 2 * (2 * widths.query + 2 * widths.key) + 4 * widths.heads  # queries, keys, values, output, logsumexp
+    inner = 2 * 2 * widths.inner  # gate and up
+    total = residual + scales + attention + inner
+    if kept.float8:  # casts are computed again, from what is read by a norm or SwiGLU anyway
+        return total
+    copied = 2 * widths.query * kept.copied_output
+    return total + 2 * 2 * widths.read + copied + 2 * widths.inner  # both norms' outputs; SwiGLU's product
+
+
+def _eager(widths: Widths, kept: Kept) -> float:
+    """Counted operator by operator on a CPU, where a norm is several."""
+    element = kept.element
+    norms = 2 * final_norm_per_token(widths, element)
+    # Attention's output is copied for the projection where queries were rotated.
+    attention = element * ((2 + kept.rope) * widths.query + 2 * widths.key) + 4 * widths.heads
+    return norms + attention + 4 * element * widths.inner  # gate, its silu, up, product

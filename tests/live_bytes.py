@@ -1,0 +1,179 @@
+"""How many bytes live at once during one real training step, counted storage by storage on fake tensors.
+
+The step is that of a run, as rank 0 of processes that do not exist. FSDPMemTracker of torch, with which a test compares
+this, refuses more than one micro-batch.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from models.decoder import Decoder
+from parallel.mesh import Mesh, build_mesh
+from parallel.order import parallelize
+from recipes.metrics.clock import RunClock
+from recipes.optimization.optimizer import build_optimizer
+from recipes.optimization.skip_steps import StepGuard
+from recipes.schema import Recipe
+from recipes.training.build import Built
+from recipes.training.step import train_step
+
+CPU = torch.device("cpu")
+
+
+class LiveBytes(TorchDispatchMode):
+    """While entered, follows every storage from the operator that makes it to its end, and through its resizing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: dict[int, int] = {}
+        self.now = self.peak = 0
+        self.moment = self.fullest = "start"
+        self.note: Callable[[], None] = lambda: None
+
+    def __enter__(self) -> "LiveBytes":
+        resize = torch.UntypedStorage.resize_  # no operator: FSDP frees and allocates with it
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            self._set(storage, size) if storage._cdata in self._sizes else None
+            return result
+
+        self._patch = patch.object(torch.UntypedStorage, "resize_", resized)
+        self._patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patch.stop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.op = func
+        result = func(*args, **(kwargs or {}))
+        self.follow(*tree_leaves(result))
+        return result
+
+    def follow(self, *values: Any) -> None:
+        """Count the storages of these, of what is a tensor."""
+        for value in values:
+            if isinstance(value, Tensor) and value.device == CPU:
+                storage = (value.to_local() if isinstance(value, DTensor) else value).untyped_storage()
+                if storage._cdata not in self._sizes:
+                    weakref.finalize(storage, self._forget, storage._cdata)
+                    self._set(storage, storage.nbytes())
+
+    def restart(self) -> None:
+        """Forget the peak, not what lives."""
+        self.peak = 0
+
+    def _set(self, storage: torch.UntypedStorage, size: int) -> None:
+        self.now += size - self._sizes.get(storage._cdata, 0)
+        self._sizes[storage._cdata] = size
+        if self.now > self.peak:
+            self.peak, self.fullest = self.now, self.moment
+            self.note()
+
+    def _forget(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+
+@contextmanager
+def fake_processes(count: int) -> Iterator[None]:
+    """This process is rank 0 of so many."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def build(recipe: Recipe, mesh: Mesh) -> Built:
+    """The recipe's model and optimizer on the CPU, without values where fake tensors are on."""
+    with torch.device("meta"):
+        model = Decoder(recipe.model, loss_chunks=recipe.batch.loss_chunks)
+    report = parallelize(
+        model,
+        mesh,
+        float8=recipe.float8,
+        activation_checkpointing=recipe.activation_checkpointing,
+        compile=recipe.compile,
+        fsdp=recipe.fsdp,
+        context_by=recipe.mesh.context_by,
+    )
+    model.to_empty(device="cpu")
+    return Built(
+        mesh=mesh,
+        model=model,
+        sharded=model,  # type: ignore[arg-type]
+        optimizer=build_optimizer(model, recipe.optimizer, embedding=model.interface.embedding),
+        parameters=tuple(model.parameters()),
+        grad_clip=recipe.optimizer.grad_clip,
+        reshard_after_forward=recipe.fsdp.reshard_after_forward,
+        float8_all_gather=recipe.float8.all_gather,
+        report=tuple(report),
+    )
+
+
+def tracked_step(recipe: Recipe, processes: int, nodes: int = 1, live: LiveBytes | None = None) -> LiveBytes:
+    """The second step of a run of this recipe; the first one makes the moments."""
+    live = live or LiveBytes()
+    with fake_processes(processes):
+        mesh = build_mesh(recipe.mesh.fit(processes, nodes=nodes), device_type="cpu")
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            _track(recipe, build(recipe, mesh), live)
+    return live
+
+
+def _track(recipe: Recipe, built: Built, live: LiveBytes) -> None:
+    _name_moments(built.model, live)
+    built.optimizer.register_step_pre_hook(lambda *_: setattr(live, "moment", "optimizer"))
+    batch = recipe.batch
+    micro = batch.global_batch_size // built.mesh.degrees.data_parallel // batch.micro_batch_size
+    shape = batch.micro_batch_size, batch.sequence_length
+    batches = [(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64), None)] * micro
+    live.follow(*built.parameters, *batches[0])
+    guard = StepGuard(built.mesh, device=CPU, max_skipped_steps=10)
+    for step in (1, 2):
+        live.restart()
+        live.moment = "start"
+        with live:
+            train_step(built, batches, step=step, learning_rate=1e-3, guard=guard, clock=RunClock(CPU))
+
+
+def _name_moments(model: Decoder, live: LiveBytes) -> None:
+    """Follow which part of the model is computing."""
+
+    def says(name: str) -> Callable[..., None]:
+        def set_moment(*_: Any) -> None:
+            live.moment = name
+
+        return set_moment
+
+    model.register_forward_pre_hook(says("forward"))
+    model.loss.register_forward_pre_hook(says("loss"))
+    for name, module in [
+        ("loss backward", model.loss),
+        ("head", model.tied_head or model.lm_head),
+        ("norm", model.norm),
+    ]:
+        module.register_forward_hook(
+            lambda module, inputs, output, name=name: output.register_hook(says(name)) and None
+        )
+    for layer, block in enumerate(model.blocks):
+        block.register_forward_hook(
+            lambda module, inputs, output, layer=layer: output.register_hook(says(f"backward {layer}")) and None
+        )
+    model.embedding.register_forward_hook(
+        lambda module, inputs, output: output.register_hook(says("embedding")) and None
+    )
