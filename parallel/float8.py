@@ -4,6 +4,7 @@ import logging
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from types import ModuleType
 from typing import Any, cast
 
@@ -58,9 +59,29 @@ def convert_linears(model: nn.Module, config: Float8Config, *, device_type: str)
     settings = replace(preset, enable_fsdp_float8_all_gather=config.all_gather, emulate=config.emulate)
     # The public entry point, because it also works around a Triton miscompile (see torchao's _inductor_patch.py).
     torchao_float8.convert_to_float8_training(model, config=settings, module_filter_fn=lambda _, name: name in chosen)
+    for name in chosen:
+        model.get_submodule(name).__class__ = _linear_of_rows()
     gathered = ", float8 all-gather" if config.all_gather else ""
     emulated = ", emulated" if config.emulate else ""
     return f"float8: {config.recipe}, {len(chosen)} of {len(linears)} linears converted{gathered}{emulated}"
+
+
+@cache
+def _linear_of_rows() -> type[nn.Module]:
+    """Float8Linear that flattens its input at once to (tokens, width).
+
+    torchao flattens after its casts in the forward pass, but before them in the backward pass. Compile does not see
+    that both need the same scales, and would look for the largest magnitude of every input twice.
+    """
+    from torchao.float8.float8_linear import Float8Linear
+
+    class FlatFloat8Linear(Float8Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            if isinstance(input, DTensor):  # Inductor fuses messages only with products in torchao's own form
+                return cast(Tensor, super().forward(input))
+            return cast(Tensor, super().forward(input.flatten(0, -2))).unflatten(0, input.shape[:-1])
+
+    return FlatFloat8Linear
 
 
 def precompute_scales(model: nn.Module) -> None:

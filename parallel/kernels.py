@@ -35,13 +35,18 @@ def choose_attention(config: AttentionConfig, *, device_type: str) -> list[str]:
 
 
 def compile_blocks(
-    model: nn.Module, config: CompileConfig, *, device_type: str, overlapped: ProcessGroup | None = None
+    model: nn.Module,
+    config: CompileConfig,
+    *,
+    device_type: str,
+    float8: bool = False,
+    overlapped: ProcessGroup | None = None,
 ) -> str:
     """Compile every block and the loss in place. Returns a line for the log.
 
-    fullgraph=True: a graph break is an error, not a quiet loss of speed. `overlapped`: the tensor group whose messages
-    are to be exchanged during products. Raises UserError where the CPU backend would find no C++ compiler, and for
-    overlap without CUDA.
+    fullgraph=True: a graph break is an error, not a quiet loss of speed. `float8`: some linears are float8.
+    `overlapped`: the tensor group whose messages are to be exchanged during products. Raises UserError where the CPU
+    backend would find no C++ compiler, and for overlap without CUDA.
     """
     if overlapped is not None and not (config.enabled and device_type == "cuda"):
         found = f"the device is a {device_type}" if config.enabled else "compile.enabled = false"
@@ -59,7 +64,7 @@ def compile_blocks(
     blocks = blocks_of(model)
     # Autotuned with CUDA graphs it would be "max-autotune"; docs/benchmarks/step.md says why not.
     mode = "max-autotune-no-cudagraphs" if config.autotune else None
-    options = None if overlapped is None else _overlap_options(overlapped, mode)
+    options = _options(mode, float8=float8, overlapped=overlapped)
     for block in blocks:
         block.compile(fullgraph=True, mode=None if options else mode, options=options)
     loss: Any = model.get_submodule(interface_of(model).loss)
@@ -91,13 +96,25 @@ def cpp_compiler() -> str | None:
     return next((found for name in names if (found := shutil.which(name))), None)
 
 
-def _overlap_options(group: ProcessGroup, mode: str | None) -> dict[str, Any]:
+def _options(mode: str | None, *, float8: bool, overlapped: ProcessGroup | None) -> dict[str, Any] | None:
+    """Options of torch.compile, with those of `mode`, which it refuses beside options; None if `mode` is all."""
+    if overlapped is None and not float8:
+        return None
+    import torch._inductor
+
+    options: dict[str, Any] = torch._inductor.list_mode_options(mode) if mode else {}
+    if overlapped is not None:  # products with messages are one kernel, which reads an operand once
+        return options | _overlap_options(overlapped)
+    from parallel.float8_graphs import float8_passes
+
+    return options | float8_passes()
+
+
+def _overlap_options(group: ProcessGroup) -> dict[str, Any]:
     """Options of torch.compile that fuse the group's gathers and scatters with the products beside them.
 
-    Such a product starts with the part that is here, and reads the others from the memory of their GPUs. Not part of
-    `mode`, which torch.compile refuses beside options.
+    Such a product starts with the part that is here, and reads the others from the memory of their GPUs.
     """
-    import torch._inductor
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
     from parallel.overlap import BringMessagesToProducts, RequireFusedMessages
@@ -106,9 +123,8 @@ def _overlap_options(group: ProcessGroup, mode: str | None) -> dict[str, Any]:
         # torch 2.13 calls it deprecated and unnecessary, but fuses nothing in a group without it.
         warnings.simplefilter("ignore", FutureWarning)
         enable_symm_mem_for_group(group.group_name)
-    switches = {
+    return {
         "_micro_pipeline_tp": True,
         "post_grad_custom_pre_pass": BringMessagesToProducts(),
         "post_grad_custom_post_pass": RequireFusedMessages(),
     }
-    return {**(torch._inductor.list_mode_options(mode) if mode else {}), **switches}

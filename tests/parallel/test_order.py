@@ -2,11 +2,14 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._inductor.compile_fx import compile_fx
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -262,26 +265,22 @@ def test_prefetching_more_blocks_changes_no_bit_of_the_gradients() -> None:
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_compiled_blocks_cast_an_input_that_several_linears_share_once(recipe: str) -> None:
-    """q, k and v read one float8 copy of their input, gate and up another: fusing these linears would save no cast."""
-    from functorch.compile import min_cut_rematerialization_partition  # as torch.compile's own backend partitions
-    from torch._dynamo.backends.common import aot_autograd
-
+    """q, k and v read one float8 copy of their input, gate and up another, in the graph for which code is generated."""
     model = Decoder(replace(DEBUG, layers=1))
     convert_linears(model, Float8Config(recipe=recipe, emulate=True), device_type="cpu")
     model.to(torch.bfloat16)
     casts: list[tuple[int, ...]] = []
 
-    def note_casts(graph: torch.fx.GraphModule, inputs: list) -> torch.fx.GraphModule:
-        values = [node.meta.get("val") for node in graph.graph.nodes if "_to_copy" in str(node.target)]
-        casts.extend(tuple(value.shape) for value in values if value.dtype == torch.float8_e4m3fn)
+    def note_casts(graph: torch.fx.GraphModule, _: list, **options: Any) -> torch.fx.GraphModule:
+        nodes = graph.graph.find_nodes(op="call_function", target=torch.ops.prims.convert_element_type.default)
+        casts.extend(tuple(node.meta["val"].shape) for node in nodes if node.args[1] == torch.float8_e4m3fn)
         return graph
 
-    backend = aot_autograd(fw_compiler=note_casts, partition_fn=min_cut_rematerialization_partition)
-    model.blocks[0].compile(fullgraph=True, backend=backend)
-    x = torch.randint(0, DEBUG.vocabulary, (2, 65), generator=torch.Generator().manual_seed(3))
+    model.blocks[0].compile(fullgraph=True, backend=partial(compile_fx, inner_compile=note_casts))
+    x = torch.randint(0, DEBUG.vocabulary, (2, 49), generator=torch.Generator().manual_seed(3))
     model(x[:, :-1], x[:, 1:])
-    assert casts.count((2, 64, DEBUG.width)) == 3  # inputs of q, k, v; of o; of gate, up
-    assert casts.count((2, 64, DEBUG.feed_forward_width)) == 1  # of down
+    assert casts.count((2 * 48, DEBUG.width)) == 3  # inputs of q, k, v; of o; of gate, up
+    assert casts.count((2 * 48, DEBUG.feed_forward_width)) == 1  # of down
 
 
 # Refusals: what the recipe asks for happens, or parallelize() raises.

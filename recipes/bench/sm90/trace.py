@@ -25,6 +25,7 @@ from models.documents import SMALLEST_LENGTHS, Lengths
 from models.interface import blocks_of
 from parallel.activation_checkpoint import checkpoint_blocks
 from parallel.float8 import convert_linears
+from parallel.float8_graphs import float8_passes
 from recipes.schema import Recipe
 
 GPU = torch.device("cuda:0")
@@ -77,7 +78,9 @@ def trace_block(recipe: Recipe) -> Traced:
         cos, sin = (torch.empty(*positions, model.head_width // 2) for _ in range(2))
         documents = Lengths(torch.empty(SMALLEST_LENGTHS + 1, dtype=torch.int32)) if masked else None
         attention = "auto" if masked else recipe.attention.backend
-        forward, backward = trace(block, x, cos, sin, None, documents, attention=attention)
+        passes = float8_passes() if recipe.float8.recipe != "none" else {}
+        with torch._inductor.config.patch(passes):
+            forward, backward = trace(block, x, cos, sin, None, documents, attention=attention)
     return Traced(forward, backward, batch * length)
 
 

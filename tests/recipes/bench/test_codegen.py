@@ -84,8 +84,8 @@ def require_within_budget(row: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """SmolLM3-3B without checkpointing, in bf16 and in tensorwise float8."""
-    cases = [(SMOLLM3, float8, False, "none") for float8 in ("none", "tensorwise")]
+    """SmolLM3-3B without checkpointing: in bf16, in tensorwise float8, and with weights gathered in float8."""
+    cases = [(SMOLLM3, *float8, "none") for float8 in codegen.FLOAT8[:3]]
     return counted(cases, tmp_path_factory.mktemp("codegen"), assemble=True)
 
 
@@ -105,7 +105,7 @@ def test_ptxas_accepts_every_kernel_of_smollm3(rows: list[dict[str, Any]]) -> No
 @needs_tools
 def test_every_matrix_product_and_attention_of_a_block_is_counted(rows: list[dict[str, Any]]) -> None:
     """Seven linears, forward and twice backward; attention forward and backward."""
-    assert [(row["calls"]["product"], row["calls"]["attention"]) for row in rows] == [(21, 2), (21, 2)]
+    assert [(row["calls"]["product"], row["calls"]["attention"]) for row in rows] == [(21, 2)] * 3
 
 
 @needs_tools
@@ -119,31 +119,47 @@ def test_saved_tensors_are_what_the_backward_pass_needs(rows: list[dict[str, Any
     assert rows[0]["saved_bytes_of_weights"] == 0
 
 
+@needs_tools
+def test_nothing_but_scales_is_kept_of_float8_weights(rows: list[dict[str, Any]]) -> None:
+    """One largest magnitude, in bf16, and one reciprocal scale, in float32, of each of 7 weights."""
+    assert [row["saved_bytes_of_weights"] for row in rows] == [0, 7 * (2 + 4), 7 * 4]
+
+
 @pytest.fixture(scope="module")
-def spoilt(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The same in bf16, with all activations of a block in float32, and kernels that do not compile."""
+def spoilt(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """In bf16, and with weights gathered in float8: all activations of a block in float32, compiled without the
+    changes to graphs with float8, and kernels that do not compile."""
     before = """
 import models.decoder
+from recipes.bench.sm90 import trace
 forward, assemble = models.decoder.Block.forward, count.assemble
 models.decoder.Block.forward = lambda self, x, *others: forward(self, x.float(), *others).to(x.dtype)
 count.assemble = lambda code: assemble(code.replace("tl.load(", "tl.no_such_thing("))
+trace.float8_passes = dict
 """
-    folder = tmp_path_factory.mktemp("spoilt")
-    [row] = counted([(SMOLLM3, "none", False, "none")], folder, assemble=True, before=before)
-    return row
+    cases = [(SMOLLM3, "none", False, "none"), (SMOLLM3, "tensorwise", True, "none")]
+    return counted(cases, tmp_path_factory.mktemp("spoilt"), assemble=True, before=before)
 
 
 @needs_tools
 @needs_torch_of_page
-def test_a_cast_to_float32_breaks_the_budget(spoilt: dict[str, Any]) -> None:
-    with pytest.raises(AssertionError, match="--suite codegen --write-docs"):
-        require_within_budget(spoilt)
+def test_a_cast_to_float32_breaks_the_budget(spoilt: list[dict[str, Any]]) -> None:
+    for row in spoilt:
+        with pytest.raises(AssertionError, match="--suite codegen --write-docs"):
+            require_within_budget(row)
 
 
 @needs_tools
-def test_each_kernel_that_does_not_compile_is_named_with_its_error(spoilt: dict[str, Any]) -> None:
-    assert len(spoilt["refused"]) == spoilt["kernels"] >= 10
-    assert all("no_such_thing" in error for error in spoilt["refused"].values())
+def test_copies_of_float8_weights_are_kept_where_nothing_forbids_it(spoilt: list[dict[str, Any]]) -> None:
+    """Then test_nothing_but_scales_is_kept_of_float8_weights sees no change of its own."""
+    assert spoilt[1]["saved_bytes_of_weights"] > 60e6
+
+
+@needs_tools
+def test_each_kernel_that_does_not_compile_is_named_with_its_error(spoilt: list[dict[str, Any]]) -> None:
+    for row in spoilt:
+        assert len(row["refused"]) == row["kernels"] >= 10
+        assert all("no_such_thing" in error for error in row["refused"].values())
 
 
 @needs_tools
