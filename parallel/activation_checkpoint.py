@@ -36,10 +36,13 @@ SAVED = [
 
 
 def checkpoint_blocks(model: nn.Module, config: ActivationCheckpointingConfig) -> str:
-    """Wrap every block, in place; state-dict keys stay those of the plain model. Returns a line for the log."""
+    """Wrap the blocks that recompute, in place; state-dict keys stay those of the plain model. Returns a line for the
+    log."""
     if config.mode == "none":
         return "activation checkpointing: off"
-    for name in interface_of(model).blocks:
+    names = interface_of(model).blocks
+    chosen = config.recomputed(len(names))
+    for name in (names[index] for index in chosen):
         # Nothing in a block draws random numbers, so their state need not be kept.
         options: dict[str, Any] = {"preserve_rng_state": False}
         if config.mode == "selective":
@@ -48,7 +51,8 @@ def checkpoint_blocks(model: nn.Module, config: ActivationCheckpointingConfig) -
             logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
         model.set_submodule(name, checkpoint_wrapper(model.get_submodule(name), **options))
     kept = "keeps matmul and attention outputs" if config.mode == "selective" else "keeps block inputs only"
-    return f"activation checkpointing: {config.mode}, {kept}"
+    where = f" in {len(chosen)} of {len(names)} blocks" if len(chosen) < len(names) else ""
+    return f"activation checkpointing: {config.mode}{where}, {kept}"
 
 
 def _selective_contexts() -> Any:

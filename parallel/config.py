@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Interval
 
 from parallel.errors import UserError
 
@@ -154,6 +154,22 @@ class ActivationCheckpointingConfig:
 
     mode: Literal["none", "selective", "full"] = "none"
     """"full" recomputes whole blocks; "selective" keeps matmul and attention outputs and recomputes the rest."""
+    blocks: Annotated[int, Ge(1)] | Annotated[float, Interval(gt=0, le=1)] | Literal["all"] = "all"
+    """How many blocks, evenly spread, recompute: "all", a number, or a share such as 0.5, rounded, but at least one."""
+
+    def recomputed(self, layers: int) -> tuple[int, ...]:
+        """Which of so many blocks recompute, as indexes in the order of the forward pass.
+
+        The last block does only if all do: the backward pass starts there, when the others' activations are all still
+        in memory, and recomputing would add its own.
+        """
+        if self.mode == "none":
+            return ()
+        count = layers if self.blocks == "all" else self.blocks
+        if isinstance(count, float):
+            count = max(1, round(count * layers))
+        assert count <= layers, "recipes/rules.py refuses more blocks than there are"
+        return tuple(index * layers // count for index in range(count))
 
 
 @dataclass(frozen=True)

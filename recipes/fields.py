@@ -124,11 +124,13 @@ def complaint(key: str, value: Any, *, flag: bool = False) -> str | None:
         accept(annotation, value)
         return None
     except ValidationError as error:
-        kind = error.errors()[0]["type"]
+        kinds = [found["type"] for found in error.errors()]  # of each type that the field accepts
     rule = f"must be {describe(annotation)}"
-    if kind == "finite_number":
+    if "finite_number" in kinds:
         rule = rule.replace("a number", "a finite number")
-    if kind.endswith("_type") and not flag and not (get_origin(annotation) is tuple and isinstance(value, list)):
+    of_right_type = any("_than" in kind or kind == "finite_number" for kind in kinds)
+    of_right_type = of_right_type or (get_origin(annotation) is tuple and isinstance(value, list))
+    if kinds[0].endswith("_type") and not flag and not of_right_type:
         rule += f", and {toml(value)} is {VALUE_WORDS.get(type(value), 'a ' + type(value).__name__)}"
     close = [candidate for candidate in _readings(annotation, value) if accepts(annotation, candidate)]
     instead = close[0] if close else EXAMPLES.get(key, value_of(Recipe(), key))

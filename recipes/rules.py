@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from models.config import ModelConfig
-from parallel.config import AttentionConfig, CompileConfig, Float8Config
+from parallel.config import ActivationCheckpointingConfig, AttentionConfig, CompileConfig, Float8Config
 from parallel.errors import TemporaryError, UserError
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.data.config import HELD_OUT, DataConfig
@@ -68,6 +68,7 @@ def violations(
             "attention data.document_mask run.device",
             attention_has_a_kernel(recipe.attention, masked=data.document_mask, device=run.device),
         ),
+        ("activation_checkpointing model", blocks_can_recompute(recipe.activation_checkpointing, model=model)),
         ("float8.all_gather float8.recipe", float8_gathers(float8)),
         ("float8.recipe float8.emulate run.device", float8_has_a_device(float8, device=run.device)),
         ("compile", autotune_has_a_compiler(recipe.compile)),
@@ -280,6 +281,17 @@ def attention_has_a_kernel(attention: AttentionConfig, *, masked: bool, device: 
         yield "attention.backend", 'has no effect with document_mask = true, which uses its own kernels; write "auto"'
     elif device == "cpu" and attention.backend == "cudnn":
         yield "attention.backend", 'needs CUDA, but run.device = "cpu"; write "auto", "flash" or "math"'
+
+
+def blocks_can_recompute(checkpointing: ActivationCheckpointingConfig, *, model: ModelConfig) -> Iterator[Violation]:
+    """A number of blocks says what recomputes, and the model has as many."""
+    blocks, layers = checkpointing.blocks, model.layers
+    if checkpointing.mode == "none" and blocks != "all":
+        remedy = 'write mode = "selective" or "full", or blocks = "all"'
+        yield "activation_checkpointing.blocks", f'has no effect with mode = "none"; {remedy}'
+    elif isinstance(blocks, int) and blocks > layers:
+        rule = f"exceeds the {layers} blocks of the model"
+        yield "activation_checkpointing.blocks", f'{rule}; write at most {layers}, a share such as 0.5, or "all"'
 
 
 def float8_gathers(float8: Float8Config) -> Iterator[Violation]:

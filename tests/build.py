@@ -1,5 +1,7 @@
 """A model as a run builds it, on the CPU mesh of the current process group."""
 
+from typing import Literal
+
 import torch
 import torch.distributed as dist
 
@@ -26,19 +28,20 @@ def build_model(
     mesh: MeshConfig = SHARD_ALL,
     float8: Float8Config = NO_FLOAT8,
     mode: str = "none",
+    blocks: int | float | Literal["all"] = "all",
     compiled: bool = False,
     fsdp: FSDPConfig = FLOAT32,
     seed: int = 0,
     loss_chunks: int = 1,
 ) -> tuple[Decoder, list[str]]:
-    """The model, with that mode of activation checkpointing, and the lines that parallelize() returned."""
+    """The model, and the lines that parallelize() returned. mode, blocks: of activation checkpointing."""
     with torch.device("meta"):
         model = Decoder(config, loss_chunks=loss_chunks)
     report = parallelize(
         model,
         cpu_mesh(mesh),
         float8=float8,
-        activation_checkpointing=ActivationCheckpointingConfig(mode),
+        activation_checkpointing=ActivationCheckpointingConfig(mode, blocks),
         compile=CompileConfig(compiled),
         fsdp=fsdp,
         context_by=mesh.context_by,

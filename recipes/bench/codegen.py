@@ -13,16 +13,17 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
+from parallel.config import ActivationCheckpointingConfig
 from parallel.errors import UserError
 from recipes.load import CONFIGS, load, shown
 from recipes.mesh_rules import tokens_divide
-from recipes.rules import float8_gathers
+from recipes.rules import blocks_can_recompute, float8_gathers
 from recipes.schema import Recipe
 from recipes.sweep.runner import exit_code_of
 
@@ -50,7 +51,7 @@ def main(arguments: list[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--recipe", type=Path, help="count this one as it is; default: all, with each float8 and checkpointing"
+        "--recipe", type=Path, help="count each kind of its blocks; default: all, with each float8 and checkpointing"
     )
     parser.add_argument("--no-ptxas", action="store_true", help="only count")
     parser.add_argument("--no-loss", action="store_true", help="only blocks")
@@ -69,9 +70,10 @@ def _run(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.out and not os.access(options.out.parent, os.W_OK):  # before minutes of counting
         raise UserError(f"{options.out.parent} is not a writable folder; write another --out")
     cases = [(options.recipe, overrides)] if options.recipe else list(_all_cases(overrides))
-    recipes = [(path, load(path, changes, rules=False)) for path, changes in cases]
-    for path, recipe in recipes:
+    loaded = [(path, load(path, changes, rules=False)) for path, changes in cases]
+    for path, recipe in loaded:
         _require_countable(path, recipe)
+    recipes = [(path, kind) for path, recipe in loaded for kind in _kinds_of_block(recipe)]
     found = _count(recipes, assemble=not options.no_ptxas, loss=not options.no_loss)
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -101,7 +103,16 @@ def _is_whole(recipe: Recipe) -> bool:
 def variant(float8: str, gathered: bool, mode: str) -> list[str]:
     """Overrides of a recipe."""
     weights = ["--float8.recipe", float8, "--float8.all_gather", str(gathered).lower()]
-    return [*weights, "--activation_checkpointing.mode", mode]
+    return [*weights, "--activation_checkpointing.mode", mode, "--activation_checkpointing.blocks", "all"]
+
+
+def _kinds_of_block(recipe: Recipe) -> list[Recipe]:
+    """The recipe; where only a part of the blocks recomputes, as if all did, and as if none did."""
+    checkpointing, layers = recipe.activation_checkpointing, recipe.model.layers
+    if len(checkpointing.recomputed(layers)) in (0, layers):
+        return [recipe]
+    kinds = (replace(checkpointing, blocks="all"), ActivationCheckpointingConfig("none"))
+    return [replace(recipe, activation_checkpointing=kind) for kind in kinds]
 
 
 def shape_of(recipe: Recipe) -> str:
@@ -127,7 +138,8 @@ def _require_countable(path: Path, recipe: Recipe) -> None:
             recipe.attention.backend == "math" and not recipe.data.document_mask
         ),
     }
-    rules = [*float8_gathers(recipe.float8), *tokens_divide(recipe.batch, mesh=recipe.mesh, float8=recipe.float8)]
+    rules = [*blocks_can_recompute(recipe.activation_checkpointing, model=recipe.model)]
+    rules += [*float8_gathers(recipe.float8), *tokens_divide(recipe.batch, mesh=recipe.mesh, float8=recipe.float8)]
     wrong = [reason for reason, applies in reasons.items() if applies] + [f"{key} {rule}" for key, rule in rules]
     if wrong:
         raise UserError("\n  ".join([f"{shown(path)} cannot be counted:", *wrong]))
@@ -250,8 +262,8 @@ HEAD = """\
 
 Written by `python scripts/bench.py --suite codegen --write-docs`, which needs no GPU, but a C++ compiler and Triton
 (`pip install --no-deps triton==VERSION`). **Nothing on this page was measured on a GPU**: bytes and kernels are read
-off the generated code, and times are computed from the bytes. `--recipe R` counts one recipe as it is, with overrides
-such as `--float8.recipe tensorwise`; `--out FILE` writes every saved tensor and every kernel.
+off the generated code, and times are computed from the bytes. `--recipe R` counts the blocks of one recipe, with
+overrides such as `--float8.recipe tensorwise`; `--out FILE` writes every saved tensor and every kernel.
 
 The block is traced on the CPU with the operators that an H100 would call, and moves to a pretended GPU, for which
 Inductor generates kernels. Each table is about one block with rotary embeddings and one micro-batch. Recipes with

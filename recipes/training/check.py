@@ -60,9 +60,11 @@ def _parts(recipe: Recipe) -> list[str]:
     texts = ", ".join(validation.texts.values()) or f"{data.validation_fraction:g} of the documents"
     forever = f", and those of every {checkpoint.keep_every:,} steps" if checkpoint.keep_every else ""
     kind = "off" if float8.recipe == "none" else float8.recipe
+    layers, recomputed = recipe.model.layers, len(recipe.activation_checkpointing.recomputed(recipe.model.layers))
+    where = f" in {recomputed} of {layers} blocks" if 0 < recomputed < layers else ""
     return [
         f"compute: {recipe.fsdp.param_dtype}, float8 {kind}, activation checkpointing"
-        f" {recipe.activation_checkpointing.mode}, compile {'on' if recipe.compile.enabled else 'off'}",
+        f" {recipe.activation_checkpointing.mode}{where}, compile {'on' if recipe.compile.enabled else 'off'}",
         f"text: {', '.join(data.sources)}; tokenizer {data.tokenizer}; attention"
         f" {'inside documents' if data.document_mask else 'over whole sequences'}",
         f"validation: every {validation.every:,} steps, on {texts}" if validation.every else "validation: none",

@@ -108,8 +108,11 @@ def remedies(recipe: Recipe, world: World) -> Iterator[Remedy]:
         yield "batch.micro_batch_size", size, f"instead of {micro}: less at a time, in the same global batch"
     if batch.loss_chunks < 16 and not recipe.compile.enabled:  # compiled, the loss holds no copy of the logits
         yield "batch.loss_chunks", max(4, 2 * batch.loss_chunks), "holds the logits of one chunk only"
+    checkpointing = recipe.activation_checkpointing
+    if len(checkpointing.recomputed(recipe.model.layers)) in range(1, recipe.model.layers):
+        yield "activation_checkpointing.blocks", "all", "recomputes activations of every block in the backward pass"
     modes = ("none", "selective", "full")
-    if later := modes[modes.index(recipe.activation_checkpointing.mode) + 1 :]:
+    if later := modes[modes.index(checkpointing.mode) + 1 :]:
         yield "activation_checkpointing.mode", later[0], "recomputes activations in the backward pass"
     if not fsdp.reshard_after_forward:
         yield "fsdp.reshard_after_forward", True, "frees the gathered weights after the forward pass"

@@ -74,11 +74,11 @@ BFLOAT16 = Limits(2e-3, 2e-2, 2e-2, 2e-2)
 FLOAT8_LIMITS = Limits(5e-3, 3e-2, 5e-2, 1e-2)
 
 _CASES = """
-1.1.1.2  plain untied documents chunks accumulate,zero2 full selective,untied offload masked last llama3 bf16
-1.1.1.2  bf16,reduce16,prefetch,chunks tensorwise tensorwise,full,untied rowwise rowwise_with_gw_hp
+1.1.1.2  plain untied documents chunks accumulate,zero2 full selective,half,untied offload masked last llama3 bf16
+1.1.1.2  bf16,reduce16,prefetch,chunks tensorwise tensorwise,full,half,untied rowwise rowwise_with_gw_hp
 1.1.1.2  tensorwise,gather_activations
-1.1.1.2  compile,selective,documents compile,full,untied compile,tensorwise
-1.1.2.1  plain untied documents chunks accumulate,zero2 full selective,documents offload masked last
+1.1.1.2  compile,selective,documents compile,full,half,untied compile,tensorwise
+1.1.2.1  plain untied documents chunks accumulate,zero2 full,half selective,documents offload masked last
 1.1.2.1  llama3,documents bf16 tensorwise tensorwise,all_gather rowwise rowwise_with_gw_hp
 1.1.2.1  rowwise,accumulate,documents gather gather,documents gather,untied,full gather,masked gather,bf16,selective
 1.1.2.1  gather,rowwise_with_gw_hp gather,tensorwise gather,accumulate,zero2 gather,offload
@@ -160,7 +160,10 @@ def sections_of(case: str) -> dict[str, dict[str, Any]]:
     return {
         "model": model,
         "batch": {"loss_chunks": 5 if "chunks" in options else 1},
-        "activation_checkpointing": {"mode": next((mode for mode in ("full", "selective") if mode in options), "none")},
+        "activation_checkpointing": {
+            "mode": next((mode for mode in ("full", "selective") if mode in options), "none"),
+            "blocks": 0.5 if "half" in options else "all",
+        },
         "compile": {"enabled": "compile" in options},
         "float8": {
             "recipe": float8,

@@ -15,6 +15,7 @@ from recipes.load import load, to_toml
 from recipes.schema import Recipe
 
 MODEL = '[model]\nname = "smollm3_debug"\n'
+FULL = ("--activation_checkpointing.mode", "full")
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +93,10 @@ def test_an_override_equal_to_the_default_counts_as_given() -> None:
         (["--mesh.shard", "-1"], "mesh.shard", -1),
         (["--mesh.shard", "4"], "mesh.shard", 4),
         (["--mesh.shard", "node"], "mesh.shard", "node"),
+        ([*FULL, "--activation_checkpointing.blocks", "1"], "activation_checkpointing.blocks", 1),
+        ([*FULL, "--activation_checkpointing.blocks", "1.0"], "activation_checkpointing.blocks", 1.0),
+        ([*FULL, "--activation_checkpointing.blocks", "0.5"], "activation_checkpointing.blocks", 0.5),
+        ([*FULL, "--activation_checkpointing.blocks", "all"], "activation_checkpointing.blocks", "all"),
         (["--run.name=-x=y"], "run.name", "-x=y"),
         (["--run.name", "two words"], "run.name", "two words"),
     ],
@@ -131,6 +136,7 @@ def test_a_resolved_recipe_loads_back_to_the_same_recipe() -> None:
 
 SHARD = "[mesh]\nshard = {}\n"
 LR, STEPS = "[optimizer]\nlr = {}\n", "[run]\nsteps = {}\n"
+BLOCKS = '[activation_checkpointing]\nmode = "full"\nblocks = {}\n'
 
 
 @pytest.mark.parametrize(
@@ -189,6 +195,11 @@ LR, STEPS = "[optimizer]\nlr = {}\n", "[run]\nsteps = {}\n"
             "must be a number >= 0 and < 1; write for example validation_fraction = 0.01",
         ),
         ("[mesh]\nshard = -2\n", "must be an integer >= -1"),
+        (BLOCKS.format("0"), 'must be an integer >= 1 or a number > 0 and <= 1 or "all"; write for example blocks ='),
+        (BLOCKS.format("nan"), 'an integer >= 1 or a finite number > 0 and <= 1 or "all"; write for example blocks ='),
+        (BLOCKS.format("1.5"), 'must be an integer >= 1 or a number > 0 and <= 1 or "all"; write for example blocks ='),
+        (BLOCKS.format('"0.5"'), 'and "0.5" is a string; write blocks = 0.5'),
+        (BLOCKS.format("true"), 'and true is a boolean; write for example blocks = "all"'),
     ],
 )
 def test_a_wrong_value_is_refused_with_a_valid_one(text: str, expected: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pytest
 
 from models.sizes import SIZES
-from parallel.config import AttentionConfig, CompileConfig, Float8Config, MeshConfig
+from parallel.config import ActivationCheckpointingConfig, AttentionConfig, CompileConfig, Float8Config, MeshConfig
 from parallel.errors import UserError
 from parallel.nodes import arrange
 from recipes.checkpoint.config import CheckpointConfig
@@ -281,6 +281,28 @@ def test_a_share_continues_a_run_that_had_its_steps() -> None:
 
 def test_warmup_and_decay_may_fill_the_run() -> None:
     assert not broken_by(Recipe(schedule=ScheduleConfig(kind="wsd", warmup_steps=60, decay_steps=40)))
+
+
+# Activation checkpointing
+
+
+@pytest.mark.parametrize(("mode", "blocks"), [("none", "all"), ("full", "all"), ("full", 36), ("selective", 0.01)])
+def test_any_part_of_the_blocks_may_recompute(mode: Any, blocks: Any) -> None:
+    model = replace(SIZES["smollm3_debug"], layers=36)
+    assert not broken_by(Recipe(model=model, activation_checkpointing=ActivationCheckpointingConfig(mode, blocks)))
+
+
+@pytest.mark.parametrize(
+    ("mode", "blocks", "message"),
+    [
+        ("none", 2, 'has no effect with mode = "none"; write mode = "selective" or "full", or blocks = "all"'),
+        ("none", 1.0, 'has no effect with mode = "none"'),
+        ("full", 5, 'exceeds the 4 blocks of the model; write at most 4, a share such as 0.5, or "all"'),
+    ],
+)
+def test_blocks_that_cannot_recompute_are_refused(mode: Any, blocks: Any, message: str) -> None:
+    recipe = Recipe(activation_checkpointing=ActivationCheckpointingConfig(mode, blocks))
+    assert message in the_rule(recipe, "activation_checkpointing.blocks")
 
 
 # Float8

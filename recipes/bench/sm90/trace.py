@@ -70,7 +70,7 @@ def trace_block(recipe: Recipe) -> Traced:
                 setattr(module, name, nn.Parameter(torch.empty_like(parameter, dtype=dtype)))
         convert_linears(built, recipe.float8, device_type="cuda")
         _gather_float8_weights(built, dtype)
-        checkpoint_blocks(built, recipe.activation_checkpointing)
+        checkpoint_blocks(built, replace(recipe.activation_checkpointing, blocks="all"))
         [block] = blocks_of(built)
         masked = recipe.data.document_mask
         x = torch.empty(batch, length, model.width, dtype=dtype, requires_grad=True)  # (B, T, D)

@@ -180,6 +180,16 @@ def test_the_page_has_a_table_for_each_different_block_of_the_recipes() -> None:
     assert sorted(headings) == sorted({codegen.shape_of(recipe) for _, recipe in recipes})
 
 
+def test_each_kind_of_block_of_a_recipe_is_counted() -> None:
+    def modes(*options: str) -> list[str]:
+        recipe = load(SMOLLM3, ["--activation_checkpointing.mode", *options], rules=False)
+        return [kind.activation_checkpointing.mode for kind in codegen._kinds_of_block(recipe)]
+
+    assert modes("selective", "--activation_checkpointing.blocks", "8") == ["selective", "none"]
+    assert modes("selective", "--activation_checkpointing.blocks", "all") == ["selective"]
+    assert modes("none") == ["none"]
+
+
 CODE = """
 triton_a = async_compile.triton('triton_a', '''
 @triton_heuristics.pointwise(inductor_meta={'kernel_name': 'triton_a', 'kernel_num_gb': 0.5})
@@ -229,6 +239,7 @@ def test_a_kernel_without_a_count_is_an_error_and_not_zero() -> None:
             'needs recipe = "tensorwise"',
         ),
         (["--recipe", SMOLLM3, "--mesh.tensor", "2"], "write tensor = 1"),
+        (["--recipe", SMOLLM3, "--activation_checkpointing.blocks", "37"], "exceeds the 36 blocks of the model"),
         (["--recipe", SMOLLM3, "--float8.recipe", "rowise"], "float8.recipe"),
         (["--float8.recipe", "rowwise"], "name a recipe to choose one"),
         (["--recipe", SMOLLM3, "--write-docs"], "leave out --recipe"),

@@ -81,6 +81,7 @@ def test_remedies_are_values_that_a_recipe_accepts_and_end_when_all_are_taken(tm
     recipe = change(
         load(DEBUG),
         batch={"micro_batch_size": 4, "global_batch_size": 16},
+        activation_checkpointing={"mode": "selective", "blocks": 2},
         fsdp={"reshard_after_forward": False, "prefetch": 3},
         mesh={"replicate": 2, "shard": 2},
     )
@@ -99,7 +100,8 @@ def test_remedies_are_values_that_a_recipe_accepts_and_end_when_all_are_taken(tm
     assert taken == [
         *["batch.micro_batch_size"] * 2,
         *["batch.loss_chunks"] * 3,
-        *["activation_checkpointing.mode"] * 2,
+        "activation_checkpointing.blocks",
+        "activation_checkpointing.mode",
         "fsdp.reshard_after_forward",
         "fsdp.prefetch",
         "mesh.shard",

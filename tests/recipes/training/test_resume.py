@@ -56,7 +56,7 @@ def continued(small: Recipe) -> dict[str, Recipe]:
         "ZeRO-2": change(small, fsdp={"reshard_after_forward": False}),
         "three": small,
         "two": small,
-        "one": change(small, activation_checkpointing={"mode": "full"}, batch={"micro_batch_size": 2}),
+        "one": change(small, activation_checkpointing={"mode": "full", "blocks": 1}, batch={"micro_batch_size": 2}),
         "float8": change(small, float8={"recipe": "tensorwise", "emulate": True, "exclude": ("lm_head",)}),
     }
     variants = {name: change(recipe, run={"name": name}) for name, recipe in variants.items()}
