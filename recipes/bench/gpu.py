@@ -1,34 +1,33 @@
-"""Measure one GPU, from single matrix products to whole training steps: `bench.py --suite gpu`.
+"""Measure one GPU, from single kernels to whole training steps, and compare with what was predicted: `--suite gpu`.
 
-Takes about 8 minutes (an estimate). A run of full steps is ended after 5 minutes, and its row says so.
+Each finished row is written at once, and the same command continues where an earlier one stopped, however it ended.
+Imports no torch.
 """
 
 import argparse
 import json
 import os
-import re
+import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from tempfile import TemporaryDirectory
+from typing import Any
 
-import torch
-
-from models.config import ModelConfig
-from models.sizes import SIZES
 from parallel.errors import UserError
-from recipes.bench import kernels
+from recipes.bench import gpu_plan
+from recipes.bench.gpu_page import page
+from recipes.bench.gpu_plan import Item, Record
+from recipes.files.lock import FolderLock
 from recipes.load import CONFIGS
-from recipes.metrics.hardware import bf16_peak
-from recipes.optimization.config import OptimizerConfig
-from recipes.sweep.grid import read_sweep
-from recipes.sweep.loop import run_sweep
-from recipes.sweep.results import table
-from recipes.sweep.runner import exit_code_of
-from recipes.training.environment import environment
+from recipes.sweep.grid import Sweep, read_sweep
+from recipes.sweep.loop import one_line, run_row
+from recipes.sweep.runner import exit_code_of, run
 
 PAGES = CONFIGS.parent / "docs" / "benchmarks"
+SCRIPT = CONFIGS.parent / "scripts" / "bench.py"
 
 
 def main(arguments: list[str]) -> int:
@@ -36,42 +35,81 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="bench.py --suite gpu",
         description=__doc__,
-        epilog="Further options, such as --activation_checkpointing.mode selective, go to the full steps.",
+        epilog="Further options, such as --activation_checkpointing.mode selective, go to the training runs.",
         allow_abbrev=False,
     )
+    parser.add_argument("--minutes", type=float, help="measure what fits into this time; default: everything")
+    parser.add_argument("--plan", action="store_true", help="print what would be measured, and end")
+    parser.add_argument("--retry", action="store_true", help="measure rows that failed once more")
+    parser.add_argument("--fresh", action="store_true", help="set an earlier record aside and start anew")
+    parser.add_argument("--mixed", action="store_true", help="continue a record of other versions or code")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on the CPU, to test the suite itself")
-    parser.add_argument("--no-steps", action="store_true", help="skip the full training steps")
+    parser.add_argument("--no-steps", action="store_true", help="skip the training runs")
     parser.add_argument("--output", type=Path, default=PAGES, help="folder of the record (%(default)s)")
-    parser.add_argument("--runs", type=Path, default=Path("runs/bench"), help="folder of the full steps (%(default)s)")
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs/bench"), help="folder of the training runs (%(default)s)"
+    )
     options, overrides = parser.parse_known_args(arguments)
-    message = "interrupted; the record lacks what was not measured yet"
+    message = "interrupted; finished rows are written, and the same command continues"
     return exit_code_of(lambda: _measure(options, overrides), interrupted=message)
 
 
 def _measure(options: argparse.Namespace, overrides: list[str]) -> int:
     begin = time.monotonic()
-    if not options.tiny and not torch.cuda.is_available():
-        raise UserError("this machine has no GPU to measure; --tiny runs the suite on a CPU")
-    device = torch.device("cpu" if options.tiny else "cuda:0")
-    # Check folder and overrides before minutes of measuring.
-    _make_folder(options.output)
+    if options.minutes is not None and not 0 < options.minutes < float("inf"):
+        raise UserError(f"--minutes {options.minutes:g}: must be a positive number; leave it out to measure everything")
+    deadline = None if options.minutes is None else begin + 60 * options.minutes
     path = CONFIGS / "sweeps" / ("cpu/gpu_bench.toml" if options.tiny else "gpu_bench.toml")
-    fresh = options.runs / time.strftime("%Y%m%d-%H%M%S")  # in an existing folder a sweep would keep its old results
-    sweep = read_sweep(path, overrides, output=fresh, processes=1, device=device.type)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's log helps only its developers
-    record: dict[str, Any] = {"suite": "gpu", "environment": environment(world_size=1, device=device)}
-    record |= measure_kernels(device, tiny=options.tiny)
-    record["seconds"] = time.monotonic() - begin
-    place = _write(record, "", options.output)  # kept even if the full steps fail
-    if not options.no_steps:
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # the full steps run in other processes
-        results = run_sweep(sweep, retry=False, log=lambda line: print(line, flush=True))
-        record["steps"] = list(results.values())
-        record["seconds"] = time.monotonic() - begin
-        _write(record, table(sweep, results).partition("\n")[2], options.output)
-    print(f"written: {place}.json and .md, after {record['seconds']:.0f} s")
+    # Check options, recipes and folder before anything takes time.
+    sweep = read_sweep(path, overrides, output=options.runs, processes=1, device="cpu" if options.tiny else "cuda")
+    if not options.plan:
+        _make_folder(options.output)
+    facts = _environment(tiny=options.tiny)
+    items = gpu_plan.items_of(sweep, facts["device"], tiny=options.tiny, steps=not options.no_steps)
+    place = gpu_plan.place_of(options.output, facts["device"])
+    record = gpu_plan.open_record(place, facts, fresh=options.fresh and not options.plan, mixed=options.mixed)
+    todo = [item for item in items if _is_open(item, record, retry=options.retry)]
+    chosen = todo if deadline is None else gpu_plan.fitting(todo, deadline - time.monotonic())
+    _print_plan(items, todo, chosen)
+    if options.plan:
+        return 0
+    with ExitStack() as stack:
+        lock = FolderLock()  # two suites would measure each other
+        stack.callback(lock.release)
+        try:
+            for folder in ("recipes", "logs"):
+                (sweep.folder / folder).mkdir(parents=True, exist_ok=True)
+            lock.take(sweep.folder, log=print, remedy="write another --runs", here=0, elsewhere=0)
+        except OSError as error:
+            raise UserError(f"{sweep.folder} cannot be written: {error.strerror}; write another --runs") from None
+        _save(place, record, sweep)
+        for number, item in enumerate(todo, 1):  # also what did not fit, in case that the others take less time
+            _measure_item(item, f"[{number}/{len(todo)}] {item.name}", sweep, record, deadline, tiny=options.tiny)
+            _save(place, record, sweep)
+    left = [item.name for item in items if _is_open(item, record, retry=False)]
+    print(
+        f"written: {place}.json and .md, after {time.monotonic() - begin:.0f} s"
+        + (f"; left: {', '.join(left)}" * bool(left))
+    )
     return 0
+
+
+def _save(place: Path, record: Record, sweep: Sweep) -> None:
+    gpu_plan.write_record(place, record)  # first: a page can be made again
+    gpu_plan.write_page(place, page(record, sweep))
+
+
+def _environment(*, tiny: bool) -> dict[str, Any]:
+    """Device and versions, from a process of its own: this one must hold no memory of the GPU."""
+    with TemporaryDirectory() as folder:
+        place = Path(folder)
+        ended, [*found] = _run_group("environment", place, limit=gpu_plan.GROUP_LIMIT, tiny=tiny)
+        if ended["outcome"] != "done":
+            errors = (place / "environment.err").read_text(encoding="utf-8", errors="replace").strip()
+            raise UserError(
+                errors if ended["outcome"] == "refused" else f"no device to measure: {ended['reason']}\n{errors}"
+            )
+        return dict(found[0])
 
 
 def _make_folder(folder: Path) -> None:
@@ -85,90 +123,61 @@ def _make_folder(folder: Path) -> None:
         raise UserError(f"{folder} is not writable; {remedy}")
 
 
-def _write(record: dict[str, Any], steps_page: str, folder: Path) -> Path:
-    """Write both files; returns their path without a suffix."""
-    name = "gpu-" + re.sub(r"[^a-z0-9]+", "-", record["environment"]["device"].lower()).strip("-")
-    (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    (folder / f"{name}.md").write_text(page(record, steps_page), encoding="utf-8")
-    return folder / name
+def _is_open(item: Item, record: Record, *, retry: bool) -> bool:
+    """Whether a row is still to be measured."""
+    known = record["rows"].get(item.name)
+    if known is None or known["fingerprint"] != item.fingerprint:
+        return True
+    return retry and known["outcome"] != "done"
 
 
-def measure_kernels(device: torch.device, *, tiny: bool) -> dict[str, Any]:
-    """All measurements except the full steps, by section of the record."""
-    models: Sequence[ModelConfig] = [SIZES["smollm3_3b"], SIZES["llama3_8b"]]
-    tokens, gib, repeats = 8192, 4.0, 20
-    if tiny:
-        models = [replace(SIZES[name], layers=2, vocabulary=512) for name in ("smollm3_debug", "llama3_debug")]
-        tokens, gib, repeats = 64, 1 / 64, 3
-    found: dict[str, Any] = {"matmuls": [], "attention": []}
-    for model in models:
-        found["matmuls"] += kernels.matmuls(model, tokens=tokens, device=device, repeats=repeats)
-        found["attention"] += kernels.attention(model, tokens=tokens, device=device, repeats=repeats)
-    found["optimizer"] = [
-        kernels.optimizer(models[0], state_dtype=kind, device=device, repeats=repeats)
-        for kind in get_args(get_type_hints(OptimizerConfig)["state_dtype"])
-    ]
-    found["copy"] = [kernels.copy(gib=gib, device=device, repeats=repeats)]
-    return found
+def _print_plan(items: Sequence[Item], todo: Sequence[Item], chosen: Sequence[Item]) -> None:
+    for item in items:
+        state = f"about {item.estimate:.0f} s" if item in chosen else "no time" if item in todo else "measured before"
+        print(f"  {item.name:32}{state}")
+    seconds = sum(item.estimate for item in chosen)
+    print(f"{len(chosen)} of {len(items)} rows, about {seconds / 60:.0f} minutes", flush=True)
 
 
-def page(record: dict[str, Any], steps: str) -> str:
-    """The record as Markdown. steps: the table of the full steps, as Markdown; may be empty."""
-    facts = record["environment"]
-    peak = bf16_peak(facts["device"])
-    changes = " with uncommitted changes" if facts["git_uncommitted_changes"] else ""
-    packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items() if version)
-    lines = [
-        f"# One {facts['device']}",
-        "",
-        f"Python {facts['python']}, CUDA {facts['cuda']}, {packages}; commit {facts['git_commit']}{changes}. Peak for"
-        f" dense bf16: {'unknown' if peak is None else f'{peak / 1e12:g} TFLOP/s'}. Took {record['seconds']:.0f} s."
-        " docs/benchmarks/README.md explains how to read this.",
-        "",
-        "## Matrix products",
-        "",
-        "TFLOP/s, without the casts to float8.",
-        "",
-        *_matmul_table(record["matmuls"]),
-        "",
-        "## Attention",
-        "",
-        "| model | backend | passes | ms | TFLOP/s | kernels |",
-        "|---|---|---|---:|---:|---|",
-    ]
-    for row in record["attention"]:
-        names = ", ".join(f"`{name}`" for name in row.get("kernels", []))
-        cells = [row["model"], row["backend"], row["passes"], _number(row, "seconds", 1e3), _number(row, "tflops")]
-        lines.append(f"| {' | '.join(cells)} | {names or row.get('error', '')} |")
-    lines += ["", "## Optimizer and copies", "", "| operation | ms | TB/s |", "|---|---:|---:|"]
-    for row in record["optimizer"]:
-        what = f"AdamW, {row['parameters']:,} parameters, {row['moments']} moments"
-        lines.append(f"| {what} | {_number(row, 'seconds', 1e3)} | {_bandwidth(row)} |")
-    for row in record["copy"]:
-        lines.append(f"| copy of {row['gib']:g} GiB | {_number(row, 'seconds', 1e3)} | {_bandwidth(row)} |")
-    return "\n".join([*lines, "", "## Full training steps", "", steps or "not measured", ""])
+def _measure_item(item: Item, place: str, sweep: Sweep, record: Record, deadline: float | None, *, tiny: bool) -> None:
+    """Measure a row and put it into the record, except if there is no time for it."""
+    rest = float("inf") if deadline is None else deadline - time.monotonic()
+    if rest < item.estimate:
+        print(
+            f"{place}: left out, {max(0.0, rest):.0f} s are left and it takes about {item.estimate:.0f} s", flush=True
+        )
+        return
+    limit = min(item.limit, rest)
+    print(f"{place}: running, at most {limit:.0f} s", flush=True)
+    if item.row:
+        found = run_row(replace(item.row, timeout=limit), folder=sweep.folder)
+        text = one_line(found)
+    else:
+        found, measurements = _run_group(item.name, sweep.folder / "logs", limit=limit, tiny=tiny)
+        failed = sum("error" in row for row in measurements)
+        found |= {"measurements": measurements}
+        text = f"{found['outcome']} {found['reason']}".strip() + f", {len(measurements)} measurements, {failed} failed"
+    if found["outcome"] == "timed out" and limit < item.limit:
+        print(f"{place}: ended by --minutes; the next call measures it", flush=True)
+        return
+    record["rows"][item.name] = found | {"fingerprint": item.fingerprint, "state": record["state"]}
+    print(f"{place}: {text}", flush=True)
 
 
-def _matmul_table(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """One line per product, one column per kind."""
-    by_product: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
-    for row in rows:
-        place = (row["model"], row["linear"], row["product"], " x ".join(map(str, row["shape"])))
-        by_product.setdefault(place, {})[row["kind"]] = row
-    kinds = list(dict.fromkeys(kind for cells in by_product.values() for kind in cells))
-    head = ["model", "linear", "product", "shape", *kinds]
-    lines = [f"| {' | '.join(head)} |", "|---|---|---|---" + "|---:" * len(kinds) + "|"]
-    return lines + [
-        f"| {' | '.join([*place, *(_number(cells[kind], 'tflops') for kind in kinds)])} |"
-        for place, cells in by_product.items()
-    ]
-
-
-def _number(row: dict[str, Any], key: str, scale: float = 1) -> str:
-    return f"{scale * row[key]:.3g}" if key in row else "not measured"
-
-
-def _bandwidth(row: dict[str, Any]) -> str:
-    """TB/s, where the operation is one pass over memory."""
-    several = "seconds" in row and "bytes_per_second" not in row
-    return "several passes" if several else _number(row, "bytes_per_second", 1e-12)
+def _run_group(name: str, folder: Path, *, limit: float, tiny: bool) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """How a group of kernels ended, and what it had measured until then."""
+    out = folder / f"{name}.jsonl"
+    out.unlink(missing_ok=True)
+    command = [sys.executable, str(SCRIPT), "--suite", "kernels", "--group", name, "--out", str(out)]
+    ended = run(
+        [*command, *["--tiny"] * tiny],
+        stdout=folder / f"{name}.out",
+        stderr=folder / f"{name}.err",
+        timeout=limit,
+        environment=dict(os.environ),
+    )
+    found = []
+    for line in out.read_text(encoding="utf-8").splitlines() if out.exists() else []:
+        with suppress(ValueError):  # cut off when the process was ended
+            found.append(json.loads(line))
+    return {"outcome": ended.outcome, "reason": ended.reason, "seconds": round(ended.seconds, 3)}, found

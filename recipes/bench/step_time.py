@@ -242,6 +242,6 @@ def _rates() -> Iterator[str]:
     forward, backward = (rate / 1e12 for rate in step_model.ATTENTION["cudnn"])
     flash = " and ".join(f"{rate / 1e12:.0f}" for rate in step_model.ATTENTION["flash"])
     bandwidth = " and ".join(f"{peak / 1e12:g} ({device})" for device, peak in BANDWIDTH.items())
-    yield f"Assumed rates: matrix products {peaks} TFLOP/s; cuDNN attention {forward:.0f} forward, {backward:.0f} backward"
-    yield f"(FlashAttention 2: {flash}); {REACHED:.0%} of {bandwidth} TB/s; {1e6 * step_model.GAP:g} us between"
-    yield "kernels."
+    yield f"Assumed rates: matrix products {peaks} TFLOP/s; cuDNN attention {forward:.0f} forward, {backward:.0f}"
+    yield f"backward (FlashAttention 2: {flash}); {REACHED:.0%} of {bandwidth} TB/s; {1e6 * step_model.GAP:g} us"
+    yield "between kernels."

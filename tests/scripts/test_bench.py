@@ -9,14 +9,14 @@ import runpy
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from recipes.bench import gpu
-from recipes.bench.kernels import measured
+from recipes.bench import gpu, kernels
 from recipes.sweep import loop, runner
 from tests.processes import wait_for
 from tests.recipes.sweep.forked import run_forked
@@ -64,7 +64,9 @@ def test_a_suite_must_be_named(arguments: list[str], tmp_path: Path) -> None:
 
 
 def test_the_gpu_suite_measures_nothing_without_a_gpu(tmp_path: Path) -> None:
-    code, out, err = bench_here(tmp_path, "--suite", "gpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu, "run", kernels_here)
+        code, out, err = bench_here(tmp_path, "--suite", "gpu")
     assert (code, out) == (2, "")
     assert err == "this machine has no GPU to measure; --tiny runs the suite on a CPU\n"
     assert list(tmp_path.iterdir()) == []
@@ -112,14 +114,13 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple
 def test_a_signal_ends_the_suite_with_one_line_and_its_exit_code(interrupted: tuple[Path, int, str, int]) -> None:
     _, code, err, _ = interrupted
     assert code == 128 + signal.SIGTERM
-    assert err == "\ninterrupted; the record lacks what was not measured yet\n"
+    assert err == "\ninterrupted; finished rows are written, and the same command continues\n"
 
 
-def test_an_interrupted_suite_keeps_what_was_measured(interrupted: tuple[Path, int, str, int]) -> None:
+def test_an_interrupted_suite_leaves_a_record_to_continue(interrupted: tuple[Path, int, str, int]) -> None:
     record = interrupted[0] / "record"
-    found = json.loads((record / "gpu-cpu.json").read_text())
-    assert len(found["matmuls"]) == 2 * 7 * 3 * 3 and "steps" not in found
-    assert (record / "gpu-cpu.md").read_text().endswith("## Full training steps\n\nnot measured\n")
+    assert json.loads((record / "gpu-cpu.json").read_text())["rows"] == {}
+    assert "- works_bf16: not run yet\n- works_float8: not run yet\n" in (record / "gpu-cpu.md").read_text()
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes through /proc")
@@ -139,102 +140,152 @@ def variables(place: Path) -> list[bytes]:
         return []
 
 
-@pytest.fixture(scope="module")
-def record(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[dict[str, Any], str]:
-    """JSON and Markdown of the whole suite."""
-    home = tmp_path_factory.mktemp("bench")
+def measured_here(home: Path, *arguments: str) -> tuple[int, str, str]:
+    """The tiny suite with every row in this process or a fork of it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "run", run_forked)
-        code, out, err = bench_here(
-            home, "--suite", "gpu", "--tiny", "--output", "record", "--data.source", str(corpus)
-        )
-    assert (code, err) == (0, "")
-    assert "written: record/gpu-cpu.json and .md" in out
+        patch.setattr(gpu, "run", kernels_here)
+        return bench_here(home, "--suite", "gpu", "--tiny", "--output", "record", *arguments)
+
+
+def kernels_here(
+    command: Sequence[str], *, stdout: Path, stderr: Path, timeout: float, environment: dict[str, str]
+) -> runner.Ended:
+    """recipes.sweep.runner.run for a group of kernels."""
+    assert command[2:4] == ["--suite", "kernels"]
+    with stderr.open("w", encoding="utf-8") as file, contextlib.redirect_stderr(file):
+        code = kernels.main(list(command[4:]))
+    return runner.Ended(*runner.outcome_and_reason(code, ""), 0.0)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """A folder in which the whole tiny suite has run, in two calls."""
+    home, words = tmp_path_factory.mktemp("bench"), ["--data.source", str(corpus)]
+    code, out, err = measured_here(home, "--no-steps", *words)
+    assert (code, err) == (0, "") and "\nwritten: record/gpu-cpu.json and .md, after " in out
+    code, out, err = measured_here(home, *words)
+    assert (code, err) == (0, "") and "  products                        measured before\n" in out
+    assert "products: running" not in out and "[4/4] zero2: running" in out
+    return home
+
+
+@pytest.fixture(scope="module")
+def record(home: Path) -> tuple[dict[str, Any], str]:
+    """Its JSON and Markdown."""
     folder = home / "record"
     return json.loads((folder / "gpu-cpu.json").read_text()), (folder / "gpu-cpu.md").read_text()
 
 
+def measurements(found: dict[str, Any], group: str) -> list[dict[str, Any]]:
+    assert found["rows"][group]["outcome"] == "done"
+    return list(found["rows"][group]["measurements"])
+
+
 def test_the_record_has_every_matrix_product(record: tuple[dict[str, Any], str]) -> None:
-    found, _ = record
-    products = {(row["model"], row["linear"], row["product"], row["kind"]) for row in found["matmuls"]}
-    assert len(products) == len(found["matmuls"]) == 2 * 7 * 3 * 3
-    for row in found["matmuls"]:
-        rows, inner, columns = row["shape"]
-        assert row["tflops"] == pytest.approx(2 * rows * inner * columns / row["seconds"] / 1e12)
-    down = [row for row in found["matmuls"] if row["linear"] == "down_proj"]
-    assert {tuple(row["shape"]) for row in down} == {
-        (64, 384, 128),
-        (64, 128, 384),
-        (128, 64, 384),
-    }
+    rows = measurements(record[0], "products")
+    products = {(row["model"], row["linear"], row["product"], row["kind"]) for row in rows}
+    assert len(products) == len(rows) == 2 * 7 * 3 * 3
+    for row in rows:
+        left, inner, right = row["shape"]
+        assert row["tflops"] == pytest.approx(2 * left * inner * right / row["seconds"] / 1e12)
+    down = [row for row in rows if row["linear"] == "down_proj"]
+    assert {tuple(row["shape"]) for row in down} == {(64, 384, 128), (64, 128, 384), (128, 64, 384)}
 
 
 def test_the_record_has_every_attention_backend_and_the_kernels_that_ran(record: tuple[dict[str, Any], str]) -> None:
-    found, _ = record
-    for row in found["attention"]:
+    rows = measurements(record[0], "attention")
+    for row in rows:
         assert 0 < row["tflops"] < math.inf
         assert any(row["backend"] in name for name in row["kernels"])
-    assert {(row["backend"], row["passes"]) for row in found["attention"]} == {
+    assert {(row["backend"], row["passes"]) for row in rows} == {
         (backend, passes) for backend in ("flash", "math") for passes in ("forward", "both")
     }
 
 
-def test_the_record_has_optimizer_and_copies(record: tuple[dict[str, Any], str]) -> None:
-    found, _ = record
-    assert [row["moments"] for row in found["optimizer"]] == ["float32", "bfloat16"]
-    assert 0 < found["optimizer"][1]["seconds"] < math.inf
-    for row in (found["optimizer"][0], *found["copy"]):
-        assert 0 < row["bytes_per_second"] < math.inf
+def test_the_record_has_losses_copies_casts_and_the_optimizer(record: tuple[dict[str, Any], str]) -> None:
+    assert [row["kind"] for row in measurements(record[0], "loss")] == ["eager", "compiled"] * 2
+    rows = measurements(record[0], "bandwidth")
+    assert [row["operation"] for row in rows] == ["copy", *["cast"] * 4, *["optimizer"] * 2]
+    assert all(0 < row["seconds"] < math.inf for row in rows)
+    assert all(0 < row["bytes_per_second"] < math.inf for row in rows[:-1]) and "bytes_per_second" not in rows[-1]
 
 
-def test_the_record_names_device_and_packages(record: tuple[dict[str, Any], str]) -> None:
+def test_what_the_device_cannot_do_is_recorded_with_its_reason(record: tuple[dict[str, Any], str]) -> None:
+    rows = measurements(record[0], "documents")
+    assert [row["documents"] for row in rows] == [1, 4, 16] * 2
+    assert all("CPU" in row["error"] for row in rows)
+    assert record[1].count("| not measured | not measured | Could not run") == 6
+
+
+def test_the_record_has_the_training_runs_with_raw_times(record: tuple[dict[str, Any], str]) -> None:
     found, _ = record
     assert found["environment"]["device"] == "cpu" and found["environment"]["packages"]["torch"]
-
-
-def test_the_record_has_the_full_steps_with_raw_times(record: tuple[dict[str, Any], str]) -> None:
-    found, _ = record
-    assert [row["label"] for row in found["steps"]] == [
-        "smollm3_tiny_bf16",
-        "smollm3_tiny_float8",
-        "llama3_tiny_bf16",
-        "llama3_tiny_float8",
-    ]
-    for row in found["steps"]:
+    for name in ("works_bf16", "works_float8", "zero3", "zero2"):
+        row = found["rows"][name]
         assert row["outcome"] == "done" and len(row["fingerprint"]) == 16
-        assert [window[:2] for window in row["windows"]] == [[step, step + 1] for step in range(2, 8)]
+        assert [window[:2] for window in row["windows"]] == [[step, step + 1] for step in range(2, 6)]
 
 
 def test_the_page_shows_the_record(record: tuple[dict[str, Any], str]) -> None:
-    found, page = record
+    _, page = record
     assert page.startswith("# One cpu\n")
     assert page.count("| gradient of the weight |") == 2 * 7
-    assert f"AdamW, {found['optimizer'][0]['parameters']:,} parameters, bfloat16 moments | " in page
-    assert "| smollm3_tiny_float8 | " in page
-    assert "not measured" not in page
+    assert "| works_float8 | done | 6." in page and "\n| zero2 | " in page
+    assert "not run yet" not in page and "Measured with other code" not in page
+    assert page.endswith("## Predicted and measured\n\n" + UNKNOWN_DEVICE)
 
 
-def test_the_page_says_why_something_was_not_measured() -> None:
-    def fails() -> None:
-        torch.ones(2) @ torch.ones(3)
+UNKNOWN_DEVICE = "No predictions: cpu: its rates are not known; the model knows H100 and H200 (SXM).\n"
 
-    found = measured({"backend": "none"}, fails, torch.device("cpu"), repeats=1)
-    assert "seconds" not in found and "size" in found["error"]
-    row = {"model": "m", "passes": "forward", **found}
-    facts = {"device": "NVIDIA H200", "git_uncommitted_changes": False, "packages": {}, "python": "3", "cuda": "13"}
-    text = gpu.page(
-        {
-            "environment": {**facts, "git_commit": "abc"},
-            "seconds": 1.0,
-            "matmuls": [],
-            "attention": [row],
-            "optimizer": [],
-            "copy": [],
-        },
-        "",
+
+def test_a_record_of_other_versions_is_not_mixed_with_new_rows_unless_asked(home: Path, tmp_path: Path) -> None:
+    record = json.loads((home / "record/gpu-cpu.json").read_text())
+    record["environment"]["packages"]["torch"] = "2.11.0"
+    (tmp_path / "record").mkdir()
+    file = tmp_path / "record/gpu-cpu.json"
+    file.write_text(json.dumps(record))
+    code, out, err = measured_here(tmp_path)
+    assert (code, out) == (2, "")
+    assert f"different: packages torch 2.11.0 there, {torch.__version__} here. --fresh sets it aside" in err
+    assert json.loads(file.read_text()) == record
+    assert measured_here(tmp_path, "--plan", "--mixed")[1].count("measured before") == 5  # runs have another text
+    assert measured_here(tmp_path, "--fresh", "--minutes", "0.0001")[0] == 0
+    assert json.loads((tmp_path / "record/gpu-cpu.1.json").read_text()) == record
+    assert json.loads(file.read_text())["rows"] == {}
+
+
+def test_a_suite_killed_without_notice_goes_on_with_the_next_row(tmp_path: Path, corpus: Path) -> None:
+    """A group that hangs is ended, too, and its row says so."""
+    code = f"""if True:
+        import sys
+        sys.path.insert(0, {str(ROOT)!r})
+        from recipes.bench import gpu, gpu_plan
+        gpu_plan.GROUP_LIMIT = 0.3
+        facts = {{"device": "cpu", "python": "3", "cuda": None, "packages": {{}}}}
+        gpu._environment = lambda tiny: facts | {{"git_commit": "abc", "git_uncommitted_changes": False}}
+        sys.exit(gpu.main(sys.argv[1:]))
+    """
+    words = ["--tiny", "--output", "record", "--data.source", str(corpus)]
+    start = [sys.executable, "-c", code, *words]
+    options: dict[str, Any] = {"cwd": tmp_path, "env": environment(tmp_path), "text": True}
+    process = subprocess.Popen([*start, "--run.steps", "100000000", "--no-steps"], **options, stdout=subprocess.PIPE)
+    file = tmp_path / "record/gpu-cpu.json"
+    wait_for("two rows", lambda: file.exists() and len(json.loads(file.read_text())["rows"]) == 2, seconds=60)
+    process.kill()
+    process.communicate(timeout=30)
+    rows = json.loads(file.read_text())["rows"]
+    assert [(name, row["outcome"]) for name, row in rows.items()] == [
+        ("bandwidth", "timed out"),
+        ("products", "timed out"),
+    ]
+    assert (
+        "- products: timed out: no end after 0.3 s; all its processes were killed\n"
+        in (tmp_path / "record/gpu-cpu.md").read_text()
     )
-    assert f"| m | none | forward | not measured | not measured | {found['error']} |" in text
-    assert "Peak for dense bf16: 989.4 TFLOP/s" in text and text.endswith("## Full training steps\n\nnot measured\n")
+    again = subprocess.run([*start, "--no-steps"], **options, capture_output=True, timeout=60)
+    assert (again.returncode, again.stderr) == (0, "")
+    assert "[1/3] attention: running" in again.stdout and list(json.loads(file.read_text())["rows"])[2] == "attention"
 
 
 def test_the_overhead_suite_reports_both_loops_and_the_starts(tmp_path: Path, corpus: Path) -> None:
