@@ -46,11 +46,8 @@ class Kept:
     mode: Mode = "none"
     float8: bool = False
     compiled: bool = True
-    rope: bool = True
     element: int = 2
     """Bytes: 2 for bfloat16, 4 for float32."""
-    copied_output: bool = True
-    """Whether attention's output is kept twice, in the kernel's order of heads and in the projection's."""
 
 
 def saved_per_token(widths: Widths, kept: Kept) -> float:
@@ -103,14 +100,12 @@ def _compiled(widths: Widths, kept: Kept) -> float:
     total = residual + scales + attention + inner
     if kept.float8:  # casts are computed again, from what is read by a norm or SwiGLU anyway
         return total
-    copied = 2 * widths.query * kept.copied_output
-    return total + 2 * 2 * widths.read + copied + 2 * widths.inner  # both norms' outputs; SwiGLU's product
+    return total + 2 * 2 * widths.read + 2 * widths.inner  # both norms' outputs; SwiGLU's product
 
 
 def _eager(widths: Widths, kept: Kept) -> float:
     """Counted operator by operator on a CPU, where a norm is several."""
     element = kept.element
     norms = 2 * final_norm_per_token(widths, element)
-    # Attention's output is copied for the projection where queries were rotated.
-    attention = element * ((2 + kept.rope) * widths.query + 2 * widths.key) + 4 * widths.heads
+    attention = element * (2 * widths.query + 2 * widths.key) + 4 * widths.heads  # as compiled
     return norms + attention + 4 * element * widths.inner  # gate, its silu, up, product

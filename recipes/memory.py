@@ -167,16 +167,15 @@ class Step:
         copies = self.degrees.context // gcd(self.degrees.context, heads)
         return replace(widths, key=widths.key * copies)
 
-    def kept(self, layer: int) -> Kept:
-        """How this block runs."""
+    @cached_property
+    def kept(self) -> Kept:
+        """How the blocks run."""
         recipe = self.recipe
         return Kept(
             mode=recipe.activation_checkpointing.mode,
             float8=recipe.float8.recipe != "none",
             compiled=recipe.compile.enabled,
-            rope=recipe.model.uses_rope(layer),
             element=self.element,
-            copied_output=not (recipe.data.document_mask and recipe.batch.micro_batch_size > 1),
         )
 
     # What several moments share.
@@ -211,7 +210,7 @@ class Step:
     def _saved(self, layers: int, *, norm: bool = False) -> Pieces:
         """What the first so many blocks, and the final norm, keep for the backward pass; rotations, tokens, targets."""
         model, batch = self.recipe.model, self.recipe.batch
-        saved = sum(saved_per_token(self.widths, self.kept(layer)) for layer in range(layers))
+        saved = layers * saved_per_token(self.widths, self.kept)
         saved += norm * final_norm_per_token(self.widths, self.element)
         rows = batch.micro_batch_size if self.recipe.data.document_mask else 1
         rotations = rows * batch.sequence_length // self.degrees.context * model.head_width * 4
@@ -276,7 +275,7 @@ class Step:
 
     def _block(self, layer: int) -> Pieces:
         """The backward pass of this block, while the gradients of the one after it are summed over processes."""
-        model, kept = self.recipe.model, self.kept(layer)
+        model = self.recipe.model
         last = layer == model.layers - 1
         before = self.table.whole * (not self.tied) if last else self.block.whole
         down = self.element * model.width * model.feed_forward_width // self.degrees.tensor
@@ -284,7 +283,7 @@ class Step:
             **self._gradients(layer + 1, head=False),
             **self._weights(layer + 1 if self.keeps_blocks else 1, head=False, buffers=self._next_gather(layer)),
             **self._saved(layer + 1),
-            "block": round(self.tokens * at_swiglu_per_token(self.widths, kept)),
+            "block": round(self.tokens * at_swiglu_per_token(self.widths, self.kept)),
             "new gradients": down + self._new_of_tied_head(),
             "reduction": self.reduced * before,
         }

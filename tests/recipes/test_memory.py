@@ -1,6 +1,5 @@
 """The predicted memory of a step, against steps whose storages are counted and against the page of generated code."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -8,8 +7,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
-from models.activations import Kept, Widths, saved_per_token
-from models.sizes import SIZES
 from parallel.mesh import build_mesh
 from recipes.load import load
 from recipes.memory import predict
@@ -105,23 +102,3 @@ def test_counted_storages_are_those_of_the_memory_tracker_of_torch() -> None:
                     tracker.reset_mod_stats()
             peak = tracker.get_tracker_snapshot("peak")[CPU]["Total"]
     assert live.peak == pytest.approx(peak, abs=64)  # the sums of a step: losses, targets, norm
-
-
-PAGE = (ROOT / "docs/benchmarks/codegen.md").read_text()
-ROWS = [
-    (section, *re.split(r" *\| *", row)[1:4])
-    for section in PAGE.split("\n## ")[1:]
-    for row in re.findall(r"^\| (?:none|tensorwise|rowwise).*", section, re.MULTILINE)
-]
-
-
-@pytest.mark.parametrize(
-    ("section", "float8", "mode", "saved"),
-    ROWS,
-    ids=[f"{row[0].split(' tokens')[0]}, {', '.join(row[1:])}" for row in ROWS],
-)
-def test_saved_activations_are_those_of_the_generated_code(section: str, float8: str, mode: str, saved: str) -> None:
-    name, rows, _ = re.match(r"(\w+), (\d+) x (\d+) tokens", section).groups()
-    documents = "attention: documents" in section.splitlines()[0]
-    kept = Kept(mode=mode, float8=float8 != "none", copied_output=not (documents and int(rows) > 1))
-    assert f"{saved_per_token(Widths.of(SIZES[name]), kept) / 1e3:.2f}" == saved
