@@ -13,11 +13,6 @@ aten = torch.ops.aten
 VIEWS = (aten.permute.default, aten.view.default, aten.reshape.default)
 
 
-def float8_passes() -> dict[str, Any]:
-    """Options of torch.compile."""
-    return {"joint_custom_post_pass": RecomputeWeightCopies(), "post_grad_custom_post_pass": WriteOperandsOnce()}
-
-
 class RecomputeWeightCopies(CustomGraphPass):
     """Runs before the graph is cut into a forward and a backward pass.
 

@@ -62,13 +62,11 @@ def compile_blocks(
             "; install one or write compile.enabled = false"
         )
     blocks = blocks_of(model)
-    # Autotuned with CUDA graphs it would be "max-autotune"; docs/benchmarks/step.md says why not.
-    mode = "max-autotune-no-cudagraphs" if config.autotune else None
-    options = _options(mode, float8=float8, overlapped=overlapped)
+    options = inductor_options(config, float8=float8, overlapped=overlapped)
     for block in blocks:
-        block.compile(fullgraph=True, mode=None if options else mode, options=options)
+        block.compile(fullgraph=True, options=options)
     loss: Any = model.get_submodule(interface_of(model).loss)
-    loss.kernels = compiled_loss_kernels(mode=mode)
+    loss.kernels = compiled_loss_kernels(options=_options_of_mode(config))
     how = "autotuned during the first step" if config.autotune else "during the first step"
     overlap = "" if overlapped is None else ", tensor-parallel messages during products"
     return f"compile: {len(blocks)} blocks and the loss in place, {how}{overlap}"
@@ -96,18 +94,29 @@ def cpp_compiler() -> str | None:
     return next((found for name in names if (found := shutil.which(name))), None)
 
 
-def _options(mode: str | None, *, float8: bool, overlapped: ProcessGroup | None) -> dict[str, Any] | None:
-    """Options of torch.compile, with those of `mode`, which it refuses beside options; None if `mode` is all."""
-    if overlapped is None and not float8:
-        return None
+def inductor_options(config: CompileConfig, *, float8: bool, overlapped: ProcessGroup | None = None) -> dict[str, Any]:
+    """Options of torch.compile for a block: what changes its graph. Arguments as in compile_blocks()."""
+    from parallel.graph_passes import InTurn
+    from parallel.residual import KeepSums
+
+    joint: list[Any] = [KeepSums()]
+    options = _options_of_mode(config)
+    if overlapped is not None:  # products with messages are one kernel, which reads an operand once
+        options |= _overlap_options(overlapped)
+    elif float8:
+        from parallel.float8_graphs import RecomputeWeightCopies, WriteOperandsOnce
+
+        joint.append(RecomputeWeightCopies())
+        options["post_grad_custom_post_pass"] = WriteOperandsOnce()
+    return {**options, "joint_custom_post_pass": InTurn(joint)}
+
+
+def _options_of_mode(config: CompileConfig) -> dict[str, Any]:
+    """What torch.compile's mode sets; it refuses a mode beside options."""
     import torch._inductor
 
-    options: dict[str, Any] = torch._inductor.list_mode_options(mode) if mode else {}
-    if overlapped is not None:  # products with messages are one kernel, which reads an operand once
-        return options | _overlap_options(overlapped)
-    from parallel.float8_graphs import float8_passes
-
-    return options | float8_passes()
+    # Autotuned with CUDA graphs it would be "max-autotune"; docs/benchmarks/step.md says why not.
+    return torch._inductor.list_mode_options("max-autotune-no-cudagraphs") if config.autotune else {}
 
 
 def _overlap_options(group: ProcessGroup) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from parallel import float8
 from parallel.config import Float8Config
 from parallel.float8 import convert_linears
-from parallel.float8_graphs import WriteOperandsOnce, float8_passes
+from parallel.float8_graphs import RecomputeWeightCopies, WriteOperandsOnce
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
@@ -101,6 +101,6 @@ def test_compiled_products_of_a_shared_operand_change_no_bit(monkeypatch: pytest
     expected = results(model, model)
     model.zero_grad()
     counting = Counting()
-    options = float8_passes() | {"post_grad_custom_post_pass": counting}
+    options = {"joint_custom_post_pass": RecomputeWeightCopies(), "post_grad_custom_post_pass": counting}
     assert equal(results(model, torch.compile(model, fullgraph=True, options=options)), expected)
     assert counting.written == 2  # the input for the outputs, and its transposed form for the gradients of both weights

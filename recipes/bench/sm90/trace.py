@@ -25,7 +25,7 @@ from models.documents import SMALLEST_LENGTHS, Lengths
 from models.interface import blocks_of
 from parallel.activation_checkpoint import checkpoint_blocks
 from parallel.float8 import convert_linears
-from parallel.float8_graphs import float8_passes
+from parallel.kernels import inductor_options
 from recipes.schema import Recipe
 
 GPU = torch.device("cuda:0")
@@ -78,9 +78,8 @@ def trace_block(recipe: Recipe) -> Traced:
         cos, sin = (torch.empty(*positions, model.head_width // 2) for _ in range(2))
         documents = Lengths(torch.empty(SMALLEST_LENGTHS + 1, dtype=torch.int32)) if masked else None
         attention = "auto" if masked else recipe.attention.backend
-        passes = float8_passes() if recipe.float8.recipe != "none" else {}
-        with torch._inductor.config.patch(passes):
-            forward, backward = trace(block, x, cos, sin, None, documents, attention=attention)
+        options = inductor_options(recipe.compile, float8=recipe.float8.recipe != "none")
+        forward, backward = trace(block, x, cos, sin, None, documents, attention=attention, options=options)
     return Traced(forward, backward, batch * length)
 
 
@@ -93,8 +92,8 @@ def _gather_float8_weights(model: nn.Module, dtype: torch.dtype) -> None:
             module.weight = nn.Parameter(weight.fsdp_post_all_gather(gathered, (torch.empty(()),), dtype)[0])
 
 
-def trace(call: Any, *inputs: Any, attention: str) -> tuple[Graph, Graph]:
-    """Forward and backward graph of a function or module of fake CPU tensors, compiled in one piece."""
+def trace(call: Any, *inputs: Any, attention: str, options: dict[str, Any] | None = None) -> tuple[Graph, Graph]:
+    """Forward and backward graph of a function or module of fake CPU tensors, compiled in one piece with options."""
     graphs: list[Graph] = []
     kinds: list[str] = []
 
@@ -107,7 +106,7 @@ def trace(call: Any, *inputs: Any, attention: str) -> tuple[Graph, Graph]:
         for example in examples:  # autograd's graph takes apart what wraps several tensors
             parts = len(example.__tensor_flatten__()[0]) if is_traceable_wrapper_subclass(example) else 1
             kinds.extend([kind(example)] * parts)
-        return compile_fx(module, examples, inner_compile=inner)
+        return compile_fx(module, examples, inner_compile=inner, config_patches=options)
 
     def inner(module: GraphModule, examples: list[Any], **options: Any) -> Any:
         names = [node.name for node in module.graph.nodes if node.op == "placeholder"]

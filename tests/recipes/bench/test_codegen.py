@@ -109,6 +109,12 @@ def test_every_matrix_product_and_attention_of_a_block_is_counted(rows: list[dic
 
 
 @needs_tools
+def test_a_block_keeps_the_residual_sum_instead_of_what_attention_adds(rows: list[dict[str, Any]]) -> None:
+    sources = sorted(saved["source"] for saved in rows[0]["saved"] if saved["shape"][-1:] == [2048])
+    assert sources == ["add", "convert_element_type", "convert_element_type", "input"]  # and what the norms answer
+
+
+@needs_tools
 def test_saved_tensors_are_what_the_backward_pass_needs(rows: list[dict[str, Any]]) -> None:
     """In bf16, without recomputing: width D, F feed-forward, K keys and values; the attention output once."""
     width, feed_forward, keys, heads = 2048, 11008, 512, 16
@@ -127,15 +133,15 @@ def test_nothing_but_scales_is_kept_of_float8_weights(rows: list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def spoilt(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """In bf16, and with weights gathered in float8: all activations of a block in float32, compiled without the
-    changes to graphs with float8, and kernels that do not compile."""
+    """In bf16, and with weights gathered in float8: all activations of a block in float32, compiled without our
+    changes to graphs, and kernels that do not compile."""
     before = """
 import models.decoder
 from recipes.bench.sm90 import trace
 forward, assemble = models.decoder.Block.forward, count.assemble
 models.decoder.Block.forward = lambda self, x, *others: forward(self, x.float(), *others).to(x.dtype)
 count.assemble = lambda code: assemble(code.replace("tl.load(", "tl.no_such_thing("))
-trace.float8_passes = dict
+trace.inductor_options = lambda *_, **__: {}
 """
     cases = [(SMOLLM3, "none", False, "none"), (SMOLLM3, "tensorwise", True, "none")]
     return counted(cases, tmp_path_factory.mktemp("spoilt"), assemble=True, before=before)
