@@ -40,6 +40,7 @@ def checkpoint_blocks(model: nn.Module, config: ActivationCheckpointingConfig) -
     log."""
     if config.mode == "none":
         return "activation checkpointing: off"
+    _declare_attention_deterministic()
     names = interface_of(model).blocks
     chosen = config.recomputed(len(names))
     for name in (names[index] for index in chosen):
@@ -53,6 +54,14 @@ def checkpoint_blocks(model: nn.Module, config: ActivationCheckpointingConfig) -
     kept = "keeps matmul and attention outputs" if config.mode == "selective" else "keeps block inputs only"
     where = f" in {len(chosen)} of {len(names)} blocks" if len(chosen) < len(names) else ""
     return f"activation checkpointing: {config.mode}{where}, {kept}"
+
+
+def _declare_attention_deterministic() -> None:
+    """For this process. Compiled, torch up to 2.13 saves and restores the state of random numbers around attention that
+    is computed again, whatever its dropout and `preserve_rng_state` (pytorch #187985)."""
+    for operator in SAVED:
+        if torch.Tag.nondeterministic_seeded in operator.tags:
+            operator.tags.remove(torch.Tag.nondeterministic_seeded)
 
 
 def _selective_contexts() -> Any:

@@ -84,8 +84,9 @@ def require_within_budget(row: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """SmolLM3-3B without checkpointing: in bf16, in tensorwise float8, and with weights gathered in float8."""
-    cases = [(SMOLLM3, *float8, "none") for float8 in codegen.FLOAT8[:3]]
+    """SmolLM3-3B without checkpointing: in bf16, in tensorwise float8, with weights gathered in float8; and in bf16 with
+    "full" checkpointing."""
+    cases = [*((SMOLLM3, *float8, "none") for float8 in codegen.FLOAT8[:3]), (SMOLLM3, "none", False, "full")]
     return counted(cases, tmp_path_factory.mktemp("codegen"), assemble=True)
 
 
@@ -104,8 +105,14 @@ def test_ptxas_accepts_every_kernel_of_smollm3(rows: list[dict[str, Any]]) -> No
 
 @needs_tools
 def test_every_matrix_product_and_attention_of_a_block_is_counted(rows: list[dict[str, Any]]) -> None:
-    """Seven linears, forward and twice backward; attention forward and backward."""
-    assert [(row["calls"]["product"], row["calls"]["attention"]) for row in rows] == [(21, 2)] * 3
+    """Seven linears, forward and twice backward; attention forward and backward. "full" repeats all but the last."""
+    found = [(row["calls"]["product"], row["calls"]["attention"]) for row in rows]
+    assert found == [*[(21, 2)] * 3, (21 + 6, 2 + 1)]
+
+
+@needs_tools
+def test_attention_that_is_computed_again_keeps_no_state_of_random_numbers(rows: list[dict[str, Any]]) -> None:
+    assert [row["random_states"] for row in rows] == [0] * 4
 
 
 @needs_tools
@@ -128,7 +135,7 @@ def test_saved_tensors_are_what_the_backward_pass_needs(rows: list[dict[str, Any
 @needs_tools
 def test_nothing_but_scales_is_kept_of_float8_weights(rows: list[dict[str, Any]]) -> None:
     """One largest magnitude, in bf16, and one reciprocal scale, in float32, of each of 7 weights."""
-    assert [row["saved_bytes_of_weights"] for row in rows] == [0, 7 * (2 + 4), 7 * 4]
+    assert [row["saved_bytes_of_weights"] for row in rows] == [0, 7 * (2 + 4), 7 * 4, 0]
 
 
 @pytest.fixture(scope="module")
