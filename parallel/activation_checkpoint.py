@@ -27,7 +27,8 @@ SAVED = [
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     # The same inside documents.
     torch.ops.torch_attn._varlen_attn.default,
-    # Largest magnitudes, the float8 scales: tiny, but each needs a pass over a whole tensor.
+    # Norms of tokens, and the largest magnitudes for float8: tiny, but each needs a pass over a whole tensor.
+    torch.ops.aten.rsqrt.default,
     torch.ops.aten.amax.default,
     torch.ops.aten.max.default,
     # Communication inside a block: receiving twice costs more than keeping.
