@@ -84,8 +84,8 @@ def require_within_budget(row: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """SmolLM3-3B without checkpointing: in bf16, in tensorwise float8, with weights gathered in float8; and in bf16 with
-    "full" checkpointing."""
+    """SmolLM3-3B without checkpointing: in bf16, in tensorwise float8, with weights gathered in float8; and in bf16
+    with "full" checkpointing."""
     cases = [*((SMOLLM3, *float8, "none") for float8 in codegen.FLOAT8[:3]), (SMOLLM3, "none", False, "full")]
     return counted(cases, tmp_path_factory.mktemp("codegen"), assemble=True)
 
