@@ -35,18 +35,13 @@ def choose_attention(config: AttentionConfig, *, device_type: str) -> list[str]:
 
 
 def compile_blocks(
-    model: nn.Module,
-    config: CompileConfig,
-    *,
-    device_type: str,
-    float8: bool = False,
-    overlapped: ProcessGroup | None = None,
+    model: nn.Module, config: CompileConfig, *, device_type: str, overlapped: ProcessGroup | None = None
 ) -> str:
     """Compile every block and the loss in place. Returns a line for the log.
 
-    fullgraph=True: a graph break is an error, not a quiet loss of speed. `float8`: some linears are float8.
-    `overlapped`: the tensor group whose messages are to be exchanged during products. Raises UserError where the CPU
-    backend would find no C++ compiler, and for overlap without CUDA.
+    fullgraph=True: a graph break is an error, not a quiet loss of speed. `overlapped`: the tensor group whose messages
+    are to be exchanged during products. Raises UserError where the CPU backend would find no C++ compiler, and for
+    overlap without CUDA.
     """
     if overlapped is not None and not (config.enabled and device_type == "cuda"):
         found = f"the device is a {device_type}" if config.enabled else "compile.enabled = false"
@@ -62,7 +57,7 @@ def compile_blocks(
             "; install one or write compile.enabled = false"
         )
     blocks = blocks_of(model)
-    options = inductor_options(config, float8=float8, overlapped=overlapped)
+    options = _options(config, overlapped)
     for block in blocks:
         block.compile(fullgraph=True, options=options)
     loss: Any = model.get_submodule(interface_of(model).loss)
@@ -94,21 +89,14 @@ def cpp_compiler() -> str | None:
     return next((found for name in names if (found := shutil.which(name))), None)
 
 
-def inductor_options(config: CompileConfig, *, float8: bool, overlapped: ProcessGroup | None = None) -> dict[str, Any]:
-    """Options of torch.compile for a block: what changes its graph. Arguments as in compile_blocks()."""
-    from parallel.graph_passes import InTurn
-    from parallel.residual import KeepSums
+def _options(config: CompileConfig, overlapped: ProcessGroup | None) -> dict[str, Any]:
+    """Options of torch.compile for a block."""
+    from parallel.graphs import graph_passes
 
-    joint: list[Any] = [KeepSums()]
-    options = _options_of_mode(config)
-    if overlapped is not None:  # products with messages are one kernel, which reads an operand once
+    options = graph_passes() | _options_of_mode(config)
+    if overlapped is not None:  # instead of the pass after all others: a product with messages reads an operand once
         options |= _overlap_options(overlapped)
-    elif float8:
-        from parallel.float8_graphs import RecomputeWeightCopies, WriteOperandsOnce
-
-        joint.append(RecomputeWeightCopies())
-        options["post_grad_custom_post_pass"] = WriteOperandsOnce()
-    return {**options, "joint_custom_post_pass": InTurn(joint)}
+    return options
 
 
 def _options_of_mode(config: CompileConfig) -> dict[str, Any]:

@@ -47,14 +47,7 @@ def parallelize(
     """
     checkpointed = partial(checkpoint_blocks, model, activation_checkpointing)
     overlapped = mesh.tensor.get_group() if overlap_tensor and mesh.tensor is not None else None
-    compiled = partial(
-        compile_blocks,
-        model,
-        compile,
-        device_type=mesh.devices.device_type,
-        float8=float8.recipe != "none",
-        overlapped=overlapped,
-    )
+    compiled = partial(compile_blocks, model, compile, device_type=mesh.devices.device_type, overlapped=overlapped)
     # Before compile, so that the recomputation is traced and fused with the rest of the block. The exception: traced
     # with tensor parallelism, "full" would keep a mesh for the backward pass, which torch 2.13 refuses.
     outside = mesh.tensor is not None and compile.enabled and activation_checkpointing.mode == "full"

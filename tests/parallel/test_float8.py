@@ -16,7 +16,7 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from parallel import float8
 from parallel.config import Float8Config
 from parallel.float8 import convert_linears
-from parallel.float8_graphs import RecomputeWeightCopies, WriteOperandsOnce
+from parallel.graphs import WriteOperandsOnce, graph_passes
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
@@ -94,13 +94,13 @@ class Counting(WriteOperandsOnce):
 def test_compiled_products_of_a_shared_operand_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """With real float8 products, which a CPU has, too."""
     monkeypatch.setattr(float8, "_require_float8_units", lambda *_: None)
-    # Else compiled code rounds to bfloat16 where it writes, and its numbers depend on what is fused.
-    monkeypatch.setattr(torch._inductor.config, "emulate_precision_casts", True)
     model = two()
     convert_linears(model, Float8Config(recipe="tensorwise"), device_type="cuda")
     expected = results(model, model)
     model.zero_grad()
     counting = Counting()
-    options = {"joint_custom_post_pass": RecomputeWeightCopies(), "post_grad_custom_post_pass": counting}
-    assert equal(results(model, torch.compile(model, fullgraph=True, options=options)), expected)
+    options = graph_passes() | {"post_grad_custom_post_pass": counting}
+    # Else compiled code rounds to bfloat16 where it writes, and its numbers depend on what is fused.
+    with torch._inductor.config.patch(emulate_precision_casts=True):
+        assert equal(results(model, torch.compile(model, fullgraph=True, options=options)), expected)
     assert counting.written == 2  # the input for the outputs, and its transposed form for the gradients of both weights

@@ -25,7 +25,7 @@ from models.documents import SMALLEST_LENGTHS, Lengths
 from models.interface import blocks_of
 from parallel.activation_checkpoint import checkpoint_blocks
 from parallel.float8 import convert_linears
-from parallel.kernels import inductor_options
+from parallel.graphs import graph_passes
 from recipes.schema import Recipe
 
 GPU = torch.device("cuda:0")
@@ -78,8 +78,7 @@ def trace_block(recipe: Recipe) -> Traced:
         cos, sin = (torch.empty(*positions, model.head_width // 2) for _ in range(2))
         documents = Lengths(torch.empty(SMALLEST_LENGTHS + 1, dtype=torch.int32)) if masked else None
         attention = "auto" if masked else recipe.attention.backend
-        options = inductor_options(recipe.compile, float8=recipe.float8.recipe != "none")
-        forward, backward = trace(block, x, cos, sin, None, documents, attention=attention, options=options)
+        forward, backward = trace(block, x, cos, sin, None, documents, attention=attention, options=graph_passes())
     return Traced(forward, backward, batch * length)
 
 

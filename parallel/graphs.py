@@ -1,0 +1,103 @@
+"""Changes to the graph of a compiled block: what is kept for the backward pass, and float8 operands written once."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor import inductor_prims
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+aten = torch.ops.aten
+VIEWS = (aten.permute.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+PRODUCTS = (aten.mm.default, aten._scaled_mm.default)
+
+
+def graph_passes() -> dict[str, Any]:
+    """Options of torch.compile."""
+    return {"joint_custom_post_pass": ChooseWhatIsKept(), "post_grad_custom_post_pass": WriteOperandsOnce()}
+
+
+@dataclass(frozen=True)  # all are equal, so that models compiled with them can share code
+class ChooseWhatIsKept(CustomGraphPass):
+    """Runs before the graph is cut into a forward and a backward pass."""
+
+    def __call__(self, graph: Graph) -> None:
+        """Mark what must or must not be kept; torch minimizes the bytes of everything else."""
+        _keep_sums(graph)
+        _recompute_copies_of_weights(graph)
+
+    def uuid(self) -> Any:
+        """Part of the key of Inductor's cache."""
+        return get_hash_for_files((__file__,))
+
+
+@dataclass(frozen=True)
+class WriteOperandsOnce(CustomGraphPass):
+    """Runs last. Inductor computes a cheap operand, such as a cast, anew for every product that reads it."""
+
+    def __call__(self, graph: Graph) -> None:
+        """Ask for a layout of every float8 operand that several products read, for which Inductor must write it."""
+        for node in list(graph.nodes):
+            if node.op != "call_function" or node.target in VIEWS or not _is_float8(node):
+                continue
+            if sum(reader.target is aten._scaled_mm.default for reader in _readers(node)) > 1:
+                with graph.inserting_after(node):
+                    written = graph.call_function(inductor_prims.force_stride_order, (node, node.meta["val"].stride()))
+                written.meta.update(node.meta)
+                node.replace_all_uses_with(written, delete_user_cb=lambda user, written=written: user is not written)
+
+    def uuid(self) -> Any:
+        """Part of the key of Inductor's cache."""
+        return get_hash_for_files((__file__,))
+
+
+def _keep_sums(graph: Graph) -> None:
+    """Keep x + product, such as the residual stream, instead of the product.
+
+    Either is as large. But kernels of the norm after it, forward and backward, then read one tensor instead of two.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        products = [_behind_views(summand) for summand in node.all_input_nodes]
+        # A product with another mark is recomputed itself: checkpointing.
+        if any(product.target in PRODUCTS and _may_be_kept(product) for product in products):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _recompute_copies_of_weights(graph: Graph) -> None:
+    """Compute in the backward pass what is made of float8 inputs alone: only weights arrive in float8.
+
+    The backward product of a linear wants its weight transposed. That copy would be kept from the forward pass: torch
+    2.13 takes weights that were gathered as float8, a tensor and its scale each, for activations, which are as
+    expensive to keep as their copies. FSDP frees the weight itself, but not what was made of it.
+    """
+    of_weights: set[Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder" and _is_float8(node):
+            of_weights.add(node)
+        elif node.all_input_nodes and of_weights.issuperset(node.all_input_nodes):
+            of_weights.add(node)
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _is_float8(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _may_be_kept(node: Node) -> bool:
+    return node.meta.get("recompute") in (None, CheckpointPolicy.MUST_SAVE)
+
+
+def _behind_views(node: Node) -> Node:
+    """What the node is a view of; itself, if it is no view."""
+    while node.target in VIEWS:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _readers(node: Node) -> list[Node]:
+    """What reads the node, itself or by views."""
+    return [reader for user in node.users for reader in (_readers(user) if user.target in VIEWS else [user])]
