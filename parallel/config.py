@@ -142,10 +142,10 @@ class Float8Config:
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Attention kernels. Document masks use their own, for documents of various lengths."""
+    """Attention kernels. Document masks have one of their own, which "flash3" replaces, too."""
 
-    backend: Literal["auto", "flash", "cudnn", "math"] = "auto"
-    """The kernel of scaled_dot_product_attention; "auto" = torch chooses. There is no fall-back to another kernel."""
+    backend: Literal["auto", "flash", "flash3", "cudnn", "math"] = "auto"
+    """"auto" = torch chooses; "flash3" = FlashAttention 3, from its own package, on Hopper. There is no fall-back."""
 
 
 @dataclass(frozen=True)

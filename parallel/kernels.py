@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.attention
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -20,18 +21,40 @@ def choose_attention(config: AttentionConfig, *, device_type: str) -> list[str]:
     """Restrict scaled_dot_product_attention in this process to one backend. Returns lines for the log.
 
     If that backend cannot compute what the model needs, torch raises "No available kernel" instead of using another.
-    Raises UserError for a backend that the device does not have.
+    Raises UserError for a backend that the device or the installation does not have.
     """
     backend = config.backend
-    if device_type != "cuda" and backend == "cudnn":
+    if device_type != "cuda" and backend in ("cudnn", "flash3"):
         raise UserError(f'attention.backend = "{backend}" needs a CUDA device; write "auto", "flash" or "math"')
-    # Set all four each time: they are process-wide, and an earlier run in this process may have changed them.
-    torch.backends.cuda.enable_flash_sdp(backend in ("auto", "flash"))
+    # Set all five each time: they are process-wide, and an earlier run in this process may have changed them.
+    _use_flash3(backend == "flash3")
+    torch.backends.cuda.enable_flash_sdp(backend in ("auto", "flash", "flash3"))
     # Not offered as a choice: up to torch 2.13 it does not support grouped queries, which SmolLM3 and Llama 3 use.
     torch.backends.cuda.enable_mem_efficient_sdp(backend == "auto")
     torch.backends.cuda.enable_cudnn_sdp(backend in ("auto", "cudnn"))
     torch.backends.cuda.enable_math_sdp(backend in ("auto", "math"))
     return [] if backend == "auto" else [f"attention: {backend} kernels only"]
+
+
+def _use_flash3(asked: bool) -> None:
+    """Let torch's flash operators, the one for document masks included, run FlashAttention 3, or torch's own kernels.
+
+    Raises UserError where torch cannot, on GPUs other than Hopper or without a package that fits this torch.
+    """
+    if torch.nn.attention.current_flash_attention_impl() is not None:
+        torch.nn.attention.restore_flash_attention_impl()
+    if not asked:
+        return
+    if (capability := torch.cuda.get_device_capability())[0] != 9:
+        found = f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}"
+        raise UserError(f'attention.backend = "flash3" needs a Hopper GPU (9.0), and {found}; write "auto" or "cudnn"')
+    try:
+        torch.nn.attention.activate_flash_attention_impl("FA3")
+    except (ImportError, OSError, RuntimeError, ValueError) as error:  # missing, or built for another torch
+        raise UserError(
+            f'attention.backend = "flash3" needs the package flash-attn-3, which torch {torch.__version__} cannot use:'
+            f' {error}; install it from https://download.pytorch.org/whl/flash-attn-3/, or write "auto"'
+        ) from error
 
 
 def compile_blocks(

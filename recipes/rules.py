@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from models.config import ModelConfig
-from parallel.config import ActivationCheckpointingConfig, AttentionConfig, CompileConfig, Float8Config
+from parallel.config import ActivationCheckpointingConfig, AttentionConfig, CompileConfig, Float8Config, FSDPConfig
 from parallel.errors import TemporaryError, UserError
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.data.config import HELD_OUT, DataConfig
@@ -64,10 +64,8 @@ def violations(
             "batch.global_batch_size batch.micro_batch_size mesh",
             batch_divides(recipe.batch, mesh=mesh, **world),
         ),
-        (
-            "attention data.document_mask run.device",
-            attention_has_a_kernel(recipe.attention, masked=data.document_mask, device=run.device),
-        ),
+        ("attention data.document_mask run.device", attention_has_a_kernel(recipe.attention, data, device=run.device)),
+        ("attention fsdp.param_dtype model", flash3_fits(recipe.attention, recipe.fsdp, model=model)),
         ("activation_checkpointing model", blocks_can_recompute(recipe.activation_checkpointing, model=model)),
         ("float8.all_gather float8.recipe", float8_gathers(float8)),
         ("float8.recipe float8.emulate run.device", float8_has_a_device(float8, device=run.device)),
@@ -275,12 +273,25 @@ def profile_fits(profile: ProfileConfig, *, steps: int) -> Iterator[Violation]:
         yield "profile.after", f"{rule}; write run.steps = {last} or more, or trace earlier"
 
 
-def attention_has_a_kernel(attention: AttentionConfig, *, masked: bool, device: str) -> Iterator[Violation]:
-    """Document masks use their own kernels, and "cudnn" needs CUDA (see parallel/kernels.py)."""
-    if masked and attention.backend != "auto":
-        yield "attention.backend", 'has no effect with document_mask = true, which uses its own kernels; write "auto"'
-    elif device == "cpu" and attention.backend == "cudnn":
-        yield "attention.backend", 'needs CUDA, but run.device = "cpu"; write "auto", "flash" or "math"'
+def attention_has_a_kernel(attention: AttentionConfig, data: DataConfig, *, device: str) -> Iterator[Violation]:
+    """Document masks use their own kernels, and some backends need CUDA (see parallel/kernels.py)."""
+    if data.document_mask and attention.backend not in ("auto", "flash3"):
+        rule = "has no effect with document_mask = true, which uses its own kernels"
+        yield "attention.backend", f'{rule}; write "auto", or "flash3" for GPUs that have it'
+    elif device == "cpu" and attention.backend in ("cudnn", "flash3"):
+        other = '"auto"' if data.document_mask else '"auto", "flash" or "math"'
+        yield "attention.backend", f'needs CUDA, but run.device = "cpu"; write {other}'
+
+
+def flash3_fits(attention: AttentionConfig, fsdp: FSDPConfig, *, model: ModelConfig) -> Iterator[Violation]:
+    """What FlashAttention 3 can compute, forward and backward (hopper/flash_api.cpp in its sources)."""
+    if attention.backend != "flash3":
+        return
+    if fsdp.param_dtype != "bfloat16":
+        rule = 'attention.backend = "flash3" computes in 16 bits'
+        yield "fsdp.param_dtype", f'{rule}; write param_dtype = "bfloat16", or backend = "auto"'
+    if model.head_width % 8 or model.head_width > 256:
+        yield "model.head_width", 'attention.backend = "flash3" needs a multiple of 8 up to 256; write backend = "auto"'
 
 
 def blocks_can_recompute(checkpointing: ActivationCheckpointingConfig, *, model: ModelConfig) -> Iterator[Violation]:

@@ -1,9 +1,12 @@
 """The choice of attention kernels."""
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import current_flash_attention_impl
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -71,6 +74,76 @@ def test_a_kernel_that_does_not_support_the_call_raises_instead_of_another_runni
         scaled_dot_product_attention(wide, wide, wide, dropout_p=0.5)  # the CPU's flash kernel has no dropout
 
 
-def test_a_kernel_that_the_device_does_not_have_is_refused() -> None:
-    with pytest.raises(UserError, match=r'attention.backend = "cudnn" needs a CUDA device; write "auto"'):
-        choose_attention(AttentionConfig("cudnn"), device_type="cpu")
+@pytest.mark.parametrize("backend", ["cudnn", "flash3"])
+def test_a_kernel_that_the_device_does_not_have_is_refused(backend: str) -> None:
+    with pytest.raises(UserError, match=rf'attention.backend = "{backend}" needs a CUDA device; write "auto"'):
+        choose_attention(AttentionConfig(backend), device_type="cpu")  # type: ignore[arg-type]
+
+
+# FlashAttention 3. Its kernels need a GPU: here, torch's own registry takes a package that has only their names.
+
+PACKAGE = """
+import torch
+library = torch.library.Library("flash_attn_3", "DEF")
+for name in ("fwd", "bwd"):
+    library.define(f"{name}(Tensor query) -> Tensor")
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The module of the package, empty, on a machine that seems to have a Hopper GPU."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
+    module = tmp_path / "flash_attn_interface.py"
+    module.touch()
+    yield module
+    choose_attention(AttentionConfig(), device_type="cpu")
+    sys.modules.pop("flash_attn_interface", None)
+    vars(torch.ops).pop("flash_attn_3", None)
+
+
+def test_flash3_is_activated_when_asked_for_and_only_then(package: Path) -> None:
+    package.write_text(PACKAGE)
+    for _ in range(2):  # a second run in this process
+        assert choose_attention(AttentionConfig("flash3"), device_type="cuda") == ["attention: flash3 kernels only"]
+        assert current_flash_attention_impl() == "FA3"
+        assert torch.backends.cuda.flash_sdp_enabled() and not torch.backends.cuda.math_sdp_enabled()
+        choose_attention(AttentionConfig("flash"), device_type="cuda")
+        assert current_flash_attention_impl() is None
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("", "does not expose FA3 forward kernels"),
+        ("raise ImportError('undefined symbol: aoti')", "undefined symbol: aoti"),
+        ("raise OSError('libcudart.so.12: cannot open')", "libcudart.so.12: cannot open"),
+    ],
+)
+def test_flash3_with_a_package_that_torch_cannot_use_is_refused(package: Path, source: str, reason: str) -> None:
+    package.write_text(source)
+    with pytest.raises(UserError, match=rf"package flash-attn-3, which torch {torch.__version__[:4]}.*{reason}"):
+        choose_attention(AttentionConfig("flash3"), device_type="cuda")
+    assert current_flash_attention_impl() is None
+
+
+@pytest.mark.usefixtures("package")
+def test_flash3_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)  # as if it were not installed
+    with pytest.raises(UserError, match=r'needs the package flash-attn-3.*install it from .*, or write "auto"'):
+        choose_attention(AttentionConfig("flash3"), device_type="cuda")
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0)])
+def test_flash3_on_another_gpu_than_hopper_is_refused(
+    capability: tuple[int, int], package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package.write_text(PACKAGE)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    found = f"Some GPU has compute capability {capability[0]}.{capability[1]}"
+    with pytest.raises(UserError, match=rf"needs a Hopper GPU \(9.0\), and {found}"):
+        choose_attention(AttentionConfig("flash3"), device_type="cuda")
+    assert current_flash_attention_impl() is None

@@ -12,7 +12,14 @@ from typing import Any, Literal
 import pytest
 
 from models.sizes import SIZES
-from parallel.config import ActivationCheckpointingConfig, AttentionConfig, CompileConfig, Float8Config, MeshConfig
+from parallel.config import (
+    ActivationCheckpointingConfig,
+    AttentionConfig,
+    CompileConfig,
+    Float8Config,
+    FSDPConfig,
+    MeshConfig,
+)
 from parallel.errors import UserError
 from parallel.nodes import arrange
 from recipes.checkpoint.config import CheckpointConfig
@@ -89,6 +96,32 @@ def test_cudnn_attention_is_refused_on_the_cpu() -> None:
 def test_a_backend_is_refused_with_document_masks() -> None:
     masked = Recipe(data=DataConfig(document_mask=True), attention=AttentionConfig(backend="flash"))
     assert "document_mask = true, which uses its own kernels" in the_rule(masked, "attention.backend")
+
+
+FLASH3 = Recipe(attention=AttentionConfig("flash3"), fsdp=FSDPConfig(param_dtype="bfloat16"))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_flash3_is_accepted_where_there_may_be_a_gpu(masked: bool) -> None:
+    assert not broken_by(replace(FLASH3, data=DataConfig(document_mask=masked)))
+
+
+@pytest.mark.parametrize(("masked", "instead"), [(False, '"auto", "flash" or "math"'), (True, '"auto"')])
+def test_flash3_is_refused_on_the_cpu(masked: bool, instead: str) -> None:
+    recipe = replace(FLASH3, data=DataConfig(document_mask=masked), run=RunConfig(device="cpu"))
+    message = the_rule(recipe, "attention.backend")
+    assert message == f'needs CUDA, but run.device = "cpu"; write {instead}'
+
+
+def test_flash3_is_refused_in_float32() -> None:
+    recipe = replace(FLASH3, fsdp=FSDPConfig(param_dtype="float32"))
+    assert 'write param_dtype = "bfloat16", or backend = "auto"' in the_rule(recipe, "fsdp.param_dtype")
+
+
+@pytest.mark.parametrize("head_width", [36, 264])
+def test_flash3_is_refused_for_heads_that_it_cannot_compute(head_width: int) -> None:
+    recipe = replace(FLASH3, model=replace(SIZES["smollm3_debug"], head_width=head_width))
+    assert "needs a multiple of 8 up to 256" in the_rule(recipe, "model.head_width")
 
 
 def test_every_source_of_a_mixture_must_exist(tmp_path: Path) -> None:

@@ -206,4 +206,4 @@ def _rms_norm(x: Tensor, _: Any, weight: Tensor, eps: float) -> Tensor:
 
 
 # What scaled_dot_product_attention calls on an H100. Left to choose, torch takes FlashAttention first.
-ATTENTION = {"cudnn": _cudnn, "flash": _flash, "auto": _flash}
+ATTENTION = {"cudnn": _cudnn, "flash": _flash, "flash3": _flash, "auto": _flash}
