@@ -47,7 +47,7 @@ def _use_flash3(asked: bool) -> None:
         return
     if (capability := torch.cuda.get_device_capability())[0] != 9:
         found = f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}"
-        raise UserError(f'attention.backend = "flash3" needs a Hopper GPU (9.0), and {found}; write "auto" or "cudnn"')
+        raise UserError(f'attention.backend = "flash3" needs a Hopper GPU (9.0), and {found}; write "auto"')
     try:
         torch.nn.attention.activate_flash_attention_impl("FA3")
     except (ImportError, OSError, RuntimeError, ValueError) as error:  # missing, or built for another torch
