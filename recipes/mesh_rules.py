@@ -171,14 +171,21 @@ def tensor_can_overlap(mesh: MeshConfig, *, compile: CompileConfig, device: str)
         yield "mesh.overlap_tensor", f"{rule}; write false, or compile.enabled = true"
 
 
-def advice(mesh: MeshConfig, *, float8: Float8Config) -> list[str]:
-    """Warnings about a layout that works, but that was slower than another one where it was measured."""
+def advice(mesh: MeshConfig, *, float8: Float8Config, degrees: MeshDegrees | None = None) -> list[str]:
+    """Warnings about a layout that works, but that was slower than another one where it was measured, or does not do
+    what its name says. degrees: those of the mesh, once the number of processes is known."""
+    found = []
     if mesh.tensor > 1 and float8.recipe in ("rowwise", "rowwise_with_gw_hp"):
-        return [
+        found.append(
             f'warning: float8.recipe = "{float8.recipe}" with tensor parallelism was slower than bfloat16 at 8B'
             ' and than "tensorwise" at 70B (published runs on H100); measure it, or write recipe = "tensorwise"'
-        ]
-    return []
+        )
+    if float8.all_gather and degrees is not None and degrees.shard * degrees.context == 1:
+        found.append(
+            "note: float8.all_gather = true gathers nothing here, because every process holds whole matrices: it only"
+            " casts them outside of the compiled blocks, with scales from the end of the step before"
+        )
+    return found
 
 
 def gather_has_a_kernel(mesh: MeshConfig, *, attention: AttentionConfig) -> Iterator[Violation]:

@@ -166,7 +166,7 @@ def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh:
     report = placement(mesh.degrees, world.nodes)
     report += [f"GPU memory: {allocator_settings()}"] if world.device.type == "cuda" else []
     report += choose_attention(recipe.attention, device_type=world.device.type)
-    report += advice(recipe.mesh, float8=recipe.float8)
+    report += advice(recipe.mesh, float8=recipe.float8, degrees=mesh.degrees)
     report += parallelize(
         model,
         mesh,
