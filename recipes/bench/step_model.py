@@ -114,20 +114,23 @@ class Prediction:
 
 
 def read_blocks(page: str) -> list[Block]:
-    """The rows of codegen.md, found by the names of its columns."""
-    found, model, tokens, losses, columns = [], "", 0, (0.0, 0.0), list[str]()
+    """The rows of codegen.md, found by the names of its columns. Raises UserError if it lacks the loss of a row."""
+    found, model, tokens, losses, columns = [], "", 0, dict[bool, float](), list[str]()
     for line in page.splitlines():
         if match := re.match(r"## (\w+), (\d+) x (\d+) tokens", line):
-            model, tokens = match[1], int(match[2]) * int(match[3])
-        elif match := re.search(r"; loss.*?: (\d+\.\d+) bytes a logit.*?: (\d+\.\d+)", line):
-            losses = float(match[1]), float(match[2])
+            model, tokens, losses = match[1], int(match[2]) * int(match[3]), {}
+        elif "; loss" in line:  # two numbers, of which one is called eager
+            parts = line.partition("; ")[2].split("; ")
+            losses = {"eager" in part: float(number[0]) for part in parts if (number := re.search(r"\d+\.\d+", part))}
         elif line.startswith("| float8 |"):
             columns = [cell.strip() for cell in line.strip("|").split("|")]
         elif model and line.startswith("| ") and columns:
             row = dict(zip(columns, (cell.strip() for cell in line.strip("|").split("|")), strict=True))
+            if len(losses) < 2:
+                raise UserError(f"{PAGE.name}: bytes of the loss are missing for {model}; count it without --no-loss")
             kernels = sum(int(row[kind]) for kind in ("fused", "products", "attention", "other"))
-            numbers = float(row["saved kB"]), 1e9 * float(row["moved GB"]), kernels
-            found.append(Block(model, tokens, row["float8"], row["recompute"], *numbers, *losses))
+            numbers = float(row["saved kB"]), 1e9 * float(row["moved GB"]), kernels, losses[True], losses[False]
+            found.append(Block(model, tokens, row["float8"], row["recompute"], *numbers))
     return found
 
 

@@ -45,6 +45,25 @@ def test_the_state_before_is_what_was_predicted_when_the_goals_were_set() -> Non
     assert found == pytest.approx([24_400, 30_100, 10_900, 14_600], rel=0.03)
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "; loss, eager (loss_chunks = 8): 50.0 bytes a logit; compiled, without chunks: 6.0.",
+        "; loss (loss_chunks = 8): 6.00 bytes a logit in 2 kernels a chunk, ptxas 2 of 2; eager 50.0.",
+    ],
+)
+def test_the_bytes_of_the_loss_are_read_by_their_names(loss: str) -> None:
+    _, _, rows = step_time.BEFORE_PAGE.partition("6.0.\n")
+    [block, *_] = read_blocks(f"## llama3_8b, 1 x 8192 tokens, attention: cudnn\n`a.toml`{loss}\n{rows}")
+    assert (block.loss_eager, block.loss_compiled) == (50, 6)
+
+
+def test_a_page_without_the_loss_is_refused() -> None:
+    page = "\n".join(line for line in step_time.BEFORE_PAGE.splitlines() if not line.startswith(";"))
+    with pytest.raises(UserError, match="bytes of the loss are missing for llama3_8b"):
+        read_blocks(page)
+
+
 def test_moved_bytes_and_loss_take_their_time_at_the_stated_share_of_the_bandwidth() -> None:
     found = seconds("--batch.global_batch_size", "1")
     assert found["fused kernels"] == pytest.approx(36 * 2.718e9 / H200)
