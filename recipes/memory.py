@@ -229,14 +229,17 @@ class Step:
     # The moments.
 
     def _loss(self, *, backward: bool) -> Pieces:
-        """Logits, and the float32 tensors of one chunk of them."""
-        model, chunks = self.recipe.model, self.recipe.batch.loss_chunks
-        cut, vocabulary = self.degrees.tensor > 1, model.vocabulary // self.degrees.tensor
-        logits = self.element * self.tokens * vocabulary
-        copies = 8 if self.element == 2 and not cut else 4  # logits in float32, and their softmax
-        chunk = copies * -(-self.tokens // chunks) * vocabulary
-        if chunks == 1 and backward and not cut:  # torch's own loss keeps its softmax instead of the logits
-            logits, chunk = 0, 12 * self.tokens * vocabulary
+        """The logits, float32 copies of one chunk of them, and a few numbers per token."""
+        model, rows = self.recipe.model, -(-self.tokens // self.recipe.batch.loss_chunks)
+        vocabulary = model.vocabulary // self.degrees.tensor
+        logits, chunk = self.element * self.tokens * vocabulary, 4 * rows * vocabulary
+        copies = 1 if backward or self.element == 4 else 2  # in float32; forward, the logits themselves are another one
+        per_token = 37 if backward else 21
+        if self.recipe.compile.enabled:  # no kernel writes float32 logits
+            copies = 0
+        elif rows == self.tokens and self.degrees.tensor == 1:  # torch's own loss keeps its softmax, not the logits
+            copies, per_token = (3, 0) if backward else (copies, 4)
+            logits *= not backward
         if backward:
             buffers = self._next_gather(model.layers) * self.tied  # a head of its own is there, and asks for no more
         else:  # the last gather's lives until the next one
@@ -247,7 +250,7 @@ class Step:
             **self._weights(self.keeps_blocks * model.layers, head=True, buffers=buffers),
             **self._saved(model.layers, norm=True),
             "logits": logits,
-            "loss": chunk + 4 * self.tokens,
+            "loss": copies * chunk + per_token * self.tokens,
         }
 
     def _head(self) -> Pieces:
