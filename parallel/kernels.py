@@ -53,7 +53,7 @@ def _use_flash3(asked: bool) -> None:
     except (ImportError, OSError, RuntimeError, ValueError) as error:  # missing, or built for another torch
         raise UserError(
             f'attention.backend = "flash3" needs the package flash-attn-3, which torch {torch.__version__} cannot use:'
-            f' {error}; install it from https://download.pytorch.org/whl/flash-attn-3/, or write "auto"'
+            f' {error}; install the one that PyTorch builds, or write "auto"'
         ) from error
 
 

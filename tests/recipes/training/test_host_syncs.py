@@ -1,7 +1,8 @@
 """The host never waits for the device between two logged steps, so that it stays ahead of a GPU.
 
-Shown on the CPU: what would wait for a GPU raises instead. Compiled code is watched from Python only, and a copy between
-host and device looks like none here. cpu_offload is left out: with it the host takes the step itself, and waits.
+Shown on the CPU: what would wait for a GPU raises instead. Compiled code is watched from Python only, and a copy
+between host and device looks like none here. cpu_offload is left out: with it the host takes the step itself, and
+waits.
 """
 
 import sys
