@@ -122,13 +122,13 @@ class Checkpoints:
         self._thread = threading.Thread(target=self._write, args=(step, self._plan, copies, record))
         self._thread.start()
 
-    def finish(self, *, within: float | None = None) -> int | None:
-        """Wait for a save in flight, at most `within` seconds, and log its result.
+    def finish(self, *, failed: bool = False) -> int | None:
+        """Wait for a save in flight, for not long if this process has failed, and log its result.
 
         Returns the step saved or loaded last, or None.
         """
         if self._thread is not None:
-            self._thread.join(within)
+            self._thread.join(FAILED_SECONDS if failed else None)
             self._thread = self._thread if self._thread.is_alive() else None
         self.report()
         return self._newest

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from torch import Tensor
 
 from parallel.errors import CorruptState, UserError
-from recipes.checkpoint.checkpoints import FAILED_SECONDS
 from recipes.files.exit_codes import CANNOT_WRITE, CORRUPTED, FINISHED, POISONED, PREEMPTED, ended_by
 from recipes.files.layout import EXPORT
 from recipes.metrics.clock import END, FIRST_STEP, LOADING, SAVE, VALIDATION
@@ -47,7 +46,7 @@ class Trainer:
             return self._give_up(error)
         except Exception as error:
             if self.checkpoints:
-                self.checkpoints.finish(within=FAILED_SECONDS)
+                self.checkpoints.finish(failed=True)
             number = self.interruption.noted
             if not number or isinstance(error, UserError):
                 raise
