@@ -79,7 +79,8 @@ def _linear_of_rows() -> type[nn.Module]:
         def forward(self, input: Tensor) -> Tensor:
             if isinstance(input, DTensor):  # Inductor fuses messages only with products in torchao's own form
                 return cast(Tensor, super().forward(input))
-            return cast(Tensor, super().forward(input.flatten(0, -2))).unflatten(0, input.shape[:-1])
+            rows = cast(Tensor, super().forward(input.reshape(-1, input.shape[-1])))
+            return rows.reshape(*input.shape[:-1], rows.shape[-1])
 
     return FlatFloat8Linear
 

@@ -266,8 +266,9 @@ off the generated code, and times are computed from the bytes. `--recipe R` coun
 overrides such as `--float8.recipe tensorwise`; `--out FILE` writes every saved tensor and every kernel.
 
 The block is traced on the CPU with the operators that an H100 would call, and moves to a pretended GPU, for which
-Inductor generates kernels. Each table is about one block with rotary embeddings and one micro-batch. Recipes with
-`mesh.tensor` or `mesh.context`, whose blocks no GPU holds whole, are left out.
+Inductor generates kernels, with a run's changes to graphs (parallel/graphs.py). Each table is about one block with
+rotary embeddings and one micro-batch. Recipes with `mesh.tensor` or `mesh.context`, whose blocks no GPU holds whole,
+are left out.
 
 - **saved kB**: kept for the backward pass, per token and layer, without parameters, and without cosines and sines,
   which all layers share. **weights kB**: computed from parameters alone and kept, such as float8 copies, per layer.

@@ -54,7 +54,7 @@ def equal(found: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("shape", [(2, 32, 64), (32, 64), (2, 2, 16, 64)])
+@pytest.mark.parametrize("shape", [(2, 32, 64), (32, 64), (2, 2, 16, 64), (64,)])
 def test_a_linear_of_any_shape_computes_what_torchao_does(recipe: Any, shape: tuple[int, ...]) -> None:
     plain = two()
     ours, torchaos = deepcopy(plain), deepcopy(plain)
