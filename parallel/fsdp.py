@@ -1,10 +1,13 @@
 """FSDP2: shard parameters, gradients and optimizer states, with the mixed-precision policy."""
 
-from typing import Any
+import weakref
+from functools import partial
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from models.interface import blocks_of, interface_of
 from parallel.config import FSDPConfig
@@ -35,24 +38,92 @@ def shard_blocks_and_root(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> s
         # Untied: two large matrices that are never needed at the same time. The backward pass starts with the head.
         embedding, head = model.get_submodule(interface.embedding), model.get_submodule(interface.head)
         fully_shard(embedding, reshard_after_forward=reshard, **options)
+        cast(FSDPModule, embedding).set_unshard_in_backward(False)  # its gradient needs the tokens only
         fully_shard(head, reshard_after_forward=False, **options)
     fully_shard(model, reshard_after_forward=False, **options)
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            # Else a factor of one still takes NCCL's slower pre-multiplied sum, which gloo does not have.
-            module.set_force_sum_reduction_for_comms(True)
+            _sum_gradients(module, mesh)
     for index, unit in enumerate(units):
         # Ask for the next blocks' weights before this one computes, so that a slow host does not expose the gather.
         unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + config.prefetch])
         if config.prefetch > 1:  # one block ahead FSDP2 looks by itself in the backward pass
             unit.set_modules_to_backward_prefetch(units[max(0, index - config.prefetch) : index][::-1])
 
-    shard, replicate = mesh.degrees.shard * mesh.degrees.context, mesh.degrees.replicate
+    shard, replicate = _shards(mesh), mesh.degrees.replicate
     stage = "ZeRO-3" if reshard else "ZeRO-2"
     layout = f"{stage} over {shard}" if shard > 1 else "no sharding"
     copies = f" x {replicate} replicas" if replicate > 1 else ""
     offload = ", offloaded to the host" if config.cpu_offload else ""
     ahead = f", {config.prefetch} blocks gathered ahead" if config.prefetch > 1 else ""
     return f"fsdp: {layout}{copies}, {config.param_dtype} compute, {config.reduce_dtype} reduction{ahead}{offload}"
+
+
+def _shards(mesh: Mesh) -> int:
+    """Into how many parts FSDP cuts each parameter."""
+    return mesh.degrees.shard * mesh.degrees.context
+
+
+def _sum_gradients(unit: FSDPModule, mesh: Mesh) -> None:
+    # Else a factor of one still takes NCCL's slower pre-multiplied sum, which gloo does not have.
+    unit.set_force_sum_reduction_for_comms(True)
+    if mesh.fsdp.size() > 1:  # one process has nothing to divide by, and any factor would cost it a copy
+        unit.set_gradient_divide_factor(1.0)
+    if _shards(mesh) == 1:
+        unit.set_custom_reduce_scatter(_OneBuffer())  # type: ignore[arg-type]
+
+
+class _OneBuffer:
+    """One buffer as input and as output of FSDP's reduce-scatter, where it has one shard.
+
+    torch 2.11 to 2.13 then call no communication, but copy the input to the output: nothing, if they are the same.
+    """
+
+    def __init__(self) -> None:
+        self._input: weakref.ref[Tensor] | None = None
+
+    def allocate(self, size: tuple[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """FSDP asks first for the input, and for the output while it holds the input."""
+        buffer = self._input() if self._input else None
+        if buffer is not None:
+            self._input = None
+            return buffer
+        buffer = torch.empty(size, dtype=dtype, device=device)
+        self._input = weakref.ref(buffer)
+        return buffer
+
+
+def compute_with_whole_shards(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> None:
+    """Where FSDP has one shard: compute with that itself, or with one cast of it, instead of copies. In place.
+
+    torch 2.11 to 2.13 cast such a shard, and then copy what they have cast. FSDP's extension point, two methods of the
+    shard, decides what is gathered and what is made of it. Call this once the parameters have their memory.
+    """
+    # Offloading reads the methods from a copy on the device, and tensor parallelism wraps what they return.
+    if _shards(mesh) > 1 or mesh.tensor is not None or config.cpu_offload:
+        return
+    for parameter in model.parameters():
+        shard: Any = cast(DTensor, parameter)._local_tensor  # of which to_local() is another view
+        if not hasattr(shard, "fsdp_pre_all_gather"):  # weights that are gathered in float8 have their own
+            shard.fsdp_pre_all_gather = partial(_gather_nothing, shard)
+            shard.fsdp_post_all_gather = partial(_whole_parameter, shard)
+
+
+def _gather_nothing(
+    shard: Tensor, mesh: Any, size: Any, stride: Any, module: Any, policy: Any
+) -> tuple[tuple[Tensor], None]:
+    return (shard.new_empty(0),), None
+
+
+def _whole_parameter(
+    shard: Tensor, gathered: tuple[Tensor], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
+) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+    """The parameter to compute with, and what of its memory FSDP frees when it reshards; later, the same in `out`."""
+    if shard.dtype == dtype:
+        return (shard, ()) if out is None else None
+    if out is None:
+        whole = shard.to(dtype)
+        return whole, (whole,)
+    out.data.copy_(shard)  # .data: the backward pass has saved `out` and refuses what has changed since
+    return None

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from models.config import ModelConfig
 from models.decoder import Decoder
 from parallel.config import ActivationCheckpointingConfig, CompileConfig, Float8Config, FSDPConfig, MeshConfig
+from parallel.fsdp import compute_with_whole_shards
 from parallel.materialize import materialize
 from parallel.mesh import Mesh, build_mesh
 from parallel.order import parallelize
@@ -37,9 +38,10 @@ def build_model(
     """The model, and the lines that parallelize() returned. mode, blocks: of activation checkpointing."""
     with torch.device("meta"):
         model = Decoder(config, loss_chunks=loss_chunks)
+    processes = cpu_mesh(mesh)
     report = parallelize(
         model,
-        cpu_mesh(mesh),
+        processes,
         float8=float8,
         activation_checkpointing=ActivationCheckpointingConfig(mode, blocks),
         compile=CompileConfig(compiled),
@@ -47,4 +49,5 @@ def build_model(
         context_by=mesh.context_by,
     )
     materialize(model, device=torch.device("cpu"), seed=seed)
+    compute_with_whole_shards(model, processes, fsdp)
     return model, report

@@ -15,6 +15,7 @@ from models.decoder import Decoder
 from parallel.dist import World, allocator_settings, on_all, on_main, on_main_first
 from parallel.errors import UserError
 from parallel.float8 import precompute_scales
+from parallel.fsdp import compute_with_whole_shards
 from parallel.kernels import choose_attention
 from parallel.materialize import materialize
 from parallel.mesh import Mesh, build_mesh
@@ -183,6 +184,7 @@ def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh:
         keep_on=torch.device("cpu") if recipe.fsdp.cpu_offload else None,
         seed=recipe.run.seed,
     )
+    compute_with_whole_shards(model, mesh, recipe.fsdp)
     if weights is not None:
         from recipes.weights.convert import load_weights
 

@@ -1,0 +1,204 @@
+"""What FSDP casts and copies, counted in real steps, and that the numbers do not depend on it."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from models.decoder import Decoder
+from models.sizes import SIZES
+from parallel.config import Float8Config, FSDPConfig, MeshConfig
+from parallel.dist import start, stop
+from parallel.float8 import precompute_scales
+from parallel.materialize import materialize, whole
+from tests.build import NO_FLOAT8, build_model
+from tests.processes import run_processes
+
+DEBUG = SIZES["llama3_debug"]
+TOKENS = 7
+"""All sizes of activations are multiples of it, and no size of a parameter or of a block is."""
+TENSORWISE = Float8Config(recipe="tensorwise", all_gather=True, emulate=True)
+
+
+class Written(TorchDispatchMode):
+    """Counts what a step writes of the size of parameters: elements by operator and dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, name = operator(*args, **(kwargs or {})), operator.overloadpacket.__name__
+        written = (kwargs or {}).get("out") if name == "chunk_cat" else result
+        moves = name in ("_to_copy", "chunk_cat", "div", "add_") or (name == "copy_" and args[0] is not args[1])
+        if moves and not isinstance(written, DTensor) and written.numel() % TOKENS and written.dim():
+            self.elements[f"{name} {str(written.dtype).removeprefix('torch.')}"] += written.numel()
+        return result
+
+
+def micro_batches(count: int, *, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(DEBUG.vocabulary, (1, TOKENS), generator=generator) for _ in range(count)]
+
+
+def train(model: Any, batch: list[Tensor], *, zero2: bool) -> list[Tensor]:
+    """The losses of the micro-batches, accumulated as in train_step(). Leaves the gradients of their sum."""
+    losses = []
+    for index, tokens in enumerate(batch):
+        last = index == len(batch) - 1
+        model.set_requires_gradient_sync(last)
+        if zero2:
+            model.set_reshard_after_backward(last)
+        loss = model(tokens, tokens)
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def written(batch: list[Tensor], *, zero2: bool, dtype: str, float8: Float8Config = NO_FLOAT8) -> dict[str, int]:
+    """Elements that the step after the first optimizer step writes, by operator and dtype."""
+    model, _ = build_model(DEBUG, fsdp=FSDPConfig(param_dtype=dtype, reshard_after_forward=not zero2), float8=float8)
+    train(model, batch, zero2=zero2)
+    torch.optim.AdamW(model.parameters(), fused=True).step()
+    model.zero_grad()
+    if float8.all_gather:
+        precompute_scales(model)
+    with Written() as counted:
+        train(model, batch, zero2=zero2)
+    return {name: elements for name, elements in counted.elements.items() if elements > 10_000}  # not norms
+
+
+@pytest.fixture(scope="module")
+def sizes() -> dict[str, int]:
+    """Numbers of parameters of the debug model: of all, in the blocks, and in the matrices of the blocks."""
+    with torch.device("meta"):
+        model = Decoder(DEBUG)
+    in_blocks = list(model.blocks.parameters())
+    return {
+        "all": sum(parameter.numel() for parameter in model.parameters()),
+        "blocks": sum(parameter.numel() for parameter in in_blocks),
+        "matrices": sum(parameter.numel() for parameter in in_blocks if parameter.dim() == 2),
+    }
+
+
+# Copies on one process
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("zero2", [False, True])
+def test_one_process_computes_with_its_float32_weights_themselves(zero2: bool, sizes: dict[str, int]) -> None:
+    found = written(micro_batches(1), zero2=zero2, dtype="float32")
+    assert found == {"chunk_cat float32": sizes["all"]}  # the gradients, once
+
+
+@pytest.mark.usefixtures("alone")
+def test_zero2_casts_each_weight_once_a_step(sizes: dict[str, int]) -> None:
+    """The optimizer has changed the weights, so the first forward pass must cast them, and nothing else may."""
+    for count in (1, 3):
+        found = written(micro_batches(count), zero2=True, dtype="bfloat16")
+        assert found.pop("chunk_cat float32") == sizes["all"]
+        assert found.pop("copy_ bfloat16") == sizes["all"]
+        # What is left is the accumulation in float32.
+        assert found == ({"_to_copy float32": sizes["all"], "add_ float32": 2 * sizes["all"]} if count == 3 else {})
+
+
+@pytest.mark.usefixtures("alone")
+def test_zero3_casts_blocks_twice_and_everything_else_once_a_micro_batch(sizes: dict[str, int]) -> None:
+    found = written(micro_batches(3), zero2=False, dtype="bfloat16")
+    assert found["copy_ bfloat16"] == 3 * (sizes["all"] + sizes["blocks"])
+
+
+@pytest.mark.usefixtures("alone")
+def test_zero2_casts_each_weight_to_float8_once_a_step(sizes: dict[str, int]) -> None:
+    for zero2, casts in ((True, 1), (False, 6)):
+        found = written(micro_batches(3), zero2=zero2, dtype="bfloat16", float8=TENSORWISE)
+        assert found["_to_copy float8_e4m3fn"] == casts * sizes["matrices"]
+
+
+# Numbers
+
+
+def gradients(model: Any) -> dict[str, Any]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def plain(dtype: torch.dtype) -> tuple[Decoder, Decoder]:
+    """(the debug model without FSDP, the same in the dtype that computes)."""
+    models = []
+    for _ in range(2):
+        with torch.device("meta"):
+            model = Decoder(DEBUG)
+        materialize(model, device=torch.device("cpu"), seed=0)
+        models.append(model)
+    return models[0], models[1].to(dtype)
+
+
+def two_plain_steps(batch: list[Tensor], dtype: torch.dtype) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
+    """(losses, gradients) of two steps of a loop without FSDP that casts weights once and accumulates in float32."""
+    model, low = plain(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    pairs = list(zip(model.parameters(), low.parameters(), strict=True))
+    found = []
+    for _ in range(2):
+        losses = []
+        for tokens in batch:
+            loss = low(tokens, tokens)
+            loss.backward()
+            losses.append(loss.detach())
+            for parameter, used in pairs:
+                assert used.grad is not None
+                parameter.grad = used.grad.float() if parameter.grad is None else parameter.grad + used.grad
+                used.grad = None
+        found.append((losses, gradients(model)))
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter, used in pairs:
+                used.copy_(parameter)
+    return found
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("zero2", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_process_repeats_a_loop_without_fsdp_to_the_bit(dtype: str, zero2: bool) -> None:
+    batch = micro_batches(3)
+    model, _ = build_model(DEBUG, fsdp=FSDPConfig(param_dtype=dtype, reshard_after_forward=not zero2))  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    for losses, expected in two_plain_steps(batch, getattr(torch, dtype)):
+        assert train(model, batch, zero2=zero2) == losses
+        found = gradients(model)
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            assert torch.equal(found[name].to_local(), gradient), name
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+MESHES = {"shards": MeshConfig(), "replicas": MeshConfig(replicate=2, shard=1)}
+
+
+def different_sums() -> dict[str, list[str]]:
+    """By mesh, the gradients that are not the sum of those of all processes, each of which has its own micro-batch."""
+    world = start("cpu", seed=0)
+    reference, _ = plain(torch.float32)
+    for rank in range(world.size):
+        [tokens] = micro_batches(1, seed=rank)
+        reference(tokens, tokens).backward()
+    expected, found = gradients(reference), {}
+    for name, mesh in MESHES.items():
+        model, _ = build_model(DEBUG, mesh=mesh)
+        train(model, micro_batches(1, seed=world.rank), zero2=False)
+        sums = {key: whole(gradient) for key, gradient in gradients(model).items()}
+        assert sums.keys() == expected.keys()
+        found[name] = [key for key, gradient in expected.items() if not torch.equal(sums[key], gradient)]
+    stop()
+    return found
+
+
+def test_two_processes_sum_gradients_to_the_bit() -> None:
+    assert run_processes(2, different_sums) == [{"shards": [], "replicas": []}] * 2
