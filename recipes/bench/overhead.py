@@ -1,4 +1,7 @@
-"""What the training loop costs beside its steps, on a CPU: `bench.py --suite overhead`."""
+"""What the training loop costs beside its steps, and its steps beside other loops: `bench.py --suite overhead`.
+
+All of it runs on a CPU. The other loops are a plain one without FSDP, transformers' Trainer and DDP.
+"""
 
 import argparse
 import json
@@ -16,6 +19,7 @@ import torch
 from parallel.dist import start, stop
 from parallel.errors import UserError
 from parallel.state_check import named_state, require_sound
+from recipes.bench.peers import KINDS, peers, table
 from recipes.files.layout import METRICS
 from recipes.load import CONFIGS, load_run
 from recipes.metrics.clock import RunClock
@@ -31,6 +35,10 @@ ROOT = CONFIGS.parent
 DEBUG = CONFIGS / "smollm3_debug.toml"
 WINDOW = 10
 """Steps between two logged ones, and of one time of the bare loop."""
+PARTS = ("loop", "peers", "ddp", "starts")
+PEERS = {"peers": 1, "ddp": 2}
+"""Parts that compare with other loops, and their processes."""
+SUMMARY = ("ours", "barest", "ratio", "replica_check", "replica_check_share", "starts")
 CHECKS = 5
 """Checks of the state after each run."""
 
@@ -43,30 +51,41 @@ def main(arguments: list[str]) -> int:
         epilog="Further options, --section.field value, go to the recipe, configs/smollm3_debug.toml.",
         allow_abbrev=False,
     )
-    parser.add_argument("--rounds", type=int, default=5, help="pairs of runs (%(default)s)")
-    parser.add_argument("--steps", type=int, default=60, help="of each run (%(default)s)")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (all)")
+    parser.add_argument("--rounds", type=int, default=2, help="loop: pairs of runs (%(default)s)")
+    parser.add_argument("--steps", type=int, default=40, help="loop: of each run (%(default)s)")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="peers, ddp: compute types (all)")
+    parser.add_argument("--windows", type=int, default=10, help="peers, ddp: measured steps of each loop (%(default)s)")
+    parser.add_argument("--out", type=Path, help="JSON file for all measurements")
     options, overrides = parser.parse_known_args(arguments)
     try:
-        if options.rounds < 1 or options.steps < 2 * WINDOW:
-            raise UserError(f"--rounds must be 1 or more, and --steps {2 * WINDOW} or more")
-        found = loops(overrides, rounds=options.rounds, steps=options.steps) | {"starts": starts(overrides)}
+        if options.rounds < 1 or options.steps < 2 * WINDOW or options.windows < 1:
+            raise UserError(f"--rounds and --windows must be 1 or more, and --steps {2 * WINDOW} or more")
+        found = _measure(options, overrides)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
     found["environment"] = environment(world_size=1, device=torch.device("cpu"))
-    print(
-        json.dumps(
-            {
-                name: found[name]
-                for name in ("ours", "barest", "ratio", "replica_check", "replica_check_share", "starts")
-            },
-            indent=1,
-        )
-    )
+    if summary := {name: part for name, part in found.items() if name in SUMMARY}:
+        print(json.dumps(summary, indent=1))
+    for name, processes in PEERS.items():
+        if name in found:
+            print(f"\n{table(found[name], processes=processes)}")
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def _measure(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if "loop" in options.parts:
+        found |= loops(overrides, rounds=options.rounds, steps=options.steps)
+    for name, processes in PEERS.items():
+        if name in options.parts:
+            found[name] = peers(options.kinds, overrides, processes=processes, windows=options.windows, steps=1)
+    if "starts" in options.parts:
+        found["starts"] = starts(overrides)
+    return found
 
 
 def loops(overrides: list[str], *, rounds: int, steps: int) -> dict[str, Any]:

@@ -1,0 +1,320 @@
+"""Our training step beside other loops that train the same model: part of `bench.py --suite overhead`.
+
+The model is that of smollm3_debug with 27 million parameters in 8 blocks, on random tokens. All loops of a table take
+turns in one process, or in the same two, so that a change of the machine's load affects them alike.
+"""
+
+import copy
+import json
+import logging
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+from models.decoder import Decoder
+from models.interface import blocks_of
+from models.loss import IGNORED
+from parallel.config import MeshConfig
+from parallel.dist import World, start, stop
+from parallel.materialize import materialize
+from parallel.reduce import sum_over_group
+from recipes.data.loader import MicroBatch
+from recipes.load import CONFIGS, load
+from recipes.metrics.clock import RunClock
+from recipes.optimization.optimizer import build_optimizer
+from recipes.optimization.skip_steps import StepGuard
+from recipes.schema import Recipe
+from recipes.training.build import build
+from recipes.training.step import train_step
+
+KINDS = ("float32", "bf16", "compiled")
+"""Compute types: "compiled" is float32 with every block compiled."""
+TOLERANCE = 1e-2
+"""Relative, of the first loss of all loops: beyond it they do not train the same model."""
+SHAPE = {
+    **{"model.layers": 8, "model.width": 512, "model.feed_forward_width": 1408, "model.heads": 8},
+    **{"model.key_value_heads": 8, "model.head_width": 64, "model.no_rope_every": 0, "model.vocabulary": 4096},
+    **{"batch.sequence_length": 128, "batch.global_batch_size": 8, "batch.micro_batch_size": 4},
+}
+TIMES = "times.json"
+"""What the processes of peers() hand over."""
+Loop = Callable[[], float]
+"""Takes one optimizer step; returns its loss."""
+Times = dict[str, list[float]]
+"""Seconds per step of each window, by loop."""
+
+
+def peers(kinds: Sequence[str], overrides: list[str], *, processes: int, windows: int, steps: int) -> dict[str, Any]:
+    """Kind -> loop -> median seconds per step, ratio to ours (the median over windows) and all windows.
+
+    Each kind runs in processes of its own, because transformers chooses its compute type once per process.
+    """
+    recipe(kinds[0], overrides)  # an error in them is raised here, once
+    found = {}
+    for kind in kinds:
+        with tempfile.TemporaryDirectory() as folder:
+            settings = {"kind": kind, "overrides": overrides, "windows": windows, "steps": steps, "folder": folder}
+            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+            command = [sys.executable, *launcher, "-m", "recipes.bench.peers", json.dumps(settings)]
+            subprocess.run(command, check=True, cwd=CONFIGS.parent)
+            times: Times = json.loads((Path(folder) / TIMES).read_text())
+        found[kind] = {
+            name: {
+                "seconds": statistics.median(seconds),
+                "ratio": statistics.median(a / b for a, b in zip(seconds, times["ours"], strict=True)),
+                "windows": seconds,
+            }
+            for name, seconds in times.items()
+        }
+    return found
+
+
+def table(found: dict[str, Any], *, processes: int) -> str:
+    """The medians for people: one line per kind and loop."""
+    title = "one process" if processes == 1 else f"{processes} processes"
+    lines = [f"{title:<36} {'s/step':>8} {'time / ours':>12}"]
+    for kind, loops in found.items():
+        lines += [f"{f'{kind}, {name}':<36} {row['seconds']:8.3f} {row['ratio']:12.3f}" for name, row in loops.items()]
+    return "\n".join(lines)
+
+
+def recipe(kind: str, overrides: list[str]) -> Recipe:
+    """What ours trains."""
+    fixed = {**SHAPE, "fsdp.param_dtype": "bfloat16" if kind == "bf16" else "float32", "run.device": "cpu"}
+    fixed |= {"fsdp.reshard_after_forward": "false", "compile.enabled": str(kind == "compiled").lower()}
+    options = [word for name, value in fixed.items() for word in (f"--{name}", str(value))]
+    return load(CONFIGS / "smollm3_debug.toml", [*options, *overrides])
+
+
+def work(*, kind: str, overrides: list[str], windows: int, steps: int, folder: str) -> None:
+    """Measure in this process, one of those that peers() starts; rank 0 writes the times of its windows to `folder`."""
+    ours = recipe(kind, overrides)
+    world = start("cpu", seed=0)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.size))  # the launcher leaves each only one
+    batch = _batch(ours, world)
+    if world.size == 1:
+        loops = {"ours": _ours(ours, world, batch), "plain loop": _plain(ours, batch)}
+    else:
+        copies = replace(ours, mesh=MeshConfig(replicate=world.size, shard=1))
+        loops = {"ours": _ours(ours, world, batch), "ours, replicas": _ours(copies, world, batch)}
+        loops["DDP"] = _ddp(ours, world, batch)
+    _require_same_losses({name: loop() for name, loop in loops.items()})
+    for loop in loops.values():
+        loop()  # allocators and thread pools have warmed up after the second
+    times: Times = {name: [] for name in loops}
+
+    def others() -> None:
+        """One window of every loop; the order changes from window to window."""
+        for name in sorted(loops, reverse=len(times["ours"]) % 2 == 1):
+            begin = time.perf_counter()
+            for _ in range(steps):
+                loops[name]()
+            times[name].append((time.perf_counter() - begin) / steps)
+
+    if world.size == 1 and trainer_works():
+        times["transformers' Trainer"] = _trainer(ours, batch, windows=windows, steps=steps, others=others)
+    else:
+        for _ in range(windows):
+            others()
+    if world.is_main:
+        (Path(folder) / TIMES).write_text(json.dumps(times))
+    stop()
+
+
+def _batch(recipe: Recipe, world: World) -> list[MicroBatch]:
+    """This process's micro-batches of one global batch."""
+    batch, generator = recipe.batch, torch.Generator().manual_seed(0)
+    shape = (batch.global_batch_size, batch.sequence_length + 1)
+    mine = torch.randint(recipe.model.vocabulary, shape, generator=generator).chunk(world.size)[world.rank]
+    return [(part[:, :-1].contiguous(), part[:, 1:].contiguous(), None) for part in mine.split(batch.micro_batch_size)]
+
+
+def _require_same_losses(losses: dict[str, float]) -> None:
+    for name, loss in losses.items():
+        if abs(loss / losses["ours"] - 1) > TOLERANCE:
+            raise RuntimeError(
+                f"{name} starts with the loss {loss}, but ours with {losses['ours']}: not the same model"
+            )
+
+
+def _ours(recipe: Recipe, world: World, batch: list[MicroBatch]) -> Loop:
+    built, clock = build(recipe, world), RunClock(world.device)
+    guard = StepGuard(built.mesh, device=world.device, max_skipped_steps=1)
+    numbers = count(1)
+
+    def step() -> float:
+        number, rate = next(numbers), recipe.optimizer.lr
+        loss, _ = train_step(built, batch, step=number, learning_rate=rate, guard=guard, clock=clock)
+        return sum_over_group(loss, built.mesh.loss_group).item()
+
+    return step
+
+
+def _model(recipe: Recipe) -> Decoder:
+    """The same weights as ours, without FSDP."""
+    with torch.device("meta"):
+        model = Decoder(recipe.model, loss_chunks=recipe.batch.loss_chunks)
+    materialize(model, device=torch.device("cpu"), seed=recipe.run.seed)
+    return model
+
+
+def _compile(recipe: Recipe, model: nn.Module) -> None:
+    for block in blocks_of(model) if recipe.compile.enabled else ():
+        block.compile(fullgraph=True)
+
+
+def _plain(recipe: Recipe, batch: list[MicroBatch]) -> Loop:
+    """The leanest loop that computes the same numbers.
+
+    In bf16 a copy of the model computes, to which the weights are cast once per step, and gradients are summed in
+    float32: no autocast could cast less.
+    """
+    model = _model(recipe)
+    weights: list[Tensor] = list(model.parameters())
+    optimizer = build_optimizer(model, recipe.optimizer, embedding=model.interface.embedding)
+    low = copy.deepcopy(model).to(torch.bfloat16) if recipe.fsdp.param_dtype == "bfloat16" else None
+    used: list[Tensor] = list(low.parameters()) if low else []
+    _compile(recipe, low or model)
+
+    def step() -> float:
+        if used:
+            with torch.no_grad():
+                torch._foreach_copy_(used, weights)
+        total = torch.zeros(())
+        targets = sum(int((part != IGNORED).sum()) for _, part, _ in batch)
+        for inputs, part, _ in batch:
+            loss = (low or model)(inputs, part) / targets
+            loss.backward()
+            total += loss.detach()
+            _add_gradients(weights, used)
+        clip_grad_norm_(weights, recipe.optimizer.grad_clip, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total.item()
+
+    return step
+
+
+def _add_gradients(weights: list[Tensor], used: list[Tensor]) -> None:
+    """Move the gradients of the bfloat16 copies to the float32 weights."""
+    for weight, copied in zip(weights, used, strict=False):
+        assert copied.grad is not None
+        if weight.grad is None:
+            weight.grad = copied.grad.float()
+        else:
+            weight.grad += copied.grad
+        copied.grad = None
+
+
+def _ddp(recipe: Recipe, world: World, batch: list[MicroBatch]) -> Loop:
+    """torch's DistributedDataParallel; in bf16 under autocast. It averages gradients, so losses are scaled."""
+    model = _model(recipe)
+    optimizer = build_optimizer(model, recipe.optimizer, embedding=model.interface.embedding)
+    _compile(recipe, model)
+    replicated = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    weights = list(model.parameters())
+    low = recipe.fsdp.param_dtype == "bfloat16"
+
+    def step() -> float:
+        total = torch.zeros(())
+        targets = torch.stack([(part != IGNORED).sum() for _, part, _ in batch]).sum()
+        dist.all_reduce(targets)
+        for index, (inputs, part, _) in enumerate(batch):
+            last = index == len(batch) - 1
+            with nullcontext() if last else replicated.no_sync(), torch.autocast("cpu", torch.bfloat16, enabled=low):
+                loss = replicated(inputs, part) / targets
+                (loss * world.size).backward()
+            total += loss.detach()
+        clip_grad_norm_(weights, recipe.optimizer.grad_clip, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(total)
+        return total.item()
+
+    return step
+
+
+def trainer_works() -> bool:
+    """Whether transformers' Trainer can run: it needs accelerate, which this project does not."""
+    return find_spec("transformers") is not None and find_spec("accelerate") is not None
+
+
+def _trainer(
+    recipe: Recipe, batch: list[MicroBatch], *, windows: int, steps: int, others: Callable[[], None]
+) -> list[float]:
+    """Seconds per step of windows of transformers' Trainer on a Llama of this shape, between windows of the others."""
+    for name in ("torchao", "torch.utils._pytree", "transformers"):  # notes to their own developers
+        logging.getLogger(name).setLevel(logging.ERROR)
+    from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+    shape = recipe.model
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=shape.vocabulary,
+            hidden_size=shape.width,
+            intermediate_size=shape.feed_forward_width,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.key_value_heads,
+            head_dim=shape.head_width,
+            tie_word_embeddings=shape.tied_embeddings,
+        )
+    )
+    rows = [{"input_ids": row, "labels": row} for inputs, _, _ in batch for row in inputs]
+    found: list[float] = []
+    warm_up = 3
+
+    class Turns(TrainerCallback):
+        begin = 0.0
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            done = state.global_step - warm_up
+            if done > 0 and done % steps == 0:
+                found.append((time.perf_counter() - self.begin) / steps)
+            if done >= 0 and done % steps == 0 and done < windows * steps:
+                others()
+                self.begin = time.perf_counter()
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            max_steps=warm_up + windows * steps,
+            per_device_train_batch_size=recipe.batch.micro_batch_size,
+            gradient_accumulation_steps=len(batch),
+            learning_rate=recipe.optimizer.lr,
+            lr_scheduler_type="constant",
+            max_grad_norm=recipe.optimizer.grad_clip,
+            optim="adamw_torch_fused",
+            bf16=recipe.fsdp.param_dtype == "bfloat16",
+            torch_compile=recipe.compile.enabled,
+            use_cpu=True,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        dataset = rows * (warm_up + windows * steps)
+        trainer = Trainer(model, arguments, train_dataset=dataset, callbacks=[Turns()])
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    return found
+
+
+if __name__ == "__main__":
+    work(**json.loads(sys.argv[1]))

@@ -1,0 +1,37 @@
+"""The comparison with other loops runs, and refuses to compare models that differ."""
+
+import pytest
+
+from parallel.errors import UserError
+from recipes.bench import peers
+
+TINY = [
+    "--model.layers",
+    "1",
+    "--model.width",
+    "64",
+    "--model.feed_forward_width",
+    "96",
+    "--batch.sequence_length",
+    "8",
+]
+
+
+@pytest.mark.parametrize(("processes", "others"), [(1, ["plain loop"]), (2, ["ours, replicas", "DDP"])])
+def test_every_loop_is_measured_in_every_window(processes: int, others: list[str]) -> None:
+    found = peers.peers(["bf16"], TINY, processes=processes, windows=2, steps=1)
+    loops = {name: row for name, row in found["bf16"].items() if name != "transformers' Trainer"}
+    assert list(loops) == ["ours", *others]
+    assert all(len(row["windows"]) == 2 for row in loops.values())
+    assert loops["ours"]["ratio"] == 1
+    assert "bf16, ours" in peers.table(found, processes=processes)
+
+
+def test_loops_with_different_losses_are_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"plain loop starts with the loss 8\.5, but ours with 8\.0"):
+        peers._require_same_losses({"ours": 8.0, "plain loop": 8.5})
+
+
+def test_wrong_override_is_refused_before_any_process_starts() -> None:
+    with pytest.raises(UserError, match=r"model\.layers"):
+        peers.peers(["float32"], ["--model.layers", "none"], processes=2, windows=1, steps=1)
