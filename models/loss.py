@@ -95,7 +95,8 @@ def loss_in_chunks(
         kernels: what runs over the logits of a chunk.
         combine: for logits of which this process has some columns.
     """
-    loss: Tensor = _InChunks.apply(logits, columns, own, counts, chunks, kernels, combine)
+    whole = logits.contiguous()  # torch.compile refuses to write into anything else
+    loss: Tensor = _InChunks.apply(whole, columns, own, counts, chunks, kernels, combine)
     return loss
 
 

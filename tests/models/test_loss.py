@@ -114,6 +114,14 @@ def test_a_loss_that_is_nan_makes_every_gradient_nan_where_the_trainer_asks_for_
     assert loss.isnan() and logits.grad.isnan().all()
 
 
+@both
+def test_logits_may_be_some_columns_of_a_wider_tensor(kernels: Kernels) -> None:
+    wide, (_, targets) = torch.randn(3, 13, 128, requires_grad=True), batch()
+    [found] = torch.autograd.grad(cross_entropy_sum(wide[..., :112], targets, chunks=4, kernels=kernels), wide)
+    [expected] = torch.autograd.grad(cross_entropy_sum(wide[..., :112], targets), wide)
+    assert relative(found, expected) < 1e-6
+
+
 def test_chunks_of_all_sizes_share_one_compilation() -> None:
     torch._dynamo.reset()
     graphs = CompileCounter()
