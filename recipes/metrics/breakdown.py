@@ -39,8 +39,8 @@ MATMUL_NAMES = re.compile(
     r"gemm|cutlass|cublas|nvjet|xmma|splitk|_mm_|^aten::(mm|addmm|bmm|baddbmm|_scaled_mm)$|^triton_tem_", re.IGNORECASE
 )
 NAMES = {MATMUL: MATMUL_NAMES, ATTENTION: ATTENTION_NAMES}
-# Operators of torch's cross-entropy, and the names of our own ones (models/loss.py, parallel/tensor.py).
-LOSS_SCOPES = re.compile(r"cross_entropy|nll_loss|NllLoss|log_softmax|LogSoftmax|_InChunks|^_Summed")
+# Operators of torch's cross-entropy, and our own one (models/loss.py).
+LOSS_SCOPES = re.compile(r"cross_entropy|nll_loss|NllLoss|log_softmax|LogSoftmax|^_InChunks")
 # The gradient norm and gradient clipping (parallel/reduce.py) count as part of the optimizer.
 OPTIMIZER_SCOPES = re.compile(r"^Optimizer\.|^gradient (norm|clipping)$|adamw?_")
 PACKING_SCOPES = re.compile(r"^fsdp::|split_with_sizes_copy|_foreach_copy_|^aten::_chunk_cat")
@@ -54,7 +54,7 @@ SUMS = "sums"
 """Of losses, counts and norms: everything that is not the work of an axis of the mesh."""
 FSDP_SCOPES = re.compile(r"^FSDP::")
 CONTEXT_SCOPES = re.compile(r"^_Gather(Backward)?$")  # parallel/context.py
-TENSOR_SCOPES = re.compile(r"^_c10d_functional::|^_Summed")  # DTensor's collectives, and the loss of parallel/tensor.py
+TENSOR_SCOPES = re.compile(r"^_c10d_functional::|^_InChunks")  # DTensor's collectives, and those of the loss in parts
 CAST_SCOPES = re.compile(r"^aten::_to_copy$|^ToCopyBackward0$|float8", re.IGNORECASE)
 # Inductor names a fused kernel after the operators in it and after the neighbouring operators that it exchanges values
 # with, all in alphabetical order. Templates ("triton_tem_") are matrix products.

@@ -156,6 +156,13 @@ def test_a_compiled_kernel_counts_as_what_it_does_not_as_its_neighbours(name: st
     assert {kind: round(1e6 * seconds) for kind, seconds in found.seconds.items() if seconds} == {kind: 60, IDLE: 40}
 
 
+@pytest.mark.parametrize("scope", ["_InChunks", "_InChunksBackward"])
+def test_a_compiled_kernel_of_the_loss_counts_as_loss(scope: str) -> None:
+    kernel = launched("triton_red_fused__to_copy_prepare_softmax_online_0", 10, 60, at=3)
+    found = break_down([cpu(STEP, 0, 100, cat="user_annotation"), cpu(scope, 1, 50), *kernel])
+    assert found.seconds[LOSS] == pytest.approx(60e-6)
+
+
 def test_time_outside_the_traced_steps_does_not_count() -> None:
     found = break_down([*gpu_step(0), *launched("gemm", 990, 500, at=300), *launched("gemm", 3000, 500, at=2500)])
     assert found.seconds[MATMUL] == pytest.approx((350 + 10) * 1e-6)
