@@ -174,10 +174,10 @@ class ActivationCheckpointingConfig:
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """torch.compile, one block at a time."""
+    """torch.compile, one block at a time, and for the loss."""
 
     enabled: bool = False
-    """Compile every block in place with fullgraph=True."""
+    """Compile every block and the loss in place with fullgraph=True."""
     autotune: bool = False
     """Time several kernels for each matmul and fused loop in the first step; minutes for a large model. GPUs only."""
 
