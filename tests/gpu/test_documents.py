@@ -1,5 +1,6 @@
 """Attention within documents with the GPU kernels that take document lengths, compared with a mask."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,9 @@ from models.decoder import Decoder
 from models.documents import Documents, Lengths, Mask, of_chunk
 from models.sizes import SIZES
 from parallel.activation_checkpoint import checkpoint_blocks
-from parallel.config import ActivationCheckpointingConfig
+from parallel.config import ActivationCheckpointingConfig, AttentionConfig
+from parallel.errors import UserError
+from parallel.kernels import choose_attention
 from tests.models.test_documents import BATCH, END, documents_of, packed
 
 pytestmark = [
@@ -24,6 +27,18 @@ GPU = torch.device("cuda")
 TOLERANCE = 2e-2  # relative norm, between different kernels in bfloat16
 
 
+@pytest.fixture(params=["auto", "flash3"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """For documents: torch's own kernels, then those of FlashAttention 3 where it is installed."""
+    try:
+        choose_attention(AttentionConfig(request.param), device_type="cuda")
+    except UserError as error:
+        pytest.skip(str(error))
+    torch.backends.cuda.enable_math_sdp(True)  # for the mask
+    yield
+    choose_attention(AttentionConfig(), device_type="cuda")
+
+
 def relative_norm(found: Tensor, expected: Tensor) -> float:
     return ((found.float() - expected.float()).norm() / expected.float().norm()).item()
 
@@ -33,6 +48,7 @@ def long_batch() -> Tensor:
     return packed([700, 1, 515, 320], [1536])
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("key_value_heads", [8, 2, 1])
 def test_attention_by_lengths_equals_attention_with_a_mask(key_value_heads: int) -> None:
     for tokens in (packed(*BATCH), long_batch()):
@@ -52,6 +68,7 @@ def test_attention_by_lengths_equals_attention_with_a_mask(key_value_heads: int)
             assert relative_norm(found, expected) < TOLERANCE
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("key_value_heads", [8, 2])
 def test_chunks_of_queries_attend_by_lengths_as_with_a_mask(key_value_heads: int) -> None:
     tokens = long_batch()
