@@ -89,7 +89,7 @@ def start(device: str, *, seed: int, timeout: timedelta | None = None, flight_re
             _stay_on_this_machine()
         dist.init_process_group(backend, timeout=timeout, device_id=own if device == "cuda" else None)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     torch.manual_seed(seed)
     patient = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
     places: list[tuple[str, int]] = [("", 0)] * size

@@ -2,8 +2,10 @@
 
 import os
 import socket
+from contextlib import suppress
 
 import pytest
+import torch
 
 from parallel.dist import ALLOCATOR_VARIABLES, allocator_settings, let_segments_grow, start, stop
 from parallel.errors import UserError
@@ -43,9 +45,22 @@ def allocator_after(variables: dict[str, str]) -> tuple[str, dict[str, str]]:
     return allocator_settings(), {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ}
 
 
+def allocator_when_cuda_is_first_touched(device: str) -> tuple[str, str | None]:
+    """What torch's allocator is set to when start() has begun to use a GPU, and the variable."""
+    os.environ.pop("PYTORCH_ALLOC_CONF", None)
+    seen = []
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.set_device = lambda _: seen.append((allocator_settings(), os.environ.get("PYTORCH_ALLOC_CONF")))
+    with suppress(ValueError, RuntimeError):  # here is no GPU
+        start(device, seed=0)
+        stop()
+    return seen[0] if seen else (allocator_settings(), os.environ.get("PYTORCH_ALLOC_CONF"))
+
+
 def test_segments_of_gpu_memory_grow_by_default() -> None:
     grows = "expandable_segments:True"
-    assert run_processes(1, allocator_after, {}) == [(grows, {"PYTORCH_ALLOC_CONF": grows})]
+    assert run_processes(1, allocator_when_cuda_is_first_touched, "cuda") == [(grows, grows)]
+    assert run_processes(1, allocator_when_cuda_is_first_touched, "cpu") == [("", None)]
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
