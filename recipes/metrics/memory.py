@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from parallel.dist import World
+from parallel.nodes import abbreviated
 
 PEAK, RESERVED, RETRIES, FAILURES = (
     "allocated_bytes.all.peak",
@@ -34,16 +35,17 @@ class GpuMemory:
     def compare(self, retries: Sequence[float], failures: Sequence[float]) -> tuple[dict[str, Any], list[str]]:
         """Take in what all processes have counted, by rank: the columns for metrics.jsonl, and lines for people.
 
-        Bytes are those of this process, counts the sums over all. A line names a process whose GPU was full since the
-        last call.
+        Bytes are those of this process, counts the sums over all. A line names the processes whose GPU was full since
+        the last call.
         """
         now, before, self._retries = self._statistics(), self._retries, retries
-        lines = [
-            f"FULL: the GPU of rank {rank} on {self._world.node_of(rank)} was full {count - earlier:.0f} x since the"
-            " last logged step; each time, training waited until its cache was freed; use less memory"
+        full = [
+            f"rank {rank} on {self._world.node_of(rank)} ({count - earlier:.0f} x)"
             for rank, (earlier, count) in enumerate(zip(before, retries, strict=True))
             if count > earlier
         ]
+        cost = "each time, torch freed its cache and all processes waited; use less memory"
+        lines = [f"FULL: GPU memory ran out on {abbreviated(full)}; {cost}"] if full else []
         row = {
             "peak_memory_gib": now[PEAK] / GIB,
             "reserved_memory_gib": now[RESERVED] / GIB,

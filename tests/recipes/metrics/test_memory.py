@@ -1,11 +1,14 @@
 """What a run on GPUs says of their memory, from numbers as torch's allocator gives them."""
 
+import socket
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
 
-from parallel.dist import start, stop
+from parallel.dist import World, start, stop
+from parallel.nodes import Node
 from recipes.files.layout import LOG_FILE
 from recipes.metrics.memory import FAILURES, GIB, PEAK, RESERVED, RETRIES, GpuMemory
 from recipes.schema import Recipe
@@ -19,13 +22,14 @@ def test_torch_still_has_the_numbers_under_their_names() -> None:
         assert name.split(".")[0] in documented, name
 
 
-def train_while_one_gpu_is_full(recipe: Recipe) -> int:
-    """The second process's GPU was full once in step 2, and three times in step 4."""
+def train_while_gpus_are_full(recipe: Recipe) -> int:
+    """The last process's GPU is full once in step 2, and all are three times in step 4."""
     world = start("cpu", seed=0)
     with training(recipe, world, silent=not world.is_main) as trainer:
 
         def statistics() -> Mapping[str, int]:
-            retries = {0: 0, 1: 0, 2: 1, 3: 1}.get(trainer.step, 4) if world.rank == 1 else 0
+            is_last = world.rank == world.size - 1
+            retries = (is_last and trainer.step >= 2) + 3 * (trainer.step >= 4)
             return {PEAK: 60 * GIB, RESERVED: 72 * GIB, RETRIES: retries, FAILURES: world.rank}
 
         trainer.recorder._memory = GpuMemory(world, statistics)
@@ -34,19 +38,29 @@ def train_while_one_gpu_is_full(recipe: Recipe) -> int:
     return code
 
 
-def test_a_run_names_the_process_whose_gpu_was_full_at_the_step_where_it_was(small: Recipe) -> None:
-    recipe = change(small, run={"steps": 5, "name": "full"})
-    assert run_processes(2, train_while_one_gpu_is_full, recipe) == [0, 0]
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_names_processes_whose_gpu_was_full_at_the_step_where_it_was(small: Recipe, processes: int) -> None:
+    recipe = change(small, run={"steps": 5, "name": f"full-{processes}"})
+    assert run_processes(processes, train_while_gpus_are_full, recipe) == [0] * processes
     logged = rows(recipe)
-    assert [row["allocation_retries"] for row in logged] == [0, 1, 1, 4, 4]
-    assert {row["allocation_failures"] for row in logged} == {1}
+    later = 1 + 3 * processes
+    assert [row["allocation_retries"] for row in logged] == [0, 1, 1, later, later]
+    assert {row["allocation_failures"] for row in logged} == {processes - 1}
     assert {(row["peak_memory_gib"], row["reserved_memory_gib"]) for row in logged} == {(60, 72)}
     lines = (recipe.run.folder / LOG_FILE).read_text().splitlines()
     assert sum("  60.00 GiB of 72.00 reserved  " in line for line in lines) == 5
-    named = [line for line in lines if "FULL" in line]
-    assert [line.split("FULL")[0].split() for line in named] == [["step", "2"], ["step", "4"]]
-    assert "the GPU of rank 1 on " in named[0] and "was full 1 x since" in named[0]
-    assert "the GPU of rank 1 on " in named[1] and "was full 3 x since" in named[1]
+    first, second = (line for line in lines if "FULL" in line)
+    last = f"rank {processes - 1} on {socket.gethostname()}"
+    assert first.startswith(f"step      2  FULL: GPU memory ran out on {last} (1 x); ")
+    assert second.startswith("step      4  FULL: GPU memory ran out on rank 0 on ") and f"{last} (3 x); " in second
+
+
+def test_many_full_gpus_are_named_in_one_short_line(alone: World) -> None:
+    nodes = tuple(Node(f"gpu-{node}", tuple(range(8 * node, 8 * node + 8))) for node in range(48))
+    memory = GpuMemory(replace(alone, size=384, nodes=nodes), lambda: {PEAK: 1, RESERVED: 1})
+    [line] = memory.compare([1] * 384, [0] * 384)[1]
+    assert "rank 383 on gpu-47 (1 x): 384 in all" in line and len(line) < 250
+    assert memory.compare([1] * 384, [0] * 384)[1] == []
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
