@@ -113,13 +113,14 @@ def let_segments_grow() -> None:
 
 def allocator_settings() -> str:
     """How torch's allocator of GPU memory is set up, as in PYTORCH_ALLOC_CONF; "" if torch's defaults hold."""
+    name = next((name for name in ALLOCATOR_VARIABLES if name in os.environ), "")
+    if not hasattr(torch._C, "_accelerator_getAllocatorSettings"):  # in torch 2.13, not in 2.11, which only takes them
+        return os.environ.get(name, "")
     try:
         settings: str = torch._C._accelerator_getAllocatorSettings()
     except (RuntimeError, ValueError) as error:  # of the first call in a process
-        name = next(name for name in ALLOCATOR_VARIABLES if name in os.environ)
-        said = str(error).splitlines()[0]
         raise UserError(
-            f'{name}="{os.environ[name]}" does not say how to allocate GPU memory ({said})'
+            f'{name}="{os.environ[name]}" does not say how to allocate GPU memory ({str(error).splitlines()[0]})'
             '; unset it, or write "expandable_segments:True"'
         ) from None
     return settings

@@ -47,7 +47,8 @@ def allocator_after(variables: dict[str, str]) -> tuple[str, dict[str, str]]:
 
 def allocator_when_cuda_is_first_touched(device: str) -> tuple[str, str | None]:
     """What torch's allocator is set to when start() has begun to use a GPU, and the variable."""
-    os.environ.pop("PYTORCH_ALLOC_CONF", None)
+    for name in ALLOCATOR_VARIABLES:
+        os.environ.pop(name, None)
     seen = []
     torch.cuda.device_count = lambda: 1
     torch.cuda.set_device = lambda _: seen.append((allocator_settings(), os.environ.get("PYTORCH_ALLOC_CONF")))
@@ -84,3 +85,13 @@ def test_settings_of_the_allocator_that_torch_cannot_read_are_refused() -> None:
         [message] = run_processes(1, refusal_of_settings, value)
         assert message.startswith(f'PYTORCH_ALLOC_CONF="{value}" does not say how to allocate GPU memory (')
         assert message.endswith('; unset it, or write "expandable_segments:True"')
+
+
+def settings_without_a_getter() -> str:
+    del torch._C._accelerator_getAllocatorSettings
+    return allocator_after({})[0]
+
+
+def test_settings_of_the_allocator_are_known_without_torchs_getter() -> None:
+    """torch 2.11 has none."""
+    assert run_processes(1, settings_without_a_getter) == ["expandable_segments:True"]
