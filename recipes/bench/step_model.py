@@ -47,13 +47,18 @@ CLIPPING = 12
 """Bytes per parameter: the norm reads gradients of 4 bytes; scaling them reads and writes them."""
 ACCUMULATE = 10
 """Bytes per parameter and micro-batch: a bf16 gradient is added to a float32 one, which is read and written."""
-GATHER_ALONE = {"bf16": 10, "float8": 23}
-"""Bytes per parameter to gather weights on one process (FSDPParamGroup.wait_for_unshard of torch 2.13): cast float32 to
-bf16, 6, and copy, 4. float8 (torchao 0.18, eager): scale 8, clamp 8, cast 5, copy 2."""
-REDUCE_ALONE = 16
-"""Bytes per parameter to reduce gradients on one process (foreach_reduce of torch 2.13): two copies of 8. Dividing by a
-factor, even by 1, costs DIVIDE more."""
-DIVIDE = 8
+CAST = {"bf16": 6, "float8": 21}
+"""Bytes per parameter to cast float32 weights for a gather: read 4, write 2; to float8 (torchao 0.18, eager) scale 8,
+clamp 8, cast 5."""
+COPY = {"bf16": 4, "float8": 2}
+"""Bytes per parameter for each copy of what was cast: several processes copy their shard into a buffer, and all of it
+out of one; one process copies once (FSDPParamGroup.wait_for_unshard of torch 2.13), except where parallel/fsdp.py
+leaves that out."""
+REDUCE = 8
+"""Bytes per parameter to copy gradients of 4 bytes for their reduction."""
+DIVIDE = 16
+"""Bytes per parameter that FSDP2 adds on one process by itself: it divides gradients by a factor, even by 1, into a
+temporary, and copies that (foreach_reduce of torch 2.13)."""
 SCALES = 12
 """Bytes per parameter once per step for the scales of weights gathered in float8: absolute values, 8, and maxima, 4."""
 NVLINK, INFINIBAND = 360e9, 40e9
@@ -91,8 +96,8 @@ class Code:
     blocks: Sequence[Block]
     compiled_loss: bool = True
     """The loss is compiled where blocks are."""
-    divides: bool = False
-    """One process divides its gradients by a factor."""
+    copies: bool = False
+    """On one process FSDP2 makes all of its own copies of weights and gradients."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +191,7 @@ def predict(recipe: Recipe, code: Code, *, device: str, processes: int = 1) -> P
         "gaps": model.layers * block.kernels * GAP,
     }
     seconds = {piece: micro_batches * value for piece, value in per_micro_batch.items()}
-    seconds |= _states(recipe, degrees, micro_batches, device, divides=code.divides)
+    seconds |= _states(recipe, degrees, micro_batches, device, copies=code.copies)
     hiding = sum(per_micro_batch.values())
     seconds["messages"] = _messages(recipe, degrees, micro_batches, hiding)
     return Prediction(micro_batches * micro_tokens, {piece: seconds[piece] for piece in PIECES})
@@ -241,24 +246,22 @@ def _code_of(recipe: Recipe, blocks: Sequence[Block]) -> tuple[Block, float, flo
     return row, (row.moved - weights) / row.tokens, weights
 
 
-def _states(
-    recipe: Recipe, degrees: MeshDegrees, micro_batches: int, device: str, *, divides: bool
-) -> dict[str, float]:
+def _states(recipe: Recipe, degrees: MeshDegrees, micro_batches: int, device: str, *, copies: bool) -> dict[str, float]:
     """Seconds per step for copies of weights and gradients, and for the optimizer."""
     model, shard = recipe.model, degrees.shard
     kind = "float8" if recipe.float8.all_gather else "bf16"
     in_blocks, rest = _params(model)
-    # On several processes only the shard is cast; what arrives is copied once more: 4 bytes, or 2 in float8.
-    alone, copied = GATHER_ALONE[kind], 2 if kind == "float8" else 4
-    gather = alone if shard == 1 else alone / shard + copied
-    root = GATHER_ALONE["bf16"] if shard == 1 else GATHER_ALONE["bf16"] / shard + 4
+    if shard > 1:
+        gather, root = ((CAST[to] + COPY[to]) / shard + COPY[to] for to in (kind, "bf16"))
+    else:
+        gather, root = (CAST[to] + COPY[to] * (copies or to == "float8") for to in (kind, "bf16"))
     times = 2 * micro_batches if recipe.fsdp.reshard_after_forward else 1
     root_times = micro_batches if recipe.fsdp.reshard_after_forward else 1
     moved = in_blocks * gather * times + rest * root * root_times
     if recipe.float8.all_gather:
         moved += in_blocks * SCALES / shard
     added = ACCUMULATE * micro_batches if micro_batches > 1 else 0
-    reduced = REDUCE_ALONE + DIVIDE * divides if shard == 1 else 8
+    reduced = REDUCE + (DIVIDE if copies and shard == 1 else 0)
     update = OPTIMIZER[recipe.optimizer.state_dtype] + (CLIPPING if recipe.optimizer.grad_clip > 0 else 4)
     return {
         "weights": moving_seconds(moved, device),

@@ -95,7 +95,7 @@ GOALS = (
 CHANGES = (
     "weights gathered once per step (ZeRO-2)",
     "loss compiled",
-    "gradients of one process not divided",
+    "one process copies neither weights nor gradients twice",
     "the blocks' generated code of today",
     "nothing recomputed where that keeps as much",
     "weights cast to float8 once per step (float8.all_gather)",
@@ -127,7 +127,7 @@ def _run(options: argparse.Namespace, overrides: list[str]) -> int:
             raise UserError(f"{overrides[0]}: overrides need a recipe; add --recipe R")
         if options.write_docs:
             PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-        print(tables())
+        print(f"written: {shown(PAGE)}" if options.write_docs else tables())
         return 0
     if options.write_docs:
         raise UserError("--write-docs writes the tables of the goals; leave out --recipe")
@@ -146,7 +146,7 @@ def _run(options: argparse.Namespace, overrides: list[str]) -> int:
 def code_with(number: int) -> Code:
     """The code with the first `number` of CHANGES."""
     page = CODEGEN.read_text(encoding="utf-8") if number >= 4 else BEFORE_PAGE
-    return Code(read_blocks(page), compiled_loss=number >= 2, divides=number < 3)
+    return Code(read_blocks(page), compiled_loss=number >= 2, copies=number < 3)
 
 
 def with_tables(text: str) -> str:

@@ -91,16 +91,28 @@ def test_zero_3_gathers_twice_per_micro_batch_and_zero_2_once_per_step(micro_bat
     words = ["--batch.global_batch_size", "8", "--batch.micro_batch_size", str(micro_batch)]
     others = 128256 * 2048 + 2048  # the embedding and the last norm
     blocks, micro_batches = recipe().model.num_params() - others, 8 // micro_batch
-    assert seconds(*words)["weights"] == pytest.approx(micro_batches * 10 * (2 * blocks + others) / H200)
+    assert seconds(*words)["weights"] == pytest.approx(micro_batches * 6 * (2 * blocks + others) / H200)
     zero2 = seconds(*words, "--fsdp.reshard_after_forward", "false")
-    assert zero2["weights"] == pytest.approx(10 * (blocks + others) / H200)
-    assert zero2["gradients"] == pytest.approx((10 * micro_batches + 16) * (blocks + others) / H200)
+    assert zero2["weights"] == pytest.approx(6 * (blocks + others) / H200)
+    assert zero2["gradients"] == pytest.approx((10 * micro_batches + 8) * (blocks + others) / H200)
+    copied = seconds(*words, "--fsdp.reshard_after_forward", "false", code=Code(BEFORE.blocks, copies=True))
+    assert copied["weights"] == pytest.approx(10 / 6 * zero2["weights"])
+    assert copied["gradients"] - zero2["gradients"] == pytest.approx(16 * (blocks + others) / H200)
 
 
 def test_weights_cast_inside_the_block_cost_as_much_for_a_larger_micro_batch() -> None:
     words = ["--float8.recipe", "tensorwise", "--batch.global_batch_size", "2"]
     one, two = seconds(*words), seconds(*words, "--batch.micro_batch_size", "2")
     assert one["fused kernels"] - two["fused kernels"] == pytest.approx(36 * (4.850e9 - 4.382e9) / H200)
+
+
+def test_weights_gathered_in_float8_are_cast_once_per_step_and_get_scales() -> None:
+    others = 128256 * 2048 + 2048
+    blocks = recipe().model.num_params() - others
+    words = ["--float8.recipe", "tensorwise", "--float8.all_gather", "true", "--fsdp.reshard_after_forward", "false"]
+    assert seconds(*words)["weights"] == pytest.approx((23 * blocks + 6 * others + 12 * blocks) / H200)
+    eight = seconds(*words, processes=8)
+    assert eight["weights"] == pytest.approx(((23 + 12) / 8 * blocks + 2 * blocks + (10 / 8 + 4) * others) / H200)
 
 
 def test_moments_in_bfloat16_and_no_clipping_move_fewer_bytes() -> None:
