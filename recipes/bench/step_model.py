@@ -19,6 +19,7 @@ tokens of other documents, with which attention does less. Each constant says wh
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from models.config import ModelConfig
 from parallel.config import MeshDegrees
@@ -169,26 +170,26 @@ def predict(recipe: Recipe, code: Code, *, device: str, processes: int = 1) -> P
     batch, model = recipe.batch, recipe.model
     micro_tokens = batch.micro_batch_size * batch.sequence_length
     micro_batches = batch.global_batch_size // degrees.data_parallel // batch.micro_batch_size
-    block, per_token, weights = _code_of(recipe, code.blocks)
-    full = recipe.activation_checkpointing.mode == "full"
+    shares = _checkpointing(recipe)
+    rows = {mode: _code_of(recipe, mode, code.blocks) for mode in shares}
     in_blocks = model.matmul_params() - model.vocabulary * model.width
     kind = "bf16" if recipe.float8.recipe == "none" else "float8"
     # "full" computes every product of the forward pass again, except the last one, whose result nobody needs.
-    again = 2 * (in_blocks - model.layers * model.width * model.feed_forward_width) if full else 0
-    attention = 2 * model.layers * model.heads * model.head_width * batch.sequence_length
+    full = shares.get("full", 0.0)
+    again = full * 2 * (in_blocks - model.layers * model.width * model.feed_forward_width)
+    attention = 2 * model.layers * model.heads * model.head_width * batch.sequence_length * micro_tokens
     backend = _kernel_of(recipe)
-    passes = {False: 2 if full else 1, True: 1}
-    loss = block.loss_compiled if code.compiled_loss else block.loss_eager
+    moved = sum(share * (rows[mode].per_token * micro_tokens + rows[mode].weights) for mode, share in shares.items())
+    any_row = next(iter(rows.values())).block
+    loss = any_row.loss_compiled if code.compiled_loss else any_row.loss_eager
     per_micro_batch = {
         "products": product_seconds((6 * in_blocks + again) * micro_tokens, kind),
         "output projection": product_seconds(6 * model.vocabulary * model.width * micro_tokens, "bf16"),
-        "attention": sum(
-            count * attention_seconds(attention * micro_tokens, backend, backward=backward)
-            for backward, count in passes.items()
-        ),
-        "fused kernels": model.layers * moving_seconds(per_token * micro_tokens + weights, device),
+        "attention": (1 + full) * attention_seconds(attention, backend, backward=False)
+        + attention_seconds(attention, backend, backward=True),
+        "fused kernels": moving_seconds(model.layers * moved, device),
         "loss": moving_seconds(loss * model.vocabulary * micro_tokens, device),
-        "gaps": model.layers * block.kernels * GAP,
+        "gaps": model.layers * GAP * sum(share * rows[mode].block.kernels for mode, share in shares.items()),
     }
     seconds = {piece: micro_batches * value for piece, value in per_micro_batch.items()}
     seconds |= _states(recipe, degrees, micro_batches, device, copies=code.copies)
@@ -224,14 +225,27 @@ def _kernel_of(recipe: Recipe) -> str:
     return "flash" if recipe.attention.backend == "auto" else recipe.attention.backend
 
 
-def _code_of(recipe: Recipe, blocks: Sequence[Block]) -> tuple[Block, float, float]:
-    """The block's row, its bytes per token, and its bytes per micro-batch for weights alone.
+def _checkpointing(recipe: Recipe) -> dict[str, float]:
+    """Mode of activation checkpointing -> the share of the blocks that have it."""
+    return {recipe.activation_checkpointing.mode: 1.0}
 
-    Only weights that are cast inside the block cost bytes whatever the tokens: with float8, what rows with and without
-    gathered weights differ by. A micro-batch of another size than the page's is scaled with that.
+
+class _Counted(NamedTuple):
+    """The code of a recipe's block for micro-batches of any size."""
+
+    block: Block
+    per_token: float
+    """Moved bytes."""
+    weights: float
+    """Moved bytes per micro-batch, for weights that are cast inside the block."""
+
+
+def _code_of(recipe: Recipe, recompute: str, blocks: Sequence[Block]) -> _Counted:
+    """The row of a block with this checkpointing, scaled to the recipe's micro-batch.
+
+    The bytes for weights are what the rows with and without weights gathered in float8 differ by.
     """
     float8 = recipe.float8.recipe + ", gathered" * recipe.float8.all_gather
-    recompute = recipe.activation_checkpointing.mode
     tokens = recipe.batch.micro_batch_size * recipe.batch.sequence_length
     alike = [block for block in blocks if (block.model, block.recompute) == (recipe.model.name, recompute)]
     alike.sort(key=lambda block: abs(block.tokens - tokens))  # sort() is stable: the page's first among equals
@@ -243,7 +257,7 @@ def _code_of(recipe: Recipe, blocks: Sequence[Block]) -> tuple[Block, float, flo
         )
     gathered = next((block for block in alike if block.float8 == f"{float8}, gathered"), None)
     weights = row.moved - gathered.moved if gathered and gathered.tokens == row.tokens else 0.0
-    return row, (row.moved - weights) / row.tokens, weights
+    return _Counted(row, (row.moved - weights) / row.tokens, weights)
 
 
 def _states(recipe: Recipe, degrees: MeshDegrees, micro_batches: int, device: str, *, copies: bool) -> dict[str, float]:
