@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="bench.py --suite gpu",
         description=__doc__,
-        epilog="Further options, such as --activation_checkpointing.mode selective, go to the training runs.",
+        epilog="Further options, such as --data.source FOLDER, go to the training runs.",
         allow_abbrev=False,
     )
     parser.add_argument("--minutes", type=float, help="measure what fits into this time; default: everything")
