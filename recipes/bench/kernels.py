@@ -6,6 +6,7 @@ of GROUPS in a process of its own, which main() is, so that one that crashes or 
 """
 
 import argparse
+import gc
 import json
 import os
 import time
@@ -222,6 +223,7 @@ def optimizer(
     where one kernel moves 28 bytes per parameter."""
     facts: Measurement = {"operation": "optimizer", "model": model.name, "parameters": model.num_params()}
     facts |= {"moments": state_dtype}
+    gc.collect()  # cycles of an earlier optimizer would keep its memory
     try:
         layers = nn.ParameterList(
             nn.Parameter(torch.zeros(model.num_params() // model.layers, device=device)) for _ in range(model.layers)
