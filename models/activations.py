@@ -55,7 +55,7 @@ def saved_per_token(widths: Widths, kept: Kept) -> float:
     if kept.mode == "full":
         return kept.element * widths.stream
     if kept.mode == "selective":
-        return kept.element * _products(widths, kept) + 4 * widths.heads
+        return kept.element * _products(widths, kept) + 4 * widths.heads + _scales(widths)
     return _compiled(widths, kept) if kept.compiled else _eager(widths, kept)
 
 
@@ -91,13 +91,17 @@ def _products(widths: Widths, kept: Kept) -> float:
     return 2 * widths.stream + last + 2 * widths.query + 2 * widths.key + 2 * widths.inner
 
 
+def _scales(widths: Widths) -> float:
+    """Bytes of what both norms multiply each token by, in float32."""
+    return 2 * 4 * widths.stream / widths.read
+
+
 def _compiled(widths: Widths, kept: Kept) -> float:
     """Counted in generated code for sm_90 (docs/benchmarks/codegen.md)."""
     residual = 2 * 2 * widths.stream  # before attention and before the feed-forward
-    scales = 2 * 4 * widths.stream / widths.read  # of both norms, in float32
     attention = 2 * (2 * widths.query + 2 * widths.key) + 4 * widths.heads  # queries, keys, values, output, logsumexp
     inner = 2 * 2 * widths.inner  # gate and up
-    total = residual + scales + attention + inner
+    total = residual + attention + inner + _scales(widths)
     if kept.float8:  # casts are computed again, from what is read by a norm or SwiGLU anyway
         return total
     return total + 2 * 2 * widths.read + 2 * widths.inner  # both norms' outputs; SwiGLU's product

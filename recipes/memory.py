@@ -8,6 +8,7 @@ again (fragmentation) is not predicted. Imports no torch.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from math import gcd
 
 from models.activations import Kept, Widths, at_swiglu_per_token, final_norm_per_token, saved_per_token
@@ -83,8 +84,7 @@ class Step:
         yield "the gradient of the head", self._head()
         if not self.tied:
             yield "the reduction of the head", self._reduced_head()
-        last = self.recipe.model.layers - 1
-        for layer in sorted({last, max(0, last - 1), 0}, reverse=True):  # between the last two it changes linearly
+        for layer in reversed(range(self.recipe.model.layers)):
             yield f"the backward pass of block {layer}", self._block(layer)
             yield f"the reduction of block {layer}", self._reduced_block(layer)
         yield "the gradient of the embedding", self._embedding()
@@ -168,15 +168,20 @@ class Step:
         return replace(widths, key=widths.key * copies)
 
     @cached_property
-    def kept(self) -> Kept:
-        """How the blocks run."""
-        recipe = self.recipe
-        return Kept(
-            mode=recipe.activation_checkpointing.mode,
-            float8=recipe.float8.recipe != "none",
-            compiled=recipe.compile.enabled,
-            element=self.element,
+    def kept(self) -> list[Kept]:
+        """How each block runs."""
+        recipe, layers = self.recipe, self.recipe.model.layers
+        recomputed = recipe.activation_checkpointing.recomputed(layers)
+        plain = Kept(
+            float8=recipe.float8.recipe != "none", compiled=recipe.compile.enabled, element=self.element, mode="none"
         )
+        checkpointed = replace(plain, mode=recipe.activation_checkpointing.mode)
+        return [checkpointed if layer in recomputed else plain for layer in range(layers)]
+
+    @cached_property
+    def saved_before(self) -> list[float]:
+        """Bytes per token that the blocks before each one save, and all of them."""
+        return [0.0, *accumulate(saved_per_token(self.widths, kept) for kept in self.kept)]
 
     # What several moments share.
 
@@ -210,7 +215,7 @@ class Step:
     def _saved(self, layers: int, *, norm: bool = False) -> Pieces:
         """What the first so many blocks, and the final norm, keep for the backward pass; rotations, tokens, targets."""
         model, batch = self.recipe.model, self.recipe.batch
-        saved = layers * saved_per_token(self.widths, self.kept)
+        saved = self.saved_before[layers]
         saved += norm * final_norm_per_token(self.widths, self.element)
         rows = batch.micro_batch_size if self.recipe.data.document_mask else 1
         rotations = rows * batch.sequence_length // self.degrees.context * model.head_width * 4
@@ -286,7 +291,7 @@ class Step:
             **self._gradients(layer + 1, head=False),
             **self._weights(layer + 1 if self.keeps_blocks else 1, head=False, buffers=self._next_gather(layer)),
             **self._saved(layer + 1),
-            "block": round(self.tokens * at_swiglu_per_token(self.widths, self.kept)),
+            "block": round(self.tokens * at_swiglu_per_token(self.widths, self.kept[layer])),
             "new gradients": down + self._new_of_tied_head(),
             "reduction": self.reduced * before,
         }

@@ -102,3 +102,9 @@ def test_counted_storages_are_those_of_the_memory_tracker_of_torch() -> None:
                     tracker.reset_mod_stats()
             peak = tracker.get_tracker_snapshot("peak")[CPU]["Total"]
     assert live.peak == pytest.approx(peak, abs=64)  # the sums of a step: losses, targets, norm
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_the_predicted_peak_is_that_of_a_step_that_recomputes_some_blocks(mode: str) -> None:
+    some = [f"--activation_checkpointing.mode={mode}", "--activation_checkpointing.blocks=2"]
+    assert_as_tracked(eager(*DEBUG, "--batch.loss_chunks=8", *some), 8)
