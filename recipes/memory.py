@@ -20,6 +20,9 @@ ALONE, WITH_NCCL = 700_000_000, 1_600_000_000
 MOMENTS_AT_A_TIME = 2**27
 """Elements, as BATCH in recipes/optimization/optimizer.py."""
 
+FULL = 0.94
+"""The share of a device's memory that a recipe may be predicted to use: fragmentation is not predicted."""
+
 Pieces = dict[str, int]
 """What takes memory -> bytes."""
 
@@ -51,6 +54,16 @@ def predict(recipe: Recipe, degrees: MeshDegrees, *, context: bool = True) -> Pr
     step = Step(recipe, degrees)
     outside = {"CUDA context": (WITH_NCCL if degrees.processes > 1 else ALONE) if context else 0}
     return Prediction({name: step.state | pieces | outside for name, pieces in step.moments()})
+
+
+def summary(prediction: Prediction, capacity: int | None) -> list[str]:
+    """One line with the peak, of so many bytes that the device has, and one with what takes them."""
+    of = f" of {capacity / 1e9:.1f}" if capacity else ""
+    pieces = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in prediction.pieces.items() if size >= 5e7)
+    return [
+        f"memory {prediction.peak / 1e9:.1f}{of} GB (predicted), fullest at {prediction.fullest}",
+        f"  GB: {pieces}",
+    ]
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,14 @@
-"""Peak matrix multiplication rates by device.
+"""What is known of devices: peak matrix multiplication rates, and the memory of those that recipes are named after.
 
-These are dense rates; NVIDIA's data sheets print the rates with structured sparsity, which are twice as high. For an
+The rates are dense ones; NVIDIA's data sheets print the rates with structured sparsity, which are twice as high. For an
 unknown device the metrics contain null, not a guess. Imports no torch.
 """
 
 import re
+from dataclasses import dataclass
 
+MEMORY = {"H100": 81_559 * 2**20, "H200": 143_771 * 2**20}
+"""Bytes in all, as nvidia-smi reports them of the SXM modules, by their name in the names of recipes."""
 # (part of the name from torch.cuda.get_device_name(), dense bf16 FLOP/s, source). The first match counts.
 BF16_PEAKS: tuple[tuple[str, float, str], ...] = (
     ("GB200", 2500e12, "NVIDIA GB200 NVL72 data sheet: 5,000 TFLOP/s bf16 sparse per GPU"),
@@ -32,3 +35,28 @@ def bf16_peak(device_name: str) -> float | None:
         if re.search(rf"\b{part}\b(?!.*\b(Ti|SUPER|Laptop|Max-Q)\b)", device_name, re.IGNORECASE):
             return peak
     return None
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a recipe is made for."""
+
+    gpu: str
+    """A key of MEMORY."""
+    processes: int = 1
+    """One for each GPU."""
+    nodes: int = 1
+
+    @property
+    def memory(self) -> int:
+        """Bytes of each GPU."""
+        return MEMORY[self.gpu]
+
+
+def hardware_of(name: str) -> Hardware | None:
+    """The hardware in the name of a recipe or of its run, such as "llama3_70b_64x8h100"; None if there is none."""
+    found = re.search(rf"_(?:(\d+)x)??(?:(\d+)x?)?({'|'.join(MEMORY)})(?![a-z0-9])", name, re.IGNORECASE)
+    if found is None:
+        return None
+    nodes, each = int(found[1] or 1), int(found[2] or 1)
+    return Hardware(found[3].upper(), nodes * each, nodes)

@@ -2,10 +2,15 @@
 
 import signal
 import sys
+from contextlib import suppress
 
+from parallel.config import MeshDegrees
+from parallel.errors import UserError
 from recipes.files.units import size
 from recipes.load import to_toml
+from recipes.memory import FULL, predict, summary
 from recipes.mesh_rules import advice, fitted_mesh, micro_batches
+from recipes.metrics.hardware import Hardware, hardware_of
 from recipes.schema import Recipe
 from recipes.training.run_folder import check_output_folder
 
@@ -16,15 +21,16 @@ LARGEST_DEVICE = 192e9
 def check(recipe: Recipe, *, processes: int | None, nodes: int | None) -> None:
     """Print them; all of standard output is TOML. Raises UserError if the run's folder cannot be used."""
     check_output_folder(recipe)
-    degrees = fitted_mesh(recipe.mesh, processes, nodes)
+    hardware = hardware_of(recipe.run.name) if recipe.run.device != "cpu" else None
+    degrees = _degrees(recipe, processes, nodes, hardware)
     moments = 8 if recipe.optimizer.state_dtype == "float32" else 4
     states = recipe.model.num_params() * (8 + moments) // degrees.copy
     on = "1 process" if degrees.processes == 1 else f"{degrees.processes:,} processes"
     other = "" if processes else "; for other numbers: --check --processes N --nodes M"
     lines = [
         *_work(recipe),
-        f"on {on}: {degrees}; parameters, gradients and moments take {size(states)} per process, activations and logits"
-        f" more{other}",
+        f"on {on}: {degrees}; parameters, gradients and moments take {size(states)} per process{other}",
+        *_memory(recipe, degrees, hardware),
         f"batch: {recipe.batch.global_batch_size:,} sequences = {micro_batches(recipe.batch, degrees)}",
         *_parts(recipe),
     ]
@@ -33,12 +39,34 @@ def check(recipe: Recipe, *, processes: int | None, nodes: int | None) -> None:
     print("".join(f"# {line}\n" for line in lines) + "\n" + to_toml(recipe), end="")
     for line in advice(recipe.mesh, float8=recipe.float8):
         print(line, file=sys.stderr)
-    if states > LARGEST_DEVICE:
+    peak = predict(recipe, degrees).peak
+    if hardware and peak > FULL * hardware.memory:
+        print(
+            f"warning: {size(peak)} of memory are predicted, more than {FULL:.0%} of the {size(hardware.memory)} of an"
+            f" {hardware.gpu}, of which fragmentation needs some; docs/running.md lists what saves memory",
+            file=sys.stderr,
+        )
+    elif states > LARGEST_DEVICE:
         print(
             f"warning: parameters, gradients and moments take {size(states)} per process on {on}, more than any device"
             " has; shard over more of them (--check --processes N tells for N)",
             file=sys.stderr,
         )
+
+
+def _degrees(recipe: Recipe, processes: int | None, nodes: int | None, hardware: Hardware | None) -> MeshDegrees:
+    """Of these numbers, or of those in the name of the recipe where they fit the mesh, or of the fewest that do."""
+    if processes is None and hardware is not None:
+        with suppress(UserError):
+            return fitted_mesh(recipe.mesh, hardware.processes, hardware.nodes)
+    return fitted_mesh(recipe.mesh, processes, nodes)
+
+
+def _memory(recipe: Recipe, degrees: MeshDegrees, hardware: Hardware | None) -> list[str]:
+    """What a GPU is predicted to hold; nothing for a recipe that is not made for one."""
+    if recipe.run.device != "cuda" and hardware is None:
+        return []
+    return summary(predict(recipe, degrees), hardware.memory if hardware else None)
 
 
 def _work(recipe: Recipe) -> list[str]:
