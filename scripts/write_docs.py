@@ -1,4 +1,8 @@
-"""Write docs/recipes.md from the schema, and the table of docs/parallelism.md from its tests. Imports no torch."""
+"""Write what the documentation takes from the code: the reference of recipes, their memory, what was combined.
+
+docs/recipes.md comes from the schema, docs/benchmarks/memory.md from configs/, the table of docs/parallelism.md from
+its tests. Imports no torch.
+"""
 
 import sys
 from dataclasses import MISSING, Field, fields
@@ -14,10 +18,15 @@ explain_wrong_interpreter()
 
 from models.sizes import SIZES  # noqa: E402
 from recipes.fields import describe, field_docs, field_types, sections, toml  # noqa: E402
+from recipes.load import CONFIGS, load  # noqa: E402
+from recipes.memory import ALONE, FULL, WITH_NCCL, Prediction, predict  # noqa: E402
+from recipes.metrics.hardware import Hardware, hardware_of  # noqa: E402
+from recipes.schema import Recipe  # noqa: E402
 from tests.parallel import combinations  # noqa: E402
 
 PAGE = ROOT / "docs" / "recipes.md"
 PARALLELISM = ROOT / "docs" / "parallelism.md"
+MEMORY = ROOT / "docs" / "benchmarks" / "memory.md"
 BEGIN, END = "<!-- Written by scripts/write_docs.py. -->\n", "<!-- Written by scripts/write_docs.py: end. -->\n"
 HEAD = """\
 # Recipe reference
@@ -77,6 +86,70 @@ def with_combinations(text: str) -> str:
     return before + BEGIN + _combinations() + END + after
 
 
+MEMORY_HEAD = """\
+# The memory that each recipe is predicted to need
+
+Written by `python scripts/write_docs.py` with `recipes/memory.py`; a test checks that it is up to date, and another
+that no recipe needs more than {full:.0%} of its GPU. **Nothing on this page was measured on a GPU.** `--check` prints
+the same for any recipe, with overrides: `python train.py RECIPE --check --batch.micro_batch_size 2`.
+
+A peak is the largest of what lives at some moments of a step. Without compile it equals the storages that live in a
+real step, counted on fake tensors, within 0.01%: with each mode of recomputation, ZeRO-2 and 3, replicas, with and
+without chunks and accumulation. What compiled blocks keep is counted in their code ([codegen.md](codegen.md)); what one
+needs while its backward pass runs is reckoned from the same tensors. Not checked against anything: activations with
+`mesh.tensor` or `mesh.context`, and what CUDA takes, {alone} GB on one process and {nccl} GB on several. Fragmentation
+is not predicted; the rest of the GPU is for it.
+
+- **GB**: the peak per GPU; **of** how many. **fullest at**: the moment.
+- **state**: parameters and optimizer moments. **gradients**: accumulated, new, or being reduced. **weights**: gathered
+  for the computation. **activations**: kept for the backward pass. **other**: logits, a block's own tensors, CUDA.
+"""
+MEMORY_COLUMNS = ("recipe", "tokens", "recompute", "float8", "ZeRO", "GB", "of", "fullest at")
+GROUPS = {
+    "state": ("parameters", "moments"),
+    "gradients": ("accumulated gradients", "reduced gradients", "new gradients", "reduction"),
+    "weights": ("gathered weights", "gathering"),
+    "activations": ("activations",),
+}
+
+
+def predictions() -> dict[str, tuple[Recipe, Hardware, Prediction]]:
+    """Of every recipe for GPUs, on the hardware of its name, or on one node of eight H100: by its path."""
+    found = {}
+    for path in [*sorted(CONFIGS.glob("*.toml")), *sorted((CONFIGS / "benchmarks").glob("*.toml"))]:
+        recipe = load(path, rules=False)
+        if recipe.run.device == "cuda":
+            hardware = hardware_of(path.stem) or Hardware("H100", processes=8)
+            degrees = recipe.mesh.fit(hardware.processes, nodes=hardware.nodes)
+            found[path.relative_to(CONFIGS).as_posix()] = recipe, hardware, predict(recipe, degrees)
+    return found
+
+
+def memory_page() -> str:
+    """The page about memory."""
+    head = MEMORY_HEAD.format(full=FULL, alone=ALONE / 1e9, nccl=WITH_NCCL / 1e9)
+    columns = (*MEMORY_COLUMNS, *GROUPS, "other")
+    rows = [f"| {' | '.join(columns)} |", "|---" * 5 + "|---:|---:|---" + "|---:" * (len(GROUPS) + 1) + "|"]
+    rows += [f"| {' | '.join(_memory(name, *found))} |" for name, found in predictions().items()]
+    return "\n".join([head, *rows, ""])
+
+
+def _memory(name: str, recipe: Recipe, hardware: Hardware, prediction: Prediction) -> list[str]:
+    batch, checkpointing = recipe.batch, recipe.activation_checkpointing
+    some = "" if checkpointing.blocks == "all" else f", {checkpointing.blocks} blocks"
+    groups = [sum(prediction.pieces.get(piece, 0) for piece in pieces) for pieces in GROUPS.values()]
+    return [
+        f"`{name.removesuffix('.toml')}`",
+        f"{batch.micro_batch_size} x {batch.sequence_length}",
+        checkpointing.mode + some,
+        recipe.float8.recipe + ", gathered" * recipe.float8.all_gather,
+        "3" if recipe.fsdp.reshard_after_forward else "2",
+        *(f"{size / 1e9:.1f}" for size in (prediction.peak, hardware.memory)),
+        prediction.fullest,
+        *(f"{size / 1e9:.1f}" for size in (*groups, prediction.peak - sum(groups))),
+    ]
+
+
 COLUMNS = ("tensor", "context by heads", "context by gather", "tensor x context", "with shard", "with replicate")
 
 
@@ -119,4 +192,5 @@ if __name__ == "__main__":
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page())
     PARALLELISM.write_text(with_combinations(PARALLELISM.read_text()))
-    print(f"wrote {PAGE} and the table of {PARALLELISM}")
+    MEMORY.write_text(memory_page())
+    print(f"wrote {PAGE}, {MEMORY} and the table of {PARALLELISM}")

@@ -224,12 +224,15 @@ def test_large_llamas_have_the_published_hyperparameters_and_one_micro_batch(nam
     assert recipe.schedule.learning_rate(recipe.run.steps, peak=1.0, steps=recipe.run.steps) == pytest.approx(0.01)
 
 
-def test_float8_recipes_differ_from_their_bases_only_in_float8() -> None:
+def test_float8_recipes_differ_from_their_bases_only_in_float8_and_in_what_memory_it_leaves() -> None:
     for path in CONFIGS:
         if "_float8" in path.stem:
             recipe, plain = load(path), load(path.parent / f"{path.stem.partition('_float8')[0]}.toml")
             assert recipe.float8.recipe != "none"
-            assert replace(recipe, float8=plain.float8, run=plain.run) == plain
+            same_batch = replace(recipe.batch, micro_batch_size=plain.batch.micro_batch_size)
+            checkpointing = plain.activation_checkpointing
+            other = replace(recipe, batch=same_batch, activation_checkpointing=checkpointing)
+            assert replace(other, float8=plain.float8, run=plain.run) == plain
             assert not identity_differences(plain, recipe)
 
 

@@ -1,6 +1,10 @@
 """The predicted memory of a step, against steps whose storages are counted and against the page of generated code."""
 
+import runpy
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +13,8 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
 from parallel.mesh import build_mesh
 from recipes.load import load
-from recipes.memory import predict
+from recipes.memory import FULL, predict
+from recipes.metrics.hardware import MEMORY, Hardware, hardware_of
 from recipes.schema import Recipe
 from tests.live_bytes import CPU, build, fake_processes, tracked_step
 
@@ -108,3 +113,54 @@ def test_counted_storages_are_those_of_the_memory_tracker_of_torch() -> None:
 def test_the_predicted_peak_is_that_of_a_step_that_recomputes_some_blocks(mode: str) -> None:
     some = [f"--activation_checkpointing.mode={mode}", "--activation_checkpointing.blocks=2"]
     assert_as_tracked(eager(*DEBUG, "--batch.loss_chunks=8", *some), 8)
+
+
+SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "scripts/write_docs.py"))
+
+
+def test_no_recipe_needs_more_than_94_percent_of_its_gpu() -> None:
+    found = SCRIPT["predictions"]()
+    assert len(found) >= 16
+    shares = {name: prediction.peak / hardware.memory for name, (_, hardware, prediction) in found.items()}
+    assert FULL == 0.94 and not {name: share for name, share in shares.items() if share > FULL}
+
+
+def test_the_page_about_memory_is_up_to_date() -> None:
+    assert SCRIPT["MEMORY"].read_text() == SCRIPT["memory_page"](), "run python scripts/write_docs.py"
+
+
+@pytest.mark.parametrize(
+    ("name", "hardware"),
+    [
+        ("smollm3_3b_h100_float8_benchmark", Hardware("H100")),
+        ("smollm3_3b_8xh200", Hardware("H200", 8)),
+        ("llama3_70b_64x8h100", Hardware("H100", 512, 64)),
+        ("mine_h1000", None),
+        ("smollm3_debug", None),
+    ],
+)
+def test_the_name_of_a_recipe_says_its_hardware(name: str, hardware: Hardware | None) -> None:
+    assert hardware_of(name) == hardware
+
+
+def check(*arguments: str) -> tuple[str, str]:
+    command = [sys.executable, ROOT / "train.py", *arguments, "--check"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return ended.stdout, ended.stderr
+
+
+def test_check_says_how_much_memory_of_the_gpu_a_recipe_needs() -> None:
+    out, err = check("configs/benchmarks/smollm3_3b_8xh100.toml")
+    recipe = load(ROOT / "configs/benchmarks/smollm3_3b_8xh100.toml")
+    peak = predict(recipe, recipe.mesh.fit(8)).peak
+    assert "on 8 processes: replicate 1 x shard 8" in out and not err
+    assert f"# memory {peak / 1e9:.1f} of {MEMORY['H100'] / 1e9:.1f} GB (predicted), fullest at the " in out
+
+
+def test_check_warns_of_a_recipe_that_needs_more_memory_than_its_gpu_has() -> None:
+    _, err = check("configs/benchmarks/smollm3_3b_8xh100.toml", "--batch.micro_batch_size=4")
+    assert err.startswith("warning: 1") and "more than 94% of the 85.5 GB of an H100" in err
+
+
+def test_check_predicts_no_memory_for_a_recipe_that_is_not_made_for_a_gpu() -> None:
+    assert "GB (predicted)" not in check("configs/smollm3_debug.toml")[0]
