@@ -107,7 +107,8 @@ def build_run(loaded: LoadedRecipe, world: World, console: Console, clock: RunCl
     starts_from = weights if recipe.model.weights and resume_step is None else None
     built = build(recipe, world, weights=starts_from)
     throughput = _throughput(recipe, world)
-    for line in run_header(recipe, built.mesh.degrees, throughput, built.report):
+    header = run_header(recipe, built.mesh.degrees, throughput, built.report)
+    for line in (*header, *_predicted_memory(recipe, built.mesh, world.device)):
         console.log(line, style=None if line.startswith(" ") else "bold")
     if starts_from is not None:
         console.log(f"weights from {starts_from.path}")
@@ -151,6 +152,15 @@ def build_run(loaded: LoadedRecipe, world: World, console: Console, clock: RunCl
         observers=observers,
         description=description,
     )
+
+
+def _predicted_memory(recipe: Recipe, mesh: Mesh, device: torch.device) -> list[str]:
+    """Lines for the log about the peak of a step on a GPU."""
+    if device.type != "cuda":
+        return []
+    from recipes.memory import predict, summary
+
+    return summary(predict(recipe, mesh.degrees), torch.cuda.get_device_properties(device).total_memory)
 
 
 def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh: Mesh | None = None) -> Built:

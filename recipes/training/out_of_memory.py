@@ -17,6 +17,7 @@ from recipes.fields import toml
 from recipes.files.atomic import Lines
 from recipes.files.layout import LOG_FILE, RECIPE
 from recipes.files.screen import tell
+from recipes.memory import predict
 from recipes.mesh_rules import float8_fits_tensor, gather_has_a_kernel, mesh_divides_model, require_fits_world
 from recipes.metrics.clock import START, RunClock
 from recipes.schema import Recipe
@@ -90,6 +91,8 @@ def _advice(recipe: Recipe, world: World, *, on_host: bool, started: bool = True
     offloads = on_host and world.device.type != "cpu"
     found = [*(host_remedies(recipe) if offloads else remedies(recipe, world))]
     found = [remedy for remedy in found if started or offloads or remedy[0] in STATE]
+    if not on_host and world.device.type == "cuda":
+        found = [(key, value, f"{effect} ({_change(recipe, world, key, value)})") for key, value, effect in found]
     lines = [(f"{key} = {toml(value)}", effect) for key, value, effect in found]
     lines += [("NPROC, nodes", "more of them, with mesh.shard = -1: each process holds a smaller part of the state")]
     width = max(len(field) for field, _ in lines)
@@ -97,6 +100,21 @@ def _advice(recipe: Recipe, world: World, *, on_host: bool, started: bool = True
         "  write into the recipe, in this order until it fits:",
         *(f"  {field:<{width}}  {effect}" for field, effect in lines),
     ]
+
+
+def _change(recipe: Recipe, world: World, key: str, value: object) -> str:
+    """The predicted peak before and after this remedy, as in "predicted: 70.1 instead of 92.3 GB"."""
+    section, name = key.split(".")
+    fields: dict[str, Any] = {name: value}
+    if key == "mesh.shard":
+        fields["replicate"] = 1
+    elif section == "mesh" and recipe.mesh.shard != "node":
+        fields["shard"] = -1
+    other = replace(recipe, **{section: replace(getattr(recipe, section), **fields)})
+    before, after = (
+        predict(each, each.mesh.fit(world.size, nodes=len(world.nodes))).peak / 1e9 for each in (recipe, other)
+    )
+    return f"predicted: {after:.1f} instead of {before:.1f} GB"
 
 
 def remedies(recipe: Recipe, world: World) -> Iterator[Remedy]:

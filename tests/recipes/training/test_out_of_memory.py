@@ -2,6 +2,7 @@
 
 import errno
 import platform
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -142,6 +143,15 @@ def test_before_the_first_step_only_what_shrinks_the_state_is_named() -> None:
         change(load(DEBUG), mesh={"replicate": 2, "shard": 2}), world("cuda", 4), on_host=False, started=False
     )
     assert [line.split()[0] for line in lines[1:]] == [*STATE, "NPROC,"]
+
+
+def test_remedies_for_a_gpu_say_what_they_are_predicted_to_save() -> None:
+    recipe = load(Path("configs/benchmarks/smollm3_3b_8xh100.toml"), ["--mesh.replicate=2", "--mesh.shard=4"])
+    lines = _advice(change(recipe, batch={"micro_batch_size": 4}), world("cuda", 8), on_host=False)
+    saved = [re.search(r"\(predicted: ([\d.]+) instead of ([\d.]+) GB\)$", line) for line in lines[1:-1]]
+    assert len(saved) >= 6 and all(found and float(found[1]) < float(found[2]) for found in saved), lines
+    on_host = _advice(recipe, world("cuda", 8), on_host=True)
+    assert not [line for line in (*on_host, *_advice(recipe, world("cpu", 8), on_host=False)) if "predicted" in line]
 
 
 def test_a_lack_of_host_memory_beside_gpus_has_other_remedies() -> None:
