@@ -9,7 +9,7 @@ from parallel.errors import UserError
 from recipes.files.units import size
 from recipes.load import to_toml
 from recipes.memory import FULL, predict, summary
-from recipes.mesh_rules import advice, fitted_mesh, micro_batches
+from recipes.mesh_rules import advice, batch_divides, fitted_mesh, micro_batches
 from recipes.metrics.hardware import Hardware, hardware_of
 from recipes.schema import Recipe
 from recipes.training.run_folder import check_output_folder
@@ -55,10 +55,12 @@ def check(recipe: Recipe, *, processes: int | None, nodes: int | None) -> None:
 
 
 def _degrees(recipe: Recipe, processes: int | None, nodes: int | None, hardware: Hardware | None) -> MeshDegrees:
-    """Of these numbers, or of those in the name of the recipe where they fit the mesh, or of the fewest that do."""
+    """Of these numbers, or of those in the name of the recipe where they fit it, or of the fewest that do."""
     if processes is None and hardware is not None:
+        numbers = {"processes": hardware.processes, "nodes": hardware.nodes}
         with suppress(UserError):
-            return fitted_mesh(recipe.mesh, hardware.processes, hardware.nodes)
+            if not any(batch_divides(recipe.batch, mesh=recipe.mesh, **numbers)):
+                return fitted_mesh(recipe.mesh, **numbers)
     return fitted_mesh(recipe.mesh, processes, nodes)
 
 
