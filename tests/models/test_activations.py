@@ -1,0 +1,29 @@
+"""The bytes that a block keeps, against the page of the code that torch.compile generates."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from models.activations import Kept, Widths, saved_per_token
+from models.sizes import SIZES
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs/benchmarks/codegen.md").read_text()
+ROWS = [
+    (section.partition(",")[0], *re.split(r" *\| *", row)[1:5])
+    for section in PAGE.split("\n## ")[1:]
+    for row in re.findall(r"^\| (?:none|tensorwise|rowwise).*", section, re.MULTILINE)
+]
+
+
+def test_the_page_has_rows_of_several_models() -> None:
+    assert len({row[0] for row in ROWS}) >= 4 and len(ROWS) >= 48
+
+
+@pytest.mark.parametrize(("model", "float8", "mode", "saved", "weights"), sorted({*ROWS}))
+def test_a_block_keeps_what_its_generated_code_keeps(
+    model: str, float8: str, mode: str, saved: str, weights: str
+) -> None:
+    kept = Kept(mode=mode, float8=float8 != "none")  # type: ignore[arg-type]
+    assert f"{saved_per_token(Widths.of(SIZES[model]), kept) / 1e3:.2f}" == saved
+    assert weights == "0", "recipes/memory.py counts no weights that are kept beside the gathered ones"
