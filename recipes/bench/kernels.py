@@ -24,9 +24,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from models.config import ModelConfig
 from models.documents import Lengths
-from models.loss import cross_entropy_sum
+from models.loss import EAGER, Kernels, cross_entropy_sum
 from models.sizes import SIZES
 from parallel.errors import UserError
+from parallel.kernels import compiled_loss_kernels
 from recipes.bench.gpu_plan import GROUPS
 from recipes.metrics.breakdown import ATTENTION_NAMES
 from recipes.optimization.config import OptimizerConfig
@@ -256,8 +257,7 @@ def casts(model: ModelConfig, *, tokens: int, device: torch.device, repeats: int
     weight = torch.randn(in_block, device=device)
     low, scale = torch.empty_like(weight, dtype=torch.bfloat16), torch.ones((), device=device)
     activation = torch.randn(tokens, model.feed_forward_width, device=device, dtype=torch.bfloat16)
-    # On a CPU, code generation is not what is tested.
-    in_kernels = torch.compile(_to_float8, backend="inductor" if device.type == "cuda" else "aot_eager")
+    in_kernels = torch.compile(_to_float8, backend=_backend(device))
     calls: dict[str, tuple[int, Callable[[], Any]]] = {
         "weights to bfloat16 and copied": (10 * in_block, lambda: low.copy_(weight.to(torch.bfloat16))),
         "weights to float8, eager": (21 * in_block, lambda: (weight * scale).clamp(-448, 448).to(torch.float8_e4m3fn)),
@@ -269,6 +269,11 @@ def casts(model: ModelConfig, *, tokens: int, device: torch.device, repeats: int
         yield measured(facts, call, device, repeats=repeats, bytes_per_second=moved)
 
 
+def _backend(device: torch.device) -> str:
+    """Of torch.compile: on a CPU, code generation is not what is tested."""
+    return "inductor" if device.type == "cuda" else "aot_eager"
+
+
 def _to_float8(x: Tensor) -> Tensor:
     """With one scale per tensor, as torchao computes it: x is read twice and written once."""
     scale = 448 / x.abs().amax().float().clamp(min=1e-12)
@@ -276,16 +281,16 @@ def _to_float8(x: Tensor) -> Tensor:
 
 
 def loss(model: ModelConfig, *, tokens: int, device: torch.device, repeats: int) -> Iterator[Measurement]:
-    """Forward and backward of the loss: eager in 8 chunks, and compiled without chunks."""
+    """Forward and backward of the loss in 8 chunks, eager and compiled as in a run."""
     targets = torch.randint(model.vocabulary, (1, tokens), device=device)
     values = torch.randn(1, tokens, model.vocabulary, device=device, dtype=torch.bfloat16)
-    compiled = torch.compile(cross_entropy_sum, backend="inductor" if device.type == "cuda" else "aot_eager")
-    for kind, call, chunks in (("eager", cross_entropy_sum, 8), ("compiled", compiled, 1)):
-        facts = {"operation": "loss", "model": model.name, "kind": kind, "chunks": chunks, "logits": values.numel()}
+    kinds = {"eager": EAGER, "compiled": compiled_loss_kernels(backend=_backend(device))}
+    for kind, functions in kinds.items():
+        facts = {"operation": "loss", "model": model.name, "kind": kind, "chunks": 8, "logits": values.numel()}
 
-        def both(call: Callable[..., Tensor] = call, chunks: int = chunks) -> None:
+        def both(functions: Kernels = functions) -> None:
             logits = values.detach().requires_grad_()
-            torch.autograd.grad(call(logits, targets, chunks=chunks), logits)
+            torch.autograd.grad(cross_entropy_sum(logits, targets, chunks=8, kernels=functions), logits)
 
         yield measured(facts, both, device, repeats=repeats)
 
