@@ -227,7 +227,9 @@ def _kernel_of(recipe: Recipe) -> str:
 
 def _checkpointing(recipe: Recipe) -> dict[str, float]:
     """Mode of activation checkpointing -> the share of the blocks that have it."""
-    return {recipe.activation_checkpointing.mode: 1.0}
+    checkpointing, layers = recipe.activation_checkpointing, recipe.model.layers
+    share = len(checkpointing.recomputed(layers)) / layers
+    return {mode: part for mode, part in ((checkpointing.mode, share), ("none", 1 - share)) if part}
 
 
 class _Counted(NamedTuple):

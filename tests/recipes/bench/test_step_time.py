@@ -86,6 +86,13 @@ def test_full_checkpointing_computes_products_and_attention_again() -> None:
     assert full["attention"] > 1.2 * seconds()["attention"]
 
 
+def test_blocks_that_recompute_cost_their_share() -> None:
+    third = ["--activation_checkpointing.mode", "selective", "--activation_checkpointing.blocks", "12"]
+    found, micro_batches = seconds(*third), recipe().batch.global_batch_size
+    assert found["fused kernels"] == pytest.approx(micro_batches * (12 * 3.127e9 + 24 * 2.718e9) / H200)
+    assert found["gaps"] == pytest.approx(micro_batches * (12 * 43 + 24 * 40) * step_model.GAP)
+
+
 @pytest.mark.parametrize("micro_batch", [1, 2])
 def test_zero_3_gathers_twice_per_micro_batch_and_zero_2_once_per_step(micro_batch: int) -> None:
     words = ["--batch.global_batch_size", "8", "--batch.micro_batch_size", str(micro_batch)]
