@@ -16,6 +16,7 @@ from recipes.bench.step_model import (
     product_seconds,
     read_blocks,
 )
+from recipes.memory import predict as predict_memory
 from recipes.metrics.hardware import bf16_peak
 from recipes.sweep.grid import Sweep
 from recipes.sweep.results import table
@@ -41,6 +42,7 @@ def page(record: Record, sweep: Sweep) -> str:
         "Loss, copies, casts and the optimizer": _moving(kernels["loss"] + moving),
         "Training runs": _runs(record, sweep),
         "Not measured": _missing(record, sweep),
+        "Predicted and measured memory": _memory(record, sweep),
         "Predicted and measured": _comparison(record, sweep, kernels, moving),
     }
     lines = [f"# One {facts['device']}", "", *_conditions(record)]
@@ -144,6 +146,17 @@ def _missing(record: Record, sweep: Sweep) -> Iterator[str]:
     failed = [name for name in names if name in known and known[name]["outcome"] != "done"]
     missing += [f"- {name}: {known[name]['outcome']}: {known[name]['reason']}" for name in failed]
     yield from missing or ["Everything was measured, except the single operations whose error is above."]
+
+
+def _memory(record: Record, sweep: Sweep) -> Iterator[str]:
+    """Peaks of what torch's allocator gave out, as recipes/memory.py predicts them."""
+    yield from _head("run", "predicted, GB", "measured, GB", "measured / predicted", numbers=slice(1, None))
+    for row in sweep.rows:
+        result = _result(record, row.label, row.fingerprint)
+        if result and result["outcome"] == "done":
+            predicted = predict_memory(row.recipe, row.recipe.mesh.fit(1), context=False).peak
+            measured = result["peak_memory_gib"] * 2**30
+            yield f"| {row.label} | {predicted / 1e9:.1f} | {measured / 1e9:.1f} | {measured / predicted:.2f} |"
 
 
 def _comparison(record: Record, sweep: Sweep, kernels: dict[str, Rows], moving: Rows) -> Iterator[str]:

@@ -11,6 +11,7 @@ from recipes.bench import gpu_page, gpu_plan
 from recipes.bench.codegen import BANDWIDTH, REACHED
 from recipes.bench.gpu_plan import GROUPS, Item, Record, fitting, items_of, open_record, place_of, write_record
 from recipes.load import CONFIGS
+from recipes.memory import predict as predict_memory
 from recipes.sweep.grid import Sweep, read_sweep
 
 DEVICE = "NVIDIA H200"
@@ -184,6 +185,8 @@ def test_steps_are_compared_if_their_recipe_is_still_the_same(sweep: Sweep) -> N
     assert ratio == pytest.approx(measured / predicted, abs=0.01)
     text = gpu_page.page(record_of({"zero2": found}), sweep)
     assert "Measured with other code or versions: zero2." in text and "| zero2 | 16,384 |" in text
+    peak = predict_memory(row.recipe, row.recipe.mesh.fit(1), context=False).peak
+    assert f"| zero2 | {peak / 1e9:.1f} | 75.2 | {70 * 2**30 / peak:.2f} |" in text
     assert compared({"zero2": found | {"fingerprint": "other"}}, sweep) == {}
 
 
