@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 MOST_MODULES = 72
-MOST_LINES = 10_500
+MOST_LINES = 10_700
 MOST_FILES_OF_A_STEP = 13
 NOT_ASKED_FOR = {
     "models.hf",
@@ -105,7 +105,7 @@ def test_plain_run_loads_at_most_72_modules(plain_run: dict[str, Any]) -> None:
     assert len(modules) <= MOST_MODULES, f"{len(modules)} modules\n{listed(modules)}"
 
 
-def test_plain_run_loads_at_most_10500_lines(plain_run: dict[str, Any]) -> None:
+def test_plain_run_loads_at_most_10700_lines(plain_run: dict[str, Any]) -> None:
     modules = our_modules(plain_run)
     lines = sum(modules.values())
     assert lines <= MOST_LINES, f"{lines} lines\n{listed(modules)}"
