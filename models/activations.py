@@ -46,6 +46,8 @@ class Kept:
     mode: Mode = "none"
     float8: bool = False
     compiled: bool = True
+    exchanged: bool = False
+    """Whether processes exchange heads for tokens around attention: its output is kept before and after."""
     element: int = 2
     """Bytes: 2 for bfloat16, 4 for float32."""
 
@@ -56,7 +58,8 @@ def saved_per_token(widths: Widths, kept: Kept) -> float:
         return kept.element * widths.stream
     if kept.mode == "selective":
         return kept.element * _products(widths, kept) + 4 * widths.heads + _scales(widths)
-    return _compiled(widths, kept) if kept.compiled else _eager(widths, kept)
+    exchanged = kept.element * widths.query * kept.exchanged
+    return exchanged + (_compiled(widths, kept) if kept.compiled else _eager(widths, kept))
 
 
 def final_norm_per_token(widths: Widths, element: int) -> float:

@@ -186,7 +186,10 @@ class Step:
         recipe, layers = self.recipe, self.recipe.model.layers
         recomputed = recipe.activation_checkpointing.recomputed(layers)
         plain = Kept(
-            float8=recipe.float8.recipe != "none", compiled=recipe.compile.enabled, element=self.element, mode="none"
+            float8=recipe.float8.recipe != "none",
+            compiled=recipe.compile.enabled,
+            exchanged=self.degrees.context > 1 and recipe.mesh.context_by == "heads",
+            element=self.element,
         )
         checkpointed = replace(plain, mode=recipe.activation_checkpointing.mode)
         return [checkpointed if layer in recomputed else plain for layer in range(layers)]

@@ -69,6 +69,12 @@ def test_the_predicted_peak_is_that_of_a_step_with(changes: list[str]) -> None:
     assert_as_tracked(eager(*changes, "--batch.global_batch_size=16", *changes[1:]), 8)
 
 
+def test_the_predicted_peak_is_nearly_that_of_a_step_with_context_parallelism() -> None:
+    recipe = eager(*DEBUG, "--mesh.context=2", "--batch.loss_chunks=8")
+    live = tracked_step(recipe, 8)
+    assert predict(recipe, recipe.mesh.fit(8), context=False).peak == pytest.approx(live.peak, rel=1e-3)
+
+
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_the_predicted_peak_is_that_of_a_step_of_one_process(micro_batches: int) -> None:
     assert_as_tracked(eager(*DEBUG, "--batch.loss_chunks=8", f"--batch.global_batch_size={2 * micro_batches}"), 1)
