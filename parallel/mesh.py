@@ -90,7 +90,7 @@ def mesh_over(devices: DeviceMesh) -> Mesh:
 
 
 def without_noise_of_splits(make: Callable[[], Mesh]) -> Mesh:
-    """What `make` returns, without a warning on every process's screen for each axis.
+    """What `make` returns, without a warning on every process's screen.
 
     On CUDA, torch 2.11 to 2.13 split the default group, and hand NCCL's options to its gloo part, which warns that they
     are not its own (pytorch #182057). The warning goes past Python's, unless the call comes from an operator of torch.
