@@ -71,8 +71,9 @@ def peers(kinds: Sequence[str], overrides: list[str], *, processes: int, windows
         with tempfile.TemporaryDirectory() as folder:
             settings = {"kind": kind, "overrides": overrides, "windows": windows, "steps": steps, "folder": folder}
             launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-            command = [sys.executable, *launcher, "-m", "recipes.bench.peers", json.dumps(settings)]
-            subprocess.run(command, check=True, cwd=CONFIGS.parent)
+            # Not for one process: below a launcher, transformers' Trainer would wrap its model in DDP.
+            command = [sys.executable, *(launcher if processes > 1 else []), "-m", "recipes.bench.peers"]
+            subprocess.run([*command, json.dumps(settings)], check=True, cwd=CONFIGS.parent)
             times: Times = json.loads((Path(folder) / TIMES).read_text())
         found[kind] = {
             name: {
