@@ -16,6 +16,9 @@ from models.loss import Kernels, overwrite_by_exponentials, sum_exponentials
 from parallel.config import AttentionConfig, CompileConfig
 from parallel.errors import UserError
 
+UNTIMED = {"triton.autotune_pointwise": False}
+"""Options of torch.compile: take the first configuration of a kernel without reductions."""
+
 
 def choose_attention(config: AttentionConfig, *, device_type: str) -> list[str]:
     """Restrict scaled_dot_product_attention in this process to one backend. Returns lines for the log.
@@ -84,7 +87,8 @@ def compile_blocks(
     for block in blocks:
         block.compile(fullgraph=True, options=options)
     loss: Any = model.get_submodule(interface_of(model).loss)
-    loss.kernels = compiled_loss_kernels(options=_options_of_mode(config))
+    # Without autotune, Inductor would still time the kernel that overwrites logits, on copies of them.
+    loss.kernels = compiled_loss_kernels(options=_options_of_mode(config) or UNTIMED)
     how = "autotuned during the first step" if config.autotune else "during the first step"
     overlap = "" if overlapped is None else ", tensor-parallel messages during products"
     return f"compile: {len(blocks)} blocks and the loss in place, {how}{overlap}"
