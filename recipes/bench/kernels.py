@@ -26,6 +26,7 @@ from models.config import ModelConfig
 from models.documents import Lengths
 from models.loss import EAGER, Kernels, cross_entropy_sum
 from models.sizes import SIZES
+from parallel.dist import let_segments_grow
 from parallel.errors import UserError
 from parallel.kernels import compiled_loss_kernels
 from recipes.bench.gpu_plan import GROUPS
@@ -77,6 +78,8 @@ def main(arguments: list[str]) -> int:
 def _measure(group: str, out: Path, *, tiny: bool) -> int:
     if not tiny and not torch.cuda.is_available():
         raise UserError("this machine has no GPU to measure; --tiny runs the suite on a CPU")
+    if not tiny:
+        let_segments_grow()  # as in a run
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's log helps only its developers
     with out.open("a", encoding="utf-8") as file:
         for found in measurements(group, sizes(tiny=tiny)):

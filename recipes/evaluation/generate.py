@@ -11,6 +11,7 @@ import torch
 from models.cache import KeyValueCache
 from models.config import TextFacts
 from models.decoder import Decoder
+from parallel.dist import let_segments_grow
 from parallel.errors import UserError
 from recipes.data.text.tokenizer import Tokenizer
 from recipes.evaluation.sampling import check_sampling, next_token
@@ -69,6 +70,8 @@ def choose_device(device: str | None, dtype: str | None) -> tuple[torch.device, 
         found = torch.device(name)
         if found.type not in ("cpu", "cuda", "mps"):
             raise UserError(f"device {name!r}: must be cpu, cuda or mps")
+        if found.type == "cuda":
+            let_segments_grow()  # the cache of keys and values is copied into larger ones
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch without CUDA
         raise UserError(f"device {name!r} is not available: {str(error).splitlines()[0]}") from None

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from models.sizes import SIZES
 from recipes.bench import gpu_page, gpu_plan
@@ -195,3 +196,16 @@ def test_a_row_that_failed_is_listed_with_its_reason(sweep: Sweep) -> None:
     text = gpu_page.page(record_of(rows), sweep)
     assert "\n- loss: crashed: illegal memory access\n" in text and "\n- zero2: not run yet\n" in text
     assert "Peak for dense bf16: 989.4 TFLOP/s" in text
+
+
+def test_kernels_are_measured_with_the_memory_allocator_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from recipes.bench import kernels
+
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(kernels, "let_segments_grow", lambda: done.append("segments grow"))
+    monkeypatch.setattr(kernels, "measurements", lambda group, at: iter([{"group": group, "done": list(done)}]))
+    kernels.main(["--group", "products", "--out", str(tmp_path / "rows")])
+    assert json.loads((tmp_path / "rows").read_text()) == {"group": "products", "done": ["segments grow"]}

@@ -172,6 +172,15 @@ def test_an_unsupported_device_is_refused(device: str) -> None:
         choose_device(device, None)
 
 
+def test_segments_of_gpu_memory_grow_before_a_gpu_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(generate_module, "let_segments_grow", lambda: done.append("segments grow"))
+    monkeypatch.setattr(torch, "empty", lambda size, device: done.append(str(device)))
+    for device in ("cpu", "cuda:1"):
+        choose_device(device, None)
+    assert done == ["cpu", "segments grow", "cuda:1"]
+
+
 def test_growing_the_cache_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model()
     whole = list(generate(model, [3, 1], max_tokens=40))
