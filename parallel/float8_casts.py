@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.float8 import Cast, casts_of_linears, gathered_as_float8, scale_for
+from parallel.fsdp import reshard
 from parallel.mesh import Mesh
 from parallel.reduce import sum_over_group
 
@@ -36,6 +37,7 @@ class CastCounts:
     def counting(self) -> Iterator[None]:
         """Count during the micro-batches of one step. All processes must enter it."""
         self._restart()
+        reshard(self._model)  # validation may have left weights gathered, of which no shard can be asked for
         # Activation checkpointing recomputes blocks, never the whole model, so this flag excludes recomputation.
         handles = [
             self._model.register_forward_pre_hook(partial(self._set_in_forward, True)),

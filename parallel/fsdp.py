@@ -94,6 +94,13 @@ class _OneBuffer:
         return buffer
 
 
+def reshard(model: nn.Module) -> None:
+    """Put the shards back where a forward pass without a backward pass has left gathered weights, of any layer."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def compute_with_whole_shards(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> None:
     """Where FSDP has one shard: compute with that itself, or with one cast of it, instead of copies. In place.
 

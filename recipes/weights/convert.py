@@ -7,7 +7,6 @@ from typing import BinaryIO, cast
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -16,6 +15,7 @@ from models.hf import hf_name, our_name, parameter_shapes
 from parallel.dist import World, on_main
 from parallel.errors import UserError
 from parallel.float8 import without_wrapper
+from parallel.fsdp import reshard
 from parallel.materialize import plain_name, whole
 from recipes.checkpoint.parameters import StoredParameters, write_parameters
 from recipes.weights import hf_folder
@@ -127,9 +127,7 @@ def export_model(
         world: all processes; None = this process alone.
         max_bytes: size limit of one file.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # a forward pass without a backward pass leaves weights gathered, in the compute type
+    reshard(model)  # validation may have left weights gathered, in the compute type
     parameters = {plain_name(name): parameter.detach() for name, parameter in model.named_parameters()}
     files = _files(description.model, {name: parameter.dtype for name, parameter in parameters.items()}, max_bytes)
 

@@ -206,6 +206,23 @@ def test_each_value_is_counted_once(mode: str, alone) -> None:
 
 
 GATHER = replace(FP8, recipe="tensorwise", all_gather=True)
+
+
+def test_weights_that_validation_has_gathered_as_float8_are_counted(alone) -> None:
+    model, _ = build_model(SMALL, float8=GATHER, fsdp=FSDPConfig(reshard_after_forward=False))
+    precompute_scales(model)
+    counts, shares = CastCounts(model, mesh=cpu_mesh(), device=torch.device("cpu")), []
+    row = batch()[:1]
+    for validated in (False, True):
+        if validated:
+            with torch.no_grad():
+                model(row[:, :-1], row[:, 1:])
+        with counts.counting():
+            model(row[:, :-1], row[:, 1:]).backward()
+        shares.append(counts.shares())
+    assert shares[0] == shares[1]
+
+
 VARIANTS = {f"{recipe}, first step": (replace(FP8, recipe=recipe), 1) for recipe in RECIPES} | {
     "float8 all-gather, first step": (GATHER, 1),
     "float8 all-gather, second step": (GATHER, 2),
