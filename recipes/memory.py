@@ -124,7 +124,7 @@ class Step:
 
     @cached_property
     def element(self) -> int:
-        """Bytes of an element of gathered weights and of activations."""
+        """Bytes of an element of activations, and of the weights that they are computed with."""
         return 2 if self.recipe.fsdp.param_dtype == "bfloat16" else 4
 
     @cached_property
@@ -161,12 +161,18 @@ class Step:
         return not self.recipe.fsdp.reshard_after_forward
 
     @cached_property
+    def gathered(self) -> int:
+        """Bytes of an element of gathered weights: a whole shard in its own type is computed with itself."""
+        whole = self.shards == 1 and self.degrees.tensor == 1 and not self.recipe.fsdp.cpu_offload
+        return 0 if whole and self.element == 4 else self.element
+
+    @cached_property
     def gathered_block(self) -> int:
         """Bytes of a block's weights as they arrive."""
         if self.recipe.float8.all_gather:
             norms = 2 * self.recipe.model.width
-            return self.block.whole - norms + self.element * norms
-        return self.element * self.block.whole
+            return self.block.whole - norms + self.gathered * norms
+        return self.gathered * self.block.whole
 
     @cached_property
     def widths(self) -> Widths:
@@ -225,7 +231,7 @@ class Step:
     def _weights(self, layers: int, *, head: bool, buffers: int) -> Pieces:
         """Gathered ones: of so many blocks, of the head if it is tied or not used yet, and what they arrive in."""
         tables = int(self.tied or head) + int(not self.tied and self.keeps_blocks)
-        gathered = self.element * (tables * self.table.whole + self.norm.whole) + layers * self.gathered_block
+        gathered = self.gathered * (tables * self.table.whole + self.norm.whole) + layers * self.gathered_block
         return {"gathered weights": gathered, "gathering": buffers if self.shards > 1 else 0}
 
     def _saved(self, layers: int, *, norm: bool = False) -> Pieces:
@@ -294,7 +300,7 @@ class Step:
             **self._weights(self.keeps_blocks * layers, head=False, buffers=self._next_gather(layers)),
             **self._saved(layers, norm=True),
             "new gradients": self._new(self.table) + self._stream(),
-            "reduction": self.reduced * self.table.whole + 4 * self.table.share,
+            "reduction": self._reduction(self.table),
         }
 
     def _block(self, layer: int) -> Pieces:
@@ -309,7 +315,7 @@ class Step:
             **self._saved(layer + 1),
             "block": round(self.tokens * at_swiglu_per_token(self.widths, self.kept[layer])),
             "new gradients": down + self._new_of_tied_head(),
-            "reduction": self.reduced * before,
+            "reduction": self._waiting(before),
         }
 
     def _reduced_block(self, layer: int) -> Pieces:
@@ -319,7 +325,7 @@ class Step:
             **self._weights(layer * self.keeps_blocks, head=False, buffers=self._next_gather(layer)),
             **self._saved(layer),
             "new gradients": self._new(self.block) + self._stream() + self._new_of_tied_head(),
-            "reduction": self.reduced * self.block.whole + 4 * self.block.share,
+            "reduction": self._reduction(self.block),
         }
 
     def _embedding(self) -> Pieces:
@@ -332,7 +338,7 @@ class Step:
             **self._gradients(layers, head=self.accumulates),
             **self._weights(layers * self.keeps_blocks, head=not self.keeps_blocks, buffers=0),
             "new gradients": (3 if self.tied else 1) * table,
-            "reduction": self.reduced * self.block.whole * (not self.accumulates),
+            "reduction": self._waiting(self.block.whole) * (not self.accumulates),
         }
 
     def _reduced_embedding(self) -> Pieces:
@@ -340,7 +346,7 @@ class Step:
         return {
             **self._gradients(0, head=False),
             "new gradients": self._new(self.table),
-            "reduction": self.reduced * self.table.whole + 4 * self.table.share,
+            "reduction": self._reduction(self.table),
         }
 
     def _optimizer(self) -> Pieces:
@@ -357,6 +363,14 @@ class Step:
     def _new(self, unit: Unit) -> int:
         """Bytes of gradients that one micro-batch has computed; accumulation has already added them to the others."""
         return 0 if self.accumulates else self.element * unit.whole
+
+    def _reduction(self, unit: Unit) -> int:
+        """Bytes of what is summed over processes, and of the sum in float32."""
+        return self._waiting(unit.whole) + 4 * unit.share
+
+    def _waiting(self, whole: int) -> int:
+        """Bytes of what is being summed, beside the sum, which is the same buffer where nothing is sharded."""
+        return self.reduced * whole * (self.shards > 1 or self.reduced != 4)
 
     def _new_of_tied_head(self) -> int:
         """Bytes: they wait for those of the embedding."""

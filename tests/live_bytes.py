@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from models.decoder import Decoder
+from parallel.fsdp import compute_with_whole_shards
 from parallel.mesh import Mesh, build_mesh
 from parallel.order import parallelize
 from recipes.metrics.clock import RunClock
@@ -112,6 +113,7 @@ def build(recipe: Recipe, mesh: Mesh) -> Built:
         context_by=recipe.mesh.context_by,
     )
     model.to_empty(device="cpu")
+    compute_with_whole_shards(model, mesh, recipe.fsdp)
     return Built(
         mesh=mesh,
         model=model,

@@ -76,8 +76,18 @@ def test_the_predicted_peak_is_nearly_that_of_a_step_with_context_parallelism() 
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_the_predicted_peak_is_that_of_a_step_of_one_process(micro_batches: int) -> None:
-    assert_as_tracked(eager(*DEBUG, "--batch.loss_chunks=8", f"--batch.global_batch_size={2 * micro_batches}"), 1)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_predicted_peak_is_that_of_a_step_of_one_process(dtype: str, micro_batches: int) -> None:
+    changes = ["--batch.loss_chunks=8", f"--fsdp.param_dtype={dtype}", f"--batch.global_batch_size={2 * micro_batches}"]
+    assert_as_tracked(eager(*DEBUG, *changes), 1)
+
+
+@pytest.mark.parametrize("file", ["smollm3_debug.toml", "llama3_debug.toml"])
+def test_the_predicted_peak_of_one_process_is_right_where_gradients_are_reduced_in_one_buffer(file: str) -> None:
+    short = ["--batch.sequence_length=32", "--batch.global_batch_size=2", "--batch.micro_batch_size=2"]
+    recipe = eager(file, *short, "--batch.loss_chunks=8")
+    assert "embedding" in predict(recipe, recipe.mesh.fit(1)).fullest
+    assert_as_tracked(recipe, 1)
 
 
 @pytest.mark.parametrize(
