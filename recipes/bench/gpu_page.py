@@ -1,5 +1,6 @@
 """The record of the gpu suite as Markdown; last, every prediction beside what was measured. Imports no torch."""
 
+import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ from recipes.memory import predict as predict_memory
 from recipes.metrics.hardware import bf16_peak
 from recipes.sweep.grid import Sweep
 from recipes.sweep.results import table
+from recipes.sweep.runner import LONGEST_REASON
 
 Rows = list[dict[str, Any]]
 IN_BLOCK = {"q_proj, o_proj": 2, "k_proj, v_proj": 2, "gate_proj, up_proj": 2, "down_proj": 1}
@@ -70,7 +72,7 @@ def _works(record: Record, sweep: Sweep) -> Iterator[str]:
     yield from _head("run", "outcome", "loss, first to last step")
     for row in sweep.rows:
         if row.label.startswith(WORKS):
-            found = record["rows"].get(row.label, {"outcome": "not run yet"})
+            found = _result(record, row.label, row.fingerprint) or {"outcome": "not run yet"}
             curve = found.get("curve")
             losses = f"{curve[0][2]:.3f} to {curve[-1][2]:.3f}" if curve else found.get("reason", "")
             yield f"| {row.label} | {found['outcome']} | {losses} |"
@@ -87,6 +89,11 @@ def _number(row: dict[str, Any], key: str, scale: float = 1) -> str:
     return f"{scale * row[key]:.3g}" if key in row else "not measured"
 
 
+def _error(row: dict[str, Any]) -> str:
+    """Why an operation failed, so short that the table stays one; the record has all of it."""
+    return textwrap.shorten(row.get("error", ""), LONGEST_REASON, placeholder="...").replace("|", "\\|")
+
+
 def _matmul_table(rows: Iterable[dict[str, Any]]) -> list[str]:
     """One line per product, one column per kind."""
     by_product: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
@@ -95,10 +102,12 @@ def _matmul_table(rows: Iterable[dict[str, Any]]) -> list[str]:
         by_product.setdefault(place, {})[row["kind"]] = row
     kinds = list(dict.fromkeys(kind for cells in by_product.values() for kind in cells))
     lines = _head("model", "linear", "product", "shape", *kinds, numbers=slice(4, None))
-    return lines + [
+    lines += [
         f"| {' | '.join([*place, *(_number(cells.get(kind, {}), 'tflops') for kind in kinds)])} |"
         for place, cells in by_product.items()
     ]
+    errors = [(kind, _error(row)) for cells in by_product.values() for kind, row in cells.items() if "error" in row]
+    return lines + [f"\n{kind}: {error}" for kind, error in dict.fromkeys(errors)]
 
 
 def _attention(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
@@ -107,14 +116,14 @@ def _attention(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
         backend = row.get("backend") or f"within {row['documents']} documents"
         names = ", ".join(f"`{name}`" for name in row.get("kernels", []))
         cells = [row["model"], backend, row.get("passes", "both"), _number(row, "seconds", 1e3), _number(row, "tflops")]
-        yield f"| {' | '.join(cells)} | {names or row.get('error', '')} |"
+        yield f"| {' | '.join(cells)} | {names or _error(row)} |"
 
 
 def _moving(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     yield from _head("operation", "ms", "TB/s", "error", numbers=slice(1, 3))
     for row in rows:
         rate = _number(row, "bytes_per_second", 1e-12) if "bytes_per_second" in row else ""
-        yield f"| {_name_of(row)} | {_number(row, 'seconds', 1e3)} | {rate} | {row.get('error', '')} |"
+        yield f"| {_name_of(row)} | {_number(row, 'seconds', 1e3)} | {rate} | {_error(row)} |"
 
 
 def _name_of(row: dict[str, Any]) -> str:
@@ -139,17 +148,20 @@ def _result(record: Record, name: str, fingerprint: str) -> dict[str, Any] | Non
 
 
 def _missing(record: Record, sweep: Sweep) -> Iterator[str]:
-    """Every row without a measurement, and why."""
-    known = record["rows"]
-    names = [*GROUPS, *(row.label for row in sweep.rows)]
-    missing = [f"- {name}: not run yet" for name in names if name not in known]
-    failed = [name for name in names if name in known and known[name]["outcome"] != "done"]
-    missing += [f"- {name}: {known[name]['outcome']}: {known[name]['reason']}" for name in failed]
+    """Every row without a measurement, and why. That of another recipe is none."""
+    runs = {row.label: _result(record, row.label, row.fingerprint) for row in sweep.rows}
+    known = {name: record["rows"].get(name) for name in GROUPS} | runs
+    missing = [f"- {name}: not run yet" for name, found in known.items() if not found]
+    failed = {name: found for name, found in known.items() if found and found["outcome"] != "done"}
+    missing += [f"- {name}: {found['outcome']}: {found['reason']}" for name, found in failed.items()]
     yield from missing or ["Everything was measured, except the single operations whose error is above."]
 
 
 def _memory(record: Record, sweep: Sweep) -> Iterator[str]:
     """Peaks of what torch's allocator gave out, as recipes/memory.py predicts them."""
+    if record["environment"]["device"] == "cpu":
+        yield "No predictions: on a CPU only the memory of whole processes is known."
+        return
     yield from _head("run", "predicted, GB", "measured, GB", "measured / predicted", numbers=slice(1, None))
     for row in sweep.rows:
         result = _result(record, row.label, row.fingerprint)

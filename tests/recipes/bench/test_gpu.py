@@ -209,3 +209,24 @@ def test_kernels_are_measured_with_the_memory_allocator_of_a_run(
     monkeypatch.setattr(kernels, "measurements", lambda group, at: iter([{"group": group, "done": list(done)}]))
     kernels.main(["--group", "products", "--out", str(tmp_path / "rows")])
     assert json.loads((tmp_path / "rows").read_text()) == {"group": "products", "done": ["segments grow"]}
+
+
+def test_a_row_of_another_recipe_is_not_shown_and_counts_as_not_run(sweep: Sweep) -> None:
+    old = {**group(), "fingerprint": "of another recipe", "curve": [[1, 8, 7.0], [2, 16, 6.0]]}
+    text = gpu_page.page(record_of({"zero2": old, "works_bf16": old}), sweep)
+    assert "\n- zero2: not run yet\n" in text and "| works_bf16 | not run yet |  |\n" in text
+
+
+def test_long_errors_are_cut_and_those_of_products_are_listed_once(sweep: Sweep) -> None:
+    error = "a | b " + 1000 * "c "
+    product = {"operation": "product", "model": "m", "linear": "q_proj", "shape": [1, 1, 1], "error": error}
+    rows = [product | {"product": name, "kind": "float8 rowwise"} for name in ("forward", "gradient of the input")]
+    loss = {"operation": "loss", "model": "m", "kind": "eager", "error": error}
+    text = gpu_page.page(record_of({"products": group(*rows), "loss": group(loss)}), sweep)
+    assert text.count("\nfloat8 rowwise: a \\| b c") == 1 and "| loss, m, eager | not measured |  | a \\| b c" in text
+    assert max(len(line) for line in text.splitlines() if " c c" in line) < 360
+
+
+def test_no_memory_is_compared_on_a_cpu(sweep: Sweep) -> None:
+    text = gpu_page.page(record_of({}) | {"environment": FACTS | {"device": "cpu"}}, sweep)
+    assert "\n## Predicted and measured memory\n\nNo predictions: on a CPU" in text
