@@ -38,7 +38,13 @@ def result_of(row: Row, ended: Ended) -> Result:
     }
     folder = row.recipe.run.folder
     if ended.outcome == "done":
-        return result | measure(row, folder)
+        try:
+            return result | measure(row, folder)
+        except (KeyError, ValueError, OSError) as error:  # as after a full disk, on which a run goes on
+            return result | {
+                "outcome": "crashed",
+                "reason": f"the run ended well, but its log lacks steps or cannot be read: {error!r}",
+            }
     if ended.outcome in ("timed out", "crashed", "out of memory"):
         rows = _logged(folder / METRICS)
         last = f"last logged step {rows[-1]['step']} of {row.recipe.run.steps}" if rows else "no step was logged"

@@ -203,6 +203,14 @@ def test_the_reason_of_a_failed_run_includes_its_last_logged_step(sweep: Sweep) 
     assert "step_seconds" not in result
 
 
+def test_a_finished_run_whose_log_lost_steps_on_a_full_disk_is_a_failed_row(sweep: Sweep) -> None:
+    row = sweep.rows[0]
+    file = row.recipe.run.folder / "metrics.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:3]))
+    found = result_of(row, Ended("done", "", 1.0))
+    assert found["outcome"] == "crashed" and found["reason"].startswith("the run ended well, but its log lacks steps")
+
+
 def test_the_newest_result_of_the_current_recipe_is_used(sweep: Sweep) -> None:
     row = sweep.rows[3]
     with (sweep.folder / "results.jsonl").open("a") as file:
