@@ -67,24 +67,22 @@ def _measure(options: argparse.Namespace, overrides: list[str]) -> int:
     facts = _environment(tiny=options.tiny)
     items = gpu_plan.items_of(sweep, facts["device"], tiny=options.tiny, steps=not options.no_steps)
     place = gpu_plan.place_of(options.output, facts["device"])
-    record = gpu_plan.open_record(place, facts, fresh=options.fresh and not options.plan, mixed=options.mixed)
-    todo = [item for item in items if _is_open(item, record, retry=options.retry)]
-    chosen = todo if deadline is None else gpu_plan.fitting(todo, deadline - time.monotonic())
-    _print_plan(items, todo, chosen)
-    if options.plan:
-        return 0
     with ExitStack() as stack:
-        lock = FolderLock()  # two suites would measure each other
-        stack.callback(lock.release)
-        try:
-            for folder in ("recipes", "logs"):
-                (sweep.folder / folder).mkdir(parents=True, exist_ok=True)
-            lock.take(sweep.folder, log=print, remedy="write another --runs", here=0, elsewhere=0)
-        except OSError as error:
-            raise UserError(f"{sweep.folder} cannot be written: {error.strerror}; write another --runs") from None
+        if not options.plan:
+            _lock(sweep.folder, stack)  # before the record is read or set aside: another suite may be writing it
+        record = gpu_plan.open_record(place, facts, fresh=options.fresh and not options.plan, mixed=options.mixed)
+        todo = [item for item in items if _is_open(item, record, retry=options.retry)]
+        chosen = todo if deadline is None else gpu_plan.fitting(todo, deadline - time.monotonic())
+        _print_plan(items, todo, chosen)
+        if options.plan:
+            return 0
         _save(place, record, sweep)
         for number, item in enumerate(todo, 1):  # also what did not fit, in case that the others take less time
-            _measure_item(item, f"[{number}/{len(todo)}] {item.name}", sweep, record, deadline, tiny=options.tiny)
+            try:
+                _measure_item(item, f"[{number}/{len(todo)}] {item.name}", sweep, record, deadline, tiny=options.tiny)
+            except OSError as error:  # the row is not written, so the same command measures it
+                remedy = "free space, or write another --runs"
+                raise UserError(f"{sweep.folder} cannot be written: {error}; {remedy}") from None
             _save(place, record, sweep)
     left = [item.name for item in items if _is_open(item, record, retry=False)]
     print(
@@ -92,6 +90,18 @@ def _measure(options: argparse.Namespace, overrides: list[str]) -> int:
         + (f"; left: {', '.join(left)}" * bool(left))
     )
     return 0
+
+
+def _lock(folder: Path, stack: ExitStack) -> None:
+    """Create the folder of the runs, and lock it until the stack ends: two suites would measure each other."""
+    lock = FolderLock()
+    stack.callback(lock.release)
+    try:
+        for name in ("recipes", "logs"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        lock.take(folder, log=print, remedy="write another --runs and --output", here=0, elsewhere=0)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror}; write another --runs") from None
 
 
 def _save(place: Path, record: Record, sweep: Sweep) -> None:

@@ -5,6 +5,7 @@ All of it runs on a CPU. The other loops are a plain one without FSDP, transform
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from recipes.load import CONFIGS, load_run
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
 from recipes.schema import RunConfig
+from recipes.sweep.runner import exit_code_of
 from recipes.training.build import build_run
 from recipes.training.console import Console
 from recipes.training.environment import environment
@@ -44,7 +46,7 @@ CHECKS = 5
 
 
 def main(arguments: list[str]) -> int:
-    """Print medians and ratio as JSON, and write them where --out says; returns the exit code."""
+    """Print medians and ratios, and write all times where --out says; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="bench.py --suite overhead",
         description=__doc__,
@@ -58,34 +60,44 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--windows", type=int, default=10, help="peers, ddp: measured steps of each loop (%(default)s)")
     parser.add_argument("--out", type=Path, help="JSON file for all measurements")
     options, overrides = parser.parse_known_args(arguments)
+    return exit_code_of(lambda: _run_parts(options, overrides), interrupted="interrupted")
+
+
+def _run_parts(options: argparse.Namespace, overrides: list[str]) -> int:
+    if options.rounds < 1 or options.steps < 2 * WINDOW or options.windows < 1:
+        raise UserError(f"--rounds and --windows must be 1 or more, and --steps {2 * WINDOW} or more")
+    if options.out and not os.access(options.out.parent, os.W_OK):  # before minutes of measuring
+        raise UserError(f"{options.out.parent} is not a writable folder; write another --out")
+    found: dict[str, Any] = {}
     try:
-        if options.rounds < 1 or options.steps < 2 * WINDOW or options.windows < 1:
-            raise UserError(f"--rounds and --windows must be 1 or more, and --steps {2 * WINDOW} or more")
-        found = _measure(options, overrides)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    found["environment"] = environment(world_size=1, device=torch.device("cpu"))
+        _measure(options, overrides, found)
+    finally:  # also what was measured before a part failed, or Ctrl-C
+        if found:
+            _report(found, options.out)
+    return 0
+
+
+def _measure(options: argparse.Namespace, overrides: list[str], found: dict[str, Any]) -> None:
+    """Add each result to `found` once it is measured."""
+    if "loop" in options.parts:
+        found |= loops(overrides, rounds=options.rounds, steps=options.steps)
+    for name, processes in PEERS.items():
+        for kind in options.kinds if name in options.parts else ():
+            measured = peers([kind], overrides, processes=processes, windows=options.windows, steps=1)
+            found[name] = found.get(name, {}) | measured
+    if "starts" in options.parts:
+        found["starts"] = starts(overrides)
+
+
+def _report(found: dict[str, Any], out: Path | None) -> None:
     if summary := {name: part for name, part in found.items() if name in SUMMARY}:
         print(json.dumps(summary, indent=1))
     for name, processes in PEERS.items():
         if name in found:
             print(f"\n{table(found[name], processes=processes)}")
-    if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    return 0
-
-
-def _measure(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if "loop" in options.parts:
-        found |= loops(overrides, rounds=options.rounds, steps=options.steps)
-    for name, processes in PEERS.items():
-        if name in options.parts:
-            found[name] = peers(options.kinds, overrides, processes=processes, windows=options.windows, steps=1)
-    if "starts" in options.parts:
-        found["starts"] = starts(overrides)
-    return found
+    if out:
+        found["environment"] = environment(world_size=1, device=torch.device("cpu"))
+        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def loops(overrides: list[str], *, rounds: int, steps: int) -> dict[str, Any]:
@@ -96,7 +108,7 @@ def loops(overrides: list[str], *, rounds: int, steps: int) -> dict[str, Any]:
     checks: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         for number in range(rounds):
-            trainer = _run(folder, [*overrides, "--run.steps", str(steps), "--run.name", f"round-{number}"])
+            trainer = _train(folder, [*overrides, "--run.steps", str(steps), "--run.name", f"round-{number}"])
             rows = [json.loads(line) for line in (trainer.folder / METRICS).read_text().splitlines()]
             # All of the wall time between two logged steps, logging included, which a step's own time leaves out.
             walls = [sum(row["wall_seconds"].values()) for row in rows if row["step"] >= WINDOW]
@@ -110,7 +122,7 @@ def loops(overrides: list[str], *, rounds: int, steps: int) -> dict[str, Any]:
     return middle | {"ratio": middle["ours"] / middle["barest"], "replica_check_share": share, "windows": windows}
 
 
-def _run(folder: str, overrides: list[str]) -> Trainer:
+def _train(folder: str, overrides: list[str]) -> Trainer:
     """Train the debug recipe in this process. The trainer, and the process group with it, still exist afterwards."""
     quiet = ["--run.output", folder, "--run.device", "cpu", "--metrics.every", str(WINDOW), "--checkpoint.every", "0"]
     none = ["--validation.every", "0", "--validation.sample_tokens", "0"]

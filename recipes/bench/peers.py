@@ -32,6 +32,7 @@ from models.interface import blocks_of
 from models.loss import IGNORED
 from parallel.config import MeshConfig
 from parallel.dist import World, start, stop
+from parallel.errors import UserError
 from parallel.materialize import materialize
 from parallel.reduce import sum_over_group
 from recipes.data.loader import MicroBatch
@@ -52,6 +53,7 @@ SHAPE = {
     **{"model.key_value_heads": 8, "model.head_width": 64, "model.no_rope_every": 0, "model.vocabulary": 4096},
     **{"batch.sequence_length": 128, "batch.global_batch_size": 8, "batch.micro_batch_size": 4},
 }
+TRAINER = "transformers' Trainer"
 TIMES = "times.json"
 """What the processes of peers() hand over."""
 Loop = Callable[[], float]
@@ -73,7 +75,9 @@ def peers(kinds: Sequence[str], overrides: list[str], *, processes: int, windows
             launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
             # Not for one process: below a launcher, transformers' Trainer would wrap its model in DDP.
             command = [sys.executable, *(launcher if processes > 1 else []), "-m", "recipes.bench.peers"]
-            subprocess.run([*command, json.dumps(settings)], check=True, cwd=CONFIGS.parent)
+            code = subprocess.run([*command, json.dumps(settings)], cwd=CONFIGS.parent).returncode
+            if code:
+                raise UserError(f"the loops in {kind} on {processes} processes failed with exit code {code}, see above")
             times: Times = json.loads((Path(folder) / TIMES).read_text())
         found[kind] = {
             name: {
@@ -92,6 +96,8 @@ def table(found: dict[str, Any], *, processes: int) -> str:
     lines = [f"{title:<36} {'s/step':>8} {'time / ours':>12}"]
     for kind, loops in found.items():
         lines += [f"{f'{kind}, {name}':<36} {row['seconds']:8.3f} {row['ratio']:12.3f}" for name, row in loops.items()]
+    if processes == 1 and not any(TRAINER in loops for loops in found.values()):
+        lines.append(f"{TRAINER}: not measured, because {' and '.join(missing_for_trainer())} cannot be imported")
     return "\n".join(lines)
 
 
@@ -128,8 +134,8 @@ def work(*, kind: str, overrides: list[str], windows: int, steps: int, folder: s
                 loops[name]()
             times[name].append((time.perf_counter() - begin) / steps)
 
-    if world.size == 1 and trainer_works():
-        times["transformers' Trainer"] = _trainer(ours, batch, windows=windows, steps=steps, others=others)
+    if world.size == 1 and not missing_for_trainer():
+        times[TRAINER] = _trainer(ours, batch, windows=windows, steps=steps, others=others)
     else:
         for _ in range(windows):
             others()
@@ -251,9 +257,9 @@ def _ddp(recipe: Recipe, world: World, batch: list[MicroBatch]) -> Loop:
     return step
 
 
-def trainer_works() -> bool:
-    """Whether transformers' Trainer can run: it needs accelerate, which this project does not."""
-    return find_spec("transformers") is not None and find_spec("accelerate") is not None
+def missing_for_trainer() -> list[str]:
+    """Packages that transformers' Trainer needs, of which this project needs neither."""
+    return [name for name in ("transformers", "accelerate") if find_spec(name) is None]
 
 
 def _trainer(

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from recipes.bench import gpu, gpu_plan, kernels
+from parallel.errors import UserError
+from recipes.bench import gpu, gpu_plan, kernels, overhead, peers
 from recipes.sweep import loop, runner
 from tests.processes import wait_for
 from tests.recipes.sweep.forked import run_forked
@@ -256,49 +257,105 @@ def test_a_record_of_other_versions_is_not_mixed_with_new_rows_unless_asked(home
 
 
 def test_a_suite_killed_without_notice_goes_on_with_the_next_row(tmp_path: Path, corpus: Path) -> None:
-    """A group that hangs is ended, too, and its row says so."""
+    """It is killed between a record and its page. A group that hangs is ended, too, and its row says so."""
     code = f"""if True:
-        import sys
+        import os, signal, sys
         sys.path.insert(0, {str(ROOT)!r})
         from recipes.bench import gpu, gpu_plan
         gpu_plan.GROUP_LIMIT = 0.3
         facts = {{"device": "cpu", "python": "3", "cuda": None, "packages": {{}}}}
         gpu._environment = lambda tiny: facts | {{"git_commit": "abc", "git_uncommitted_changes": False}}
-        sys.exit(gpu.main(sys.argv[1:]))
+        write = gpu_plan.write_record
+
+        def write_and_die(place, record):
+            write(place, record)
+            if len(record["rows"]) == 2 and sys.argv.pop() == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        gpu_plan.write_record = write_and_die
+        sys.exit(gpu.main(sys.argv[1:-1]))
     """
-    words = ["--tiny", "--output", "record", "--data.source", str(corpus)]
-    start = [sys.executable, "-c", code, *words]
-    options: dict[str, Any] = {"cwd": tmp_path, "env": environment(tmp_path), "text": True}
-    process = subprocess.Popen([*start, "--run.steps", "100000000", "--no-steps"], **options, stdout=subprocess.PIPE)
-    file = tmp_path / "record/gpu-cpu.json"
-    wait_for("two rows", lambda: file.exists() and len(json.loads(file.read_text())["rows"]) >= 2, seconds=60)
-    process.kill()
-    process.communicate(timeout=30)
-    rows, names = json.loads(file.read_text())["rows"], list(gpu_plan.GROUPS)
-    assert [*rows] == names[: len(rows)] and {row["outcome"] for row in rows.values()} == {"timed out"}
+    start = [sys.executable, "-c", code, "--tiny", "--output", "record", "--data.source", str(corpus), "--no-steps"]
+    options: dict[str, Any] = {"cwd": tmp_path, "env": environment(tmp_path), "text": True, "capture_output": True}
+    assert subprocess.run([*start, "die"], **options, timeout=300).returncode == -signal.SIGKILL
+    file, names = tmp_path / "record/gpu-cpu.json", list(gpu_plan.GROUPS)
+    rows = json.loads(file.read_text())["rows"]
+    assert [*rows] == names[:2] and {row["outcome"] for row in rows.values()} == {"timed out"}
     line = "- bandwidth: timed out: no end after 0.3 s; all its processes were killed\n"
     assert line in (tmp_path / "record/gpu-cpu.md").read_text()  # which is written after the JSON file
-    again = subprocess.run([*start, "--no-steps"], **options, capture_output=True, timeout=60)
+    again = subprocess.run([*start, "live"], **options, timeout=300)
     assert (again.returncode, again.stderr) == (0, "")
-    assert f"[1/{len(names) - len(rows)}] {names[len(rows)]}: running" in again.stdout
+    assert f"[1/{len(names) - 2}] {names[2]}: running" in again.stdout
     assert [*json.loads(file.read_text())["rows"]] == names
+
+
+def test_a_second_suite_is_refused_and_leaves_the_record_alone(home: Path) -> None:
+    code = """if True:
+        import sys
+        from pathlib import Path
+        sys.path.insert(0, sys.argv[1])
+        from recipes.files.lock import FolderLock
+        lock = FolderLock()
+        lock.take(Path(sys.argv[2]), log=print)
+        print("locked", flush=True)
+        input()
+    """
+    folder = home / "runs/bench/cpu/gpu_bench"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(ROOT), str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdout is not None and first.stdout.readline() == "locked\n"
+        ended = measured_here(home, "--fresh")
+        first.communicate("")
+    assert ended[0] == 2 and "is in use" in ended[2] and "write another --runs and --output" in ended[2]
+    assert sorted(file.name for file in (home / "record").iterdir()) == ["gpu-cpu.json", "gpu-cpu.md"]
+
+
+def test_a_full_disk_ends_the_suite_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*words: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(gpu, "run_row", full)
+    code, _, err = measured_here(tmp_path)
+    assert code == 2 and err.endswith("No space left on device; free space, or write another --runs\n")
+    assert json.loads((tmp_path / "record/gpu-cpu.json").read_text())["rows"] == {}
 
 
 def test_the_overhead_suite_reports_both_loops_and_the_starts(tmp_path: Path, corpus: Path) -> None:
     """Only that its numbers are there: the speed of this machine is not what is tested."""
     tiny = ["--model.layers", "1", "--batch.sequence_length", "16", "--batch.global_batch_size", "4"]
     tiny += ["--schedule.warmup_steps", "1", "--schedule.decay_steps", "0", "--data.source", str(corpus)]
-    short = ["--rounds", "2", "--steps", "30", "--out", "overhead.json"]
+    short = ["--parts", "loop", "starts", "--rounds", "2", "--steps", "30", "--out", "overhead.json"]
     code, out, err = bench(tmp_path, "--suite", "overhead", *short, *tiny)
     assert (code, err) == (0, "")
     found = json.loads((tmp_path / "overhead.json").read_text())
     assert json.loads(out) == {name: found[name] for name in found if name not in ("windows", "environment")}
     assert [len(found["windows"][name]) for name in ("ours", "barest", "replica_check")] == [4, 4, 10]
     assert found["replica_check_share"] == pytest.approx(found["replica_check"] / found["barest"] / 100)
-    assert found["ratio"] == pytest.approx(found["ours"] / found["barest"]) and found["ratio"] > 0.2
+    assert found["ratio"] == pytest.approx(found["ours"] / found["barest"]) and found["ratio"] > 0
     assert list(found["starts"]) == ["python", "import torch", "train.py --check", "train.py, one step"]
     assert found["starts"]["python"] < found["starts"]["train.py, one step"]
 
 
-def test_the_overhead_suite_refuses_too_few_steps(tmp_path: Path) -> None:
-    assert bench_here(tmp_path, "--suite", "overhead", "--steps", "5")[0] == 2
+@pytest.mark.parametrize(
+    ("words", "message"), [(["--steps", "5"], "--steps 20 or more"), (["--out", "no/x.json"], "no is not a writable")]
+)
+def test_the_overhead_suite_refuses_wrong_options_first(words: list[str], message: str, tmp_path: Path) -> None:
+    code, out, err = bench_here(tmp_path, "--suite", "overhead", *words)
+    assert (code, out) == (2, "") and message in err
+
+
+def test_the_overhead_suite_reports_what_it_measured_before_a_part_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def only_float32(kinds: list[str], words: list[str], **options: int) -> dict[str, Any]:
+        if kinds != ["float32"]:
+            raise UserError("no C++ compiler")
+        return {"float32": {"ours": {"seconds": 1.0, "ratio": 1.0}, "plain loop": {"seconds": 0.9, "ratio": 0.9}}}
+
+    monkeypatch.setattr(overhead, "peers", only_float32)
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    code, out, err = bench_here(tmp_path, "--suite", "overhead", "--parts", "peers")
+    assert (code, err) == (2, "no C++ compiler\n")
+    assert "float32, plain loop                     0.900        0.900\n" in out
+    assert "transformers' Trainer: not measured, because transformers and accelerate cannot be imported\n" in out
