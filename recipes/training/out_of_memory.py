@@ -129,7 +129,8 @@ def remedies(recipe: Recipe, world: World) -> Iterator[Remedy]:
     checkpointing = recipe.activation_checkpointing
     if len(checkpointing.recomputed(recipe.model.layers)) in range(1, recipe.model.layers):
         yield "activation_checkpointing.blocks", "all", "recomputes activations of every block in the backward pass"
-    modes = ("none", "selective", "full")
+    same = recipe.compile.enabled and recipe.float8.recipe != "none"  # "selective" keeps what "none" does
+    modes = ("none", "full") if same and checkpointing.mode == "none" else ("none", "selective", "full")
     if later := modes[modes.index(checkpointing.mode) + 1 :]:
         yield "activation_checkpointing.mode", later[0], "recomputes activations in the backward pass"
     if not fsdp.reshard_after_forward:

@@ -154,6 +154,13 @@ def test_remedies_for_a_gpu_say_what_they_are_predicted_to_save() -> None:
     assert not [line for line in (*on_host, *_advice(recipe, world("cpu", 8), on_host=False)) if "predicted" in line]
 
 
+@pytest.mark.parametrize(("compiled", "mode"), [("true", "full"), ("false", "selective")])
+def test_selective_checkpointing_is_not_named_where_compiled_float8_keeps_as_much(compiled: str, mode: str) -> None:
+    recipe = load(Path("configs/benchmarks/smollm3_3b_8xh100_float8.toml"), [f"--compile.enabled={compiled}"])
+    found = {key: value for key, value, _ in remedies(recipe, world("cuda", 8))}
+    assert found["activation_checkpointing.mode"] == mode
+
+
 def test_a_lack_of_host_memory_beside_gpus_has_other_remedies() -> None:
     recipe = change(load(DEBUG), fsdp={"cpu_offload": True}, checkpoint={"every": 5, "asynchronous": True})
     assert [(key, value) for key, value, _ in host_remedies(recipe)] == [
