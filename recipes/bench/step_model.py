@@ -63,7 +63,8 @@ temporary, and copies that (foreach_reduce of torch 2.13)."""
 SCALES = 12
 """Bytes per parameter once per step for the scales of weights gathered in float8: absolute values, 8, and maxima, 4."""
 NVLINK, INFINIBAND = 360e9, 40e9
-"""Assumed bytes per second, GPU and direction: 80% of NVLink's 450 GB/s and of 400 Gb/s InfiniBand."""
+"""Assumed bytes per second, GPU and direction: 80% of NVLink's 450 GB/s and of 400 Gb/s InfiniBand. Where GPUs of one
+node are in the same group, each byte comes once over the network, by any of their adapters, and on over NVLink."""
 NODE = 8
 """GPUs that NVLink connects."""
 PIECES = (
@@ -302,8 +303,8 @@ def _messages(recipe: Recipe, degrees: MeshDegrees, micro_batches: int, hiding: 
     if shard * replicas == 1:
         return 0.0
     in_blocks, rest = _params(model)
-    rate = NVLINK if shard <= NODE else INFINIBAND
-    between = NVLINK if degrees.processes <= NODE else INFINIBAND
+    rate = NVLINK if shard <= NODE else NODE * INFINIBAND
+    between = NVLINK if degrees.processes <= NODE else max(1, NODE // shard) * INFINIBAND
     part = (shard - 1) / shard
     gathered = (1 if recipe.float8.all_gather else 2) * part / rate  # seconds per parameter
     reduced = (4 if recipe.fsdp.reduce_dtype == "float32" else 2) * part / rate

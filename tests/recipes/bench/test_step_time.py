@@ -18,6 +18,7 @@ H200 = REACHED * BANDWIDTH["H200"]
 
 def recipe(*words: str) -> Recipe:
     fixed = ["--activation_checkpointing.mode", "none", "--fsdp.reshard_after_forward", "true"]
+    fixed += ["--activation_checkpointing.blocks", "all"]
     return load(step_time.BASE, [*fixed, *words], rules=False)
 
 
@@ -130,12 +131,33 @@ def test_moments_in_bfloat16_and_no_clipping_move_fewer_bytes() -> None:
     assert seconds(*words)["optimizer"] == pytest.approx(24 * parameters / H200)
 
 
-def test_eight_gpus_share_states_and_hide_messages_that_a_slow_network_shows() -> None:
+def test_eight_gpus_share_states_and_hide_their_messages() -> None:
     one, eight = seconds("--batch.global_batch_size", "8"), seconds("--batch.global_batch_size", "64", processes=8)
     assert eight["optimizer"] == pytest.approx(one["optimizer"] / 8)
     assert one["messages"] == 0 < eight["messages"] < 0.01 * sum(eight.values())
-    many = seconds("--batch.global_batch_size", "64", processes=64)
-    assert many["messages"] > 0.2 * sum(many.values())
+
+
+def test_a_network_that_is_slower_than_nvlink_shows_behind_short_sequences() -> None:
+    short = ["--batch.global_batch_size", "64", "--batch.sequence_length", "1024"]
+    many = seconds(*short, processes=64)
+    assert many["messages"] > 0.3 * sum(many.values())
+    long = seconds(*short[:2], processes=64)
+    assert long["messages"] < 0.02 * sum(long.values())
+
+
+def test_each_adapter_of_a_node_brings_its_share_of_what_the_whole_node_needs() -> None:
+    """What 64 GPUs send with nothing to hide it behind, one group of 64 or replicas of a node or of a GPU each."""
+    parameters = recipe().model.num_params()
+    words = ["--batch.global_batch_size", "64", "--fsdp.reshard_after_forward", "false"]
+
+    def sent(shard: int) -> float:
+        degrees = recipe(*words, "--mesh.shard", str(shard), "--mesh.replicate", str(64 // shard))
+        return step_model._messages(degrees, degrees.mesh.fit(64, nodes=8), 1, 0.0)
+
+    network, nvlink = step_model.INFINIBAND, step_model.NVLINK
+    assert sent(64) == pytest.approx(63 / 64 * 6 * parameters / (8 * network), rel=0.1)
+    assert sent(8) == pytest.approx((7 / 8 * 6 / nvlink + 7 / 8 * 8 / 8 / network) * parameters, rel=0.1)
+    assert sent(1) == pytest.approx(63 / 64 * 8 / (8 * network) * parameters, rel=0.1)
 
 
 @pytest.mark.parametrize(
