@@ -187,7 +187,7 @@ class FSDPConfig:
     """Fully sharded data parallelism (FSDP2) and its mixed precision."""
 
     reshard_after_forward: bool = True
-    """Free the gathered weights after the forward pass (ZeRO-3); false keeps them for the backward pass (ZeRO-2)."""
+    """Free gathered weights after the forward pass (ZeRO-3); false keeps them until the step ends (ZeRO-2)."""
     param_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of the gathered weights and the computation; the sharded master weights are float32."""
     reduce_dtype: Literal["bfloat16", "float32"] = "float32"
