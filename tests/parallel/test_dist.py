@@ -3,12 +3,16 @@
 import os
 import socket
 from contextlib import suppress
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from parallel.config import MeshDegrees
 from parallel.dist import ALLOCATOR_VARIABLES, allocator_settings, let_segments_grow, start, stop
 from parallel.errors import UserError
+from parallel.mesh import build_mesh
 from tests.processes import run_processes
 
 NETWORKS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -34,6 +38,21 @@ def test_networks_that_the_user_chose_for_one_node_stay() -> None:
 
 def test_processes_of_several_nodes_choose_their_networks_as_torch_does() -> None:
     assert run_processes(2, networks_after_start, {"LOCAL_WORLD_SIZE": "1"}) == [[None, None]] * 2
+
+
+def timeouts_without_a_launcher(timeout: timedelta) -> set[timedelta]:
+    del os.environ["RANK"]
+    start("cpu", seed=0, timeout=timeout)
+    mesh = build_mesh(MeshDegrees(1, 1), device_type="cpu")
+    groups = (dist.distributed_c10d._get_default_group(), mesh.data_group, mesh.loss_group)
+    found = {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
+    stop()
+    return found
+
+
+def test_a_process_without_a_launcher_has_the_timeout_of_the_run() -> None:
+    timeout = timedelta(hours=1, minutes=20)
+    assert run_processes(1, timeouts_without_a_launcher, timeout) == [{timeout}]
 
 
 def allocator_after(variables: dict[str, str]) -> tuple[str, dict[str, str]]:

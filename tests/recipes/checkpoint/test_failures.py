@@ -1,6 +1,7 @@
 """Full disks, damaged and misnamed checkpoints: what is lost, and what is logged."""
 
 import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,14 +10,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from parallel.dist import World
 from parallel.errors import UserError
+from recipes.checkpoint import checkpoints as checkpoints_module
 from recipes.checkpoint import folder as folders
 from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.checkpoint.files import read_manifest
 from recipes.checkpoint.folder import newest_whole
 from recipes.checkpoint.manifest import Damage
+from recipes.schema import Recipe
 from tests.full_disk import files_of_at_most
 from tests.recipes.checkpoint.small import contents, names, trained
+from tests.training import change, training
 
 Run = tuple[nn.Module, Optimizer]
 
@@ -202,3 +207,45 @@ def test_logged_size_is_that_of_the_tensors_and_the_small_files(
     manifest = read_manifest(checkpoints.path(1))
     numbers = sum(chunk.bytes for tensor in manifest.tensors.values() for chunk in tensor.chunks)
     assert sizes == [numbers + 20_000]
+
+
+@pytest.fixture
+def goes_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Saves wait for this before they give a checkpoint its name."""
+    event, commit = threading.Event(), folders.commit
+
+    def commit_later(folder: Path, step: int) -> None:
+        assert event.wait(60)
+        commit(folder, step)
+
+    monkeypatch.setattr(folders, "commit", commit_later)
+    return event
+
+
+def test_a_process_that_fails_does_not_wait_long_for_a_save_that_hangs(
+    goes_on: threading.Event, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints_module, "FAILED_SECONDS", 0.1)
+    checkpoints = Checkpoints(tmp_path, keep=1, asynchronous=True)
+    checkpoints.save(*run, step=3)
+    assert checkpoints.finish(failed=True) is None and checkpoints.steps() == []
+    goes_on.set()
+    assert checkpoints.finish() == 3 and checkpoints.steps() == [3]
+
+
+def test_a_run_that_fails_waits_for_its_save(
+    goes_on: threading.Event, alone: World, small: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = change(small, run={"name": "fails"}, checkpoint={"asynchronous": True})
+    with training(recipe, alone) as trainer, pytest.raises(RuntimeError, match="the lights went out"):
+        step = trainer._train_step
+
+        def fail_after_two_steps() -> object:
+            if trainer.step < 2:
+                return step()
+            threading.Timer(0.3, goes_on.set).start()
+            raise RuntimeError("the lights went out")
+
+        monkeypatch.setattr(trainer, "_train_step", fail_after_two_steps)
+        trainer.run()
+    assert trainer.checkpoints.steps() == [2]
