@@ -1,6 +1,7 @@
 """FSDP2: shard parameters, gradients and optimizer states, with the mixed-precision policy."""
 
 import weakref
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -101,14 +102,24 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def without_idle_resharding(mesh: Mesh, config: FSDPConfig, *, float8_gathers: bool) -> FSDPConfig:
+    """The same, without resharding where the shards themselves compute: it would free nothing, but cost time."""
+    idle = _shards_are_whole(mesh, config) and config.param_dtype == "float32" and not float8_gathers
+    return replace(config, reshard_after_forward=False) if idle else config
+
+
+def _shards_are_whole(mesh: Mesh, config: FSDPConfig) -> bool:
+    # Offloading reads FSDP's extensions from a copy on the device, and tensor parallelism wraps what they return.
+    return _shards(mesh) == 1 and mesh.tensor is None and not config.cpu_offload
+
+
 def compute_with_whole_shards(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> None:
     """Where FSDP has one shard: compute with that itself, or with one cast of it, instead of copies. In place.
 
     torch 2.11 to 2.13 cast such a shard, and then copy what they have cast. FSDP's extension point, two methods of the
     shard, decides what is gathered and what is made of it. Call this once the parameters have their memory.
     """
-    # Offloading reads the methods from a copy on the device, and tensor parallelism wraps what they return.
-    if _shards(mesh) > 1 or mesh.tensor is not None or config.cpu_offload:
+    if not _shards_are_whole(mesh, config):
         return
     for parameter in model.parameters():
         shard: Any = cast(DTensor, parameter)._local_tensor  # of which to_local() is another view

@@ -15,7 +15,7 @@ from models.decoder import Decoder
 from parallel.dist import World, allocator_settings, on_all, on_main, on_main_first
 from parallel.errors import UserError
 from parallel.float8 import precompute_scales
-from parallel.fsdp import compute_with_whole_shards
+from parallel.fsdp import compute_with_whole_shards, without_idle_resharding
 from parallel.kernels import choose_attention
 from parallel.materialize import materialize
 from parallel.mesh import Mesh, build_mesh
@@ -65,7 +65,7 @@ class Built:
     optimizer: Optimizer
     parameters: tuple[nn.Parameter, ...]
     """Those of the model, as sharding left them."""
-    # The next three are as in the recipe.
+    # The next three are as in the recipe, but nothing is resharded where that frees nothing.
     grad_clip: float
     reshard_after_forward: bool
     float8_all_gather: bool
@@ -172,6 +172,7 @@ def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh:
     if mesh is None:
         degrees = recipe.mesh.fit(world.size, nodes=len(world.nodes))
         mesh = build_mesh(degrees, device_type=world.device.type)
+    fsdp = without_idle_resharding(mesh, recipe.fsdp, float8_gathers=recipe.float8.all_gather)
     with torch.device("meta"):
         model = Decoder(recipe.model, loss_chunks=recipe.batch.loss_chunks)
     report = placement(mesh.degrees, world.nodes)
@@ -184,17 +185,17 @@ def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh:
         float8=recipe.float8,
         activation_checkpointing=recipe.activation_checkpointing,
         compile=recipe.compile,
-        fsdp=recipe.fsdp,
+        fsdp=fsdp,
         context_by=recipe.mesh.context_by,
         overlap_tensor=recipe.mesh.overlap_tensor,
     )
     materialize(
         model,
         device=world.device,
-        keep_on=torch.device("cpu") if recipe.fsdp.cpu_offload else None,
+        keep_on=torch.device("cpu") if fsdp.cpu_offload else None,
         seed=recipe.run.seed,
     )
-    compute_with_whole_shards(model, mesh, recipe.fsdp)
+    compute_with_whole_shards(model, mesh, fsdp)
     if weights is not None:
         from recipes.weights.convert import load_weights
 
@@ -206,7 +207,7 @@ def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh:
         optimizer=build_optimizer(model, recipe.optimizer, embedding=model.interface.embedding),
         parameters=tuple(model.parameters()),
         grad_clip=recipe.optimizer.grad_clip,
-        reshard_after_forward=recipe.fsdp.reshard_after_forward,
+        reshard_after_forward=fsdp.reshard_after_forward,
         float8_all_gather=recipe.float8.all_gather,
         report=tuple(report),
     )

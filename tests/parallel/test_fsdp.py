@@ -11,10 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.decoder import Decoder
 from models.sizes import SIZES
-from parallel.config import Float8Config, FSDPConfig, MeshConfig
+from parallel.config import Float8Config, FSDPConfig, MeshConfig, MeshDegrees
 from parallel.dist import start, stop
 from parallel.float8 import precompute_scales
+from parallel.fsdp import without_idle_resharding
 from parallel.materialize import materialize, whole
+from parallel.mesh import build_mesh
 from tests.build import NO_FLOAT8, build_model
 from tests.processes import run_processes
 
@@ -202,3 +204,16 @@ def different_sums() -> dict[str, list[str]]:
 
 def test_two_processes_sum_gradients_to_the_bit() -> None:
     assert run_processes(2, different_sums) == [{"shards": [], "replicas": []}] * 2
+
+
+@pytest.mark.usefixtures("alone")
+def test_nothing_is_resharded_where_that_would_free_nothing() -> None:
+    mesh = build_mesh(MeshDegrees(1, 1), device_type="cpu")
+    for dtype, offloads, float8_gathers, reshards in (
+        ("float32", False, False, False),
+        ("bfloat16", False, False, True),  # the casts
+        ("float32", True, False, True),  # copies on the device
+        ("float32", False, True, True),  # float8 copies
+    ):
+        config = FSDPConfig(param_dtype=dtype, cpu_offload=offloads)  # type: ignore[arg-type]
+        assert without_idle_resharding(mesh, config, float8_gathers=float8_gathers).reshard_after_forward == reshards
