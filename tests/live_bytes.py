@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from models.decoder import Decoder
-from parallel.fsdp import compute_with_whole_shards
+from parallel.fsdp import compute_with_whole_shards, without_idle_resharding
 from parallel.mesh import Mesh, build_mesh
 from parallel.order import parallelize
 from recipes.metrics.clock import RunClock
@@ -101,6 +101,7 @@ def fake_processes(count: int) -> Iterator[None]:
 
 def build(recipe: Recipe, mesh: Mesh) -> Built:
     """The recipe's model and optimizer on the CPU, without values where fake tensors are on."""
+    fsdp = without_idle_resharding(mesh, recipe.fsdp, float8_gathers=recipe.float8.all_gather)
     with torch.device("meta"):
         model = Decoder(recipe.model, loss_chunks=recipe.batch.loss_chunks)
     report = parallelize(
@@ -109,11 +110,11 @@ def build(recipe: Recipe, mesh: Mesh) -> Built:
         float8=recipe.float8,
         activation_checkpointing=recipe.activation_checkpointing,
         compile=recipe.compile,
-        fsdp=recipe.fsdp,
+        fsdp=fsdp,
         context_by=recipe.mesh.context_by,
     )
     model.to_empty(device="cpu")
-    compute_with_whole_shards(model, mesh, recipe.fsdp)
+    compute_with_whole_shards(model, mesh, fsdp)
     return Built(
         mesh=mesh,
         model=model,
@@ -121,7 +122,7 @@ def build(recipe: Recipe, mesh: Mesh) -> Built:
         optimizer=build_optimizer(model, recipe.optimizer, embedding=model.interface.embedding),
         parameters=tuple(model.parameters()),
         grad_clip=recipe.optimizer.grad_clip,
-        reshard_after_forward=recipe.fsdp.reshard_after_forward,
+        reshard_after_forward=fsdp.reshard_after_forward,
         float8_all_gather=recipe.float8.all_gather,
         report=tuple(report),
     )

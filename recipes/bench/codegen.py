@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
     """Print a table, and write all counts to --out; returns the exit code, 1 where ptxas refuses a kernel."""
     parser = argparse.ArgumentParser(
         prog="bench.py --suite codegen",
-        description=__doc__,
+        description=__doc__.removesuffix("Imports no torch.\n"),
         epilog="Further options, such as --float8.recipe tensorwise, go to the recipe or recipes.",
         allow_abbrev=False,
     )

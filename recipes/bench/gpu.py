@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
     """Measure and write NAME.json and NAME.md. Returns the exit code: 0, 2 for a user error, 128 + n after signal n."""
     parser = argparse.ArgumentParser(
         prog="bench.py --suite gpu",
-        description=__doc__,
+        description=__doc__.removesuffix("Imports no torch.\n"),
         epilog="Further options, such as --data.source FOLDER, go to the training runs.",
         allow_abbrev=False,
     )

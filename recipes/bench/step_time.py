@@ -109,7 +109,7 @@ def main(arguments: list[str]) -> int:
     """Print predictions. Returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="bench.py --suite step_time",
-        description=__doc__,
+        description=__doc__.removesuffix("Imports no torch.\n"),
         epilog="Further options, such as --fsdp.reshard_after_forward false, go to the recipe.",
         allow_abbrev=False,
     )

@@ -83,10 +83,10 @@ def test_a_kernel_that_the_device_does_not_have_is_refused(backend: str) -> None
 # FlashAttention 3. Its kernels need a GPU: here, torch's own registry takes a package that has only their names.
 
 PACKAGE = """
-import torch
-library = torch.library.Library("flash_attn_3", "DEF")
+from torch import library
+ours = library.Library("flash_attn_3", "DEF")
 for name in ("fwd", "bwd"):
-    library.define(f"{name}(Tensor query) -> Tensor")
+    ours.define(f"{name}(Tensor query) -> Tensor")
 """
 
 
