@@ -19,8 +19,8 @@ explain_wrong_interpreter()
 from models.sizes import SIZES  # noqa: E402
 from recipes.fields import describe, field_docs, field_types, sections, toml  # noqa: E402
 from recipes.load import CONFIGS, load  # noqa: E402
-from recipes.memory import ALONE, FULL, WITH_NCCL, Prediction, predict  # noqa: E402
 from recipes.metrics.hardware import Hardware, hardware_of  # noqa: E402
+from recipes.plan.memory import ALONE, FULL, WITH_NCCL, Prediction, predict  # noqa: E402
 from recipes.schema import Recipe  # noqa: E402
 from tests.parallel import combinations  # noqa: E402
 
@@ -89,8 +89,8 @@ def with_combinations(text: str) -> str:
 MEMORY_HEAD = """\
 # The memory that each recipe is predicted to need
 
-Written by `python scripts/write_docs.py` with `recipes/memory.py`; a test checks that it is up to date, and another
-that no recipe needs more than {full:.0%} of its GPU. **Nothing on this page was measured on a GPU.** `--check` prints
+Written by `python scripts/write_docs.py` with `recipes/plan/memory.py`; a test checks that it is up to date, and
+another that no recipe needs more than {full:.0%} of its GPU. **Nothing on this page was measured on a GPU.** `--check` prints
 the same for any recipe, with overrides: `python train.py RECIPE --check --batch.micro_batch_size 2`.
 
 A peak is the largest of what lives at some moments of a step. Without compile it equals the storages that live in a

@@ -17,8 +17,8 @@ from recipes.bench.step_model import (
     product_seconds,
     read_blocks,
 )
-from recipes.memory import predict as predict_memory
 from recipes.metrics.hardware import bf16_peak
+from recipes.plan.memory import predict as predict_memory
 from recipes.sweep.grid import Sweep
 from recipes.sweep.results import table
 from recipes.sweep.runner import LONGEST_REASON
@@ -158,7 +158,7 @@ def _missing(record: Record, sweep: Sweep) -> Iterator[str]:
 
 
 def _memory(record: Record, sweep: Sweep) -> Iterator[str]:
-    """Peaks of what torch's allocator gave out, as recipes/memory.py predicts them."""
+    """Peaks of what torch's allocator gave out, as recipes/plan/memory.py predicts them."""
     if record["environment"]["device"] == "cpu":
         yield "No predictions: on a CPU only the memory of whole processes is known."
         return

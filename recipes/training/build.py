@@ -158,7 +158,7 @@ def _predicted_memory(recipe: Recipe, mesh: Mesh, device: torch.device) -> list[
     """Lines for the log about the peak of a step on a GPU."""
     if device.type != "cuda":
         return []
-    from recipes.memory import predict, summary
+    from recipes.plan.memory import predict, summary
 
     return summary(predict(recipe, mesh.degrees), torch.cuda.get_device_properties(device).total_memory)
 

@@ -8,9 +8,9 @@ from parallel.config import MeshDegrees
 from parallel.errors import UserError
 from recipes.files.units import size
 from recipes.load import to_toml
-from recipes.memory import FULL, predict, summary
 from recipes.mesh_rules import advice, batch_divides, fitted_mesh, micro_batches
 from recipes.metrics.hardware import Hardware, hardware_of
+from recipes.plan.memory import FULL, predict, summary
 from recipes.schema import Recipe
 from recipes.training.run_folder import check_output_folder
 

@@ -12,7 +12,7 @@ from recipes.bench import gpu_page, gpu_plan
 from recipes.bench.codegen import BANDWIDTH, REACHED
 from recipes.bench.gpu_plan import GROUPS, Item, Record, fitting, items_of, open_record, place_of, write_record
 from recipes.load import CONFIGS
-from recipes.memory import predict as predict_memory
+from recipes.plan.memory import predict as predict_memory
 from recipes.sweep.grid import Sweep, read_sweep
 
 DEVICE = "NVIDIA H200"

@@ -13,12 +13,12 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
 from parallel.mesh import build_mesh
 from recipes.load import load
-from recipes.memory import FULL, predict
 from recipes.metrics.hardware import MEMORY, Hardware, hardware_of
+from recipes.plan.memory import FULL, predict
 from recipes.schema import Recipe
 from tests.live_bytes import CPU, build, fake_processes, tracked_step
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 EAGER = ["--run.device=cpu", "--compile.enabled=false", "--fsdp.param_dtype=bfloat16"]
 DEBUG = ["smollm3_debug.toml", "--batch.micro_batch_size=2"]
 LLAMA_DEBUG = ["llama3_debug.toml", "--batch.micro_batch_size=2", "--batch.sequence_length=256"]

@@ -1,0 +1,63 @@
+"""GPUs that a plan can be made for, with what their makers promise of them. Imports no torch."""
+
+from dataclasses import dataclass
+
+from parallel.errors import UserError, listed
+from recipes.metrics.hardware import MEMORY, bf16_peak
+
+NVIDIA_A100 = "NVIDIA A100 data sheet, SXM"
+NVIDIA_H100 = "NVIDIA H100 data sheet, SXM"
+NVIDIA_H200 = "NVIDIA H200 data sheet, SXM"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Promised numbers; what a step reaches of them is in rates.py."""
+
+    name: str
+    memory: int
+    """Bytes in all."""
+    bandwidth: float
+    """Bytes per second that its memory reads and writes."""
+    bf16_peak: float
+    """Dense FLOP/s."""
+    float8_peak: float | None
+    """Dense FLOP/s; None without float8 matrix units."""
+    link: float
+    """Bytes per second in each direction to the other GPUs of its node."""
+    network: float
+    """Bytes per second in each direction to other nodes: its share of the node's adapters."""
+    source: str
+    per_node: int = 8
+
+
+def _sxm(name: str, memory: int, bandwidth: float, link: float, network: float, source: str, float8: bool) -> Gpu:
+    peak = bf16_peak(name.partition("-")[0])
+    assert peak is not None
+    return Gpu(name, memory, bandwidth, peak, 2 * peak if float8 else None, link, network, source)
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        _sxm("H100", MEMORY["H100"], 3.35e12, 450e9, 50e9, NVIDIA_H100, True),
+        _sxm("H200", MEMORY["H200"], 4.8e12, 450e9, 50e9, NVIDIA_H200, True),
+        _sxm("A100", 81_920 * 2**20, 2.039e12, 300e9, 25e9, f"{NVIDIA_A100}, 80 GB", False),
+        _sxm("A100-40", 40_960 * 2**20, 1.555e12, 300e9, 25e9, f"{NVIDIA_A100}, 40 GB", False),
+        _sxm("B200", 183_359 * 2**20, 8e12, 900e9, 50e9, "NVIDIA DGX B200 data sheet", True),
+        _sxm(
+            *("H100-500W", 97_871 * 2**20, 2.4e12, 450e9, 50e9),
+            "Meta's H100 of 500 W with HBM2e (docs of torchtitan's benchmarks)",
+            True,
+        ),
+    )
+}
+"""By name."""
+
+
+def gpu_named(name: str) -> Gpu:
+    """The one with this name, in any case. Raises UserError for another."""
+    found = {known.upper(): gpu for known, gpu in GPUS.items()}.get(name.upper())
+    if found is None:
+        raise UserError(f"--gpu {name}: unknown; write {listed(list(GPUS), last='or')}")
+    return found
