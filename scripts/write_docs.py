@@ -90,8 +90,8 @@ MEMORY_HEAD = """\
 # The memory that each recipe is predicted to need
 
 Written by `python scripts/write_docs.py` with `recipes/plan/memory.py`; a test checks that it is up to date, and
-another that no recipe needs more than {full:.0%} of its GPU. **Nothing on this page was measured on a GPU.** `--check` prints
-the same for any recipe, with overrides: `python train.py RECIPE --check --batch.micro_batch_size 2`.
+another that no recipe needs more than {full:.0%} of its GPU. **Nothing on this page was measured on a GPU.** The same
+for any recipe, with overrides: `python train.py RECIPE --check --batch.micro_batch_size 2`.
 
 A peak is the largest of what lives at some moments of a step. Without compile it equals the storages that live in a
 real step, counted on fake tensors, within 0.01%: with each mode of recomputation, ZeRO-2 and 3, replicas, with and
