@@ -1,6 +1,8 @@
 """FSDP2: shard parameters, gradients and optimizer states, with the mixed-precision policy."""
 
+import inspect
 import weakref
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -43,9 +45,8 @@ def shard_blocks_and_root(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> s
         fully_shard(head, reshard_after_forward=False, **options)
     fully_shard(model, reshard_after_forward=False, **options)
 
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            _sum_gradients(module, mesh)
+    for unit in units_of(model):
+        _sum_gradients(unit, mesh)
     for index, unit in enumerate(units):
         # Ask for the next blocks' weights before this one computes, so that a slow host does not expose the gather.
         unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + config.prefetch])
@@ -97,15 +98,40 @@ class _OneBuffer:
 
 def reshard(model: nn.Module) -> None:
     """Put the shards back where a forward pass without a backward pass has left gathered weights, of any layer."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for unit in units_of(model):
+        unit.reshard()
 
 
 def without_idle_resharding(mesh: Mesh, config: FSDPConfig, *, float8_gathers: bool) -> FSDPConfig:
     """The same, without resharding where the shards themselves compute: it would free nothing, but cost time."""
     idle = _shards_are_whole(mesh, config) and config.param_dtype == "float32" and not float8_gathers
     return replace(config, reshard_after_forward=False) if idle else config
+
+
+def has_nothing_to_reduce(mesh: Mesh, config: FSDPConfig) -> bool:
+    """Whether this process computes whole gradients alone, so that take_gradients() replaces FSDP's reduction."""
+    return _shards_are_whole(mesh, config) and mesh.degrees.replicate == 1
+
+
+def units_of(model: nn.Module) -> tuple[FSDPModule, ...]:
+    """The modules that fully_shard was called for."""
+    return tuple(module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def take_gradients(units: Iterable[FSDPModule]) -> None:
+    """Give parameters the gradients that FSDP has summed over micro-batches without reducing them, and no copies.
+
+    FSDP's reduction would first copy them into one buffer. torch 2.11 to 2.13 have no public name for any of this.
+    """
+    for unit in units:
+        group = unit._get_fsdp_state()._fsdp_param_group
+        for parameter in cast(Any, group).fsdp_params if group else ():
+            gradient = parameter.unsharded_accumulated_grad
+            if gradient is None:  # it was computed in the type of the sum
+                gradient = parameter._unsharded_param.grad
+            parameter.unsharded_accumulated_grad = parameter._unsharded_param.grad = None
+            if gradient is not None:
+                parameter.sharded_param.grad = parameter.to_sharded_dtensor(gradient.to(parameter.orig_dtype))
 
 
 def _shards_are_whole(mesh: Mesh, config: FSDPConfig) -> bool:
@@ -124,7 +150,8 @@ def compute_with_whole_shards(model: nn.Module, mesh: Mesh, config: FSDPConfig) 
     for parameter in model.parameters():
         shard: Any = cast(DTensor, parameter)._local_tensor  # of which to_local() is another view
         if not hasattr(shard, "fsdp_pre_all_gather"):  # weights that are gathered in float8 have their own
-            shard.fsdp_pre_all_gather = partial(_gather_nothing, shard)
+            shard.fsdp_pre_all_gather = gather = partial(_gather_nothing, shard)
+            gather.__signature__ = OF_FIVE  # type: ignore[attr-defined]
             shard.fsdp_post_all_gather = partial(_whole_parameter, shard)
 
 
@@ -132,6 +159,10 @@ def _gather_nothing(
     shard: Tensor, mesh: Any, size: Any, stride: Any, module: Any, policy: Any
 ) -> tuple[tuple[Tensor], None]:
     return (shard.new_empty(0),), None
+
+
+OF_FIVE = inspect.signature(partial(_gather_nothing, torch.empty(0)))
+"""FSDP looks at each parameter's signature in each gather, which takes as long as a small kernel."""
 
 
 def _whole_parameter(

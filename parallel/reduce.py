@@ -16,7 +16,8 @@ from torch.profiler import record_function
 
 def sum_over_group(value: Tensor, group: ProcessGroup) -> Tensor:
     """`value` summed over the processes of the group, in place; the host does not wait for the device."""
-    dist.all_reduce(value, group=group)
+    if group.size() > 1:
+        dist.all_reduce(value, group=group)
     return value
 
 
@@ -45,6 +46,7 @@ def reduce_loss_and_times(loss: Tensor, times: list[float], *, loss_group: Proce
 
 
 @record_function("gradient norm")
+@torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The global L2 norm of all gradients, a float32 scalar, equal on all processes.
 
@@ -86,6 +88,7 @@ def share_gradients_of_copies(parameters: Iterable[nn.Parameter], axis: DeviceMe
 
 
 @record_function("gradient clipping")
+@torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], *, norm: Tensor, max_norm: float) -> None:
     """Scale all gradients, in place, so that their global norm is at most `max_norm`. The host does not wait."""
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)

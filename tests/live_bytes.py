@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from models.decoder import Decoder
-from parallel.fsdp import compute_with_whole_shards, without_idle_resharding
+from parallel.fsdp import compute_with_whole_shards, has_nothing_to_reduce, units_of, without_idle_resharding
 from parallel.mesh import Mesh, build_mesh
 from parallel.order import parallelize
 from recipes.metrics.clock import RunClock
@@ -118,11 +118,12 @@ def build(recipe: Recipe, mesh: Mesh) -> Built:
     return Built(
         mesh=mesh,
         model=model,
-        sharded=model,  # type: ignore[arg-type]
+        units=units_of(model),
         optimizer=build_optimizer(model, recipe.optimizer, embedding=model.interface.embedding),
         parameters=tuple(model.parameters()),
         grad_clip=recipe.optimizer.grad_clip,
         reshard_after_forward=fsdp.reshard_after_forward,
+        reduces_gradients=not has_nothing_to_reduce(mesh, fsdp),
         float8_all_gather=recipe.float8.all_gather,
         report=tuple(report),
     )

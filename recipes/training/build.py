@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from models.decoder import Decoder
 from parallel.dist import World, allocator_settings, on_all, on_main, on_main_first
 from parallel.errors import UserError
 from parallel.float8 import precompute_scales
-from parallel.fsdp import compute_with_whole_shards, without_idle_resharding
+from parallel.fsdp import compute_with_whole_shards, has_nothing_to_reduce, units_of, without_idle_resharding
 from parallel.kernels import choose_attention
 from parallel.materialize import materialize
 from parallel.mesh import Mesh, build_mesh
@@ -60,14 +60,16 @@ class Built:
 
     mesh: Mesh
     model: Decoder
-    sharded: FSDPModule
-    """The same model, as what fully_shard made of its class."""
+    units: tuple[FSDPModule, ...]
+    """The modules whose weights FSDP gathers together: the model itself, its blocks, perhaps embedding and head."""
     optimizer: Optimizer
     parameters: tuple[nn.Parameter, ...]
     """Those of the model, as sharding left them."""
     # The next three are as in the recipe, but nothing is resharded where that frees nothing.
     grad_clip: float
     reshard_after_forward: bool
+    reduces_gradients: bool
+    """Whether other processes have a part of them."""
     float8_all_gather: bool
     report: tuple[str, ...]
     """What each part of the parallelization did, one line per part."""
@@ -203,11 +205,12 @@ def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh:
     return Built(
         mesh,
         model,
-        sharded=cast(FSDPModule, model),
+        units=units_of(model),
         optimizer=build_optimizer(model, recipe.optimizer, embedding=model.interface.embedding),
         parameters=tuple(model.parameters()),
         grad_clip=recipe.optimizer.grad_clip,
         reshard_after_forward=fsdp.reshard_after_forward,
+        reduces_gradients=not has_nothing_to_reduce(mesh, fsdp),
         float8_all_gather=recipe.float8.all_gather,
         report=tuple(report),
     )

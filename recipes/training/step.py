@@ -9,6 +9,7 @@ from models.loss import IGNORED
 from parallel.dist import World
 from parallel.errors import CorruptState
 from parallel.float8 import precompute_scales
+from parallel.fsdp import take_gradients
 from parallel.reduce import clip_gradients, gradient_norm, share_gradients_of_copies, sum_over_group
 from recipes.data.loader import MicroBatch
 from recipes.metrics.clock import RunClock
@@ -45,12 +46,15 @@ def train_step(
     loss = torch.zeros((), device=target_tokens.device)
     for index, (inputs, targets, documents) in enumerate(clock.with_progress(micro_batches)):
         last = index == len(micro_batches) - 1
-        built.sharded.set_requires_gradient_sync(last)  # the other micro-batches reduce no gradients
-        if not built.reshard_after_forward:
-            built.sharded.set_reshard_after_backward(last)  # ZeRO-2 gathers the weights once per step
+        for unit in built.units:
+            unit.set_requires_gradient_sync(last and built.reduces_gradients, recurse=False)  # only of their sum
+            if not built.reshard_after_forward:
+                unit.set_reshard_after_backward(last, recurse=False)  # ZeRO-2 gathers the weights once per step
         micro_loss = model(inputs, targets, documents=documents) / target_tokens
         backward(micro_loss)
         loss += micro_loss.detach()
+    if not built.reduces_gradients:
+        take_gradients(built.units)
     norm = guard.norm_of_all(gradient_norm(parameters))
     if built.mesh.tensor is not None:  # after the norm, which shows what is wrong with any copy
         share_gradients_of_copies(parameters, built.mesh.tensor)

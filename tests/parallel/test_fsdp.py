@@ -14,10 +14,11 @@ from models.sizes import SIZES
 from parallel.config import Float8Config, FSDPConfig, MeshConfig, MeshDegrees
 from parallel.dist import start, stop
 from parallel.float8 import precompute_scales
-from parallel.fsdp import without_idle_resharding
+from parallel.fsdp import has_nothing_to_reduce, take_gradients, units_of, without_idle_resharding
 from parallel.materialize import materialize, whole
 from parallel.mesh import build_mesh
 from tests.build import NO_FLOAT8, build_model
+from tests.live_bytes import fake_processes
 from tests.processes import run_processes
 
 DEBUG = SIZES["llama3_debug"]
@@ -47,17 +48,22 @@ def micro_batches(count: int, *, seed: int = 0) -> list[Tensor]:
     return [torch.randint(DEBUG.vocabulary, (1, TOKENS), generator=generator) for _ in range(count)]
 
 
-def train(model: Any, batch: list[Tensor], *, zero2: bool) -> list[Tensor]:
-    """The losses of the micro-batches, accumulated as in train_step(). Leaves the gradients of their sum."""
+def train(model: Any, batch: list[Tensor], *, zero2: bool, reduces: bool = False) -> list[Tensor]:
+    """The losses of the micro-batches, accumulated as in train_step(). Leaves the gradients of their sum.
+
+    reduces: whether FSDP reduces them, as it must where several processes have a part.
+    """
     losses = []
     for index, tokens in enumerate(batch):
         last = index == len(batch) - 1
-        model.set_requires_gradient_sync(last)
+        model.set_requires_gradient_sync(last and reduces)
         if zero2:
             model.set_reshard_after_backward(last)
         loss = model(tokens, tokens)
         loss.backward()
         losses.append(loss.detach())
+    if not reduces:
+        take_gradients(units_of(model))
     return losses
 
 
@@ -94,7 +100,7 @@ def sizes() -> dict[str, int]:
 @pytest.mark.parametrize("zero2", [False, True])
 def test_one_process_computes_with_its_float32_weights_themselves(zero2: bool, sizes: dict[str, int]) -> None:
     found = written(micro_batches(1), zero2=zero2, dtype="float32")
-    assert found == {"chunk_cat float32": sizes["all"]}  # the gradients, once
+    assert found == {}  # and no gradient is copied
 
 
 @pytest.mark.usefixtures("alone")
@@ -102,10 +108,10 @@ def test_zero2_casts_each_weight_once_a_step(sizes: dict[str, int]) -> None:
     """The optimizer has changed the weights, so the first forward pass must cast them, and nothing else may."""
     for count in (1, 3):
         found = written(micro_batches(count), zero2=True, dtype="bfloat16")
-        assert found.pop("chunk_cat float32") == sizes["all"]
         assert found.pop("copy_ bfloat16") == sizes["all"]
         # What is left is the accumulation in float32.
-        assert found == ({"_to_copy float32": sizes["all"], "add_ float32": 2 * sizes["all"]} if count == 3 else {})
+        assert found.pop("_to_copy float32") == sizes["all"]
+        assert found == ({"add_ float32": 2 * sizes["all"]} if count == 3 else {})
 
 
 @pytest.mark.usefixtures("alone")
@@ -194,7 +200,7 @@ def different_sums() -> dict[str, list[str]]:
     expected, found = gradients(reference), {}
     for name, mesh in MESHES.items():
         model, _ = build_model(DEBUG, mesh=mesh)
-        train(model, micro_batches(1, seed=world.rank), zero2=False)
+        train(model, micro_batches(1, seed=world.rank), zero2=False, reduces=True)
         sums = {key: whole(gradient) for key, gradient in gradients(model).items()}
         assert sums.keys() == expected.keys()
         found[name] = [key for key, gradient in expected.items() if not torch.equal(sums[key], gradient)]
@@ -204,6 +210,35 @@ def different_sums() -> dict[str, list[str]]:
 
 def test_two_processes_sum_gradients_to_the_bit() -> None:
     assert run_processes(2, different_sums) == [{"shards": [], "replicas": []}] * 2
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("reduced", ["float32", "bfloat16"])
+def test_one_process_takes_the_gradients_that_a_reduction_would_return(reduced: str) -> None:
+    found = []
+    for reduces in (False, True):
+        fsdp = FSDPConfig(reduce_dtype=reduced)  # type: ignore[arg-type]
+        model, _ = build_model(DEBUG, fsdp=fsdp)
+        train(model, micro_batches(3), zero2=False, reduces=reduces)
+        found.append(gradients(model))
+    taken, returned = found
+    assert taken.keys() == returned.keys()
+    for name, gradient in returned.items():
+        assert taken[name].dtype == gradient.dtype == torch.float32
+        assert taken[name].placements == gradient.placements and taken[name].device_mesh == gradient.device_mesh
+        assert torch.equal(taken[name].to_local(), gradient.to_local()), name
+
+
+@pytest.mark.parametrize(
+    ("replicate", "shard", "offloads", "alone"),
+    [(1, 1, False, True), (1, 1, True, False), (2, 1, False, False), (1, 2, False, False)],
+)
+def test_only_a_process_without_others_takes_its_gradients(
+    replicate: int, shard: int, offloads: bool, alone: bool
+) -> None:
+    with fake_processes(replicate * shard):
+        mesh = build_mesh(MeshDegrees(replicate, shard), device_type="cpu")
+        assert has_nothing_to_reduce(mesh, FSDPConfig(cpu_offload=offloads)) is alone
 
 
 @pytest.mark.usefixtures("alone")

@@ -83,7 +83,7 @@ def test_the_predicted_peak_is_that_of_a_step_of_one_process(dtype: str, micro_b
 
 
 @pytest.mark.parametrize("file", ["smollm3_debug.toml", "llama3_debug.toml"])
-def test_the_predicted_peak_of_one_process_is_right_where_gradients_are_reduced_in_one_buffer(file: str) -> None:
+def test_the_predicted_peak_of_one_process_is_right_where_it_is_at_the_embedding(file: str) -> None:
     short = ["--batch.sequence_length=32", "--batch.global_batch_size=2", "--batch.micro_batch_size=2"]
     recipe = eager(file, *short, "--batch.loss_chunks=8")
     assert "embedding" in predict(recipe, recipe.mesh.fit(1)).fullest
