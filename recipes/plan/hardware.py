@@ -1,6 +1,7 @@
 """GPUs that a plan can be made for, with what their makers promise of them. Imports no torch."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from parallel.errors import UserError, listed
 from recipes.metrics.hardware import MEMORY, bf16_peak
@@ -9,10 +10,12 @@ NVIDIA_A100 = "NVIDIA A100 data sheet, SXM"
 NVIDIA_H100 = "NVIDIA H100 data sheet, SXM"
 NVIDIA_H200 = "NVIDIA H200 data sheet, SXM"
 
+Family = Literal["hopper", "hopper, 500 W", "ampere", "measured"]
+
 
 @dataclass(frozen=True)
 class Gpu:
-    """Promised numbers; what a step reaches of them is in rates.py."""
+    """Promised numbers; what a step reaches of them is in rates.py. A device whose rates were measured is one, too."""
 
     name: str
     memory: int
@@ -29,26 +32,50 @@ class Gpu:
     """Bytes per second in each direction to other nodes: its share of the node's adapters."""
     source: str
     per_node: int = 8
+    float32_peak: float | None = None
+    """FLOP/s of products of float32; None: half of those of bfloat16."""
+    units: int = 132
+    """Parts that compute tiles of a product at the same time: streaming multiprocessors, or cores."""
+    family: Family = "hopper"
+    """Which of rates.py's shares of the peak apply; "measured": the peaks are what products reach."""
 
 
-def _sxm(name: str, memory: int, bandwidth: float, link: float, network: float, source: str, float8: bool) -> Gpu:
+def _sxm(
+    name: str,
+    memory: int,
+    bandwidth: float,
+    link: float,
+    network: float,
+    source: str,
+    *,
+    float8: bool = True,
+    float32: float = 66.9e12,
+    units: int = 132,
+    family: Family = "hopper",
+) -> Gpu:
     peak = bf16_peak(name.partition("-")[0])
     assert peak is not None
-    return Gpu(name, memory, bandwidth, peak, 2 * peak if float8 else None, link, network, source)
+    return Gpu(
+        *(name, memory, bandwidth, peak, 2 * peak if float8 else None, link, network, source),
+        float32_peak=float32,
+        units=units,
+        family=family,
+    )
 
 
+_AMPERE = {"float8": False, "float32": 19.5e12, "units": 108, "family": "ampere"}
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        _sxm("H100", MEMORY["H100"], 3.35e12, 450e9, 50e9, NVIDIA_H100, True),
-        _sxm("H200", MEMORY["H200"], 4.8e12, 450e9, 50e9, NVIDIA_H200, True),
-        _sxm("A100", 81_920 * 2**20, 2.039e12, 300e9, 25e9, f"{NVIDIA_A100}, 80 GB", False),
-        _sxm("A100-40", 40_960 * 2**20, 1.555e12, 300e9, 25e9, f"{NVIDIA_A100}, 40 GB", False),
-        _sxm("B200", 183_359 * 2**20, 8e12, 900e9, 50e9, "NVIDIA DGX B200 data sheet", True),
+        _sxm("H100", MEMORY["H100"], 3.35e12, 450e9, 50e9, NVIDIA_H100),
+        _sxm("H200", MEMORY["H200"], 4.8e12, 450e9, 50e9, NVIDIA_H200),
+        _sxm("A100", 81_920 * 2**20, 2.039e12, 300e9, 25e9, f"{NVIDIA_A100}, 80 GB", **_AMPERE),  # type: ignore[arg-type]
+        _sxm("A100-40", 40_960 * 2**20, 1.555e12, 300e9, 25e9, f"{NVIDIA_A100}, 40 GB", **_AMPERE),  # type: ignore[arg-type]
+        _sxm("B200", 183_359 * 2**20, 8e12, 900e9, 50e9, "NVIDIA DGX B200 data sheet", float32=75e12, units=148),
         _sxm(
             *("H100-500W", 97_871 * 2**20, 2.4e12, 450e9, 50e9),
             "Meta's H100 of 500 W with HBM2e (docs of torchtitan's benchmarks)",
-            True,
+            family="hopper, 500 W",
         ),
     )
 }

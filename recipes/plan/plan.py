@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from parallel.config import MeshDegrees
 from recipes.plan.hardware import Gpu
 from recipes.plan.memory import FULL, Prediction, predict
+from recipes.plan.rates import RATES, Rates
 from recipes.plan.time import StepTime, step_time
 from recipes.schema import Recipe
 
@@ -25,6 +26,6 @@ class Plan:
         return self.memory.peak <= FULL * self.gpu.memory
 
 
-def plan(recipe: Recipe, degrees: MeshDegrees, *, gpu: Gpu) -> Plan:
+def plan(recipe: Recipe, degrees: MeshDegrees, *, gpu: Gpu, rates: Rates = RATES) -> Plan:
     """Predict memory and time."""
-    return Plan(recipe, degrees, gpu, predict(recipe, degrees), step_time(recipe, degrees, gpu=gpu))
+    return Plan(recipe, degrees, gpu, predict(recipe, degrees), step_time(recipe, degrees, gpu=gpu, rates=rates))

@@ -1,10 +1,48 @@
-"""Predict the seconds of a training step, piece by piece. Imports no torch."""
+"""Predict the seconds of a training step, piece by piece.
 
+    products       each linear's three products, by their shapes; more with "full" checkpointing
+    attention      causal: 2 x layers x heads x head width x S x T forward, 2.5 times that backward
+    fused kernels  bytes that all other kernels of the blocks move, by formulas in widths (work.py)
+    loss           bytes per logit x vocabulary x T
+    gaps           kernels launched x a gap; where the host cannot keep up, what the device waits for it
+    weights        cast and copied for each gather: twice per micro-batch (ZeRO-3), or once per step (ZeRO-2)
+    gradients      added up in float32 with each micro-batch, and copied for their reduction
+    optimizer      AdamW, the gradient norm and clipping, once per step
+    messages       what is sent before the first product and after the last one, and what computation does not hide
+
+rates.py has all constants. Left out: the embedding, the last norm, data, and that attention within documents does less.
+Imports no torch.
+"""
+
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from parallel.config import MeshDegrees
+from parallel.errors import UserError
 from recipes.plan.hardware import Gpu
+from recipes.plan.messages import Messages, messages_of
+from recipes.plan.rates import RATES, Rates
+from recipes.plan.work import Recompute, Work, moved_bytes, work_of
 from recipes.schema import Recipe
+
+BACKWARD = 2.5
+"""FLOPs of attention's backward pass over those of its forward pass: five products instead of two."""
+LOSS_COMPILED = 6.0
+"""Bytes per logit (docs/benchmarks/codegen.md)."""
+CLIPPING = 12
+"""Bytes per parameter: the norm reads gradients of 4 bytes; scaling them reads and writes them."""
+ACCUMULATE = 10
+"""Bytes per parameter and micro-batch: a bf16 gradient is added to a float32 one, which is read and written."""
+CAST, CAST_FLOAT8 = 6, 21
+"""Bytes per parameter to cast float32 weights for a gather: read 4, write 2; to float8 (torchao 0.18, eager) scale 8,
+clamp 8, cast 5."""
+REDUCE = 8
+"""Bytes per parameter to copy gradients of 4 bytes for their reduction."""
+SCALES = 12
+"""Bytes per parameter once per step for the scales of weights gathered in float8: absolute values, 8, and maxima, 4."""
+NARROW = 64
+"""Width of heads with which rates.narrow_heads holds; it changes linearly up to twice that."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +71,226 @@ class StepTime:
         return self.tokens / self.step_seconds
 
 
-def step_time(recipe: Recipe, degrees: MeshDegrees, *, gpu: Gpu) -> StepTime:
-    """What a step of the recipe takes on a mesh of these degrees."""
-    batch = recipe.batch
-    tokens = batch.global_batch_size * batch.sequence_length // degrees.processes
-    flops = 6 * recipe.model.matmul_params() * tokens
-    return StepTime(tokens, {"products": flops / (0.7 * gpu.bf16_peak)}, {}, 0.5)
+def step_time(recipe: Recipe, degrees: MeshDegrees, *, gpu: Gpu, rates: Rates = RATES) -> StepTime:
+    """What a step of the recipe takes on a mesh of these degrees. Raises UserError for what the model does not know."""
+    if recipe.fsdp.cpu_offload:
+        raise UserError("fsdp.cpu_offload = true: the time of transfers to the host is not modelled; write false")
+    if recipe.float8.recipe != "none" and not recipe.float8.emulate and gpu.float8_peak is None:
+        raise UserError(
+            f'float8.recipe = "{recipe.float8.recipe}": {gpu.name} has no float8 matrix units; write "none"'
+        )
+    return time_of(work_of(recipe, degrees, per_node=gpu.per_node), gpu=gpu, rates=rates)
+
+
+def time_of(work: Work, *, gpu: Gpu, rates: Rates = RATES) -> StepTime:
+    """What this step takes."""
+    block, head = _blocks(work, gpu, rates), _head(work, gpu, rates)
+    states = _states(work, gpu, rates)
+    layers = work.layers / work.pipeline
+    per_micro_batch = {
+        "products": layers * (block.products + block.products_backward),
+        "output projection": head.products / work.pipeline,
+        "attention": layers * (block.attention + block.attention_backward),
+        "fused kernels": layers * (block.kernels + block.kernels_backward),
+        "loss": head.loss / work.pipeline,
+        "gaps": layers * (block.gaps + block.gaps_backward),
+    }
+    seconds = {piece: work.micro_batches * value for piece, value in per_micro_batch.items()}
+    messages = messages_of(work, gpu, rates, forward=block.forward, backward=block.backward)
+    seconds["products"] += rates.beside * sum(messages.hidden.values())
+    return StepTime(
+        round(work.tokens_per_process),
+        seconds | states | _bubble(work, per_micro_batch, messages) | messages.exposed,
+        messages.hidden,
+        rates.spread,
+        rates.calibrated,
+    )
+
+
+def product_seconds(
+    rows: float, columns: float, inner: float, *, gpu: Gpu, rates: Rates, element: int = 2, float8: bool = False
+) -> float:
+    """Of one matrix product with a result of rows x columns."""
+    if element == 4:
+        peak = (gpu.float32_peak or gpu.bf16_peak / 2) * (1.0 if gpu.family == "measured" else 0.9)
+    elif float8:
+        assert gpu.float8_peak is not None
+        peak = rates.float8 * rates.share_of(gpu.family) * gpu.float8_peak
+    else:
+        peak = rates.share_of(gpu.family) * gpu.bf16_peak
+    computing = 2 * rows * columns * inner / peak
+    computing *= (1 + rates.depth / inner) * (1 + rates.wave * rates.tile * gpu.units / (rows * columns))
+    moving = element * (rows * columns + inner * (rows + columns)) / (rates.moved * gpu.bandwidth)
+    return max(computing, moving)
+
+
+def attention_seconds(
+    flops: float, kernel: str, *, backward: bool, gpu: Gpu, rates: Rates, head_width: int = 128, sequence: float = 8192
+) -> float:
+    """Of one pass. flops: of the forward pass, causal."""
+    shares = {
+        "flash": rates.flash,
+        "flash3": rates.cudnn,
+        "cudnn": rates.cudnn,
+        "triton": rates.triton,
+        "math": rates.attention_math,
+    }
+    share = shares[kernel]
+    if gpu.family == "ampere":
+        share *= rates.attention_ampere if kernel in ("flash", "triton") else 1.0
+    elif gpu.family == "hopper, 500 W":
+        share *= rates.products_500w / rates.products
+    narrow = min(1.0, max(0.0, 2 - head_width / NARROW))
+    rate = share * gpu.bf16_peak * (1 - narrow * (1 - rates.narrow_heads)) / (1 + rates.ramp / sequence)
+    return BACKWARD * flops / (rate * rates.attention_backward) if backward else flops / rate
+
+
+def moving_seconds(amount: float, *, gpu: Gpu, rates: Rates) -> float:
+    """Of compiled kernels and copies that read and write so many bytes."""
+    return amount / (rates.moved * gpu.bandwidth)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Seconds of one layer for one micro-batch: the mean of those that recompute and those that do not."""
+
+    products: float
+    products_backward: float
+    attention: float
+    attention_backward: float
+    kernels: float
+    kernels_backward: float
+    gaps: float
+    gaps_backward: float
+
+    @property
+    def forward(self) -> float:
+        return self.products + self.attention + self.kernels + self.gaps
+
+    @property
+    def backward(self) -> float:
+        return self.products_backward + self.attention_backward + self.kernels_backward + self.gaps_backward
+
+
+def _blocks(work: Work, gpu: Gpu, rates: Rates) -> _Block:
+    again, plain = _block(work, work.recompute, gpu, rates), _block(work, "none", gpu, rates)
+    share = work.recomputed
+    return _Block(*(share * a + (1 - share) * b for a, b in zip(_numbers(again), _numbers(plain), strict=True)))
+
+
+def _numbers(block: _Block) -> Iterable[float]:
+    return vars(block).values()
+
+
+def _block(work: Work, recompute: Recompute, gpu: Gpu, rates: Rates) -> _Block:
+    """One layer that recomputes like this."""
+    tokens, tensor = work.tokens, work.tensor
+    forward, backward, last = _linears(work, gpu, rates)
+    again = {"none": 0.0, "selective": 0.0, "full": forward - last, "every second product": forward / 2}[recompute]
+    flops = 2 * work.query / tensor * work.sequence * tokens
+    attention, attention_backward = (
+        attention_seconds(
+            *(flops, work.kernel),
+            backward=backward_pass,
+            gpu=gpu,
+            rates=rates,
+            head_width=work.head_width,
+            sequence=work.sequence,
+        )
+        for backward_pass in (False, True)
+    )
+    amount, kernels = moved_bytes(work, recompute)
+    moving = amount / ((rates.moved if work.compiled else rates.eager) * gpu.bandwidth)
+    computing = forward + backward + again + attention + attention_backward + moving
+    attention_backward += attention * (recompute == "full")
+    host = kernels * rates.launch * (0.5 if work.compiled else 1.0)
+    gaps = max(kernels * rates.gap, host - computing)
+    return _Block(
+        *(forward, backward + again, attention, attention_backward),
+        *(moving / 3, moving * 2 / 3, gaps / 3, gaps * 2 / 3),
+    )
+
+
+def _linears(work: Work, gpu: Gpu, rates: Rates) -> tuple[float, float, float]:
+    """Seconds of all linears of one layer: forward, backward, and of the last one forward."""
+    return _linears_of(
+        *(work.tokens, work.width, work.query // work.tensor, work.key // work.tensor, work.inner // work.tensor),
+        *(work.gated, work.float8, work.element, gpu, rates),
+    )
+
+
+@lru_cache(4096)
+def _linears_of(
+    tokens: int,
+    width: int,
+    query: int,
+    key: int,
+    inner: int,
+    gated: bool,
+    float8: str,
+    element: int,
+    gpu: Gpu,
+    rates: Rates,
+) -> tuple[float, float, float]:
+    low, low_weights = float8 != "none", float8 in ("tensorwise", "rowwise")
+    forward = backward = last = 0.0
+    up = [(inner, width)] * (2 if gated else 1)
+    for columns, depth in ((query, width), (key, width), (key, width), (width, query), *up, (width, inner)):
+        last = product_seconds(tokens, columns, depth, gpu=gpu, rates=rates, element=element, float8=low)
+        forward += last
+        backward += product_seconds(tokens, depth, columns, gpu=gpu, rates=rates, element=element, float8=low)
+        backward += product_seconds(columns, depth, tokens, gpu=gpu, rates=rates, element=element, float8=low_weights)
+    return forward, backward, last
+
+
+@dataclass(frozen=True)
+class _Head:
+    products: float
+    loss: float
+
+
+def _head(work: Work, gpu: Gpu, rates: Rates) -> _Head:
+    """The output projection and the loss of one micro-batch."""
+    tokens, vocabulary = work.tokens, work.vocabulary / work.tensor
+    shapes = ((tokens, vocabulary, work.width), (tokens, work.width, vocabulary), (vocabulary, work.width, tokens))
+    products = sum(product_seconds(*shape, gpu=gpu, rates=rates, element=work.element) for shape in shapes)
+    per_logit = LOSS_COMPILED * work.element / 2 if work.compiled_loss else rates.loss
+    return _Head(products, moving_seconds(per_logit * tokens * vocabulary, gpu=gpu, rates=rates))
+
+
+def _states(work: Work, gpu: Gpu, rates: Rates) -> dict[str, float]:
+    """Seconds per step for copies of weights and gradients, and for the optimizer."""
+    shard, parts = work.shard * work.context, work.tensor * work.pipeline
+    in_blocks = work.layers * (work.block_params + 2 * work.width) / parts
+    rest = work.vocabulary * work.width * (1 if work.tied else 2) / parts
+    copy = 1 if work.float8_weights else 2 * (work.element == 2)
+    cast = CAST_FLOAT8 if work.float8_weights else CAST * (work.element == 2)
+    if shard > 1:
+        gather, root = (cast + 2 * copy) / shard + 2 * copy, (CAST + 2 * work.element) / shard + 2 * work.element
+    else:
+        gather, root = cast + 2 * work.float8_weights, CAST * (work.element == 2)
+    times = work.micro_batches if work.reshard else 1
+    moved = in_blocks * gather * (1 + work.reshard) * times + rest * root * times
+    if work.float8_weights:
+        moved += in_blocks * SCALES / shard
+    added = ACCUMULATE * work.micro_batches if work.micro_batches > 1 else 0
+    reductions = work.micro_batches if work.reduces_each else 1
+    update = 12 + 2 * work.moments + (CLIPPING if work.clipped else 4)
+    return {
+        "weights": moving_seconds(moved, gpu=gpu, rates=rates),
+        "gradients": moving_seconds((in_blocks + rest) * (added + REDUCE * reductions), gpu=gpu, rates=rates),
+        "optimizer": moving_seconds((in_blocks + rest) * update / shard, gpu=gpu, rates=rates),
+    }
+
+
+def _bubble(work: Work, per_micro_batch: dict[str, float], messages: Messages) -> dict[str, float]:
+    """Seconds in which a stage of a pipeline has nothing to do: at both ends, and beside a last one with the head."""
+    if work.pipeline == 1:
+        return {}
+    tensor = sum(value for name, value in messages.exposed.items() if name.startswith("messages: tensor"))
+    one = sum(per_micro_batch.values()) + tensor / work.micro_batches
+    bubble = one * (work.pipeline - 1) / work.virtual
+    if work.layers % work.pipeline == 0:  # else those with the embedding and the head have fewer layers
+        head = per_micro_batch["output projection"] + per_micro_batch["loss"]
+        bubble += work.micro_batches * head * (work.pipeline - 1)
+    return {"bubble": bubble}

@@ -1,0 +1,146 @@
+"""Seconds of messages in a step, by axis of the mesh and place, and what computation hides of them.
+
+NCCL sends along rings: each byte crosses every link once, each of n - 1 steps has its latency. Inside a node a ring
+uses NVLink. A ring through several nodes enters and leaves each of them by the adapters of all its members there, and
+is as fast as the slower of the two.
+
+FSDP gathers a block's weights while the block before it computes, and reduces gradients while the next one does. The
+first gather and the last reduction have nothing to hide behind. On ZeRO-3 both share the backward pass.
+Imports no torch.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from recipes.plan.hardware import Gpu
+from recipes.plan.rates import Rates
+from recipes.plan.work import Work
+
+Seconds = dict[str, float]
+"""By name, such as "messages: shard, inside nodes"."""
+
+
+@dataclass(frozen=True)
+class Messages:
+    """Of one step."""
+
+    exposed: Seconds = field(default_factory=dict)
+    hidden: Seconds = field(default_factory=dict)
+
+    def add(self, sent: Seconds, *, hiding: float, times: float = 1.0) -> None:
+        """Messages of which computation hides so many seconds; so many times."""
+        total = sum(sent.values())
+        share = min(1.0, hiding / total) if total else 0.0
+        for name, seconds in sent.items():
+            for where, part in ((self.exposed, 1 - share), (self.hidden, share)):
+                if part:
+                    where[name] = where.get(name, 0.0) + times * part * seconds
+
+
+@dataclass(frozen=True)
+class Group:
+    """Processes that exchange messages: every `stride`-th one of a mesh."""
+
+    axis: str
+    size: int
+    stride: int
+    gpu: Gpu
+    rates: Rates
+
+    @property
+    def in_node(self) -> int:
+        """Members of one node."""
+        return max(1, min(self.size, self.gpu.per_node // self.stride))
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.size // self.in_node)
+
+    @property
+    def name(self) -> str:
+        return f"messages: {self.axis}, {'inside' if self.nodes == 1 else 'between'} nodes"
+
+    def ring(self, amount: float) -> float:
+        """Seconds to gather so many bytes in all members, or to scatter their sum; also to exchange as many."""
+        if self.size == 1:
+            return 0.0
+        rate = self.rates.link * self.gpu.link
+        if self.nodes > 1:
+            rate = min(rate, self.in_node * self.rates.network * self.gpu.network)
+        steps = (self.size - self.nodes) * self.rates.hop + (self.nodes - (self.nodes == 1)) * self.rates.node_hop
+        return self.rates.collective + steps + amount * (self.size - 1) / self.size / rate
+
+    def sum(self, amount: float) -> float:
+        """Seconds to sum so many bytes in all members: a scatter and a gather, or along trees if that is sooner."""
+        if self.size == 1:
+            return 0.0
+        ring, start = 2 * self.ring(amount), self.rates.collective
+        hop = self.rates.node_hop if self.nodes > 1 else self.rates.hop
+        steps = (self.size - 1) * self.rates.hop + (self.nodes - 1) * (self.rates.node_hop - self.rates.hop)
+        tree = 2 * math.ceil(math.log2(self.size)) * hop
+        return ring - start - 2 * max(0.0, steps - tree / 2)
+
+
+def messages_of(work: Work, gpu: Gpu, rates: Rates, *, forward: float, backward: float) -> Messages:
+    """Of one step. forward, backward: seconds of computation of one layer for one micro-batch."""
+    found = Messages()
+    inside = _inside_blocks(work, gpu, rates)
+    layers = work.layers / work.pipeline
+    if inside:
+        again = 1 + (work.recompute == "full") * work.recomputed
+        times = work.micro_batches * layers * (1 + again)
+        hiding = rates.overlapped if work.overlap_tensor else 0.0
+        found.add(inside, hiding=hiding * sum(inside.values()), times=times)
+    _fully_sharded(work, gpu, rates, found, forward=forward, backward=backward)
+    return found
+
+
+def _inside_blocks(work: Work, gpu: Gpu, rates: Rates) -> Seconds:
+    """In the forward pass of one layer, by tensor and context groups; the backward pass has as many."""
+    found = {}
+    if work.tensor > 1:
+        group = Group("tensor", work.tensor, 1, gpu, rates)
+        amount = work.tokens * work.width * work.element
+        gathers = 1 if work.float8_activations else 2
+        found[group.name] = gathers * group.ring(amount) + 2 * group.ring(amount)
+    if work.context > 1:
+        group = Group("context", work.context, work.tensor, gpu, rates)
+        query, key = work.query / work.tensor, work.key / work.tensor
+        if work.context_by == "heads":
+            found[group.name] = 2 * group.ring(work.tokens * (query + key) * work.element)
+        else:
+            found[group.name] = group.ring(work.tokens * work.context * 2 * key * work.element)
+    return found
+
+
+def _fully_sharded(work: Work, gpu: Gpu, rates: Rates, found: Messages, *, forward: float, backward: float) -> None:
+    """Gathers of weights and reductions of gradients of all blocks and both tables."""
+    shard = Group("shard", work.shard * work.context, work.tensor, gpu, rates)
+    replicas = Group("replicate", work.replicate, work.tensor * shard.size, gpu, rates)
+    if shard.size * replicas.size == 1:
+        return
+    parts = work.tensor * work.pipeline
+    block, layers = work.block_params / work.tensor, work.layers / work.pipeline
+    table = work.vocabulary * work.width / parts
+    element = 1 if work.float8_weights else work.element
+
+    def reduction(params: float) -> Seconds:
+        sums = {shard.name: shard.ring(work.reduced * params)} if shard.size > 1 else {}
+        return sums | ({replicas.name: replicas.sum(4 * params / shard.size)} if replicas.size > 1 else {})
+
+    gather = {shard.name: shard.ring(element * block)} if shard.size > 1 else {}
+    first = {shard.name: shard.ring(work.element * table) + shard.ring(element * block)} if gather else {}
+    reduced, last = reduction(block), reduction(table)
+    both = {name: gather.get(name, 0.0) + reduced.get(name, 0.0) for name in {**gather, **reduced}}
+    micro_batches = work.micro_batches
+    gathers = micro_batches if work.reshard else 1
+    reductions = micro_batches if work.reduces_each else 1
+    found.add(first, hiding=0.0, times=gathers)
+    found.add(gather, hiding=forward, times=gathers * (layers - 1))
+    if work.reshard:
+        found.add(gather, hiding=backward, times=(micro_batches - reductions) * (layers - 1))
+        found.add(both, hiding=backward, times=reductions * (layers - 1))
+    else:
+        found.add(reduced, hiding=backward, times=reductions * (layers - 1))
+    found.add(reduced, hiding=0.0, times=reductions)
+    found.add(last, hiding=0.0, times=reductions)

@@ -1,0 +1,95 @@
+"""What a step reaches of a device's promised numbers: every constant of the model of time.
+
+A constant marked (fitted) begins at the number that its source gives and is then fitted to published measurements by
+`python scripts/bench.py --suite plan`, with the uncertainty that recipes/bench/plan.py states; the others are counted
+or assumed. Calibration replaces fields (dataclasses.replace). Imports no torch.
+"""
+
+from dataclasses import dataclass
+
+from recipes.plan.hardware import Family
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Shares of peaks, seconds and bytes."""
+
+    # Matrix products: flops / (share x peak) x (1 + depth / K) x (1 + wave x tile x units / (M x N)).
+    products: float = 0.73
+    """(fitted) Share of the dense peak that large bfloat16 products reach on an H100 or H200 of 700 W, under load."""
+    products_500w: float = 0.60
+    """(fitted) The same on Meta's H100 of 500 W, whose clocks are lower under load."""
+    products_ampere: float = 0.84
+    """(fitted) The same on an A100."""
+    float8: float = 0.86
+    """(fitted) The same for float8 products, relative to bfloat16: 1,247 of 1,979 TFLOP/s where those reach 722."""
+    depth: float = 150.0
+    """(fitted) Columns of the inner dimension K whose time a product loses before and after its inner loop."""
+    wave: float = 0.5
+    """Share of a wave of tiles that is lost on average, because the last one is not full."""
+    tile: float = 128 * 256
+    """Elements of the result that one unit computes at a time, as cuBLAS's large kernels do."""
+
+    # Attention: causal flops / (share x peak) x (1 + ramp / S), and backward 2.5 times the flops.
+    flash: float = 0.34
+    """(fitted) Share of an H100's peak that FlashAttention 2 reaches with heads of 128 (arXiv 2307.08691)."""
+    cudnn: float = 0.60
+    """(fitted) cuDNN's attention; FlashAttention 3 (arXiv 2407.08608) is much like it."""
+    triton: float = 0.20
+    """(fitted) The first FlashAttention, written in Triton, about half as fast as the second (arXiv 2307.08691)."""
+    attention_ampere: float = 1.8
+    """Shares of FlashAttention 1 and 2 on an A100 relative to an H100: they use the A100's instructions on both."""
+    attention_math: float = 0.02
+    """Assumed share of the peak for attention written as two products and a softmax, which writes all scores."""
+    attention_backward: float = 0.85
+    """Rate of the backward pass relative to the forward pass (both papers)."""
+    narrow_heads: float = 0.8
+    """Rate with heads of 64 relative to heads of 128 (both papers)."""
+    ramp: float = 500.0
+    """Tokens that a sequence seems longer by: blocks on the diagonal are computed whole (both papers)."""
+
+    # Memory.
+    moved: float = 0.9
+    """Share of the bandwidth that compiled kernels, copies and the optimizer reach: assumed."""
+    eager: float = 0.8
+    """(fitted) Share of the bandwidth that eager operators reach, by the bytes of work.py."""
+    loss: float = 40.0
+    """(fitted) Bytes per logit that an eager loss moves, forward and backward, in bfloat16."""
+
+    # The host.
+    gap: float = 2e-6
+    """Seconds lost between two kernels: the last tiles of one finish, the first of the next one start. Assumed."""
+    launch: float = 6e-6
+    """Seconds in which the host starts a kernel of eager code. Assumed; compiled code needs half."""
+
+    # Messages.
+    link: float = 0.8
+    """Share of NVLink's bandwidth that NCCL reaches. Assumed (nccl-tests: about 360 of 450 GB/s)."""
+    network: float = 0.8
+    """(fitted) Share of the adapters' bandwidth that NCCL reaches between nodes."""
+    hop: float = 1.5e-6
+    """Seconds of a step of a ring inside a node. Assumed."""
+    node_hop: float = 8e-6
+    """(fitted) Seconds of a step of a ring that goes to the next node."""
+    collective: float = 20e-6
+    """Seconds to start a collective on all of its processes. Assumed."""
+    beside: float = 0.15
+    """(fitted) What computation loses while NCCL's kernels run beside it: they take units and bandwidth."""
+    overlapped: float = 0.6
+    """(fitted) Share of tensor-parallel messages that async tensor parallelism hides."""
+
+    # What the plan says of itself.
+    spread: float = 0.2
+    """How far four of five published runs are off at most, where their own source was left out of the fit."""
+    calibrated: str = ""
+    """By what fields were replaced; empty if by nothing."""
+
+    def share_of(self, family: Family) -> float:
+        """Of the bfloat16 peak that large products reach."""
+        if family == "measured":
+            return 1.0
+        return {"hopper": self.products, "hopper, 500 W": self.products_500w, "ampere": self.products_ampere}[family]
+
+
+RATES = Rates()
+"""Fitted to docs/benchmarks/published_throughput.csv."""

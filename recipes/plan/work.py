@@ -1,0 +1,193 @@
+"""One training step in neutral numbers: what is computed, moved and sent, whoever wrote the program.
+
+A recipe is one way to state a step; a published measurement of another program is another (recipes/bench/plan.py).
+Imports no torch.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from parallel.config import MeshDegrees
+from recipes.schema import Recipe
+
+Kernel = Literal["flash", "flash3", "cudnn", "triton", "math"]
+Recompute = Literal["none", "selective", "full", "every second product"]
+"""As activation_checkpointing.mode; the last one is torchtitan's "selective"."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A step of one process. Widths are of the whole model."""
+
+    layers: int
+    width: int
+    query: int
+    """Heads times their width."""
+    key: int
+    inner: int
+    head_width: int
+    vocabulary: int
+    tied: bool
+    replicate: int
+    shard: int
+    sequence: int
+    micro_batch: int
+    micro_batches: int
+    """Of one step, on each process."""
+    context: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    """Stages that each process of a pipeline has."""
+    gated: bool = True
+    """SwiGLU with RMSNorm and rotary embeddings, three matrices; else GELU with LayerNorm, two."""
+    context_by: Literal["heads", "gather"] = "heads"
+    element: int = 2
+    """Bytes of an element of activations."""
+    float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
+    float8_weights: bool = False
+    """Weights are gathered in float8."""
+    float8_activations: bool = False
+    """Tensor-parallel activations are gathered in float8."""
+    reduced: int = 4
+    """Bytes of an element of gradients that are reduced."""
+    moments: int = 8
+    """Bytes of both moments."""
+    clipped: bool = True
+    recompute: Recompute = "none"
+    recomputed: float = 0.0
+    """Share of the layers that do."""
+    compiled: bool = True
+    compiled_loss: bool = True
+    kernel: Kernel = "flash"
+    reshard: bool = True
+    """ZeRO-3; else weights are gathered once per step."""
+    reduces_each: bool = False
+    """Gradients are reduced with every micro-batch."""
+    prefetch: int = 1
+    overlap_tensor: bool = False
+    per_node: int = 8
+    """Processes of a node."""
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch on one process, before tensor parallelism shares their computation."""
+        return self.micro_batch * self.sequence // self.context
+
+    @property
+    def tokens_per_process(self) -> float:
+        """Of a step: its tokens divided by all processes."""
+        return self.micro_batches * self.tokens / (self.tensor * self.pipeline)
+
+    @property
+    def block_params(self) -> int:
+        """Matrix parameters of one layer, whole."""
+        return self.width * (2 * self.query + 2 * self.key + (3 if self.gated else 2) * self.inner)
+
+
+def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8) -> Work:
+    """A step of the recipe on a mesh of these degrees."""
+    model, batch, fsdp, checkpointing = recipe.model, recipe.batch, recipe.fsdp, recipe.activation_checkpointing
+    recomputed = len(checkpointing.recomputed(model.layers)) / model.layers
+    return Work(
+        layers=model.layers,
+        width=model.width,
+        query=model.heads * model.head_width,
+        key=model.key_value_heads * model.head_width,
+        inner=model.feed_forward_width,
+        head_width=model.head_width,
+        vocabulary=model.vocabulary,
+        tied=model.tied_embeddings,
+        replicate=degrees.replicate,
+        shard=degrees.shard,
+        context=degrees.context,
+        tensor=degrees.tensor,
+        sequence=batch.sequence_length,
+        micro_batch=batch.micro_batch_size,
+        micro_batches=max(1, batch.global_batch_size // (degrees.data_parallel * batch.micro_batch_size)),
+        context_by=recipe.mesh.context_by,
+        element=2 if fsdp.param_dtype == "bfloat16" else 4,
+        float8="none" if recipe.float8.emulate else recipe.float8.recipe,
+        float8_weights=recipe.float8.all_gather,
+        float8_activations=recipe.float8.gather_activations,
+        reduced=2 if fsdp.reduce_dtype == "bfloat16" else 4,
+        moments=8 if recipe.optimizer.state_dtype == "float32" else 4,
+        clipped=recipe.optimizer.grad_clip > 0,
+        recompute=checkpointing.mode,
+        recomputed=recomputed,
+        compiled=recipe.compile.enabled,
+        compiled_loss=recipe.compile.enabled,
+        kernel="flash" if recipe.attention.backend == "auto" else recipe.attention.backend,
+        reshard=fsdp.reshard_after_forward,
+        prefetch=fsdp.prefetch,
+        overlap_tensor=recipe.mesh.overlap_tensor,
+        per_node=per_node,
+    )
+
+
+class Moved(NamedTuple):
+    """Bytes that the kernels of a block move besides products and attention, forward and backward."""
+
+    stream: float
+    """Per token and element of the residual stream; half of it for queries."""
+    key: float
+    inner: float
+    weights: float
+    """Per matrix parameter, in each micro-batch."""
+    kernels: int
+    """Launched, with those of products and attention."""
+    wide: float = 0.0
+    """More per element of the stream where a row is longer than WIDE: its norm reads it again."""
+
+
+WIDE = 4096
+COMPILED = {
+    ("none", "none"): Moved(45.3, 8.2, 16.5, 0.2, 36, 12.4),
+    ("none", "selective"): Moved(52.3, 12.2, 18.7, 0.3, 38, 11.8),
+    ("none", "full"): Moved(73.9, 12.3, 18.7, 0.3, 48, -2.4),
+    ("tensorwise", "none"): Moved(75.4, 18.2, 26.5, 8.2, 91, 8.4),
+    ("tensorwise", "selective"): Moved(78.3, 22.2, 26.7, 8.3, 93, 7.8),
+    ("tensorwise", "full"): Moved(110.3, 24.3, 26.4, 11.2, 125, -2.0),
+    ("gathered", "none"): Moved(75.5, 18.1, 26.5, 2.2, 77, 8.5),
+    ("gathered", "selective"): Moved(78.0, 22.2, 26.7, 2.3, 79, 7.6),
+    ("gathered", "full"): Moved(109.1, 22.2, 26.7, 2.3, 101, -2.3),
+    ("rowwise", "none"): Moved(104.2, 25.4, 40.2, 10.6, 99, 5.2),
+    ("rowwise", "selective"): Moved(106.9, 29.5, 40.5, 10.7, 101, 4.5),
+    ("rowwise", "full"): Moved(136.4, 36.7, 39.6, 10.1, 113, 14.6),
+}
+"""Least squares over the rows of docs/benchmarks/codegen.md, which it repeats within 1.5% (a test)."""
+EAGER = Moved(252, 60, 28, 0, 120)
+"""Operator by operator: norms in float32 (36 bytes forward each), residual sums, rotations, SwiGLU; backward twice."""
+EAGER_GELU = Moved(64, 12, 10, 0, 70)
+"""LayerNorm is one operator, so is GELU; nothing is rotated."""
+EAGER_CASTS = 21
+"""Bytes per element to cast to float8 without torch.compile: scale 8, clamp 8, cast 5 (torchao 0.18)."""
+AGAIN = 1 / 3
+"""Share of the forward pass in the bytes of eager code."""
+
+
+def moved_by(work: Work, recompute: Recompute) -> Moved:
+    """By a block that recomputes like this."""
+    if work.compiled:
+        kind: str = "rowwise" if work.float8.startswith("rowwise") else work.float8
+        if kind == "tensorwise" and work.float8_weights:
+            kind = "gathered"
+        return COMPILED[kind, "selective" if recompute == "every second product" else recompute]
+    found = EAGER if work.gated else EAGER_GELU
+    casts = 0.0 if work.float8 == "none" else 3 * EAGER_CASTS
+    times = work.element / 2 * (1.0 if recompute == "none" else 1 + AGAIN)
+    return Moved(
+        times * found.stream + 3 * casts,
+        times * found.key + 2 * casts,
+        times * found.inner + 3 * casts,
+        casts,
+        round((1.0 if recompute == "none" else 1 + AGAIN) * found.kernels) + (60 if casts else 0),
+    )
+
+
+def moved_bytes(work: Work, recompute: Recompute) -> tuple[float, int]:
+    """Of one block for one micro-batch on one process, and the kernels launched."""
+    found, tensor = moved_by(work, recompute), work.tensor
+    stream = found.stream + (found.wide if work.width > WIDE and work.compiled else 0)
+    elements = stream * (work.width + work.query) / 2 + found.key * work.key + found.inner * work.inner
+    return (work.tokens * elements + found.weights * work.block_params) / tensor, found.kernels
