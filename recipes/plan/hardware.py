@@ -10,7 +10,7 @@ NVIDIA_A100 = "NVIDIA A100 data sheet, SXM"
 NVIDIA_H100 = "NVIDIA H100 data sheet, SXM"
 NVIDIA_H200 = "NVIDIA H200 data sheet, SXM"
 
-Family = Literal["hopper", "hopper, 500 W", "ampere", "measured"]
+Family = Literal["hopper", "hopper, HBM3e", "hopper, 500 W", "ampere", "measured"]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ GPUS = {
     gpu.name: gpu
     for gpu in (
         _sxm("H100", MEMORY["H100"], 3.35e12, 450e9, 50e9, NVIDIA_H100),
-        _sxm("H200", MEMORY["H200"], 4.8e12, 450e9, 50e9, NVIDIA_H200),
+        _sxm("H200", MEMORY["H200"], 4.8e12, 450e9, 50e9, NVIDIA_H200, family="hopper, HBM3e"),
         _sxm("A100", 81_920 * 2**20, 2.039e12, 300e9, 25e9, f"{NVIDIA_A100}, 80 GB", **_AMPERE),  # type: ignore[arg-type]
         _sxm("A100-40", 40_960 * 2**20, 1.555e12, 300e9, 25e9, f"{NVIDIA_A100}, 40 GB", **_AMPERE),  # type: ignore[arg-type]
         _sxm("B200", 183_359 * 2**20, 8e12, 900e9, 50e9, "NVIDIA DGX B200 data sheet", float32=75e12, units=148),

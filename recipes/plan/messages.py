@@ -91,6 +91,10 @@ def messages_of(work: Work, gpu: Gpu, rates: Rates, *, forward: float, backward:
         times = work.micro_batches * layers * (1 + again)
         hiding = rates.overlapped if work.overlap_tensor else 0.0
         found.add(inside, hiding=hiding * sum(inside.values()), times=times)
+    if work.whole_loss and work.tensor > 1:
+        group = Group("tensor", work.tensor, 1, gpu, rates)
+        logits = work.tokens * work.vocabulary * work.element
+        found.add({group.name: group.ring(logits)}, hiding=0.0, times=work.micro_batches)
     _fully_sharded(work, gpu, rates, found, forward=forward, backward=backward)
     return found
 
@@ -101,8 +105,9 @@ def _inside_blocks(work: Work, gpu: Gpu, rates: Rates) -> Seconds:
     if work.tensor > 1:
         group = Group("tensor", work.tensor, 1, gpu, rates)
         amount = work.tokens * work.width * work.element
-        gathers = 1 if work.float8_activations else 2
-        found[group.name] = gathers * group.ring(amount) + 2 * group.ring(amount)
+        gathers = work.gathers * group.ring(amount / (1 + work.float8_activations))
+        copies = (work.gathers + 2) * 2 * amount / (rates.moved * gpu.bandwidth) if work.copies_tokens else 0.0
+        found[group.name] = gathers + 2 * group.ring(amount) + copies
     if work.context > 1:
         group = Group("context", work.context, work.tensor, gpu, rates)
         query, key = work.query / work.tensor, work.key / work.tensor
@@ -126,7 +131,7 @@ def _fully_sharded(work: Work, gpu: Gpu, rates: Rates, found: Messages, *, forwa
 
     def reduction(params: float) -> Seconds:
         sums = {shard.name: shard.ring(work.reduced * params)} if shard.size > 1 else {}
-        return sums | ({replicas.name: replicas.sum(4 * params / shard.size)} if replicas.size > 1 else {})
+        return sums | ({replicas.name: replicas.sum(work.reduced * params / shard.size)} if replicas.size > 1 else {})
 
     gather = {shard.name: shard.ring(element * block)} if shard.size > 1 else {}
     first = {shard.name: shard.ring(work.element * table) + shard.ring(element * block)} if gather else {}

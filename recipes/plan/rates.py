@@ -16,13 +16,17 @@ class Rates:
 
     # Matrix products: flops / (share x peak) x (1 + depth / K) x (1 + wave x tile x units / (M x N)).
     products: float = 0.73
-    """(fitted) Share of the dense peak that large bfloat16 products reach on an H100 or H200 of 700 W, under load."""
+    """(fitted) Share of the dense peak that large bfloat16 products reach on an H100 of 700 W, under load."""
+    products_h200: float = 0.73
+    """(fitted) The same on an H200, whose memory leaves more of the same power to the products."""
     products_500w: float = 0.60
     """(fitted) The same on Meta's H100 of 500 W, whose clocks are lower under load."""
     products_ampere: float = 0.84
     """(fitted) The same on an A100."""
     float8: float = 0.86
     """(fitted) The same for float8 products, relative to bfloat16: 1,247 of 1,979 TFLOP/s where those reach 722."""
+    rowwise: float = 0.8
+    """(fitted) Products with a scale per row relative to those with one per tensor: other kernels."""
     depth: float = 150.0
     """(fitted) Columns of the inner dimension K whose time a product loses before and after its inner loop."""
     wave: float = 0.5
@@ -43,8 +47,8 @@ class Rates:
     """Assumed share of the peak for attention written as two products and a softmax, which writes all scores."""
     attention_backward: float = 0.85
     """Rate of the backward pass relative to the forward pass (both papers)."""
-    narrow_heads: float = 0.8
-    """Rate with heads of 64 relative to heads of 128 (both papers)."""
+    narrow_heads: float = 0.9
+    """(fitted) Rate with heads of 64 relative to heads of 128 (both papers)."""
     ramp: float = 500.0
     """Tokens that a sequence seems longer by: blocks on the diagonal are computed whole (both papers)."""
 
@@ -64,7 +68,7 @@ class Rates:
 
     # Messages.
     link: float = 0.8
-    """Share of NVLink's bandwidth that NCCL reaches. Assumed (nccl-tests: about 360 of 450 GB/s)."""
+    """(fitted) Share of NVLink's bandwidth that NCCL reaches (nccl-tests: about 360 of 450 GB/s)."""
     network: float = 0.8
     """(fitted) Share of the adapters' bandwidth that NCCL reaches between nodes."""
     hop: float = 1.5e-6
@@ -88,7 +92,12 @@ class Rates:
         """Of the bfloat16 peak that large products reach."""
         if family == "measured":
             return 1.0
-        return {"hopper": self.products, "hopper, 500 W": self.products_500w, "ampere": self.products_ampere}[family]
+        return {
+            "hopper": self.products,
+            "hopper, HBM3e": self.products_h200,
+            "hopper, 500 W": self.products_500w,
+            "ampere": self.products_ampere,
+        }[family]
 
 
 RATES = Rates()

@@ -108,14 +108,15 @@ def time_of(work: Work, *, gpu: Gpu, rates: Rates = RATES) -> StepTime:
 
 
 def product_seconds(
-    rows: float, columns: float, inner: float, *, gpu: Gpu, rates: Rates, element: int = 2, float8: bool = False
+    rows: float, columns: float, inner: float, *, gpu: Gpu, rates: Rates, element: int = 2, float8: str = "none"
 ) -> float:
     """Of one matrix product with a result of rows x columns."""
     if element == 4:
         peak = (gpu.float32_peak or gpu.bf16_peak / 2) * (1.0 if gpu.family == "measured" else 0.9)
-    elif float8:
+    elif float8 != "none":
         assert gpu.float8_peak is not None
         peak = rates.float8 * rates.share_of(gpu.family) * gpu.float8_peak
+        peak *= rates.rowwise if float8 == "rowwise" else 1.0
     else:
         peak = rates.share_of(gpu.family) * gpu.bf16_peak
     computing = 2 * rows * columns * inner / peak
@@ -232,7 +233,8 @@ def _linears_of(
     gpu: Gpu,
     rates: Rates,
 ) -> tuple[float, float, float]:
-    low, low_weights = float8 != "none", float8 in ("tensorwise", "rowwise")
+    low = float8.removesuffix("_with_gw_hp")
+    low_weights = "none" if low != float8 else float8
     forward = backward = last = 0.0
     up = [(inner, width)] * (2 if gated else 1)
     for columns, depth in ((query, width), (key, width), (key, width), (width, query), *up, (width, inner)):
@@ -255,7 +257,8 @@ def _head(work: Work, gpu: Gpu, rates: Rates) -> _Head:
     shapes = ((tokens, vocabulary, work.width), (tokens, work.width, vocabulary), (vocabulary, work.width, tokens))
     products = sum(product_seconds(*shape, gpu=gpu, rates=rates, element=work.element) for shape in shapes)
     per_logit = LOSS_COMPILED * work.element / 2 if work.compiled_loss else rates.loss
-    return _Head(products, moving_seconds(per_logit * tokens * vocabulary, gpu=gpu, rates=rates))
+    logits = tokens * (work.vocabulary if work.whole_loss else vocabulary)
+    return _Head(products, moving_seconds(per_logit * logits, gpu=gpu, rates=rates))
 
 
 def _states(work: Work, gpu: Gpu, rates: Rates) -> dict[str, float]:
@@ -273,7 +276,7 @@ def _states(work: Work, gpu: Gpu, rates: Rates) -> dict[str, float]:
     moved = in_blocks * gather * (1 + work.reshard) * times + rest * root * times
     if work.float8_weights:
         moved += in_blocks * SCALES / shard
-    added = ACCUMULATE * work.micro_batches if work.micro_batches > 1 else 0
+    added = ACCUMULATE * work.micro_batches if work.micro_batches > 1 and not work.fused_accumulation else 0
     reductions = work.micro_batches if work.reduces_each else 1
     update = 12 + 2 * work.moments + (CLIPPING if work.clipped else 4)
     return {

@@ -14,6 +14,10 @@ Kernel = Literal["flash", "flash3", "cudnn", "triton", "math"]
 Recompute = Literal["none", "selective", "full", "every second product"]
 """As activation_checkpointing.mode; the last one is torchtitan's "selective"."""
 
+Casts = Literal["torchao", "te, each", "te, delayed", "te, current"]
+"""torchao, in eager operators or in generated code; or Transformer Engine: each linear by itself, or fused with the
+kernels before it, with scales from steps before (delayed) or from a look at the tensor (current)."""
+
 
 @dataclass(frozen=True)
 class Work:
@@ -66,6 +70,16 @@ class Work:
     """Gradients are reduced with every micro-batch."""
     prefetch: int = 1
     overlap_tensor: bool = False
+    gathers: int = 2
+    """Of the tokens of a tensor group, in the forward pass of a block: once for attention, once for the feed-forward."""
+    copies_tokens: bool = True
+    """What a tensor group gathers is copied, because sequences are not a tensor's first dimension."""
+    whole_loss: bool = False
+    """Each process of a tensor group gathers all logits and computes the loss of all of them."""
+    casts: Casts = "torchao"
+    """By whom tensors are cast to float8."""
+    fused_accumulation: bool = False
+    """Products add gradients of weights up in float32 (Megatron)."""
     per_node: int = 8
     """Processes of a node."""
 
@@ -160,6 +174,15 @@ EAGER = Moved(252, 60, 28, 0, 120)
 """Operator by operator: norms in float32 (36 bytes forward each), residual sums, rotations, SwiGLU; backward twice."""
 EAGER_GELU = Moved(64, 12, 10, 0, 70)
 """LayerNorm is one operator, so is GELU; nothing is rotated."""
+ENGINE = {
+    "te, each": Moved(24, 8, 8, 4, 30),
+    "te, delayed": Moved(16, 8, 0, 0, 15),
+    "te, current": Moved(28, 12, 6, 0, 30),
+}
+"""What Transformer Engine's casts add: an element is read once, 2 bytes, and written twice, straight and transposed.
+Fused with norms and SwiGLU, only the outputs of attention and products remain; a look for the scale reads 2 more."""
+UNGATED = 6.5
+"""Fewer bytes per element of the inner width without a gate: an activation reads 2 and writes 2, then 4 and 2."""
 EAGER_CASTS = 21
 """Bytes per element to cast to float8 without torch.compile: scale 8, clamp 8, cast 5 (torchao 0.18)."""
 AGAIN = 1 / 3
@@ -170,19 +193,30 @@ def moved_by(work: Work, recompute: Recompute) -> Moved:
     """By a block that recomputes like this."""
     if work.compiled:
         kind: str = "rowwise" if work.float8.startswith("rowwise") else work.float8
+        if work.casts != "torchao":
+            kind = "none"
         if kind == "tensorwise" and work.float8_weights:
             kind = "gathered"
-        return COMPILED[kind, "selective" if recompute == "every second product" else recompute]
-    found = EAGER if work.gated else EAGER_GELU
-    casts = 0.0 if work.float8 == "none" else 3 * EAGER_CASTS
+        found = COMPILED[kind, "selective" if recompute == "every second product" else recompute]
+        found = found if work.gated else found._replace(inner=found.inner - UNGATED)
+        return _with_casts(work, found)
+    found = _with_casts(work, EAGER if work.gated else EAGER_GELU)
+    casts = 3 * EAGER_CASTS if work.float8 != "none" and work.casts == "torchao" else 0.0
     times = work.element / 2 * (1.0 if recompute == "none" else 1 + AGAIN)
     return Moved(
         times * found.stream + 3 * casts,
         times * found.key + 2 * casts,
         times * found.inner + 3 * casts,
-        casts,
+        found.weights + casts,
         round((1.0 if recompute == "none" else 1 + AGAIN) * found.kernels) + (60 if casts else 0),
     )
+
+
+def _with_casts(work: Work, found: Moved) -> Moved:
+    """And what Transformer Engine casts."""
+    if work.float8 == "none" or work.casts == "torchao":
+        return found
+    return Moved(*(a + b for a, b in zip(found, ENGINE[work.casts], strict=True)))
 
 
 def moved_bytes(work: Work, recompute: Recompute) -> tuple[float, int]:

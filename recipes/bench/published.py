@@ -1,0 +1,169 @@
+"""Published measurements of other programs, each stated as the Work of one step. Imports no torch.
+
+What is known of a program is said here: how Megatron shares optimizer states, which kernel a program's attention is, what
+is copied and gathered. Nothing here is fitted.
+"""
+
+import csv
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from recipes.load import CONFIGS
+from recipes.plan.hardware import GPUS, Gpu
+from recipes.plan.work import Kernel, Recompute, Work
+
+TABLE = CONFIGS.parent / "docs/benchmarks/published_throughput.csv"
+PROJECTS = {
+    "llm-foundry": "mosaicml/llm-foundry",
+    "NVIDIA": "NVIDIA",
+    "torchtitan": "torchtitan",
+    "torchao": "pytorch/ao",
+    "KempnerForge": "KempnerInstitute/KempnerForge",
+    "fms-fsdp": "foundation-model-stack/fms-fsdp",
+}
+"""Project -> what its sources are named after; the first that a source contains counts. Others are their own."""
+DEVICES = {"A100-80": "A100", "H100-500W-96GB": "H100-500W"}
+"""Names of the table -> names of ours, where they differ."""
+RECOMPUTE: dict[str, tuple[Recompute, float]] = {
+    "none": ("none", 0.0),
+    "full": ("full", 1.0),
+    "selective_op2": ("every second product", 1.0),
+    "alternate_layer": ("full", 0.5),
+    "fraction": ("full", 0.5),  # not published which: the middle
+}
+"""How activations are recomputed, and in which share of the layers."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """One row of the table."""
+
+    project: str
+    source: str
+    trust: str
+    """A: as published; B: something was assumed."""
+    name: str
+    """Of model, GPUs and layout, to tell rows apart."""
+    measured: float
+    """Tokens per second and GPU."""
+    work: Work
+    gpu: Gpu
+
+
+def read_published(path: Path = TABLE) -> list[Published]:
+    """All rows, in the order of the file."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return [_published(row) for row in csv.DictReader(file)]
+
+
+def _published(row: dict[str, str]) -> Published:
+    gpu = GPUS[DEVICES.get(row["gpu"], row["gpu"])]
+    if "4 GPUs per node" in row["interconnect"]:
+        gpu = replace(gpu, per_node=4)
+    if found := re.search(r"(\d+) Gb/s.* per node", row["interconnect"]):
+        gpu = replace(gpu, network=1e9 * int(found[1]) / 8 / gpu.per_node)
+    work = work_of_row(row, per_node=gpu.per_node)
+    return Published(
+        _project(row["source"]), row["source"], row["trust"], _name(row), float(row["tok_s_gpu"]), work, gpu
+    )
+
+
+def _project(source: str) -> str:
+    lower = source.lower()
+    return next((name for name, part in PROJECTS.items() if part.lower() in lower), source)
+
+
+def _name(row: dict[str, str]) -> str:
+    degrees = [f"{axis} {row[axis]}" for axis in ("tp", "pp", "cp") if row[axis] != "1"]
+    float8 = [] if row["float8"] == "none" else [row["float8"]]
+    note = ["async TP"] if "async TP" in row["note"] else []
+    batch = f"{row['micro_batch']} x {row['seq']}" + (f" x {row['accum']}" if row["accum"] != "1" else "")
+    return ", ".join([f"{row['model']}, {row['gpus']} {row['gpu']}", batch, *degrees, *float8, *note])
+
+
+def work_of_row(row: dict[str, str], *, per_node: int) -> Work:
+    """A step of this row of the table."""
+
+    def number(name: str) -> int:
+        return int(row[name])
+
+    head_width = number("hidden") // number("heads")
+    mode, share = RECOMPUTE[row["ac"]]
+    work = Work(
+        layers=number("layers"),
+        width=number("hidden"),
+        query=number("hidden"),
+        key=number("kv_heads") * head_width,
+        inner=number("ffn"),
+        head_width=head_width,
+        vocabulary=number("vocab"),
+        tied=row["tied"] == "1",
+        replicate=number("replicate"),
+        shard=number("shard"),
+        sequence=number("seq"),
+        micro_batch=number("micro_batch"),
+        micro_batches=number("accum"),
+        context=number("cp"),
+        tensor=number("tp"),
+        pipeline=number("pp"),
+        virtual=number("vp"),
+        gated=row["gated"] == "1",
+        context_by="gather",
+        float8="rowwise" if row["float8"] == "rowwise" else "none" if row["float8"] == "none" else "tensorwise",
+        recompute=mode,
+        recomputed=share,
+        compiled=row["compile"] == "1",
+        compiled_loss=False,
+        kernel=_kernel(row["attention"]),
+        reshard=number("zero") == 3 and row["pp"] == "1",  # torchtitan keeps gathered weights in a pipeline
+        per_node=per_node,
+    )
+    return replace(work, **_habits(row))
+
+
+def _kernel(attention: str) -> Kernel:
+    """MPT's ALiBi needs llm-foundry's kernel in Triton: its tables are older than FlashAttention 2's ALiBi."""
+    if "ALiBi" in attention:
+        return "triton"
+    return "cudnn" if attention == "cudnn" else "flash"
+
+
+def _habits(row: dict[str, str]) -> dict[str, Any]:
+    """Fields of Work by what each program does."""
+    framework, float8 = row["framework"], row["float8"]
+    if "Megatron" in framework or "NeMo" in framework:
+        return {
+            "shard": int(row["replicate"]) * int(row["shard"]),  # the distributed optimizer: gathers and sums once
+            "replicate": 1,
+            "compiled": True,  # Transformer Engine's kernels are fused like generated ones
+            "compiled_loss": True,
+            "fused_accumulation": True,
+            "copies_tokens": False,  # sequences are the first dimension
+            "overlap_tensor": True,
+            "casts": "te, current" if float8 == "te_current" else "te, delayed",
+        }
+    if framework.startswith("composer"):
+        return {
+            "reduces_each": True,
+            "reduced": 2 if row["dtype"] == "bf16" else 4,  # its "PURE" and "DEFAULT" mixed precision
+            "casts": "te, each" if float8.startswith("te") else "torchao",
+        }
+    if framework.startswith("KempnerForge"):
+        tensor = int(row["tp"]) > 1
+        return {"gathers": 5, "whole_loss": tensor}  # each of its five projections gathers, and then the logits
+    if framework == "FSDP1 + compile":
+        return {"reduced": 2}  # its only policy of mixed precision
+    gathered = "fp8ag" in float8
+    return {
+        "float8_weights": gathered,
+        "float8_activations": gathered and int(row["tp"]) > 1,
+        "overlap_tensor": "async TP" in row["note"],
+    }
+
+
+def projects(rows: Sequence[Published]) -> list[str]:
+    """In the order of the table."""
+    return list(dict.fromkeys(row.project for row in rows))
