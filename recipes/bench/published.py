@@ -27,6 +27,8 @@ PROJECTS = {
 """Project -> what its sources are named after; the first that a source contains counts. Others are their own."""
 DEVICES = {"A100-80": "A100", "H100-500W-96GB": "H100-500W"}
 """Names of the table -> names of ours, where they differ."""
+ELASTIC = "400 Gb/s per node"
+"""torchtitan does not say what connected its A100s; its job script sets the fabric of AWS for them, which has that."""
 RECOMPUTE: dict[str, tuple[Recompute, float]] = {
     "none": ("none", 0.0),
     "full": ("full", 1.0),
@@ -62,8 +64,9 @@ def read_published(path: Path = TABLE) -> list[Published]:
 def _published(row: dict[str, str]) -> Published:
     gpu = GPUS[DEVICES.get(row["gpu"], row["gpu"])]
     if "4 GPUs per node" in row["interconnect"]:
-        gpu = replace(gpu, per_node=4)
-    if found := re.search(r"(\d+) Gb/s.* per node", row["interconnect"]):
+        gpu = replace(gpu, per_node=4, switched=False)  # such boards have no switch
+    network = ELASTIC if "torchtitan" in row["source"] and gpu.name == "A100" else row["interconnect"]
+    if found := re.search(r"(\d+) Gb/s.* per node", network):
         gpu = replace(gpu, network=1e9 * int(found[1]) / 8 / gpu.per_node)
     work = work_of_row(row, per_node=gpu.per_node)
     return Published(
@@ -153,13 +156,13 @@ def _habits(row: dict[str, str]) -> dict[str, Any]:
         }
     if framework.startswith("KempnerForge"):
         tensor = int(row["tp"]) > 1
-        return {"gathers": 5, "whole_loss": tensor}  # each of its five projections gathers, and then the logits
+        return {"scatters": 5, "whole_loss": tensor}  # each of its five projections reads for itself; all gather logits
     if framework == "FSDP1 + compile":
         return {"reduced": 2}  # its only policy of mixed precision
     gathered = "fp8ag" in float8
     return {
         "float8_weights": gathered,
-        "float8_activations": gathered and int(row["tp"]) > 1,
+        "float8_activations": float8.startswith("tensorwise") and int(row["tp"]) > 1,
         "overlap_tensor": "async TP" in row["note"],
     }
 

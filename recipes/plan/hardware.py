@@ -32,6 +32,8 @@ class Gpu:
     """Bytes per second in each direction to other nodes: its share of the node's adapters."""
     source: str
     per_node: int = 8
+    switched: bool = True
+    """Any GPU has all of its links to any other; else each pair of a node has its own, and an equal share of them."""
     float32_peak: float | None = None
     """FLOP/s of products of float32; None: half of those of bfloat16."""
     units: int = 132

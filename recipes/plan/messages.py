@@ -65,6 +65,8 @@ class Group:
         if self.size == 1:
             return 0.0
         rate = self.rates.link * self.gpu.link
+        if not self.gpu.switched:
+            rate *= (self.in_node - 1) / (self.gpu.per_node - 1) if self.in_node > 1 else 1.0
         if self.nodes > 1:
             rate = min(rate, self.in_node * self.rates.network * self.gpu.network)
         steps = (self.size - self.nodes) * self.rates.hop + (self.nodes - (self.nodes == 1)) * self.rates.node_hop
@@ -84,13 +86,12 @@ class Group:
 def messages_of(work: Work, gpu: Gpu, rates: Rates, *, forward: float, backward: float) -> Messages:
     """Of one step. forward, backward: seconds of computation of one layer for one micro-batch."""
     found = Messages()
-    inside = _inside_blocks(work, gpu, rates)
-    layers = work.layers / work.pipeline
-    if inside:
-        again = 1 + (work.recompute == "full") * work.recomputed
-        times = work.micro_batches * layers * (1 + again)
-        hiding = rates.overlapped if work.overlap_tensor else 0.0
-        found.add(inside, hiding=hiding * sum(inside.values()), times=times)
+    again = (work.recompute == "full") * work.recomputed
+    times = work.micro_batches * work.layers / work.pipeline
+    hidden = rates.overlapped if work.overlap_tensor else 0.0
+    for scatters, passes in ((2, 1 + again), (work.scatters, 1.0)):
+        sent = _inside_blocks(work, gpu, rates, scatters=scatters)
+        found.add(sent, hiding=hidden * sum(sent.values()), times=times * passes)
     if work.whole_loss and work.tensor > 1:
         group = Group("tensor", work.tensor, 1, gpu, rates)
         logits = work.tokens * work.vocabulary * work.element
@@ -99,15 +100,15 @@ def messages_of(work: Work, gpu: Gpu, rates: Rates, *, forward: float, backward:
     return found
 
 
-def _inside_blocks(work: Work, gpu: Gpu, rates: Rates) -> Seconds:
-    """In the forward pass of one layer, by tensor and context groups; the backward pass has as many."""
+def _inside_blocks(work: Work, gpu: Gpu, rates: Rates, *, scatters: int) -> Seconds:
+    """In one pass of one layer, by tensor and context groups: two gathers of tokens, and so many sums of them."""
     found = {}
     if work.tensor > 1:
         group = Group("tensor", work.tensor, 1, gpu, rates)
         amount = work.tokens * work.width * work.element
-        gathers = work.gathers * group.ring(amount / (1 + work.float8_activations))
-        copies = (work.gathers + 2) * 2 * amount / (rates.moved * gpu.bandwidth) if work.copies_tokens else 0.0
-        found[group.name] = gathers + 2 * group.ring(amount) + copies
+        gathers = 2 * group.ring(amount / (1 + work.float8_activations))
+        copies = (2 + scatters) * 2 * amount / (rates.moved * gpu.bandwidth) if work.copies_tokens else 0.0
+        found[group.name] = gathers + scatters * group.ring(amount) + copies
     if work.context > 1:
         group = Group("context", work.context, work.tensor, gpu, rates)
         query, key = work.query / work.tensor, work.key / work.tensor

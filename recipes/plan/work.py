@@ -70,8 +70,8 @@ class Work:
     """Gradients are reduced with every micro-batch."""
     prefetch: int = 1
     overlap_tensor: bool = False
-    gathers: int = 2
-    """Of the tokens of a tensor group, in the forward pass of a block: once for attention, once for the feed-forward."""
+    scatters: int = 2
+    """Sums of gradients in a tensor group, backward in a block: of what attention and feed-forward have read."""
     copies_tokens: bool = True
     """What a tensor group gathers is copied, because sequences are not a tensor's first dimension."""
     whole_loss: bool = False
