@@ -1,8 +1,11 @@
 """The predicted memory of a step, against steps whose storages are counted and against the page of generated code."""
 
+import random
 import runpy
 import subprocess
 import sys
+import timeit
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,21 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
+from models.sizes import SIZES
+from parallel.config import (
+    ActivationCheckpointingConfig,
+    CompileConfig,
+    Float8Config,
+    FSDPConfig,
+    MeshConfig,
+    MeshDegrees,
+)
 from parallel.mesh import build_mesh
+from recipes.data.config import BatchConfig
 from recipes.load import load
 from recipes.metrics.hardware import MEMORY, Hardware, hardware_of
-from recipes.plan.memory import FULL, predict
+from recipes.optimization.config import OptimizerConfig
+from recipes.plan.memory import FULL, peak, predict
 from recipes.schema import Recipe
 from tests.live_bytes import CPU, build, fake_processes, tracked_step
 
@@ -129,6 +143,61 @@ def test_counted_storages_are_those_of_the_memory_tracker_of_torch() -> None:
 def test_the_predicted_peak_is_that_of_a_step_that_recomputes_some_blocks(mode: str) -> None:
     some = [f"--activation_checkpointing.mode={mode}", "--activation_checkpointing.blocks=2"]
     assert_as_tracked(eager(*DEBUG, "--batch.loss_chunks=8", *some), 8)
+
+
+def random_recipe(choose: random.Random) -> tuple[Recipe, MeshDegrees]:
+    """Any shape, also such as nobody would train."""
+    layers = choose.choice([1, 2, 3, 5, 8, 13])
+    model = replace(
+        SIZES["smollm3_debug"],
+        **{"layers": layers, "width": choose.choice([8, 64, 512]), "heads": 8, "key_value_heads": 4},
+        feed_forward_width=8 * choose.randint(1, 400),
+        vocabulary=8 * choose.randint(1, 20_000),
+        tied_embeddings=choose.random() < 0.5,
+    )
+    micro = choose.choice([1, 2, 8])
+    degrees = MeshDegrees(*(choose.choice([1, 2, 4]) for _ in range(4)))
+    recipe = Recipe(
+        model=model,
+        batch=BatchConfig(
+            sequence_length=8 * choose.randint(1, 500),
+            micro_batch_size=micro,
+            global_batch_size=micro * degrees.data_parallel * choose.randint(1, 2),
+            loss_chunks=choose.choice([1, 4]),
+        ),
+        mesh=MeshConfig(context_by=choose.choice(["heads", "gather"])),
+        activation_checkpointing=ActivationCheckpointingConfig(
+            mode=choose.choice(["none", "selective", "full"]),
+            blocks=choose.choice(["all", 0.5, 0.25, choose.randint(1, layers)]),
+        ),
+        compile=CompileConfig(enabled=choose.random() < 0.5),
+        float8=Float8Config(recipe=choose.choice(["none", "tensorwise"]), all_gather=choose.random() < 0.5),
+        fsdp=FSDPConfig(
+            reshard_after_forward=choose.random() < 0.5,
+            param_dtype=choose.choice(["bfloat16", "float32"]),
+            prefetch=choose.choice([1, 2, 9]),
+            cpu_offload=choose.random() < 0.2,
+        ),
+        optimizer=OptimizerConfig(state_dtype=choose.choice(["bfloat16", "float32"])),
+    )
+    return recipe, degrees
+
+
+def test_the_peak_alone_is_that_of_all_moments() -> None:
+    choose, fullest = random.Random(0), set()
+    for _ in range(1500):
+        recipe, degrees = random_recipe(choose)
+        prediction = predict(recipe, degrees)
+        assert peak(recipe, degrees) == prediction.peak, (recipe, degrees, prediction.fullest)
+        fullest.add(prediction.fullest)
+    assert len(fullest) > 10
+
+
+def test_the_peak_of_a_large_model_takes_a_fraction_of_a_millisecond() -> None:
+    recipe = load(ROOT / "configs/llama3_405b_128x8h100.toml")
+    degrees = recipe.mesh.fit(1024)
+    seconds = min(timeit.repeat(lambda: peak(recipe, degrees), number=10, repeat=5)) / 10
+    assert seconds < 0.5e-3, "the search asks for tens of thousands"
 
 
 SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "scripts/write_docs.py"))
