@@ -22,6 +22,8 @@ class Widths:
     """Of what a block's two parts read: D too, unless a process has a part of the stream's tokens but reads all."""
     query: float
     key: float
+    seen: float
+    """Of the keys that attention reads: more than its own where processes share sequences."""
     inner: float
     """Of the feed-forward."""
     heads: float
@@ -30,13 +32,12 @@ class Widths:
     def of(cls, model: ModelConfig) -> "Widths":
         """On a process that holds the model whole."""
         query, key = model.heads * model.head_width, model.key_value_heads * model.head_width
-        return cls(model.width, model.width, query, key, model.feed_forward_width, model.heads)
+        return cls(model.width, model.width, query, key, key, model.feed_forward_width, model.heads)
 
     def cut(self, degree: int) -> "Widths":
         """With 1 / degree of each matrix, and of the stream's tokens."""
-        other = (self.query, self.key, self.inner, self.heads)
-        query, key, inner, heads = (width / degree for width in other)
-        return replace(self, stream=self.stream / degree, query=query, key=key, inner=inner, heads=heads)
+        names = ("stream", "query", "key", "seen", "inner", "heads")
+        return replace(self, **{name: getattr(self, name) / degree for name in names})
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Kept:
     float8: bool = False
     compiled: bool = True
     exchanged: bool = False
-    """Whether processes exchange heads for tokens around attention: its output is kept before and after."""
+    """Whether attention's output is kept twice: as its kernel wrote it, and as the tokens of this process."""
     element: int = 2
     """Bytes: 2 for bfloat16, 4 for float32."""
 
@@ -65,9 +66,9 @@ def saved_per_token(widths: Widths, kept: Kept) -> float:
 def final_norm_per_token(widths: Widths, element: int) -> float:
     """Bytes that the norm before the head keeps for each token: without compile, it is several operators.
 
-    In float32 its input, and that normed; the output, in its own type; and the scale.
+    In float32 its input, and that normed; what the head reads of it, in its own type; and the scale.
     """
-    return (2 * 4 + element) * widths.stream + 4
+    return 2 * 4 * widths.stream + element * widths.read + _scale(widths)
 
 
 def at_swiglu_per_token(widths: Widths, kept: Kept) -> float:
@@ -80,6 +81,8 @@ def at_swiglu_per_token(widths: Widths, kept: Kept) -> float:
     whole = saved_per_token(widths, replace(kept, mode="none"))
     product = 0 if kept.compiled and kept.float8 else element * widths.inner
     inside = whole - product + 3 * element * widths.inner + element * widths.stream
+    if widths.read > widths.stream:  # or before it, with the gathered gradient of the block's output
+        inside = max(inside, whole + element * (widths.inner + widths.read + widths.stream))
     own = element * widths.stream * (not kept.compiled and element == 2)  # else a norm keeps the block's input itself
     if kept.mode == "full":
         inside += own
@@ -96,13 +99,17 @@ def _products(widths: Widths, kept: Kept) -> float:
 
 def _scales(widths: Widths) -> float:
     """Bytes of what both norms multiply each token by, in float32."""
-    return 2 * 4 * widths.stream / widths.read
+    return 2 * _scale(widths)
+
+
+def _scale(widths: Widths) -> float:
+    return 4 * widths.stream / widths.read
 
 
 def _compiled(widths: Widths, kept: Kept) -> float:
     """Counted in generated code for sm_90 (docs/benchmarks/codegen.md)."""
     residual = 2 * 2 * widths.stream  # before attention and before the feed-forward
-    attention = 2 * (2 * widths.query + 2 * widths.key) + 4 * widths.heads  # queries, keys, values, output, logsumexp
+    attention = 2 * (2 * widths.query + 2 * widths.seen) + 4 * widths.heads  # queries, keys, values, output, logsumexp
     inner = 2 * 2 * widths.inner  # gate and up
     total = residual + attention + inner + _scales(widths)
     if kept.float8:  # casts are computed again, from what is read by a norm or SwiGLU anyway
@@ -114,5 +121,5 @@ def _eager(widths: Widths, kept: Kept) -> float:
     """Counted operator by operator on a CPU, where a norm is several."""
     element = kept.element
     norms = 2 * final_norm_per_token(widths, element)
-    attention = element * (2 * widths.query + 2 * widths.key) + 4 * widths.heads  # as compiled
+    attention = element * (2 * widths.query + 2 * widths.seen) + 4 * widths.heads  # as compiled
     return norms + attention + 4 * element * widths.inner  # gate, its silu, up, product

@@ -95,11 +95,9 @@ for any recipe, with overrides: `python train.py RECIPE --check --batch.micro_ba
 
 A peak is the largest of what lives at some moments of a step. Without compile it equals the storages that live in a
 real step, counted on fake tensors, within 0.01%: with each mode of recomputation, ZeRO-2 and 3, replicas, with and
-without chunks and accumulation, where the loss, the head or a block is the fullest, as in every row below. Models with
-a tiny vocabulary or steps of a few hundred tokens were up to 12% below and 6% above what is predicted. What compiled
-blocks keep is counted in their code ([codegen.md](codegen.md)); what one needs while its backward pass runs is reckoned
-from the same tensors. With `mesh.context` by heads, a step without compile was within 0.1%. Not checked against
-anything: activations with `mesh.tensor` or with keys and values gathered, and what CUDA takes, {alone} GB on one
+without chunks and accumulation, with `mesh.tensor` and `mesh.context`. What compiled blocks keep is counted in their
+code ([codegen.md](codegen.md)); what one needs while its backward pass runs is reckoned from the same tensors. Not
+checked against anything: compiled blocks with `mesh.tensor` or `mesh.context`, and what CUDA takes, {alone} GB on one
 process and {nccl} GB on several. Fragmentation is not predicted; the rest of the GPU is for it.
 
 - **GB**: the peak per GPU; **of** how many. **fullest at**: the moment.

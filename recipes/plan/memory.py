@@ -7,7 +7,8 @@ allocator cannot use again (fragmentation) is not predicted. Imports no torch.
 from dataclasses import dataclass
 
 from parallel.config import MeshDegrees
-from recipes.plan.moments import Pieces, Step
+from recipes.plan.moments import fullest_layers, moments
+from recipes.plan.sizes import Pieces, Sizes
 from recipes.schema import Recipe
 
 ALONE, WITH_NCCL = 700_000_000, 1_600_000_000
@@ -40,17 +41,17 @@ class Prediction:
 
 def predict(recipe: Recipe, degrees: MeshDegrees, *, context: bool = True) -> Prediction:
     """The memory of one process of a mesh of these degrees. context: with what CUDA itself takes."""
-    step = Step(recipe, degrees)
+    size = Sizes(recipe, degrees)
     outside = {"CUDA context": outside_of_torch(degrees) if context else 0}
-    moments = step.moments(range(recipe.model.layers))
-    return Prediction({name: step.state | pieces | outside for name, pieces in moments})
+    found = moments(size, range(recipe.model.layers))
+    return Prediction({name: size.state | pieces | outside for name, pieces in found})
 
 
 def peak(recipe: Recipe, degrees: MeshDegrees) -> int:
     """predict().peak, for those who ask for thousands of them: of moments that are alike, only those at the ends."""
-    step = Step(recipe, degrees)
-    fullest = max(sum(pieces.values()) for _, pieces in step.moments(step.fullest_layers()))
-    return sum(step.state.values()) + fullest + outside_of_torch(degrees)
+    size = Sizes(recipe, degrees)
+    fullest = max(sum(pieces.values()) for _, pieces in moments(size, fullest_layers(size)))
+    return sum(size.state.values()) + fullest + outside_of_torch(degrees)
 
 
 def outside_of_torch(degrees: MeshDegrees) -> int:

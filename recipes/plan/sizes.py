@@ -1,0 +1,210 @@
+"""The sizes of one process's part of a training step, from the dimensions of the model. Imports no torch."""
+
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import gcd
+
+from models.activations import Kept, Widths, at_swiglu_per_token, saved_per_token
+from parallel.config import MeshDegrees
+from recipes.schema import Recipe
+
+Pieces = dict[str, int]
+"""What takes memory -> bytes."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that FSDP gathers and reduces together, as one process has them."""
+
+    share: int
+    """Elements that it keeps."""
+    whole: int
+    """Elements that it gathers: those of all processes, padded to equal shares."""
+    tensors: int
+
+    @classmethod
+    def of(cls, *shapes: tuple[int, int], shards: int) -> "Unit":
+        """shapes: (rows, columns) of each parameter, of which FSDP deals out the rows."""
+        share = sum(-(-rows // shards) * columns for rows, columns in shapes)
+        return cls(share, share * shards, len(shapes))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """In elements or bytes, as each says."""
+
+    recipe: Recipe
+    degrees: MeshDegrees
+
+    @cached_property
+    def shards(self) -> int:
+        """Processes that FSDP deals parameters out to."""
+        return self.degrees.shard * self.degrees.context
+
+    @cached_property
+    def tokens(self) -> int:
+        """Of one micro-batch, on this process."""
+        return self.recipe.batch.micro_batch_size * self.recipe.batch.sequence_length // self.degrees.context
+
+    @cached_property
+    def positions(self) -> int:
+        """Of tokens in their texts: each row has its own where documents are masked."""
+        rows = self.recipe.batch.micro_batch_size if self.recipe.data.document_mask else 1
+        return rows * self.recipe.batch.sequence_length // self.degrees.context
+
+    @cached_property
+    def cut(self) -> bool:
+        """Whether this process has a part of each matrix."""
+        return self.degrees.tensor > 1
+
+    @cached_property
+    def micro_batches(self) -> int:
+        """Of a step, on each process."""
+        batch = self.recipe.batch
+        return batch.global_batch_size // (batch.micro_batch_size * self.degrees.data_parallel)
+
+    @cached_property
+    def accumulates(self) -> bool:
+        """Whether a step has several micro-batches."""
+        return self.micro_batches > 1
+
+    @cached_property
+    def element(self) -> int:
+        """Bytes of an element of activations, and of the weights that they are computed with."""
+        return 2 if self.recipe.fsdp.param_dtype == "bfloat16" else 4
+
+    @cached_property
+    def reduced(self) -> int:
+        """Bytes of an element of gradients that are summed."""
+        return 2 if self.recipe.fsdp.reduce_dtype == "bfloat16" else 4
+
+    @cached_property
+    def block(self) -> Unit:
+        model, tensor = self.recipe.model, self.degrees.tensor
+        width, inner = model.width, model.feed_forward_width // tensor
+        query, key = (heads * model.head_width // tensor for heads in (model.heads, model.key_value_heads))
+        norms = [(width, 1)] * 2
+        attention = [(query, width), (key, width), (key, width), (width, query)]
+        return Unit.of(*norms, *attention, (inner, width), (inner, width), (width, inner), shards=self.shards)
+
+    @cached_property
+    def table(self) -> Unit:
+        """The embedding, and likewise an output projection of its own."""
+        model = self.recipe.model
+        return Unit.of((model.vocabulary // self.degrees.tensor, model.width), shards=self.shards)
+
+    @cached_property
+    def norm(self) -> Unit:
+        return Unit.of((self.recipe.model.width, 1), shards=self.shards)
+
+    @cached_property
+    def tied(self) -> bool:
+        return self.recipe.model.tied_embeddings
+
+    @cached_property
+    def tables(self) -> int:
+        """Matrices as large as the vocabulary."""
+        return 1 if self.tied else 2
+
+    @cached_property
+    def keeps_blocks(self) -> bool:
+        """ZeRO-2: gathered weights stay for the backward pass."""
+        return not self.recipe.fsdp.reshard_after_forward
+
+    @cached_property
+    def gathered(self) -> int:
+        """Bytes of an element of gathered weights: a whole shard in its own type is computed with itself."""
+        whole = self.shards == 1 and self.degrees.tensor == 1 and not self.recipe.fsdp.cpu_offload
+        return 0 if whole and self.element == 4 else self.element
+
+    @cached_property
+    def gathered_block(self) -> int:
+        """Bytes of a block's weights as they arrive."""
+        if self.recipe.float8.all_gather:
+            norms = 2 * self.recipe.model.width
+            return self.block.whole - norms + self.gathered * norms
+        return self.gathered * self.block.whole
+
+    @cached_property
+    def widths(self) -> Widths:
+        """Of a block's activations, per token of this process."""
+        mesh, widths = self.recipe.mesh, Widths.of(self.recipe.model).cut(self.degrees.tensor)
+        if self.degrees.context == 1:
+            return widths
+        if mesh.context_by == "gather":
+            return replace(widths, seen=widths.key * self.degrees.context)
+        heads = self.recipe.model.key_value_heads // self.degrees.tensor
+        copies = self.degrees.context // gcd(self.degrees.context, heads)
+        return replace(widths, seen=widths.key * copies)
+
+    @cached_property
+    def recomputed(self) -> tuple[int, ...]:
+        """The blocks that recompute."""
+        return self.recipe.activation_checkpointing.recomputed(self.recipe.model.layers)
+
+    @cached_property
+    def kept(self) -> tuple[Kept, Kept]:
+        """How a block runs that does not recompute, and one that does."""
+        recipe = self.recipe
+        plain = Kept(
+            float8=recipe.float8.recipe != "none",
+            compiled=recipe.compile.enabled,
+            exchanged=self.degrees.context > 1,
+            element=self.element,
+        )
+        return plain, replace(plain, mode=recipe.activation_checkpointing.mode)
+
+    @cached_property
+    def saved(self) -> tuple[float, float]:
+        """Bytes per token that either saves."""
+        plain, recomputing = self.kept
+        return saved_per_token(self.widths, plain), saved_per_token(self.widths, recomputing)
+
+    @cached_property
+    def beside_saved(self) -> tuple[float, float]:
+        """Bytes per token that the backward pass of either needs besides."""
+        plain, recomputing = self.kept
+        return at_swiglu_per_token(self.widths, plain), at_swiglu_per_token(self.widths, recomputing)
+
+    def saved_before(self, layer: int) -> float:
+        """Bytes per token that the blocks before this one save."""
+        recomputed, (plain, recomputing) = bisect_left(self.recomputed, layer), self.saved
+        return (layer - recomputed) * plain + recomputed * recomputing
+
+    @cached_property
+    def state(self) -> Pieces:
+        """What lives from step to step."""
+        layers = self.recipe.model.layers
+        share = self.tables * self.table.share + layers * self.block.share + self.norm.share
+        tensors = self.tables * self.table.tensors + layers * self.block.tensors + self.norm.tensors
+        moments = 8 if self.recipe.optimizer.state_dtype == "float32" else 4
+        on_device = not self.recipe.fsdp.cpu_offload
+        return {"parameters": on_device * 4 * share, "moments": on_device * (moments * share + 4 * tensors)}
+
+    @cached_property
+    def stream(self) -> int:
+        """Bytes of a gradient of the residual stream."""
+        return round(self.element * self.tokens * self.widths.stream)
+
+    @cached_property
+    def read(self) -> int:
+        """Bytes of a gradient of what a part of a block, or the head, reads."""
+        return round(self.element * self.tokens * self.widths.read)
+
+    def new(self, unit: Unit) -> int:
+        """Bytes of gradients that one micro-batch has computed; accumulation has already added them to the others."""
+        return 0 if self.accumulates else self.element * unit.whole
+
+    def reduction(self, unit: Unit) -> int:
+        """Bytes of what is summed over processes, and of the sum in float32."""
+        return self.waiting(unit.whole) + 4 * unit.share
+
+    def waiting(self, whole: int) -> int:
+        """Bytes of what is being summed, beside the sum, which is the same buffer where nothing is sharded."""
+        return self.reduced * whole * (self.shards > 1 or self.reduced != 4)
+
+    @cached_property
+    def new_of_tied_head(self) -> int:
+        """Bytes: they wait for those of the embedding."""
+        return self.element * self.table.whole * self.tied
