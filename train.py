@@ -21,14 +21,12 @@ from recipes.files.exit_codes import FINISHED, REFUSED, TEMPORARY, leave  # noqa
 from recipes.files.screen import open_missing, tell  # noqa: E402
 
 USAGE = """\
-usage: train.py RECIPE [--section.field value ...]
-
+usage: train.py RECIPE [--section.field value ...]    (recipes are in configs/)
   train.py RECIPE                       train; scripts/run.sh uses all devices
   train.py RECIPE --optimizer.lr 1e-3   override any field
   train.py RECIPE --check [--processes N [--nodes M]]   print it resolved
-  train.py [RECIPE] --help              list all fields with their values
-
-Recipes are in configs/; docs/recipes.md lists every field."""
+  train.py RECIPE --plan [--help]       predict memory, time and cost on GPUs
+  train.py [RECIPE] --help              list all fields with their values"""
 
 
 def main(arguments: list[str]) -> int:
@@ -40,6 +38,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--processes", type=int)
     parser.add_argument("--nodes", type=int)
     try:
+        if "--plan" in arguments:
+            from recipes.plan.command import answer
+
+            return answer(arguments)
         return run(*parser.parse_known_args(arguments, argparse.Namespace(began=time.monotonic())))
     except UserError as error:
         tell(str(error))
@@ -58,9 +60,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     if options.help:
         from recipes.command_line import print_help
 
-        recipe = load(arguments[0], arguments[1:], rules=False) if arguments else None
-        print_help(recipe, description="Train a recipe. The end of this text lists the forms of the command.")
-        print(USAGE)
+        print_help(load(arguments[0], arguments[1:], rules=False) if arguments else None, usage=USAGE)
         return FINISHED
     if not arguments:
         raise UserError(f"no recipe given, as in train.py configs/smollm3_debug.toml --check\n\n{USAGE}")

@@ -13,8 +13,10 @@ from recipes.fields import Problem, accept, complaint, field_types, toml, unknow
 from recipes.schema import Recipe
 
 ORIGIN = "command line"
-OPTIONS = ("check", "processes", "nodes", "help")
+OPTIONS = ("check", "plan", "processes", "nodes", "help")
 """Options of train.py itself."""
+OF_PLAN = ("gpu", "tokens", "price", "json", "picture", "calibrated_by", "search", "numerics", "write")
+"""Those of --plan alone."""
 
 
 def parse(arguments: Sequence[str], defaults: Recipe) -> tuple[dict[str, Any], list[Problem]]:
@@ -39,11 +41,13 @@ def parse(arguments: Sequence[str], defaults: Recipe) -> tuple[dict[str, Any], l
     return values, problems
 
 
-def print_help(recipe: Recipe | None, *, description: str) -> None:
+def print_help(recipe: Recipe | None, *, usage: str) -> None:
     """Print every field, grouped by section, with its documentation and its value in the recipe (None: the default)."""
+    description = "Train a recipe. The end of this text lists the forms of the command."
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
     with suppress(SystemExit):
         _tyro(["--help"], recipe or Recipe(), description=description)
+    print(usage)
 
 
 def _split(arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[Problem]]:
@@ -64,6 +68,7 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[Problem
         if (annotation := field_types().get(key)) is None:
             close = get_close_matches(key, OPTIONS, n=1)
             message = f"unknown; did you mean --{close[0]}?" if close else unknown_key(key)
+            message = "needs --plan" if key in OF_PLAN else message
             problems.append(Problem(key, message, " ".join(values), ORIGIN))
             continue
         if annotation is bool:

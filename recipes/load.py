@@ -1,7 +1,7 @@
 """Builds one checked Recipe from a TOML file, its bases and the command line. Imports no torch."""
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -26,6 +26,7 @@ from recipes.fields import (
     value_of,
 )
 from recipes.files.reading import fault
+from recipes.mesh_rules import Violation
 from recipes.rules import violations
 from recipes.schema import Recipe, RunConfig
 from recipes.weights.locate import FROM_WEIGHTS, InitialWeights, Weights
@@ -56,9 +57,11 @@ def load(
     processes: int | None = None,
     nodes: int | None = None,
     rules: bool = True,
+    elsewhere: bool = False,
 ) -> Recipe:
     """The recipe alone; takes and raises what load_run does."""
-    return load_run(path, arguments, over=over, processes=processes, nodes=nodes, rules=rules).recipe
+    world = {"processes": processes, "nodes": nodes}
+    return load_run(path, arguments, over=over, **world, rules=rules, elsewhere=elsewhere).recipe
 
 
 def load_run(
@@ -69,6 +72,7 @@ def load_run(
     processes: int | None = None,
     nodes: int | None = None,
     rules: bool = True,
+    elsewhere: bool = False,
 ) -> LoadedRecipe:
     """Load a recipe and locate the weights it starts from, once. Raises one UserError that lists everything wrong.
 
@@ -82,6 +86,7 @@ def load_run(
         processes: check that the layout fits this many processes.
         nodes: check that the layout fits this many nodes.
         rules: False skips the rules across fields and the look at the data, for a recipe that is only read.
+        elsewhere: for a recipe that will run on another machine, skip the look at the data and the weights alone.
     """
     given: Given = {}
     problems: list[Problem] = []
@@ -102,12 +107,25 @@ def load_run(
         keys = {problem.key for problem in problems}
         broken = {key if key in field_types() else key.partition(".")[0] for key in keys}
         world = {"processes": processes, "nodes": nodes}
-        for key, message in violations(recipe, weights, **world, broken=broken, written=given.keys()):
+        if elsewhere:
+            found = violations_elsewhere(recipe, **world, broken=broken)
+        else:
+            found = violations(recipe, weights, **world, broken=broken, written=given.keys())
+        for key, message in found:
             problems.append(_located(key, message, recipe, given))
     if problems:
         raise refusal(problems, where=shown(Path(path)))
-    needs_weights = rules and (recipe.model.weights or recipe.data.tokenizer == FROM_WEIGHTS)
+    needs_weights = rules and not elsewhere and (recipe.model.weights or recipe.data.tokenizer == FROM_WEIGHTS)
     return LoadedRecipe(recipe, weights.find() if needs_weights else None)
+
+
+def violations_elsewhere(
+    recipe: Recipe, *, processes: int | None, nodes: int | None, broken: Collection[str] = frozenset()
+) -> Iterator[Violation]:
+    """The rules that a recipe for another machine breaks: without a look at its data and its weights."""
+    shape = replace(recipe, model=replace(recipe.model, weights=""))
+    unread = InitialWeights("", recipe.run.folder)
+    return violations(shape, unread, processes=processes, nodes=nodes, broken={*broken, "data.source"})
 
 
 def to_toml(recipe: Recipe) -> str:

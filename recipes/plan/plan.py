@@ -2,12 +2,27 @@
 
 from dataclasses import dataclass
 
+from models.config import AttentionFlops
 from parallel.config import MeshDegrees
 from recipes.plan.hardware import Gpu
 from recipes.plan.memory import FULL, Prediction, predict
 from recipes.plan.rates import RATES, Rates
 from recipes.plan.time import StepTime, step_time
 from recipes.schema import Recipe
+
+DAY = 24 * 3600
+"""Seconds."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of training on a number of tokens, without start-up, validation, checkpoints and restarts."""
+
+    tokens: int
+    days: float
+    gpu_hours: float
+    money: float | None
+    """None if no price was given."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +39,38 @@ class Plan:
     def fits(self) -> bool:
         """Whether the predicted peak leaves room for what is not predicted."""
         return self.memory.peak <= FULL * self.gpu.memory
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a global batch."""
+        return self.recipe.batch.global_batch_size * self.recipe.batch.sequence_length
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The shortest and the longest seconds of a step that the spread of the prediction allows."""
+        return self.time.step_seconds / (1 + self.time.spread), self.time.step_seconds * (1 + self.time.spread)
+
+    def mfu(self, attention: AttentionFlops) -> float | None:
+        """As in recipes/metrics/throughput.py, for whole sequences; None for a device without a known peak."""
+        if not self.gpu.bf16_peak:
+            return None
+        flops = self.recipe.model.flops_per_token(self.recipe.batch.sequence_length, attention)
+        return self.time.tokens_per_second * flops / self.gpu.bf16_peak
+
+    def exposed(self) -> float:
+        """Seconds of a step in which a GPU waits for messages."""
+        return sum(seconds for piece, seconds in self.time.seconds.items() if piece.startswith(MESSAGES))
+
+    def cost(self, *, tokens: int | None = None, price: float | None = None) -> Cost:
+        """tokens: by default those of the recipe's steps. price: of one GPU for one hour."""
+        tokens = self.recipe.run.steps * self.step_tokens if tokens is None else tokens
+        seconds = tokens / self.step_tokens * self.time.step_seconds
+        hours = seconds / 3600 * self.degrees.processes
+        return Cost(tokens, seconds / DAY, hours, None if price is None else price * hours)
+
+
+MESSAGES = "messages: "
+"""How the pieces of a step that are sent begin, as in "messages: shard, inside nodes"."""
 
 
 def plan(recipe: Recipe, degrees: MeshDegrees, *, gpu: Gpu, rates: Rates = RATES) -> Plan:

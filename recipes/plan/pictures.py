@@ -1,0 +1,137 @@
+"""Draw a plan: memory through one step above its time, or how several numbers of GPUs compare. Imports no torch."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, PercentFormatter
+
+from parallel.errors import UserError
+from recipes.plan.memory import FULL
+from recipes.plan.plan import MESSAGES, Plan
+from recipes.plan.scaling import Size
+from recipes.plan.screen import nodes, number, rates, seconds
+from recipes.schema import Recipe
+
+# Okabe and Ito's palette, which most colour-blind readers can distinguish, and some greys.
+COLOURS = (
+    *("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442"),
+    *("#8C564B", "#7F7F7F", "#BFBFBF", "#404040", "#17BECF", "#9467BD", "#BCBD22"),
+)
+DOTS_PER_INCH = 150
+STEADY = ("CUDA context",)
+"""Besides parameters and moments, drawn below all that comes and goes."""
+LANES = ("compute", "inside nodes", "between nodes")
+"""Of the time of a step, from top to bottom."""
+
+
+def draw(recipe: Recipe, sizes: Sequence[Size], file: Path) -> None:
+    """One plan, or several side by side. Raises UserError if the file cannot be written."""
+    figure = step(sizes[0]) if len(sizes) == 1 else scaling(sizes)
+    first = sizes[0]
+    where = f"{first.world.processes:,} {first.plan.gpu.name} in {nodes(first.world)}"
+    where = where if len(sizes) == 1 else first.plan.gpu.name
+    figure.suptitle(f"{recipe.run.name} on {where}: predicted, {rates(first.plan).partition(':')[0]}", fontsize=11)
+    try:
+        figure.savefig(file, dpi=DOTS_PER_INCH)
+    except OSError as error:
+        raise UserError(f"--picture {file}: cannot be written: {error.strerror}") from None
+
+
+def step(size: Size) -> Figure:
+    """Memory at the moments of a step, and how long each lane is busy in it."""
+    figure = Figure(figsize=(11, 7.5), layout="constrained")
+    above, below = figure.subplots(2, 1, height_ratios=(3, 1))
+    _memory(above, size.plan)
+    _lanes(below, size.plan)
+    return figure
+
+
+def _memory(axes: Axes, plan: Plan) -> None:
+    """Stacked pieces, moment by moment, below the GPU's memory."""
+    moments = plan.memory.moments
+    pieces_in_order = (piece for pieces in moments.values() for piece, amount in pieces.items() if amount)
+    names = dict.fromkeys([*STEADY, *pieces_in_order])
+    stacks = [[pieces.get(name, 0) / 1e9 for pieces in moments.values()] for name in names]
+    colours = [COLOURS[index % len(COLOURS)] for index in range(len(names))]
+    axes.stackplot(range(len(moments)), stacks, labels=list(names), colors=colours, step="mid")
+    limit = plan.gpu.memory / 1e9
+    if plan.memory.peak / 1e9 > limit / 5:  # of a tiny model, the line would flatten all else
+        axes.axhline(limit, color="black", linewidth=1.2)
+        axes.text(0, limit, f" {limit:.1f} GB of the {plan.gpu.name}", va="bottom", fontsize=8)
+        axes.axhline(FULL * limit, color="black", linewidth=0.8, linestyle=":")
+    fullest = list(moments).index(plan.memory.fullest)
+    axes.plot([fullest], [plan.memory.peak / 1e9], "v", color="black", markersize=6)
+    note = f"{plan.memory.peak / 1e9:.1f} GB at {plan.memory.fullest}"
+    side = "left" if fullest < len(moments) / 2 else "right"
+    axes.annotate(note, (fullest, plan.memory.peak / 1e9), (0, 7), textcoords="offset points", ha=side, fontsize=8)
+    axes.set_xlim(0, len(moments) - 1)
+    axes.set_ylim(0, 1.12 * max(axes.dataLim.y1, plan.memory.peak / 1e9))
+    axes.set_ylabel("GB per GPU")
+    ticks = sorted({0, *range(0, len(moments), max(1, len(moments) // 6)), len(moments) - 1})
+    ticks = [tick for tick in ticks if tick == len(moments) - 1 or len(moments) - 1 - tick >= len(moments) // 8]
+    axes.set_xticks(ticks, [list(moments)[tick].removeprefix("the ") for tick in ticks], fontsize=7)
+    axes.set_title("memory at the moments of a step's last micro-batch, from the loss to the optimizer", fontsize=9)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _lanes(axes: Axes, plan: Plan) -> None:
+    """Busy seconds of a step: what computes, and messages by place, pale where computation hides them."""
+    waits = 0.0
+    start = dict.fromkeys(LANES, 0.0)
+    shown: set[str] = set()
+    for index, (name, amount) in enumerate(plan.time.seconds.items()):
+        if not name.startswith(MESSAGES) and amount:
+            axes.barh("compute", amount, left=start["compute"], color=COLOURS[index % len(COLOURS)], label=name)
+            start["compute"] += amount
+    for name, amount in plan.time.hidden.items():
+        lane = name.rpartition(", ")[2]
+        label = "messages, hidden" if "hidden" not in shown else None
+        axes.barh(lane, amount, left=start[lane], color="#56B4E9", alpha=0.5, edgecolor="white", label=label)
+        start[lane] += amount
+        shown.add("hidden")
+    for name, amount in plan.time.seconds.items():
+        if name.startswith(MESSAGES) and amount:
+            lane = name.rpartition(", ")[2]
+            label = "messages, not hidden" if "exposed" not in shown else None
+            axes.barh(lane, amount, left=start["compute"] + waits, color="#D55E00", edgecolor="white", label=label)
+            waits += amount
+            shown.add("exposed")
+    for lane in LANES:
+        axes.barh(lane, 0)  # also where nothing is sent
+    axes.set_yticks(range(len(LANES)), LANES)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.01 * max(plan.time.step_seconds, *start.values()))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: seconds(value)))
+    axes.set_title("seconds that each is busy in a step, summed up: not a schedule", fontsize=9)
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def scaling(sizes: Sequence[Size]) -> Figure:
+    """Speed, waiting and memory of a GPU against the number of GPUs."""
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    speed, waiting, memory = figure.subplots(1, 3)
+    plans = [size.plan for size in sizes]
+    counts = [size.world.processes for size in sizes]
+    rates = [plan.time.tokens_per_second for plan in plans]
+    ends = [[plan.time.tokens / end for end in plan.range] for plan in plans]
+    speed.fill_between(counts, [slow for _, slow in ends], [fast for fast, _ in ends], alpha=0.2, color=COLOURS[0])
+    speed.plot(counts, rates, "o-", color=COLOURS[0])
+    speed.set_title("tokens/s per GPU, and its range", fontsize=9)
+    speed.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
+    waiting.plot(counts, [plan.exposed() / plan.time.step_seconds for plan in plans], "o-", color=COLOURS[5])
+    waiting.set_title("share of a step that waits for messages", fontsize=9)
+    waiting.yaxis.set_major_formatter(PercentFormatter(1))
+    memory.plot(counts, [plan.memory.peak / 1e9 for plan in plans], "o-", color=COLOURS[2])
+    memory.axhline(plans[0].gpu.memory / 1e9, color="black", linewidth=1)
+    memory.set_title(f"peak memory in GB, and that of an {plans[0].gpu.name}", fontsize=9)
+    for axes in (speed, waiting, memory):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, [f"{count:,}" for count in counts], fontsize=8)
+        axes.minorticks_off()
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("GPUs")
+        axes.grid(alpha=0.3)
+    return figure

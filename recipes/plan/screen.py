@@ -1,0 +1,226 @@
+"""A plan on one screen, of at most 40 lines and 100 columns, and several as a table. Imports no torch."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from recipes.mesh_rules import micro_batches
+from recipes.plan.plan import DAY, MESSAGES, Cost, Plan
+from recipes.plan.scaling import Size
+from recipes.plan.world import World
+from recipes.schema import Recipe
+
+LINES = 40
+"""Of a screen."""
+ROWS = 8
+"""Pieces of time or memory in a table; the smaller ones share a row."""
+BAR = 30
+"""Characters of a bar for the whole."""
+OTHERS = "others"
+SEARCH = "next: --plan --search looks for a faster recipe that fits"
+
+
+@dataclass(frozen=True)
+class Money:
+    """What the cost is counted from; None: the tokens of the recipe's steps, or no price."""
+
+    tokens: int | None = None
+    price: float | None = None
+
+    def of(self, plan: Plan) -> Cost:
+        return plan.cost(tokens=self.tokens, price=self.price)
+
+
+def screen(plan: Plan, world: World, money: Money, *, mark: str = "#") -> list[str]:
+    """Lines for one plan. mark: the character that bars are made of."""
+    above = [
+        *_heading(plan, world),
+        *_answers(plan, money),
+        "",
+        *_time(plan, mark),
+        "",
+        *_messages(plan),
+    ]
+    left = LINES - len(above) - len(["head of memory", "", "next"])
+    return [*above, *_memory(plan, mark, rows=min(ROWS, left)), "", _next(plan)]
+
+
+def _heading(plan: Plan, world: World) -> list[str]:
+    """What is planned, and on what."""
+    recipe, batch = plan.recipe, plan.recipe.batch
+    return [
+        f"{title(recipe)}; all predicted",
+        "",
+        f"GPU     {world.gpu.name} with {world.gpu.memory / 1e9:.1f} GB ({world.kind_from})",
+        f"number  {world.processes:,} in {nodes(world)} ({world.number_from})",
+        f"mesh    {plan.degrees}",
+        f"batch   {batch.global_batch_size:,} x {batch.sequence_length:,} tokens ="
+        f" {micro_batches(batch, plan.degrees)}",
+        f"rates   {rates(plan)}",
+    ]
+
+
+def title(recipe: Recipe) -> str:
+    """As in "smollm3_3b_8xh100: smollm3_3b, 3.075 B parameters"."""
+    return f"{recipe.run.name}: {recipe.model.name}, {counted(recipe.model.num_params())} parameters"
+
+
+def nodes(world: World) -> str:
+    """As in "2 nodes"."""
+    return "1 node" if world.nodes == 1 else f"{world.nodes:,} nodes"
+
+
+def rates(plan: Plan) -> str:
+    """How sure the times are."""
+    by = f"calibrated {plan.time.calibrated}" if plan.time.calibrated else "not calibrated"
+    return f"{by}: a step may take {plan.time.spread:.0%} more, or be as much faster"
+
+
+def _answers(plan: Plan, money: Money) -> list[str]:
+    """Does it fit, how fast is it, what does it cost."""
+    time, processes, cost = plan.time, plan.degrees.processes, money.of(plan)
+    shortest, longest = plan.range
+    low, high = shortest / time.step_seconds, longest / time.step_seconds
+    mfu, mfu_full = plan.mfu("causal"), plan.mfu("full")
+    share = f"; MFU {mfu:.1%} (causal attention), {mfu_full:.1%} (full)" if mfu and mfu_full else ""
+    paid = "" if cost.money is None else f": {cost.money:,.0f} at {money.price:g} each"
+    return [
+        f"memory  {plan.memory.peak / 1e9:.1f} of {plan.gpu.memory / 1e9:.1f} GB, {_verdict(plan)}; fullest at"
+        f" {plan.memory.fullest}",
+        f"speed   {number(time.tokens_per_second)} tokens/s per GPU ({number(time.tokens / longest)} to"
+        f" {number(time.tokens / shortest)}), {number(time.tokens_per_second * processes)} in all",
+        f"step    {seconds(time.step_seconds)} ({seconds(shortest)} to {seconds(longest)}){share}",
+        f"time    {counted(cost.tokens)} tokens in {duration(cost.days)} ({duration(cost.days * low)} to"
+        f" {duration(cost.days * high)})",
+        f"cost    {number(cost.gpu_hours)} GPU-hours{paid}",
+    ]
+
+
+def _verdict(plan: Plan) -> str:
+    share = plan.memory.peak / plan.gpu.memory
+    if plan.fits:
+        return f"fits ({share:.0%})"
+    return f"DOES NOT FIT ({share:.0%}, fragmentation needs some)" if share <= 1 else f"DOES NOT FIT ({share:.0%})"
+
+
+def _time(plan: Plan, mark: str) -> list[str]:
+    """What computes, by piece, and the messages that nothing hides, as one."""
+    computing = {name: amount for name, amount in plan.time.seconds.items() if not name.startswith(MESSAGES)}
+    rows = {**_largest(computing, ROWS), "messages not hidden": plan.exposed()}
+    whole = plan.time.step_seconds
+    head = f"{'where the time goes':<28}{'of a step':>10}{'share':>8}"
+    return [head, *(_row(name, seconds(amount), amount / whole, mark) for name, amount in rows.items())]
+
+
+def _messages(plan: Plan) -> list[str]:
+    """How long messages take by axis and place, and how much of it computation hides."""
+    exposed, hidden = plan.time.seconds, plan.time.hidden
+    names = [name for name in dict.fromkeys([*exposed, *hidden]) if name.startswith(MESSAGES)]
+    rows = [
+        f"{name.removeprefix(MESSAGES):<28}{seconds(hidden.get(name, 0) + exposed.get(name, 0)):>10}"
+        f"{seconds(hidden.get(name, 0)):>10}{seconds(exposed.get(name, 0)):>12}"
+        f"{exposed.get(name, 0) / plan.time.step_seconds:>8.1%}"
+        for name in names
+    ]
+    return [f"{'messages':<28}{'in all':>10}{'hidden':>10}{'not hidden':>12}{'share':>8}", *rows, ""] if rows else []
+
+
+def _memory(plan: Plan, mark: str, *, rows: int) -> list[str]:
+    """The pieces at the fullest moment."""
+    whole, pieces = plan.memory.peak, {name: float(amount) for name, amount in plan.memory.pieces.items()}
+    head = f"{'memory at that moment':<28}{'GB':>10}{'share':>8}"
+    shown = _largest(pieces, rows).items()
+    return [head, *(_row(name, f"{amount / 1e9:.2f}", amount / whole, mark) for name, amount in shown)]
+
+
+def _row(name: str, amount: str, share: float, mark: str) -> str:
+    return f"{name:<28}{amount:>10}{share:>8.1%}  {mark * round(share * BAR)}".rstrip()
+
+
+def _largest(pieces: dict[str, float], rows: int) -> dict[str, float]:
+    """The largest first; those beyond so many as one."""
+    ordered = sorted(((amount, name) for name, amount in pieces.items() if amount), reverse=True)
+    shown = {name: amount for amount, name in (ordered if len(ordered) <= rows else ordered[: rows - 1])}
+    rest = sum(amount for amount, name in ordered if name not in shown)
+    return {**shown, OTHERS: rest} if rest else shown
+
+
+def _next(plan: Plan) -> str:
+    if not plan.fits:
+        return "next: --plan --search looks for the fastest recipe that fits; more GPUs: --processes N"
+    return SEARCH if plan.time.calibrated else f"{SEARCH}; --calibrated-by FILE narrows the range"
+
+
+COLUMNS = {"GPUs": 7, "batch": 8, "micro": 6, "tokens/s/GPU": 13, "step": 9, "waits": 7, "GB": 9, "time": 11}
+"""Of a table of several sizes: head -> width."""
+
+
+def table(recipe: Recipe, sizes: Sequence[Size], money: Money) -> list[str]:
+    """One line for each number of GPUs, below what they share, above what it means."""
+    first = sizes[0].plan
+    heads = [f"{head:>{width}}" for head, width in (*COLUMNS.items(), ("GPU-hours", 12), ("cost", 14))]
+    priced = money.price is not None
+    lines = [
+        f"{title(recipe)}; all predicted",
+        "",
+        f"GPU     {first.gpu.name} with {first.gpu.memory / 1e9:.1f} GB ({sizes[0].world.kind_from}),"
+        f" {first.gpu.per_node} in a node",
+        f"rates   {rates(first)}",
+        f"tokens  {counted(money.of(first).tokens)}" + (f", at {money.price:g} for a GPU and hour" if priced else ""),
+        "",
+        "".join(heads if priced else heads[:-1]),
+        *("".join(_cells(recipe, found, money)).rstrip() for found in sizes),
+        "",
+        "waits: the share of a step in which a GPU waits for messages",
+    ]
+    if any(not found.plan.fits for found in sizes):
+        lines.append("!: does not fit the memory of the GPU; --plan --search --processes N looks for what does")
+    if any(found.plan.recipe.batch != recipe.batch for found in sizes):
+        asked = f"{recipe.batch.global_batch_size:,} in micro-batches of {recipe.batch.micro_batch_size:,}"
+        lines.append(f"*: the recipe's global batch of {asked} cannot be divided like that; the nearest that can be")
+    return lines
+
+
+def _cells(recipe: Recipe, found: Size, money: Money) -> Iterator[str]:
+    """The columns of one number of GPUs."""
+    plan, cost, batch = found.plan, money.of(found.plan), found.plan.recipe.batch
+    changed = "*" if batch.global_batch_size != recipe.batch.global_batch_size else " "
+    smaller = "*" if batch.micro_batch_size != recipe.batch.micro_batch_size else " "
+    values = [
+        f"{found.world.processes:,}",
+        f"{batch.global_batch_size:,}{changed}",
+        f"{batch.micro_batch_size}{smaller}",
+        number(plan.time.tokens_per_second),
+        seconds(plan.time.step_seconds),
+        f"{plan.exposed() / plan.time.step_seconds:.1%}",
+        f"{plan.memory.peak / 1e9:.1f}{' ' if plan.fits else '!'}",
+        duration(cost.days),
+    ]
+    yield from (f"{value:>{width}}" for value, width in zip(values, COLUMNS.values(), strict=True))
+    yield f"{number(cost.gpu_hours):>12}"
+    yield "" if cost.money is None else f"{cost.money:>14,.0f}"
+
+
+def number(amount: float) -> str:
+    """With three digits or all before the point, such as "24,130" or "0.0123"."""
+    return f"{amount:,.0f}" if amount >= 100 else f"{amount:.3g}"
+
+
+def counted(tokens: int) -> str:
+    """Such as "10.5 B"."""
+    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if tokens >= scale:
+            return f"{tokens / scale:.4g} {unit}"
+    return f"{tokens:,}"
+
+
+def seconds(amount: float) -> str:
+    """Such as "5.43 s" or "812 ms"."""
+    return f"{amount:,.0f} s" if amount >= 100 else f"{amount:.3g} s" if amount >= 1 else f"{amount * 1e3:.3g} ms"
+
+
+def duration(days: float) -> str:
+    """Such as "23.4 days" or "15.1 hours"."""
+    for unit, scale, least in (("days", 1, 2), ("hours", 24, 1 / 24), ("minutes", 24 * 60, 1 / 24 / 60)):
+        if days >= least:
+            return f"{number(days * scale)} {unit}"
+    return f"{number(days * DAY)} seconds"
