@@ -66,7 +66,7 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[Problem
     groups = {}
     for key, values in found:
         if (annotation := field_types().get(key)) is None:
-            close = get_close_matches(key, OPTIONS, n=1)
+            close = get_close_matches(key, (*OPTIONS, *OF_PLAN), n=1)
             message = f"unknown; did you mean --{close[0]}?" if close else unknown_key(key)
             message = "needs --plan" if key in OF_PLAN else message
             problems.append(Problem(key, message, " ".join(values), ORIGIN))

@@ -34,6 +34,7 @@ docs/plan.md explains every number."""
 PICTURES = (".png", ".svg", ".pdf")
 MULTIPLES = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 MOST_PROCESSES = 2**20
+MOST_TOKENS = 1e18
 
 
 class Parser(ArgumentParser):
@@ -69,7 +70,7 @@ def answer(arguments: Sequence[str]) -> int:
 
 def _plan(path: str, changes: Sequence[str], options: Namespace) -> None:
     """Read the options, plan, and print."""
-    processes = [_whole("--processes", text) for text in options.processes.split(",")] if options.processes else []
+    processes = [] if options.processes is None else _several("--processes", options.processes)
     nodes = None if options.nodes is None else _whole("--nodes", options.nodes)
     money = Money(_tokens(options.tokens), _price(options.price))
     picture = None if options.picture is None else _picture(options.picture)
@@ -139,12 +140,19 @@ def _mark() -> str:
     return "█" if "utf" in (sys.stdout.encoding or "").lower() else "#"
 
 
+def _several(name: str, text: str) -> list[int]:
+    """Whole numbers with commas between them."""
+    found = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    if not all(1 <= number <= MOST_PROCESSES for number in found):
+        raise UserError(f"{name} {text}: must be whole numbers from 1 to {MOST_PROCESSES:,}; write as in 8 or 8,64,512")
+    return found
+
+
 def _whole(name: str, text: str) -> int:
-    """A number of processes or nodes."""
+    """A number of nodes."""
     value = int(text) if text.strip().isdecimal() else 0
     if not 1 <= value <= MOST_PROCESSES:
-        several = " or several, as in 8,64,512" if name == "--processes" else ""
-        raise UserError(f"{name} {text}: must be a whole number from 1 to {MOST_PROCESSES:,}{several}")
+        raise UserError(f"{name} {text}: must be a whole number from 1 to {MOST_PROCESSES:,}")
     return value
 
 
@@ -155,8 +163,8 @@ def _tokens(text: str | None) -> int | None:
     plain = text.strip().replace(",", "").replace("_", "").upper()
     number, unit = (plain[:-1], plain[-1]) if plain[-1:].isalpha() else (plain, "")
     value = _number(number) * MULTIPLES.get(unit, float("nan"))
-    if not 1 <= value < float("inf"):
-        raise UserError(f"--tokens {text}: must be a number of tokens; write as in 500M, 1.5B or 11T")
+    if not 1 <= value <= MOST_TOKENS:
+        raise UserError(f"--tokens {text}: must be a number from 1 to 1,000,000T; write as in 500M, 1.5B or 11T")
     return round(value)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -22,6 +23,7 @@ COLOURS = (
 DOTS_PER_INCH = 150
 STEADY = ("CUDA context",)
 """Besides parameters and moments, drawn below all that comes and goes."""
+HIDDEN, EXPOSED = "#BBDDF3", "#D55E00"
 LANES = ("compute", "inside nodes", "between nodes")
 """Of the time of a step, from top to bottom."""
 
@@ -61,6 +63,8 @@ def _memory(axes: Axes, plan: Plan) -> None:
         axes.axhline(limit, color="black", linewidth=1.2)
         axes.text(0, limit, f" {limit:.1f} GB of the {plan.gpu.name}", va="bottom", fontsize=8)
         axes.axhline(FULL * limit, color="black", linewidth=0.8, linestyle=":")
+        note, below = f" {FULL:.0%}: fragmentation needs the rest", (0, -3)
+        axes.annotate(note, (0, FULL * limit), below, textcoords="offset points", va="top", fontsize=7)
     fullest = list(moments).index(plan.memory.fullest)
     axes.plot([fullest], [plan.memory.peak / 1e9], "v", color="black", markersize=6)
     note = f"{plan.memory.peak / 1e9:.1f} GB at {plan.memory.fullest}"
@@ -78,35 +82,37 @@ def _memory(axes: Axes, plan: Plan) -> None:
 
 
 def _lanes(axes: Axes, plan: Plan) -> None:
-    """Busy seconds of a step: what computes, and messages by place, pale where computation hides them."""
-    waits = 0.0
-    start = dict.fromkeys(LANES, 0.0)
-    shown: set[str] = set()
-    for index, (name, amount) in enumerate(plan.time.seconds.items()):
-        if not name.startswith(MESSAGES) and amount:
-            axes.barh("compute", amount, left=start["compute"], color=COLOURS[index % len(COLOURS)], label=name)
-            start["compute"] += amount
+    """Busy seconds of a step: what computes, then messages by place, pale where computation hides them."""
+    end = [0.0] * len(LANES)
+
+    def draw(name: str, amount: float, lane: int, **style: Any) -> None:
+        axes.barh(lane, amount, left=end[lane], label=name, **style)
+        end[lane] += amount
+
+    computing = [(name, amount) for name, amount in plan.time.seconds.items() if not name.startswith(MESSAGES)]
+    for index, (name, amount) in enumerate(computing):
+        draw(name, amount, 0, color=COLOURS[index % len(COLOURS)])
     for name, amount in plan.time.hidden.items():
-        lane = name.rpartition(", ")[2]
-        label = "messages, hidden" if "hidden" not in shown else None
-        axes.barh(lane, amount, left=start[lane], color="#56B4E9", alpha=0.5, edgecolor="white", label=label)
-        start[lane] += amount
-        shown.add("hidden")
+        draw("messages, hidden", amount, _lane(name), color=HIDDEN, edgecolor="white")
+    waited = end[0]
     for name, amount in plan.time.seconds.items():
-        if name.startswith(MESSAGES) and amount:
-            lane = name.rpartition(", ")[2]
-            label = "messages, not hidden" if "exposed" not in shown else None
-            axes.barh(lane, amount, left=start["compute"] + waits, color="#D55E00", edgecolor="white", label=label)
-            waits += amount
-            shown.add("exposed")
-    for lane in LANES:
-        axes.barh(lane, 0)  # also where nothing is sent
+        if name.startswith(MESSAGES):
+            end[_lane(name)] = waited
+            draw("messages, not hidden", amount, _lane(name), color=EXPOSED, edgecolor="white")
+            waited += amount
     axes.set_yticks(range(len(LANES)), LANES)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.01 * max(plan.time.step_seconds, *start.values()))
+    axes.set_ylim(len(LANES) - 0.5, -0.5)
+    axes.set_xlim(0, 1.01 * plan.time.step_seconds)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: seconds(value)))
-    axes.set_title("seconds that each is busy in a step, summed up: not a schedule", fontsize=9)
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.set_title("seconds that each is busy in a step, added up: not a schedule", fontsize=9)
+    handles, labels = axes.get_legend_handles_labels()
+    once = dict(zip(labels, handles, strict=True))
+    axes.legend(once.values(), once.keys(), fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _lane(message: str) -> int:
+    """The row of a message such as "messages: shard, inside nodes"."""
+    return LANES.index(message.rpartition(", ")[2])
 
 
 def scaling(sizes: Sequence[Size]) -> Figure:

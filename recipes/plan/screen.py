@@ -13,6 +13,8 @@ LINES = 40
 """Of a screen."""
 ROWS = 8
 """Pieces of time or memory in a table; the smaller ones share a row."""
+SMALLEST = 0.005
+"""Share of the whole below which a piece gets no row of its own."""
 BAR = 30
 """Characters of a bar for the whole."""
 OTHERS = "others"
@@ -34,6 +36,7 @@ def screen(plan: Plan, world: World, money: Money, *, mark: str = "#") -> list[s
     """Lines for one plan. mark: the character that bars are made of."""
     above = [
         *_heading(plan, world),
+        "",
         *_answers(plan, money),
         "",
         *_time(plan, mark),
@@ -82,15 +85,15 @@ def _answers(plan: Plan, money: Money) -> list[str]:
     low, high = shortest / time.step_seconds, longest / time.step_seconds
     mfu, mfu_full = plan.mfu("causal"), plan.mfu("full")
     share = f"; MFU {mfu:.1%} (causal attention), {mfu_full:.1%} (full)" if mfu and mfu_full else ""
-    paid = "" if cost.money is None else f": {cost.money:,.0f} at {money.price:g} each"
+    paid = "" if cost.money is None else f": {number(cost.money)} at {money.price:g} each"
     return [
         f"memory  {plan.memory.peak / 1e9:.1f} of {plan.gpu.memory / 1e9:.1f} GB, {_verdict(plan)}; fullest at"
         f" {plan.memory.fullest}",
         f"speed   {number(time.tokens_per_second)} tokens/s per GPU ({number(time.tokens / longest)} to"
         f" {number(time.tokens / shortest)}), {number(time.tokens_per_second * processes)} in all",
-        f"step    {seconds(time.step_seconds)} ({seconds(shortest)} to {seconds(longest)}){share}",
-        f"time    {counted(cost.tokens)} tokens in {duration(cost.days)} ({duration(cost.days * low)} to"
-        f" {duration(cost.days * high)})",
+        f"step    {seconds(time.step_seconds)} ({between(seconds(shortest), seconds(longest))}){share}",
+        f"time    {counted(cost.tokens)} tokens in {duration(cost.days)}"
+        f" ({between(duration(cost.days * low), duration(cost.days * high))})",
         f"cost    {number(cost.gpu_hours)} GPU-hours{paid}",
     ]
 
@@ -105,7 +108,7 @@ def _verdict(plan: Plan) -> str:
 def _time(plan: Plan, mark: str) -> list[str]:
     """What computes, by piece, and the messages that nothing hides, as one."""
     computing = {name: amount for name, amount in plan.time.seconds.items() if not name.startswith(MESSAGES)}
-    rows = {**_largest(computing, ROWS), "messages not hidden": plan.exposed()}
+    rows = _largest(computing, ROWS) | ({"messages not hidden": plan.exposed()} if plan.exposed() else {})
     whole = plan.time.step_seconds
     head = f"{'where the time goes':<28}{'of a step':>10}{'share':>8}"
     return [head, *(_row(name, seconds(amount), amount / whole, mark) for name, amount in rows.items())]
@@ -137,9 +140,11 @@ def _row(name: str, amount: str, share: float, mark: str) -> str:
 
 
 def _largest(pieces: dict[str, float], rows: int) -> dict[str, float]:
-    """The largest first; those beyond so many as one."""
+    """The largest first; the smallest, and those beyond so many, as one."""
     ordered = sorted(((amount, name) for name, amount in pieces.items() if amount), reverse=True)
-    shown = {name: amount for amount, name in (ordered if len(ordered) <= rows else ordered[: rows - 1])}
+    large = [(amount, name) for amount, name in ordered if amount >= SMALLEST * sum(pieces.values())]
+    kept = ordered if len(ordered) - len(large) <= 1 and len(ordered) <= rows else large[: rows - 1]
+    shown = {name: amount for amount, name in kept}
     rest = sum(amount for amount, name in ordered if name not in shown)
     return {**shown, OTHERS: rest} if rest else shown
 
@@ -150,14 +155,14 @@ def _next(plan: Plan) -> str:
     return SEARCH if plan.time.calibrated else f"{SEARCH}; --calibrated-by FILE narrows the range"
 
 
-COLUMNS = {"GPUs": 7, "batch": 8, "micro": 6, "tokens/s/GPU": 13, "step": 9, "waits": 7, "GB": 9, "time": 11}
+COLUMNS = {"GPUs": 7, "batch": 8, "micro": 6, "tokens/s/GPU": 13, "step": 9, "waits": 7, "GB": 9, "time": 12}
 """Of a table of several sizes: head -> width."""
 
 
 def table(recipe: Recipe, sizes: Sequence[Size], money: Money) -> list[str]:
     """One line for each number of GPUs, below what they share, above what it means."""
     first = sizes[0].plan
-    heads = [f"{head:>{width}}" for head, width in (*COLUMNS.items(), ("GPU-hours", 12), ("cost", 14))]
+    heads = [f"{head:>{width}}" for head, width in (*COLUMNS.items(), ("GPU-hours", 12), ("cost", 13))]
     priced = money.price is not None
     lines = [
         f"{title(recipe)}; all predicted",
@@ -197,12 +202,18 @@ def _cells(recipe: Recipe, found: Size, money: Money) -> Iterator[str]:
     ]
     yield from (f"{value:>{width}}" for value, width in zip(values, COLUMNS.values(), strict=True))
     yield f"{number(cost.gpu_hours):>12}"
-    yield "" if cost.money is None else f"{cost.money:>14,.0f}"
+    yield "" if cost.money is None else f"{number(cost.money):>13}"
 
 
 def number(amount: float) -> str:
     """With three digits or all before the point, such as "24,130" or "0.0123"."""
     return f"{amount:,.0f}" if amount >= 100 else f"{amount:.3g}"
+
+
+def between(low: str, high: str) -> str:
+    """The range of two amounts; the unit once if both have the same, as in "5.4 to 7.9 s"."""
+    amount, _, unit = low.partition(" ")
+    return f"{amount if high.endswith(f' {unit}') else low} to {high}"
 
 
 def counted(tokens: int) -> str:
