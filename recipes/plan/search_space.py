@@ -1,0 +1,238 @@
+"""What a search may change about a recipe, and which of it the recipe's rules accept. Imports no torch."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+from parallel.config import ActivationCheckpointingConfig, MeshConfig, MeshDegrees
+from parallel.errors import UserError
+from recipes.fields import sections
+from recipes.mesh_rules import (
+    batch_divides,
+    fitted_mesh,
+    float8_fits_tensor,
+    gather_has_a_kernel,
+    mesh_divides_model,
+    mesh_fits,
+    tensor_can_overlap,
+)
+from recipes.plan.hardware import Gpu
+from recipes.rules import blocks_can_recompute, float8_fits, moments_can_move
+from recipes.schema import Recipe
+
+SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, "all")
+"""Of the blocks that recompute."""
+CHUNKS = (1, 2, 4, 8, 16)
+PREFETCH = (1, 2, 3)
+REASONS = {
+    "batch.global_batch_size": "the batch does not divide",
+    "batch.sequence_length": "the sequence does not divide",
+    "mesh.tensor": "the model's matrices do not divide",
+    "mesh.context": "the heads do not divide",
+}
+"""Key of a broken rule -> what is wrong with the mesh, in a few words."""
+
+
+Changes = dict[str, dict[str, Any]]
+"""Section -> field -> value."""
+Tuning = tuple[int, int]
+"""batch.loss_chunks, fsdp.prefetch."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A recipe with a mesh and a micro-batch."""
+
+    recipe: Recipe
+    degrees: MeshDegrees
+
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP gathers anything."""
+        return self.degrees.shard * self.degrees.context > 1
+
+
+@dataclass(frozen=True)
+class Space:
+    """All that a search tries for one recipe on so many processes. Raises UserError for nodes that are not alike."""
+
+    recipe: Recipe
+    processes: int
+    nodes: int
+    fixed: frozenset[str]
+    """Dotted keys that stay as they are in the recipe."""
+
+    def __post_init__(self) -> None:
+        if self.processes % self.nodes:
+            raise UserError(
+                f"--search: {self.processes} processes cannot be divided equally among {self.nodes} nodes"
+                "; write --processes as a multiple of --nodes"
+            )
+
+    def layouts(self) -> Iterator[Layout | str]:
+        """Every mesh with every micro-batch that the rules accept; for each mesh that they refuse, why."""
+        for mesh in self._meshes():
+            float8 = self.recipe.float8
+            if mesh.tensor == 1 and "float8.gather_activations" not in self.fixed:
+                float8 = replace(
+                    float8, gather_activations=False
+                )  # tensor groups gather them; the numbers are the same
+            one = replace(self.recipe, mesh=mesh, float8=float8)
+            refused = self.refusal(self._with_micro_batch(one, 1))
+            if refused and "batch.micro_batch_size" not in self.fixed:
+                yield refused
+                continue
+            degrees = fitted_mesh(mesh, self.processes, self.nodes)
+            one = replace(one, mesh=self._as_written(mesh, degrees))
+            share = max(1, self.recipe.batch.global_batch_size // degrees.data_parallel)
+            for micro in self._values("batch.micro_batch_size", divisors(share)):
+                candidate = self._with_micro_batch(one, micro)
+                yield self.refusal(candidate) or Layout(candidate, degrees)
+
+    def refusal(self, recipe: Recipe) -> str | None:
+        """Why train.py --check would refuse this candidate, in a few words; None if it would not."""
+        mesh, world = recipe.mesh, {"processes": self.processes, "nodes": self.nodes}
+        model, batch, float8 = recipe.model, recipe.batch, recipe.float8
+        broken = chain(
+            mesh_fits(mesh, **world),
+            mesh_divides_model(mesh, model=model, batch=batch, float8=float8, **world),
+            float8_fits_tensor(mesh, float8=float8),
+            tensor_can_overlap(mesh, compile=recipe.compile, device=recipe.run.device),
+            gather_has_a_kernel(mesh, attention=recipe.attention),
+            batch_divides(batch, mesh=mesh, **world),
+            blocks_can_recompute(recipe.activation_checkpointing, model=model),
+        )
+        key = next((key for key, _ in broken), None)
+        return key and REASONS.get(key, f"a rule about {key}")
+
+    def settings(self, layout: Layout) -> Iterator[list[Recipe]]:
+        """For each mode of checkpointing and each ZeRO stage, the recipes with ever more blocks that recompute."""
+        own = self.recipe.fsdp.reshard_after_forward
+        stages = self._values("fsdp.reshard_after_forward", (True, False) if layout.sharded else (own,))
+        for checkpointing in self._checkpointing:
+            for reshard in stages:
+                fsdp = replace(layout.recipe.fsdp, reshard_after_forward=reshard)
+                yield [replace(layout.recipe, fsdp=fsdp, activation_checkpointing=way) for way in checkpointing]
+
+    def tunings(self, layout: Layout) -> list[Tuning]:
+        """From the fastest, which needs the most memory, to the leanest."""
+        batch, fsdp = self.recipe.batch, self.recipe.fsdp
+        chunks = self._values("batch.loss_chunks", {*CHUNKS, batch.loss_chunks})
+        ahead = self._values("fsdp.prefetch", {*PREFETCH, fsdp.prefetch} if layout.sharded else (fsdp.prefetch,))
+        return [(few, far) for few in sorted(chunks) for far in sorted(ahead, reverse=True)]
+
+    @cached_property
+    def own_degrees(self) -> MeshDegrees | None:
+        """Those of the recipe's own mesh, if it fits the processes."""
+        if any(mesh_fits(self.recipe.mesh, processes=self.processes, nodes=self.nodes)):
+            return None
+        return fitted_mesh(self.recipe.mesh, self.processes, self.nodes)
+
+    @cached_property
+    def _checkpointing(self) -> list[list[ActivationCheckpointingConfig]]:
+        """For each mode, with ever more blocks that recompute."""
+        own, layers, found = self.recipe.activation_checkpointing, self.recipe.model.layers, []
+        for mode in self._values("activation_checkpointing.mode", ("none", "selective", "full")):
+            if mode == "none":
+                if own.blocks == "all" or "activation_checkpointing.blocks" not in self.fixed:
+                    found.append([ActivationCheckpointingConfig()])
+                continue
+            blocks = self._values("activation_checkpointing.blocks", SHARES)
+            shares = [replace(own, mode=mode, blocks=share) for share in dict.fromkeys([own.blocks, *blocks])]
+            by_count = {len(share.recomputed(layers)): share for share in reversed(shares)}  # the recipe's own wins
+            found.append([by_count[count] for count in sorted(by_count)])
+        return found
+
+    def _values(self, key: str, values: Any) -> Any:
+        """These values for a field, or the recipe's alone if it is fixed."""
+        section, _, name = key.partition(".")
+        return (getattr(getattr(self.recipe, section), name),) if key in self.fixed else values
+
+    def _meshes(self) -> Iterator[MeshConfig]:
+        """Every way to lay out the processes, with tensor groups inside nodes."""
+        own = self.recipe.mesh
+        for tensor in self._values("mesh.tensor", divisors(self.processes // self.nodes)):
+            overlap = own.overlap_tensor and (tensor > 1 or "mesh.overlap_tensor" in self.fixed)
+            for context in self._values("mesh.context", divisors(max(1, self.processes // tensor))):
+                ways = ("heads", "gather") if context > 1 else (own.context_by,)
+                for context_by in self._values("mesh.context_by", ways):
+                    for replicate, shard in self._outer(max(1, self.processes // (tensor * context))):
+                        yield MeshConfig(replicate, shard, context, tensor, context_by, overlap)
+
+    def _outer(self, rest: int) -> Sequence[tuple[int, Any]]:
+        """(replicate, shard) for so many groups of processes."""
+        own, fixed = self.recipe.mesh, {"mesh.replicate", "mesh.shard"} & self.fixed
+        if len(fixed) == 2:
+            return [(own.replicate, own.shard)]
+        if "mesh.shard" in fixed and own.shard != -1:
+            return [(1 if own.shard == "node" else -1, own.shard)]
+        if "mesh.replicate" in fixed:
+            return [(-1, degree) for degree in divisors(rest)] if own.replicate == -1 else [(own.replicate, -1)]
+        return [(degree, -1) for degree in divisors(rest)]
+
+    def _as_written(self, mesh: MeshConfig, degrees: MeshDegrees) -> MeshConfig:
+        """The mesh as one would write it: as in the recipe if the degrees are the same, or with shard = "node"."""
+        own = self.recipe.mesh
+        if degrees == self.own_degrees and mesh.context_by == own.context_by:
+            return own
+        if {"mesh.replicate", "mesh.shard"} & self.fixed or self.nodes == 1 or degrees.replicate != self.nodes:
+            return mesh
+        return replace(mesh, replicate=1, shard="node")
+
+    def _with_micro_batch(self, recipe: Recipe, size: int) -> Recipe:
+        return replace(recipe, batch=replace(recipe.batch, micro_batch_size=size))
+
+
+def divisors(number: int) -> list[int]:
+    """In order."""
+    low = [factor for factor in range(1, int(number**0.5) + 1) if number % factor == 0]
+    return sorted({*low, *(number // factor for factor in low)})
+
+
+def tuned(recipe: Recipe, tuning: Tuning) -> Recipe:
+    """The recipe with this tuning."""
+    chunks, prefetch = tuning
+    batch, fsdp = replace(recipe.batch, loss_chunks=chunks), replace(recipe.fsdp, prefetch=prefetch)
+    return replace(recipe, batch=batch, fsdp=fsdp)
+
+
+def numerics_of(recipe: Recipe, *, gpu: Gpu, fixed: frozenset[str]) -> Iterator[tuple[str, Recipe]]:
+    """(what it is, the recipe with it) for each change of the training's numbers that can be faster, then for several.
+
+    Float8 keeps the recipe's exclusions. What is fixed, or on already, is left out.
+    """
+    float8 = recipe.float8
+    found: dict[str, dict[str, Any]] = {}
+    if gpu.float8_peak and float8.recipe == "none" and not {"float8.recipe", "float8.all_gather"} & fixed:
+        tensorwise = replace(float8, recipe="tensorwise")
+        found["float8 tensorwise"] = {"float8": tensorwise}
+        found["float8 tensorwise, gathered in float8"] = {"float8": replace(tensorwise, all_gather=True)}
+        found["float8 rowwise"] = {"float8": replace(float8, recipe="rowwise")}
+    if recipe.optimizer.state_dtype == "float32" and "optimizer.state_dtype" not in fixed:
+        found["bfloat16 moments"] = {"optimizer": replace(recipe.optimizer, state_dtype="bfloat16")}
+    if recipe.fsdp.reduce_dtype == "float32" and "fsdp.reduce_dtype" not in fixed:
+        found["bfloat16 sums of gradients"] = {"fsdp": replace(recipe.fsdp, reduce_dtype="bfloat16")}
+    together = dict(section for change in reversed(found.values()) for section in change.items())
+    if len(together) > 1:
+        found["all of these: float8 tensorwise" if "float8" in together else "both"] = together
+    for name, change in found.items():
+        changed = replace(recipe, **change)
+        if not any(float8_fits(changed.float8, model=recipe.model)) and not any(moments_can_move(changed.optimizer)):
+            yield name, changed
+
+
+def number_of_changes(original: Recipe, other: Recipe) -> int:
+    """Of fields."""
+    return sum(len(fields) for fields in changes(original, other).values())
+
+
+def changes(original: Recipe, other: Recipe) -> Changes:
+    """Section -> field -> value of the other recipe, where they differ."""
+    found: Changes = {}
+    for section in sections():
+        before, after = vars(getattr(original, section)), vars(getattr(other, section))
+        if before != after:
+            found[section] = {name: value for name, value in after.items() if value != before[name]}
+    return found
