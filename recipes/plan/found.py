@@ -162,7 +162,9 @@ def described(recipe: Recipe, degrees: MeshDegrees, original: Recipe) -> str:
         parts[-1 - (degrees.tensor > 1)] += f" by {mesh.context_by}"
     recomputed = len(way.recomputed(layers))
     where = f" in {recomputed} of {layers} blocks" if 0 < recomputed < layers else ""
-    stage = f", ZeRO-{3 if recipe.fsdp.reshard_after_forward else 2}" if degrees.shard * degrees.context > 1 else ""
+    kept = "" if recipe.fsdp.reshard_after_forward else ", weights kept"
+    sharded = degrees.shard * degrees.context > 1
+    stage = f", ZeRO-{3 if recipe.fsdp.reshard_after_forward else 2}" if sharded else kept
     chunks = (
         f", {recipe.batch.loss_chunks} loss chunks" if recipe.batch.loss_chunks != original.batch.loss_chunks else ""
     )

@@ -19,7 +19,7 @@ from recipes.plan.memory import FULL, peak
 from recipes.plan.moments import Step
 from recipes.plan.plan import Plan, plan
 from recipes.plan.rates import Rates
-from recipes.plan.search_space import Layout, Space, Tuning, number_of_changes, numerics_of, tuned
+from recipes.plan.search_space import Layout, Space, number_of_changes, numerics_of, tuned
 from recipes.plan.time import step_time
 from recipes.schema import Recipe
 
@@ -33,7 +33,7 @@ GRAIN = 0.01
 """Points of the front differ by at least this share of the device's memory."""
 NEARLY = 1.25
 """A setting that needs at most so many times the memory that there is nearly fits."""
-MORE = (2, 4, 8, 16, 32, 64)
+MORE = (2, 4, 8, 16, 32, 64, 128, 256)
 """Times as many GPUs are looked at where nothing fits."""
 
 
@@ -48,7 +48,6 @@ class Box:
     settings: list[Recipe]
     """In their fastest tuning, with ever more blocks that recompute."""
     degrees: MeshDegrees
-    tunings: list[Tuning]
     needs: list[int]
     """Bytes, in the leanest tuning."""
     bound: float
@@ -145,20 +144,20 @@ class Search:
             if not self._can_matter(kind, box.bound, min(box.needs)):
                 continue
             for setting, need in zip(box.settings, box.needs, strict=True):
-                bound = self._point(tuned(setting, box.tunings[0]), box.degrees, need).seconds
+                bound = self._point(tuned(setting, self.space.tunings[0]), box.degrees, need).seconds
                 if self._can_matter(kind, bound, need):
-                    self._try([tuned(setting, tuning) for tuning in box.tunings], box.degrees)
+                    self._try([tuned(setting, tuning) for tuning in self.space.tunings], box.degrees)
         first = min(self._fastest.values(), default=inf)
         self.front = _thinned([at for at in self.front if at.seconds <= SLOWEST * first], GRAIN * self.gpu.memory)
         return self
 
     def fits(self) -> bool:
-        """Whether anything does."""
+        """Whether anything does where all blocks recompute, or none."""
         for layout in self.space.layouts():
             if isinstance(layout, Layout) and self._state(layout) <= self.limit:
-                leanest = self.space.tunings(layout)[-1]
-                for settings in self.space.settings(layout):
-                    if any(peak(tuned(setting, leanest), layout.degrees) <= self.limit for setting in settings):
+                leanest = self.space.tunings[-1]
+                for *_, setting in self.space.settings(layout):
+                    if peak(tuned(setting, leanest), layout.degrees) <= self.limit:
                         return True
         return False
 
@@ -191,12 +190,12 @@ class Search:
                 self.settings += len(settings)
                 if hopeless:
                     self.too_large += len(settings)
-                elif box := self._box(settings, layout.degrees, self.space.tunings(layout)):
+                elif box := self._box(settings, layout.degrees):
                     yield box
 
-    def _box(self, settings: list[Recipe], degrees: MeshDegrees, tunings: list[Tuning]) -> Box | None:
+    def _box(self, settings: list[Recipe], degrees: MeshDegrees) -> Box | None:
         """The settings that fit, if there are any."""
-        lean = [tuned(setting, tunings[-1]) for setting in settings]
+        lean = [tuned(setting, self.space.tunings[-1]) for setting in settings]
         needs = [peak(recipe, degrees) for recipe in lean]
         least = min(needs)
         if self.least is None or least < self.least.peak:
@@ -210,8 +209,8 @@ class Search:
                 break  # further ones recompute more blocks
         if not fitting:
             return None
-        bound = self._point(tuned(settings[fitting[0]], tunings[0]), degrees, 0).seconds
-        return Box([settings[at] for at in fitting], degrees, tunings, [needs[at] for at in fitting], bound)
+        bound = self._point(tuned(settings[fitting[0]], self.space.tunings[0]), degrees, 0).seconds
+        return Box([settings[at] for at in fitting], degrees, [needs[at] for at in fitting], bound)
 
     def _point(self, recipe: Recipe, degrees: MeshDegrees, need: int) -> Point:
         return Point(recipe, degrees, need, step_time(recipe, degrees, gpu=self.gpu, rates=self.rates).step_seconds)

@@ -48,11 +48,6 @@ class Layout:
     recipe: Recipe
     degrees: MeshDegrees
 
-    @property
-    def sharded(self) -> bool:
-        """Whether FSDP gathers anything."""
-        return self.degrees.shard * self.degrees.context > 1
-
 
 @dataclass(frozen=True)
 class Space:
@@ -109,18 +104,17 @@ class Space:
 
     def settings(self, layout: Layout) -> Iterator[list[Recipe]]:
         """For each mode of checkpointing and each ZeRO stage, the recipes with ever more blocks that recompute."""
-        own = self.recipe.fsdp.reshard_after_forward
-        stages = self._values("fsdp.reshard_after_forward", (True, False) if layout.sharded else (own,))
+        stages = self._values("fsdp.reshard_after_forward", (True, False))
         for checkpointing in self._checkpointing:
             for reshard in stages:
                 fsdp = replace(layout.recipe.fsdp, reshard_after_forward=reshard)
                 yield [replace(layout.recipe, fsdp=fsdp, activation_checkpointing=way) for way in checkpointing]
 
-    def tunings(self, layout: Layout) -> list[Tuning]:
+    @cached_property
+    def tunings(self) -> list[Tuning]:
         """From the fastest, which needs the most memory, to the leanest."""
-        batch, fsdp = self.recipe.batch, self.recipe.fsdp
-        chunks = self._values("batch.loss_chunks", {*CHUNKS, batch.loss_chunks})
-        ahead = self._values("fsdp.prefetch", {*PREFETCH, fsdp.prefetch} if layout.sharded else (fsdp.prefetch,))
+        chunks = self._values("batch.loss_chunks", {*CHUNKS, self.recipe.batch.loss_chunks})
+        ahead = self._values("fsdp.prefetch", {*PREFETCH, self.recipe.fsdp.prefetch})
         return [(few, far) for few in sorted(chunks) for far in sorted(ahead, reverse=True)]
 
     @cached_property

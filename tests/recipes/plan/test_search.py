@@ -1,0 +1,179 @@
+"""The search for the fastest recipe, against brute force and against the real --check."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from parallel.config import ActivationCheckpointingConfig, MeshConfig
+from recipes.load import load, to_toml
+from recipes.plan.found import Found, write
+from recipes.plan.hardware import GPUS, Gpu
+from recipes.plan.plan import Plan, plan
+from recipes.plan.rates import RATES
+from recipes.plan.search import GRAIN, KINDS, SLOWEST, TIE, kind_of, search
+from recipes.plan.search_space import CHUNKS, PREFETCH, SHARES, changes, tuned
+from recipes.rules import violations
+from recipes.schema import Recipe
+from recipes.weights.locate import InitialWeights
+from tests.training import change
+
+ROOT = Path(__file__).resolve().parents[3]
+DEBUG = ROOT / "configs" / "smollm3_debug.toml"
+SMOLLM = ROOT / "configs" / "smollm3_3b_8xh100.toml"
+LLAMA = ROOT / "configs" / "llama3_70b_32x8h100.toml"
+
+
+def gpu_with(gigabytes: float, *, per_node: int = 8) -> Gpu:
+    return replace(GPUS["H100"], memory=round(gigabytes * 1e9), per_node=per_node)
+
+
+def found_for(recipe: Recipe, processes: int, nodes: int, gpu: Gpu, *fixed: str, numerics: bool = False) -> Found:
+    keys = frozenset(fixed)
+    return search(recipe, processes=processes, nodes=nodes, gpu=gpu, rates=RATES, numerics=numerics, fixed=keys)
+
+
+def accepted(recipe: Recipe, processes: int, nodes: int) -> bool:
+    """Whether the rules of --check do, but for those about the data."""
+    weights = InitialWeights("", recipe.run.folder)
+    return not any(violations(recipe, weights, processes=processes, nodes=nodes, broken={"data"}))
+
+
+def layouts(recipe: Recipe, processes: int, nodes: int, fixed: tuple[str, ...]) -> Iterator[Recipe]:
+    """Every mesh and micro-batch."""
+    degrees = range(1, processes + 1)
+    contexts = [1] if "mesh.context" in fixed else degrees
+    tensors = [1] if "mesh.tensor" in fixed else degrees
+    for replicate, shard, context, tensor in product(degrees, degrees, contexts, tensors):
+        if replicate * shard * context * tensor != processes:
+            continue
+        for by, micro in product(("heads", "gather"), range(1, recipe.batch.global_batch_size + 1)):
+            mesh = MeshConfig(replicate, shard, context, tensor, by)
+            candidate = replace(recipe, mesh=mesh, batch=replace(recipe.batch, micro_batch_size=micro))
+            if (context > 1 or by == "heads") and accepted(candidate, processes, nodes):
+                yield candidate
+
+
+def all_plans(recipe: Recipe, processes: int, nodes: int, gpu: Gpu, fixed: tuple[str, ...]) -> Iterator[Plan]:
+    """Of everything that the search may choose and that fits."""
+    ways = [ActivationCheckpointingConfig()]
+    ways += [ActivationCheckpointingConfig(mode, blocks) for mode in ("selective", "full") for blocks in SHARES]
+    stages = [recipe.fsdp.reshard_after_forward] if "fsdp.reshard_after_forward" in fixed else [True, False]
+    tunings = [*product(CHUNKS, PREFETCH)]
+    if "batch.loss_chunks" in fixed:
+        tunings = [(recipe.batch.loss_chunks, ahead) for ahead in PREFETCH]
+    if "fsdp.prefetch" in fixed:
+        tunings = [*dict.fromkeys((chunks, recipe.fsdp.prefetch) for chunks, _ in tunings)]
+    for layout in layouts(recipe, processes, nodes, fixed):
+        for way, reshard in product(ways, stages):
+            fsdp = replace(layout.fsdp, reshard_after_forward=reshard)
+            setting = replace(layout, activation_checkpointing=way, fsdp=fsdp)
+            for tuning in tunings:
+                candidate = plan(tuned(setting, tuning), setting.mesh.fit(processes), gpu=gpu, rates=RATES)
+                if candidate.fits:
+                    yield candidate
+
+
+FEW = ("batch.loss_chunks", "fsdp.prefetch")
+CASES = {
+    "HSDP": (SMOLLM, ["--batch.global_batch_size=16"], 8, 2, 14.0, ("mesh.context", "mesh.tensor")),
+    "tensor": (
+        LLAMA,
+        ["--batch.global_batch_size=4", "--batch.micro_batch_size=1", "--mesh.tensor=1"],
+        4,
+        1,
+        36.0,
+        FEW,
+    ),
+    "context": (
+        *(SMOLLM, ["--batch.global_batch_size=4", "--batch.sequence_length=32768", "--compile.enabled=false"]),
+        *(4, 1, 30.0, ("mesh.tensor", "fsdp.reshard_after_forward", "fsdp.prefetch")),
+    ),
+}
+"""Recipe, changes, processes, nodes, GB, what is fixed."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_search_finds_what_brute_force_finds(case: str) -> None:
+    path, arguments, processes, nodes, memory, fixed = CASES[case]
+    recipe = load(path, ["--model.layers=4", *arguments], rules=False)
+    gpu = gpu_with(memory, per_node=processes // nodes)
+    found = found_for(recipe, processes, nodes, gpu, *fixed)
+    every = list(all_plans(recipe, processes, nodes, gpu, fixed))
+    assert found.best is not None
+    assert found.too_large > 0 and found.best.fits
+    fastest: dict[object, float] = {}
+    for candidate in sorted(every, key=lambda candidate: candidate.time.step_seconds):
+        fastest.setdefault(kind_of(candidate.recipe, candidate.degrees), candidate.time.step_seconds)
+    best = [found.best, *found.others]
+    assert len(best) == min(KINDS, len(fastest))
+    for here, (kind, seconds) in zip(best, fastest.items(), strict=False):
+        assert seconds <= here.time.step_seconds <= TIE * seconds, f"{kind_of(here.recipe, here.degrees)}, not {kind}"
+    for candidate in every:  # to the grain of the front, twice: what was left out, and beside what it was left out
+        if candidate.time.step_seconds <= SLOWEST * found.best.time.step_seconds:
+            enough = candidate.memory.peak + 2 * GRAIN * gpu.memory
+            no_slower = [at for at in found.front if at.seconds <= TIE * candidate.time.step_seconds]
+            assert any(at.peak <= enough for at in no_slower), candidate
+
+
+def test_the_front_only_gets_slower_and_leaner() -> None:
+    found = found_for(load(DEBUG), 4, 1, gpu_with(4))
+    assert len(found.front) > 1
+    for one, next_one in zip(found.front, found.front[1:], strict=False):
+        assert one.seconds < next_one.seconds and one.peak > next_one.peak
+    assert [speed for _, speed, _ in found.points()] == sorted((speed for _, speed, _ in found.points()), reverse=True)
+
+
+def check(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, ROOT / "train.py", *arguments, "--check"], capture_output=True, text=True, cwd=ROOT
+    )
+
+
+def test_check_accepts_the_recipe_that_is_written_and_finds_what_the_screen_says(tmp_path: Path) -> None:
+    recipe = load(DEBUG, ["--batch.global_batch_size=48", "--mesh.overlap_tensor=false"])
+    found = found_for(recipe, 8, 2, gpu_with(2.5))
+    file = tmp_path / "fast.toml"
+    write(found, file, base=DEBUG)
+    checked = check(file, "--processes", "8", "--nodes", "2")
+    assert checked.returncode == 0, checked.stderr
+    assert found.best is not None
+    assert load(file, processes=8, nodes=2) == change(found.best.recipe, run={"name": "fast"})
+    assert f"on 8 processes: {found.best.degrees};" in checked.stdout
+
+
+def test_pasted_into_the_recipe_the_difference_gives_the_fastest(tmp_path: Path) -> None:
+    found = found_for(load(DEBUG), 4, 1, gpu_with(2.2))
+    assert found.best is not None
+    pasted = tmp_path / "pasted.toml"
+    pasted.write_text(f'base = "{DEBUG}"\n{found.difference()}')
+    assert found.difference() and load(pasted, processes=4, nodes=1) == found.best.recipe
+
+
+@pytest.mark.parametrize(("path", "processes", "nodes"), [(DEBUG, 6, 1), (SMOLLM, 12, 2)])
+def test_the_rules_of_check_accept_everything_that_is_printed(path: Path, processes: int, nodes: int) -> None:
+    batch = {"global_batch_size": 24, "micro_batch_size": 1}
+    recipe = change(load(path, rules=False), model={"layers": 2}, batch=batch)
+    found = found_for(recipe, processes, nodes, GPUS["H100"], numerics=True)
+    assert found.best is not None and found.apart
+    for printed in (found.best, *found.others, *found.apart.values(), *found.front):
+        assert accepted(printed.recipe, processes, nodes), to_toml(printed.recipe)
+
+
+def test_what_defines_the_training_stays() -> None:
+    recipe = load(DEBUG)
+    found = found_for(recipe, 8, 1, GPUS["H100"])
+    assert found.best is not None
+    for other in (found.best, *found.others):
+        changed = {(section, name) for section, fields in changes(recipe, other.recipe).items() for name in fields}
+        assert changed <= {
+            *product(["mesh"], ["replicate", "shard", "context", "tensor", "context_by"]),
+            *product(["batch"], ["micro_batch_size", "loss_chunks"]),
+            *product(["fsdp"], ["reshard_after_forward", "prefetch"]),
+            *product(["activation_checkpointing"], ["mode", "blocks"]),
+        }
+        assert other.recipe.batch.global_batch_size == recipe.batch.global_batch_size
