@@ -3,99 +3,127 @@
 import json
 import signal
 import sys
-from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
-from dataclasses import asdict
-from math import isfinite
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from parallel.errors import UserError
-from recipes.files.exit_codes import FINISHED
+from recipes.files.exit_codes import FINISHED, REFUSED
 from recipes.load import load
 from recipes.mesh_rules import fitted_mesh
-from recipes.plan.plan import plan
+from recipes.plan.options import USAGE, Options, read
+from recipes.plan.plan import Plan, plan
 from recipes.plan.scaling import Size, sizes
-from recipes.plan.screen import Money, screen, table
-from recipes.plan.world import kind_of, world_of
-
-USAGE = """\
-usage: train.py RECIPE [--section.field value ...] --plan [option ...]
-
-  --processes N        for N GPUs; N,N,... compares several numbers
-  --nodes M            on M nodes
-  --gpu NAME           H100, H200, A100, A100-40, B200 or H100-500W
-  --tokens 11T         time and cost for so many tokens, not the recipe's steps
-  --price 2.5          of one GPU for an hour, in any currency
-  --json               print numbers for scripts
-  --picture FILE.png   draw memory and time of a step, or how they scale
-
-docs/plan.md explains every number."""
-PICTURES = (".png", ".svg", ".pdf")
-MULTIPLES = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
-MOST_PROCESSES = 2**20
-MOST_TOKENS = 1e18
+from recipes.plan.screen import Money, about, screen, table
+from recipes.plan.world import Asked, World, world_of
 
 
-class Parser(ArgumentParser):
-    """Its errors are ours: one line."""
+@dataclass(frozen=True)
+class Answer:
+    """What a command found."""
 
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message.removeprefix('argument ')}; python train.py --plan --help lists the options")
+    lines: list[str]
+    """The screen."""
+    numbers: dict[str, Any]
+    """The same for scripts."""
+    draw: Callable[[Path], None]
+    """The same as a picture in this file."""
+    code: int = FINISHED
 
 
 def answer(arguments: Sequence[str]) -> int:
     """Print the plan that these arguments of train.py ask for. Returns the exit code. Raises UserError."""
-    parser = Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--plan", action="store_true")
-    parser.add_argument("--help", "-h", action="store_true")
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    for name in ("--processes", "--nodes", "--gpu", "--tokens", "--price", "--picture"):
-        parser.add_argument(name)
-    options, words = parser.parse_known_args(list(arguments))
+    options, words = read(arguments)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
-    if options.help:
+    if options is None:
         print(USAGE)
         return FINISHED
-    if options.check:
-        raise UserError("--check and --plan: write one of them")
     if not words:
         raise UserError(f"no recipe given, as in train.py configs/smollm3_debug.toml --plan\n\n{USAGE}")
     if words[0].startswith("-"):
         raise UserError(f"the recipe must come first: train.py RECIPE {' '.join(words)} --plan")
-    _plan(words[0], words[1:], options)
-    return FINISHED
-
-
-def _plan(path: str, changes: Sequence[str], options: Namespace) -> None:
-    """Read the options, plan, and print."""
-    processes = [] if options.processes is None else _several("--processes", options.processes)
-    nodes = None if options.nodes is None else _whole("--nodes", options.nodes)
-    money = Money(_tokens(options.tokens), _price(options.price))
-    picture = None if options.picture is None else _picture(options.picture)
-    if nodes is not None and len(processes) > 1:
-        raise UserError("--nodes: goes with one number of processes; without it, nodes are full")
-    recipe = load(path, changes, rules=False)
-    kind = kind_of(recipe, name=options.gpu, file=Path(path).stem)
-    if len(processes) > 1:
-        recipe = load(path, changes, elsewhere=True)
-        found = sizes(recipe, kind=kind, processes=processes)
-        lines, numbers = table(recipe, found, money), {"plans": [as_json(one, money) for one in found]}
+    path, changes = words[0], words[1:]
+    asked = Asked(Path(path).stem, options.gpu, options.calibrated_by)
+    if len(options.processes) > 1:
+        found = _scaled(path, changes, options, asked)
     else:
-        world = world_of(
-            recipe, kind=kind, file=Path(path).stem, processes=processes[0] if processes else None, nodes=nodes
-        )
-        recipe = load(path, changes, processes=world.processes, nodes=world.nodes, elsewhere=True)
-        degrees = fitted_mesh(recipe.mesh, world.processes, world.nodes)
-        found = [Size(world, plan(recipe, degrees, gpu=world.gpu))]
-        lines, numbers = screen(found[0].plan, world, money, mark=_mark()), as_json(found[0], money)
-    if picture is not None:
-        from recipes.plan.pictures import draw  # matplotlib
+        processes = options.processes[0] if options.processes else None
+        world = world_of(load(path, changes, rules=False), asked, processes=processes, nodes=options.nodes)
+        found = (_searched if options.search else _planned)(path, changes, options, world)
+    if options.picture is not None:
+        found.draw(options.picture)
+        found.lines.extend(["", f"picture: {options.picture}"])
+    print(json.dumps(found.numbers, indent=2) if options.json else "\n".join(found.lines))
+    return found.code
 
-        draw(recipe, found, picture)
-        lines += ["", f"picture: {picture}"]
-    print(json.dumps(numbers, indent=2) if options.json else "\n".join(lines))
+
+def _planned(path: str, changes: Sequence[str], options: Options, world: World) -> Answer:
+    """One plan."""
+    recipe = load(path, changes, processes=world.processes, nodes=world.nodes, elsewhere=True)
+    degrees = fitted_mesh(recipe.mesh, world.processes, world.nodes)
+    size = Size(world, plan(recipe, degrees, gpu=world.gpu, rates=world.rates))
+
+    def draw(file: Path) -> None:
+        from recipes.plan.pictures import draw_step  # matplotlib
+
+        draw_step(size, file)
+
+    return Answer(screen(size.plan, world, options.money, mark=_mark()), as_json(size, options.money), draw)
+
+
+def _scaled(path: str, changes: Sequence[str], options: Options, asked: Asked) -> Answer:
+    """Several numbers of processes."""
+    recipe = load(path, changes, elsewhere=True)
+    found = sizes(recipe, asked, processes=options.processes)
+
+    def draw(file: Path) -> None:
+        from recipes.plan.pictures import draw_scaling  # matplotlib
+
+        draw_scaling(recipe, found, file)
+
+    numbers = {"plans": [as_json(size, options.money) for size in found]}
+    return Answer(table(recipe, found, options.money), numbers, draw)
+
+
+def _searched(path: str, changes: Sequence[str], options: Options, world: World) -> Answer:
+    """The fastest recipe that fits."""
+    from recipes.plan.found import write
+    from recipes.plan.search import search
+
+    recipe = load(path, changes, elsewhere=True)
+    fixed = frozenset(word[2:].partition("=")[0].replace("-", "_") for word in changes if word.startswith("--"))
+    found = search(
+        recipe,
+        processes=world.processes,
+        nodes=world.nodes,
+        gpu=world.gpu,
+        rates=world.rates,
+        numerics=options.numerics,
+        fixed=fixed,
+    )
+    lines = [*about(recipe, world), "", *found.lines()]
+    if options.write is not None:
+        write(found, options.write, base=Path(path))
+        lines += ["", f"wrote {options.write}"]
+
+    def numbers_of(plan: Plan | None) -> dict[str, Any] | None:
+        return None if plan is None else as_json(Size(world, plan), options.money)
+
+    def draw(file: Path) -> None:
+        from recipes.plan.pictures import draw_front  # matplotlib
+
+        draw_front(found, world, file)
+
+    numbers = {
+        "original": numbers_of(found.original),
+        "best": numbers_of(found.best),
+        "difference": found.difference(),
+        "others": [numbers_of(plan) for plan in found.others],
+        "apart": {name: numbers_of(plan) for name, plan in found.apart.items()},
+        "rejected": found.rejected,
+    }
+    return Answer(lines, numbers, draw, code=FINISHED if found.best else REFUSED)
 
 
 def as_json(found: Size, money: Money) -> dict[str, Any]:
@@ -138,57 +166,3 @@ def as_json(found: Size, money: Money) -> dict[str, Any]:
 def _mark() -> str:
     """What bars are made of on this terminal."""
     return "█" if "utf" in (sys.stdout.encoding or "").lower() else "#"
-
-
-def _several(name: str, text: str) -> list[int]:
-    """Whole numbers with commas between them."""
-    found = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
-    if not all(1 <= number <= MOST_PROCESSES for number in found):
-        raise UserError(f"{name} {text}: must be whole numbers from 1 to {MOST_PROCESSES:,}; write as in 8 or 8,64,512")
-    return found
-
-
-def _whole(name: str, text: str) -> int:
-    """A number of nodes."""
-    value = int(text) if text.strip().isdecimal() else 0
-    if not 1 <= value <= MOST_PROCESSES:
-        raise UserError(f"{name} {text}: must be a whole number from 1 to {MOST_PROCESSES:,}")
-    return value
-
-
-def _tokens(text: str | None) -> int | None:
-    """A number with a unit, such as "11T"; None for None."""
-    if text is None:
-        return None
-    plain = text.strip().replace(",", "").replace("_", "").upper()
-    number, unit = (plain[:-1], plain[-1]) if plain[-1:].isalpha() else (plain, "")
-    value = _number(number) * MULTIPLES.get(unit, float("nan"))
-    if not 1 <= value <= MOST_TOKENS:
-        raise UserError(f"--tokens {text}: must be a number from 1 to 1,000,000T; write as in 500M, 1.5B or 11T")
-    return round(value)
-
-
-def _price(text: str | None) -> float | None:
-    """What a GPU costs for an hour; None for None."""
-    value = None if text is None else _number(text)
-    if value is not None and not (isfinite(value) and value >= 0):
-        raise UserError(f"--price {text}: must be a number, what one GPU costs for an hour; write as in 2.5")
-    return value
-
-
-def _number(text: str) -> float:
-    """Not a number if it is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return float("nan")
-
-
-def _picture(text: str) -> Path:
-    """Where to draw."""
-    path = Path(text).expanduser()
-    if path.suffix.lower() not in PICTURES:
-        raise UserError(f"--picture {text}: must end in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}")
-    if not path.parent.is_dir():
-        raise UserError(f"--picture {text}: there is no folder {path.parent}; make it first")
-    return path

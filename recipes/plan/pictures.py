@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from string import ascii_uppercase
+from typing import TYPE_CHECKING, Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -12,8 +13,12 @@ from parallel.errors import UserError
 from recipes.plan.memory import FULL
 from recipes.plan.plan import MESSAGES, Plan
 from recipes.plan.scaling import Size
-from recipes.plan.screen import nodes, number, rates, seconds
+from recipes.plan.screen import number, seconds
+from recipes.plan.world import World
 from recipes.schema import Recipe
+
+if TYPE_CHECKING:
+    from recipes.plan.found import Found
 
 # Okabe and Ito's palette, which most colour-blind readers can distinguish, and some greys.
 COLOURS = (
@@ -21,6 +26,8 @@ COLOURS = (
     *("#8C564B", "#7F7F7F", "#BFBFBF", "#404040", "#17BECF", "#9467BD", "#BCBD22"),
 )
 DOTS_PER_INCH = 150
+LETTERS = 8
+"""Points of a search that are named."""
 STEADY = ("CUDA context",)
 """Besides parameters and moments, drawn below all that comes and goes."""
 HIDDEN, EXPOSED = "#BBDDF3", "#D55E00"
@@ -28,26 +35,23 @@ LANES = ("compute", "inside nodes", "between nodes")
 """Of the time of a step, from top to bottom."""
 
 
-def draw(recipe: Recipe, sizes: Sequence[Size], file: Path) -> None:
-    """One plan, or several side by side. Raises UserError if the file cannot be written."""
-    figure = step(sizes[0]) if len(sizes) == 1 else scaling(sizes)
-    first = sizes[0]
-    where = f"{first.world.processes:,} {first.plan.gpu.name} in {nodes(first.world)}"
-    where = where if len(sizes) == 1 else first.plan.gpu.name
-    figure.suptitle(f"{recipe.run.name} on {where}: predicted, {rates(first.plan).partition(':')[0]}", fontsize=11)
-    try:
-        figure.savefig(file, dpi=DOTS_PER_INCH)
-    except OSError as error:
-        raise UserError(f"--picture {file}: cannot be written: {error.strerror}") from None
-
-
-def step(size: Size) -> Figure:
-    """Memory at the moments of a step, and how long each lane is busy in it."""
+def draw_step(size: Size, file: Path) -> None:
+    """Memory at the moments of a step, and how long each lane is busy in it. Raises UserError, as all of these do."""
     figure = Figure(figsize=(11, 7.5), layout="constrained")
     above, below = figure.subplots(2, 1, height_ratios=(3, 1))
     _memory(above, size.plan)
     _lanes(below, size.plan)
-    return figure
+    _save(figure, size.plan.recipe, size.world, file, number=f"{size.world.processes:,} ")
+
+
+def _save(figure: Figure, recipe: Recipe, world: World, file: Path, *, number: str = "") -> None:
+    """Raises UserError if the file cannot be written."""
+    by = f"calibrated {world.rates.calibrated}" if world.rates.calibrated else "not calibrated"
+    figure.suptitle(f"{recipe.run.name} on {number}{world.gpu.name}: predicted, {by}", fontsize=11)
+    try:
+        figure.savefig(file, dpi=DOTS_PER_INCH)
+    except OSError as error:
+        raise UserError(f"--picture {file}: cannot be written: {error.strerror}") from None
 
 
 def _memory(axes: Axes, plan: Plan) -> None:
@@ -115,7 +119,7 @@ def _lane(message: str) -> int:
     return LANES.index(message.rpartition(", ")[2])
 
 
-def scaling(sizes: Sequence[Size]) -> Figure:
+def draw_scaling(recipe: Recipe, sizes: Sequence[Size], file: Path) -> None:
     """Speed, waiting and memory of a GPU against the number of GPUs."""
     figure = Figure(figsize=(11, 4), layout="constrained")
     speed, waiting, memory = figure.subplots(1, 3)
@@ -140,4 +144,28 @@ def scaling(sizes: Sequence[Size]) -> Figure:
         axes.set_ylim(bottom=0)
         axes.set_xlabel("GPUs")
         axes.grid(alpha=0.3)
-    return figure
+    _save(figure, recipe, sizes[0].world, file)
+
+
+def draw_front(found: "Found", world: World, file: Path) -> None:
+    """What a search found: the fastest for each room that is left in memory. Those before a fall get a letter."""
+    figure = Figure(figsize=(11, 6.5), layout="constrained")
+    axes = figure.subplots()
+    points = sorted(found.points())  # the fastest first, which leaves the least
+    axes.plot([room / 1e9 for room, _, _ in points], [speed for _, speed, _ in points], "o-", color=COLOURS[0])
+    falls = sorted(range(len(points) - 1), key=lambda index: points[index + 1][1] - points[index][1])
+    lettered = sorted({0, len(points) - 1, *falls[: LETTERS - 2]} & set(range(len(points))))
+    for letter, index in zip(ascii_uppercase, lettered, strict=False):
+        room, speed, name = points[index]
+        axes.annotate(letter, (room / 1e9, speed), (5, 5), textcoords="offset points", fontsize=9)
+        axes.plot([], [], " ", label=f"{letter}  {number(speed)} tokens/s, {room / 1e9:.1f} GB left: {name}")
+    if found.original is not None:
+        room = (found.gpu.memory - found.original.memory.peak) / 1e9
+        axes.plot([room], [found.original.time.tokens_per_second], "s", color=EXPOSED, label="the recipe as it is")
+    axes.axvline((1 - FULL) * found.gpu.memory / 1e9, color="black", linewidth=0.8, linestyle=":")
+    axes.set_xlabel("GB of memory that are left, of which fragmentation needs those up to the dotted line")
+    axes.set_ylabel("tokens/s per GPU")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
+    axes.grid(alpha=0.3)
+    figure.legend(fontsize=8, loc="outside lower center")
+    _save(figure, found.recipe, world, file, number=f"{world.processes:,} ")

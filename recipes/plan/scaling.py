@@ -8,9 +8,8 @@ from recipes.data.config import BatchConfig
 from recipes.fields import Problem, refusal
 from recipes.load import violations_elsewhere
 from recipes.mesh_rules import fitted_mesh
-from recipes.plan.hardware import Gpu
 from recipes.plan.plan import Plan, plan
-from recipes.plan.world import World, world_of
+from recipes.plan.world import Asked, World, world_of
 from recipes.schema import Recipe
 
 
@@ -23,11 +22,11 @@ class Size:
     """Of the recipe with the batch that so many processes can divide."""
 
 
-def sizes(recipe: Recipe, *, kind: tuple[Gpu, str], processes: Sequence[int]) -> list[Size]:
+def sizes(recipe: Recipe, asked: Asked, *, processes: Sequence[int]) -> list[Size]:
     """A plan for each of these numbers of processes. Raises UserError for one that the mesh does not fit."""
     found = []
     for number in dict.fromkeys(processes):
-        world = world_of(recipe, kind=kind, processes=number)
+        world = world_of(recipe, asked, processes=number)
         try:
             degrees = fitted_mesh(recipe.mesh, number, world.nodes)
         except UserError as error:
@@ -36,7 +35,7 @@ def sizes(recipe: Recipe, *, kind: tuple[Gpu, str], processes: Sequence[int]) ->
         violations = violations_elsewhere(fitting, processes=number, nodes=world.nodes)
         if problems := [Problem(key, message) for key, message in violations]:
             raise refusal(problems, where=f"the recipe on {number} processes")
-        found.append(Size(world, plan(fitting, degrees, gpu=world.gpu)))
+        found.append(Size(world, plan(fitting, degrees, gpu=world.gpu, rates=world.rates)))
     return found
 
 

@@ -35,7 +35,8 @@ class Money:
 def screen(plan: Plan, world: World, money: Money, *, mark: str = "#") -> list[str]:
     """Lines for one plan. mark: the character that bars are made of."""
     above = [
-        *_heading(plan, world),
+        *about(plan.recipe, world),
+        *_layout(plan),
         "",
         *_answers(plan, money),
         "",
@@ -47,35 +48,27 @@ def screen(plan: Plan, world: World, money: Money, *, mark: str = "#") -> list[s
     return [*above, *_memory(plan, mark, rows=min(ROWS, left)), "", _next(plan)]
 
 
-def _heading(plan: Plan, world: World) -> list[str]:
-    """What is planned, and on what."""
-    recipe, batch = plan.recipe, plan.recipe.batch
+def about(recipe: Recipe, world: World, *, number: str = "") -> list[str]:
+    """What is planned, on what, and how sure its times are. number: of GPUs, if it is not that of the world."""
+    by = f"calibrated {world.rates.calibrated}" if world.rates.calibrated else "not calibrated"
+    nodes = "1 node" if world.nodes == 1 else f"{world.nodes:,} nodes"
     return [
-        f"{title(recipe)}; all predicted",
+        f"{recipe.run.name}: {recipe.model.name}, {counted(recipe.model.num_params())} parameters; all predicted",
         "",
         f"GPU     {world.gpu.name} with {world.gpu.memory / 1e9:.1f} GB ({world.kind_from})",
-        f"number  {world.processes:,} in {nodes(world)} ({world.number_from})",
-        f"mesh    {plan.degrees}",
-        f"batch   {batch.global_batch_size:,} x {batch.sequence_length:,} tokens ="
-        f" {micro_batches(batch, plan.degrees)}",
-        f"rates   {rates(plan)}",
+        number or f"number  {world.processes:,} in {nodes} ({world.number_from})",
+        f"rates   {by}; ranges are {world.rates.spread:.0%} to both sides (docs/plan.md)",
     ]
 
 
-def title(recipe: Recipe) -> str:
-    """As in "smollm3_3b_8xh100: smollm3_3b, 3.075 B parameters"."""
-    return f"{recipe.run.name}: {recipe.model.name}, {counted(recipe.model.num_params())} parameters"
-
-
-def nodes(world: World) -> str:
-    """As in "2 nodes"."""
-    return "1 node" if world.nodes == 1 else f"{world.nodes:,} nodes"
-
-
-def rates(plan: Plan) -> str:
-    """How sure the times are."""
-    by = f"calibrated {plan.time.calibrated}" if plan.time.calibrated else "not calibrated"
-    return f"{by}: a step may take {plan.time.spread:.0%} more, or be as much faster"
+def _layout(plan: Plan) -> list[str]:
+    """How the processes share the batch."""
+    batch = plan.recipe.batch
+    return [
+        f"mesh    {plan.degrees}",
+        f"batch   {batch.global_batch_size:,} x {batch.sequence_length:,} tokens ="
+        f" {micro_batches(batch, plan.degrees)}",
+    ]
 
 
 def _answers(plan: Plan, money: Money) -> list[str]:
@@ -165,11 +158,7 @@ def table(recipe: Recipe, sizes: Sequence[Size], money: Money) -> list[str]:
     heads = [f"{head:>{width}}" for head, width in (*COLUMNS.items(), ("GPU-hours", 12), ("cost", 13))]
     priced = money.price is not None
     lines = [
-        f"{title(recipe)}; all predicted",
-        "",
-        f"GPU     {first.gpu.name} with {first.gpu.memory / 1e9:.1f} GB ({sizes[0].world.kind_from}),"
-        f" {first.gpu.per_node} in a node",
-        f"rates   {rates(first)}",
+        *about(recipe, sizes[0].world, number=f"number  as below, {first.gpu.per_node} in a node"),
         f"tokens  {counted(money.of(first).tokens)}" + (f", at {money.price:g} for a GPU and hour" if priced else ""),
         "",
         "".join(heads if priced else heads[:-1]),
@@ -181,7 +170,7 @@ def table(recipe: Recipe, sizes: Sequence[Size], money: Money) -> list[str]:
         lines.append("!: does not fit the memory of the GPU; --plan --search --processes N looks for what does")
     if any(found.plan.recipe.batch != recipe.batch for found in sizes):
         asked = f"{recipe.batch.global_batch_size:,} in micro-batches of {recipe.batch.micro_batch_size:,}"
-        lines.append(f"*: the recipe's global batch of {asked} cannot be divided like that; the nearest that can be")
+        lines.append(f"*: the recipe's {asked} cannot be divided like that; the nearest that can")
     return lines
 
 

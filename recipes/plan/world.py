@@ -5,13 +5,15 @@ Imports no torch.
 
 import re
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 
 from parallel.errors import UserError
 from recipes.mesh_rules import fitted_mesh
 from recipes.metrics.hardware import bf16_peak, hardware_of
 from recipes.plan.hardware import GPUS, Gpu, gpu_named
+from recipes.plan.rates import RATES, Rates
 from recipes.schema import Recipe
 
 ASSUMED = "H100"
@@ -20,11 +22,22 @@ LIKE = 0.05
 
 
 @dataclass(frozen=True)
+class Asked:
+    """What the user said about the GPU."""
+
+    file: str
+    """The name of the recipe's file, which may hold a kind of GPU and a number."""
+    gpu: str | None = None
+    calibrated_by: Path | None = None
+
+
+@dataclass(frozen=True)
 class World:
-    """The GPUs of a plan, and why these."""
+    """The GPUs of a plan, what is known of their speed, and why these."""
 
     gpu: Gpu
     """Its per_node is that of this world."""
+    rates: Rates
     processes: int
     nodes: int
     kind_from: str
@@ -33,28 +46,26 @@ class World:
     """Where their number comes from."""
 
 
-def world_of(
-    recipe: Recipe, *, kind: tuple[Gpu, str], file: str = "", processes: int | None = None, nodes: int | None = None
-) -> World:
+def world_of(recipe: Recipe, asked: Asked, *, processes: int | None = None, nodes: int | None = None) -> World:
     """The GPUs to plan for. Raises UserError if the processes cannot be divided among the nodes.
 
     Args:
-        recipe: its name may hold a number of GPUs, or else its mesh decides.
-        kind: the GPU, and where it comes from, as kind_of returns them.
-        file: the name of the recipe's file, which may hold a number, too.
+        recipe: its name may hold a kind of GPU and a number, or else its mesh decides about the number.
+        asked: about the kind of GPU.
         processes: as asked.
         nodes: as asked.
     """
-    gpu, kind_from = kind
-    named = hardware_of(recipe.run.name) or hardware_of(file)
+    named = hardware_of(recipe.run.name) or hardware_of(asked.file)
     if processes is None and nodes is not None:
-        processes, number_from = nodes * gpu.per_node, f"--nodes, {gpu.per_node} in each"
+        per_node = _device(recipe, asked, processes=1)[0].per_node
+        processes, number_from = nodes * per_node, f"--nodes, {per_node} in each"
     elif processes is not None:
         number_from = "--processes"
     elif named:
         processes, nodes, number_from = named.processes, named.nodes, "from the recipe's name"
     else:
         processes, number_from = fitted_mesh(recipe.mesh, None, None).processes, "the fewest that the mesh allows"
+    gpu, rates, kind_from = _device(recipe, asked, processes=processes)
     nodes = nodes or -(-processes // gpu.per_node)
     if processes % nodes:
         raise UserError(
@@ -63,21 +74,21 @@ def world_of(
         )
     if nodes > 1 or processes > gpu.per_node:
         gpu = replace(gpu, per_node=processes // nodes)
-    return World(gpu, processes, nodes, kind_from, number_from)
+    return World(gpu, rates, processes, nodes, kind_from, number_from)
 
 
-def kind_of(recipe: Recipe, *, name: str | None, file: str = "") -> tuple[Gpu, str]:
-    """The kind of GPU and where it comes from. name: as asked. Raises UserError for an unknown one."""
-    if name is not None:
-        return gpu_named(name), "--gpu"
-    if named := hardware_of(recipe.run.name) or hardware_of(file):
-        return GPUS[named.gpu], "from the recipe's name"
-    for device, memory in _devices():
-        found = known(device, memory)
-        return (
-            (found, "this machine has it") if found else (GPUS[ASSUMED], f"assumed: this machine's {device} is unknown")
-        )
-    return GPUS[ASSUMED], "assumed: neither the recipe's name nor this machine has one"
+def _device(recipe: Recipe, asked: Asked, *, processes: int) -> tuple[Gpu, Rates, str]:
+    """The GPU, its rates on so many processes, and where it comes from."""
+    gpu = None if asked.gpu is None else gpu_named(asked.gpu)
+    if gpu is not None:
+        return gpu, RATES, "--gpu"
+    if named := hardware_of(recipe.run.name) or hardware_of(asked.file):
+        return GPUS[named.gpu], RATES, "from the recipe's name"
+    for device, memory in _devices()[:1]:
+        if found := known(device, memory):
+            return found, RATES, "this machine has it"
+        return GPUS[ASSUMED], RATES, f"assumed: this machine's {device} is unknown"
+    return GPUS[ASSUMED], RATES, "assumed: neither the recipe's name nor this machine has one"
 
 
 def known(device: str, memory: int) -> Gpu | None:
@@ -92,12 +103,13 @@ def known(device: str, memory: int) -> Gpu | None:
     return None
 
 
-def _devices() -> Iterator[tuple[str, int]]:
+@cache
+def _devices() -> tuple[tuple[str, int], ...]:
     """Name and bytes of each GPU of this machine, from its driver's own tool, because torch takes a second."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         found = subprocess.run(query, capture_output=True, text=True, check=False, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
-        return
-    for name, mebibytes in re.findall(r"^(.+), (\d+)\s*$", found.stdout, flags=re.MULTILINE):
-        yield name, int(mebibytes) * 2**20
+        return ()
+    lines = re.findall(r"^(.+), (\d+)\s*$", found.stdout, flags=re.MULTILINE)
+    return tuple((name, int(mebibytes) * 2**20) for name, mebibytes in lines)

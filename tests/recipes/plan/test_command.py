@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.image import imread
 
 from parallel.errors import UserError
 from recipes.load import load
@@ -26,7 +27,7 @@ LARGE = str(CONFIGS / "llama3_405b_128x8h100.toml")
 @pytest.fixture(autouse=True)
 def _no_gpu_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same on every machine."""
-    monkeypatch.setattr("recipes.plan.world._devices", lambda: iter(()))
+    monkeypatch.setattr("recipes.plan.world._devices", lambda: ())
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -90,3 +91,79 @@ def test_cost_is_that_of_the_steps_of_the_recipe_unless_tokens_are_named(capsys:
     found = numbers(capsys, NODE)
     assert found["cost"]["tokens"] == 10_000 * 128 * 8192
     assert found["cost"]["money"] is None
+
+
+def test_scaling_prints_one_line_for_each_number_of_gpus_up_to_16384(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, LARGE, "--processes", "1024,4096,16384,1024", "--price", "2.5").splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= 100
+    rows = [line.split() for line in lines if line.startswith(" ")][1:]
+    assert [row[:3] for row in rows] == [["1,024", "1,024", "8"], ["4,096", "1,024", "2*"], ["16,384", "2,048*", "1*"]]
+    assert any(line.startswith("*: the recipe's 1,024 in micro-batches of 8 ") for line in lines)
+
+
+def test_a_size_that_does_not_fit_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, LARGE, "--processes", "64,1024")
+    small, large = [line for line in out.splitlines() if line.startswith(" ")][1:]
+    assert "! " in small and "!" not in large and "\n!: does not fit" in out
+
+
+def test_numbers_of_several_sizes_are_those_of_each_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    alone = numbers(capsys, NODE, "--processes", "64")
+    several = numbers(capsys, NODE, "--processes", "8,64")["plans"]
+    assert [plan["processes"] for plan in several] == [8, 64]
+    assert several[1] == alone
+
+
+def test_a_recipe_is_planned_where_its_data_and_weights_are_not(capsys: pytest.CaptureFixture[str]) -> None:
+    elsewhere = ["--data.source", "/not/here/tokens", "--data.tokenizer", "/not/here/tokenizer.json"]
+    assert numbers(capsys, NODE, *elsewhere, "--model.weights", "/not/here") == numbers(capsys, NODE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--gpu", "H300"], "--gpu H300: unknown; write H100, "),
+        (["--processes", "0"], "--processes 0: must be whole numbers from 1 "),
+        (["--processes", "8,,16"], "--processes 8,,16: must be whole numbers"),
+        (["--processes", "9"], "--processes 9: cannot be divided equally among 2 nodes; "),
+        (["--processes", "8,12", "--mesh.shard", "8"], "--processes 12: mesh: replicate 1 x shard 8 x "),
+        (["--nodes", "0"], "--nodes 0: must be a whole number"),
+        (["--nodes", "2", "--processes", "8,16"], "--nodes: goes with one number of processes"),
+        (["--tokens", "many"], "--tokens many: must be a number from 1 to 1,000,000T; write as in "),
+        (["--tokens", "nan"], "--tokens nan: must be a number"),
+        (["--price"], "--price: expected one argument; "),
+        (["--price", "$3"], "--price $3: must be a number, what one GPU costs for an hour"),
+        (["--price", "-1"], "--price -1: must be a number"),
+        (["--picture", "plan.toml"], "--picture plan.toml: must end in .png, .svg or .pdf"),
+        (["--picture", "/not/here/plan.png"], "--picture /not/here/plan.png: there is no folder /not/here"),
+        (["--check"], "--check and --plan: write one of them"),
+        (["--search", "--processes", "8,16"], "--search: goes with one number of processes"),
+        (["--write", "new.toml"], "--write: needs --search"),
+    ],
+)
+def test_a_mistake_gets_one_line(arguments: list[str], expected: str) -> None:
+    message = refused(NODE, *arguments)
+    assert message.startswith(expected) and "\n" not in message
+
+
+def test_a_mesh_that_does_not_fit_is_refused_as_check_does() -> None:
+    with pytest.raises(UserError) as checked:
+        load(NODE, ["--mesh.tensor", "3"], processes=8, nodes=1)
+    assert refused(NODE, "--mesh.tensor", "3") == str(checked.value)
+
+
+def test_an_option_of_plan_needs_plan() -> None:
+    with pytest.raises(UserError, match="needs --plan"):
+        load(NODE, ["--calibrated-by", "record.json"])
+    with pytest.raises(UserError, match="did you mean --price"):
+        load(NODE, ["--prize", "3"])
+
+
+@pytest.mark.parametrize("arguments", [["--picture", "{}"], ["--processes", "8,64", "--picture", "{}"]])
+def test_picture_is_drawn_beside_the_numbers(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.png"
+    numbers(capsys, NODE, *(argument.format(file) for argument in arguments))
+    height, width, _ = imread(file).shape
+    assert (height > 500, width > 1000) == (True, True)
