@@ -16,10 +16,10 @@ from parallel.errors import UserError
 from recipes.plan.found import Found, Point
 from recipes.plan.hardware import Gpu
 from recipes.plan.memory import FULL, peak
-from recipes.plan.moments import Step
 from recipes.plan.plan import Plan, plan
 from recipes.plan.rates import Rates
 from recipes.plan.search_space import Layout, Space, number_of_changes, numerics_of, tuned
+from recipes.plan.sizes import Sizes
 from recipes.plan.time import step_time
 from recipes.schema import Recipe
 
@@ -163,7 +163,7 @@ class Search:
 
     def _state(self, layout: Layout) -> int:
         """Bytes that are always there: no step needs less."""
-        return sum(Step(layout.recipe, layout.degrees).state.values())
+        return sum(Sizes(layout.recipe, layout.degrees).state.values())
 
     def best_of_each_kind(self) -> list[Point]:
         """The fastest of all, and those of other kinds. Of equally fast ones, that with the fewest changes."""
