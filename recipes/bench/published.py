@@ -1,7 +1,7 @@
-"""Published measurements of other programs, each stated as the Work of one step. Imports no torch.
+"""Published measurements of other programs, each stated as the Work of one step.
 
-What is known of a program is said here: how Megatron shares optimizer states, which kernel a program's attention is, what
-is copied and gathered. Nothing here is fitted.
+What is known of a program is said here: how Megatron shares optimizer states, which kernel a program's attention is,
+what is copied and gathered. Nothing here is fitted. Imports no torch.
 """
 
 import csv

@@ -102,7 +102,7 @@ def time_of(work: Work, *, gpu: Gpu, rates: Rates = RATES) -> StepTime:
         round(work.tokens_per_process),
         seconds | states | _bubble(work, per_micro_batch, messages) | messages.exposed,
         messages.hidden,
-        rates.spread,
+        rates.spread_calibrated if rates.calibrated else rates.spread,
         rates.calibrated,
     )
 

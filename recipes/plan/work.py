@@ -216,7 +216,14 @@ def _with_casts(work: Work, found: Moved) -> Moved:
     """And what Transformer Engine casts."""
     if work.float8 == "none" or work.casts == "torchao":
         return found
-    return Moved(*(a + b for a, b in zip(found, ENGINE[work.casts], strict=True)))
+    more = ENGINE[work.casts]
+    return found._replace(
+        stream=found.stream + more.stream,
+        key=found.key + more.key,
+        inner=found.inner + more.inner,
+        weights=found.weights + more.weights,
+        kernels=found.kernels + more.kernels,
+    )
 
 
 def moved_bytes(work: Work, recompute: Recompute) -> tuple[float, int]:
