@@ -115,8 +115,13 @@ class Sizes:
     @cached_property
     def gathered(self) -> int:
         """Bytes of an element of gathered weights: a whole shard in its own type is computed with itself."""
-        whole = self.shards == 1 and self.degrees.tensor == 1 and not self.recipe.fsdp.cpu_offload
+        whole = self.shards == 1 and not self.cut and not self.recipe.fsdp.cpu_offload
         return 0 if whole and self.element == 4 else self.element
+
+    @cached_property
+    def alone(self) -> bool:
+        """Whether no gradient is reduced, as has_nothing_to_reduce() in parallel/fsdp.py says."""
+        return self.degrees.processes == 1 and not self.recipe.fsdp.cpu_offload
 
     @cached_property
     def gathered_block(self) -> int:
@@ -197,12 +202,14 @@ class Sizes:
         return 0 if self.accumulates else self.element * unit.whole
 
     def reduction(self, unit: Unit) -> int:
-        """Bytes of what is summed over processes, and of the sum in float32."""
+        """Bytes of what is summed over processes, and of the sum in float32; of one process, of a copy in its type."""
+        if self.alone:
+            return self.reduced * unit.whole * (self.element != self.reduced and not self.accumulates)
         return self.waiting(unit.whole) + 4 * unit.share
 
     def waiting(self, whole: int) -> int:
         """Bytes of what is being summed, beside the sum, which is the same buffer where nothing is sharded."""
-        return self.reduced * whole * (self.shards > 1 or self.reduced != 4)
+        return self.reduced * whole * (self.shards > 1 or (self.reduced != 4 and not self.alone))
 
     @cached_property
     def new_of_tied_head(self) -> int:
