@@ -20,6 +20,7 @@ from recipes.files.screen import tell
 from recipes.mesh_rules import float8_fits_tensor, gather_has_a_kernel, mesh_divides_model, require_fits_world
 from recipes.metrics.clock import START, RunClock
 from recipes.plan.memory import predict
+from recipes.plan.sizes import Sizes
 from recipes.schema import Recipe
 
 SAYS_SO = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|_ALLOC_FAILED|bad_alloc", re.I)
@@ -133,11 +134,12 @@ def remedies(recipe: Recipe, world: World) -> Iterator[Remedy]:
     modes = ("none", "full") if same and checkpointing.mode == "none" else ("none", "selective", "full")
     if later := modes[modes.index(checkpointing.mode) + 1 :]:
         yield "activation_checkpointing.mode", later[0], "recomputes activations in the backward pass"
-    if not fsdp.reshard_after_forward:
+    degrees = recipe.mesh.fit(world.size, nodes=len(world.nodes))
+    if not fsdp.reshard_after_forward and Sizes(recipe, degrees).gathered_block:  # else shards themselves compute
         yield "fsdp.reshard_after_forward", True, "frees the gathered weights after the forward pass"
     if fsdp.prefetch > 1:
         yield "fsdp.prefetch", 1, "gathers the weights of fewer blocks ahead"
-    if (degrees := recipe.mesh.fit(world.size, nodes=len(world.nodes))).replicate > 1:
+    if degrees.replicate > 1:
         whole = degrees.data_parallel
         yield "mesh.shard", whole, "with mesh.replicate = 1: each process holds a smaller part of the state"
     yield from _parts(recipe, world)

@@ -118,6 +118,16 @@ def test_chunks_of_the_loss_are_no_remedy_in_compiled_code_which_holds_no_copy_o
 
 
 @pytest.mark.parametrize(
+    ("dtype", "processes", "gathers"),
+    [("float32", 1, False), ("float32", 2, True), ("bfloat16", 1, True)],
+)
+def test_resharding_is_no_remedy_where_the_shards_themselves_compute(dtype: str, processes: int, gathers: bool) -> None:
+    recipe = change(load(DEBUG), fsdp={"reshard_after_forward": False, "param_dtype": dtype})
+    found = [key for key, _, _ in remedies(recipe, world("cuda", processes))]
+    assert ("fsdp.reshard_after_forward" in found) == gathers
+
+
+@pytest.mark.parametrize(
     ("length", "by", "halved"),
     [(8, "heads", [4]), (4, "heads", []), (12, "heads", []), (16, "gather", [8]), (8, "gather", [])],
 )
