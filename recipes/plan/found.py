@@ -3,9 +3,10 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 
 from parallel.config import MeshDegrees
-from parallel.errors import UserError, listed
+from parallel.errors import UserError
 from recipes.fields import toml
 from recipes.files.reading import fault
 from recipes.load import load
@@ -15,6 +16,8 @@ from recipes.plan.plan import Plan
 from recipes.plan.search_space import Changes, changes
 from recipes.schema import Recipe
 
+COLUMNS = 100
+"""Of a screen; a table is as wide as it must be."""
 TOO_LARGE = "does not fit in memory"
 
 
@@ -80,28 +83,22 @@ class Found:
 
     def lines(self) -> list[str]:
         """For the screen."""
-        on = f"{self.processes:,} x {self.gpu.name}" + (f" on {self.nodes:,} nodes" if self.nodes > 1 else "")
         kept = f"; kept as given: {', '.join(sorted(self.fixed))}" if self.fixed else ""
-        lines = [
-            f"search on {on}: {self.settings:,} settings{kept}",
-            *(self._fitting() if self.best else self._unfit()),
-        ]
-        lines += ["", f"rejected: {self._why()}"]
-        if self.nearly and self.best and self.nearly.seconds < self.best.time.step_seconds:
-            at = self.nearly
-            lines += [
-                f"faster, but too large: {_number(self._speed(at))} tokens/s with {at.peak / 1e9:.1f} GB:",
-                f"  {described(at.recipe, at.degrees, self.recipe)}",
-            ]
-        return lines
+        lines = [f"searched {self.settings:,} settings of checkpointing, ZeRO, micro-batch and mesh{kept}", ""]
+        lines += [*(self._fitting() if self.best else self._unfit()), "", *self._numerics()]
+        return lines + [wrapped for line in self._rejected() for wrapped in wrap(line, COLUMNS, subsequent_indent="  ")]
 
-    def _why(self) -> str:
-        """What was rejected, in settings and meshes."""
-        why = f"{self.too_large:,} settings that do not fit in memory"
-        if not self.refused:
-            return why
-        reasons = "; ".join(f"{reason}: {count:,}" for reason, count in self.refused.items())
-        return f"{why}, and {sum(self.refused.values()):,} meshes and micro-batches ({reasons})"
+    def _rejected(self) -> list[str]:
+        """Why, and how many; and what a little more memory would give."""
+        lines = [f"rejected: {counted(self.too_large, 'setting')} for memory"]
+        if self.refused:
+            reasons = "; ".join(f"{reason}: {count:,}" for reason, count in self.refused.items())
+            lines[0] += f", and {counted(sum(self.refused.values()), 'mesh', 'meshes')} for rules ({reasons})"
+        if self.nearly and self.best and self.nearly.seconds < self.best.time.step_seconds:
+            speed, memory = _number(self._speed(self.nearly)), self.nearly.peak / 1e9
+            what = described(self.nearly.recipe, self.nearly.degrees, self.recipe)
+            lines += [f"the fastest of those that nearly fit: {speed} tokens/s with {memory:.1f} GB; {what}"]
+        return lines
 
     def _fitting(self) -> list[str]:
         """The table, and the difference to paste."""
@@ -110,29 +107,51 @@ class Found:
         rows += [("fastest", self.best), *(("next best", other) for other in self.others)]
         lines = [*self._table(rows), ""]
         if self.original is None:
-            lines += ["The recipe as it is cannot run on these processes.", ""]
+            lines += [f"As it is, the recipe cannot run on {self.processes:,} processes."]
         if difference := self.difference():
             lines += ["The fastest, to paste into the recipe (--write FILE makes one of it):", *_indented(difference)]
         else:
-            lines += ["The recipe as it is is the fastest."]
-        if self.apart:
-            fastest = max(self.apart.values(), key=lambda plan: plan.time.tokens_per_second)
-            lines += ["", "With numerics that change what is trained:", *self._table(list(self.apart.items()))]
-            lines += ["", "The fastest of these:", *_indented(as_toml(changes(self.recipe, fastest.recipe)))]
+            lines += ["As it is, the recipe is the fastest."]
         return lines
 
+    def _numerics(self) -> list[str]:
+        """What is faster, or fits, with other numerics."""
+        if not self.apart:
+            return []
+        fastest = max(self.apart.values(), key=lambda plan: plan.time.tokens_per_second)
+        return [
+            *("With numerics that change what is trained:", *self._table(list(self.apart.items())), ""),
+            *("The fastest of these, to paste:", *_indented(as_toml(changes(self.recipe, fastest.recipe))), ""),
+        ]
+
     def _table(self, rows: list[tuple[str, Plan]]) -> list[str]:
-        """One line each: its speed, also relative to the recipe as it is or else to the fastest, memory, settings."""
-        wide = max(len(name) for name, _ in rows)
-        against = self.original or self.best
-        assert against
-        lines = [f"{'':{wide}}  tokens/s per GPU       GB of {self.gpu.memory / 1e9:.1f}"]
+        """One line each: speed, also relative to the recipe as it is or else to the fastest, memory, and settings."""
+        against = self.original or self.best or rows[0][1]
+        memory = f"of {self.gpu.memory / 1e9:.1f} GB"
+        mesh = ("replicate", "shard", "context", "tensor")
+        cells = [["", "tokens/s", "", memory, *mesh, "micro", "recompute", "ZeRO", ""]]
         for name, at in rows:
-            speed, memory = at.time.tokens_per_second, at.memory.peak / 1e9
-            gain = f"{speed / against.time.tokens_per_second - 1:+.1%}" if at is not against else ""
-            what = described(at.recipe, at.degrees, self.recipe) + ("" if at.fits else "  does not fit")
-            lines += [f"{name:{wide}}  {_number(speed):>8}  {gain:>7}  {memory:8.1f}  {what}"]
-        return lines
+            gain = at.time.tokens_per_second / against.time.tokens_per_second - 1
+            cells += [
+                [
+                    name,
+                    _number(at.time.tokens_per_second),
+                    "" if at is against else f"{gain:+.1%}",
+                    f"{at.memory.peak / 1e9:.1f}" + "!" * (not at.fits),
+                    *(str(getattr(at.degrees, axis)) for axis in mesh),
+                    str(at.recipe.batch.micro_batch_size),
+                    _recomputed(at.recipe),
+                    "3" if at.recipe.fsdp.reshard_after_forward else "2",
+                    _tuning(at.recipe, self.recipe),
+                ]
+            ]
+            cells[-1][6] += " gather" * (at.degrees.context > 1 and at.recipe.mesh.context_by == "gather")
+        wide = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        left = {0, 9, 11}
+        lines = [
+            "  ".join(f"{cell:{'<' if at in left else '>'}{wide[at]}}" for at, cell in enumerate(row)) for row in cells
+        ]
+        return [line.rstrip() for line in lines] + ["!: does not fit"] * any(not at.fits for _, at in rows)
 
     def _unfit(self) -> list[str]:
         """What is nearest, and what would fit."""
@@ -142,7 +161,9 @@ class Found:
             f" {self.gpu.memory / 1e9:.1f} GB:",
             f"  {described(self.least.recipe, self.least.degrees, self.recipe)}",
         ]
-        return lines + ([f"It would fit with {listed(self.remedies, last='or')}."] if self.remedies else [])
+        if self.remedies:
+            lines += ["This would fit with one of:", *(f"  {remedy}" for remedy in self.remedies)]
+        return lines
 
     def _speed(self, point: Point) -> float:
         """Tokens per second and device."""
@@ -151,26 +172,33 @@ class Found:
 
 
 def described(recipe: Recipe, degrees: MeshDegrees, original: Recipe) -> str:
-    """What a search chooses, as in "shard 128 x tensor 8, micro-batch 8, full in 63 of 126 blocks, ZeRO-3".
+    """What a search chooses, as in "shard 128 x tensor 8, micro-batch 8, full 63/126, ZeRO-3".
 
     Loss chunks and prefetch only where they differ from those of the original.
     """
-    mesh, way, layers = recipe.mesh, recipe.activation_checkpointing, recipe.model.layers
     axes = {axis: getattr(degrees, axis) for axis in ("replicate", "shard", "context", "tensor")}
     parts = [f"{axis} {degree}" for axis, degree in axes.items() if degree > 1] or ["shard 1"]
     if degrees.context > 1:
-        parts[-1 - (degrees.tensor > 1)] += f" by {mesh.context_by}"
-    recomputed = len(way.recomputed(layers))
-    where = f" in {recomputed} of {layers} blocks" if 0 < recomputed < layers else ""
+        parts[-1 - (degrees.tensor > 1)] += f" by {recipe.mesh.context_by}"
     kept = "" if recipe.fsdp.reshard_after_forward else ", weights kept"
     sharded = degrees.shard * degrees.context > 1
     stage = f", ZeRO-{3 if recipe.fsdp.reshard_after_forward else 2}" if sharded else kept
-    chunks = (
-        f", {recipe.batch.loss_chunks} loss chunks" if recipe.batch.loss_chunks != original.batch.loss_chunks else ""
-    )
-    ahead = f", prefetch {recipe.fsdp.prefetch}" if recipe.fsdp.prefetch != original.fsdp.prefetch else ""
-    mode = "no checkpointing" if way.mode == "none" else f"{way.mode}{where}"
-    return f"{' x '.join(parts)}, micro-batch {recipe.batch.micro_batch_size}, {mode}{stage}{chunks}{ahead}"
+    tuning = f", {_tuning(recipe, original)}".rstrip(", ")
+    return f"{' x '.join(parts)}, micro-batch {recipe.batch.micro_batch_size}, {_recomputed(recipe)}{stage}{tuning}"
+
+
+def _recomputed(recipe: Recipe) -> str:
+    """As in "full" or "selective 9/36"."""
+    way, layers = recipe.activation_checkpointing, recipe.model.layers
+    count = len(way.recomputed(layers))
+    return f"{way.mode} {count}/{layers}" if 0 < count < layers else way.mode
+
+
+def _tuning(recipe: Recipe, original: Recipe) -> str:
+    """What is not that of the original."""
+    chunks, ahead = recipe.batch.loss_chunks, recipe.fsdp.prefetch
+    parts = [f"{chunks} loss chunks"] * (chunks != original.batch.loss_chunks)
+    return ", ".join(parts + [f"prefetch {ahead}"] * (ahead != original.fsdp.prefetch))
 
 
 def as_toml(changed: Changes) -> str:
@@ -182,8 +210,19 @@ def as_toml(changed: Changes) -> str:
 
 
 def _number(speed: float) -> str:
-    """With at least three digits."""
-    return f"{speed:,.0f}" if speed >= 1000 else f"{speed:.3g}" if speed < 100 else f"{speed:.1f}"
+    """With three digits or more."""
+    return f"{speed:,.0f}" if speed >= 1000 else f"{speed:.1f}" if speed >= 10 else f"{speed:.3g}"
+
+
+def counted(count: int, one: str, several: str = "") -> str:
+    """As in "1 mesh" or "2,850 settings"."""
+    return f"{count:,} {one if count == 1 else several or one + 's'}"
+
+
+def as_keys(changed: Changes) -> str:
+    """As in "fsdp.prefetch = 2, optimizer.lr = 0.1"."""
+    keys = {f"{section}.{name}": value for section, fields in changed.items() for name, value in fields.items()}
+    return ", ".join(f"{key} = {toml(value)}" for key, value in keys.items())
 
 
 def _indented(text: str) -> list[str]:
@@ -220,7 +259,7 @@ def write(found: Found, file: Path, *, base: Path) -> None:
     except OSError as error:
         raise fault(f"--write {file}: cannot be written", error) from None
     try:
-        load(file, processes=found.processes, nodes=found.nodes)
+        load(file, processes=found.processes, nodes=found.nodes, elsewhere=True)
     except UserError:
         file.unlink()
         raise

@@ -13,12 +13,12 @@ from math import inf
 
 from parallel.config import MeshDegrees
 from parallel.errors import UserError
-from recipes.plan.found import Found, Point
+from recipes.plan.found import Found, Point, as_keys
 from recipes.plan.hardware import Gpu
 from recipes.plan.memory import FULL, peak
 from recipes.plan.plan import Plan, plan
 from recipes.plan.rates import Rates
-from recipes.plan.search_space import Layout, Space, number_of_changes, numerics_of, tuned
+from recipes.plan.search_space import Layout, Space, changes, number_of_changes, numerics_of, tuned
 from recipes.plan.sizes import Sizes
 from recipes.plan.time import step_time
 from recipes.schema import Recipe
@@ -84,7 +84,8 @@ def search(
         why = ", ".join(f"{reason} ({count})" for reason, count in whole.refused.most_common())
         raise UserError(
             f"--search: no mesh of {processes:,} processes can run this recipe; of those tried: {why}"
-            "; change batch.global_batch_size or --processes, or fix fewer fields on the command line"
+            f"; write a batch.global_batch_size that is a multiple of {processes:,}, change --processes, or fix fewer"
+            " fields on the command line"
         )
 
     def planned(point: Point) -> Plan:
@@ -262,13 +263,14 @@ def remedies(whole: Search) -> Iterator[str]:
     """What would make a recipe fit that does not fit at all."""
     space, least = whole.space, whole.least
     assert least is not None
-    for name, changed in numerics_of(least.recipe, gpu=whole.gpu, fixed=space.fixed):
-        if "float8" not in name and peak(changed, least.degrees) <= whole.limit:
-            yield f"{name}, which changes the numbers of the training"
+    without_float8 = replace(whole.gpu, float8_peak=None)
+    for _, changed in numerics_of(least.recipe, gpu=without_float8, fixed=space.fixed):
+        if peak(changed, least.degrees) <= whole.limit:
+            yield f"{as_keys(changes(least.recipe, changed))}, which changes what is trained"
             break
     offloaded = replace(least.recipe, fsdp=replace(least.recipe.fsdp, cpu_offload=True))
     if peak(offloaded, least.degrees) <= whole.limit:
-        yield "fsdp.cpu_offload = true, which is slow"
+        yield "fsdp.cpu_offload = true, which is slow: its time is not predicted"
     for times in MORE:
         processes = times * space.processes
         nodes = -(-processes // (whole.gpu.per_node if space.nodes == 1 else space.processes // space.nodes))

@@ -201,16 +201,16 @@ def numerics_of(recipe: Recipe, *, gpu: Gpu, fixed: frozenset[str]) -> Iterator[
     found: dict[str, dict[str, Any]] = {}
     if gpu.float8_peak and float8.recipe == "none" and not {"float8.recipe", "float8.all_gather"} & fixed:
         tensorwise = replace(float8, recipe="tensorwise")
-        found["float8 tensorwise"] = {"float8": tensorwise}
-        found["float8 tensorwise, gathered in float8"] = {"float8": replace(tensorwise, all_gather=True)}
+        found["float8"] = {"float8": tensorwise}
+        found["float8, gathered"] = {"float8": replace(tensorwise, all_gather=True)}
         found["float8 rowwise"] = {"float8": replace(float8, recipe="rowwise")}
     if recipe.optimizer.state_dtype == "float32" and "optimizer.state_dtype" not in fixed:
-        found["bfloat16 moments"] = {"optimizer": replace(recipe.optimizer, state_dtype="bfloat16")}
+        found["bf16 moments"] = {"optimizer": replace(recipe.optimizer, state_dtype="bfloat16")}
     if recipe.fsdp.reduce_dtype == "float32" and "fsdp.reduce_dtype" not in fixed:
-        found["bfloat16 sums of gradients"] = {"fsdp": replace(recipe.fsdp, reduce_dtype="bfloat16")}
+        found["bf16 sums"] = {"fsdp": replace(recipe.fsdp, reduce_dtype="bfloat16")}
     together = dict(section for change in reversed(found.values()) for section in change.items())
     if len(together) > 1:
-        found["all of these: float8 tensorwise" if "float8" in together else "both"] = together
+        found["all of these" if "float8" in together else "bf16 both"] = together
     for name, change in found.items():
         changed = replace(recipe, **change)
         if not any(float8_fits(changed.float8, model=recipe.model)) and not any(moments_can_move(changed.optimizer)):

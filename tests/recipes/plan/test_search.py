@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from parallel.config import ActivationCheckpointingConfig, MeshConfig
+from parallel.errors import UserError
+from recipes.fields import value_of
 from recipes.load import load, to_toml
 from recipes.plan.found import Found, write
 from recipes.plan.hardware import GPUS, Gpu
@@ -154,7 +156,7 @@ def test_pasted_into_the_recipe_the_difference_gives_the_fastest(tmp_path: Path)
     assert found.difference() and load(pasted, processes=4, nodes=1) == found.best.recipe
 
 
-@pytest.mark.parametrize(("path", "processes", "nodes"), [(DEBUG, 6, 1), (SMOLLM, 12, 2)])
+@pytest.mark.parametrize(("path", "processes", "nodes"), [(DEBUG, 6, 1), (SMOLLM, 4, 2)])
 def test_the_rules_of_check_accept_everything_that_is_printed(path: Path, processes: int, nodes: int) -> None:
     batch = {"global_batch_size": 24, "micro_batch_size": 1}
     recipe = change(load(path, rules=False), model={"layers": 2}, batch=batch)
@@ -177,3 +179,96 @@ def test_what_defines_the_training_stays() -> None:
             *product(["activation_checkpointing"], ["mode", "blocks"]),
         }
         assert other.recipe.batch.global_batch_size == recipe.batch.global_batch_size
+
+
+def test_a_field_of_the_command_line_stays_as_given() -> None:
+    kept = {"mesh.shard": 2, "mesh.tensor": 1, "activation_checkpointing.mode": "full", "fsdp.prefetch": 2}
+    recipe = load(DEBUG, [f"--{key}={value}" for key, value in kept.items()] + ["--mesh.replicate=-1"])
+    found = found_for(recipe, 8, 1, GPUS["H100"], *kept)
+    assert found.best is not None
+    for plan_of in (found.best, *found.others):
+        assert {key: value_of(plan_of.recipe, key) for key in kept} == kept
+        assert plan_of.degrees.shard == 2
+
+
+def test_the_recipe_as_it_is_wins_where_nothing_is_faster() -> None:
+    recipe = load(DEBUG)
+    first = found_for(recipe, 4, 1, GPUS["H100"]).best
+    assert first is not None
+    again = found_for(first.recipe, 4, 1, GPUS["H100"])
+    assert again.best is not None and again.best.recipe == first.recipe
+    assert again.difference() == ""
+    assert "As it is, the recipe is the fastest." in again.lines()
+
+
+def test_a_recipe_that_fits_nowhere_gets_what_is_nearest_and_what_would_fit() -> None:
+    recipe, gpu = load(SMOLLM, ["--model.layers=4"], rules=False), gpu_with(8, per_node=2)
+    found = found_for(recipe, 2, 1, gpu)
+    assert found.best is None and not found.front and found.difference() == ""
+    text = "\n".join(found.lines())
+    assert f"Nothing fits: the least takes {found.least.peak / 1e9:.1f} GB" in text
+    assert 'optimizer.state_dtype = "bfloat16", which changes what is trained' in text
+    assert "4 GPUs on 2 nodes" in text
+    assert found_for(recipe, 4, 2, gpu).best is not None
+    smaller = change(found.least.recipe, optimizer={"state_dtype": "bfloat16"})
+    assert plan(smaller, found.least.degrees, gpu=gpu, rates=RATES).fits
+
+
+def test_a_recipe_that_fits_nowhere_is_not_written(tmp_path: Path) -> None:
+    found = found_for(load(DEBUG), 1, 1, gpu_with(0.1), "activation_checkpointing.mode", "batch.micro_batch_size")
+    with pytest.raises(UserError, match=r"fast.toml: nothing fits, so there is no recipe to write"):
+        write(found, tmp_path / "fast.toml", base=DEBUG)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_batch_that_no_mesh_divides_is_refused() -> None:
+    recipe = change(load(DEBUG), batch={"global_batch_size": 5, "sequence_length": 13}, model={"heads": 2})
+    with pytest.raises(UserError, match=r"no mesh of 7 processes .* the batch does not divide .* a multiple of 7"):
+        found_for(recipe, 7, 1, GPUS["H100"])
+
+
+def test_nodes_that_cannot_be_alike_are_refused() -> None:
+    with pytest.raises(UserError, match="12 processes cannot be divided equally among 5 nodes"):
+        found_for(load(DEBUG), 12, 5, GPUS["H100"])
+
+
+def test_a_file_is_not_overwritten(tmp_path: Path) -> None:
+    found = found_for(load(DEBUG), 1, 1, GPUS["H100"])
+    file = tmp_path / "mine.toml"
+    file.write_text("# mine")
+    with pytest.raises(UserError, match=r"mine.toml: exists; write another name, or remove it"):
+        write(found, file, base=DEBUG)
+    assert file.read_text() == "# mine"
+    with pytest.raises(UserError, match="cannot be written"):
+        write(found, tmp_path / "no" / "folder.toml", base=DEBUG)
+
+
+def test_numerics_are_listed_apart_and_never_win() -> None:
+    recipe = load(SMOLLM, rules=False)
+    fixed = ("mesh.tensor", "mesh.context", "fsdp.reshard_after_forward", "activation_checkpointing.blocks")
+    alone = found_for(recipe, 8, 1, GPUS["A100"], *fixed)
+    both = found_for(recipe, 8, 1, GPUS["A100"], *fixed, numerics=True)
+    assert alone.apart == {} and both.best == alone.best
+    assert set(both.apart) == {"bf16 moments", "bf16 sums", "bf16 both"}  # an A100 has no float8
+    best = both.apart["bf16 both"].recipe
+    assert best.optimizer.state_dtype == best.fsdp.reduce_dtype == "bfloat16"
+
+
+def test_a_recipe_of_405b_on_16384_gpus_is_searched_without_torch_in_half_a_minute() -> None:
+    code = f"""
+import sys
+from recipes.load import load
+from recipes.plan.hardware import GPUS
+from recipes.plan.rates import RATES
+from recipes.plan.search_space import Layout, Space
+
+recipe = load("{ROOT}/configs/llama3_405b_128x8h100.toml", rules=False)
+space = Space(recipe, 16384, 2048, frozenset())
+layouts = [layout for layout in space.layouts() if isinstance(layout, Layout)]
+import recipes.plan.search
+print(len(layouts), sum(len(settings) for settings in space.settings(layouts[0])), "torch" in sys.modules)
+"""
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    count, each, torch = answer.stdout.split()
+    assert int(count) * int(each) < 100_000  # a setting takes 0.2 ms
+    assert torch == "False"
