@@ -1,12 +1,14 @@
 """Write what the documentation takes from the code: the reference of recipes, their memory, what was combined.
 
 docs/recipes.md comes from the schema, docs/benchmarks/memory.md from configs/, the table of docs/parallelism.md from
-its tests. Imports no torch.
+its tests, the examples of docs/plan.md from the command. Imports no torch.
 """
 
 import sys
+from contextlib import chdir, redirect_stdout
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
+from tempfile import TemporaryFile
 from textwrap import wrap
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,6 +22,7 @@ from models.sizes import SIZES  # noqa: E402
 from recipes.fields import describe, field_docs, field_types, sections, toml  # noqa: E402
 from recipes.load import CONFIGS, load  # noqa: E402
 from recipes.metrics.hardware import Hardware, hardware_of  # noqa: E402
+from recipes.plan.command import answer  # noqa: E402
 from recipes.plan.memory import ALONE, FULL, WITH_NCCL, Prediction, predict  # noqa: E402
 from recipes.schema import Recipe  # noqa: E402
 from tests.parallel import combinations  # noqa: E402
@@ -27,6 +30,7 @@ from tests.parallel import combinations  # noqa: E402
 PAGE = ROOT / "docs" / "recipes.md"
 PARALLELISM = ROOT / "docs" / "parallelism.md"
 MEMORY = ROOT / "docs" / "benchmarks" / "memory.md"
+PLAN = ROOT / "docs" / "plan.md"
 BEGIN, END = "<!-- Written by scripts/write_docs.py. -->\n", "<!-- Written by scripts/write_docs.py: end. -->\n"
 HEAD = """\
 # Recipe reference
@@ -150,6 +154,26 @@ def _memory(name: str, recipe: Recipe, hardware: Hardware, prediction: Predictio
     ]
 
 
+PLANS = {"one plan": [], "several plans": ["--processes", "64,256,1024,4096"]}
+"""Example of docs/plan.md -> its options besides those of PRICED."""
+PRICED = ["configs/llama3_70b_32x8h100.toml", "--plan", "--tokens", "15T", "--price", "2.5"]
+
+
+def with_plans(text: str) -> str:
+    """The page about plans with new examples between its marks."""
+    for example, options in PLANS.items():
+        begin = f"<!-- Written by scripts/write_docs.py: {example}. -->\n"
+        before, _, rest = text.partition(begin)
+        _, _, after = rest.partition(END)
+        assert before and after, f"{PLAN} has lost its marks"
+        with TemporaryFile("w+", encoding="utf-8") as screen, redirect_stdout(screen), chdir(ROOT):
+            answer([*PRICED, *options])
+            screen.seek(0)
+            lines = [f"    {line}".rstrip() for line in screen.read().splitlines()]
+        text = before + begin + "\n".join(["", *lines, "", END]) + after
+    return text
+
+
 COLUMNS = ("tensor", "context by heads", "context by gather", "tensor x context", "with shard", "with replicate")
 
 
@@ -193,4 +217,5 @@ if __name__ == "__main__":
     PAGE.write_text(page())
     PARALLELISM.write_text(with_combinations(PARALLELISM.read_text()))
     MEMORY.write_text(memory_page())
-    print(f"wrote {PAGE}, {MEMORY} and the table of {PARALLELISM}")
+    PLAN.write_text(with_plans(PLAN.read_text()))
+    print(f"wrote {PAGE}, {MEMORY}, the table of {PARALLELISM} and the examples of {PLAN}")

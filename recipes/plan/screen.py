@@ -158,7 +158,7 @@ def table(recipe: Recipe, sizes: Sequence[Size], money: Money) -> list[str]:
     heads = [f"{head:>{width}}" for head, width in (*COLUMNS.items(), ("GPU-hours", 12), ("cost", 13))]
     priced = money.price is not None
     lines = [
-        *about(recipe, sizes[0].world, number=f"number  as below, {first.gpu.per_node} in a node"),
+        *about(recipe, sizes[0].world, number=f"number  as below, up to {first.gpu.per_node} in a node"),
         f"tokens  {counted(money.of(first).tokens)}" + (f", at {money.price:g} for a GPU and hour" if priced else ""),
         "",
         "".join(heads if priced else heads[:-1]),

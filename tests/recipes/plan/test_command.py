@@ -1,6 +1,7 @@
 """`train.py RECIPE --plan`: what it prints, and what it refuses."""
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,8 @@ LARGE = str(CONFIGS / "llama3_405b_128x8h100.toml")
 
 @pytest.fixture(autouse=True)
 def _no_gpu_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same on every machine."""
+    """The same on every machine; and a closed pipe does not end pytest, as it ends the command."""
+    monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr("recipes.plan.world._devices", lambda: ())
 
 
@@ -60,6 +62,12 @@ def test_plan_is_one_screen_on_standard_output_without_torch(tmp_path: Path) -> 
     lines = found.stdout.splitlines()
     assert len(lines) <= 40 and max(map(len, lines)) <= 100
     assert sorted(path.name for path in tmp_path.iterdir()) == ["torch"]  # nothing was written
+
+
+def test_examples_of_the_page_are_what_the_command_prints() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "write_docs.py"))
+    text = script["PLAN"].read_text()
+    assert text == script["with_plans"](text), "run python scripts/write_docs.py"
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
