@@ -6,6 +6,7 @@ usage() {
     cat <<'END'
 Usage: scripts/run.sh RECIPE [--section.field value ...]   train
        scripts/run.sh RECIPE --check                       print the resolved recipe, or everything wrong with it
+       scripts/run.sh RECIPE --plan                        predict memory, time and cost on any number of GPUs
        scripts/run.sh RECIPE --help                        list every field
 
 RECIPE is searched for in the current directory, then in the checkout. Environment variables:
@@ -36,7 +37,7 @@ fi
 
 check=
 case " $* " in
-    "  " | *" --help "* | *" -h "*) exec "$PYTHON" "$ROOT/train.py" "$@" ;;
+    "  " | *" --help "* | *" -h "* | *" --plan "*) exec "$PYTHON" "$ROOT/train.py" "$@" ;;
     *" --check "*) check=1 ;;
 esac
 

@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from recipes.mesh_rules import fitted_mesh
 from recipes.plan.options import USAGE, Options, read
 from recipes.plan.plan import Plan, plan
 from recipes.plan.scaling import Size, sizes
-from recipes.plan.screen import Money, about, screen, table
+from recipes.plan.screen import Money, about, costs, screen, table
 from recipes.plan.world import Asked, World, world_of
 
 
@@ -29,6 +30,8 @@ class Answer:
     """The same for scripts."""
     draw: Callable[[Path], None]
     """The same as a picture in this file."""
+    write: Callable[[Path], None] | None = None
+    """The recipe, if a search found one."""
     code: int = FINISHED
 
 
@@ -51,10 +54,12 @@ def answer(arguments: Sequence[str]) -> int:
         processes = options.processes[0] if options.processes else None
         world = world_of(load(path, changes, rules=False), asked, processes=processes, nodes=options.nodes)
         found = (_searched if options.search else _planned)(path, changes, options, world)
-    if options.picture is not None:
-        found.draw(options.picture)
-        found.lines.extend(["", f"picture: {options.picture}"])
     print(json.dumps(found.numbers, indent=2) if options.json else "\n".join(found.lines))
+    for file, make in ((options.write, found.write), (options.picture, found.draw)):
+        if file is not None and make is not None:
+            make(file)
+            if not options.json:
+                print(f"\nwrote {file}")
     return found.code
 
 
@@ -102,10 +107,6 @@ def _searched(path: str, changes: Sequence[str], options: Options, world: World)
         numerics=options.numerics,
         fixed=fixed,
     )
-    lines = [*about(recipe, world), "", *found.lines()]
-    if options.write is not None:
-        write(found, options.write, base=Path(path))
-        lines += ["", f"wrote {options.write}"]
 
     def numbers_of(plan: Plan | None) -> dict[str, Any] | None:
         return None if plan is None else as_json(Size(world, plan), options.money)
@@ -121,9 +122,17 @@ def _searched(path: str, changes: Sequence[str], options: Options, world: World)
         "difference": found.difference(),
         "others": [numbers_of(plan) for plan in found.others],
         "apart": {name: numbers_of(plan) for name, plan in found.apart.items()},
+        "front": [
+            {"memory_left_gib": room / 2**30, "tokens_per_second_per_device": speed, "settings": name}
+            for room, speed, name in found.points()
+        ],
         "rejected": found.rejected,
     }
-    return Answer(lines, numbers, draw, code=FINISHED if found.best else REFUSED)
+    lines = [*about(recipe, world), "", *found.lines()]
+    if found.best is None:
+        return Answer(lines, numbers, draw, code=REFUSED)
+    lines += ["", "of the fastest:", *costs(found.best, options.money)]
+    return Answer(lines, numbers, draw, partial(write, found, base=Path(path)))
 
 
 def as_json(found: Size, money: Money) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def _checked(given: Namespace) -> Options:
         calibrated_by=None if given.calibrated_by is None else Path(given.calibrated_by).expanduser(),
         search=given.search,
         numerics=given.numerics,
-        write=None if given.write is None else Path(given.write).expanduser(),
+        write=None if given.write is None else _new(given.write),
         picture=None if given.picture is None else _picture(given.picture),
         json=given.json,
     )
@@ -140,11 +140,27 @@ def _number(text: str) -> float:
         return float("nan")
 
 
+def _new(text: str) -> Path:
+    """Where to write a recipe."""
+    path = _in_a_folder("--write", text)
+    if path.suffix != ".toml":
+        raise UserError(f"--write {text}: must end in .toml")
+    if path.exists():
+        raise UserError(f"--write {text}: exists; write another name, or remove it")
+    return path
+
+
 def _picture(text: str) -> Path:
     """Where to draw."""
-    path = Path(text).expanduser()
+    path = _in_a_folder("--picture", text)
     if path.suffix.lower() not in PICTURES:
         raise UserError(f"--picture {text}: must end in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}")
+    return path
+
+
+def _in_a_folder(name: str, text: str) -> Path:
+    """A path in a folder that there is."""
+    path = Path(text).expanduser()
     if not path.parent.is_dir():
-        raise UserError(f"--picture {text}: there is no folder {path.parent}; make it first")
+        raise UserError(f"{name} {text}: there is no folder {path.parent}; make it first")
     return path

@@ -51,8 +51,8 @@ class Plan:
         return self.time.step_seconds / (1 + self.time.spread), self.time.step_seconds * (1 + self.time.spread)
 
     def mfu(self, attention: AttentionFlops) -> float | None:
-        """As in recipes/metrics/throughput.py, for whole sequences; None for a device without a known peak."""
-        if not self.gpu.bf16_peak:
+        """As in recipes/metrics/throughput.py, for whole sequences; None for a CPU, whose peak nobody promises."""
+        if self.gpu.family == "measured":
             return None
         flops = self.recipe.model.flops_per_token(self.recipe.batch.sequence_length, attention)
         return self.time.tokens_per_second * flops / self.gpu.bf16_peak

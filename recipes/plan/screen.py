@@ -38,7 +38,8 @@ def screen(plan: Plan, world: World, money: Money, *, mark: str = "#") -> list[s
         *about(plan.recipe, world),
         *_layout(plan),
         "",
-        *_answers(plan, money),
+        *_answers(plan),
+        *costs(plan, money),
         "",
         *_time(plan, mark),
         "",
@@ -71,22 +72,27 @@ def _layout(plan: Plan) -> list[str]:
     ]
 
 
-def _answers(plan: Plan, money: Money) -> list[str]:
-    """Does it fit, how fast is it, what does it cost."""
-    time, processes, cost = plan.time, plan.degrees.processes, money.of(plan)
-    shortest, longest = plan.range
-    low, high = shortest / time.step_seconds, longest / time.step_seconds
+def _answers(plan: Plan) -> list[str]:
+    """Does it fit, and how fast is it."""
+    time, (shortest, longest) = plan.time, plan.range
     mfu, mfu_full = plan.mfu("causal"), plan.mfu("full")
     share = f"; MFU {mfu:.1%} (causal attention), {mfu_full:.1%} (full)" if mfu and mfu_full else ""
-    paid = "" if cost.money is None else f": {number(cost.money)} at {money.price:g} each"
     return [
         f"memory  {plan.memory.peak / 1e9:.1f} of {plan.gpu.memory / 1e9:.1f} GB, {_verdict(plan)}; fullest at"
         f" {plan.memory.fullest}",
         f"speed   {number(time.tokens_per_second)} tokens/s per GPU ({number(time.tokens / longest)} to"
-        f" {number(time.tokens / shortest)}), {number(time.tokens_per_second * processes)} in all",
+        f" {number(time.tokens / shortest)}), {number(time.tokens_per_second * plan.degrees.processes)} in all",
         f"step    {seconds(time.step_seconds)} ({between(seconds(shortest), seconds(longest))}){share}",
+    ]
+
+
+def costs(plan: Plan, money: Money) -> list[str]:
+    """How long it takes, and what it costs."""
+    cost, (shortest, longest) = money.of(plan), (end / plan.time.step_seconds for end in plan.range)
+    paid = "" if cost.money is None else f": {number(cost.money)} at {money.price:g} each"
+    return [
         f"time    {counted(cost.tokens)} tokens in {duration(cost.days)}"
-        f" ({between(duration(cost.days * low), duration(cost.days * high))})",
+        f" ({between(duration(cost.days * shortest), duration(cost.days * longest))})",
         f"cost    {number(cost.gpu_hours)} GPU-hours{paid}",
     ]
 

@@ -84,6 +84,8 @@ def _device(recipe: Recipe, asked: Asked, *, processes: int) -> tuple[Gpu, Rates
         return gpu, RATES, "--gpu"
     if named := hardware_of(recipe.run.name) or hardware_of(asked.file):
         return GPUS[named.gpu], RATES, "from the recipe's name"
+    if recipe.run.device == "cpu":
+        return GPUS[ASSUMED], RATES, 'assumed: run.device is "cpu", which --calibrated-by FILE describes'
     for device, memory in _devices()[:1]:
         if found := known(device, memory):
             return found, RATES, "this machine has it"

@@ -13,8 +13,10 @@ from matplotlib.image import imread
 from parallel.errors import UserError
 from recipes.load import load
 from recipes.plan import command
-from recipes.plan.hardware import gpu_named
+from recipes.plan.hardware import GPUS
 from recipes.plan.memory import predict
+from recipes.plan.plan import plan
+from recipes.plan.screen import Money, costs
 from recipes.plan.time import step_time
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -81,7 +83,7 @@ def test_numbers_are_those_of_memory_and_time(capsys: pytest.CaptureFixture[str]
     degrees = recipe.mesh.fit(8)
     found = numbers(capsys, NODE, "--tokens", "2M", "--price", "3")
     assert found["peak_memory_gib"] * 2**30 == predict(recipe, degrees).peak
-    time = step_time(recipe, degrees, gpu=gpu_named("H100"))
+    time = step_time(recipe, degrees, gpu=GPUS["H100"])
     assert found["step_seconds"] == time.step_seconds
     assert found["tokens_per_second_per_device"] == time.tokens_per_second
     assert found["tokens_per_second"] == 8 * time.tokens_per_second
@@ -147,6 +149,7 @@ def test_a_recipe_is_planned_where_its_data_and_weights_are_not(capsys: pytest.C
         (["--check"], "--check and --plan: write one of them"),
         (["--search", "--processes", "8,16"], "--search: goes with one number of processes"),
         (["--write", "new.toml"], "--write: needs --search"),
+        (["--search", "--write", "new.txt"], "--write new.txt: must end in .toml"),
     ],
 )
 def test_a_mistake_gets_one_line(arguments: list[str], expected: str) -> None:
@@ -175,3 +178,49 @@ def test_picture_is_drawn_beside_the_numbers(
     numbers(capsys, NODE, *(argument.format(file) for argument in arguments))
     height, width, _ = imread(file).shape
     assert (height > 500, width > 1000) == (True, True)
+
+
+def test_search_says_what_is_faster_what_it_costs_and_writes_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "faster.toml"
+    out = printed(capsys, NODE, "--search", "--batch.micro_batch_size", "1", "--price", "2", "--write", str(file))
+    assert out.endswith(f"\n\nwrote {file}\n")
+    written = load(file, processes=8, nodes=1, elsewhere=True)
+    assert written.batch == load(NODE).batch  # what the command line gives is kept
+    assert f"\n{costs(plan(written, written.mesh.fit(8), gpu=GPUS['H100']), Money(price=2))[0]}\n" in out
+
+
+def test_numbers_of_a_search_hold_whole_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    found = numbers(capsys, NODE, "--search", "--processes", "2", "--model.layers", "8")
+    assert found["best"]["fits"] and found["best"]["processes"] == 2
+    assert found["best"]["tokens_per_second_per_device"] >= found["original"]["tokens_per_second_per_device"]
+    assert max(point["tokens_per_second_per_device"] for point in found["front"]) == pytest.approx(
+        found["best"]["tokens_per_second_per_device"]
+    )
+
+
+def test_a_search_in_which_nothing_fits_says_so_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        LARGE,
+        "--plan",
+        "--search",
+        "--model.layers",
+        "20",
+        "--processes",
+        "2",
+        "--write",
+        str(tmp_path / "none.toml"),
+    ]
+    assert command.answer(arguments) == 2
+    assert "Nothing fits" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_recipe_is_not_written_over_another(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text("mine")
+    assert refused(NODE, "--search", "--write", str(file)).endswith("exists; write another name, or remove it")
+    assert file.read_text() == "mine"
