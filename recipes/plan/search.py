@@ -69,8 +69,7 @@ def search(
     Args:
         recipe: where the search starts; its mesh need not fit the processes.
         processes, nodes: their numbers.
-        gpu: what each process has.
-        rates: what is reached of it.
+        gpu, rates: what each process has, and what it reaches of that.
         numerics: also try what changes the numbers of the training: float8, and bfloat16 moments and gradient sums.
         fixed: dotted keys that stay as they are.
 
