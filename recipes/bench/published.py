@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from parallel.errors import UserError
 from recipes.load import CONFIGS
 from recipes.plan.hardware import GPUS, Gpu
 from recipes.plan.work import Kernel, Recompute, Work
@@ -56,9 +57,18 @@ class Published:
 
 
 def read_published(path: Path = TABLE) -> list[Published]:
-    """All rows, in the order of the file."""
-    with path.open(encoding="utf-8", newline="") as file:
-        return [_published(row) for row in csv.DictReader(file)]
+    """All rows, in the order of the file. Raises UserError if it cannot be read, or a row says what nobody knows."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    rows = []
+    for number, row in enumerate(csv.DictReader(lines), start=2):
+        try:
+            rows.append(_published(row))
+        except (KeyError, ValueError) as error:
+            raise UserError(f"{path}, line {number}: {error} is not known; write it as in {TABLE.name}") from None
+    return rows
 
 
 def _published(row: dict[str, str]) -> Published:

@@ -11,6 +11,7 @@ Imports no torch.
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from recipes.plan.hardware import Gpu
 from recipes.plan.rates import Rates
@@ -47,40 +48,45 @@ class Group:
     gpu: Gpu
     rates: Rates
 
-    @property
+    @cached_property
     def in_node(self) -> int:
         """Members of one node."""
         return max(1, min(self.size, self.gpu.per_node // self.stride))
 
-    @property
+    @cached_property
     def nodes(self) -> int:
         return -(-self.size // self.in_node)
 
-    @property
+    @cached_property
     def name(self) -> str:
         return f"messages: {self.axis}, {'inside' if self.nodes == 1 else 'between'} nodes"
 
-    def ring(self, amount: float) -> float:
-        """Seconds to gather so many bytes in all members, or to scatter their sum; also to exchange as many."""
-        if self.size == 1:
-            return 0.0
+    @cached_property
+    def rate(self) -> float:
+        """Bytes per second of the slowest link of a ring."""
         rate = self.rates.link * self.gpu.link
         if not self.gpu.switched:
             rate *= (self.in_node - 1) / (self.gpu.per_node - 1) if self.in_node > 1 else 1.0
         if self.nodes > 1:
             rate = min(rate, self.in_node * self.rates.network * self.gpu.network)
-        steps = (self.size - self.nodes) * self.rates.hop + (self.nodes - (self.nodes == 1)) * self.rates.node_hop
-        return self.rates.collective + steps + amount * (self.size - 1) / self.size / rate
+        return rate
+
+    @cached_property
+    def latency(self) -> float:
+        """Seconds of a ring without bytes."""
+        crossings = self.nodes if self.nodes > 1 else 0
+        return self.rates.collective + (self.size - self.nodes) * self.rates.hop + crossings * self.rates.node_hop
+
+    def ring(self, amount: float) -> float:
+        """Seconds to gather so many bytes in all members, or to scatter their sum; also to exchange as many."""
+        return self.latency + amount * (self.size - 1) / self.size / self.rate if self.size > 1 else 0.0
 
     def sum(self, amount: float) -> float:
-        """Seconds to sum so many bytes in all members: a scatter and a gather, or along trees if that is sooner."""
+        """Seconds to sum so many bytes in all members: a scatter and a gather, along trees of nodes."""
         if self.size == 1:
             return 0.0
-        ring, start = 2 * self.ring(amount), self.rates.collective
-        hop = self.rates.node_hop if self.nodes > 1 else self.rates.hop
-        steps = (self.size - 1) * self.rates.hop + (self.nodes - 1) * (self.rates.node_hop - self.rates.hop)
-        tree = 2 * math.ceil(math.log2(self.size)) * hop
-        return ring - start - 2 * max(0.0, steps - tree / 2)
+        up = (self.in_node - 1) * self.rates.hop + math.ceil(math.log2(self.nodes)) * self.rates.node_hop
+        return self.rates.collective + 2 * up + 2 * amount * (self.size - 1) / self.size / self.rate
 
 
 def messages_of(work: Work, gpu: Gpu, rates: Rates, *, forward: float, backward: float) -> Messages:
@@ -89,7 +95,7 @@ def messages_of(work: Work, gpu: Gpu, rates: Rates, *, forward: float, backward:
     again = (work.recompute == "full") * work.recomputed
     times = work.micro_batches * work.layers / work.pipeline
     hidden = rates.overlapped if work.overlap_tensor else 0.0
-    for scatters, passes in ((2, 1 + again), (work.scatters, 1.0)):
+    for scatters, passes in ((2, 1 + again), (work.scatters, 1.0)) if work.tensor * work.context > 1 else ():
         sent = _inside_blocks(work, gpu, rates, scatters=scatters)
         found.add(sent, hiding=hidden * sum(sent.values()), times=times * passes)
     if work.whole_loss and work.tensor > 1:

@@ -73,7 +73,7 @@ class Rates:
     """(fitted) Share of the adapters' bandwidth that NCCL reaches between nodes."""
     hop: float = 1.5e-6
     """Seconds of a step of a ring inside a node. Assumed."""
-    node_hop: float = 8.764e-06
+    node_hop: float = 8.767e-06
     """(fitted) Seconds of a step of a ring that goes to the next node."""
     collective: float = 20e-6
     """Seconds to start a collective on all of its processes. Assumed."""

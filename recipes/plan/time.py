@@ -28,8 +28,8 @@ from recipes.schema import Recipe
 
 BACKWARD = 2.5
 """FLOPs of attention's backward pass over those of its forward pass: five products instead of two."""
-LOSS_COMPILED = 6.0
-"""Bytes per logit (docs/benchmarks/codegen.md)."""
+LOSS_COMPILED, LOSS_IN_CHUNKS = 6.0, 50.0
+"""Bytes per logit, of generated code in bfloat16 and of eager operators (docs/benchmarks/codegen.md)."""
 CLIPPING = 12
 """Bytes per parameter: the norm reads gradients of 4 bytes; scaling them reads and writes them."""
 ACCUMULATE = 10
@@ -38,7 +38,9 @@ CAST, CAST_FLOAT8 = 6, 21
 """Bytes per parameter to cast float32 weights for a gather: read 4, write 2; to float8 (torchao 0.18, eager) scale 8,
 clamp 8, cast 5."""
 REDUCE = 8
-"""Bytes per parameter to copy gradients of 4 bytes for their reduction."""
+"""Bytes per parameter to copy gradients of 4 bytes for their reduction; one process has none."""
+ALONE = 6
+"""Bytes per parameter to make a bf16 gradient float32 on one process, where nothing was added up in float32."""
 SCALES = 12
 """Bytes per parameter once per step for the scales of weights gathered in float8: absolute values, 8, and maxima, 4."""
 NARROW = 64
@@ -174,8 +176,10 @@ class _Block:
 
 
 def _blocks(work: Work, gpu: Gpu, rates: Rates) -> _Block:
-    again, plain = _block(work, work.recompute, gpu, rates), _block(work, "none", gpu, rates)
     share = work.recomputed
+    if share in (0.0, 1.0):
+        return _block(work, work.recompute if share else "none", gpu, rates)
+    again, plain = _block(work, work.recompute, gpu, rates), _block(work, "none", gpu, rates)
     return _Block(*(share * a + (1 - share) * b for a, b in zip(_numbers(again), _numbers(plain), strict=True)))
 
 
@@ -256,7 +260,10 @@ def _head(work: Work, gpu: Gpu, rates: Rates) -> _Head:
     tokens, vocabulary = work.tokens, work.vocabulary / work.tensor
     shapes = ((tokens, vocabulary, work.width), (tokens, work.width, vocabulary), (vocabulary, work.width, tokens))
     products = sum(product_seconds(*shape, gpu=gpu, rates=rates, element=work.element) for shape in shapes)
-    per_logit = LOSS_COMPILED * work.element / 2 if work.compiled_loss else rates.loss
+    if work.compiled_loss:
+        per_logit = LOSS_COMPILED * work.element / 2
+    else:
+        per_logit = LOSS_IN_CHUNKS if work.chunked_loss else rates.loss
     logits = tokens * (work.vocabulary if work.whole_loss else vocabulary)
     return _Head(products, moving_seconds(per_logit * logits, gpu=gpu, rates=rates))
 
@@ -277,11 +284,14 @@ def _states(work: Work, gpu: Gpu, rates: Rates) -> dict[str, float]:
     if work.float8_weights:
         moved += in_blocks * SCALES / shard
     added = ACCUMULATE * work.micro_batches if work.micro_batches > 1 and not work.fused_accumulation else 0
-    reductions = work.micro_batches if work.reduces_each else 1
+    if shard * work.replicate * work.tensor == 1:
+        reduced = ALONE if work.element == 2 and work.micro_batches == 1 else 0
+    else:
+        reduced = REDUCE * (work.micro_batches if work.reduces_each else 1)
     update = 12 + 2 * work.moments + (CLIPPING if work.clipped else 4)
     return {
         "weights": moving_seconds(moved, gpu=gpu, rates=rates),
-        "gradients": moving_seconds((in_blocks + rest) * (added + REDUCE * reductions), gpu=gpu, rates=rates),
+        "gradients": moving_seconds((in_blocks + rest) * (added + reduced), gpu=gpu, rates=rates),
         "optimizer": moving_seconds((in_blocks + rest) * update / shard, gpu=gpu, rates=rates),
     }
 

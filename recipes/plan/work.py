@@ -5,9 +5,10 @@ Imports no torch.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from parallel.config import MeshDegrees
+from parallel.config import ActivationCheckpointingConfig, MeshDegrees
 from recipes.schema import Recipe
 
 Kernel = Literal["flash", "flash3", "cudnn", "triton", "math"]
@@ -63,6 +64,8 @@ class Work:
     """Share of the layers that do."""
     compiled: bool = True
     compiled_loss: bool = True
+    chunked_loss: bool = False
+    """By this program's own operators, chunk by chunk, where it is not compiled."""
     kernel: Kernel = "flash"
     reshard: bool = True
     """ZeRO-3; else weights are gathered once per step."""
@@ -102,7 +105,6 @@ class Work:
 def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8) -> Work:
     """A step of the recipe on a mesh of these degrees."""
     model, batch, fsdp, checkpointing = recipe.model, recipe.batch, recipe.fsdp, recipe.activation_checkpointing
-    recomputed = len(checkpointing.recomputed(model.layers)) / model.layers
     return Work(
         layers=model.layers,
         width=model.width,
@@ -128,15 +130,22 @@ def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8) -> Work:
         moments=8 if recipe.optimizer.state_dtype == "float32" else 4,
         clipped=recipe.optimizer.grad_clip > 0,
         recompute=checkpointing.mode,
-        recomputed=recomputed,
+        recomputed=_share(checkpointing, model.layers),
         compiled=recipe.compile.enabled,
         compiled_loss=recipe.compile.enabled,
+        chunked_loss=batch.loss_chunks > 1,
         kernel="flash" if recipe.attention.backend == "auto" else recipe.attention.backend,
         reshard=fsdp.reshard_after_forward,
         prefetch=fsdp.prefetch,
         overlap_tensor=recipe.mesh.overlap_tensor,
         per_node=per_node,
     )
+
+
+@lru_cache
+def _share(checkpointing: ActivationCheckpointingConfig, layers: int) -> float:
+    """Of the layers that recompute."""
+    return len(checkpointing.recomputed(layers)) / layers
 
 
 class Moved(NamedTuple):
@@ -171,7 +180,8 @@ COMPILED = {
 }
 """Least squares over the rows of docs/benchmarks/codegen.md, which it repeats within 1.5% (a test)."""
 EAGER = Moved(252, 60, 28, 0, 120)
-"""Operator by operator: norms in float32 (36 bytes forward each), residual sums, rotations, SwiGLU; backward twice."""
+"""Operator by operator: norms in float32 (36 bytes forward each), residual sums, rotations, SwiGLU; backward twice.
+In float32 norms need no casts (28 bytes each, and 24 for both sums), the others move twice as much."""
 EAGER_GELU = Moved(64, 12, 10, 0, 70)
 """LayerNorm is one operator, so is GELU; nothing is rotated."""
 ENGINE = {
@@ -202,13 +212,14 @@ def moved_by(work: Work, recompute: Recompute) -> Moved:
         return _with_casts(work, found)
     found = _with_casts(work, EAGER if work.gated else EAGER_GELU)
     casts = 3 * EAGER_CASTS if work.float8 != "none" and work.casts == "torchao" else 0.0
-    times = work.element / 2 * (1.0 if recompute == "none" else 1 + AGAIN)
+    again, wider = 1.0 if recompute == "none" else 1 + AGAIN, work.element / 2
+    norms = 1.0 if work.gated else wider
     return Moved(
-        times * found.stream + 3 * casts,
-        times * found.key + 2 * casts,
-        times * found.inner + 3 * casts,
+        again * norms * found.stream + 3 * casts,
+        again * wider * found.key + 2 * casts,
+        again * wider * found.inner + 3 * casts,
         found.weights + casts,
-        round((1.0 if recompute == "none" else 1 + AGAIN) * found.kernels) + (60 if casts else 0),
+        round(again * found.kernels) + (60 if casts else 0),
     )
 
 
@@ -231,4 +242,5 @@ def moved_bytes(work: Work, recompute: Recompute) -> tuple[float, int]:
     found, tensor = moved_by(work, recompute), work.tensor
     stream = found.stream + (found.wide if work.width > WIDE and work.compiled else 0)
     elements = stream * (work.width + work.query) / 2 + found.key * work.key + found.inner * work.inner
-    return (work.tokens * elements + found.weights * work.block_params) / tensor, found.kernels
+    wider = work.element / 2 if work.compiled else 1.0
+    return wider * (work.tokens * elements + found.weights * work.block_params) / tensor, found.kernels

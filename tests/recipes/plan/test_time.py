@@ -1,0 +1,202 @@
+"""The predicted step: its pieces against numbers worked out by hand, and what a change of the recipe does to them."""
+
+from dataclasses import replace
+
+import pytest
+
+from models.sizes import SIZES
+from parallel.config import MeshDegrees
+from parallel.errors import UserError
+from recipes.load import CONFIGS, load
+from recipes.plan.hardware import GPUS, gpu_named
+from recipes.plan.rates import RATES
+from recipes.plan.time import StepTime, attention_seconds, product_seconds, step_time, time_of
+from recipes.plan.work import work_of
+from recipes.schema import Recipe
+
+H100, H200 = GPUS["H100"], GPUS["H200"]
+BASE = CONFIGS / "benchmarks/smollm3_3b_h100.toml"
+PLAIN = ("--activation_checkpointing.mode", "none", "--activation_checkpointing.blocks", "all")
+ZERO_2 = ("--fsdp.reshard_after_forward", "false")
+ONE = MeshDegrees(1, 1)
+
+
+def recipe(*words: str) -> Recipe:
+    return load(BASE, [*PLAIN, "--fsdp.reshard_after_forward", "true", *words], rules=False)
+
+
+def step(*words: str, degrees: MeshDegrees = ONE) -> StepTime:
+    return step_time(recipe(*words), degrees, gpu=H200)
+
+
+def batch(sequences: int, micro_batch: int = 1) -> tuple[str, ...]:
+    return ("--batch.global_batch_size", str(sequences), "--batch.micro_batch_size", str(micro_batch))
+
+
+def sent(found: StepTime) -> dict[str, float]:
+    """Seconds of messages, exposed and hidden."""
+    names = [name for name in found.seconds if name.startswith("messages")]
+    return {name: found.seconds[name] + found.hidden.get(name, 0.0) for name in {*names, *found.hidden}}
+
+
+def test_pieces_add_up_to_the_step_and_tokens_per_second_are_per_device() -> None:
+    found = step(*batch(16), degrees=MeshDegrees(1, 8))
+    assert found.tokens == 2 * 8192
+    assert found.step_seconds == pytest.approx(sum(found.seconds.values()))
+    assert found.tokens_per_second == found.tokens / found.step_seconds
+
+
+def test_a_large_product_reaches_the_share_of_the_peak_and_a_small_one_less() -> None:
+    def share(rows: int, columns: int, inner: int) -> float:
+        seconds = product_seconds(rows, columns, inner, gpu=H100, rates=RATES)
+        return 2 * rows * columns * inner / seconds / H100.bf16_peak
+
+    assert share(65536, 65536, 65536) == pytest.approx(RATES.products, rel=0.01)
+    assert share(8192, 8192, 256) < 0.7 * RATES.products  # a short inner loop
+    assert share(512, 512, 8192) < 0.2 * RATES.products  # fewer tiles than units
+    assert 2 * 8 * 4096 * 4096 / share(8, 4096, 4096) / H100.bf16_peak >= 2 * 4096 * 4096 / H100.bandwidth
+
+
+def test_products_in_float8_need_matrix_units_that_have_it() -> None:
+    words = ("--float8.recipe", "tensorwise")
+    assert step(*words).seconds["products"] < 0.65 * step().seconds["products"]
+    with pytest.raises(UserError, match='A100 has no float8 matrix units; write "none"'):
+        step_time(recipe(*words), ONE, gpu=gpu_named("a100"))
+
+
+def test_attention_takes_its_causal_flops_at_the_rate_of_its_kernel() -> None:
+    found, model = step(*batch(1)), SIZES["smollm3_3b"]
+    flops = 2 * 36 * model.heads * model.head_width * 8192 * 8192
+    forward = flops * (1 + RATES.ramp / 8192) / (RATES.cudnn * H200.bf16_peak)
+    assert found.seconds["attention"] == pytest.approx(forward * (1 + 2.5 / RATES.attention_backward))
+    flash = step("--attention.backend", "flash", *batch(1)).seconds["attention"]
+    assert flash == pytest.approx(found.seconds["attention"] * RATES.cudnn / RATES.flash)
+
+
+def test_flash_attention_runs_relatively_faster_on_the_gpu_that_it_was_written_for() -> None:
+    seconds = {
+        name: attention_seconds(1e15, "flash", backward=False, gpu=GPUS[name], rates=RATES)
+        for name in ("H100", "A100", "H100-500W")
+    }
+    assert seconds["H100"] < seconds["H100-500W"] < seconds["A100"]
+    assert seconds["A100"] * GPUS["A100"].bf16_peak < seconds["H100"] * H100.bf16_peak
+
+
+def test_full_checkpointing_computes_products_and_attention_again() -> None:
+    full = step("--activation_checkpointing.mode", "full")
+    assert full.seconds["products"] / step().seconds["products"] == pytest.approx(1.24, abs=0.02)
+    assert full.seconds["attention"] / step().seconds["attention"] == pytest.approx(1.25, abs=0.02)
+    half = step("--activation_checkpointing.mode", "full", "--activation_checkpointing.blocks", "18")
+    for piece in ("products", "attention", "fused kernels", "gaps"):
+        assert half.seconds[piece] == pytest.approx((full.seconds[piece] + step().seconds[piece]) / 2), piece
+
+
+def test_eager_code_moves_several_times_as_much() -> None:
+    eager = step("--compile.enabled", "false")
+    assert 3 < eager.seconds["fused kernels"] / step().seconds["fused kernels"] < 8
+    assert eager.seconds["loss"] == pytest.approx(50 / 6 * step().seconds["loss"])  # as counted, in chunks
+
+
+def test_a_small_eager_model_waits_for_the_host() -> None:
+    words = ("--model.name", "smollm3_debug", "--compile.enabled", "false", "--batch.sequence_length", "128")
+    found = step(*words)
+    assert found.seconds["gaps"] > found.step_seconds / 2
+    fast = time_of(work_of(recipe(*words), ONE), gpu=H200, rates=replace(RATES, launch=0.0))
+    assert fast.step_seconds < found.step_seconds / 2
+
+
+def test_zero_3_gathers_twice_per_micro_batch_and_zero_2_once_per_step() -> None:
+    others = 128256 * 2048
+    blocks = SIZES["smollm3_3b"].num_params() - others - 2048
+    rate = RATES.moved * H200.bandwidth
+    assert step(*batch(8)).seconds["weights"] == pytest.approx(8 * 6 * (2 * blocks + others) / rate, rel=1e-3)
+    assert step(*batch(8), *ZERO_2).seconds["weights"] == pytest.approx(6 * (blocks + others) / rate, rel=1e-3)
+    three, two = (step(*batch(64), *words, degrees=MeshDegrees(1, 8)) for words in ((), ZERO_2))
+    [[all_three], [all_two]] = (list(sent(found).values()) for found in (three, two))
+    assert all_three > 4 * all_two
+
+
+def test_one_process_copies_no_gradients_for_their_reduction() -> None:
+    assert step(*batch(1)).seconds["gradients"] == pytest.approx(
+        6 / 8 * step(*batch(8), degrees=MeshDegrees(1, 8)).seconds["gradients"]
+    )
+
+
+def test_moments_in_bfloat16_and_no_clipping_move_fewer_bytes() -> None:
+    words = ("--optimizer.state_dtype", "bfloat16", "--optimizer.grad_clip", "0")
+    assert step(*words).seconds["optimizer"] == pytest.approx(24 / 40 * step().seconds["optimizer"])
+
+
+def test_eight_gpus_share_the_optimizer_and_hide_their_messages() -> None:
+    one, eight = step(*batch(8)), step(*batch(64), degrees=MeshDegrees(1, 8))
+    assert eight.seconds["optimizer"] == pytest.approx(one.seconds["optimizer"] / 8)
+    exposed = eight.seconds["messages: shard, inside nodes"]
+    assert 0 < exposed < 0.01 * eight.step_seconds < eight.hidden["messages: shard, inside nodes"]
+
+
+def test_what_hides_messages_is_slowed_by_them() -> None:
+    found = step(*batch(64), degrees=MeshDegrees(1, 8))
+    alone = step(*batch(8))
+    slower = found.seconds["products"] - alone.seconds["products"]
+    assert slower == pytest.approx(RATES.beside * sum(found.hidden.values()))
+
+
+def test_tensor_parallelism_exposes_messages_that_overlap_tensor_hides_in_part() -> None:
+    words = ("--model.name", "llama3_8b", *batch(4, 4))
+    degrees = MeshDegrees(1, 1, 1, 4)
+    name = "messages: tensor, inside nodes"
+    plain = step(*words, degrees=degrees)
+    overlapped = step(*words, "--mesh.overlap_tensor", "true", degrees=degrees)
+    assert plain.hidden == {} and plain.seconds[name] > 0.05 * plain.step_seconds
+    share = overlapped.hidden[name] / (overlapped.hidden[name] + overlapped.seconds[name])
+    assert share == pytest.approx(RATES.overlapped)
+
+
+def test_context_parallelism_divides_attention_and_sends_heads_or_keys() -> None:
+    words = ("--model.name", "llama3_8b", "--batch.sequence_length", "65536", *batch(1))
+    name, eight = "messages: context, inside nodes", MeshDegrees(1, 1, 8)
+    one, heads, gathered = (
+        step(*words),
+        *(step(*words, "--mesh.context_by", by, degrees=eight) for by in ("heads", "gather")),
+    )
+    assert heads.seconds["attention"] == pytest.approx(one.seconds["attention"] / 8)
+    assert gathered.seconds[name] > heads.seconds[name] > 0
+
+
+def test_a_ring_of_sixteen_thousand_processes_pays_for_its_steps() -> None:
+    """Shards inside nodes with replicas between them send more bytes, but in fewer steps."""
+    words = ("--model.name", "llama3_70b", "--activation_checkpointing.mode", "full", *batch(16384))
+    flat = step(*words, degrees=MeshDegrees(1, 16384))
+    few = step(*words[:-4], *batch(512), degrees=MeshDegrees(1, 512))
+    assert flat.tokens_per_second < 0.8 * few.tokens_per_second
+    assert step(*words, degrees=MeshDegrees(256, 64)).tokens_per_second > flat.tokens_per_second
+
+
+def test_offloading_is_refused() -> None:
+    with pytest.raises(UserError, match="the time of transfers to the host is not modelled; write false"):
+        step("--fsdp.cpu_offload", "true")
+
+
+def test_every_recipe_with_a_gpu_in_its_name_has_a_time() -> None:
+    from recipes.metrics.hardware import hardware_of
+
+    checked = 0
+    for path in sorted(CONFIGS.rglob("*.toml")):
+        hardware = hardware_of(path.stem)
+        if hardware is None or "sweeps" in path.parts:
+            continue
+        found = load(path, [], rules=False)
+        degrees = found.mesh.fit(hardware.processes, nodes=hardware.nodes)
+        for gpu in (GPUS[hardware.gpu], GPUS["B200"]):
+            time = step_time(found, degrees, gpu=gpu)
+            flops = found.model.flops_per_token(found.batch.sequence_length, "causal") * time.tokens_per_second
+            assert 0.15 < flops / gpu.bf16_peak < 0.9, (path.stem, gpu.name)
+            assert all(seconds >= 0 for seconds in time.seconds.values())
+            checked += 1
+    assert checked > 10
+
+
+def test_calibrated_rates_say_so_and_narrow_the_range() -> None:
+    found = step_time(recipe(), ONE, gpu=H200, rates=replace(RATES, calibrated="a run"))
+    assert (found.calibrated, found.spread) == ("a run", RATES.spread_calibrated)
+    assert step().calibrated == "" and step().spread == RATES.spread >= RATES.spread_calibrated
