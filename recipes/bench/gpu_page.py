@@ -5,25 +5,28 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from models.sizes import SIZES
 from parallel.errors import UserError
-from recipes.bench.codegen import PAGE as CODEGEN
 from recipes.bench.gpu_plan import GROUPS, WORKS, Record, predicted_step
-from recipes.bench.step_model import (
-    DOCUMENTS,
-    OPTIMIZER,
+from recipes.metrics.hardware import bf16_peak
+from recipes.plan.hardware import Gpu, gpu_of_device
+from recipes.plan.memory import predict as predict_memory
+from recipes.plan.rates import RATES
+from recipes.plan.time import (
+    LOSS_COMPILED,
+    LOSS_IN_CHUNKS,
     attention_seconds,
-    device_of,
     moving_seconds,
     product_seconds,
-    read_blocks,
+    update_bytes,
 )
-from recipes.metrics.hardware import bf16_peak
-from recipes.plan.memory import predict as predict_memory
 from recipes.sweep.grid import Sweep
 from recipes.sweep.results import table
 from recipes.sweep.runner import LONGEST_REASON
 
 Rows = list[dict[str, Any]]
+DOCUMENTS = "flash"
+"""The kernel that attention within documents uses."""
 IN_BLOCK = {"q_proj, o_proj": 2, "k_proj, v_proj": 2, "gate_proj, up_proj": 2, "down_proj": 1}
 """Linears of a block by the names of their measurements, and how many of them there are."""
 
@@ -174,11 +177,11 @@ def _memory(record: Record, sweep: Sweep) -> Iterator[str]:
 def _comparison(record: Record, sweep: Sweep, kernels: dict[str, Rows], moving: Rows) -> Iterator[str]:
     """Milliseconds; above 1 is slower than predicted."""
     try:
-        device = device_of(record["environment"]["device"])
+        gpu = gpu_of_device(record["environment"]["device"])
     except UserError as error:
         yield f"No predictions: {error}."
         return
-    found = [*_products(kernels["product"]), *_passes(kernels), *_bytes(kernels["loss"], moving, device)]
+    found = [*_products(kernels["product"], gpu), *_passes(kernels, gpu), *_bytes(kernels["loss"], moving, gpu)]
     for row in sweep.rows:
         result = None if row.label.startswith(WORKS) else _result(record, row.label, row.fingerprint)
         predicted = predicted_step(row.recipe, record["environment"]["device"])
@@ -189,7 +192,7 @@ def _comparison(record: Record, sweep: Sweep, kernels: dict[str, Rows], moving: 
     if not found:
         yield "Nothing is measured yet."
         return
-    yield "By the model of [step.md](step.md). The ratio is of times: above 1 is slower than predicted."
+    yield "By the model of [plan.md](../plan.md). The ratio is of times: above 1 is slower than predicted."
     yield ""
     yield from _head("what", "predicted, ms", "measured, ms", "measured / predicted", numbers=slice(1, None))
     for name, predicted, measured in found:
@@ -200,46 +203,55 @@ Compared = Iterator[tuple[str, float, float]]
 """(what, predicted seconds, measured seconds)."""
 
 
-def _products(rows: Rows) -> Compared:
+def _products(rows: Rows, gpu: Gpu) -> Compared:
     """All products of one block together, and those of the output projection."""
     for model in dict.fromkeys(row["model"] for row in rows):
         for kind in dict.fromkeys(row["kind"] for row in rows):
             block = [row for row in rows if (row["model"], row["kind"]) == (model, kind) and row["linear"] in IN_BLOCK]
-            precision = kind.partition(" ")[0]
             if len(block) == 3 * len(IN_BLOCK) and all("seconds" in row for row in block):
-                flops = sum(IN_BLOCK[row["linear"]] * _flops(row) for row in block)
+                predicted = sum(IN_BLOCK[row["linear"]] * _product(row, gpu) for row in block)
                 seconds = sum(IN_BLOCK[row["linear"]] * row["seconds"] for row in block)
-                yield f"products of a block, {model}, {kind}", product_seconds(flops, precision), seconds
+                yield f"products of a block, {model}, {kind}", predicted, seconds
         head = [row for row in rows if (row["model"], row["linear"], row["kind"]) == (model, "lm_head", "bf16")]
         if len(head) == 3 and all("seconds" in row for row in head):
-            flops, seconds = sum(map(_flops, head)), sum(row["seconds"] for row in head)
-            yield f"products of the output projection, {model}", product_seconds(flops, "bf16"), seconds
+            predicted, seconds = sum(_product(row, gpu) for row in head), sum(row["seconds"] for row in head)
+            yield f"products of the output projection, {model}", predicted, seconds
 
 
-def _flops(row: dict[str, Any]) -> float:
-    return float(row["tflops"] * row["seconds"] * 1e12)
+def _product(row: dict[str, Any], gpu: Gpu) -> float:
+    """The predicted seconds of what was measured; its kind is as in "float8 rowwise"."""
+    rows, inner, columns = row["shape"]
+    _, _, float8 = row["kind"].partition(" ")
+    return product_seconds(rows, columns, inner, gpu=gpu, rates=RATES, float8=float8 or "none")
 
 
-def _passes(kernels: dict[str, Rows]) -> Compared:
+def _passes(kernels: dict[str, Rows], gpu: Gpu) -> Compared:
     """Attention; "both" was counted as three times the forward pass."""
     for row in (*kernels["attention"], *kernels["documents"]):
         if "seconds" in row:
             backend, both = row.get("backend", DOCUMENTS), row.get("passes", "both") == "both"
-            flops = _flops(row) / (3 if both else 1)
-            predicted = attention_seconds(flops, backend, backward=False)
-            predicted += attention_seconds(flops, backend, backward=True) if both else 0
+            flops = row["tflops"] * row["seconds"] * 1e12 / (3 if both else 1)
+            predicted = sum(
+                attention_seconds(
+                    *(flops, backend),
+                    backward=backward,
+                    gpu=gpu,
+                    rates=RATES,
+                    head_width=SIZES[row["model"]].head_width,
+                    sequence=row["tokens"] / row.get("documents", 1),
+                )
+                for backward in ((False, True) if both else (False,))
+            )
             where = f"{backend}, {row['passes']}" if "passes" in row else f"{row['documents']} documents"
             yield f"attention of a layer, {row['model']}, {where}", predicted, row["seconds"]
 
 
-def _bytes(losses: Rows, moving: Rows, device: str) -> Compared:
-    blocks = read_blocks(CODEGEN.read_text(encoding="utf-8"))
+def _bytes(losses: Rows, moving: Rows, gpu: Gpu) -> Compared:
     for row in losses:
-        block = next((block for block in blocks if block.model == row["model"]), None)
-        if "seconds" in row and block:
-            per_logit = block.loss_eager if row["kind"] == "eager" else block.loss_compiled
-            yield _name_of(row), moving_seconds(per_logit * row["logits"], device), row["seconds"]
+        if "seconds" in row:
+            per_logit = LOSS_IN_CHUNKS if row["kind"] == "eager" else LOSS_COMPILED
+            yield _name_of(row), moving_seconds(per_logit * row["logits"], gpu=gpu, rates=RATES), row["seconds"]
     for row in moving:
         if "seconds" in row:
-            amount = row["bytes"] if "bytes" in row else row["parameters"] * OPTIMIZER[row["moments"]]
-            yield _name_of(row), moving_seconds(amount, device), row["seconds"]
+            amount = row["bytes"] if "bytes" in row else row["parameters"] * update_bytes(row["moments"])
+            yield _name_of(row), moving_seconds(amount, gpu=gpu, rates=RATES), row["seconds"]

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
-from recipes.bench.codegen import PAGE as CODEGEN
-from recipes.bench.step_model import Code, device_of, predict, read_blocks
 from recipes.files.atomic import write_whole
 from recipes.load import CONFIGS
+from recipes.plan.hardware import gpu_of_device
+from recipes.plan.time import step_time
 from recipes.schema import Recipe
 from recipes.sweep.grid import Row, Sweep
 
@@ -75,8 +75,7 @@ def _estimate(row: Row, device: str) -> float:
 def predicted_step(recipe: Recipe, device: str) -> float | None:
     """Seconds of one step on one GPU, or None where the model of the step does not know the device or the recipe."""
     try:
-        code = Code(read_blocks(CODEGEN.read_text(encoding="utf-8")))
-        return predict(recipe, code, device=device_of(device)).step_seconds
+        return step_time(recipe, recipe.mesh.fit(1, nodes=1), gpu=gpu_of_device(device)).step_seconds
     except UserError:
         return None
 

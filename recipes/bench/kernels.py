@@ -254,7 +254,7 @@ def copy(*, gib: float, device: torch.device, repeats: int) -> Measurement:
 def casts(model: ModelConfig, *, tokens: int, device: torch.device, repeats: int) -> Iterator[Measurement]:
     """What FSDP does to the weights of a block, eager, and the cast of one activation to float8, compiled.
 
-    The bytes are those that recipes/bench/step_model.py counts.
+    The bytes are those that recipes/plan/time.py counts.
     """
     in_block = (model.matmul_params() - model.vocabulary * model.width) // model.layers
     weight = torch.randn(in_block, device=device)

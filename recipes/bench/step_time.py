@@ -1,20 +1,22 @@
 """Predict the time of a training step on a GPU that is not there: `bench.py --suite step_time`.
 
-Prints the pieces of a step and tokens per second, by the model of recipes/bench/step_model.py. Nothing is measured.
+Prints the pieces of a step and tokens per second, by the model of recipes/plan/time.py. Nothing is measured.
 Imports no torch.
 """
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from parallel.config import MeshDegrees
 from parallel.errors import UserError
-from recipes.bench import step_model
-from recipes.bench.codegen import BANDWIDTH, REACHED, variant
-from recipes.bench.codegen import PAGE as CODEGEN
-from recipes.bench.step_model import PIECES, Block, Code, Prediction, predict, read_blocks
+from recipes.bench.codegen import variant
 from recipes.load import CONFIGS, load, shown
+from recipes.plan.hardware import GPUS
+from recipes.plan.rates import RATES
+from recipes.plan.time import StepTime, step_time, time_of
+from recipes.plan.work import work_of
 from recipes.schema import Recipe
 from recipes.sweep.runner import exit_code_of
 
@@ -22,34 +24,7 @@ PAGE = CONFIGS.parent / "docs/benchmarks/step.md"
 BEGIN = "<!-- Written by scripts/bench.py --suite step_time --write-docs. -->\n"
 END = "<!-- Written by scripts/bench.py --suite step_time --write-docs: end. -->\n"
 BASE = CONFIGS / "benchmarks/smollm3_3b_h100.toml"
-BEFORE_PAGE = """\
-## llama3_8b, 1 x 8192 tokens, attention: cudnn
-; loss, eager (loss_chunks = 8): 50.0 bytes a logit; compiled, without chunks: 6.0.
-| float8 | recompute | saved kB | fused | products | attention | other | moved GB |
-| none | none | 147.59 | 17 | 21 | 2 | 0 | 4.413 |
-| none | selective | 94.34 | 20 | 21 | 2 | 0 | 5.094 |
-| tensorwise | none | 94.34 | 77 | 21 | 2 | 0 | 8.542 |
-| tensorwise | selective | 94.34 | 78 | 21 | 2 | 0 | 9.054 |
-| tensorwise, gathered | none | 94.34 | 63 | 21 | 2 | 0 | 7.233 |
-| tensorwise, gathered | selective | 94.34 | 64 | 21 | 2 | 0 | 7.746 |
-| rowwise | none | 94.34 | 75 | 21 | 2 | 0 | 10.954 |
-## smollm3_3b, 1 x 8192 tokens, attention: cudnn
-; loss, eager (loss_chunks = 8): 50.0 bytes a logit; compiled, without chunks: 6.0.
-| float8 | recompute | saved kB | fused | products | attention | other | moved GB |
-| none | none | 96.84 | 17 | 21 | 2 | 0 | 2.718 |
-| none | selective | 62.53 | 20 | 21 | 2 | 0 | 3.127 |
-| tensorwise | none | 62.54 | 77 | 21 | 2 | 0 | 4.850 |
-| tensorwise | selective | 62.53 | 78 | 21 | 2 | 0 | 5.112 |
-| tensorwise, gathered | none | 62.54 | 63 | 21 | 2 | 0 | 4.382 |
-| tensorwise, gathered | selective | 62.53 | 64 | 21 | 2 | 0 | 4.643 |
-| rowwise | none | 62.54 | 75 | 21 | 2 | 0 | 6.391 |
-"""
-"""Rows of docs/benchmarks/codegen.md at commit f849f01, the state that predictions are compared with."""
-PUBLISHED = (
-    # run, tokens/s per GPU, (float8.recipe, float8.all_gather)
-    ("NVIDIA NeMo 25.02.01, Llama-3.1-8B, bf16, 8 H100 (dgxc-benchmarking v25.04)", 10_682, ("none", False)),
-    ("Megatron-Bridge 25.11, Llama-3-8B, float8 per tensor, 8 H100", 14_451, ("tensorwise", True)),
-)
+ON = "H200"
 
 
 @dataclass(frozen=True)
@@ -69,19 +44,18 @@ class Goal:
 
     def recipe(self, number: int) -> Recipe:
         """With the first `number` of CHANGES."""
-        recompute = self.recompute_now if number >= 5 else self.recompute
-        gathered = self.float8 != "none" and number >= 6
-        micro_batch = self.micro_batch_now if number >= 7 else 1
+        recompute = self.recompute_now if number >= 3 else self.recompute
         words = ["--model.name", self.model, "--optimizer.state_dtype", self.moments]
-        words += variant(self.float8, gathered, recompute)
+        words += variant(self.float8, self.float8 != "none" and number >= 4, recompute)
         words += ["--fsdp.reshard_after_forward", "true" if number < 1 else "false"]
-        words += [
-            "--batch.micro_batch_size",
-            str(micro_batch),
-            "--batch.global_batch_size",
-            "8" if number < 8 else "32",
-        ]
+        words += ["--batch.micro_batch_size", str(self.micro_batch_now if number >= 5 else 1)]
+        words += ["--batch.global_batch_size", "8" if number < 6 else "32"]
         return load(BASE, words)
+
+    def predicted(self, number: int) -> StepTime:
+        """With the first `number` of CHANGES."""
+        work = work_of(self.recipe(number), MeshDegrees(1, 1))
+        return time_of(replace(work, compiled_loss=number >= 2), gpu=GPUS[ON])
 
 
 GOALS = (
@@ -95,14 +69,12 @@ GOALS = (
 CHANGES = (
     "weights gathered once per step (ZeRO-2)",
     "loss compiled",
-    "one process copies neither weights nor gradients twice",
-    "the blocks' generated code of today",
     "nothing recomputed where that keeps as much",
     "weights cast to float8 once per step (float8.all_gather)",
     "two sequences per micro-batch",
     "262k tokens per step instead of 65k",
 )
-"""In the order in which the page adds them; Goal.recipe() and code_with() know their numbers, from 1."""
+"""In the order in which the page adds them; Goal knows their numbers, from 1."""
 
 
 def main(arguments: list[str]) -> int:
@@ -114,7 +86,7 @@ def main(arguments: list[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--recipe", type=Path, help="predict this one; default: the goals, before and after")
-    parser.add_argument("--device", choices=list(BANDWIDTH), default="H200", help="%(default)s unless given")
+    parser.add_argument("--device", choices=list(GPUS), default=ON, help="%(default)s unless given")
     parser.add_argument("--processes", type=int, default=1, help="number of GPUs (%(default)s)")
     parser.add_argument("--write-docs", action="store_true", help=f"write the tables of {shown(PAGE)}")
     options, overrides = parser.parse_known_args(arguments)
@@ -133,20 +105,16 @@ def _run(options: argparse.Namespace, overrides: list[str]) -> int:
         raise UserError("--write-docs writes the tables of the goals; leave out --recipe")
     if options.processes < 1:
         raise UserError(f"--processes {options.processes}: must be 1 or more")
+    gpu = GPUS[options.device]
     recipe = load(options.recipe, overrides, processes=options.processes)
-    found = predict(recipe, code_with(len(CHANGES)), device=options.device, processes=options.processes)
+    degrees = recipe.mesh.fit(options.processes, nodes=-(-options.processes // gpu.per_node))
+    found = step_time(recipe, degrees, gpu=gpu)
     print(f"{shown(options.recipe)} on {options.processes} x {options.device}, predicted, not measured")
     for piece, seconds in found.seconds.items():
         share = seconds / found.step_seconds
-        print(f"{piece:20}{1e3 * seconds:10.1f} ms{1e6 * seconds / found.tokens:10.2f} us per token{share:8.1%}")
-    print(f"{'step':20}{1e3 * found.step_seconds:10.1f} ms, {found.tokens_per_second:,.0f} tokens/s per GPU")
+        print(f"{piece:32}{1e3 * seconds:10.1f} ms{1e6 * seconds / found.tokens:10.2f} us per token{share:8.1%}")
+    print(f"{'step':32}{1e3 * found.step_seconds:10.1f} ms, {found.tokens_per_second:,.0f} tokens/s per GPU")
     return 0
-
-
-def code_with(number: int) -> Code:
-    """The code with the first `number` of CHANGES."""
-    page = CODEGEN.read_text(encoding="utf-8") if number >= 4 else BEFORE_PAGE
-    return Code(read_blocks(page), compiled_loss=number >= 2, copies=number < 3)
 
 
 def with_tables(text: str) -> str:
@@ -159,20 +127,18 @@ def with_tables(text: str) -> str:
 
 def tables() -> str:
     """All predictions, as Markdown."""
-    numbers = range(len(CHANGES) + 1)
-    by_goal = [[predict(goal.recipe(number), code_with(number), device="H200") for number in numbers] for goal in GOALS]
-    parts = [_speeds(by_goal), _pieces(by_goal), _blocks(), _published(), _rates()]
-    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+    by_goal = [[goal.predicted(number) for number in range(len(CHANGES) + 1)] for goal in GOALS]
+    return "\n\n".join("\n".join(part) for part in (_speeds(by_goal), _pieces(by_goal), _rates())) + "\n"
 
 
 def _head(*columns: str) -> list[str]:
     return [f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|"]
 
 
-def _speeds(by_goal: Sequence[Sequence[Prediction]]) -> Iterator[str]:
+def _speeds(by_goal: Sequence[Sequence[StepTime]]) -> Iterator[str]:
     yield from ("### Tokens per second", "")
     yield from _head("one H200, sequence 8192, predicted tokens/s", *(goal.title for goal in GOALS))
-    for number, name in enumerate(("commit f849f01", *(f"+ {change}" for change in CHANGES))):
+    for number, name in enumerate(("the recipes of commit f849f01", *(f"+ {change}" for change in CHANGES))):
         cells = [f"{found[number].tokens_per_second:,.0f}" for found in by_goal]
         changed = [not number or found[number] != found[number - 1] for found in by_goal]
         shown_cells = (cell if differs else "" for cell, differs in zip(cells, changed, strict=True))
@@ -184,10 +150,10 @@ def _speeds(by_goal: Sequence[Sequence[Prediction]]) -> Iterator[str]:
     yield "| measured | " + " | ".join("not measured" for _ in GOALS) + " |"
 
 
-def _pieces(by_goal: Sequence[Sequence[Prediction]]) -> Iterator[str]:
+def _pieces(by_goal: Sequence[Sequence[StepTime]]) -> Iterator[str]:
     yield from ("### Where the time goes", "")
-    yield from _head("predicted us per token, f849f01 -> now", *(goal.title for goal in GOALS))
-    for piece in PIECES:
+    yield from _head("predicted us per token, recipes of f849f01 -> now", *(goal.title for goal in GOALS))
+    for piece in by_goal[0][0].seconds:
         ends = [[1e6 * found[end].seconds[piece] / found[end].tokens for end in (0, -1)] for found in by_goal]
         if any(map(any, ends)):
             yield f"| {piece} | {' | '.join(f'{before:.2f} -> {now:.2f}' for before, now in ends)} |"
@@ -195,53 +161,11 @@ def _pieces(by_goal: Sequence[Sequence[Prediction]]) -> Iterator[str]:
     yield f"| all | {' | '.join(f'{before:.2f} -> {now:.2f}' for before, now in steps)} |"
 
 
-def _blocks() -> Iterator[str]:
-    """The generated code of one block before and now, for rows that both pages have."""
-    yield from ("### Generated code of one block, 8192 tokens, read off, f849f01 -> now", "")
-    yield from _head("model, float8, recompute", "saved kB per token", "moved GB", "kernels")
-    now = read_blocks(CODEGEN.read_text(encoding="utf-8"))
-    for before in read_blocks(BEFORE_PAGE):
-        if after := _same(before, now):
-            numbers = (
-                f"{before.saved_kb:.2f} -> {after.saved_kb:.2f}",
-                f"{before.moved / 1e9:.3f} -> {after.moved / 1e9:.3f}",
-                f"{before.kernels} -> {after.kernels}",
-            )
-            yield f"| {before.model}, {before.float8}, {before.recompute} | {' | '.join(numbers)} |"
-
-
-def _same(block: Block, others: Sequence[Block]) -> Block | None:
-    """The row of the same block in another page."""
-    place = (block.model, block.tokens, block.float8, block.recompute)
-    return next((row for row in others if (row.model, row.tokens, row.float8, row.recompute) == place), None)
-
-
-def _published() -> Iterator[str]:
-    """The same model for what others have measured with their programs, whose code is not ours."""
-    yield from ("### The model against published runs of other programs", "")
-    yield from _head("run", "published tokens/s per GPU", "predicted for ours", "ratio")
-    path = CONFIGS / "benchmarks/llama3_8b_8xh100.toml"
-    for who, rate, (float8, gathered) in PUBLISHED:
-        words = [
-            *variant(float8, gathered, "none"),
-            "--batch.global_batch_size",
-            "128",
-            "--batch.micro_batch_size",
-            "1",
-        ]
-        recipe = load(path, words, rules=False)
-        found = predict(recipe, code_with(len(CHANGES)), device="H100", processes=8).tokens_per_second
-        yield f"| {who} | {rate:,} | {found:,.0f} | {found / rate:.2f} |"
-
-
 def _rates() -> Iterator[str]:
-    peaks = ", ".join(
-        f"{kind} {step_model.PRODUCTS[kind] * step_model.PEAK * (1 + (kind == 'float8')) / 1e12:,.0f}"
-        for kind in step_model.PRODUCTS
-    )
-    forward, backward = (rate / 1e12 for rate in step_model.ATTENTION["cudnn"])
-    flash = " and ".join(f"{rate / 1e12:.0f}" for rate in step_model.ATTENTION["flash"])
-    bandwidth = " and ".join(f"{peak / 1e12:g} ({device})" for device, peak in BANDWIDTH.items())
-    yield f"Assumed rates: matrix products {peaks} TFLOP/s; cuDNN attention {forward:.0f} forward, {backward:.0f}"
-    yield f"backward (FlashAttention 2: {flash}); {REACHED:.0%} of {bandwidth} TB/s; {1e6 * step_model.GAP:g} us"
-    yield "between kernels."
+    gpu = GPUS[ON]
+    products = RATES.share_of(gpu.family) * gpu.bf16_peak / 1e12
+    yield f"Rates on an {ON}: the largest products {products:.0f} TFLOP/s in bf16 and {2 * RATES.float8 * products:,.0f}"
+    yield f"in float8; cuDNN's attention of long sequences {RATES.cudnn * gpu.bf16_peak / 1e12:.0f} forward;"
+    yield f"{RATES.moved:.0%} of {gpu.bandwidth / 1e12:g} TB/s; {1e6 * RATES.gap:g} us between kernels. Nine of ten"
+    yield "published runs of programs that the model was not fitted to were within"
+    yield f"{RATES.spread:.0%} ([plan.md](../plan.md))."

@@ -1,5 +1,6 @@
 """GPUs that a plan can be made for, with what their makers promise of them. Imports no torch."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -82,6 +83,14 @@ GPUS = {
     )
 }
 """By name."""
+
+
+def gpu_of_device(name: str) -> Gpu:
+    """The one that torch or a driver names so, as in "NVIDIA A100-SXM4-80GB". Raises UserError for another."""
+    found = re.search(r"\b(H100|H200|B200|A100)\b(?! (PCIe|NVL)|-PCIE)", name)
+    if found is None:
+        raise UserError(f"{name}: its rates are not known; the model knows {listed(list(GPUS))}")
+    return GPUS["A100-40" if "40GB" in name else found[1]]
 
 
 def gpu_named(name: str) -> Gpu:

@@ -288,12 +288,20 @@ def _states(work: Work, gpu: Gpu, rates: Rates) -> dict[str, float]:
         reduced = ALONE if work.element == 2 and work.micro_batches == 1 else 0
     else:
         reduced = REDUCE * (work.micro_batches if work.reduces_each else 1)
-    update = 12 + 2 * work.moments + (CLIPPING if work.clipped else 4)
+    update = update_bytes(work.moments) + (CLIPPING if work.clipped else 4)
     return {
         "weights": moving_seconds(moved, gpu=gpu, rates=rates),
         "gradients": moving_seconds((in_blocks + rest) * (added + reduced), gpu=gpu, rates=rates),
         "optimizer": moving_seconds((in_blocks + rest) * update / shard, gpu=gpu, rates=rates),
     }
+
+
+def update_bytes(moments: int | str) -> int:
+    """Per parameter, of AdamW: it reads parameter, gradient and moments and writes all but the gradient.
+
+    moments: bytes of both, or their type. Conversions of bfloat16 moments in passes of their own are left out.
+    """
+    return 12 + 2 * (moments if isinstance(moments, int) else 8 if moments == "float32" else 4)
 
 
 def _bubble(work: Work, per_micro_batch: dict[str, float], messages: Messages) -> dict[str, float]:

@@ -1,18 +1,22 @@
 """What the gpu suite measures first, what fits into a time, and the comparison of predictions with measurements."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from models.sizes import SIZES
+from parallel.config import MeshDegrees
 from recipes.bench import gpu_page, gpu_plan
 from recipes.bench.codegen import BANDWIDTH, REACHED
 from recipes.bench.gpu_plan import GROUPS, Item, Record, fitting, items_of, open_record, place_of, write_record
-from recipes.load import CONFIGS
+from recipes.load import CONFIGS, load
+from recipes.plan.hardware import GPUS
 from recipes.plan.memory import predict as predict_memory
+from recipes.plan.rates import RATES
+from recipes.plan.time import attention_seconds, step_time
 from recipes.sweep.grid import Sweep, read_sweep
 
 DEVICE = "NVIDIA H200"
@@ -118,20 +122,28 @@ def test_a_write_that_fails_leaves_the_record_before(tmp_path: Path, monkeypatch
 
 
 def test_products_of_a_block_are_compared_together(sweep: Sweep) -> None:
-    flops = 2 * 8192 * (SIZES["smollm3_3b"].matmul_params() - 128256 * 2048) / 36
-    shares = {"q_proj, o_proj": 1 / 4, "k_proj, v_proj": 1 / 8, "gate_proj, up_proj": 1 / 2, "down_proj": 1 / 2}
-    assert sum(gpu_page.IN_BLOCK[name] * share for name, share in shares.items()) == 2.25
-    rows = [
-        {
-            **{"operation": "product", "model": "smollm3_3b", "kind": "bf16", "linear": linear, "product": product},
-            **{"shape": [1, 1, 1], "tflops": 361.131, "seconds": share / 2.25 * flops / 361.131e12},
-        }
-        for linear, share in shares.items()
-        for product in ("forward", "gradient of the input", "gradient of the weight")
-    ]
+    """A step's products are those of its blocks."""
+    shapes = {"q_proj, o_proj": 2048, "k_proj, v_proj": 512, "gate_proj, up_proj": 11008, "down_proj": 11008}
+    orders = {"forward": (0, 1, 2), "gradient of the input": (0, 2, 1), "gradient of the weight": (2, 0, 1)}
+    rows = []
+    for linear, width in shapes.items():
+        sizes = (8192, 11008, 2048) if linear == "down_proj" else (8192, 2048, width)
+        for product, order in orders.items():
+            shape = [sizes[index] for index in order]
+            seconds = 2 * math.prod(shape) / 361.131e12
+            rows.append(
+                {
+                    **{"operation": "product", "model": "smollm3_3b", "kind": "bf16", "linear": linear},
+                    **{"product": product, "shape": shape, "tflops": 361.131, "seconds": seconds},
+                }
+            )
     predicted, measured, ratio = compared({"products": group(*rows)}, sweep)["products of a block, smollm3_3b, bf16"]
-    assert predicted == pytest.approx(1e3 * 3 * flops / (0.73 * 989.4e12), rel=0.01)
-    assert (measured / predicted, ratio) == (pytest.approx(2, rel=0.01), 2.0)
+    words = ["--activation_checkpointing.mode", "none", "--activation_checkpointing.blocks", "all"]
+    words += ["--batch.global_batch_size", "1", "--batch.micro_batch_size", "1", "--fsdp.reshard_after_forward", "true"]
+    recipe = load(CONFIGS / "benchmarks/smollm3_3b_h100.toml", words)
+    step = step_time(recipe, MeshDegrees(1, 1), gpu=GPUS["H200"])
+    assert predicted == pytest.approx(1e3 * step.seconds["products"] / 36, rel=0.01)
+    assert ratio == pytest.approx(measured / predicted, abs=0.01)
     rows[0] = {**rows[0], "error": "unsupported"}
     del rows[0]["seconds"]
     assert compared({"products": group(*rows)}, sweep) == {}
@@ -139,8 +151,11 @@ def test_products_of_a_block_are_compared_together(sweep: Sweep) -> None:
 
 def test_attention_loss_copies_and_the_optimizer_are_compared(sweep: Sweep) -> None:
     flops = 2 * 16 * 128 * 8192**2
-    attention = {"operation": "attention", "model": "smollm3_3b", "backend": "cudnn", "passes": "both"}
-    seconds = flops / 620e12 + 2.5 * flops / 520e12
+    attention = {"operation": "attention", "model": "smollm3_3b", "backend": "cudnn", "passes": "both", "tokens": 8192}
+    seconds = sum(
+        attention_seconds(flops, "cudnn", backward=backward, gpu=GPUS["H200"], rates=RATES)
+        for backward in (False, True)
+    )
     found = compared(
         {
             "attention": group(attention | {"seconds": seconds, "tflops": 3 * flops / seconds / 1e12}),
