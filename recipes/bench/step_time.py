@@ -163,9 +163,9 @@ def _pieces(by_goal: Sequence[Sequence[StepTime]]) -> Iterator[str]:
 
 def _rates() -> Iterator[str]:
     gpu = GPUS[ON]
-    products = RATES.share_of(gpu.family) * gpu.bf16_peak / 1e12
-    yield f"Rates on an {ON}: the largest products {products:.0f} TFLOP/s in bf16 and {2 * RATES.float8 * products:,.0f}"
-    yield f"in float8; cuDNN's attention of long sequences {RATES.cudnn * gpu.bf16_peak / 1e12:.0f} forward;"
+    products, attention = (share * gpu.bf16_peak / 1e12 for share in (RATES.share_of(gpu.family), RATES.cudnn))
+    yield f"On an {ON} the largest products reach {products:.0f} TFLOP/s in bf16 and"
+    yield f"{2 * RATES.float8 * products:,.0f} in float8; cuDNN's attention of long sequences {attention:.0f} forward;"
     yield f"{RATES.moved:.0%} of {gpu.bandwidth / 1e12:g} TB/s; {1e6 * RATES.gap:g} us between kernels. Nine of ten"
     yield "published runs of programs that the model was not fitted to were within"
     yield f"{RATES.spread:.0%} ([plan.md](../plan.md))."

@@ -237,7 +237,9 @@ def test_the_page_shows_the_record(record: tuple[dict[str, Any], str]) -> None:
     assert page.endswith("## Predicted and measured\n\n" + UNKNOWN_DEVICE)
 
 
-UNKNOWN_DEVICE = "No predictions: cpu: its rates are not known; the model knows H100 and H200 (SXM).\n"
+UNKNOWN_DEVICE = (
+    "No predictions: cpu: its rates are not known; the model knows H100, H200, A100, A100-40, B200 and H100-500W.\n"
+)
 
 
 def test_a_record_of_other_versions_is_not_mixed_with_new_rows_unless_asked(home: Path, tmp_path: Path) -> None:
