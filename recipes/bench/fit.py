@@ -22,7 +22,7 @@ SOURCES = {
     "products_500w": (0.60, 0.10),
     "products_ampere": (0.84, 0.05),
     "float8": (0.86, 0.10),
-    "rowwise": (0.80, 0.15),
+    "rowwise": (0.85, 0.07),
     "depth": (150.0, 0.7),
     "flash": (0.36, 0.10),
     "cudnn": (0.66, 0.10),

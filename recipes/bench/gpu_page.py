@@ -12,14 +12,7 @@ from recipes.metrics.hardware import bf16_peak
 from recipes.plan.hardware import Gpu, gpu_of_device
 from recipes.plan.memory import predict as predict_memory
 from recipes.plan.rates import RATES
-from recipes.plan.time import (
-    LOSS_COMPILED,
-    LOSS_IN_CHUNKS,
-    attention_seconds,
-    moving_seconds,
-    product_seconds,
-    update_bytes,
-)
+from recipes.plan.time import attention_seconds, moving_seconds, product_seconds, update_bytes
 from recipes.sweep.grid import Sweep
 from recipes.sweep.results import table
 from recipes.sweep.runner import LONGEST_REASON
@@ -249,7 +242,7 @@ def _passes(kernels: dict[str, Rows], gpu: Gpu) -> Compared:
 def _bytes(losses: Rows, moving: Rows, gpu: Gpu) -> Compared:
     for row in losses:
         if "seconds" in row:
-            per_logit = LOSS_IN_CHUNKS if row["kind"] == "eager" else LOSS_COMPILED
+            per_logit = RATES.loss_chunked if row["kind"] == "eager" else RATES.loss_compiled
             yield _name_of(row), moving_seconds(per_logit * row["logits"], gpu=gpu, rates=RATES), row["seconds"]
     for row in moving:
         if "seconds" in row:

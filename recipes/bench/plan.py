@@ -7,6 +7,7 @@ that nobody has measured), and left out but for three rows that calibrate. Impor
 import argparse
 import random
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,6 +56,9 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--table", type=Path, default=TABLE, help="measurements (%(default)s)")
     parser.add_argument(
+        "--predict", type=Path, metavar="TABLE", help="only predict these rows, by the constants in use"
+    )
+    parser.add_argument(
         "--write-docs", action="store_true", help=f"write recipes/plan/rates.py, {shown(PAGE)} and {shown(ALL_ROWS)}"
     )
     options = parser.parse_args(arguments)
@@ -62,10 +66,15 @@ def main(arguments: list[str]) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    if options.predict:
+        kept_back = read_published(options.predict)
+        found_errors = np.expm1(residuals_of(kept_back, RATES))
+        print("\n".join(predictions(kept_back, found_errors)))
+        return 0
     rows = read_published(options.table)
     found = fit(rows, by_sources())
     errors = errors_of(rows, found)
-    found = replace(found, **spreads(errors))  # type: ignore[arg-type]
+    found = replace(found, spread=spread_of(errors))
     if not options.write_docs:
         print("\n".join([*summary(errors), "", *constants(found), "", *table(errors, len(rows))]))
         return 0
@@ -106,23 +115,14 @@ def _calibrated(rows: Sequence[Published], others: Rates) -> Iterator[tuple[Publ
         yield from zip(rest, map(float, np.expm1(residuals_of(rest, rates))), strict=True)
 
 
-def spreads(errors: Errors) -> dict[str, float]:
-    """What Rates says of itself."""
+def spread_of(errors: Errors) -> float:
+    """The size of the left-out errors below which WITHIN of them are, each project with several the same."""
     several = {row.project for row, _ in errors.calibrated}
     pairs = zip(errors.rows, errors.left_out, strict=True)
-    left_out = [(row, error) for row, error in pairs if row.trust == "A" and row.project in several]
-    return {
-        "spread": round(_balanced(left_out, WITHIN), 2),
-        "spread_calibrated": round(_balanced(errors.calibrated, WITHIN), 2),
-    }
-
-
-def _balanced(errors: Sequence[tuple[Published, float]], share: float) -> float:
-    """The size below which this share of the errors is, where each project counts the same."""
-    counts = {row.project: sum(other.project == row.project for other, _ in errors) for row, _ in errors}
-    ordered = sorted((abs(error), 1 / counts[row.project] / len(counts)) for row, error in errors)
-    reached = np.cumsum([weight for _, weight in ordered])
-    return ordered[min(int(np.searchsorted(reached, share)), len(ordered) - 1)][0]
+    found = sorted(((abs(error), row.project) for row, error in pairs if row.trust == "A" and row.project in several))
+    counts = Counter(project for _, project in found)
+    reached = np.cumsum([1 / counts[project] / len(counts) for _, project in found])
+    return round(float(found[int(np.searchsorted(reached, WITHIN))][0]), 2)
 
 
 def compiled_fsdp(row: Published) -> bool:
@@ -158,6 +158,19 @@ def _two(errors: np.ndarray | Sequence[float]) -> str:
 
 def _goal(median: float, most: float) -> str:
     return f"{median:.0%}, {most:.0%}"
+
+
+def predictions(rows: Sequence[Published], errors: np.ndarray) -> Iterator[str]:
+    """Median and 90th percentile by project, and all rows, the largest errors first."""
+    for project in projects(rows):
+        for trust in "AB":
+            mine = [
+                error for row, error in zip(rows, errors, strict=True) if (row.project, row.trust) == (project, trust)
+            ]
+            if mine:
+                yield f"{project}, trust {trust}: {len(mine)} rows, {_two(mine)}"
+    for index in np.argsort(-np.abs(errors)):
+        yield f"{errors[index]:+.1%} {rows[index].trust} {rows[index].project}: {rows[index].name}"
 
 
 def constants(found: Rates) -> list[str]:
@@ -209,7 +222,7 @@ def write_rates(found: Rates) -> None:
     assert rates_module.__file__
     file = Path(rates_module.__file__)
     text = file.read_text(encoding="utf-8")
-    for name in (*SOURCES, "spread", "spread_calibrated"):
+    for name in (*SOURCES, "spread"):
         line = f"    {name}: float = {getattr(found, name):.4g}"
         text, count = re.subn(rf"^    {name}: float = .*$", line, text, flags=re.M)
         assert count == 1, name

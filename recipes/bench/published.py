@@ -33,6 +33,7 @@ ELASTIC = "400 Gb/s per node"
 RECOMPUTE: dict[str, tuple[Recompute, float]] = {
     "none": ("none", 0.0),
     "full": ("full", 1.0),
+    "selective": ("selective", 1.0),
     "selective_op2": ("every second product", 1.0),
     "alternate_layer": ("full", 0.5),
     "fraction": ("full", 0.5),  # not published which: the middle

@@ -15,19 +15,19 @@ class Rates:
     """Shares of peaks, seconds and bytes."""
 
     # Matrix products: flops / (share x peak) x (1 + depth / K) x (1 + wave x tile x units / (M x N)).
-    products: float = 0.6905
+    products: float = 0.6911
     """(fitted) Share of the dense peak that large bfloat16 products reach on an H100 of 700 W, under load."""
-    products_h200: float = 0.7504
+    products_h200: float = 0.7512
     """(fitted) The same on an H200, whose memory leaves more of the same power to the products."""
-    products_500w: float = 0.5285
+    products_500w: float = 0.5281
     """(fitted) The same on Meta's H100 of 500 W, whose clocks are lower under load."""
-    products_ampere: float = 0.8306
+    products_ampere: float = 0.8307
     """(fitted) The same on an A100."""
-    float8: float = 0.8408
+    float8: float = 0.8401
     """(fitted) The same for float8 products, relative to bfloat16: 1,247 of 1,979 TFLOP/s where those reach 722."""
-    rowwise: float = 0.7296
-    """(fitted) Products with a scale per row relative to those with one per tensor: other kernels."""
-    depth: float = 147.3
+    rowwise: float = 0.8295
+    """(fitted) Products with a scale per row relative to those with one per tensor, by torchao's published steps."""
+    depth: float = 146.7
     """(fitted) Columns of the inner dimension K whose time a product loses before and after its inner loop."""
     wave: float = 0.5
     """Share of a wave of tiles that is lost on average, because the last one is not full."""
@@ -35,9 +35,9 @@ class Rates:
     """Elements of the result that one unit computes at a time, as cuBLAS's large kernels do."""
 
     # Attention: causal flops / (share x peak) x (1 + ramp / S), and backward 2.5 times the flops.
-    flash: float = 0.3248
+    flash: float = 0.3249
     """(fitted) Share of an H100's peak that FlashAttention 2 reaches with heads of 128 (arXiv 2307.08691)."""
-    cudnn: float = 0.657
+    cudnn: float = 0.6572
     """(fitted) cuDNN's attention; FlashAttention 3 (arXiv 2407.08608) is much like it."""
     triton: float = 0.1952
     """(fitted) The first FlashAttention, written in Triton, about half as fast as the second (arXiv 2307.08691)."""
@@ -55,10 +55,14 @@ class Rates:
     # Memory.
     moved: float = 0.9
     """Share of the bandwidth that compiled kernels, copies and the optimizer reach: assumed."""
-    eager: float = 0.7795
+    eager: float = 0.7796
     """(fitted) Share of the bandwidth that eager operators reach, by the bytes of work.py."""
     loss: float = 32.87
-    """(fitted) Bytes per logit that an eager loss moves, forward and backward, in bfloat16."""
+    """(fitted) Bytes per logit that torch's own loss moves, forward and backward, in bfloat16."""
+    loss_chunked: float = 50.0
+    """The same of this program's eager loss in chunks (docs/benchmarks/codegen.md)."""
+    loss_compiled: float = 6.0
+    """The same of the compiled one."""
 
     # The host.
     gap: float = 2e-6
@@ -67,9 +71,9 @@ class Rates:
     """Seconds in which the host starts a kernel of eager code. Assumed; compiled code needs half."""
 
     # Messages.
-    link: float = 0.7705
+    link: float = 0.7664
     """(fitted) Share of NVLink's bandwidth that NCCL reaches (nccl-tests: about 360 of 450 GB/s)."""
-    network: float = 0.7561
+    network: float = 0.7588
     """(fitted) Share of the adapters' bandwidth that NCCL reaches between nodes."""
     hop: float = 1.5e-6
     """Seconds of a step of a ring inside a node. Assumed."""
@@ -77,17 +81,15 @@ class Rates:
     """(fitted) Seconds of a step of a ring that goes to the next node."""
     collective: float = 20e-6
     """Seconds to start a collective on all of its processes. Assumed."""
-    beside: float = 0.2455
+    beside: float = 0.2479
     """(fitted) What computation loses while NCCL's kernels run beside it: they take units and bandwidth."""
-    overlapped: float = 0.6294
+    overlapped: float = 0.6282
     """(fitted) Share of tensor-parallel messages that async tensor parallelism hides."""
 
     # What the plan says of itself.
     spread: float = 0.15
     """(fitted) How far nine of ten published runs are off at most, where their own project was left out of the fit;
     each project counts the same."""
-    spread_calibrated: float = 0.13
-    """(fitted) The same where three rows of their project calibrated the rates."""
     calibrated: str = ""
     """By what fields were replaced; empty if by nothing."""
 

@@ -28,8 +28,6 @@ from recipes.schema import Recipe
 
 BACKWARD = 2.5
 """FLOPs of attention's backward pass over those of its forward pass: five products instead of two."""
-LOSS_COMPILED, LOSS_IN_CHUNKS = 6.0, 50.0
-"""Bytes per logit, of generated code in bfloat16 and of eager operators (docs/benchmarks/codegen.md)."""
 CLIPPING = 12
 """Bytes per parameter: the norm reads gradients of 4 bytes; scaling them reads and writes them."""
 ACCUMULATE = 10
@@ -104,7 +102,7 @@ def time_of(work: Work, *, gpu: Gpu, rates: Rates = RATES) -> StepTime:
         round(work.tokens_per_process),
         seconds | states | _bubble(work, per_micro_batch, messages) | messages.exposed,
         messages.hidden,
-        rates.spread_calibrated if rates.calibrated else rates.spread,
+        rates.spread,
         rates.calibrated,
     )
 
@@ -261,9 +259,9 @@ def _head(work: Work, gpu: Gpu, rates: Rates) -> _Head:
     shapes = ((tokens, vocabulary, work.width), (tokens, work.width, vocabulary), (vocabulary, work.width, tokens))
     products = sum(product_seconds(*shape, gpu=gpu, rates=rates, element=work.element) for shape in shapes)
     if work.compiled_loss:
-        per_logit = LOSS_COMPILED * work.element / 2
+        per_logit = rates.loss_compiled * work.element / 2
     else:
-        per_logit = LOSS_IN_CHUNKS if work.chunked_loss else rates.loss
+        per_logit = rates.loss_chunked if work.chunked_loss else rates.loss
     logits = tokens * (work.vocabulary if work.whole_loss else vocabulary)
     return _Head(products, moving_seconds(per_logit * logits, gpu=gpu, rates=rates))
 

@@ -71,7 +71,6 @@ class Work:
     """ZeRO-3; else weights are gathered once per step."""
     reduces_each: bool = False
     """Gradients are reduced with every micro-batch."""
-    prefetch: int = 1
     overlap_tensor: bool = False
     scatters: int = 2
     """Sums of gradients in a tensor group, backward in a block: of what attention and feed-forward have read."""
@@ -136,7 +135,6 @@ def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8) -> Work:
         chunked_loss=batch.loss_chunks > 1,
         kernel="flash" if recipe.attention.backend == "auto" else recipe.attention.backend,
         reshard=fsdp.reshard_after_forward,
-        prefetch=fsdp.prefetch,
         overlap_tensor=recipe.mesh.overlap_tensor,
         per_node=per_node,
     )

@@ -196,7 +196,7 @@ def test_every_recipe_with_a_gpu_in_its_name_has_a_time() -> None:
     assert checked > 10
 
 
-def test_calibrated_rates_say_so_and_narrow_the_range() -> None:
-    found = step_time(recipe(), ONE, gpu=H200, rates=replace(RATES, calibrated="a run"))
-    assert (found.calibrated, found.spread) == ("a run", RATES.spread_calibrated)
-    assert step().calibrated == "" and step().spread == RATES.spread >= RATES.spread_calibrated
+def test_calibrated_rates_say_so_and_bring_their_own_range() -> None:
+    found = step_time(recipe(), ONE, gpu=H200, rates=replace(RATES, calibrated="a run", spread=0.05))
+    assert (found.calibrated, found.spread) == ("a run", 0.05)
+    assert (step().calibrated, step().spread) == ("", RATES.spread)
