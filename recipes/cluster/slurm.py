@@ -55,11 +55,12 @@ class Job:
     def checked_recipe(self) -> tuple[int, str]:
         """(exit code of the check, the resolved recipe as TOML). The check has printed what is wrong with the recipe.
 
-        After a fault that may pass, it is checked again, as often as the job restarts.
+        After a fault that may pass, it is checked again, as often as the job restarts. Unless the job has FORCE=1, what
+        cannot fit the GPUs is wrong, too.
         """
-        command = [*self._run_command, "--check"]
+        command, environment = [*self._run_command, "--check"], {"FORCE": "0"} | self.environment
         for number in count(1):
-            done = subprocess.run(command, env=self.environment, stdout=subprocess.PIPE, text=True)
+            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
             if done.returncode != TEMPORARY or number > self.restarts:
                 break
             log(f"checked again in {fault_pause(number):g} s")

@@ -86,7 +86,7 @@ def _device(recipe: Recipe, asked: Asked, *, processes: int) -> tuple[Gpu, Rates
         return GPUS[named.gpu], RATES, "from the recipe's name"
     if recipe.run.device == "cpu":
         return GPUS[ASSUMED], RATES, 'assumed: run.device is "cpu", which --calibrated-by FILE describes'
-    for device, memory in _devices()[:1]:
+    for device, memory in devices()[:1]:
         if found := known(device, memory):
             return found, RATES, "this machine has it"
         return GPUS[ASSUMED], RATES, f"assumed: this machine's {device} is unknown"
@@ -106,7 +106,7 @@ def known(device: str, memory: int) -> Gpu | None:
 
 
 @cache
-def _devices() -> tuple[tuple[str, int], ...]:
+def devices() -> tuple[tuple[str, int], ...]:
     """Name and bytes of each GPU of this machine, from its driver's own tool, because torch takes a second."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:

@@ -1,5 +1,6 @@
 """What train.py --check prints: a summary, as comments, and the resolved recipe below it. Imports no torch."""
 
+import os
 import signal
 import sys
 from contextlib import suppress
@@ -11,15 +12,21 @@ from recipes.load import to_toml
 from recipes.mesh_rules import advice, batch_divides, fitted_mesh, micro_batches
 from recipes.metrics.hardware import Hardware, hardware_of
 from recipes.plan.memory import FULL, predict, summary
+from recipes.plan.world import devices
 from recipes.schema import Recipe
 from recipes.training.run_folder import check_output_folder
 
+FORCE = "FORCE"
+"""The environment variable with which a job's check refuses what cannot fit ("0"), or only warns, as without it."""
 LARGEST_DEVICE = 192e9
 """Bytes; no device that the recipes name has more."""
 
 
 def check(recipe: Recipe, *, processes: int | None, nodes: int | None) -> None:
-    """Print them; all of standard output is TOML. Raises UserError if the run's folder cannot be used."""
+    """Print them; all of standard output is TOML. Raises UserError if the run's folder cannot be used.
+
+    Also, in a job's check, if the recipe is predicted not to fit the GPUs.
+    """
     check_output_folder(recipe)
     hardware = hardware_of(recipe.run.name) if recipe.run.device != "cpu" else None
     degrees = _degrees(recipe, processes, nodes, hardware)
@@ -40,6 +47,8 @@ def check(recipe: Recipe, *, processes: int | None, nodes: int | None) -> None:
     for line in advice(recipe.mesh, float8=recipe.float8):
         print(line, file=sys.stderr)
     peak = predict(recipe, degrees).peak
+    if os.environ.get(FORCE) == "0" and recipe.run.device != "cpu":
+        _refuse_what_cannot_fit(peak, hardware)
     if hardware and peak > FULL * hardware.memory:
         print(
             f"warning: {size(peak)} of memory are predicted, more than {FULL:.0%} of the {size(hardware.memory)} of an"
@@ -52,6 +61,17 @@ def check(recipe: Recipe, *, processes: int | None, nodes: int | None) -> None:
             " has; shard over more of them (--check --processes N tells for N)",
             file=sys.stderr,
         )
+
+
+def _refuse_what_cannot_fit(peak: int, hardware: Hardware | None) -> None:
+    """Raises UserError if this machine's GPUs, or else those in the name of the recipe, have fewer bytes in all."""
+    found = [*devices(), *([(hardware.gpu, hardware.memory)] if hardware else [])]
+    for name, memory in found[:1]:
+        if peak > memory:
+            raise UserError(
+                f"{size(peak)} of memory are predicted per process, but {name} has {size(memory)}; docs/running.md"
+                f" lists what saves memory, and with {FORCE}=1 in its environment the job starts nevertheless"
+            )
 
 
 def _degrees(recipe: Recipe, processes: int | None, nodes: int | None, hardware: Hardware | None) -> MeshDegrees:

@@ -31,7 +31,7 @@ LARGE = str(CONFIGS / "llama3_405b_128x8h100.toml")
 def _no_gpu_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same on every machine; and a closed pipe does not end pytest, as it ends the command."""
     monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("recipes.plan.world._devices", lambda: ())
+    monkeypatch.setattr("recipes.plan.world.devices", lambda: ())
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -1,5 +1,7 @@
 """The predicted memory of a step, against steps whose storages are counted and against the page of generated code."""
 
+import json
+import os
 import random
 import runpy
 import subprocess
@@ -272,3 +274,38 @@ def test_check_warns_of_a_recipe_that_needs_more_memory_than_its_gpu_has() -> No
 
 def test_check_predicts_no_memory_for_a_recipe_that_is_not_made_for_a_gpu() -> None:
     assert "GB (predicted)" not in check("configs/smollm3_debug.toml")[0]
+
+
+def job(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """What the batch script of a SLURM job does with --check, on one node of eight processes."""
+    named = {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "node", "NPROC": "8"}
+    command = [sys.executable, ROOT / "scripts/slurm.py", *arguments, "--check"]
+    path = f"{folder}:{os.environ['PATH']}"
+    environment = {**os.environ, **named, "PYTHON": sys.executable, "PATH": path, **variables}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_a_job_refuses_a_recipe_that_cannot_fit_unless_it_is_forced(tmp_path: Path) -> None:
+    recipe = str(ROOT / "configs/benchmarks/smollm3_3b_8xh100.toml")
+    assert job(tmp_path, recipe).returncode == 0
+    refused = job(tmp_path, recipe, "--batch.micro_batch_size=4")
+    assert refused.returncode == 2 and " of memory are predicted per process, but H100 has 85.5 GB; " in refused.stderr
+    assert "refused: nothing was started" in refused.stdout
+    forced = job(tmp_path, recipe, "--batch.micro_batch_size=4", FORCE="1")
+    assert forced.returncode == 0 and forced.stderr.startswith("warning: ")
+
+
+def test_a_job_compares_with_the_gpu_that_its_node_has(tmp_path: Path) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'NVIDIA A100-SXM4-40GB, 40960'\n")
+    tool.chmod(0o755)
+    refused = job(tmp_path, str(ROOT / "configs/benchmarks/smollm3_3b_8xh100.toml"))
+    assert refused.returncode == 2 and "but NVIDIA A100-SXM4-40GB has 42.9 GB" in refused.stderr
+    assert job(tmp_path, str(ROOT / "configs/smollm3_debug.toml"), "--run.device=cpu").returncode == 0
+
+
+def test_check_and_plan_predict_the_same_peak() -> None:
+    recipe = "configs/benchmarks/smollm3_3b_8xh100.toml"
+    command = [sys.executable, ROOT / "train.py", recipe, "--plan", "--json"]
+    found = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    assert f"# memory {found['peak_memory_gib'] * 2**30 / 1e9:.1f} of " in check(recipe)[0]

@@ -16,7 +16,7 @@ CARD = ("NVIDIA H200", 143_771 * 2**20)
 
 @pytest.fixture(autouse=True)
 def _no_gpu_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recipes.plan.world._devices", lambda: ())
+    monkeypatch.setattr("recipes.plan.world.devices", lambda: ())
 
 
 def recipe_of(file: str, *changes: str) -> Recipe:
@@ -50,13 +50,13 @@ def test_a_recipe_without_hardware_is_planned_for_the_fewest_h100_of_its_mesh() 
 
 
 def test_the_gpu_of_this_machine_comes_before_the_assumed_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recipes.plan.world._devices", lambda: (CARD, CARD))
+    monkeypatch.setattr("recipes.plan.world.devices", lambda: (CARD, CARD))
     assert world_of(recipe_of("smollm3_debug.toml"), Asked("")).gpu == GPUS["H200"]
     assert world_of(recipe_of("smollm3_3b_8xh100.toml"), Asked("")).gpu.name == "H100"
 
 
 def test_an_unknown_gpu_of_this_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recipes.plan.world._devices", lambda: (("NVIDIA GeForce RTX 4090", 24_564 * 2**20),))
+    monkeypatch.setattr("recipes.plan.world.devices", lambda: (("NVIDIA GeForce RTX 4090", 24_564 * 2**20),))
     world = world_of(recipe_of("smollm3_debug.toml"), Asked(""))
     assert (world.gpu.name, world.kind_from) == ("H100", "assumed: this machine's NVIDIA GeForce RTX 4090 is unknown")
 
