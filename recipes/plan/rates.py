@@ -11,6 +11,26 @@ from recipes.plan.hardware import Family
 
 
 @dataclass(frozen=True)
+class Host:
+    """Seconds in which a device that queues no work waits for the host: a CPU, which is both."""
+
+    none: float
+    """The operators of a block for one micro-batch, forward and backward."""
+    selective: float
+    """The same with selective checkpointing."""
+    full: float
+    compiled: float
+    gather: float
+    """Of a block's weights, besides the message."""
+    reduction: float
+    """Of a block's gradients, besides the message."""
+    micro_batch: float
+    """What is outside of blocks, for each micro-batch."""
+    step: float
+    """What happens once in a step."""
+
+
+@dataclass(frozen=True)
 class Rates:
     """Shares of peaks, seconds and bytes."""
 
@@ -49,6 +69,8 @@ class Rates:
     """Rate of the backward pass relative to the forward pass (both papers)."""
     narrow_heads: float = 1
     """(fitted) Rate with heads of 64 relative to heads of 128 (both papers)."""
+    score: float = 0.0
+    """Seconds per score, forward, besides its products: a GPU computes exponentials meanwhile, a CPU does not."""
     ramp: float = 500.0
     """Tokens that a sequence seems longer by: blocks on the diagonal are computed whole (both papers)."""
 
@@ -65,6 +87,8 @@ class Rates:
     """The same of the compiled one."""
 
     # The host.
+    host: Host | None = None
+    """None for a GPU, whose queue hides the host except as below."""
     gap: float = 2e-6
     """Seconds lost between two kernels: the last tiles of one finish, the first of the next one start. Assumed."""
     launch: float = 6e-6
@@ -83,6 +107,8 @@ class Rates:
     """Seconds to start a collective on all of its processes. Assumed."""
     beside: float = 0.2479
     """(fitted) What computation loses while NCCL's kernels run beside it: they take units and bandwidth."""
+    overlaps: float = 1.0
+    """Share of the computation that messages can hide behind: none on a CPU, which also sends them."""
     overlapped: float = 0.6282
     """(fitted) Share of tensor-parallel messages that async tensor parallelism hides."""
 

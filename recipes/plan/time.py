@@ -96,7 +96,10 @@ def time_of(work: Work, *, gpu: Gpu, rates: Rates = RATES) -> StepTime:
         "gaps": layers * (block.gaps + block.gaps_backward),
     }
     seconds = {piece: work.micro_batches * value for piece, value in per_micro_batch.items()}
-    messages = messages_of(work, gpu, rates, forward=block.forward, backward=block.backward)
+    forward, backward = rates.overlaps * block.forward, rates.overlaps * block.backward
+    messages = messages_of(work, gpu, rates, forward=forward, backward=backward)
+    if rates.host is not None:
+        seconds["host"] = sum(vars(rates.host)[name] * times for name, times in host_work(work).items())
     seconds["products"] += rates.beside * sum(messages.hidden.values())
     return StepTime(
         round(work.tokens_per_process),
@@ -105,6 +108,21 @@ def time_of(work: Work, *, gpu: Gpu, rates: Rates = RATES) -> StepTime:
         rates.spread,
         rates.calibrated,
     )
+
+
+def host_work(work: Work) -> dict[str, float]:
+    """How often a step does what a Host has times of."""
+    blocks, kind = work.micro_batches * work.layers, "compiled" if work.compiled else "none"
+    found = {"none": 0.0, "compiled": 0.0, "selective": 0.0, "full": 0.0}
+    found[kind] += (1 - work.recomputed) * blocks
+    found[kind if work.compiled else work.recompute] += work.recomputed * blocks
+    gathers = work.layers * (2 * work.micro_batches if work.reshard else 1) * (work.shard > 1)
+    return found | {
+        "gather": gathers,
+        "reduction": work.layers,
+        "micro_batch": work.micro_batches,
+        "step": 1,
+    }
 
 
 def product_seconds(
@@ -143,7 +161,8 @@ def attention_seconds(
         share *= rates.products_500w / rates.products
     narrow = min(1.0, max(0.0, 2 - head_width / NARROW))
     rate = share * gpu.bf16_peak * (1 - narrow * (1 - rates.narrow_heads)) / (1 + rates.ramp / sequence)
-    return BACKWARD * flops / (rate * rates.attention_backward) if backward else flops / rate
+    seconds = flops / rate + rates.score * flops / (4 * head_width)
+    return BACKWARD * seconds / rates.attention_backward if backward else seconds
 
 
 def moving_seconds(amount: float, *, gpu: Gpu, rates: Rates) -> float:

@@ -1,0 +1,277 @@
+"""Rates of a machine from what was measured on it: `--plan --calibrated-by FILE`.
+
+FILE is a record of `bench.py --suite gpu` or `--suite calibrate`, the environment.json of a run on several processes,
+which has the speed of its network, the metrics.jsonl of a run, or a run's folder, which has both. Which of them it is,
+its content says. Imports no torch.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from parallel.errors import UserError
+from recipes.files.layout import ENVIRONMENT, METRICS, RECIPE
+from recipes.files.reading import is_folder, read_text
+from recipes.load import load
+from recipes.metrics.hardware import bf16_peak
+from recipes.plan import host
+from recipes.plan.hardware import GPUS, Gpu
+from recipes.plan.messages import Group
+from recipes.plan.rates import RATES, Rates
+from recipes.plan.time import attention_seconds, product_seconds, step_time
+
+SKIPPED = 3
+"""Logged rows of a run that are left out: they compile, warm up and fill the queues of data."""
+SHARES = {
+    "hopper": "products",
+    "hopper, HBM3e": "products_h200",
+    "hopper, 500 W": "products_500w",
+    "ampere": "products_ampere",
+}
+"""Family of a GPU -> the field of Rates with the share of its peak."""
+KINDS = (
+    "a record of bench.py --suite gpu or --suite calibrate, a run's environment.json or metrics.jsonl, or its folder"
+)
+LEAST, MOST = 1e-3, 1e3
+"""Factors that a run may be off its plan; more is another run or another unit."""
+SPREAD = {"record": 0.1, "run": 0.05}
+"""How far a step may still be off, as a share of it: assumed, not measured."""
+
+Json = dict[str, Any]
+
+
+def calibrated(path: Path, gpu: Gpu | None, *, processes: int = 1) -> tuple[Gpu, Rates]:
+    """The device and its rates as measured. Raises UserError for a file that is none, or is of another device.
+
+    Args:
+        path: see KINDS.
+        gpu: the device to plan for; None = the file's own.
+        processes: of the plan. On a CPU they share the cores.
+    """
+    if is_folder(path):
+        return _by_folder(path, gpu)
+    text = _text(path)
+    try:
+        if path.suffix == ".jsonl":
+            return _by_run(path, text, gpu, RATES)
+        record = json.loads(text)
+        if not isinstance(record, dict):
+            raise UserError(f"{path} holds no record; write {KINDS}")
+        if record.get("suite") == "calibrate":
+            return host.calibrated(record, path, gpu, processes=processes)
+        if record.get("suite") == "gpu":
+            return _by_kernels(record, path, gpu)
+        if "preflight" in record:
+            gpu = _same(record["device"], gpu, path)
+            return gpu, by_links(record["preflight"]["links"], gpu, _by(RATES, "its network's speed", path))
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError, RecursionError) as error:
+        raise UserError(f"{path} is damaged, or of another version ({error!r}); measure again") from None
+    if {"device", "world_size"} <= {*record}:
+        raise UserError(f"{path} is of a run on one process, which measures no network; write its {METRICS}")
+    raise UserError(f"{path} is of no known kind; write {KINDS}")
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_text(path)
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is no text; write {KINDS}") from None
+
+
+def _by_folder(path: Path, gpu: Gpu | None) -> tuple[Gpu, Rates]:
+    """By what a run's folder has."""
+    environment = json.loads(_text(path / ENVIRONMENT))
+    gpu = _same(environment["device"], gpu, path)
+    rates = RATES
+    if "preflight" in environment:
+        rates = by_links(environment["preflight"]["links"], gpu, _by(RATES, "its network's speed", path))
+    return _by_run(path / METRICS, _text(path / METRICS), gpu, rates)
+
+
+def _same(device: str, gpu: Gpu | None, path: Path) -> Gpu:
+    """The GPU that the file is of. Raises UserError if that is not the one to plan for, or is not known."""
+    found = _gpu_of(device)
+    if found is None:
+        raise UserError(f"{path} was measured on {device}, whose data sheet is not in recipes/plan/hardware.py; add it")
+    if gpu is not None and gpu.name != found.name:
+        raise UserError(
+            f"{path} was measured on {device}, not on {gpu.name}; write --gpu {found.name}, or another file"
+        )
+    return gpu or found
+
+
+def _gpu_of(device: str) -> Gpu | None:
+    """The GPU that torch calls so."""
+    for gpu in GPUS.values():
+        if gpu.name in device and bf16_peak(device) == gpu.bf16_peak:
+            return GPUS["A100-40"] if "40GB" in device else gpu
+    return None
+
+
+def _by(rates: Rates, what: str, path: Path, *, spread: float | None = None) -> Rates:
+    said = f"{rates.calibrated} and {what}" if rates.calibrated else f"{what} ({path})"
+    return replace(rates, calibrated=said, spread=rates.spread if spread is None else spread)
+
+
+# A record of bench.py --suite gpu.
+
+
+def _by_kernels(record: Json, path: Path, gpu: Gpu | None) -> tuple[Gpu, Rates]:
+    gpu = _same(record["environment"]["device"], gpu, path)
+    found: dict[str, list[Json]] = {}
+    for row in record["rows"].values():
+        for measured in row.get("measurements", []):
+            if "seconds" in measured:  # else it failed
+                found.setdefault(measured["operation"], []).append(measured)
+    if not found:
+        raise UserError(f"{path} has no kernels that were measured; run bench.py --suite gpu again, with --retry")
+    rates = RATES
+    for measure in (_moved, _products, _attention, _loss):  # in this order: each takes what is known already
+        rates = measure(found, gpu, rates)
+    done = ", ".join(name for name in ("product", "attention", "copy", "cast", "optimizer", "loss") if name in found)
+    return gpu, _by(rates, f"its kernels: {done}", path, spread=SPREAD["record"])
+
+
+def _moved(found: dict[str, list[Json]], gpu: Gpu, rates: Rates) -> Rates:
+    """The share of the bandwidth that copies, compiled casts and the optimizer reach."""
+    rows = [*found.get("copy", []), *found.get("cast", []), *found.get("optimizer", [])]
+    reached = [row["bytes_per_second"] for row in rows if "bytes_per_second" in row and "eager" not in str(row)]
+    return replace(rates, moved=median(reached) / gpu.bandwidth) if reached else rates
+
+
+def _products(found: dict[str, list[Json]], gpu: Gpu, rates: Rates) -> Rates:
+    """The shares of the peak, by the seconds of all products of a kind together."""
+    rows = [row for row in found.get("product", []) if "as one" not in row["linear"]]
+    fields = {"bf16": SHARES[gpu.family], "float8 tensorwise": "float8", "float8 rowwise": "rowwise"}
+
+    def predicted(rates: Rates, own: list[Json], float8: str) -> float:
+        shapes = [row["shape"] for row in own]
+        return sum(product_seconds(m, n, k, gpu=gpu, rates=rates, float8=float8) for m, k, n in shapes)
+
+    for kind, field in fields.items():
+        own, float8 = [row for row in rows if row["kind"] == kind], kind.partition(" ")[2] or "none"
+        if own and (float8 == "none" or gpu.float8_peak is not None):
+            rates = _scaled(
+                rates, field, partial(predicted, own=own, float8=float8), sum(row["seconds"] for row in own)
+            )
+    return rates
+
+
+def _attention(found: dict[str, list[Json]], gpu: Gpu, rates: Rates) -> Rates:
+    """The share of the peak of each kernel, and the rate of the backward pass relative to the forward pass."""
+    rows = {(row["backend"], row["model"], row["passes"]): row for row in found.get("attention", [])}
+    pairs = [
+        (row, rows[kernel, model, "both"])
+        for (kernel, model, passes), row in rows.items()
+        if passes == "forward" and kernel in ("flash", "cudnn") and (kernel, model, "both") in rows
+    ]
+
+    def predicted(rates: Rates, own: list[Json], *, backward: bool) -> float:
+        return sum(
+            attention_seconds(
+                *(1e12 * row["tflops"] * row["seconds"], row["backend"]),
+                backward=backward,
+                gpu=gpu,
+                rates=rates,
+                sequence=row["tokens"],
+            )
+            for row in own
+        )
+
+    for kernel in dict.fromkeys(row["backend"] for row, _ in pairs):
+        own = [row for row, _ in pairs if row["backend"] == kernel]
+        measured = sum(row["seconds"] for row in own)
+        rates = _scaled(rates, kernel, partial(predicted, own=own, backward=False), measured)
+    backward = sum(both["seconds"] - forward["seconds"] for forward, both in pairs)
+    if backward > 0:
+        own = [forward for forward, _ in pairs]
+        rates = _scaled(rates, "attention_backward", partial(predicted, own=own, backward=True), backward)
+    return rates
+
+
+def _loss(found: dict[str, list[Json]], gpu: Gpu, rates: Rates) -> Rates:
+    """Bytes per logit that an eager loss seems to move."""
+    own = [row for row in found.get("loss", []) if row["kind"] == "eager"]
+    if not own:
+        return rates
+    seconds, logits = sum(row["seconds"] for row in own), sum(row["logits"] for row in own)
+    return replace(rates, loss=seconds * rates.moved * gpu.bandwidth / logits)
+
+
+def _scaled(rates: Rates, field: str, predicted: Callable[[Rates], float], measured: float) -> Rates:
+    """The rates with a field, a share of a peak, at which the predicted seconds are the measured ones."""
+    for _ in range(20):  # not all of the seconds are inversely proportional to it: products may wait for memory
+        rates = replace(rates, **{field: min(1.0, getattr(rates, field) * predicted(rates) / measured)})
+    return rates
+
+
+# Pre-flight's measurements.
+
+
+def by_links(links: list[Json], gpu: Gpu, rates: Rates) -> Rates:
+    """The speed and the latency of each place, by its largest group: see recipes/cluster/links.py.
+
+    Two sizes of a message tell them apart.
+    """
+    for link in sorted(links, key=lambda link: link["processes"]):
+        group = Group(link["axis"], link["processes"], link["stride"], replace(gpu, per_node=link["per_node"]), rates)
+        share = (group.size - 1) / group.size
+        rates_of = []
+        for name in ("all_gather", "reduce_scatter"):
+            (less, sooner), (more, later) = link[name]
+            speed = share * (more - less) / (later - sooner) if later > sooner else share * more / later
+            rates_of.append((speed, max(0.0, sooner - share * less / speed)))
+        speed, latency = (sum(values) / len(values) for values in zip(*rates_of, strict=True))
+        start = min(rates.collective, latency)
+        if group.nodes == 1:
+            hop = (latency - start) / (group.size - 1)
+            rates = replace(rates, link=speed / gpu.link, hop=hop, collective=start)
+        else:
+            inside = (group.size - group.nodes) * rates.hop
+            hop = max(0.0, latency - start - inside) / group.nodes
+            rates = replace(rates, network=speed / gpu.network / group.in_node, node_hop=hop)
+    return rates
+
+
+# A run's metrics.jsonl.
+
+
+def _by_run(path: Path, text: str, gpu: Gpu | None, rates: Rates) -> tuple[Gpu, Rates]:
+    """One factor on all that computes: a run's steps cannot tell its parts apart."""
+    rows = [json.loads(line) for line in text.splitlines() if line.endswith("}")]  # the last one may be cut off
+    seconds = [row["step_seconds"] for row in rows if "step_seconds" in row][SKIPPED:]
+    if not seconds:
+        raise UserError(f"{path}: needs more than {SKIPPED} logged steps; run 20 steps with --metrics.every 1")
+    recipe = load(path.parent / RECIPE, rules=False)
+    environment = json.loads(_text(path.parent / ENVIRONMENT))
+    gpu = _same(environment["device"], gpu, path)
+    nodes = environment.get("nodes", -(-environment["world_size"] // gpu.per_node))
+    degrees = recipe.mesh.fit(environment["world_size"], nodes=nodes)
+    at = replace(gpu, per_node=environment["world_size"] // nodes)
+    measured = median(seconds)
+    low, high = LEAST, MOST
+    for _ in range(60):
+        factor = (low * high) ** 0.5
+        slower = step_time(recipe, degrees, gpu=at, rates=slowed(rates, factor)).step_seconds > measured
+        low, high = (low, factor) if slower else (factor, high)
+    if not 2 * LEAST < factor < MOST / 2:
+        raise UserError(
+            f"{path}: a step of {measured:.3g} s cannot be one of {gpu.name} at any speed; is it another run's?"
+        )
+    what = f"{len(seconds)} steps of {recipe.run.name}: computing takes {factor:.2f} times as long"
+    return gpu, _by(slowed(rates, factor), what, path, spread=SPREAD["run"])
+
+
+def slowed(rates: Rates, factor: float) -> Rates:
+    """The rates with which everything but messages takes so many times as long."""
+    shares = (*SHARES.values(), "flash", "cudnn", "triton", "attention_math", "moved", "eager")
+    times = ("gap", "launch")
+    return replace(
+        rates,
+        **{name: getattr(rates, name) / factor for name in shares},
+        **{name: getattr(rates, name) * factor for name in times},
+    )
