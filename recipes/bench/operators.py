@@ -164,6 +164,8 @@ STEPS: tuple[dict[str, Any], ...] = (
     BLOCKS | {"model.layers": 4, "micro_batches": 2, "activation_checkpointing.mode": "selective"},
     BLOCKS | {"model.layers": 4, "micro_batches": 2, "activation_checkpointing.mode": "full"},
     BLOCKS | {"model.layers": 4, "micro_batches": 2, "compile.enabled": True},
+    BLOCKS | {"model.layers": 4, "micro_batches": 3, "fsdp.reshard_after_forward": False},
+    BLOCKS | {"model.layers": 2, "micro_batches": 3, "batch.sequence_length": 320},
 )
 
 

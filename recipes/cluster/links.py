@@ -154,8 +154,8 @@ def _measured(world: World, groups: Mapping[str, Sequence[Sequence[int]]]) -> Li
     return Links(
         wrong_sum,
         wrong_parts,
-        _seconds(world, lambda: dist.all_reduce(reduced)),
-        _seconds(world, lambda: all_gather_single(gathered, own)),
+        mean_seconds(world, lambda: dist.all_reduce(reduced)),
+        mean_seconds(world, lambda: all_gather_single(gathered, own)),
         _exchange(world, reduced, rounds(world.nodes)),
         {axis: _exchange(world, reduced, pairings(own)[:MOST_ROUNDS]) for axis, own in groups.items()},
     )
@@ -189,7 +189,7 @@ def _pattern(length: int, device: torch.device) -> Tensor:
     return torch.arange(length, dtype=torch.float32, device=device).remainder_(7).add_(1)  # BUFFER holds 2^24 at most
 
 
-def _seconds(world: World, work: Callable[[], object]) -> float:
+def mean_seconds(world: World, work: Callable[[], object]) -> float:
     """Mean time of one of several calls in a row, after all processes are connected."""
     work()
     _finish(world.device)
@@ -212,7 +212,7 @@ def _exchange(world: World, buffer: Tensor, plan: Sequence[Mapping[int, int]]) -
     received = torch.empty_like(buffer)
     for partners in plan:
         partner = partners.get(world.rank)
-        seconds = _seconds(world, partial(_swap, buffer, received, partner))
+        seconds = mean_seconds(world, partial(_swap, buffer, received, partner))
         if partner is not None:
             found[partner] = buffer.nbytes / seconds
     return found

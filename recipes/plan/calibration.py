@@ -249,7 +249,7 @@ def _by_run(path: Path, text: str, gpu: Gpu | None, rates: Rates) -> tuple[Gpu, 
     recipe = load(path.parent / RECIPE, rules=False)
     environment = json.loads(_text(path.parent / ENVIRONMENT))
     gpu = _same(environment["device"], gpu, path)
-    nodes = environment.get("nodes", -(-environment["world_size"] // gpu.per_node))
+    nodes = environment.get("preflight", {}).get("nodes", 1)
     degrees = recipe.mesh.fit(environment["world_size"], nodes=nodes)
     at = replace(gpu, per_node=environment["world_size"] // nodes)
     measured = median(seconds)

@@ -132,7 +132,7 @@ def build_run(loaded: LoadedRecipe, world: World, console: Console, clock: RunCl
         checkpoints.require_space(built.parameters, moments=getattr(torch, recipe.optimizer.state_dtype))
     # Only now: until here a signal ends the process, and a run that could not start leaves nothing behind.
     interruption = Interruption()
-    about = environment(world_size=world.size, device=world.device)
+    about = _environment(world, built.mesh, console)
     for note in on_main(world, lambda: claim_run_folder(recipe, done=clock.step, environment=about, lock=lock)):
         console.log(note)
     console.open_log(folder / LOG_FILE)
@@ -163,6 +163,19 @@ def _predicted_memory(recipe: Recipe, mesh: Mesh, device: torch.device) -> list[
     from recipes.plan.memory import predict, summary
 
     return summary(predict(recipe, mesh.degrees), torch.cuda.get_device_properties(device).total_memory)
+
+
+def _environment(world: World, mesh: Mesh, console: Console) -> dict[str, Any]:
+    """What environment.json records; with several processes, also the speed of what connects them."""
+    about = environment(world_size=world.size, device=world.device)
+    if world.size == 1:
+        return about
+    from recipes.cluster.axes import measure_axes, summary
+
+    found = measure_axes(world, mesh)
+    for line in summary(found, world):
+        console.log(line)
+    return about | {"preflight": found}
 
 
 def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh: Mesh | None = None) -> Built:
