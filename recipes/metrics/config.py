@@ -16,6 +16,9 @@ class MetricsConfig:
     """Also log to Weights & Biases; without an API key or a server the run stays offline, for `wandb sync` later."""
     wandb_project: Annotated[str, MinLen(1)] = "shardwright"
     """Name of the Weights & Biases project."""
+    calibrated_by: str = ""
+    """File, as of --plan --calibrated-by, for the plan that the last lines of a run compare it with; "" = none, and on
+    a CPU then no plan."""
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,9 @@ def _by_folder(path: Path, gpu: Gpu | None) -> tuple[Gpu, Rates]:
 
 def _same(device: str, gpu: Gpu | None, path: Path) -> Gpu:
     """The GPU that the file is of. Raises UserError if that is not the one to plan for, or is not known."""
-    found = _gpu_of(device)
+    found = gpu_of(device)
+    if device == "cpu":
+        raise UserError(f"{path} is of a run on a CPU; write a record of bench.py --suite calibrate instead")
     if found is None:
         raise UserError(f"{path} was measured on {device}, whose data sheet is not in recipes/plan/hardware.py; add it")
     if gpu is not None and gpu.name != found.name:
@@ -104,7 +106,7 @@ def _same(device: str, gpu: Gpu | None, path: Path) -> Gpu:
     return gpu or found
 
 
-def _gpu_of(device: str) -> Gpu | None:
+def gpu_of(device: str) -> Gpu | None:
     """The GPU that torch calls so."""
     for gpu in GPUS.values():
         if gpu.name in device and bf16_peak(device) == gpu.bf16_peak:
@@ -113,7 +115,7 @@ def _gpu_of(device: str) -> Gpu | None:
 
 
 def _by(rates: Rates, what: str, path: Path, *, spread: float | None = None) -> Rates:
-    said = f"{rates.calibrated} and {what}" if rates.calibrated else f"{what} ({path})"
+    said = f"{rates.calibrated}; {what}" if rates.calibrated else f"by {path.name}: {what}"
     return replace(rates, calibrated=said, spread=rates.spread if spread is None else spread)
 
 

@@ -1,7 +1,7 @@
-"""A CPU as a device to plan for, from the record of `bench.py --suite calibrate`. Imports no torch.
+"""A CPU as a device to plan for, from the record of `bench.py --suite calibrate`.
 
 Products, attention, copies, the loss, the optimizer and messages were measured one by one, and each gives its rates.
-What the host adds cannot be measured alone: it is what is left of the steps of small models, by least squares.
+What the host adds cannot be measured alone: it is what is left of the steps of small models, by least squares. Imports no torch.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,8 @@ def calibrated(record: dict[str, Any], path: Path, gpu: Gpu | None, *, processes
     per_logit = {row["kind"]: row["seconds"] / row["logits"] * cpu.bandwidth for row in found["loss"]}
     rates = replace(rates, loss=per_logit["eager"], loss_compiled=per_logit["compiled"] / 2)
     rates = _host(found["steps"], processes, cpu, rates)
-    what = f"by {path.name} ({processes} processes on {about['cores']} cores)"
+    many = "one process" if processes == 1 else f"{processes} processes"
+    what = f"by {path.name} ({many} on {about['cores']} cores)"
     return cpu, replace(rates, spread=SPREAD, calibrated=what)
 
 

@@ -25,6 +25,7 @@ from recipes.training.console import Console, step_line
 if TYPE_CHECKING:
     from recipes.cluster.stragglers import ComputeTime, StepTimes, Stragglers
     from recipes.metrics.memory import GpuMemory
+    from recipes.training.foresight import Foresight
 
 
 class Recorder:
@@ -63,6 +64,12 @@ class Recorder:
             from recipes.metrics import memory
 
             self._memory = memory.GpuMemory(world)
+        self._foresight: Foresight | None = None
+        if world.device.type == "cuda" or recipe.metrics.calibrated_by:
+            from recipes.training.foresight import foresight
+
+            device, nodes = throughput.device_name, len(world.nodes)
+            self._foresight = foresight(recipe, mesh.degrees, device=device, nodes=nodes)
         self._metrics = MetricsWriter(
             recipe.run.folder,
             enabled=world.is_main,
@@ -113,6 +120,8 @@ class Recorder:
                 **slow,
             }
             self._knows_pace = True
+            if self._foresight:
+                self._foresight.seconds.append(step_seconds)
             self._metrics.write(row)
             self._loader.note_bad_rows()
             self._console.log(step_line(row, self._steps))
@@ -155,6 +164,14 @@ class Recorder:
             column = f"validation_loss/{name}" if name else "validation_loss"
             self._metrics.write({"step": step, "tokens": self.tokens(step), column: loss})
         self._console.log(f"step {step:>6}  validation loss {f'of {name} ' * bool(name)}{loss:.4f}", style="bold")
+
+    def log_plan(self, step: int) -> None:
+        """Record how far the plan of the run was off, where there is one."""
+        if self._foresight and (row := self._foresight.row()):
+            from recipes.training.foresight import line
+
+            self._metrics.write({"step": step, "tokens": self.tokens(step), **row})
+            self._console.log(line(row))
 
     def sync(self) -> None:
         """Make all rows survive a power cut. Call it before a checkpoint, so that none is newer than its rows."""

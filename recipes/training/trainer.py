@@ -185,6 +185,7 @@ class Trainer:
         if done:
             tokens = self.recorder.tokens(done)
             self.console.log(summary(done, tokens, seconds, validation_loss=self.validation_loss), style="bold")
+            self.recorder.log_plan(self.step)
             if not recipe.checkpoint.every:
                 self.console.log(NOT_SAVED)
         unsaved = bool(recipe.checkpoint.every) and not saved

@@ -1,0 +1,67 @@
+"""How far a run's plan was off: predicted before its first step, compared after its last one. Imports no torch."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from parallel.config import MeshDegrees
+from parallel.errors import UserError
+from recipes.fields import toml
+from recipes.plan.calibration import calibrated, gpu_of
+from recipes.plan.rates import RATES
+from recipes.plan.time import step_time
+from recipes.schema import Recipe
+
+LEAST_ROWS = 3
+"""Logged steps after the first one, which compiles, that a comparison needs."""
+
+
+@dataclass
+class Foresight:
+    """A prediction, and the steps that it is compared with."""
+
+    predicted: float
+    """Seconds per step."""
+    by: str
+    """What the prediction's rates were calibrated by; empty if by nothing."""
+    seconds: list[float] = field(default_factory=list)
+    """Of each logged step."""
+
+    def row(self) -> dict[str, Any]:
+        """For metrics.jsonl; empty with too few steps."""
+        if len(self.seconds) <= LEAST_ROWS:
+            return {}
+        measured = median(self.seconds[1:])
+        found = {"predicted_seconds": self.predicted, "measured_seconds": measured}
+        return {"plan": found | {"ratio": measured / self.predicted, "calibrated": self.by}}
+
+
+def line(row: dict[str, Any]) -> str:
+    """For people."""
+    found = row["plan"]
+    return (
+        f"plan: {found['measured_seconds']:.3g} s per step, {found['predicted_seconds']:.3g} predicted"
+        f" ({found['ratio']:.2f} times as long; {found['calibrated'] or 'not calibrated'})"
+    )
+
+
+def foresight(recipe: Recipe, degrees: MeshDegrees, *, device: str, nodes: int) -> Foresight | None:
+    """The prediction for a run on these devices; None where none can be made: an unknown GPU, or what is not modelled.
+
+    Raises UserError for a file of metrics.calibrated_by that is wrong.
+    """
+    processes, file = degrees.processes, recipe.metrics.calibrated_by
+    gpu, rates = gpu_of(device), RATES
+    if file:
+        measured, rates = calibrated(Path(file).expanduser(), gpu, processes=processes)
+        if measured.name != (gpu.name if gpu else device):
+            raise UserError(f"metrics.calibrated_by = {toml(file)}: measured on {measured.name}, but this is {device}")
+        gpu = measured
+    if gpu is None:
+        return None
+    try:
+        found = step_time(recipe, degrees, gpu=replace(gpu, per_node=processes // nodes), rates=rates)
+    except UserError:  # no reason to end a run
+        return None
+    return Foresight(found.step_seconds, rates.calibrated)
