@@ -104,7 +104,8 @@ class Found:
         """The table, and the difference to paste."""
         assert self.best
         rows = [("as it is", self.original)] if self.original else []
-        rows += [("fastest", self.best), *(("next best", other) for other in self.others)]
+        rows += [("fastest", self.best)] * (self.best.recipe != self.recipe)
+        rows += [("next best", other) for other in self.others]
         lines = [*self._table(rows), ""]
         if self.original is None:
             lines += [f"As it is, the recipe cannot run on {self.processes:,} processes."]

@@ -38,7 +38,7 @@ MORE = (2, 4, 8, 16, 32, 64, 128, 256)
 
 
 Kind = tuple[int, int, bool, str]
-"""Degrees of tensor and context, whether there are replicas, and the mode of checkpointing."""
+"""Degrees of tensor and context, whether there are replicas, and how at least half of the blocks recompute, if so."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,7 @@ def search(
     gpu = replace(gpu, per_node=processes // nodes if nodes > 1 else max(gpu.per_node, processes))
     whole = Search(space, gpu=gpu, rates=rates).run()
     if whole.least is None:
-        why = ", ".join(f"{reason} ({count})" for reason, count in whole.refused.most_common())
-        raise UserError(
-            f"--search: no mesh of {processes:,} processes can run this recipe; of those tried: {why}"
-            f"; write a batch.global_batch_size that is a multiple of {processes:,}, change --processes, or fix fewer"
-            " fields on the command line"
-        )
+        raise _refusal(whole)
 
     def planned(point: Point) -> Plan:
         return plan(point.recipe, point.degrees, gpu=gpu, rates=rates)
@@ -235,9 +230,22 @@ class Search:
         self._fastest[kind] = min([self._fastest.get(kind, inf), *(point.seconds for point in found)])
 
 
+def _refusal(whole: Search) -> UserError:
+    """No mesh can run the recipe."""
+    why = ", ".join(f"{reason} ({count})" for reason, count in whole.refused.most_common())
+    processes = f"{whole.space.processes:,}"
+    return UserError(
+        f"--search: no mesh of {processes} processes can run this recipe; of those tried: {why}"
+        f"; write a batch.global_batch_size that is a multiple of {processes}, change --processes, or fix fewer fields"
+        " on the command line"
+    )
+
+
 def kind_of(recipe: Recipe, degrees: MeshDegrees) -> Kind:
     """Recipes of one kind differ in numbers only."""
-    return degrees.tensor, degrees.context, degrees.replicate > 1, recipe.activation_checkpointing.mode
+    way, layers = recipe.activation_checkpointing, recipe.model.layers
+    mode = way.mode if 2 * len(way.recomputed(layers)) >= layers else "none"
+    return degrees.tensor, degrees.context, degrees.replicate > 1, mode
 
 
 def _front(points: list[Point]) -> list[Point]:

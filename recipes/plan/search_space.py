@@ -103,7 +103,10 @@ class Space:
         return key and REASONS.get(key, f"a rule about {key}")
 
     def settings(self, layout: Layout) -> Iterator[list[Recipe]]:
-        """For each mode of checkpointing and each ZeRO stage, the recipes with ever more blocks that recompute."""
+        """For each mode of checkpointing and each ZeRO stage, recipes with ever more blocks that recompute.
+
+        Those of fewer than half of the blocks come apart from the others, which are of another kind.
+        """
         stages = self._values("fsdp.reshard_after_forward", (True, False))
         for checkpointing in self._checkpointing:
             for reshard in stages:
@@ -126,7 +129,7 @@ class Space:
 
     @cached_property
     def _checkpointing(self) -> list[list[ActivationCheckpointingConfig]]:
-        """For each mode, with ever more blocks that recompute."""
+        """For each mode, fewer than half of the blocks and the others, with ever more that recompute."""
         own, layers, found = self.recipe.activation_checkpointing, self.recipe.model.layers, []
         for mode in self._values("activation_checkpointing.mode", ("none", "selective", "full")):
             if mode == "none":
@@ -136,8 +139,12 @@ class Space:
             blocks = self._values("activation_checkpointing.blocks", SHARES)
             shares = [replace(own, mode=mode, blocks=share) for share in dict.fromkeys([own.blocks, *blocks])]
             by_count = {len(share.recomputed(layers)): share for share in reversed(shares)}  # the recipe's own wins
-            found.append([by_count[count] for count in sorted(by_count)])
-        return found
+            few, many = (
+                [by_count[count] for count in sorted(by_count) if (2 * count >= layers) == half]
+                for half in (False, True)
+            )
+            found += [few, many]
+        return [ways for ways in found if ways]
 
     def _values(self, key: str, values: Any) -> Any:
         """These values for a field, or the recipe's alone if it is fixed."""
