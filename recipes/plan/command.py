@@ -54,7 +54,7 @@ def answer(arguments: Sequence[str]) -> int:
         processes = options.processes[0] if options.processes else None
         world = world_of(load(path, changes, rules=False), asked, processes=processes, nodes=options.nodes)
         found = (_searched if options.search else _planned)(path, changes, options, world)
-    print(json.dumps(found.numbers, indent=2) if options.json else "\n".join(found.lines))
+    print(json.dumps(found.numbers, indent=2) if options.json else "\n".join(map(_shown, found.lines)))
     for file, make in ((options.write, found.write), (options.picture, found.draw)):
         if file is not None and make is not None:
             make(file)
@@ -170,6 +170,13 @@ def as_json(found: Size, money: Money) -> dict[str, Any]:
         "calibrated": time.calibrated,
         "cost": {**asdict(money.of(plan)), "price": money.price},
     }
+
+
+def _shown(line: str) -> str:
+    """The line as this terminal can show it, without control characters that a name may hold."""
+    encoding = sys.stdout.encoding or "utf-8"
+    printable = "".join(c if c.isprintable() else "?" for c in line)
+    return printable.encode(encoding, "replace").decode(encoding)
 
 
 def _mark() -> str:

@@ -26,6 +26,7 @@ COLOURS = (
     *("#8C564B", "#7F7F7F", "#BFBFBF", "#404040", "#17BECF", "#9467BD", "#BCBD22"),
 )
 DOTS_PER_INCH = 150
+TICKS = 6
 LETTERS = 8
 """Points of a search that are named."""
 STEADY = ("CUDA context",)
@@ -77,8 +78,7 @@ def _memory(axes: Axes, plan: Plan) -> None:
     axes.set_xlim(0, len(moments) - 1)
     axes.set_ylim(0, 1.12 * max(axes.dataLim.y1, plan.memory.peak / 1e9))
     axes.set_ylabel("GB per GPU")
-    ticks = sorted({0, *range(0, len(moments), max(1, len(moments) // 6)), len(moments) - 1})
-    ticks = [tick for tick in ticks if tick == len(moments) - 1 or len(moments) - 1 - tick >= len(moments) // 8]
+    ticks = sorted({round(part * (len(moments) - 1) / TICKS) for part in range(TICKS + 1)})
     axes.set_xticks(ticks, [list(moments)[tick].removeprefix("the ") for tick in ticks], fontsize=7)
     axes.set_title("memory at the moments of a step's last micro-batch, from the loss to the optimizer", fontsize=9)
     handles, labels = axes.get_legend_handles_labels()
@@ -139,7 +139,7 @@ def draw_scaling(recipe: Recipe, sizes: Sequence[Size], file: Path) -> None:
     memory.set_title(f"peak memory in GB, and that of an {plans[0].gpu.name}", fontsize=9)
     for axes in (speed, waiting, memory):
         axes.set_xscale("log", base=2)
-        axes.set_xticks(counts, [f"{count:,}" for count in counts], fontsize=8)
+        axes.set_xticks(counts, [f"{count:,}" for count in counts], fontsize=8, rotation=60 if len(counts) > 4 else 0)
         axes.minorticks_off()
         axes.set_ylim(bottom=0)
         axes.set_xlabel("GPUs")
