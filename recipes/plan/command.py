@@ -87,7 +87,8 @@ def _scaled(path: str, changes: Sequence[str], options: Options, asked: Asked) -
 
         draw_scaling(recipe, found, file)
 
-    numbers = {"plans": [as_json(size, options.money) for size in found]}
+    asked_batch = {name: getattr(recipe.batch, name) for name in ("global_batch_size", "micro_batch_size")}
+    numbers = {"asked": asked_batch, "plans": [as_json(size, options.money) for size in found]}
     return Answer(table(recipe, found, options.money), numbers, draw)
 
 

@@ -131,7 +131,7 @@ def draw_scaling(recipe: Recipe, sizes: Sequence[Size], file: Path) -> None:
     speed.plot(counts, rates, "o-", color=COLOURS[0])
     speed.set_title("tokens/s per GPU, and its range", fontsize=9)
     speed.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
-    waiting.plot(counts, [plan.exposed() / plan.time.step_seconds for plan in plans], "o-", color=COLOURS[5])
+    waiting.plot(counts, [plan.exposed / plan.time.step_seconds for plan in plans], "o-", color=COLOURS[5])
     waiting.set_title("share of a step that waits for messages", fontsize=9)
     waiting.yaxis.set_major_formatter(PercentFormatter(1))
     memory.plot(counts, [plan.memory.peak / 1e9 for plan in plans], "o-", color=COLOURS[2])

@@ -57,6 +57,7 @@ class Plan:
         flops = self.recipe.model.flops_per_token(self.recipe.batch.sequence_length, attention)
         return self.time.tokens_per_second * flops / self.gpu.bf16_peak
 
+    @property
     def exposed(self) -> float:
         """Seconds of a step in which a GPU waits for messages."""
         return sum(seconds for piece, seconds in self.time.seconds.items() if piece.startswith(MESSAGES))

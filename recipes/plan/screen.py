@@ -107,7 +107,7 @@ def _verdict(plan: Plan) -> str:
 def _time(plan: Plan, mark: str) -> list[str]:
     """What computes, by piece, and the messages that nothing hides, as one."""
     computing = {name: amount for name, amount in plan.time.seconds.items() if not name.startswith(MESSAGES)}
-    rows = _largest(computing, ROWS) | ({"messages not hidden": plan.exposed()} if plan.exposed() else {})
+    rows = _largest(computing, ROWS) | ({"messages not hidden": plan.exposed} if plan.exposed else {})
     whole = plan.time.step_seconds
     head = f"{'where the time goes':<28}{'of a step':>10}{'share':>8}"
     return [head, *(_row(name, seconds(amount), amount / whole, mark) for name, amount in rows.items())]
@@ -191,7 +191,7 @@ def _cells(recipe: Recipe, found: Size, money: Money) -> Iterator[str]:
         f"{batch.micro_batch_size}{smaller}",
         number(plan.time.tokens_per_second),
         seconds(plan.time.step_seconds),
-        f"{plan.exposed() / plan.time.step_seconds:.1%}",
+        f"{plan.exposed / plan.time.step_seconds:.1%}",
         f"{plan.memory.peak / 1e9:.1f}{' ' if plan.fits else '!'}",
         duration(cost.days),
     ]

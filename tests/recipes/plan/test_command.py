@@ -50,11 +50,19 @@ def refused(*arguments: str) -> str:
     return str(error.value)
 
 
-def test_plan_is_one_screen_on_standard_output_without_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--price", "2.5"],
+        ["--processes", "8,64", "--picture", "plan.png"],
+        ["--search", "--picture", "plan.png", "--write", "plan.toml"],
+    ],
+)
+def test_plan_is_one_screen_on_standard_output_without_torch(options: list[str], tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")
     found = subprocess.run(
-        [sys.executable, ROOT / "train.py", NODE, "--plan", "--price", "2.5"],
+        [sys.executable, ROOT / "train.py", NODE, "--plan", *options],
         cwd=tmp_path,
         env={"PYTHONPATH": str(tmp_path), "PYTHONIOENCODING": "ascii"},
         capture_output=True,
@@ -62,8 +70,9 @@ def test_plan_is_one_screen_on_standard_output_without_torch(tmp_path: Path) -> 
     )
     assert (found.returncode, found.stderr) == (0, "")
     lines = found.stdout.splitlines()
-    assert len(lines) <= 40 and max(map(len, lines)) <= 100
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["torch"]  # nothing was written
+    assert len(lines) <= 40 and max(map(len, lines)) <= (110 if "--search" in options else 100)
+    written = [option for option in options if option.startswith("plan.")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*written, "torch"])
 
 
 def test_examples_of_the_page_are_what_the_command_prints() -> None:
