@@ -71,8 +71,6 @@ def read(arguments: Sequence[str]) -> tuple[Options | None, list[str]]:
 def _checked(given: Namespace) -> Options:
     """The options, each with its type."""
     processes = () if given.processes is None else _several("--processes", given.processes)
-    if given.calibrated_by is not None:
-        raise UserError("--calibrated-by: is not there yet")
     if given.check:
         raise UserError("--check and --plan: write one of them")
     if given.nodes is not None and len(processes) > 1:

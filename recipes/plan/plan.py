@@ -76,4 +76,5 @@ MESSAGES = "messages: "
 
 def plan(recipe: Recipe, degrees: MeshDegrees, *, gpu: Gpu, rates: Rates = RATES) -> Plan:
     """Predict memory and time."""
-    return Plan(recipe, degrees, gpu, predict(recipe, degrees), step_time(recipe, degrees, gpu=gpu, rates=rates))
+    memory = predict(recipe, degrees, context=gpu.family != "measured")  # a CPU has no CUDA
+    return Plan(recipe, degrees, gpu, memory, step_time(recipe, degrees, gpu=gpu, rates=rates))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from textwrap import wrap
 
 from recipes.mesh_rules import micro_batches
 from recipes.plan.plan import DAY, MESSAGES, Cost, Plan
@@ -9,7 +10,7 @@ from recipes.plan.scaling import Size
 from recipes.plan.world import World
 from recipes.schema import Recipe
 
-LINES = 40
+LINES, COLUMNS = 40, 100
 """Of a screen."""
 ROWS = 8
 """Pieces of time or memory in a table; the smaller ones share a row."""
@@ -52,13 +53,14 @@ def screen(plan: Plan, world: World, money: Money, *, mark: str = "#") -> list[s
 def about(recipe: Recipe, world: World, *, number: str = "") -> list[str]:
     """What is planned, on what, and how sure its times are. number: of GPUs, if it is not that of the world."""
     by = f"calibrated {world.rates.calibrated}" if world.rates.calibrated else "not calibrated"
+    sure = f"rates   {by}; ranges are {world.rates.spread:.0%} to both sides (docs/plan.md)"
     nodes = "1 node" if world.nodes == 1 else f"{world.nodes:,} nodes"
     return [
         f"{recipe.run.name}: {recipe.model.name}, {counted(recipe.model.num_params())} parameters; all predicted",
         "",
-        f"GPU     {world.gpu.name} with {world.gpu.memory / 1e9:.1f} GB ({world.kind_from})",
+        f"device  {world.gpu.name} with {world.gpu.memory / 1e9:.1f} GB ({world.kind_from})",
         number or f"number  {world.processes:,} in {nodes} ({world.number_from})",
-        f"rates   {by}; ranges are {world.rates.spread:.0%} to both sides (docs/plan.md)",
+        *wrap(sure, COLUMNS, subsequent_indent=" " * 8),
     ]
 
 
@@ -80,10 +82,15 @@ def _answers(plan: Plan) -> list[str]:
     return [
         f"memory  {plan.memory.peak / 1e9:.1f} of {plan.gpu.memory / 1e9:.1f} GB, {_verdict(plan)}; fullest at"
         f" {plan.memory.fullest}",
-        f"speed   {number(time.tokens_per_second)} tokens/s per GPU ({number(time.tokens / longest)} to"
+        f"speed   {number(time.tokens_per_second)} tokens/s per {one(plan)} ({number(time.tokens / longest)} to"
         f" {number(time.tokens / shortest)}), {number(time.tokens_per_second * plan.degrees.processes)} in all",
         f"step    {seconds(time.step_seconds)} ({between(seconds(shortest), seconds(longest))}){share}",
     ]
+
+
+def one(plan: Plan) -> str:
+    """What there are several of."""
+    return "process" if plan.gpu.family == "measured" else "GPU"
 
 
 def costs(plan: Plan, money: Money) -> list[str]:
@@ -93,7 +100,7 @@ def costs(plan: Plan, money: Money) -> list[str]:
     return [
         f"time    {counted(cost.tokens)} tokens in {duration(cost.days)}"
         f" ({between(duration(cost.days * shortest), duration(cost.days * longest))})",
-        f"cost    {number(cost.gpu_hours)} GPU-hours{paid}",
+        f"cost    {number(cost.gpu_hours)} {one(plan)}-hours{paid}",
     ]
 
 
@@ -154,17 +161,17 @@ def _next(plan: Plan) -> str:
     return SEARCH if plan.time.calibrated else f"{SEARCH}; --calibrated-by FILE narrows the range"
 
 
-COLUMNS = {"GPUs": 7, "batch": 8, "micro": 6, "tokens/s/GPU": 13, "step": 9, "waits": 7, "GB": 9, "time": 12}
+HEADS = {"GPUs": 7, "batch": 8, "micro": 6, "tokens/s/GPU": 13, "step": 9, "waits": 7, "GB": 9, "time": 12}
 """Of a table of several sizes: head -> width."""
 
 
 def table(recipe: Recipe, sizes: Sequence[Size], money: Money) -> list[str]:
     """One line for each number of GPUs, below what they share, above what it means."""
-    first = sizes[0].plan
-    heads = [f"{head:>{width}}" for head, width in (*COLUMNS.items(), ("GPU-hours", 12), ("cost", 13))]
+    first, in_node = sizes[0].plan, max(found.plan.gpu.per_node for found in sizes)
+    heads = [f"{head:>{width}}" for head, width in (*HEADS.items(), ("GPU-hours", 12), ("cost", 13))]
     priced = money.price is not None
     lines = [
-        *about(recipe, sizes[0].world, number=f"number  as below, up to {first.gpu.per_node} in a node"),
+        *about(recipe, sizes[0].world, number=f"number  as below, up to {in_node} in a node"),
         f"tokens  {counted(money.of(first).tokens)}" + (f", at {money.price:g} for a GPU and hour" if priced else ""),
         "",
         "".join(heads if priced else heads[:-1]),
@@ -195,7 +202,7 @@ def _cells(recipe: Recipe, found: Size, money: Money) -> Iterator[str]:
         f"{plan.memory.peak / 1e9:.1f}{' ' if plan.fits else '!'}",
         duration(cost.days),
     ]
-    yield from (f"{value:>{width}}" for value, width in zip(values, COLUMNS.values(), strict=True))
+    yield from (f"{value:>{width}}" for value, width in zip(values, HEADS.values(), strict=True))
     yield f"{number(cost.gpu_hours):>12}"
     yield "" if cost.money is None else f"{number(cost.money):>13}"
 

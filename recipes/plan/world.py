@@ -80,6 +80,10 @@ def world_of(recipe: Recipe, asked: Asked, *, processes: int | None = None, node
 def _device(recipe: Recipe, asked: Asked, *, processes: int) -> tuple[Gpu, Rates, str]:
     """The GPU, its rates on so many processes, and where it comes from."""
     gpu = None if asked.gpu is None else gpu_named(asked.gpu)
+    if asked.calibrated_by is not None:
+        from recipes.plan.calibration import calibrated
+
+        return *calibrated(asked.calibrated_by, gpu, processes=processes), f"measured: {asked.calibrated_by.name}"
     if gpu is not None:
         return gpu, RATES, "--gpu"
     if named := hardware_of(recipe.run.name) or hardware_of(asked.file):

@@ -1,12 +1,14 @@
 """Which GPU a plan is made for, and how many of them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from parallel.errors import UserError
 from recipes.load import load
-from recipes.plan.hardware import GPUS
+from recipes.plan.hardware import GPUS, Gpu
+from recipes.plan.rates import RATES, Rates
 from recipes.plan.world import Asked, World, known, world_of
 from recipes.schema import Recipe
 
@@ -93,3 +95,18 @@ def test_processes_and_nodes_say_how_many_gpus_a_node_has() -> None:
 def test_processes_that_nodes_cannot_share_are_refused() -> None:
     with pytest.raises(UserError, match="--processes 16: cannot be divided equally among 3 nodes; write a multiple of"):
         world_of(recipe_of("smollm3_3b_8xh100.toml"), Asked(""), processes=16, nodes=3)
+
+
+def test_a_measurement_is_of_its_own_device_and_of_so_many_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_for = []
+
+    def calibrated(path: Path, gpu: Gpu | None, *, processes: int) -> tuple[Gpu, Rates]:
+        asked_for.append((path.name, gpu, processes))
+        return GPUS["A100"], replace(RATES, calibrated="by a test")
+
+    monkeypatch.setattr("recipes.plan.calibration.calibrated", calibrated)
+    asked = Asked("", calibrated_by=Path("folder/record.json"))
+    world = world_of(recipe_of("smollm3_3b_8xh100.toml"), asked, processes=4)
+    assert (world.gpu.name, world.rates.calibrated, world.kind_from) == ("A100", "by a test", "measured: record.json")
+    world_of(recipe_of("smollm3_3b_8xh100.toml"), replace(asked, gpu="h200"))
+    assert asked_for == [("record.json", None, 4), ("record.json", GPUS["H200"], 8)]
