@@ -9,15 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from parallel.config import MeshDegrees
 from parallel.errors import UserError
 from recipes.files.exit_codes import FINISHED, REFUSED
 from recipes.load import load
-from recipes.mesh_rules import fitted_mesh
 from recipes.plan.options import USAGE, Options, read
 from recipes.plan.plan import Plan, plan
 from recipes.plan.scaling import Size, sizes
 from recipes.plan.screen import Money, about, costs, screen, table
-from recipes.plan.world import Asked, World, world_of
+from recipes.plan.world import Asked, World, degrees_of, world_of
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,12 @@ def answer(arguments: Sequence[str]) -> int:
         found = _scaled(path, changes, options, asked)
     else:
         processes = options.processes[0] if options.processes else None
-        world = world_of(load(path, changes, rules=False), asked, processes=processes, nodes=options.nodes)
-        found = (_searched if options.search else _planned)(path, changes, options, world)
+        recipe = load(path, changes, rules=False)
+        world = world_of(recipe, asked, processes=processes, nodes=options.nodes)
+        if options.search:
+            found = _searched(path, changes, options, world)
+        else:
+            found = _planned(path, changes, options, world, degrees_of(recipe, world))
     print(json.dumps(found.numbers, indent=2) if options.json else "\n".join(map(_shown, found.lines)))
     for file, make in ((options.write, found.write), (options.picture, found.draw)):
         if file is not None and make is not None:
@@ -63,10 +67,9 @@ def answer(arguments: Sequence[str]) -> int:
     return found.code
 
 
-def _planned(path: str, changes: Sequence[str], options: Options, world: World) -> Answer:
+def _planned(path: str, changes: Sequence[str], options: Options, world: World, degrees: MeshDegrees) -> Answer:
     """One plan."""
     recipe = load(path, changes, processes=world.processes, nodes=world.nodes, elsewhere=True)
-    degrees = fitted_mesh(recipe.mesh, world.processes, world.nodes)
     size = Size(world, plan(recipe, degrees, gpu=world.gpu, rates=world.rates))
 
     def draw(file: Path) -> None:

@@ -3,13 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from parallel.errors import UserError
 from recipes.data.config import BatchConfig
 from recipes.fields import Problem, refusal
 from recipes.load import violations_elsewhere
-from recipes.mesh_rules import fitted_mesh
 from recipes.plan.plan import Plan, plan
-from recipes.plan.world import Asked, World, world_of
+from recipes.plan.world import Asked, World, degrees_of, world_of
 from recipes.schema import Recipe
 
 
@@ -27,10 +25,7 @@ def sizes(recipe: Recipe, asked: Asked, *, processes: Sequence[int]) -> list[Siz
     found = []
     for number in dict.fromkeys(processes):
         world = world_of(recipe, asked, processes=number)
-        try:
-            degrees = fitted_mesh(recipe.mesh, number, world.nodes)
-        except UserError as error:
-            raise UserError(f"--processes {number}: {error}") from None
+        degrees = degrees_of(recipe, world)
         fitting = replace(recipe, batch=nearest_batch(recipe.batch, shares=degrees.data_parallel))
         violations = violations_elsewhere(fitting, processes=number, nodes=world.nodes)
         if problems := [Problem(key, message) for key, message in violations]:

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from parallel.config import MeshDegrees
 from parallel.errors import UserError
+from recipes.fields import one_line
 from recipes.mesh_rules import fitted_mesh
 from recipes.metrics.hardware import bf16_peak, hardware_of
 from recipes.plan.hardware import GPUS, Gpu, gpu_named
@@ -75,6 +77,14 @@ def world_of(recipe: Recipe, asked: Asked, *, processes: int | None = None, node
     if nodes > 1 or processes > gpu.per_node:
         gpu = replace(gpu, per_node=processes // nodes)
     return World(gpu, rates, processes, nodes, kind_from, number_from)
+
+
+def degrees_of(recipe: Recipe, world: World) -> MeshDegrees:
+    """The mesh of the recipe in this world. Raises UserError, in one line, if it does not fit."""
+    try:
+        return fitted_mesh(recipe.mesh, world.processes, world.nodes)
+    except UserError as error:
+        raise UserError(f"{world.processes:,} {world.gpu.name}: {one_line(error)}") from None
 
 
 def _device(recipe: Recipe, asked: Asked, *, processes: int) -> tuple[Gpu, Rates, str]:

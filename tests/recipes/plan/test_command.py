@@ -145,7 +145,12 @@ def test_a_recipe_is_planned_where_its_data_and_weights_are_not(capsys: pytest.C
         (["--processes", "0"], "--processes 0: must be whole numbers from 1 "),
         (["--processes", "8,,16"], "--processes 8,,16: must be whole numbers"),
         (["--processes", "9"], "--processes 9: cannot be divided equally among 2 nodes; "),
-        (["--processes", "8,12", "--mesh.shard", "8"], "--processes 12: mesh: replicate 1 x shard 8 x "),
+        (
+            ["--mesh.tensor", "3"],
+            "8 H100: mesh: replicate 1 x shard -1 x context 1 x tensor 3 does not fit 8 processes",
+        ),
+        (["--mesh.shard", "0"], "8 H100: mesh.shard = 0: a degree must be at least 1"),
+        (["--processes", "8,12", "--mesh.shard", "8"], "12 H100: mesh: replicate 1 x shard 8 x "),
         (["--nodes", "0"], "--nodes 0: must be a whole number"),
         (["--nodes", "2", "--processes", "8,16"], "--nodes: goes with one number of processes"),
         (["--tokens", "many"], "--tokens many: must be a number from 1 to 1,000,000T; write as in "),
@@ -166,10 +171,10 @@ def test_a_mistake_gets_one_line(arguments: list[str], expected: str) -> None:
     assert message.startswith(expected) and "\n" not in message
 
 
-def test_a_mesh_that_does_not_fit_is_refused_as_check_does() -> None:
+def test_a_batch_that_does_not_divide_is_refused_as_check_does() -> None:
     with pytest.raises(UserError) as checked:
-        load(NODE, ["--mesh.tensor", "3"], processes=8, nodes=1)
-    assert refused(NODE, "--mesh.tensor", "3") == str(checked.value)
+        load(NODE, processes=12, nodes=2)
+    assert refused(NODE, "--processes", "12") == str(checked.value)
 
 
 def test_an_option_of_plan_needs_plan() -> None:
