@@ -1,7 +1,8 @@
 """A CPU as a device to plan for, from the record of `bench.py --suite calibrate`.
 
 Products, attention, copies, the loss, the optimizer and messages were measured one by one, and each gives its rates.
-What the host adds cannot be measured alone: it is what is left of the steps of small models, by least squares. Imports no torch.
+What the host adds cannot be measured alone: it is what is left of the steps of small models, by least squares.
+Imports no torch.
 """
 
 from collections.abc import Sequence
