@@ -61,14 +61,18 @@ def read_published(path: Path = TABLE) -> list[Published]:
     """All rows, in the order of the file. Raises UserError if it cannot be read, or a row says what nobody knows."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
     rows = []
     for number, row in enumerate(csv.DictReader(lines), start=2):
         try:
             rows.append(_published(row))
-        except (KeyError, ValueError) as error:
+        except (KeyError, ValueError, TypeError, ZeroDivisionError) as error:
             raise UserError(f"{path}, line {number}: {error} is not known; write it as in {TABLE.name}") from None
+        if not rows[-1].measured > 0:
+            raise UserError(f"{path}, line {number}: tok_s_gpu = {row['tok_s_gpu']} must be more than 0")
+    if not rows:
+        raise UserError(f"{path} has no rows; write them as in {TABLE.name}")
     return rows
 
 

@@ -236,7 +236,7 @@ def _block(work: Work, recompute: Recompute, gpu: Gpu, rates: Rates) -> _Block:
 def _linears(work: Work, gpu: Gpu, rates: Rates) -> tuple[float, float, float]:
     """Seconds of all linears of one layer: forward, backward, and of the last one forward."""
     return _linears_of(
-        *(work.tokens, work.width, work.query // work.tensor, work.key // work.tensor, work.inner // work.tensor),
+        *(work.tokens, work.width, work.query / work.tensor, work.key / work.tensor, work.inner / work.tensor),
         *(work.gated, work.float8, work.element, gpu, rates),
     )
 
@@ -245,9 +245,9 @@ def _linears(work: Work, gpu: Gpu, rates: Rates) -> tuple[float, float, float]:
 def _linears_of(
     tokens: int,
     width: int,
-    query: int,
-    key: int,
-    inner: int,
+    query: float,
+    key: float,
+    inner: float,
     gated: bool,
     float8: str,
     element: int,

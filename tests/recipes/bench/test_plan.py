@@ -85,9 +85,29 @@ def test_a_fit_finds_the_constants_that_made_the_measurements() -> None:
     assert found.products == pytest.approx(0.8, rel=0.02) and found.cudnn == pytest.approx(0.58, rel=0.05)
 
 
-def test_a_table_that_is_not_there_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan.main(["--table", str(tmp_path / "none.csv")]) == 2
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("H100-500W-96GB", "H101", "line 129: 'H101' is not known; write it as in published_throughput.csv"),
+        ("hidden", "width", "line 2: 'hidden' is not known"),
+        (",1007.0,", ",0,", "line 2: tok_s_gpu = 0 must be more than 0"),
+        (",1007.0,", ",nan,", "line 2: tok_s_gpu = nan must be more than 0"),
+        ("\n", ",", "has no rows"),
+    ],
+)
+def test_a_table_with_what_nobody_knows_gets_one_line(
+    old: str, new: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.csv").write_text(TABLE.read_text(encoding="utf-8").replace(old, new))
+    assert plan.main(["--predict", str(tmp_path / "rows.csv")]) == 2
+    assert message in capsys.readouterr().err
+    assert plan.main(["--predict", str(tmp_path / "none.csv")]) == 2
     assert "none.csv" in capsys.readouterr().err
-    (tmp_path / "some.csv").write_text(TABLE.read_text(encoding="utf-8").replace("H100-500W-96GB", "H101"))
-    assert plan.main(["--table", str(tmp_path / "some.csv")]) == 2
-    assert "H101" in capsys.readouterr().err
+
+
+def test_kept_back_rows_are_predicted_without_a_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.csv").write_text("\n".join(TABLE.read_text(encoding="utf-8").splitlines()[:3]))
+    assert plan.main(["--predict", str(tmp_path / "rows.csv")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("llm-foundry, trust A: 2 rows, ") and len(lines) == 3
+    assert all("% A llm-foundry: mpt_70b, " in line for line in lines[1:])
