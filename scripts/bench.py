@@ -11,7 +11,10 @@ from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 
 explain_wrong_interpreter()
 
-SUITES = ("calibrate", "checkpoint", "codegen", "data", "gpu", "kernels", "operators", "overhead", "plan", "step_time")
+SUITES = (
+    *("calibrate", "checkpoint", "codegen", "data", "gpu", "kernels", "operators", "overhead"),
+    *("plan", "plan_memory", "step_time"),
+)
 
 
 def main(arguments: list[str]) -> int:
