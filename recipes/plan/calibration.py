@@ -248,6 +248,8 @@ def _by_run(path: Path, text: str, gpu: Gpu | None, rates: Rates) -> tuple[Gpu, 
     seconds = [row["step_seconds"] for row in rows if "step_seconds" in row][SKIPPED:]
     if not seconds:
         raise UserError(f"{path}: needs more than {SKIPPED} logged steps; run 20 steps with --metrics.every 1")
+    if missing := [name for name in (RECIPE, ENVIRONMENT) if not (path.parent / name).is_file()]:
+        raise UserError(f"{path} needs the other files of its run: there is no {' and no '.join(missing)} beside it")
     recipe = load(path.parent / RECIPE, rules=False)
     environment = json.loads(_text(path.parent / ENVIRONMENT))
     gpu = _same(environment["device"], gpu, path)

@@ -1,0 +1,196 @@
+"""Rates from records: what was measured is what a plan then predicts. A file that is none is refused in one line."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel.errors import UserError
+from recipes.files.layout import ENVIRONMENT, METRICS, RECIPE
+from recipes.load import CONFIGS, load, to_toml
+from recipes.plan.calibration import calibrated, gpu_of, slowed
+from recipes.plan.hardware import GPUS
+from recipes.plan.messages import Group
+from recipes.plan.rates import RATES, Rates
+from recipes.plan.time import attention_seconds, product_seconds, step_time
+from recipes.schema import Recipe
+
+H100, DEVICE = GPUS["H100"], "NVIDIA H100 80GB HBM3"
+
+
+def written(folder: Path, content: Any) -> Path:
+    file = folder / "record.json"
+    file.write_text(json.dumps(content))
+    return file
+
+
+def kernels(rates: Rates) -> dict[str, Any]:
+    """A record of the gpu suite on an H100 that has these rates."""
+    shapes = [(8192, 2048, 11008), (8192, 11008, 2048), (8192, 2048, 2048)]
+    rows: list[dict[str, Any]] = []
+    for kind, float8 in (("bf16", "none"), ("float8 tensorwise", "tensorwise")):
+        for m, k, n in shapes:
+            seconds = product_seconds(m, n, k, gpu=H100, rates=rates, float8=float8)
+            facts = {"operation": "product", "linear": "gate_proj, up_proj", "kind": kind, "shape": [m, k, n]}
+            rows.append(facts | {"seconds": seconds})
+    flops = 2.0 * 16 * 128 * 8192**2
+    for backend in ("flash", "cudnn"):
+        forward, backward = (
+            attention_seconds(flops, backend, backward=back, gpu=H100, rates=rates, sequence=8192)
+            for back in (False, True)
+        )
+        for passes, seconds, amount in (("forward", forward, flops), ("both", forward + backward, 3 * flops)):
+            facts = {"operation": "attention", "backend": backend, "model": "m", "passes": passes, "tokens": 8192}
+            rows.append(facts | {"seconds": seconds, "tflops": amount / seconds / 1e12})
+    rows.append({"operation": "copy", "seconds": 1.0, "bytes_per_second": rates.moved * H100.bandwidth})
+    rows.append(
+        {"operation": "loss", "kind": "eager", "seconds": 1.0, "logits": rates.moved * H100.bandwidth / rates.loss}
+    )
+    rows.append({"operation": "product", "linear": "down_proj", "kind": "bf16", "error": "out of memory"})
+    return {"suite": "gpu", "environment": {"device": DEVICE}, "rows": {"all": {"measurements": rows}}}
+
+
+def test_record_of_kernels_gives_the_rates_that_they_were_measured_with(tmp_path: Path) -> None:
+    true = replace(RATES, products=0.61, float8=0.7, flash=0.3, cudnn=0.5, attention_backward=0.7, moved=0.8, loss=50.0)
+    gpu, rates = calibrated(written(tmp_path, kernels(true)), None)
+    assert gpu == H100
+    for field in ("products", "float8", "flash", "cudnn", "attention_backward", "moved", "loss"):
+        assert getattr(rates, field) == pytest.approx(getattr(true, field), rel=1e-3), field
+    assert rates.calibrated.startswith("by record.json") and rates.spread < RATES.spread
+
+
+def test_record_without_attention_leaves_its_rates(tmp_path: Path) -> None:
+    record = kernels(RATES)
+    rows = record["rows"]["all"]["measurements"]
+    record["rows"]["all"]["measurements"] = [row for row in rows if row["operation"] == "product"]
+    _, rates = calibrated(written(tmp_path, record), H100)
+    assert (rates.flash, rates.moved, rates.loss) == (RATES.flash, RATES.moved, RATES.loss)
+
+
+def link(axis: str, processes: int, stride: int, rates: Rates) -> dict[str, Any]:
+    """What pre-flight measures on nodes of 8 H100 that have these rates."""
+    group = Group(axis, processes, stride, H100, rates)
+    pairs = [[size, group.ring(size)] for size in (2**20, 2**26)]
+    return {
+        **{"axis": axis, "processes": processes, "stride": stride, "per_node": 8},
+        **{"all_gather": pairs, "reduce_scatter": pairs},
+    }
+
+
+def environment(*links: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"device": DEVICE, "world_size": 16, "preflight": {"nodes": 2, "links": list(links)}} | more
+
+
+def test_two_sizes_of_messages_tell_latency_and_bandwidth_apart_in_both_places(tmp_path: Path) -> None:
+    true = replace(RATES, link=0.5, hop=4e-6, network=0.4, node_hop=3e-5)
+    file = written(tmp_path, environment(link("shard", 8, 1, true), link("replicate", 2, 8, true)))
+    _, rates = calibrated(file, H100)
+    for field in ("link", "hop", "network", "node_hop", "collective"):
+        assert getattr(rates, field) == pytest.approx(getattr(true, field), rel=1e-3), field
+
+
+def test_messages_that_take_no_longer_when_larger_are_all_latency(tmp_path: Path) -> None:
+    found = link("shard", 8, 1, RATES)
+    found["all_gather"] = found["reduce_scatter"] = [[2**20, 1e-3], [2**26, 9e-4]]
+    _, rates = calibrated(written(tmp_path, environment(found)), H100)
+    assert rates.link > 0 and rates.hop >= 0
+
+
+def run_of(folder: Path, seconds: list[float], **facts: Any) -> Recipe:
+    """The folder of a run on 8 H100 whose steps took so long."""
+    recipe = load(CONFIGS / "smollm3_3b_8xh100.toml", ["--metrics.every", "1"])
+    (folder / RECIPE).write_text(to_toml(recipe))
+    (folder / ENVIRONMENT).write_text(json.dumps({"device": DEVICE, "world_size": 8} | facts))
+    rows = [json.dumps({"step": number, "step_seconds": value}) for number, value in enumerate(seconds, 1)]
+    (folder / METRICS).write_text("\n".join(rows) + '\n{"step": 21, "step_sec')
+    return recipe
+
+
+@pytest.mark.parametrize("slower", [0.7, 1.0, 1.6])
+def test_plan_calibrated_by_a_run_predicts_the_step_of_that_run(tmp_path: Path, slower: float) -> None:
+    recipe = run_of(tmp_path, [])
+    degrees = recipe.mesh.fit(8)
+    measured = step_time(recipe, degrees, gpu=H100, rates=slowed(RATES, slower)).step_seconds
+    run_of(tmp_path, [60.0, 2.0, 2.0] + [measured] * 17)  # the first ones compile
+    for path in (tmp_path / METRICS, tmp_path):
+        gpu, rates = calibrated(path, None)
+        found = step_time(recipe, degrees, gpu=gpu, rates=rates)
+        assert found.step_seconds == pytest.approx(measured, rel=1e-3)
+        assert f"{slower:.2f} times" in found.calibrated
+
+
+def test_folder_of_a_run_gives_its_network_and_its_speed(tmp_path: Path) -> None:
+    true = replace(RATES, link=0.5)
+    recipe = run_of(tmp_path, [])
+    measured = step_time(recipe, recipe.mesh.fit(8), gpu=H100, rates=slowed(true, 1.2)).step_seconds
+    run_of(tmp_path, [measured] * 20, preflight={"nodes": 1, "links": [link("shard", 8, 1, true)]})
+    _, rates = calibrated(tmp_path, None)
+    assert rates.link == pytest.approx(0.5, rel=1e-3) and "1.20 times" in rates.calibrated
+
+
+def test_devices_are_known_by_the_names_that_torch_has_for_them() -> None:
+    names = {
+        "NVIDIA H100 80GB HBM3": "H100",
+        "NVIDIA H200": "H200",
+        "NVIDIA A100-SXM4-40GB": "A100-40",
+        "NVIDIA A100-SXM4-80GB": "A100",
+        "NVIDIA B200": "B200",
+        "NVIDIA H100 PCIe": None,
+        "NVIDIA GeForce RTX 4090": None,
+        "cpu": None,
+    }
+    found = {name: gpu_of(name) for name in names}
+    assert {name: gpu and gpu.name for name, gpu in found.items()} == names
+
+
+BAD = {
+    "nothing": ("", "is damaged"),
+    "no JSON": ("{", "is damaged"),
+    "a list": ("[]", "holds no record"),
+    "another record": ('{"a": 1}', "is of no known kind; write a record of"),
+    "a record without rows": ('{"suite": "gpu", "environment": {"device": "NVIDIA H100"}, "rows": {}}', "no kernels"),
+    "half a record": ('{"suite": "gpu"}', "is damaged"),
+    "a CPU's": ('{"suite": "calibrate", "processes": {"1": {}}}', "measured on a CPU, not on H100"),
+    "no network": ('{"device": "NVIDIA H100", "world_size": 1}', "measures no network"),
+    "an unknown GPU": ('{"device": "Voodoo", "world_size": 2, "preflight": {"links": []}}', "measured on Voodoo"),
+    "a CPU's run": ('{"device": "cpu", "world_size": 2, "preflight": {"links": []}}', "of a run on a CPU"),
+    "another GPU": ('{"device": "NVIDIA H200", "world_size": 2, "preflight": {"links": []}}', "write --gpu H200"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_file_that_is_no_record_of_the_gpu_is_refused_in_one_line(tmp_path: Path, case: str) -> None:
+    text, expected = BAD[case]
+    file = tmp_path / "record.json"
+    file.write_text(text)
+    with pytest.raises(UserError, match=expected) as caught:
+        calibrated(file, H100)
+    assert "\n" not in str(caught.value) and str(file) in str(caught.value)
+
+
+def test_half_a_record_of_a_cpu_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is damaged"):
+        calibrated(written(tmp_path, {"suite": "calibrate", "processes": {"1": {}}}), None)
+
+
+def test_missing_or_binary_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        calibrated(tmp_path / "missing.json", None)
+    (tmp_path / "a.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="is no text"):
+        calibrated(tmp_path / "a.json", None)
+
+
+def test_run_with_too_few_steps_or_impossible_ones_is_refused(tmp_path: Path) -> None:
+    run_of(tmp_path, [1.0, 1.0, 1.0])
+    with pytest.raises(UserError, match="more than 3 logged steps"):
+        calibrated(tmp_path, None)
+    run_of(tmp_path, [1e-9] * 9)
+    with pytest.raises(UserError, match="at any speed"):
+        calibrated(tmp_path, None)
+    run_of(tmp_path, [1.0] * 9)
+    (tmp_path / RECIPE).unlink()
+    with pytest.raises(UserError, match="there is no recipe"):
+        calibrated(tmp_path / METRICS, None)
