@@ -13,7 +13,7 @@ from recipes.load import load
 from recipes.plan.hardware import Gpu
 from recipes.plan.memory import FULL
 from recipes.plan.plan import Plan
-from recipes.plan.search_space import Changes, changes
+from recipes.plan.search_space import SEARCHED, Changes, changes
 from recipes.schema import Recipe
 
 COLUMNS = 100
@@ -83,7 +83,8 @@ class Found:
 
     def lines(self) -> list[str]:
         """For the screen."""
-        kept = f"; kept as given: {', '.join(sorted(self.fixed))}" if self.fixed else ""
+        fixed = [key for key in SEARCHED if key in self.fixed]
+        kept = f"; kept as given: {', '.join(fixed)}" if fixed else ""
         lines = [f"searched {self.settings:,} settings of checkpointing, ZeRO, micro-batch and mesh{kept}", ""]
         lines += [*(self._fitting() if self.best else self._unfit()), "", *self._numerics()]
         return lines + [wrapped for line in self._rejected() for wrapped in wrap(line, COLUMNS, subsequent_indent="  ")]
@@ -198,7 +199,7 @@ def _recomputed(recipe: Recipe) -> str:
 def _tuning(recipe: Recipe, original: Recipe) -> str:
     """What is not that of the original."""
     chunks, ahead = recipe.batch.loss_chunks, recipe.fsdp.prefetch
-    parts = [f"{chunks} loss chunks"] * (chunks != original.batch.loss_chunks)
+    parts = [f"loss chunks {chunks}"] * (chunks != original.batch.loss_chunks)
     return ", ".join(parts + [f"prefetch {ahead}"] * (ahead != original.fsdp.prefetch))
 
 
@@ -242,7 +243,7 @@ def write(found: Found, file: Path, *, base: Path) -> None:
     best = found.best.recipe
     changed = changes(load(base, rules=False), best)
     if "run.name" not in found.fixed:
-        changed["run"] = changed.get("run", {}) | {"name": file.stem}
+        changed = {"run": changed.pop("run", {}) | {"name": file.stem}, **changed}
     for section, one, several in (("data", "source", "mixture"), ("validation", "source", "sources")):
         if section in changed and getattr(getattr(best, section), several):
             changed[section].pop(one, None)  # loading refuses both
@@ -251,7 +252,7 @@ def write(found: Found, file: Path, *, base: Path) -> None:
         f"# Found by train.py --plan --search for {found.processes} x {found.gpu.name}: {_number(speed)} tokens/s per"
         f" GPU and {found.best.memory.peak / 1e9:.1f} GB (predicted).\n"
     )
-    text = f"{head}base = {toml(os.path.relpath(base, file.parent))}\n\n{as_toml(changed)}"
+    text = f"{head}base = {toml(os.path.relpath(base.resolve(), file.parent.resolve()))}\n\n{as_toml(changed)}"
     try:
         with file.open("x", encoding="utf-8") as out:
             out.write(text)

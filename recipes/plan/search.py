@@ -141,7 +141,7 @@ class Search:
             for setting, need in zip(box.settings, box.needs, strict=True):
                 bound = self._point(tuned(setting, self.space.tunings[0]), box.degrees, need).seconds
                 if self._can_matter(kind, bound, need):
-                    self._try([tuned(setting, tuning) for tuning in self.space.tunings], box.degrees)
+                    self._try([tuned(setting, tuning) for tuning in self.space.own_tuning_first], box.degrees)
         first = min(self._fastest.values(), default=inf)
         self.front = _thinned([at for at in self.front if at.seconds <= SLOWEST * first], GRAIN * self.gpu.memory)
         return self

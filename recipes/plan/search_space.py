@@ -24,6 +24,12 @@ from recipes.schema import Recipe
 
 SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, "all")
 """Of the blocks that recompute."""
+SEARCHED = (
+    *("mesh.replicate", "mesh.shard", "mesh.context", "mesh.tensor", "mesh.context_by", "batch.micro_batch_size"),
+    *("activation_checkpointing.mode", "activation_checkpointing.blocks", "fsdp.reshard_after_forward"),
+    *("batch.loss_chunks", "fsdp.prefetch"),
+)
+"""Fields."""
 CHUNKS = (1, 2, 4, 8, 16)
 PREFETCH = (1, 2, 3)
 REASONS = {
@@ -119,6 +125,14 @@ class Space:
         chunks = self._values("batch.loss_chunks", {*CHUNKS, self.recipe.batch.loss_chunks})
         ahead = self._values("fsdp.prefetch", {*PREFETCH, self.recipe.fsdp.prefetch})
         return [(few, far) for few in sorted(chunks) for far in sorted(ahead, reverse=True)]
+
+    @cached_property
+    def own_tuning_first(self) -> list[Tuning]:
+        """The same by the number of changes."""
+        own = self.recipe.batch.loss_chunks, self.recipe.fsdp.prefetch
+        return sorted(
+            self.tunings, key=lambda tuning: sum(one != other for one, other in zip(tuning, own, strict=True))
+        )
 
     @cached_property
     def own_degrees(self) -> MeshDegrees | None:

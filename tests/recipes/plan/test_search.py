@@ -18,7 +18,7 @@ from recipes.plan.hardware import GPUS, Gpu
 from recipes.plan.plan import Plan, plan
 from recipes.plan.rates import RATES
 from recipes.plan.search import GRAIN, KINDS, SLOWEST, TIE, kind_of, search
-from recipes.plan.search_space import CHUNKS, PREFETCH, SHARES, changes, tuned
+from recipes.plan.search_space import CHUNKS, PREFETCH, SEARCHED, SHARES, changes, tuned
 from recipes.rules import violations
 from recipes.schema import Recipe
 from recipes.weights.locate import InitialWeights
@@ -172,12 +172,7 @@ def test_what_defines_the_training_stays() -> None:
     assert found.best is not None
     for other in (found.best, *found.others):
         changed = {(section, name) for section, fields in changes(recipe, other.recipe).items() for name in fields}
-        assert changed <= {
-            *product(["mesh"], ["replicate", "shard", "context", "tensor", "context_by"]),
-            *product(["batch"], ["micro_batch_size", "loss_chunks"]),
-            *product(["fsdp"], ["reshard_after_forward", "prefetch"]),
-            *product(["activation_checkpointing"], ["mode", "blocks"]),
-        }
+        assert {f"{section}.{name}" for section, name in changed} <= {*SEARCHED}
         assert other.recipe.batch.global_batch_size == recipe.batch.global_batch_size
 
 
@@ -272,3 +267,29 @@ print(len(layouts), sum(len(settings) for settings in space.settings(layouts[0])
     count, each, torch = answer.stdout.split()
     assert int(count) * int(each) < 100_000  # a setting takes 0.2 ms
     assert torch == "False"
+
+
+def test_a_recipe_written_through_a_link_finds_its_base(tmp_path: Path) -> None:
+    (tmp_path / "far" / "away").mkdir(parents=True)
+    (tmp_path / "near").symlink_to(tmp_path / "far" / "away")
+    file = tmp_path / "near" / "fast.toml"
+    write(found_for(load(DEBUG), 2, 1, GPUS["H100"]), file, base=DEBUG)
+    assert load(file, processes=2, nodes=1).run.name == "fast"
+
+
+def test_a_written_recipe_has_the_changes_of_the_command_line(tmp_path: Path) -> None:
+    recipe = load(
+        DEBUG, ["--run.steps=7", "--optimizer.lr=0.5", "--schedule.warmup_steps=1", "--schedule.decay_steps=2"]
+    )
+    found = found_for(recipe, 2, 1, GPUS["H100"], "run.steps", "optimizer.lr")
+    write(found, tmp_path / "fast.toml", base=DEBUG)
+    written = load(tmp_path / "fast.toml")
+    assert (written.run.steps, written.optimizer, written.schedule) == (7, recipe.optimizer, recipe.schedule)
+
+
+def test_equally_fast_recipes_keep_their_own_loss_chunks_and_prefetch() -> None:
+    recipe = load(SMOLLM, ["--fsdp.prefetch=2", "--batch.loss_chunks=3"], rules=False)
+    found = found_for(recipe, 8, 1, GPUS["H100"], "mesh.tensor", "mesh.context")
+    assert found.best is not None
+    for at in (found.best, *found.front[:1]):
+        assert (at.recipe.fsdp.prefetch, at.recipe.batch.loss_chunks) == (2, 3)
