@@ -4,7 +4,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,9 +90,11 @@ def _scaled(path: str, changes: Sequence[str], options: Options, asked: Asked) -
 
         draw_scaling(recipe, found, file)
 
+    tokens = recipe.run.steps * recipe.batch.global_batch_size * recipe.batch.sequence_length
+    money = options.money if options.money.tokens else replace(options.money, tokens=tokens)  # of every row
     asked_batch = {name: getattr(recipe.batch, name) for name in ("global_batch_size", "micro_batch_size")}
-    numbers = {"asked": asked_batch, "plans": [as_json(size, options.money) for size in found]}
-    return Answer(table(recipe, found, options.money), numbers, draw)
+    numbers = {"asked": asked_batch, "plans": [as_json(size, money) for size in found]}
+    return Answer(table(recipe, found, money), numbers, draw)
 
 
 def _searched(path: str, changes: Sequence[str], options: Options, world: World) -> Answer:

@@ -120,6 +120,15 @@ def test_scaling_prints_one_line_for_each_number_of_gpus_up_to_16384(capsys: pyt
     assert any(line.startswith("*: the recipe's 1,024 in micro-batches of 8 ") for line in lines)
 
 
+def test_every_size_trains_on_the_same_tokens_also_with_another_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    found = numbers(capsys, LARGE, "--processes", "1024,16384")["plans"]
+    assert [plan["global_batch_size"] for plan in found] == [1024, 2048]
+    assert [plan["cost"]["tokens"] for plan in found] == [1_200_000 * 1024 * 8192] * 2
+    assert found[1]["cost"]["days"] * 86_400 == pytest.approx(
+        found[1]["cost"]["tokens"] / found[1]["tokens_per_second"], rel=1e-6
+    )
+
+
 def test_a_size_that_does_not_fit_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(capsys, LARGE, "--processes", "64,1024")
     small, large = [line for line in out.splitlines() if line.startswith(" ")][1:]
