@@ -228,7 +228,7 @@ def counted(tokens: int) -> str:
 
 def seconds(amount: float) -> str:
     """Such as "5.43 s" or "812 ms"."""
-    return f"{amount:,.0f} s" if amount >= 100 else f"{amount:.3g} s" if amount >= 1 else f"{amount * 1e3:.3g} ms"
+    return f"{number(amount)} s" if amount >= 1 else f"{number(amount * 1e3)} ms"
 
 
 def duration(days: float) -> str:

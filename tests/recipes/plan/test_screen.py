@@ -94,6 +94,8 @@ def test_a_cpu_has_no_mfu() -> None:
         (counted(614_400), "614,400"),
         (seconds(0.0421), "42.1 ms"),
         (seconds(5.432), "5.43 s"),
+        (seconds(0.9999), "1,000 ms"),
+        (seconds(1234.5), "1,234 s"),
         (duration(400), "400 days"),
         (duration(1.5), "36 hours"),
         (duration(0.01), "14.4 minutes"),
