@@ -201,7 +201,8 @@ def _loss(found: dict[str, list[Json]], gpu: Gpu, rates: Rates) -> Rates:
     if not own:
         return rates
     seconds, logits = sum(row["seconds"] for row in own), sum(row["logits"] for row in own)
-    return replace(rates, loss=seconds * rates.moved * gpu.bandwidth / logits)
+    per_logit = seconds * rates.moved * gpu.bandwidth / logits
+    return replace(rates, loss=per_logit, loss_chunked=per_logit)
 
 
 def _scaled(rates: Rates, field: str, predicted: Callable[[Rates], float], measured: float) -> Rates:
