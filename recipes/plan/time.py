@@ -221,6 +221,8 @@ def _block(work: Work, recompute: Recompute, gpu: Gpu, rates: Rates) -> _Block:
         )
         for backward_pass in (False, True)
     )
+    if work.context > 1 and work.context_by == "ring":
+        attention, attention_backward = attention / rates.ring, attention_backward / rates.ring
     amount, kernels = moved_bytes(work, recompute)
     moving = amount / ((rates.moved if work.compiled else rates.eager) * gpu.bandwidth)
     computing = forward + backward + again + attention + attention_backward + moving

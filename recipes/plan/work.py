@@ -46,7 +46,8 @@ class Work:
     """Stages that each process of a pipeline has."""
     gated: bool = True
     """SwiGLU with RMSNorm and rotary embeddings, three matrices; else GELU with LayerNorm, two."""
-    context_by: Literal["heads", "gather"] = "heads"
+    context_by: Literal["heads", "gather", "ring"] = "heads"
+    """As mesh.context_by; "ring" = keys and values come part by part, whose results are merged."""
     element: int = 2
     """Bytes of an element of activations."""
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
