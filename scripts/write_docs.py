@@ -23,7 +23,7 @@ from recipes.fields import describe, field_docs, field_types, sections, toml  # 
 from recipes.load import CONFIGS, load  # noqa: E402
 from recipes.metrics.hardware import Hardware, hardware_of  # noqa: E402
 from recipes.plan.command import answer  # noqa: E402
-from recipes.plan.memory import ALONE, FULL, WITH_NCCL, Prediction, predict  # noqa: E402
+from recipes.plan.memory import CUDA, FULL, NCCL, Prediction, predict  # noqa: E402
 from recipes.schema import Recipe  # noqa: E402
 from tests.parallel import combinations  # noqa: E402
 
@@ -131,7 +131,7 @@ def predictions() -> dict[str, tuple[Recipe, Hardware, Prediction]]:
 
 def memory_page() -> str:
     """The page about memory."""
-    head = MEMORY_HEAD.format(full=FULL, alone=ALONE / 1e9, nccl=WITH_NCCL / 1e9)
+    head = MEMORY_HEAD.format(full=FULL, alone=CUDA / 1e9, nccl=(CUDA + NCCL) / 1e9)
     columns = (*MEMORY_COLUMNS, *GROUPS, "other")
     rows = [f"| {' | '.join(columns)} |", "|---" * 5 + "|---:|---:|---" + "|---:" * (len(GROUPS) + 1) + "|"]
     rows += [f"| {' | '.join(_memory(name, *found))} |" for name, found in predictions().items()]

@@ -11,10 +11,16 @@ from recipes.plan.moments import fullest_layers, moments
 from recipes.plan.sizes import Pieces, Sizes
 from recipes.schema import Recipe
 
-ALONE, WITH_NCCL = 700_000_000, 1_600_000_000
-"""Bytes of a CUDA process outside of torch's allocator, without and with communicators: assumed, not measured."""
+CUDA, NCCL = 700_000_000, 900_000_000
+"""Bytes of a process outside of torch's allocator: its context, and its communicators. Assumed, not measured."""
 FULL = 0.94
 """The share of a device's memory that a recipe may be predicted to use: fragmentation is not predicted."""
+
+
+NOT_COUNTED = (
+    f"fragmentation; assumed: {CUDA / 1e9:g} GB for CUDA and, with several processes, {NCCL / 1e9:g} GB for NCCL"
+)
+"""For whoever reads a prediction."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class Prediction:
 def predict(recipe: Recipe, degrees: MeshDegrees, *, context: bool = True) -> Prediction:
     """The memory of one process of a mesh of these degrees. context: with what CUDA itself takes."""
     size = Sizes(recipe, degrees)
-    outside = {"CUDA context": outside_of_torch(degrees) if context else 0}
+    outside = outside_of_torch(degrees) if context else {}
     found = moments(size, range(recipe.model.layers))
     return Prediction({name: size.state | pieces | outside for name, pieces in found})
 
@@ -51,19 +57,20 @@ def peak(recipe: Recipe, degrees: MeshDegrees) -> int:
     """predict().peak, for those who ask for thousands of them: of moments that are alike, only those at the ends."""
     size = Sizes(recipe, degrees)
     fullest = max(sum(pieces.values()) for _, pieces in moments(size, fullest_layers(size)))
-    return sum(size.state.values()) + fullest + outside_of_torch(degrees)
+    return sum(size.state.values()) + fullest + sum(outside_of_torch(degrees).values())
 
 
-def outside_of_torch(degrees: MeshDegrees) -> int:
-    """Bytes of a CUDA process that torch's allocator does not know of."""
-    return WITH_NCCL if degrees.processes > 1 else ALONE
+def outside_of_torch(degrees: MeshDegrees) -> Pieces:
+    """What torch's allocator does not know of."""
+    return {"CUDA context": CUDA, "buffers of NCCL": NCCL * (degrees.processes > 1)}
 
 
 def summary(prediction: Prediction, capacity: int | None) -> list[str]:
-    """One line with the peak, of so many bytes that the device has, and one with what takes them."""
+    """A line with the peak, of so many bytes that the device has, one with what takes them, one with what else may."""
     of = f" of {capacity / 1e9:.1f}" if capacity else ""
     pieces = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in prediction.pieces.items() if size >= 5e7)
     return [
         f"memory {prediction.peak / 1e9:.1f}{of} GB (predicted), fullest at {prediction.fullest}",
         f"  GB: {pieces}",
+        f"  not counted: {NOT_COUNTED}",
     ]

@@ -29,7 +29,7 @@ DOTS_PER_INCH = 150
 TICKS = 6
 LETTERS = 8
 """Points of a search that are named."""
-STEADY = ("CUDA context",)
+STEADY = ("CUDA context", "buffers of NCCL")
 """Besides parameters and moments, drawn below all that comes and goes."""
 HIDDEN, EXPOSED = "#BBDDF3", "#D55E00"
 LANES = ("compute", "inside nodes", "between nodes")
