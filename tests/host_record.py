@@ -63,7 +63,7 @@ def record() -> dict[str, Any]:
         facts = {"batch": 2, "heads": 4, "head_width": width, "tokens": 192}
         attention.append(facts | {"forward": forward, "backward": BACKWARD * forward / TRUE.attention_backward})
     sent = [(size, TRUE.collective + size / 2 / CPU.link) for size in (2**16, 2**24)]
-    losses = {"eager": TRUE.loss, "compiled": 2 * TRUE.loss_compiled}
+    losses = {"eager": TRUE.loss, "chunked": TRUE.loss_chunked, "compiled": 2 * TRUE.loss_compiled}
     found = {
         "products": products,
         "attention": attention,

@@ -196,13 +196,12 @@ def _attention(found: dict[str, list[Json]], gpu: Gpu, rates: Rates) -> Rates:
 
 
 def _loss(found: dict[str, list[Json]], gpu: Gpu, rates: Rates) -> Rates:
-    """Bytes per logit that an eager loss seems to move."""
-    own = [row for row in found.get("loss", []) if row["kind"] == "eager"]
-    if not own:
-        return rates
-    seconds, logits = sum(row["seconds"] for row in own), sum(row["logits"] for row in own)
-    per_logit = seconds * rates.moved * gpu.bandwidth / logits
-    return replace(rates, loss=per_logit, loss_chunked=per_logit)
+    """Bytes per logit that the loss seems to move, eager in chunks and compiled."""
+    for kind, field in (("eager", "loss_chunked"), ("compiled", "loss_compiled")):
+        if own := [row for row in found.get("loss", []) if row["kind"] == kind]:
+            seconds, logits = sum(row["seconds"] for row in own), sum(row["logits"] for row in own)
+            rates = replace(rates, **{field: seconds * rates.moved * gpu.bandwidth / logits})
+    return rates
 
 
 def _scaled(rates: Rates, field: str, predicted: Callable[[Rates], float], measured: float) -> Rates:

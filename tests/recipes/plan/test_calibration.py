@@ -46,17 +46,24 @@ def kernels(rates: Rates) -> dict[str, Any]:
             rows.append(facts | {"seconds": seconds, "tflops": amount / seconds / 1e12})
     rows.append({"operation": "copy", "seconds": 1.0, "bytes_per_second": rates.moved * H100.bandwidth})
     rows.append(
-        {"operation": "loss", "kind": "eager", "seconds": 1.0, "logits": rates.moved * H100.bandwidth / rates.loss}
+        {
+            "operation": "loss",
+            "kind": "eager",
+            "seconds": 1.0,
+            "logits": rates.moved * H100.bandwidth / rates.loss_chunked,
+        }
     )
     rows.append({"operation": "product", "linear": "down_proj", "kind": "bf16", "error": "out of memory"})
     return {"suite": "gpu", "environment": {"device": DEVICE}, "rows": {"all": {"measurements": rows}}}
 
 
 def test_record_of_kernels_gives_the_rates_that_they_were_measured_with(tmp_path: Path) -> None:
-    true = replace(RATES, products=0.61, float8=0.7, flash=0.3, cudnn=0.5, attention_backward=0.7, moved=0.8, loss=50.0)
+    true = replace(
+        RATES, products=0.61, float8=0.7, flash=0.3, cudnn=0.5, attention_backward=0.7, moved=0.8, loss_chunked=44.0
+    )
     gpu, rates = calibrated(written(tmp_path, kernels(true)), None)
     assert gpu == H100
-    for field in ("products", "float8", "flash", "cudnn", "attention_backward", "moved", "loss"):
+    for field in ("products", "float8", "flash", "cudnn", "attention_backward", "moved", "loss_chunked"):
         assert getattr(rates, field) == pytest.approx(getattr(true, field), rel=1e-3), field
     assert rates.calibrated.startswith("by record.json") and rates.spread < RATES.spread
 
