@@ -72,8 +72,8 @@ class Rates:
     score: float = 0.0
     """Seconds per score, forward, besides its products: a GPU computes exponentials meanwhile, a CPU does not."""
     ring: float = 0.7575
-    """(fitted) Rate where context parallelism attends to parts and merges them, relative to whole rows: prime-rl lost 29
-    and 32% of its speed with 64k tokens on 2 and 4 processes, where it exchanged heads for tokens 8% and nothing."""
+    """(fitted) Rate where context parallelism attends to parts and merges them, relative to whole rows: prime-rl lost
+    29 and 32% of its speed with 64k tokens on 2 and 4 processes, where it exchanged heads for tokens 8% and nothing."""
     ramp: float = 500.0
     """Tokens that a sequence seems longer by: blocks on the diagonal are computed whole (both papers)."""
 
