@@ -17,8 +17,7 @@ class MetricsConfig:
     wandb_project: Annotated[str, MinLen(1)] = "shardwright"
     """Name of the Weights & Biases project."""
     calibrated_by: str = ""
-    """File, as of --plan --calibrated-by, for the plan that the last lines of a run compare it with; "" = none, and on
-    a CPU then no plan."""
+    """File, as of --plan --calibrated-by, for the plan that a finished run is compared with; a CPU has none without."""
 
 
 @dataclass(frozen=True)

@@ -52,14 +52,15 @@ def calibrated(path: Path, gpu: Gpu | None, *, processes: int = 1) -> tuple[Gpu,
         gpu: the device to plan for; None = the file's own.
         processes: of the plan. On a CPU they share the cores.
     """
-    if is_folder(path):
-        return _by_folder(path, gpu)
-    text = _text(path)
+    folder = is_folder(path)
+    text = "" if folder else _text(path)
     try:
+        if folder:
+            return _by_folder(path, gpu)
         if path.suffix == ".jsonl":
             return _by_run(path, text, gpu, RATES)
-        record = json.loads(text)
-        if not isinstance(record, dict):
+        record = _record(text)
+        if record is None:
             raise UserError(f"{path} holds no record; write {KINDS}")
         if record.get("suite") == "calibrate":
             return host.calibrated(record, path, gpu, processes=processes)
@@ -80,6 +81,15 @@ def _text(path: Path) -> str:
         return read_text(path)
     except UnicodeDecodeError:
         raise UserError(f"{path} is no text; write {KINDS}") from None
+
+
+def _record(text: str) -> Json | None:
+    """None for what is no JSON object."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _by_folder(path: Path, gpu: Gpu | None) -> tuple[Gpu, Rates]:

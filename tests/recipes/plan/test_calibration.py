@@ -153,8 +153,8 @@ def test_devices_are_known_by_the_names_that_torch_has_for_them() -> None:
 
 
 BAD = {
-    "nothing": ("", "is damaged"),
-    "no JSON": ("{", "is damaged"),
+    "nothing": ("", "holds no record; write a record of"),
+    "no JSON": ("{", "holds no record"),
     "a list": ("[]", "holds no record"),
     "another record": ('{"a": 1}', "is of no known kind; write a record of"),
     "a record without rows": ('{"suite": "gpu", "environment": {"device": "NVIDIA H100"}, "rows": {}}', "no kernels"),
@@ -188,6 +188,15 @@ def test_missing_or_binary_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="is no text"):
         calibrated(tmp_path / "a.json", None)
+
+
+def test_folder_that_is_no_runs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        calibrated(tmp_path, None)
+    run_of(tmp_path, [1.0] * 9)
+    (tmp_path / ENVIRONMENT).write_text("{")
+    with pytest.raises(UserError, match="is damaged"):
+        calibrated(tmp_path, None)
 
 
 def test_run_with_too_few_steps_or_impossible_ones_is_refused(tmp_path: Path) -> None:
