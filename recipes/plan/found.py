@@ -18,6 +18,8 @@ from recipes.schema import Recipe
 
 COLUMNS = 100
 """Of a screen; a table is as wide as it must be."""
+WORTH = 1.01
+"""What does not fit is shown if it is so many times as fast."""
 TOO_LARGE = "does not fit in memory"
 
 
@@ -95,7 +97,7 @@ class Found:
         if self.refused:
             reasons = "; ".join(f"{reason}: {count:,}" for reason, count in self.refused.items())
             lines[0] += f", and {counted(sum(self.refused.values()), 'mesh', 'meshes')} for rules ({reasons})"
-        if self.nearly and self.best and self.nearly.seconds < self.best.time.step_seconds:
+        if self.nearly and self.best and WORTH * self.nearly.seconds < self.best.time.step_seconds:
             speed, memory = _number(self._speed(self.nearly)), self.nearly.peak / 1e9
             what = described(self.nearly.recipe, self.nearly.degrees, self.recipe)
             lines += [f"the fastest of those that nearly fit: {speed} tokens/s with {memory:.1f} GB; {what}"]

@@ -1,11 +1,13 @@
 """The fastest recipe that fits: every mesh, micro-batch, checkpointing and ZeRO stage, by prediction alone.
 
 A setting is one of these; its tuning is its loss chunks and prefetch. A box holds the settings that differ in nothing
-but how many blocks recompute. Of a box, the first tuning of the fewest blocks is the fastest, whether it fits or not;
-of a setting, the last tuning needs the least memory. So the memory of each setting and one time of each box say which
-boxes can hold the fastest recipe or a point of the front, and only these are tried in full. Imports no torch.
+but how many blocks recompute: eighths of them, and the fewest with which it fits. Of a box, the first tuning of the
+fewest blocks is the fastest, whether it fits or not; of a setting, the last tuning needs the least memory. So the
+memory of each setting and one time of each box say which boxes can hold the fastest recipe or a point of the front, and
+only these are tried in full. Imports no torch.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -43,10 +45,10 @@ Kind = tuple[int, int, bool, str]
 
 @dataclass(frozen=True)
 class Box:
-    """Settings that fit, and that differ in nothing but how many blocks recompute."""
+    """Settings that differ in nothing but how many blocks recompute."""
 
     settings: list[Recipe]
-    """In their fastest tuning, with ever more blocks that recompute."""
+    """From the one with the fewest blocks that fits on, with ever more."""
     degrees: MeshDegrees
     needs: list[int]
     """Bytes, in the leanest tuning."""
@@ -204,8 +206,16 @@ class Search:
                 break  # further ones recompute more blocks
         if not fitting:
             return None
-        bound = self._point(tuned(settings[fitting[0]], self.space.tunings[0]), degrees, 0).seconds
-        return Box([settings[at] for at in fitting], degrees, [needs[at] for at in fitting], bound)
+        settings, needs, finer = settings[fitting[0] :], needs[fitting[0] :], self.space.finer(settings, fitting[0])
+        at = bisect_left(finer, True, key=lambda setting: self._least_of(setting, degrees) <= self.limit)
+        if at < len(finer):
+            settings, needs = [finer[at], *settings], [self._least_of(finer[at], degrees), *needs]
+        bound = self._point(tuned(settings[0], self.space.tunings[0]), degrees, 0).seconds
+        return Box(settings, degrees, needs, bound)
+
+    def _least_of(self, setting: Recipe, degrees: MeshDegrees) -> int:
+        """Bytes, in its leanest tuning."""
+        return peak(tuned(setting, self.space.tunings[-1]), degrees)
 
     def _point(self, recipe: Recipe, degrees: MeshDegrees, need: int) -> Point:
         return Point(recipe, degrees, need, step_time(recipe, degrees, gpu=self.gpu, rates=self.rates).step_seconds)

@@ -119,6 +119,18 @@ class Space:
                 fsdp = replace(layout.recipe.fsdp, reshard_after_forward=reshard)
                 yield [replace(layout.recipe, fsdp=fsdp, activation_checkpointing=way) for way in checkpointing]
 
+    def finer(self, settings: list[Recipe], first: int) -> list[Recipe]:
+        """Settings between the first that fits and the one before, with every number of blocks."""
+        if "activation_checkpointing.blocks" in self.fixed:
+            return []
+        layers = self.recipe.model.layers
+        near = settings[max(0, first - 1) : first + 1]
+        counts = [len(setting.activation_checkpointing.recomputed(layers)) for setting in near]
+        below = counts[0] if first else 0 if 2 * counts[0] < layers else counts[0] - 1
+        way = settings[first].activation_checkpointing
+        ways = [replace(way, blocks=count) for count in range(below + 1, counts[-1])]
+        return [replace(settings[first], activation_checkpointing=way) for way in ways]
+
     @cached_property
     def tunings(self) -> list[Tuning]:
         """From the fastest, which needs the most memory, to the leanest."""
@@ -150,8 +162,9 @@ class Space:
                 if own.blocks == "all" or "activation_checkpointing.blocks" not in self.fixed:
                     found.append([ActivationCheckpointingConfig()])
                 continue
-            blocks = self._values("activation_checkpointing.blocks", SHARES)
-            shares = [replace(own, mode=mode, blocks=share) for share in dict.fromkeys([own.blocks, *blocks])]
+            most_of_few = [(layers - 1) // 2] if layers > 2 else []
+            blocks = self._values("activation_checkpointing.blocks", (*SHARES, *most_of_few))
+            shares = [replace(own, mode=mode, blocks=share) for share in (own.blocks, *blocks)]
             by_count = {len(share.recomputed(layers)): share for share in reversed(shares)}  # the recipe's own wins
             few, many = (
                 [by_count[count] for count in sorted(by_count) if (2 * count >= layers) == half]

@@ -122,6 +122,20 @@ def test_the_search_finds_what_brute_force_finds(case: str) -> None:
             assert any(at.peak <= enough for at in no_slower), candidate
 
 
+def test_no_more_blocks_recompute_than_must() -> None:
+    recipe, gpu = load(SMOLLM, ["--model.layers=20", "--activation_checkpointing.mode=full"], rules=False), gpu_with(29)
+    found = found_for(recipe, 8, 1, gpu, "activation_checkpointing.mode", "mesh.tensor", "mesh.context")
+    assert found.best is not None
+    way = found.best.recipe.activation_checkpointing
+    blocks = len(way.recomputed(20))
+    assert 1 < blocks < 20 and 2 * blocks % 5, "not a share that is tried anyway"
+    for chunks in CHUNKS:
+        fewer = change(
+            found.best.recipe, activation_checkpointing={"blocks": blocks - 1}, batch={"loss_chunks": chunks}
+        )
+        assert not plan(fewer, found.best.degrees, gpu=gpu, rates=RATES).fits
+
+
 def test_the_front_only_gets_slower_and_leaner() -> None:
     found = found_for(load(DEBUG), 4, 1, gpu_with(4))
     assert len(found.front) > 1
