@@ -1,10 +1,10 @@
 """The fastest recipe that fits: every mesh, micro-batch, checkpointing and ZeRO stage, by prediction alone.
 
 A setting is one of these; its tuning is its loss chunks and prefetch. A box holds the settings that differ in nothing
-but how many blocks recompute: eighths of them, and the fewest with which it fits. Of a box, the first tuning of the
-fewest blocks is the fastest, whether it fits or not; of a setting, the last tuning needs the least memory. So the
-memory of each setting and one time of each box say which boxes can hold the fastest recipe or a point of the front, and
-only these are tried in full. Imports no torch.
+but how many blocks recompute: eighths of them, and the fewest with which it fits. Of a box, the first or the last
+tuning of the fewest blocks is the fastest, whether it fits or not; of a setting, the last one needs the least memory.
+So the memory of each setting and a time of each box say which boxes can hold the fastest recipe or a point of the
+front, and only these are tried in full. Imports no torch.
 """
 
 from bisect import bisect_left
@@ -141,8 +141,7 @@ class Search:
             if not self._can_matter(kind, box.bound, min(box.needs)):
                 continue
             for setting, need in zip(box.settings, box.needs, strict=True):
-                bound = self._point(tuned(setting, self.space.tunings[0]), box.degrees, need).seconds
-                if self._can_matter(kind, bound, need):
+                if self._can_matter(kind, self._bound(setting, box.degrees), need):
                     self._try([tuned(setting, tuning) for tuning in self.space.own_tuning_first], box.degrees)
         first = min(self._fastest.values(), default=inf)
         self.front = _thinned([at for at in self.front if at.seconds <= SLOWEST * first], GRAIN * self.gpu.memory)
@@ -210,12 +209,16 @@ class Search:
         at = bisect_left(finer, True, key=lambda setting: self._least_of(setting, degrees) <= self.limit)
         if at < len(finer):
             settings, needs = [finer[at], *settings], [self._least_of(finer[at], degrees), *needs]
-        bound = self._point(tuned(settings[0], self.space.tunings[0]), degrees, 0).seconds
-        return Box(settings, degrees, needs, bound)
+        return Box(settings, degrees, needs, self._bound(settings[0], degrees))
 
     def _least_of(self, setting: Recipe, degrees: MeshDegrees) -> int:
         """Bytes, in its leanest tuning."""
         return peak(tuned(setting, self.space.tunings[-1]), degrees)
+
+    def _bound(self, setting: Recipe, degrees: MeshDegrees) -> float:
+        """Seconds: none of its tunings is faster."""
+        first, *_, last = *self.space.tunings, self.space.tunings[-1]
+        return min(self._point(tuned(setting, tuning), degrees, 0).seconds for tuning in (first, last))
 
     def _point(self, recipe: Recipe, degrees: MeshDegrees, need: int) -> Point:
         return Point(recipe, degrees, need, step_time(recipe, degrees, gpu=self.gpu, rates=self.rates).step_seconds)

@@ -122,6 +122,13 @@ def test_the_search_finds_what_brute_force_finds(case: str) -> None:
             assert any(at.peak <= enough for at in no_slower), candidate
 
 
+def test_a_loss_that_is_faster_in_chunks_is_computed_in_chunks() -> None:
+    recipe = load(DEBUG, ["--compile.enabled=false", "--batch.loss_chunks=1"])
+    rates = replace(RATES, loss_chunked=RATES.loss / 2)
+    best = search(recipe, processes=2, nodes=1, gpu=GPUS["H100"], rates=rates).best
+    assert best is not None and best.recipe.batch.loss_chunks > 1
+
+
 def test_no_more_blocks_recompute_than_must() -> None:
     recipe, gpu = load(SMOLLM, ["--model.layers=20", "--activation_checkpointing.mode=full"], rules=False), gpu_with(29)
     found = found_for(recipe, 8, 1, gpu, "activation_checkpointing.mode", "mesh.tensor", "mesh.context")
