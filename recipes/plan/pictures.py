@@ -14,6 +14,7 @@ from recipes.plan.memory import FULL
 from recipes.plan.plan import MESSAGES, Plan
 from recipes.plan.scaling import Size
 from recipes.plan.screen import number, seconds
+from recipes.plan.sizes import Pieces, Sizes
 from recipes.plan.world import World
 from recipes.schema import Recipe
 
@@ -57,7 +58,7 @@ def _save(figure: Figure, recipe: Recipe, world: World, file: Path, *, number: s
 
 def _memory(axes: Axes, plan: Plan) -> None:
     """Stacked pieces, moment by moment, below the GPU's memory."""
-    moments = plan.memory.moments
+    moments = forward(plan) | plan.memory.moments
     pieces_in_order = (piece for pieces in moments.values() for piece, amount in pieces.items() if amount)
     names = dict.fromkeys([*STEADY, *pieces_in_order])
     stacks = [[pieces.get(name, 0) / 1e9 for pieces in moments.values()] for name in names]
@@ -79,10 +80,34 @@ def _memory(axes: Axes, plan: Plan) -> None:
     axes.set_ylim(0, 1.12 * max(axes.dataLim.y1, plan.memory.peak / 1e9))
     axes.set_ylabel("GB per GPU")
     ticks = sorted({round(part * (len(moments) - 1) / TICKS) for part in range(TICKS + 1)})
-    axes.set_xticks(ticks, [list(moments)[tick].removeprefix("the ") for tick in ticks], fontsize=7)
-    axes.set_title("memory at the moments of a step's last micro-batch, from the loss to the optimizer", fontsize=9)
+    axes.set_xticks(ticks, [_short(list(moments)[tick]) for tick in ticks], fontsize=7)
+    axes.axvline(plan.recipe.model.layers - 0.5, color="black", linewidth=0.8, linestyle="--")
+    title = "memory through a step: forward pass (what is kept), then each moment in its fullest micro-batch"
+    axes.set_title(title, fontsize=9)
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _short(moment: str) -> str:
+    """As in "backward 35", below an axis."""
+    return moment.removeprefix("the ").replace(" pass of block", "").replace(" of block", "")
+
+
+def forward(plan: Plan) -> dict[str, Pieces]:
+    """What is kept when each block has run, with its weights and the next ones; it is never the fullest of a step."""
+    loss, size = plan.memory.moments["the loss"], Sizes(plan.recipe, plan.degrees)
+    layers = plan.recipe.model.layers
+    kept = {name: loss.get(name, 0) for name in (*size.state, *STEADY, "accumulated gradients", "reduced gradients")}
+    found = {}
+    for layer in range(layers):
+        weights = loss["gathered weights"]
+        if not size.keeps_blocks:
+            weights += size.gathered_block * min(2, layers - layer)
+        elif not size.accumulates:
+            weights -= size.gathered_block * (layers - layer - 1)
+        saved = round(size.tokens * size.saved_before(layer + 1))
+        found[f"the forward pass of block {layer}"] = kept | {"gathered weights": weights, "activations": saved}
+    return found
 
 
 def _lanes(axes: Axes, plan: Plan) -> None:
