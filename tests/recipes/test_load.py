@@ -398,9 +398,9 @@ def test_help_documents_every_field_with_its_value_in_the_recipe(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    command_line.print_help(recipe_of(MODEL, "--run.steps", "12345"), description="Described.")
+    command_line.print_help(recipe_of(MODEL, "--run.steps", "12345"), usage="usage: as shown")
     text = " ".join(re.sub("[│─╭╮╰╯]", " ", capsys.readouterr().out).split())
-    assert "Described." in text and "(default: 12345)" in text
+    assert text.endswith("usage: as shown") and "(default: 12345)" in text
     for key in field_types():
         assert f"--{key} " in text
     for section, cls in sections().items():
