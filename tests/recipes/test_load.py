@@ -351,6 +351,14 @@ def test_loading_without_rules_does_not_look_at_the_data() -> None:
     assert load("x.toml", rules=False).data.source == "nowhere.txt"
 
 
+def test_a_recipe_for_another_machine_is_checked_without_its_data_and_weights() -> None:
+    Path("x.toml").write_text(MODEL + "[batch]\nglobal_batch_size = 16\nmicro_batch_size = 2\n")
+    away = ["--data.source", "nowhere.txt", "--model.weights", "nowhere"]
+    assert load("x.toml", away, elsewhere=True, processes=8).data.source == "nowhere.txt"
+    with pytest.raises(UserError, match="must be a multiple of micro_batch_size 2 x 3 data-parallel processes"):
+        load("x.toml", away, elsewhere=True, processes=3)
+
+
 # Command line
 
 
