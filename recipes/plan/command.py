@@ -12,6 +12,7 @@ from typing import Any
 from parallel.config import MeshDegrees
 from parallel.errors import UserError
 from recipes.files.exit_codes import FINISHED, REFUSED
+from recipes.files.reading import fault
 from recipes.load import load
 from recipes.plan.options import USAGE, Options, read
 from recipes.plan.plan import Plan, plan
@@ -58,7 +59,10 @@ def answer(arguments: Sequence[str]) -> int:
             found = _searched(path, changes, options, world)
         else:
             found = _planned(path, changes, options, world, degrees_of(recipe, world))
-    print(json.dumps(found.numbers, indent=2) if options.json else "\n".join(map(_shown, found.lines)))
+    try:
+        print(json.dumps(found.numbers, indent=2) if options.json else "\n".join(map(_shown, found.lines)), flush=True)
+    except OSError as error:
+        raise fault("standard output cannot be written", error) from None
     for file, make in ((options.write, found.write), (options.picture, found.draw)):
         if file is not None and make is not None:
             make(file)

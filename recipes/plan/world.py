@@ -124,7 +124,7 @@ def devices() -> tuple[tuple[str, int], ...]:
     """Name and bytes of each GPU of this machine, from its driver's own tool, because torch takes a second."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        found = subprocess.run(query, capture_output=True, text=True, check=False, timeout=20)
+        found = subprocess.run(query, capture_output=True, text=True, check=False, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return ()
     lines = re.findall(r"^(.+), (\d+)\s*$", found.stdout, flags=re.MULTILINE)

@@ -247,3 +247,10 @@ def test_a_recipe_is_not_written_over_another(tmp_path: Path) -> None:
     file.write_text("mine")
     assert refused(NODE, "--search", "--write", str(file)).endswith("exists; write another name, or remove it")
     assert file.read_text() == "mine"
+
+
+def test_numbers_that_cannot_be_printed_are_an_error() -> None:
+    with open("/dev/full", "w") as full:
+        command_line = [sys.executable, ROOT / "train.py", NODE, "--plan", "--json"]
+        found = subprocess.run(command_line, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (found.returncode, found.stderr) == (2, "standard output cannot be written: No space left on device\n")
