@@ -53,15 +53,15 @@ def screen(plan: Plan, world: World, money: Money, *, mark: str = "#") -> list[s
 def about(recipe: Recipe, world: World, *, number: str = "") -> list[str]:
     """What is planned, on what, and how sure its times are. number: of GPUs, if it is not that of the world."""
     by = f"calibrated {world.rates.calibrated}" if world.rates.calibrated else "not calibrated"
-    sure = f"rates   {by}; ranges are {world.rates.spread:.0%} to both sides (docs/plan.md)"
     nodes = "1 node" if world.nodes == 1 else f"{world.nodes:,} nodes"
-    return [
+    lines = [
         f"{recipe.run.name}: {recipe.model.name}, {counted(recipe.model.num_params())} parameters; all predicted",
         "",
         f"device  {world.gpu.name} with {world.gpu.memory / 1e9:.1f} GB ({world.kind_from})",
         number or f"number  {world.processes:,} in {nodes} ({world.number_from})",
-        *wrap(sure, COLUMNS, subsequent_indent=" " * 8),
+        f"rates   {by}; ranges are {world.rates.spread:.0%} to both sides (docs/plan.md)",
     ]
+    return [part for line in lines for part in wrap(line, COLUMNS, subsequent_indent=" " * 8) or [""]]
 
 
 def _layout(plan: Plan) -> list[str]:

@@ -44,6 +44,12 @@ def test_a_plan_with_messages_on_every_axis_stays_on_one_screen() -> None:
     assert len(found) <= 40 and max(map(len, found)) <= 100
 
 
+def test_long_names_are_wrapped() -> None:
+    found = planned()
+    named = replace(found, recipe=replace(found.recipe, run=replace(found.recipe.run, name="a name " * 30)))
+    assert max(map(len, lines(named))) <= 100
+
+
 def test_pieces_of_time_add_up_to_the_step() -> None:
     shares = [line.split()[-1 if line.endswith("%") else -2] for line in _table(planned(), "where the time goes")]
     assert sum(float(share.removesuffix("%")) for share in shares) == pytest.approx(100, abs=0.5)
