@@ -47,6 +47,8 @@ FAR = 2.0
 """Residuals beyond so many times what is usual count linearly instead of squared."""
 STEPS = 8
 DIFFERENCE = 1e-3
+DIGITS = 4
+"""Of the constants, so that those in the source are those that were checked."""
 
 
 def fit(
@@ -78,7 +80,8 @@ def fit(
         left = slopes.T @ (robust[:, None] * slopes) + np.diag(deviation**-2)
         right = slopes.T @ (robust * residuals) + (at - center) / deviation**2
         at = np.minimum(at - np.clip(np.linalg.solve(left, right), -0.3, 0.3), limits)
-    return _rates(start, names, at)
+    found = asdict(_rates(start, names, at))
+    return replace(start, **{name: float(f"{found[name]:.{DIGITS}g}") for name in names})  # type: ignore[arg-type]
 
 
 def residuals_of(rows: Sequence[Published], rates: Rates) -> np.ndarray:

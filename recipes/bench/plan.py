@@ -223,7 +223,7 @@ def write_rates(found: Rates) -> None:
     file = Path(rates_module.__file__)
     text = file.read_text(encoding="utf-8")
     for name in (*SOURCES, "spread"):
-        line = f"    {name}: float = {getattr(found, name):.4g}"
+        line = f"    {name}: float = {getattr(found, name)}"
         text, count = re.subn(rf"^    {name}: float = .*$", line, text, flags=re.M)
         assert count == 1, name
     file.write_text(text, encoding="utf-8")

@@ -67,13 +67,13 @@ class Rates:
     """Assumed share of the peak for attention written as two products and a softmax, which writes all scores."""
     attention_backward: float = 0.85
     """Rate of the backward pass relative to the forward pass (both papers)."""
-    narrow_heads: float = 1
+    narrow_heads: float = 1.0
     """(fitted) Rate with heads of 64 relative to heads of 128 (both papers)."""
     score: float = 0.0
     """Seconds per score, forward, besides its products: a GPU computes exponentials meanwhile, a CPU does not."""
     ring: float = 0.7575
     """(fitted) Rate where context parallelism attends to parts and merges them, relative to whole rows: prime-rl lost
-    29 and 32% of its speed with 64k tokens on 2 and 4 processes, where it exchanged heads for tokens 8% and nothing."""
+    29 and 32% of its speed with 64k tokens on 2 and 4 processes, and by exchanging heads for tokens 8% and nothing."""
     ramp: float = 500.0
     """Tokens that a sequence seems longer by: blocks on the diagonal are computed whole (both papers)."""
 
