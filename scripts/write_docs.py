@@ -100,9 +100,10 @@ for any recipe, with overrides: `python train.py RECIPE --check --batch.micro_ba
 A peak is the largest of what lives at some moments of a step. Without compile it equals the storages that live in a
 real step, counted on fake tensors, within 0.01%: with each mode of recomputation, ZeRO-2 and 3, replicas, with and
 without chunks and accumulation, with `mesh.tensor` and `mesh.context`. What compiled blocks keep is counted in their
-code ([codegen.md](codegen.md)); what one needs while its backward pass runs is reckoned from the same tensors. Not
-checked against anything: compiled blocks with `mesh.tensor` or `mesh.context`, and what CUDA takes, {alone} GB on one
-process and {nccl} GB on several. Fragmentation is not predicted; the rest of the GPU is for it.
+code ([codegen.md](codegen.md)), and with these axes in the graphs that torch.compile makes; what one needs while its
+backward pass runs is reckoned from the same tensors. Not checked against anything: what CUDA takes, {alone} GB on one
+process and {nccl} GB on several. Fragmentation is not predicted; the rest of the GPU is for it. Runs of other programs
+are compared in [plan.md](../plan.md#against-published-memory).
 
 - **GB**: the peak per GPU; **of** how many. **fullest at**: the moment.
 - **state**: parameters and optimizer moments. **gradients**: accumulated, new, or being reduced. **weights**: gathered

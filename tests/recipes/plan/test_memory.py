@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 import timeit
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.tensor import DTensor
 
+from models.decoder import Decoder
 from models.sizes import SIZES
 from parallel.config import (
     ActivationCheckpointingConfig,
@@ -31,6 +34,7 @@ from recipes.load import load
 from recipes.metrics.hardware import MEMORY, Hardware, hardware_of
 from recipes.optimization.config import OptimizerConfig
 from recipes.plan.memory import FULL, peak, predict
+from recipes.plan.sizes import Sizes
 from recipes.schema import Recipe
 from tests.live_bytes import CPU, build, fake_processes, tracked_step
 
@@ -105,6 +109,67 @@ def test_the_predicted_peak_is_that_of_a_step_with_parts_of_matrices_or_rows(mes
 )
 def test_the_predicted_peak_is_that_of_a_step_with_parts_of_both_or(changes: list[str]) -> None:
     assert_as_tracked(eager(*changes), 8)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "mode"),
+    [("tensor=2", "none"), ("tensor=2", "selective"), ("context=2", "none")],
+)
+def test_a_compiled_block_with_parts_of_matrices_or_rows_keeps_what_is_predicted(
+    mesh: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the partition of torch.compile, but not its kernels, which none of this depends on."""
+    changes = ["--compile.enabled=true", f"--mesh.{mesh}", f"--activation_checkpointing.mode={mode}"]
+    recipe = eager(*DEBUG, *changes)
+
+    def compile_blocks(model: Decoder, *_: Any, **__: Any) -> str:
+        for block in model.blocks:
+            block.compile(fullgraph=True, backend="aot_eager_decomp_partition", dynamic=False)
+        return ""
+
+    torch.compiler.reset()  # it refuses to compile the same code for many models
+    monkeypatch.setattr("parallel.order.compile_blocks", compile_blocks)
+    with fake_processes(8):
+        degrees = recipe.mesh.fit(8)
+        model = build(recipe, build_mesh(degrees, device_type="cpu")).model
+        size = Sizes(recipe, degrees)
+        predicted = size.tokens * size.saved[mode != "none"]
+        assert saved_by_block(model, recipe) == pytest.approx([predicted] * recipe.model.layers)
+
+
+def saved_by_block(model: Decoder, recipe: Recipe) -> list[int]:
+    """Bytes that each block saves for its backward pass, without weights and rotations."""
+    found: list[dict[int, int]] = [{} for _ in model.blocks]
+    running: list[int | None] = [None]
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        is_rotation = tensor.dtype == torch.float32 and tensor.shape[-1:] == (recipe.model.head_width // 2,)
+        weights = map(memory_of, model.parameters())  # gathered ones, of the block that is running
+        if running[0] is not None and not is_rotation and memory_of(tensor) not in weights:
+            found[running[0]][memory_of(tensor)] = local(tensor).untyped_storage().nbytes()
+        return tensor
+
+    def says(index: int | None) -> Callable[..., None]:
+        def set_running(*_: Any) -> None:  # compiled with the block
+            running[0] = index
+
+        return set_running
+
+    for index, block in enumerate(model.blocks):
+        block.register_forward_pre_hook(says(index))
+        block.register_forward_hook(says(None))
+    tokens = torch.zeros(recipe.batch.micro_batch_size, recipe.batch.sequence_length, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        model(tokens, tokens)
+    return [sum(block.values()) for block in found]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def memory_of(tensor: Any) -> int:
+    return local(tensor).untyped_storage().data_ptr()
 
 
 def test_gathered_keys_need_a_mask_that_is_not_predicted_where_no_kernel_takes_lengths() -> None:
