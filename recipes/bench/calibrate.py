@@ -32,6 +32,7 @@ MOST_SECONDS = 1200.0
 """Of one number of processes, or of one run: more is a hang."""
 SKIPPED = 4
 """Steps of a run before those that are measured."""
+TEXT = "text.txt"
 DIFFERENT = 0.1
 """Steps that differ by more than this share are to be predicted in the right order."""
 WIDE = {
@@ -141,6 +142,9 @@ def threads(processes: int) -> int:
 def chain(file: Path, *, steps: int) -> list[Compared]:
     """Predict all runs, before any of them is started; then train them, one after the other."""
     with TemporaryDirectory() as folder:
+        # So little text that it is tokenized before the first step, and not beside the others.
+        text = "\n".join(source.read_text(encoding="utf-8") for source in sorted((ROOT / "recipes").rglob("*.py")))
+        (Path(folder) / TEXT).write_text(text, encoding="utf-8")
         rows = {name: _row(name, Path(folder), steps) for name in VARIANTS}
         predicted = {name: predicted_seconds(row.recipe, row.processes, file) for name, row in rows.items()}
         for part in ("recipes", "logs"):
@@ -168,11 +172,12 @@ def _row(name: str, folder: Path, steps: int) -> Row:
         **{"run.name": name, "run.output": str(folder), "run.device": "cpu", "run.steps": steps},
         **{"metrics.every": 1, "checkpoint.every": 0, "validation.every": 0, "validation.sample_tokens": 0},
         **{"schedule.warmup_steps": 0, "schedule.decay_steps": 0},
+        **{"data.source": str(folder / TEXT), "data.cache": str(folder / "cache"), "data.validation_fraction": 0},
         **{"batch.global_batch_size": 8, "batch.micro_batch_size": 2},
         **changes,
     }
     words = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
-    recipe = load(CONFIGS / f"{base}.toml", words, processes=processes)
+    recipe = load(CONFIGS / f"{base}.toml", words, rules=False)
     return Row(name, recipe, {}, processes, SKIPPED, MOST_SECONDS)
 
 
