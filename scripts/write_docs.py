@@ -155,20 +155,24 @@ def _memory(name: str, recipe: Recipe, hardware: Hardware, prediction: Predictio
     ]
 
 
-PLANS = {"one plan": [], "several plans": ["--processes", "64,256,1024,4096"]}
-"""Example of docs/plan.md -> its options besides those of PRICED."""
 PRICED = ["configs/llama3_70b_32x8h100.toml", "--plan", "--tokens", "15T", "--price", "2.5"]
+PLANS = {
+    "one plan": PRICED,
+    "several plans": [*PRICED, "--processes", "64,256,1024,4096"],
+    "a search": ["configs/smollm3_3b_8xh100.toml", "--plan", "--search"],
+}
+"""Example of docs/plan.md -> the arguments of train.py."""
 
 
 def with_plans(text: str) -> str:
     """The page about plans with new examples between its marks."""
-    for example, options in PLANS.items():
+    for example, arguments in PLANS.items():
         begin = f"<!-- Written by scripts/write_docs.py: {example}. -->\n"
         before, _, rest = text.partition(begin)
         _, _, after = rest.partition(END)
         assert before and after, f"{PLAN} has lost its marks"
         with TemporaryFile("w+", encoding="utf-8") as screen, redirect_stdout(screen), chdir(ROOT):
-            answer([*PRICED, *options])
+            answer(arguments)
             screen.seek(0)
             lines = [f"    {line}".rstrip() for line in screen.read().splitlines()]
         text = before + begin + "\n".join(["", *lines, "", END]) + after
