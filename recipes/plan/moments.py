@@ -241,7 +241,7 @@ def _embedding(size: Sizes) -> Pieces:
         return found
     own |= _weights(size, layers * keeps, head=keeps, buffers=0)
     before = _fuller(found, _gradients_before(size, 0) | own)
-    if size.micro_batches > 2:
+    if size.micro_batches > 2 or size.element == size.reduced:
         return before
     # The first of two micro-batches copies it to the type in which gradients are added.
     return _fuller(before, _gradients(size, layers, head=True) | own | {"new gradients": table if size.tied else parts})
