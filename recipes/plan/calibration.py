@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,6 +39,8 @@ KINDS = (
 )
 LEAST, MOST = 1e-3, 1e3
 """Factors that a run may be off its plan; more is another run or another unit."""
+PROMISED = 1.05
+"""Share of a data sheet's number that a measurement may reach."""
 SPREAD = {"record": 0.1, "run": 0.05}
 """How far a step may still be off, as a share of it: assumed, not measured."""
 
@@ -52,28 +55,42 @@ def calibrated(path: Path, gpu: Gpu | None, *, processes: int = 1) -> tuple[Gpu,
         gpu: the device to plan for; None = the file's own.
         processes: of the plan. On a CPU they share the cores.
     """
-    folder = is_folder(path)
-    text = "" if folder else _text(path)
     try:
-        if folder:
-            return _by_folder(path, gpu)
-        if path.suffix == ".jsonl":
-            return _by_run(path, text, gpu, RATES)
-        record = _record(text)
-        if record is None:
-            raise UserError(f"{path} holds no record; write {KINDS}")
-        if record.get("suite") == "calibrate":
-            return host.calibrated(record, path, gpu, processes=processes)
-        if record.get("suite") == "gpu":
-            return _by_kernels(record, path, gpu)
-        if "preflight" in record:
-            gpu = _same(record["device"], gpu, path)
-            return gpu, by_links(record["preflight"]["links"], gpu, _by(RATES, "its network's speed", path))
+        found, rates = _by_content(path, gpu, processes=processes)
+        _require_possible(found, rates, path)
+        return found, rates
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError, RecursionError) as error:
         raise UserError(f"{path} is damaged, or of another version ({error!r}); measure again") from None
+
+
+def _by_content(path: Path, gpu: Gpu | None, *, processes: int) -> tuple[Gpu, Rates]:
+    """By whatever the file is."""
+    if is_folder(path):
+        return _by_folder(path, gpu)
+    text = _text(path)
+    if path.suffix == ".jsonl":
+        return _by_run(path, text, gpu, RATES)
+    record = _record(text)
+    if record is None:
+        raise UserError(f"{path} holds no record; write {KINDS}")
+    if record.get("suite") == "calibrate":
+        return host.calibrated(record, path, gpu, processes=processes)
+    if record.get("suite") == "gpu":
+        return _by_kernels(record, path, gpu)
+    if "preflight" in record:
+        gpu = _same(record["device"], gpu, path)
+        return gpu, by_links(record["preflight"]["links"], gpu, _by(RATES, "its network's speed", path))
     if {"device", "world_size"} <= {*record}:
         raise UserError(f"{path} is of a run on one process, which measures no network; write its {METRICS}")
     raise UserError(f"{path} is of no known kind; write {KINDS}")
+
+
+def _require_possible(gpu: Gpu, rates: Rates, path: Path) -> None:
+    """Refuse what no device is."""
+    numbers = [(f"gpu.{name}", value) for name, value in vars(gpu).items()] + [*vars(rates).items()]
+    wrong = [name for name, value in numbers if isinstance(value, float) and not (isfinite(value) and value >= 0)]
+    if wrong:
+        raise UserError(f"{path} holds times that cannot be ({', '.join(wrong)}); measure again")
 
 
 def _text(path: Path) -> str:
@@ -139,11 +156,16 @@ def _by_kernels(record: Json, path: Path, gpu: Gpu | None) -> tuple[Gpu, Rates]:
         for measured in row.get("measurements", []):
             if "seconds" in measured:  # else it failed
                 found.setdefault(measured["operation"], []).append(measured)
+    if any(measured["seconds"] <= 0 for rows in found.values() for measured in rows):
+        raise UserError(f"{path} holds times of 0 or less; measure again")
     if not found:
         raise UserError(f"{path} has no kernels that were measured; run bench.py --suite gpu again, with --retry")
     rates = RATES
     for measure in (_moved, _products, _attention, _loss):  # in this order: each takes what is known already
         rates = measure(found, gpu, rates)
+    shares = (SHARES[gpu.family], "flash", "cudnn", "moved")
+    if beyond := [name for name in shares if getattr(rates, name) > PROMISED]:
+        raise UserError(f"{path}: {', '.join(beyond)} beyond what is promised of {gpu.name}; is it of another device?")
     done = ", ".join(name for name in ("product", "attention", "copy", "cast", "optimizer", "loss") if name in found)
     return gpu, _by(rates, f"its kernels: {done}", path, spread=SPREAD["record"])
 
@@ -217,7 +239,7 @@ def _loss(found: dict[str, list[Json]], gpu: Gpu, rates: Rates) -> Rates:
 def _scaled(rates: Rates, field: str, predicted: Callable[[Rates], float], measured: float) -> Rates:
     """The rates with a field, a share of a peak, at which the predicted seconds are the measured ones."""
     for _ in range(20):  # not all of the seconds are inversely proportional to it: products may wait for memory
-        rates = replace(rates, **{field: min(1.0, getattr(rates, field) * predicted(rates) / measured)})
+        rates = replace(rates, **{field: getattr(rates, field) * predicted(rates) / measured})
     return rates
 
 
@@ -255,7 +277,7 @@ def by_links(links: list[Json], gpu: Gpu, rates: Rates) -> Rates:
 def _by_run(path: Path, text: str, gpu: Gpu | None, rates: Rates) -> tuple[Gpu, Rates]:
     """One factor on all that computes: a run's steps cannot tell its parts apart."""
     rows = [json.loads(line) for line in text.splitlines() if line.endswith("}")]  # the last one may be cut off
-    seconds = [row["step_seconds"] for row in rows if "step_seconds" in row][SKIPPED:]
+    seconds = [row["step_seconds"] for row in rows if row.get("step_seconds")][SKIPPED:]
     if not seconds:
         raise UserError(f"{path}: needs more than {SKIPPED} logged steps; run 20 steps with --metrics.every 1")
     if missing := [name for name in (RECIPE, ENVIRONMENT) if not (path.parent / name).is_file()]:

@@ -35,8 +35,8 @@ def calibrated(record: dict[str, Any], path: Path, gpu: Gpu | None, *, processes
     known = record["processes"]
     if str(processes) not in known:
         raise UserError(
-            f"{path} was measured with {listed(known)} processes, not with {processes}, who share the"
-            f" cores otherwise; run bench.py --suite calibrate --processes {processes}"
+            f"{path} was measured with {listed(known)} processes, not with {processes}: they"
+            f" share the cores; run bench.py --suite calibrate --processes {processes}"
         )
     found, about = known[str(processes)], record["environment"]
     rates = replace(

@@ -182,6 +182,25 @@ def test_half_a_record_of_a_cpu_is_refused(tmp_path: Path) -> None:
         calibrated(written(tmp_path, {"suite": "calibrate", "processes": {"1": {}}}), None)
 
 
+@pytest.mark.parametrize(
+    ("factor", "expected"), [(-1.0, "times of 0 or less"), (0.1, "products beyond what is promised")]
+)
+def test_impossible_times_are_refused(tmp_path: Path, factor: float, expected: str) -> None:
+    record = kernels(RATES)
+    for row in record["rows"]["all"]["measurements"]:
+        if row["operation"] == "product" and "seconds" in row:
+            row["seconds"] *= factor
+    with pytest.raises(UserError, match=expected):
+        calibrated(written(tmp_path, record), None)
+
+
+def test_messages_without_a_time_are_refused(tmp_path: Path) -> None:
+    found = link("shard", 8, 1, RATES)
+    found["all_gather"] = found["reduce_scatter"] = [[2**20, float("nan")], [2**26, 1e-3]]
+    with pytest.raises(UserError, match="times that cannot be"):
+        calibrated(written(tmp_path, environment(found)), H100)
+
+
 def test_missing_or_binary_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         calibrated(tmp_path / "missing.json", None)
