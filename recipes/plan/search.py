@@ -14,13 +14,23 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from parallel.config import MeshDegrees
-from parallel.errors import UserError
+from parallel.errors import UserError, listed
 from recipes.plan.found import Found, Point, as_keys
 from recipes.plan.hardware import Gpu
 from recipes.plan.memory import FULL, peak
 from recipes.plan.plan import Plan, plan
 from recipes.plan.rates import Rates
-from recipes.plan.search_space import Layout, Space, changes, number_of_changes, numerics_of, tuned
+from recipes.plan.search_space import (
+    BATCH,
+    SEARCHED,
+    SEQUENCE,
+    Layout,
+    Space,
+    changes,
+    number_of_changes,
+    numerics_of,
+    tuned,
+)
 from recipes.plan.sizes import Sizes
 from recipes.plan.time import step_time
 from recipes.schema import Recipe
@@ -109,7 +119,7 @@ def search(
         nearly=whole.nearly,
         least=whole.least,
         front=tuple(whole.front),
-        remedies=() if best else tuple(remedies(whole)),
+        remedies=() if best else tuple(what_would_fit(whole)),
     )
 
 
@@ -246,12 +256,15 @@ class Search:
 def _refusal(whole: Search) -> UserError:
     """No mesh can run the recipe."""
     why = ", ".join(f"{reason} ({count})" for reason, count in whole.refused.most_common())
-    processes = f"{whole.space.processes:,}"
-    return UserError(
-        f"--search: no mesh of {processes} processes can run this recipe; of those tried: {why}"
-        f"; write a batch.global_batch_size that is a multiple of {processes}, change --processes, or fix fewer fields"
-        " on the command line"
-    )
+    processes, fixed = f"{whole.space.processes:,}", [key for key in SEARCHED if key in whole.space.fixed]
+    remedies = [
+        *[f"write a batch.global_batch_size that is a multiple of {processes}"] * (BATCH in whole.refused),
+        *["write another batch.sequence_length"] * (SEQUENCE in whole.refused),
+        *[f"do not fix {' and '.join(fixed)}"] * bool(fixed),
+        "change --processes",
+    ]
+    tried = f"no mesh of {processes} processes can run this recipe; of those tried: {why}"
+    return UserError(f"--search: {tried}; {listed(remedies, last='or')}")
 
 
 def kind_of(recipe: Recipe, degrees: MeshDegrees) -> Kind:
@@ -279,7 +292,7 @@ def _thinned(front: list[Point], grain: float) -> list[Point]:
     return found
 
 
-def remedies(whole: Search) -> Iterator[str]:
+def what_would_fit(whole: Search) -> Iterator[str]:
     """What would make a recipe fit that does not fit at all."""
     space, least = whole.space, whole.least
     assert least is not None

@@ -32,11 +32,13 @@ SEARCHED = (
 """Fields."""
 CHUNKS = (1, 2, 4, 8, 16)
 PREFETCH = (1, 2, 3)
+BATCH, SEQUENCE = "the batch does not divide", "the sequence does not divide"
 REASONS = {
-    "batch.global_batch_size": "the batch does not divide",
-    "batch.sequence_length": "the sequence does not divide",
+    "batch.global_batch_size": BATCH,
+    "batch.sequence_length": SEQUENCE,
     "mesh.tensor": "the model's matrices do not divide",
     "mesh.context": "the heads do not divide",
+    **dict.fromkeys(("mesh", "mesh.shard", "mesh.replicate"), "the degrees do not fit the processes"),
 }
 """Key of a broken rule -> what is wrong with the mesh, in a few words."""
 
@@ -81,8 +83,9 @@ class Space:
                     float8, gather_activations=False
                 )  # tensor groups gather them; the numbers are the same
             one = replace(self.recipe, mesh=mesh, float8=float8)
-            refused = self.refusal(self._with_micro_batch(one, 1))
-            if refused and "batch.micro_batch_size" not in self.fixed:
+            size_is_free = "batch.micro_batch_size" not in self.fixed
+            refused = self.refusal(self._with_micro_batch(one, 1) if size_is_free else one)
+            if refused and not (size_is_free and refused == SEQUENCE):  # more rows may divide
                 yield refused
                 continue
             degrees = fitted_mesh(mesh, self.processes, self.nodes)

@@ -243,6 +243,19 @@ def test_a_batch_that_no_mesh_divides_is_refused() -> None:
         found_for(recipe, 7, 1, GPUS["H100"])
 
 
+def test_a_mesh_on_the_command_line_that_does_not_fit_is_refused() -> None:
+    recipe = load(DEBUG, ["--mesh.shard=8", "--mesh.replicate=-1"])
+    expected = r"the degrees do not fit the processes \(.*; do not fix mesh.shard and batch.micro_batch_size or change"
+    with pytest.raises(UserError, match=expected):
+        found_for(recipe, 4, 1, GPUS["H100"], "mesh.shard", "batch.micro_batch_size")
+
+
+def test_float8_finds_micro_batches_that_make_short_sequences_divide() -> None:
+    changes = ["--float8.recipe=tensorwise", "--batch.sequence_length=248", "--batch.micro_batch_size=2"]
+    found = found_for(load(DEBUG, changes), 2, 1, GPUS["H100"])  # float8 needs multiples of 16 tokens
+    assert found.best is not None and found.best.recipe.batch.micro_batch_size % 2 == 0
+
+
 def test_nodes_that_cannot_be_alike_are_refused() -> None:
     with pytest.raises(UserError, match="12 processes cannot be divided equally among 5 nodes"):
         found_for(load(DEBUG), 12, 5, GPUS["H100"])
