@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from textwrap import wrap
 
 from recipes.mesh_rules import micro_batches
+from recipes.plan.hints import hint
 from recipes.plan.plan import DAY, MESSAGES, Cost, Plan
 from recipes.plan.scaling import Size
 from recipes.plan.world import World
@@ -19,7 +20,6 @@ SMALLEST = 0.005
 BAR = 30
 """Characters of a bar for the whole."""
 OTHERS = "others"
-SEARCH = "next: --plan --search looks for a faster recipe that fits"
 
 
 @dataclass(frozen=True)
@@ -46,20 +46,21 @@ def screen(plan: Plan, world: World, money: Money, *, mark: str = "#") -> list[s
         "",
         *_messages(plan),
     ]
-    left = LINES - len(above) - len(["head of memory", "", "next"])
-    return [*above, *_memory(plan, mark, rows=min(ROWS, left)), "", _next(plan)]
+    below = wrap(f"next: {hint(plan, world)}", COLUMNS, subsequent_indent=" " * 8)
+    left = LINES - len(above) - len(["head of memory", ""]) - len(below)
+    return [*above, *_memory(plan, mark, rows=min(ROWS, left)), "", *below]
 
 
 def about(recipe: Recipe, world: World, *, number: str = "") -> list[str]:
     """What is planned, on what, and how sure its times are. number: of GPUs, if it is not that of the world."""
-    by = f"calibrated {world.rates.calibrated}" if world.rates.calibrated else "not calibrated"
+    by = f"calibrated {world.rates.calibrated}" if world.rates.calibrated else "not calibrated (--calibrated-by FILE)"
     nodes = "1 node" if world.nodes == 1 else f"{world.nodes:,} nodes"
     lines = [
         f"{recipe.run.name}: {recipe.model.name}, {counted(recipe.model.num_params())} parameters; all predicted",
         "",
         f"device  {world.gpu.name} with {world.gpu.memory / 1e9:.1f} GB ({world.kind_from})",
         number or f"number  {world.processes:,} in {nodes} ({world.number_from})",
-        f"rates   {by}; ranges are {world.rates.spread:.0%} to both sides (docs/plan.md)",
+        f"rates   {by}; ranges are {world.rates.spread:.0%} to both sides",
     ]
     return [part for line in lines for part in wrap(line, COLUMNS, subsequent_indent=" " * 8) or [""]]
 
@@ -153,12 +154,6 @@ def _largest(pieces: dict[str, float], rows: int) -> dict[str, float]:
     shown = {name: amount for amount, name in kept}
     rest = sum(amount for amount, name in ordered if name not in shown)
     return {**shown, OTHERS: rest} if rest else shown
-
-
-def _next(plan: Plan) -> str:
-    if not plan.fits:
-        return "next: --plan --search looks for the fastest recipe that fits; more GPUs: --processes N"
-    return SEARCH if plan.time.calibrated else f"{SEARCH}; --calibrated-by FILE narrows the range"
 
 
 HEADS = {"GPUs": 7, "batch": 8, "micro": 6, "tokens/s/GPU": 13, "step": 9, "waits": 7, "GB": 9, "time": 12}

@@ -39,7 +39,7 @@ def test_a_plan_with_messages_on_every_axis_stays_on_one_screen() -> None:
         for place in ("inside", "between")
     ]
     computing = {f"piece {index}": 1.0 for index in range(12)}
-    time = StepTime(1000, {**computing, **dict.fromkeys(axes, 0.5)}, dict.fromkeys(axes, 2.0), 0.2)
+    time = StepTime(131_072, {**computing, **dict.fromkeys(axes, 0.5)}, dict.fromkeys(axes, 2.0), 0.2)
     found = lines(planned(time))
     assert len(found) <= 40 and max(map(len, found)) <= 100
 
