@@ -2,7 +2,8 @@
 
 NCCL sends along rings: each byte crosses every link once, each of n - 1 steps has its latency. Inside a node a ring
 uses NVLink. A ring through several nodes enters and leaves each of them by the adapters of all its members there, and
-is as fast as the slower of the two.
+is as fast as the slower of the two. Where each exchanges parts with each, as context groups exchange tokens for heads,
+what goes to other nodes leaves by a process's own adapter.
 
 FSDP gathers a block's weights while the block before it computes, and reduces gradients while the next one does. The
 first gather and the last reduction have nothing to hide behind. On ZeRO-3 both share the backward pass.
@@ -64,11 +65,16 @@ class Group:
     @cached_property
     def rate(self) -> float:
         """Bytes per second of the slowest link of a ring."""
+        if self.nodes > 1:
+            return min(self.inside, self.in_node * self.rates.network * self.gpu.network)
+        return self.inside
+
+    @cached_property
+    def inside(self) -> float:
+        """Bytes per second between members of one node."""
         rate = self.rates.link * self.gpu.link
         if not self.gpu.switched:
             rate *= (self.in_node - 1) / (self.gpu.per_node - 1) if self.in_node > 1 else 1.0
-        if self.nodes > 1:
-            rate = min(rate, self.in_node * self.rates.network * self.gpu.network)
         return rate
 
     @cached_property
@@ -78,8 +84,16 @@ class Group:
         return self.rates.collective + (self.size - self.nodes) * self.rates.hop + crossings * self.rates.node_hop
 
     def ring(self, amount: float) -> float:
-        """Seconds to gather so many bytes in all members, or to scatter their sum; also to exchange as many."""
+        """Seconds to gather so many bytes in all members, or to scatter their sum."""
         return self.latency + amount * (self.size - 1) / self.size / self.rate if self.size > 1 else 0.0
+
+    def exchange(self, amount: float) -> float:
+        """Seconds in which each member sends a part of so many bytes to each: to other nodes by its own adapter."""
+        if self.size == 1:
+            return 0.0
+        part = amount / self.size
+        outside = part * (self.size - self.in_node) / (self.rates.network * self.gpu.network)
+        return self.latency + max(part * (self.in_node - 1) / self.inside, outside)
 
     def sum(self, amount: float) -> float:
         """Seconds to sum so many bytes in all members: a scatter and a gather, along trees of nodes."""
@@ -119,7 +133,9 @@ def _inside_blocks(work: Work, gpu: Gpu, rates: Rates, *, scatters: int) -> Seco
         group = Group("context", work.context, work.tensor, gpu, rates)
         query, key = work.query / work.tensor, work.key / work.tensor
         if work.context_by == "heads":
-            found[group.name] = 2 * group.ring(work.tokens * (query + key) * work.element)
+            heads = work.key // (work.tensor * work.head_width)
+            copies = work.context // math.gcd(work.context, heads)  # of keys and values, so that each process has some
+            found[group.name] = 2 * group.exchange(work.tokens * (query + copies * key) * work.element)
         else:
             found[group.name] = group.ring(work.tokens * work.context * 2 * key * work.element)
     return found

@@ -52,6 +52,14 @@ def test_a_sum_sends_twice_what_a_gather_does() -> None:
     assert group(8).sum(64 * GIB) == pytest.approx(2 * group(8).ring(64 * GIB), rel=0.01)
 
 
+def test_an_exchange_between_nodes_leaves_by_the_own_adapter_of_each_process() -> None:
+    inside, across = group(8), group(16)
+    assert inside.exchange(64 * GIB) == pytest.approx(inside.ring(64 * GIB))
+    assert across.exchange(64 * GIB) - across.latency == pytest.approx(64 * GIB * 8 / 16 / ADAPTER)
+    assert across.exchange(64 * GIB) > 4 * across.ring(64 * GIB)
+    assert group(1).exchange(GIB) == 0
+
+
 def test_what_is_hidden_and_what_is_not_add_up() -> None:
     found = Messages()
     found.add({"a": 3.0, "b": 1.0}, hiding=2.0, times=10)
