@@ -165,8 +165,8 @@ class Space:
                 if own.blocks == "all" or "activation_checkpointing.blocks" not in self.fixed:
                     found.append([ActivationCheckpointingConfig()])
                 continue
-            most_of_few = [(layers - 1) // 2] if layers > 2 else []
-            blocks = self._values("activation_checkpointing.blocks", (*SHARES, *most_of_few))
+            halves = [count for count in ((layers - 1) // 2, -(-layers // 2)) if count]  # most of few, fewest of many
+            blocks = self._values("activation_checkpointing.blocks", (*SHARES, *halves))
             shares = [replace(own, mode=mode, blocks=share) for share in (own.blocks, *blocks)]
             by_count = {len(share.recomputed(layers)): share for share in reversed(shares)}  # the recipe's own wins
             few, many = (

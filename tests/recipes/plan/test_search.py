@@ -15,6 +15,7 @@ from recipes.fields import value_of
 from recipes.load import load, to_toml
 from recipes.plan.found import Found, write
 from recipes.plan.hardware import GPUS, Gpu
+from recipes.plan.memory import FULL, peak
 from recipes.plan.plan import Plan, plan
 from recipes.plan.rates import RATES
 from recipes.plan.search import GRAIN, KINDS, SLOWEST, TIE, kind_of, search
@@ -141,6 +142,17 @@ def test_no_more_blocks_recompute_than_must() -> None:
             found.best.recipe, activation_checkpointing={"blocks": blocks - 1}, batch={"loss_chunks": chunks}
         )
         assert not plan(fewer, found.best.degrees, gpu=gpu, rates=RATES).fits
+
+
+def test_of_an_odd_number_of_blocks_just_over_half_can_recompute() -> None:
+    recipe = load(SMOLLM, ["--model.layers=9", "--activation_checkpointing.mode=full"], rules=False)
+    fixed = ("mesh.tensor", "mesh.context", "batch.micro_batch_size", "activation_checkpointing.mode")
+    recipe = change(recipe, activation_checkpointing={"blocks": "all"}, batch={"loss_chunks": 16})
+    degrees = recipe.mesh.fit(8)
+    needs = [peak(change(recipe, activation_checkpointing={"blocks": count}), degrees) for count in (4, 5)]
+    assert needs[0] > needs[1]
+    found = found_for(recipe, 8, 1, gpu_with((needs[1] + 1) / FULL / 1e9), "fsdp.reshard_after_forward", *fixed)
+    assert found.best is not None and len(found.best.recipe.activation_checkpointing.recomputed(9)) == 5
 
 
 def test_the_front_only_gets_slower_and_leaner() -> None:
