@@ -150,7 +150,7 @@ def _fully_sharded(work: Work, gpu: Gpu, rates: Rates, found: Messages, *, forwa
     parts = work.tensor * work.pipeline
     block, layers = work.block_params / work.tensor, work.layers / work.pipeline
     table = work.vocabulary * work.width / parts
-    element = 1 if work.float8_weights else work.element
+    element = work.gathered
 
     def reduction(params: float) -> Seconds:
         sums = {shard.name: shard.ring(work.reduced * params)} if shard.size > 1 else {}

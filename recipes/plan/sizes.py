@@ -7,6 +7,7 @@ from math import gcd
 
 from models.activations import Kept, Widths, at_swiglu_per_token, saved_per_token
 from parallel.config import MeshDegrees
+from recipes.plan.work import not_float8
 from recipes.schema import Recipe
 
 Pieces = dict[str, int]
@@ -126,7 +127,7 @@ class Sizes:
     @cached_property
     def gathered_block(self) -> int:
         """Bytes of a block's weights as they arrive."""
-        if self.recipe.float8.all_gather:
+        if self.recipe.float8.all_gather and not not_float8(self.recipe.float8):  # else at most as without
             norms = 2 * self.recipe.model.width
             return self.block.whole - norms + self.gathered * norms
         return self.gathered * self.block.whole
@@ -153,7 +154,7 @@ class Sizes:
         """How a block runs that does not recompute, and one that does."""
         recipe = self.recipe
         plain = Kept(
-            float8=recipe.float8.recipe != "none",
+            float8=recipe.float8.recipe != "none" and not not_float8(recipe.float8),  # else at most as without
             compiled=recipe.compile.enabled,
             exchanged=self.degrees.context > 1,
             element=self.element,

@@ -23,7 +23,7 @@ from parallel.errors import UserError
 from recipes.plan.hardware import Gpu
 from recipes.plan.messages import Messages, messages_of
 from recipes.plan.rates import RATES, Rates
-from recipes.plan.work import Recompute, Work, moved_bytes, work_of
+from recipes.plan.work import LINEARS, Recompute, Work, moved_bytes, work_of
 from recipes.schema import Recipe
 
 BACKWARD = 2.5
@@ -239,7 +239,7 @@ def _linears(work: Work, gpu: Gpu, rates: Rates) -> tuple[float, float, float]:
     """Seconds of all linears of one layer: forward, backward, and of the last one forward."""
     return _linears_of(
         *(work.tokens, work.width, work.query / work.tensor, work.key / work.tensor, work.inner / work.tensor),
-        *(work.gated, work.float8, work.element, gpu, rates),
+        *(work.gated, work.float8, work.not_float8, work.element, gpu, rates),
     )
 
 
@@ -252,15 +252,18 @@ def _linears_of(
     inner: float,
     gated: bool,
     float8: str,
+    not_float8: frozenset[str],
     element: int,
     gpu: Gpu,
     rates: Rates,
 ) -> tuple[float, float, float]:
-    low = float8.removesuffix("_with_gw_hp")
-    low_weights = "none" if low != float8 else float8
     forward = backward = last = 0.0
-    up = [(inner, width)] * (2 if gated else 1)
-    for columns, depth in ((query, width), (key, width), (key, width), (width, query), *up, (width, inner)):
+    shapes = (query, width), (key, width), (key, width), (width, query), (inner, width), (inner, width), (width, inner)
+    for name, (columns, depth) in zip(LINEARS, shapes, strict=True):
+        if name == "gate_proj" and not gated:
+            continue
+        low = "none" if name in not_float8 else float8.removesuffix("_with_gw_hp")
+        low_weights = "none" if low != float8 else float8
         last = product_seconds(tokens, columns, depth, gpu=gpu, rates=rates, element=element, float8=low)
         forward += last
         backward += product_seconds(tokens, depth, columns, gpu=gpu, rates=rates, element=element, float8=low)
@@ -278,7 +281,12 @@ def _head(work: Work, gpu: Gpu, rates: Rates) -> _Head:
     """The output projection and the loss of one micro-batch."""
     tokens, vocabulary = work.tokens, work.vocabulary / work.tensor
     shapes = ((tokens, vocabulary, work.width), (tokens, work.width, vocabulary), (vocabulary, work.width, tokens))
-    products = sum(product_seconds(*shape, gpu=gpu, rates=rates, element=work.element) for shape in shapes)
+    low = work.float8.removesuffix("_with_gw_hp") if work.float8_head else "none"
+    low_weights = "none" if low != work.float8 else low
+    products = sum(
+        product_seconds(*shape, gpu=gpu, rates=rates, element=work.element, float8=float8)
+        for shape, float8 in zip(shapes, (low, low, low_weights), strict=True)
+    )
     if work.compiled_loss:
         per_logit = rates.loss_compiled * work.element / 2
     else:

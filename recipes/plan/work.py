@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from parallel.config import ActivationCheckpointingConfig, MeshDegrees
+from parallel.config import ActivationCheckpointingConfig, Float8Config, MeshDegrees
 from recipes.schema import Recipe
 
 Kernel = Literal["flash", "flash3", "cudnn", "triton", "math"]
@@ -18,6 +18,11 @@ Recompute = Literal["none", "selective", "full", "every second product"]
 Casts = Literal["torchao", "te, each", "te, delayed", "te, current"]
 """torchao, in eager operators or in generated code; or Transformer Engine: each linear by itself, or fused with the
 kernels before it, with scales from steps before (delayed) or from a look at the tensor (current)."""
+
+
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Of a block."""
+PARTS = {"blocks": LINEARS, "attention": LINEARS[:4], "feed_forward": LINEARS[4:]}
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,9 @@ class Work:
     element: int = 2
     """Bytes of an element of activations."""
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
+    not_float8: frozenset[str] = frozenset()
+    """Those of LINEARS that are not, all the same."""
+    float8_head: bool = False
     float8_weights: bool = False
     """Weights are gathered in float8."""
     float8_activations: bool = False
@@ -97,6 +105,15 @@ class Work:
         return self.micro_batches * self.tokens / (self.tensor * self.pipeline)
 
     @property
+    def gathered(self) -> float:
+        """Bytes of an element of a block's gathered weights, on average."""
+        if not self.float8_weights:
+            return self.element
+        query, key, inner = self.query, self.key, self.inner
+        widths = dict(zip(LINEARS, (query, key, key, query, inner, inner, inner), strict=True))
+        return 1 + (self.element - 1) * self.width * sum(widths[name] for name in self.not_float8) / self.block_params
+
+    @property
     def block_params(self) -> int:
         """Matrix parameters of one layer, whole."""
         return self.width * (2 * self.query + 2 * self.key + (3 if self.gated else 2) * self.inner)
@@ -124,6 +141,8 @@ def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8) -> Work:
         context_by=recipe.mesh.context_by,
         element=2 if fsdp.param_dtype == "bfloat16" else 4,
         float8="none" if recipe.float8.emulate else recipe.float8.recipe,
+        not_float8=not_float8(recipe.float8),
+        float8_head=not model.tied_embeddings and "lm_head" not in recipe.float8.exclude,
         float8_weights=recipe.float8.all_gather,
         float8_activations=recipe.float8.gather_activations,
         reduced=2 if fsdp.reduce_dtype == "bfloat16" else 4,
@@ -139,6 +158,11 @@ def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8) -> Work:
         overlap_tensor=recipe.mesh.overlap_tensor,
         per_node=per_node,
     )
+
+
+def not_float8(config: Float8Config) -> frozenset[str]:
+    """The linears that it excludes in every block; in single blocks, by their number, is left out."""
+    return frozenset(name for part in config.exclude for name in PARTS.get(part, (part,)) if name in LINEARS)
 
 
 @lru_cache

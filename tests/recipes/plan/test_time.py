@@ -200,3 +200,25 @@ def test_calibrated_rates_say_so_and_bring_their_own_range() -> None:
     found = step_time(recipe(), ONE, gpu=H200, rates=replace(RATES, calibrated="a run", spread=0.05))
     assert (found.calibrated, found.spread) == ("a run", 0.05)
     assert (step().calibrated, step().spread) == ("", RATES.spread)
+
+
+def test_linears_that_are_excluded_from_float8_are_no_faster() -> None:
+    plain, whole = step(), step("--float8.recipe", "tensorwise")
+    attention, one = (
+        step("--float8.recipe", "tensorwise", "--float8.exclude", "lm_head", x) for x in ("attention", "k_proj")
+    )
+    assert whole.seconds["products"] < one.seconds["products"] < attention.seconds["products"]
+    assert attention.seconds["products"] < plain.seconds["products"]
+    everything = step("--float8.recipe", "tensorwise", "--float8.exclude", "attention", "feed_forward")
+    assert everything.seconds["products"] == plain.seconds["products"]
+
+
+def test_an_untied_head_that_is_not_excluded_is_in_float8() -> None:
+    untied = ("--model.tied_embeddings", "false", "--float8.recipe", "tensorwise", "--float8.exclude")
+    assert step(*untied, "k_proj").seconds["output projection"] < step(*untied, "lm_head").seconds["output projection"]
+
+
+def test_excluded_linears_are_gathered_in_bfloat16() -> None:
+    gathered = ("--float8.recipe", "tensorwise", "--float8.all_gather", "true", "--float8.exclude", "lm_head")
+    few, many = (work_of(recipe(*gathered, *names), MeshDegrees(1, 8)) for names in ((), ("attention", "feed_forward")))
+    assert (few.gathered, many.gathered) == (1, 2)
