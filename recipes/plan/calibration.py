@@ -18,9 +18,8 @@ from parallel.errors import UserError
 from recipes.files.layout import ENVIRONMENT, METRICS, RECIPE
 from recipes.files.reading import is_folder, read_text
 from recipes.load import load
-from recipes.metrics.hardware import bf16_peak
 from recipes.plan import host
-from recipes.plan.hardware import GPUS, Gpu
+from recipes.plan.hardware import Gpu, gpu_of
 from recipes.plan.messages import Group
 from recipes.plan.rates import RATES, Rates
 from recipes.plan.time import attention_seconds, product_seconds, step_time
@@ -131,14 +130,6 @@ def _same(device: str, gpu: Gpu | None, path: Path) -> Gpu:
             f"{path} was measured on {device}, not on {gpu.name}; write --gpu {found.name}, or another file"
         )
     return gpu or found
-
-
-def gpu_of(device: str) -> Gpu | None:
-    """The GPU that torch calls so."""
-    for gpu in GPUS.values():
-        if gpu.name in device and bf16_peak(device) == gpu.bf16_peak:
-            return GPUS["A100-40"] if "40GB" in device else gpu
-    return None
 
 
 def _by(rates: Rates, what: str, path: Path, *, spread: float | None = None) -> Rates:

@@ -85,12 +85,18 @@ GPUS = {
 """By name."""
 
 
+def gpu_of(device: str) -> Gpu | None:
+    """The one that torch or a driver names so, as in "NVIDIA A100-SXM4-80GB"; None for any other, or a part of one."""
+    found = re.search(r"\b(H100|H200|B200|A100)\b(?!.*\b(PCIe|NVL|MIG)\b)", device, re.IGNORECASE)
+    return GPUS["A100-40" if "40GB" in device else found[1].upper()] if found else None
+
+
 def gpu_of_device(name: str) -> Gpu:
-    """The one that torch or a driver names so, as in "NVIDIA A100-SXM4-80GB". Raises UserError for another."""
-    found = re.search(r"\b(H100|H200|B200|A100)\b(?! (PCIe|NVL)|-PCIE)", name)
+    """The same; raises UserError for a device that is not known."""
+    found = gpu_of(name)
     if found is None:
         raise UserError(f"{name}: its rates are not known; the model knows {listed(list(GPUS))}")
-    return GPUS["A100-40" if "40GB" in name else found[1]]
+    return found
 
 
 def gpu_named(name: str) -> Gpu:

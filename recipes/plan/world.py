@@ -13,8 +13,8 @@ from parallel.config import MeshDegrees
 from parallel.errors import UserError
 from recipes.fields import one_line
 from recipes.mesh_rules import fitted_mesh
-from recipes.metrics.hardware import bf16_peak, hardware_of
-from recipes.plan.hardware import GPUS, Gpu, gpu_named
+from recipes.metrics.hardware import hardware_of
+from recipes.plan.hardware import GPUS, Gpu, gpu_named, gpu_of
 from recipes.plan.rates import RATES, Rates
 from recipes.schema import Recipe
 
@@ -109,11 +109,9 @@ def _device(recipe: Recipe, asked: Asked, *, processes: int) -> tuple[Gpu, Rates
 
 def known(device: str, memory: int) -> Gpu | None:
     """The GPU with this name, as its driver says it, and about as many bytes; None if it is none of GPUS."""
-    if "PCIe" in device:  # without the links between GPUs that the others have
-        return None
+    named = gpu_of(device)
     for gpu in GPUS.values():
-        words = re.escape(gpu.name.partition("-")[0])
-        same = re.search(rf"\b{words}\b", device) and bf16_peak(device) == gpu.bf16_peak
+        same = named is not None and gpu.name.partition("-")[0] == named.name.partition("-")[0]
         if same and abs(memory - gpu.memory) <= LIKE * gpu.memory:
             return gpu
     return None

@@ -8,7 +8,8 @@ from typing import Any
 from parallel.config import MeshDegrees
 from parallel.errors import UserError
 from recipes.fields import toml
-from recipes.plan.calibration import calibrated, gpu_of
+from recipes.plan.calibration import calibrated
+from recipes.plan.hardware import gpu_of
 from recipes.plan.rates import RATES
 from recipes.plan.time import step_time
 from recipes.schema import Recipe

@@ -10,7 +10,7 @@ import pytest
 from parallel.errors import UserError
 from recipes.files.layout import ENVIRONMENT, METRICS, RECIPE
 from recipes.load import CONFIGS, load, to_toml
-from recipes.plan.calibration import calibrated, gpu_of, slowed
+from recipes.plan.calibration import calibrated, slowed
 from recipes.plan.hardware import GPUS
 from recipes.plan.messages import Group
 from recipes.plan.rates import RATES, Rates
@@ -135,21 +135,6 @@ def test_folder_of_a_run_gives_its_network_and_its_speed(tmp_path: Path) -> None
     run_of(tmp_path, [measured] * 20, preflight={"nodes": 1, "links": [link("shard", 8, 1, true)]})
     _, rates = calibrated(tmp_path, None)
     assert rates.link == pytest.approx(0.5, rel=1e-3) and "1.20 times" in rates.calibrated
-
-
-def test_devices_are_known_by_the_names_that_torch_has_for_them() -> None:
-    names = {
-        "NVIDIA H100 80GB HBM3": "H100",
-        "NVIDIA H200": "H200",
-        "NVIDIA A100-SXM4-40GB": "A100-40",
-        "NVIDIA A100-SXM4-80GB": "A100",
-        "NVIDIA B200": "B200",
-        "NVIDIA H100 PCIe": None,
-        "NVIDIA GeForce RTX 4090": None,
-        "cpu": None,
-    }
-    found = {name: gpu_of(name) for name in names}
-    assert {name: gpu and gpu.name for name, gpu in found.items()} == names
 
 
 BAD = {

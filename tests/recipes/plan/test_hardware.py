@@ -21,7 +21,18 @@ def test_devices_are_known_by_the_name_that_torch_gives(device: str, name: str) 
 
 
 @pytest.mark.parametrize(
-    "device", ["cpu", "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA GH200", "NVIDIA A100-PCIE-40GB"]
+    "device",
+    [
+        *(
+            "cpu",
+            "NVIDIA GeForce RTX 4090",
+            "NVIDIA H100 PCIe",
+            "NVIDIA H100 NVL",
+            "NVIDIA GH200 480GB",
+            "NVIDIA GB200",
+        ),
+        *("NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe", "NVIDIA H100 80GB HBM3 MIG 3g.40gb"),
+    ],
 )
 def test_devices_with_other_rates_are_refused(device: str) -> None:
     with pytest.raises(UserError, match="its rates are not known"):

@@ -73,6 +73,7 @@ def test_an_unknown_gpu_of_this_machine_is_named(monkeypatch: pytest.MonkeyPatch
         ("NVIDIA B200", 183_359, "B200"),
         ("NVIDIA H100 PCIe", 81_559, None),
         ("NVIDIA H100 NVL", 95_830, None),
+        ("NVIDIA A100-PCIE-40GB", 40_960, None),
         ("NVIDIA GB200", 189_471, None),
         ("NVIDIA GH200 480GB", 97_871, None),
         ("Tesla V100-SXM2-32GB", 32_768, None),
