@@ -15,8 +15,6 @@ CUDA, NCCL = 700_000_000, 900_000_000
 """Bytes of a process outside of torch's allocator: its context, and its communicators. Assumed, not measured."""
 FULL = 0.94
 """The share of a device's memory that a recipe may be predicted to use: fragmentation is not predicted."""
-
-
 NOT_COUNTED = (
     f"fragmentation; assumed: {CUDA / 1e9:g} GB for CUDA and, with several processes, {NCCL / 1e9:g} GB for NCCL"
 )
