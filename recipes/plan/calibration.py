@@ -248,6 +248,8 @@ def by_links(links: list[Json], gpu: Gpu, rates: Rates) -> Rates:
         rates_of = []
         for name in ("all_gather", "reduce_scatter"):
             (less, sooner), (more, later) = link[name]
+            if not (sooner > 0 and later > 0):
+                raise ValueError("messages that took no time")
             speed = share * (more - less) / (later - sooner) if later > sooner else share * more / later
             rates_of.append((speed, max(0.0, sooner - share * less / speed)))
         speed, latency = (sum(values) / len(values) for values in zip(*rates_of, strict=True))
