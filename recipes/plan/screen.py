@@ -6,6 +6,7 @@ from textwrap import wrap
 
 from recipes.mesh_rules import micro_batches
 from recipes.plan.hints import hint
+from recipes.plan.memory import FULL
 from recipes.plan.plan import DAY, MESSAGES, Cost, Plan
 from recipes.plan.scaling import Size
 from recipes.plan.world import World
@@ -107,9 +108,7 @@ def costs(plan: Plan, money: Money) -> list[str]:
 
 def _verdict(plan: Plan) -> str:
     share = plan.memory.peak / plan.gpu.memory
-    if plan.fits:
-        return f"fits ({share:.0%})"
-    return f"DOES NOT FIT ({share:.0%}, fragmentation needs some)" if share <= 1 else f"DOES NOT FIT ({share:.0%})"
+    return f"fits ({share:.0%})" if plan.fits else f"DOES NOT FIT ({share:.1%} > {FULL:.0%})"
 
 
 def _time(plan: Plan, mark: str) -> list[str]:

@@ -83,7 +83,7 @@ def test_a_recipe_beyond_94_percent_of_the_memory_does_not_fit() -> None:
     found = planned()
     tight = replace(found, gpu=replace(found.gpu, memory=round(found.memory.peak / 0.95)))
     assert found.fits and not tight.fits
-    assert any("DOES NOT FIT (95%, fragmentation needs some)" in line for line in lines(tight))
+    assert any("DOES NOT FIT (95.0% > 94%)" in line for line in lines(tight))
 
 
 def test_a_cpu_has_no_mfu() -> None:
