@@ -75,7 +75,7 @@ class Run:
         newest = max((self.path / "checkpoints").glob("step-*"))
         files = json.loads((newest / "manifest.json").read_text())["files"]
         checksums = {f"{newest.name}/{name}": about["checksum"] for name, about in files.items()}
-        return [(row["step"], row["loss"], row["grad_norm"]) for row in rows], checksums
+        return [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row], checksums
 
 
 def descendants(of: int) -> list[int]:

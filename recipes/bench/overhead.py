@@ -111,7 +111,7 @@ def loops(overrides: list[str], *, rounds: int, steps: int) -> dict[str, Any]:
             trainer = _train(folder, [*overrides, "--run.steps", str(steps), "--run.name", f"round-{number}"])
             rows = [json.loads(line) for line in (trainer.folder / METRICS).read_text().splitlines()]
             # All of the wall time between two logged steps, logging included, which a step's own time leaves out.
-            walls = [sum(row["wall_seconds"].values()) for row in rows if row["step"] >= WINDOW]
+            walls = [sum(row["wall_seconds"].values()) for row in rows if row["step"] >= WINDOW and "loss" in row]
             ours += [(then - now) / WINDOW for now, then in pairwise(walls)]
             barest += _bare(trainer, windows=steps // WINDOW - 1)
             checks += _checks(trainer)

@@ -80,7 +80,9 @@ def _by_content(path: Path, gpu: Gpu | None, *, processes: int) -> tuple[Gpu, Ra
         gpu = _same(record["device"], gpu, path)
         return gpu, by_links(record["preflight"]["links"], gpu, _by(RATES, "its network's speed", path))
     if {"device", "world_size"} <= {*record}:
-        raise UserError(f"{path} is of a run on one process, which measures no network; write its {METRICS}")
+        raise UserError(
+            f"{path} measures no network: its run had one process, or is of an older version; write its {METRICS}"
+        )
     raise UserError(f"{path} is of no known kind; write {KINDS}")
 
 
@@ -269,8 +271,8 @@ def by_links(links: list[Json], gpu: Gpu, rates: Rates) -> Rates:
 
 def _by_run(path: Path, text: str, gpu: Gpu | None, rates: Rates) -> tuple[Gpu, Rates]:
     """One factor on all that computes: a run's steps cannot tell its parts apart."""
-    rows = [json.loads(line) for line in text.splitlines() if line.endswith("}")]  # the last one may be cut off
-    seconds = [row["step_seconds"] for row in rows if row.get("step_seconds")][SKIPPED:]
+    rows = filter(None, map(_record, text.splitlines()))  # lines may be cut off
+    seconds = [row["step_seconds"] for row in rows if "step_seconds" in row][SKIPPED:]
     if not seconds:
         raise UserError(f"{path}: needs more than {SKIPPED} logged steps; run 20 steps with --metrics.every 1")
     if missing := [name for name in (RECIPE, ENVIRONMENT) if not (path.parent / name).is_file()]:
@@ -278,9 +280,10 @@ def _by_run(path: Path, text: str, gpu: Gpu | None, rates: Rates) -> tuple[Gpu, 
     recipe = load(path.parent / RECIPE, rules=False)
     environment = json.loads(_text(path.parent / ENVIRONMENT))
     gpu = _same(environment["device"], gpu, path)
-    nodes = environment.get("preflight", {}).get("nodes", 1)
-    degrees = recipe.mesh.fit(environment["world_size"], nodes=nodes)
-    at = replace(gpu, per_node=environment["world_size"] // nodes)
+    processes = environment["world_size"]
+    nodes = environment["preflight"]["nodes"] if "preflight" in environment else _nodes(processes, gpu)
+    degrees = recipe.mesh.fit(processes, nodes=nodes)
+    at = replace(gpu, per_node=processes // nodes)
     measured = median(seconds)
     low, high = LEAST, MOST
     for _ in range(60):
@@ -293,6 +296,11 @@ def _by_run(path: Path, text: str, gpu: Gpu | None, rates: Rates) -> tuple[Gpu, 
         )
     what = f"{len(seconds)} steps of {recipe.run.name}: computing takes {factor:.2f} times as long"
     return gpu, _by(slowed(rates, factor), what, path, spread=SPREAD["run"])
+
+
+def _nodes(processes: int, gpu: Gpu) -> int:
+    """Of a run that did not record them: the fewest that can have so many of these GPUs."""
+    return next(nodes for nodes in range(-(-processes // gpu.per_node), processes + 1) if processes % nodes == 0)
 
 
 def slowed(rates: Rates, factor: float) -> Rates:

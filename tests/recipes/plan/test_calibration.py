@@ -128,6 +128,22 @@ def test_plan_calibrated_by_a_run_predicts_the_step_of_that_run(tmp_path: Path, 
         assert f"{slower:.2f} times" in found.calibrated
 
 
+def test_run_that_did_not_record_its_nodes_had_full_ones(tmp_path: Path) -> None:
+    recipe = load(CONFIGS / "smollm3_3b_48x8h100.toml", rules=False)
+    measured = step_time(recipe, recipe.mesh.fit(384, nodes=48), gpu=H100, rates=slowed(RATES, 1.3)).step_seconds
+    run_of(tmp_path, [measured] * 9, world_size=384)
+    (tmp_path / RECIPE).write_text(to_toml(recipe))
+    assert "1.30 times" in calibrated(tmp_path / METRICS, None)[1].calibrated
+
+
+def test_damaged_line_of_a_run_is_no_step(tmp_path: Path) -> None:
+    run_of(tmp_path, [1.0] * 9)
+    expected = calibrated(tmp_path, None)
+    with (tmp_path / METRICS).open("a") as file:
+        file.write('\n{"step": 5, "los}\n[1]\n\0\0\n')
+    assert calibrated(tmp_path, None) == expected
+
+
 def test_folder_of_a_run_gives_its_network_and_its_speed(tmp_path: Path) -> None:
     true = replace(RATES, link=0.5)
     recipe = run_of(tmp_path, [])
@@ -145,6 +161,13 @@ BAD = {
     "a record without rows": ('{"suite": "gpu", "environment": {"device": "NVIDIA H100"}, "rows": {}}', "no kernels"),
     "half a record": ('{"suite": "gpu"}', "is damaged"),
     "a CPU's": ('{"suite": "calibrate", "processes": {"1": {}}}', "measured on a CPU, not on H100"),
+    "links in no time": (
+        '{"device": "NVIDIA H100", "world_size": 8, "preflight": {"nodes": 1, "links": [{"axis": "shard", "processes":'
+        ' 8, "stride": 1, "per_node": 8, "all_gather": [[1, -5.0], [2, -7.0]], "reduce_scatter": [[1, 1],'
+        " [2, NaN]]}]}}",
+        "is damaged",
+    ),
+    "an older version": ('{"device": "NVIDIA H100", "world_size": 8}', "or is of an older version; write its metrics"),
     "no network": ('{"device": "NVIDIA H100", "world_size": 1}', "measures no network"),
     "an unknown GPU": ('{"device": "Voodoo", "world_size": 2, "preflight": {"links": []}}', "measured on Voodoo"),
     "a CPU's run": ('{"device": "cpu", "world_size": 2, "preflight": {"links": []}}', "of a run on a CPU"),
