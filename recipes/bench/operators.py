@@ -4,6 +4,7 @@
 """
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -195,7 +196,10 @@ def stepper(recipe: Recipe, world: World) -> Callable[[], Any]:
 
 
 def main(arguments: list[str]) -> int:
-    """Measure in this process; rank 0 writes the means over processes into the file that is named. Returns 0."""
+    """Measure in this process; rank 0 writes the means over processes into the file that is named. Returns the exit code."""
+    if len(arguments) != 1:
+        print("operators: started by bench.py --suite calibrate, with a file to write", file=sys.stderr)
+        return 2
     world = start("cpu", seed=0)
     own = measure(world)
     everyone = from_all(world, own)
