@@ -196,7 +196,7 @@ def stepper(recipe: Recipe, world: World) -> Callable[[], Any]:
 
 
 def main(arguments: list[str]) -> int:
-    """Measure in this process; rank 0 writes the means over processes into the file that is named. Returns the exit code."""
+    """Measure in this process; rank 0 writes the means over processes into the named file. Returns the exit code."""
     if len(arguments) != 1:
         print("operators: started by bench.py --suite calibrate, with a file to write", file=sys.stderr)
         return 2
