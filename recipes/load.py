@@ -122,10 +122,11 @@ def load_run(
 def violations_elsewhere(
     recipe: Recipe, *, processes: int | None, nodes: int | None, broken: Collection[str] = frozenset()
 ) -> Iterator[Violation]:
-    """The rules that a recipe for another machine breaks: without a look at its data and its weights."""
+    """The rules that a recipe for another machine breaks: without a look at its data, its weights and other files."""
     shape = replace(recipe, model=replace(recipe.model, weights=""))
     unread = InitialWeights("", recipe.run.folder)
-    return violations(shape, unread, processes=processes, nodes=nodes, broken={*broken, "data.source"})
+    broken = {*broken, "data.source", "metrics.calibrated_by"}
+    return violations(shape, unread, processes=processes, nodes=nodes, broken=broken)
 
 
 def to_toml(recipe: Recipe) -> str:

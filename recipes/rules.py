@@ -1,6 +1,7 @@
 """Rules that span several fields of a recipe, or check what it names on the disk. Imports no torch."""
 
 import math
+import os
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from recipes.mesh_rules import (
     mesh_fits,
     tensor_can_overlap,
 )
-from recipes.metrics.config import ProfileConfig
+from recipes.metrics.config import MetricsConfig, ProfileConfig
 from recipes.optimization.config import OptimizerConfig, ScheduleConfig
 from recipes.schema import Recipe, RunConfig
 from recipes.weights.locate import FROM_WEIGHTS, InitialWeights, differences
@@ -79,6 +80,7 @@ def violations(
         ("checkpoint.keep_every checkpoint.every", kept_checkpoints_are_saved(recipe.checkpoint)),
         ("schedule run.steps", schedule_fits(recipe.schedule, steps=run.steps)),
         ("optimizer.state_dtype optimizer.betas", moments_can_move(recipe.optimizer)),
+        ("metrics.calibrated_by", calibration_is_there(recipe.metrics)),
         ("profile run.steps", profile_fits(recipe.profile, steps=run.steps)),
     )
     for read, found in rules:
@@ -263,6 +265,12 @@ def moments_can_move(optimizer: OptimizerConfig) -> Iterator[Violation]:
         rule = f'"bfloat16" would round away the small updates of betas = {toml(optimizer.betas)}'
         remedy = 'write betas of at most 0.99, such as [0.9, 0.95], or state_dtype = "float32"'
         yield "optimizer.state_dtype", f"{rule}; {remedy}"
+
+
+def calibration_is_there(metrics: MetricsConfig) -> Iterator[Violation]:
+    """Else the run would end once the model is built."""
+    if metrics.calibrated_by and not os.path.exists(os.path.expanduser(metrics.calibrated_by)):
+        yield "metrics.calibrated_by", 'there is no such file; write one of --plan --calibrated-by, or ""'
 
 
 def profile_fits(profile: ProfileConfig, *, steps: int) -> Iterator[Violation]:

@@ -279,6 +279,12 @@ def test_moments_are_accepted_where_betas_move_them(dtype: Literal["bfloat16", "
     assert not broken_by(Recipe(optimizer=OptimizerConfig(state_dtype=dtype, betas=(0.9, beta))))
 
 
+def test_missing_file_that_calibrates_is_named_before_the_run(tmp_path: Path) -> None:
+    missing = MetricsConfig(calibrated_by=str(tmp_path / "cpu.json"))
+    assert "there is no such file" in the_rule(Recipe(metrics=missing), "metrics.calibrated_by")
+    assert not broken_by(Recipe(metrics=replace(missing, calibrated_by=str(tmp_path))))
+
+
 def test_the_run_must_reach_the_steps_to_trace() -> None:
     message = "after 10 + trace_steps 2 = 12 is beyond run.steps = 11; write run.steps = 12 or more, or trace earlier"
     assert message in the_rule(

@@ -161,10 +161,9 @@ BAD = {
     "a record without rows": ('{"suite": "gpu", "environment": {"device": "NVIDIA H100"}, "rows": {}}', "no kernels"),
     "half a record": ('{"suite": "gpu"}', "is damaged"),
     "a CPU's": ('{"suite": "calibrate", "processes": {"1": {}}}', "measured on a CPU, not on H100"),
-    "links in no time": (
-        '{"device": "NVIDIA H100", "world_size": 8, "preflight": {"nodes": 1, "links": [{"axis": "shard", "processes":'
-        ' 8, "stride": 1, "per_node": 8, "all_gather": [[1, -5.0], [2, -7.0]], "reduce_scatter": [[1, 1],'
-        " [2, NaN]]}]}}",
+    "messages in negative time": (
+        '{"device": "NVIDIA H100", "preflight": {"links": [{"axis": "shard", "processes": 8, "stride": 1,'
+        ' "per_node": 8, "all_gather": [[1, -5.0], [2, -7.0]], "reduce_scatter": [[1, 1], [2, NaN]]}]}}',
         "is damaged",
     ),
     "an older version": ('{"device": "NVIDIA H100", "world_size": 8}', "or is of an older version; write its metrics"),
