@@ -69,7 +69,7 @@ def _computing(found: dict[str, Rows], about: dict[str, Any], processes: int, ra
     largest = max(found["optimizer"], key=lambda row: row["parameters"])
     cpu = Gpu(
         name="cpu",
-        memory=about["memory"],
+        memory=about["memory"] // processes,  # their share
         bandwidth=OPTIMIZER * largest["parameters"] / largest["seconds"],
         bf16_peak=1 / seconds["bfloat16"][0],
         float8_peak=None,
