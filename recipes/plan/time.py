@@ -79,6 +79,8 @@ def step_time(recipe: Recipe, degrees: MeshDegrees, *, gpu: Gpu, rates: Rates = 
         raise UserError(
             f'float8.recipe = "{recipe.float8.recipe}": {gpu.name} has no float8 matrix units; write "none"'
         )
+    if recipe.attention.backend == "flash3" and gpu.family == "ampere":
+        raise UserError(f'attention.backend = "flash3": runs on Hopper, and {gpu.name} is older; write "auto"')
     return time_of(work_of(recipe, degrees, per_node=gpu.per_node), gpu=gpu, rates=rates)
 
 

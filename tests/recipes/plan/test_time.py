@@ -64,6 +64,11 @@ def test_products_in_float8_need_matrix_units_that_have_it() -> None:
         step_time(recipe(*words), ONE, gpu=gpu_named("a100"))
 
 
+def test_attention_for_hopper_is_refused_on_an_older_gpu() -> None:
+    with pytest.raises(UserError, match="runs on Hopper, and A100 is older"):
+        step_time(recipe("--attention.backend", "flash3"), ONE, gpu=gpu_named("A100"))
+
+
 def test_attention_takes_its_causal_flops_at_the_rate_of_its_kernel() -> None:
     found, model = step(*batch(1)), SIZES["smollm3_3b"]
     flops = 2 * 36 * model.heads * model.head_width * 8192 * 8192
