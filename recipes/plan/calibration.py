@@ -290,7 +290,10 @@ def _by_run(path: Path, text: str, gpu: Gpu | None, rates: Rates) -> tuple[Gpu, 
         factor = (low * high) ** 0.5
         slower = step_time(recipe, degrees, gpu=at, rates=slowed(rates, factor)).step_seconds > measured
         low, high = (low, factor) if slower else (factor, high)
-    if not 2 * LEAST < factor < MOST / 2:
+    batch = recipe.batch
+    products = recipe.model.flops_per_token(0, "causal") * batch.global_batch_size * batch.sequence_length / processes
+    peak = (recipe.float8.recipe != "none" and gpu.float8_peak) or gpu.bf16_peak
+    if not 2 * LEAST < factor < MOST / 2 or products / measured > peak:
         raise UserError(
             f"{path}: a step of {measured:.3g} s cannot be one of {gpu.name} at any speed; is it another run's?"
         )
