@@ -3,7 +3,7 @@
 import errno
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -93,7 +93,7 @@ def _advice(recipe: Recipe, world: World, *, on_host: bool, started: bool = True
     found = [*(host_remedies(recipe) if offloads else remedies(recipe, world))]
     found = [remedy for remedy in found if started or offloads or remedy[0] in STATE]
     if not on_host and world.device.type == "cuda":
-        found = [(key, value, f"{effect} ({_change(recipe, world, key, value)})") for key, value, effect in found]
+        found = [*_with_peaks(found, recipe, world)]
     lines = [(f"{key} = {toml(value)}", effect) for key, value, effect in found]
     lines += [("NPROC, nodes", "more of them, with mesh.shard = -1: each process holds a smaller part of the state")]
     width = max(len(field) for field, _ in lines)
@@ -103,19 +103,31 @@ def _advice(recipe: Recipe, world: World, *, on_host: bool, started: bool = True
     ]
 
 
-def _change(recipe: Recipe, world: World, key: str, value: object) -> str:
-    """The predicted peak before and after this remedy, as in "predicted: 70.1 instead of 92.3 GB"."""
+def _with_peaks(found: Sequence[Remedy], recipe: Recipe, world: World) -> Iterator[Remedy]:
+    """The remedies with what they change, as in "predicted: 70.1 instead of 92.3 GB", without those that need more.
+
+    Smaller micro-batches need more where they are the first to accumulate gradients, which are then whole.
+    """
+    before = _peak(recipe, world)
+    for key, value, effect in found:
+        after = _peak(_changed(recipe, key, value), world)
+        if after <= before:
+            yield key, value, f"{effect} (predicted: {after / 1e9:.1f} instead of {before / 1e9:.1f} GB)"
+
+
+def _peak(recipe: Recipe, world: World) -> int:
+    return predict(recipe, recipe.mesh.fit(world.size, nodes=len(world.nodes))).peak
+
+
+def _changed(recipe: Recipe, key: str, value: object) -> Recipe:
+    """The recipe with this remedy."""
     section, name = key.split(".")
     fields: dict[str, Any] = {name: value}
     if key == "mesh.shard":
         fields["replicate"] = 1
     elif section == "mesh" and recipe.mesh.shard != "node":
         fields["shard"] = -1
-    other = replace(recipe, **{section: replace(getattr(recipe, section), **fields)})
-    before, after = (
-        predict(each, each.mesh.fit(world.size, nodes=len(world.nodes))).peak / 1e9 for each in (recipe, other)
-    )
-    return f"predicted: {after:.1f} instead of {before:.1f} GB"
+    return replace(recipe, **{section: replace(getattr(recipe, section), **fields)})
 
 
 def remedies(recipe: Recipe, world: World) -> Iterator[Remedy]:

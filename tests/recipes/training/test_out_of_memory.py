@@ -164,6 +164,13 @@ def test_remedies_for_a_gpu_say_what_they_are_predicted_to_save() -> None:
     assert not [line for line in (*on_host, *_advice(recipe, world("cpu", 8), on_host=False)) if "predicted" in line]
 
 
+def test_remedy_that_is_predicted_to_need_more_is_not_named() -> None:
+    """With half a micro-batch this recipe would begin to accumulate gradients, which are whole meanwhile."""
+    recipe = load(Path("configs/llama3_405b_128x8h100.toml"), rules=False)
+    lines = "\n".join(_advice(recipe, world("cuda", 1024), on_host=False))
+    assert "micro_batch_size" not in lines and "batch.sequence_length" in lines
+
+
 @pytest.mark.parametrize(("compiled", "mode"), [("true", "full"), ("false", "selective")])
 def test_selective_checkpointing_is_not_named_where_compiled_float8_keeps_as_much(compiled: str, mode: str) -> None:
     recipe = load(Path("configs/benchmarks/smollm3_3b_8xh100_float8.toml"), [f"--compile.enabled={compiled}"])
