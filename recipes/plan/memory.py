@@ -5,6 +5,7 @@ allocator cannot use again (fragmentation) is not predicted. Imports no torch.
 """
 
 from dataclasses import dataclass
+from math import inf
 
 from parallel.config import MeshDegrees
 from recipes.plan.moments import fullest_layers, moments
@@ -51,11 +52,18 @@ def predict(recipe: Recipe, degrees: MeshDegrees, *, context: bool = True) -> Pr
     return Prediction({name: size.state | pieces | outside for name, pieces in found})
 
 
-def peak(recipe: Recipe, degrees: MeshDegrees) -> int:
-    """predict().peak, for those who ask for thousands of them: of moments that are alike, only those at the ends."""
-    size = Sizes(recipe, degrees)
-    fullest = max(sum(pieces.values()) for _, pieces in moments(size, fullest_layers(size)))
-    return sum(size.state.values()) + fullest + sum(outside_of_torch(degrees).values())
+def peak(recipe: Recipe, degrees: MeshDegrees, *, enough: float = inf) -> int:
+    """predict().peak, for those who ask for thousands of them: of moments that are alike, only those at the ends.
+
+    enough: where a moment needs more, that is returned instead, and the others are not looked at.
+    """
+    size, most = Sizes(recipe, degrees), 0
+    always = sum(size.state.values()) + sum(outside_of_torch(degrees).values())
+    for _, pieces in moments(size, fullest_layers(size)):
+        most = max(most, always + sum(pieces.values()))
+        if most > enough:
+            break
+    return most
 
 
 def outside_of_torch(degrees: MeshDegrees) -> Pieces:

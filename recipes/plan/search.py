@@ -190,8 +190,7 @@ class Search:
             if isinstance(layout, str):
                 self.refused[layout] += 1
                 continue
-            enough = max(NEARLY * self.limit, self.least.peak if self.least else inf)
-            hopeless = self._state(layout) > enough
+            hopeless = self._state(layout) > self._enough
             for settings in self.space.settings(layout):
                 self.settings += len(settings)
                 if hopeless:
@@ -199,10 +198,15 @@ class Search:
                 elif box := self._box(settings, layout.degrees):
                     yield box
 
+    @property
+    def _enough(self) -> float:
+        """Bytes: what needs more is neither near the limit nor the leanest, however much more it needs."""
+        return max(NEARLY * self.limit, self.least.peak if self.least else inf)
+
     def _box(self, settings: list[Recipe], degrees: MeshDegrees) -> Box | None:
         """The settings that fit, if there are any."""
         lean = [tuned(setting, self.space.tunings[-1]) for setting in settings]
-        needs = [peak(recipe, degrees) for recipe in lean]
+        needs = [peak(recipe, degrees, enough=self._enough) for recipe in lean]
         least = min(needs)
         if self.least is None or least < self.least.peak:
             self.least = self._point(lean[needs.index(least)], degrees, least)

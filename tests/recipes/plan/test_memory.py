@@ -365,6 +365,13 @@ def test_a_job_compares_with_the_gpu_that_its_node_has(tmp_path: Path) -> None:
     assert job(tmp_path, str(ROOT / "configs/smollm3_debug.toml"), "--run.device=cpu").returncode == 0
 
 
+def test_a_peak_that_is_more_than_enough_is_said_to_be_more() -> None:
+    recipe, degrees = load("configs/benchmarks/smollm3_3b_8xh100.toml"), MeshDegrees(1, 8)
+    whole = peak(recipe, degrees)
+    assert peak(recipe, degrees, enough=whole) == whole
+    assert all(share * whole < peak(recipe, degrees, enough=share * whole) <= whole for share in (0.1, 0.5, 0.99))
+
+
 def test_check_and_plan_predict_the_same_peak() -> None:
     recipe = "configs/benchmarks/smollm3_3b_8xh100.toml"
     command = [sys.executable, ROOT / "train.py", recipe, "--plan", "--json"]
