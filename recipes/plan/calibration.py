@@ -52,7 +52,7 @@ def calibrated(path: Path, gpu: Gpu | None, *, processes: int = 1) -> tuple[Gpu,
     Args:
         path: see KINDS.
         gpu: the device to plan for; None = the file's own.
-        processes: of the plan. On a CPU they share the cores.
+        processes: of the plan. On a CPU they share the cores; a run says little about another number.
     """
     try:
         found, rates = _by_content(path, gpu, processes=processes)
@@ -65,10 +65,10 @@ def calibrated(path: Path, gpu: Gpu | None, *, processes: int = 1) -> tuple[Gpu,
 def _by_content(path: Path, gpu: Gpu | None, *, processes: int) -> tuple[Gpu, Rates]:
     """By whatever the file is."""
     if is_folder(path):
-        return _by_folder(path, gpu)
+        return _by_folder(path, gpu, planned=processes)
     text = _text(path)
     if path.suffix == ".jsonl":
-        return _by_run(path, text, gpu, RATES)
+        return _by_run(path, text, gpu, RATES, planned=processes)
     record = _record(text)
     if record is None:
         raise UserError(f"{path} holds no record; write {KINDS}")
@@ -110,14 +110,14 @@ def _record(text: str) -> Json | None:
     return found if isinstance(found, dict) else None
 
 
-def _by_folder(path: Path, gpu: Gpu | None) -> tuple[Gpu, Rates]:
+def _by_folder(path: Path, gpu: Gpu | None, *, planned: int) -> tuple[Gpu, Rates]:
     """By what a run's folder has."""
     environment = json.loads(_text(path / ENVIRONMENT))
     gpu = _same(environment["device"], gpu, path)
     rates = RATES
     if "preflight" in environment:
         rates = by_links(environment["preflight"]["links"], gpu, _by(RATES, "its network's speed", path))
-    return _by_run(path / METRICS, _text(path / METRICS), gpu, rates)
+    return _by_run(path / METRICS, _text(path / METRICS), gpu, rates, planned=planned)
 
 
 def _same(device: str, gpu: Gpu | None, path: Path) -> Gpu:
@@ -269,8 +269,11 @@ def by_links(links: list[Json], gpu: Gpu, rates: Rates) -> Rates:
 # A run's metrics.jsonl.
 
 
-def _by_run(path: Path, text: str, gpu: Gpu | None, rates: Rates) -> tuple[Gpu, Rates]:
-    """One factor on all that computes: a run's steps cannot tell its parts apart."""
+def _by_run(path: Path, text: str, gpu: Gpu | None, rates: Rates, *, planned: int) -> tuple[Gpu, Rates]:
+    """One factor on all that computes: a run's steps cannot tell its parts apart.
+
+    planned: the processes to plan for. Of another number the run says little: the range stays wide.
+    """
     rows = filter(None, map(_record, text.splitlines()))  # lines may be cut off
     seconds = [row["step_seconds"] for row in rows if "step_seconds" in row][SKIPPED:]
     if not seconds:
@@ -298,7 +301,7 @@ def _by_run(path: Path, text: str, gpu: Gpu | None, rates: Rates) -> tuple[Gpu, 
             f"{path}: a step of {measured:.3g} s cannot be one of {gpu.name} at any speed; is it another run's?"
         )
     what = f"{len(seconds)} steps of {recipe.run.name}: computing takes {factor:.2f} times as long"
-    return gpu, _by(slowed(rates, factor), what, path, spread=SPREAD["run"])
+    return gpu, _by(slowed(rates, factor), what, path, spread=SPREAD["run"] if planned == processes else None)
 
 
 def _nodes(processes: int, gpu: Gpu) -> int:

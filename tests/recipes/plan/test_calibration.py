@@ -136,6 +136,13 @@ def test_run_that_did_not_record_its_nodes_had_full_ones(tmp_path: Path) -> None
     assert "1.30 times" in calibrated(tmp_path / METRICS, None)[1].calibrated
 
 
+def test_run_on_other_processes_leaves_the_range_wide(tmp_path: Path) -> None:
+    run_of(tmp_path, [8.0] * 9)
+    for path in (tmp_path, tmp_path / METRICS):
+        same, more = (calibrated(path, None, processes=processes)[1].spread for processes in (8, 64))
+        assert same < more == RATES.spread
+
+
 def test_damaged_line_of_a_run_is_no_step(tmp_path: Path) -> None:
     run_of(tmp_path, [8.0] * 9)
     expected = calibrated(tmp_path, None)
