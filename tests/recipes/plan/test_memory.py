@@ -366,7 +366,7 @@ def test_a_job_compares_with_the_gpu_that_its_node_has(tmp_path: Path) -> None:
 
 
 def test_a_peak_that_is_more_than_enough_is_said_to_be_more() -> None:
-    recipe, degrees = load("configs/benchmarks/smollm3_3b_8xh100.toml"), MeshDegrees(1, 8)
+    recipe, degrees = load(ROOT / "configs/benchmarks/smollm3_3b_8xh100.toml"), MeshDegrees(1, 8)
     whole = peak(recipe, degrees)
     assert peak(recipe, degrees, enough=whole) == whole
     assert all(share * whole < peak(recipe, degrees, enough=share * whole) <= whole for share in (0.1, 0.5, 0.99))
