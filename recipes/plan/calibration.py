@@ -127,7 +127,8 @@ def _same(device: str, gpu: Gpu | None, path: Path) -> Gpu:
         raise UserError(f"{path} is of a run on a CPU; write a record of bench.py --suite calibrate instead")
     if found is None:
         raise UserError(f"{path} was measured on {device}, whose data sheet is not in recipes/plan/hardware.py; add it")
-    if gpu is not None and gpu.name != found.name:
+    variant = gpu is not None and "GB" not in device and gpu.name.partition("-")[0] == found.name  # as "NVIDIA H100"
+    if gpu is not None and gpu.name != found.name and not variant:
         raise UserError(
             f"{path} was measured on {device}, not on {gpu.name}; write --gpu {found.name}, or another file"
         )

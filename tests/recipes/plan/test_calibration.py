@@ -68,6 +68,16 @@ def test_record_of_kernels_gives_the_rates_that_they_were_measured_with(tmp_path
     assert rates.calibrated.startswith("by record.json") and rates.spread < RATES.spread
 
 
+def test_name_without_a_memory_may_be_of_either_h100(tmp_path: Path) -> None:
+    record = kernels(RATES) | {"environment": {"device": "NVIDIA H100"}}
+    assert [calibrated(written(tmp_path, record), GPUS[name])[0].name for name in ("H100", "H100-500W")] == [
+        "H100",
+        "H100-500W",
+    ]
+    with pytest.raises(UserError, match="not on H100-500W"):
+        calibrated(written(tmp_path, kernels(RATES)), GPUS["H100-500W"])
+
+
 def test_record_without_attention_leaves_its_rates(tmp_path: Path) -> None:
     record = kernels(RATES)
     rows = record["rows"]["all"]["measurements"]
