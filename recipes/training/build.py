@@ -65,11 +65,11 @@ class Built:
     optimizer: Optimizer
     parameters: tuple[nn.Parameter, ...]
     """Those of the model, as sharding left them."""
+    reduces_gradients: bool
+    """Whether other processes have a part of the gradients."""
     # The next three are as in the recipe, but nothing is resharded where that frees nothing.
     grad_clip: float
     reshard_after_forward: bool
-    reduces_gradients: bool
-    """Whether other processes have a part of them."""
     float8_all_gather: bool
     report: tuple[str, ...]
     """What each part of the parallelization did, one line per part."""
