@@ -132,7 +132,7 @@ def product_seconds(
 ) -> float:
     """Of one matrix product with a result of rows x columns."""
     if element == 4:
-        peak = (gpu.float32_peak or gpu.bf16_peak / 2) * (1.0 if gpu.family == "measured" else 0.9)
+        peak = _float32_peak(gpu)
     elif float8 != "none":
         assert gpu.float8_peak is not None
         peak = rates.float8 * rates.share_of(gpu.family) * gpu.float8_peak
@@ -145,8 +145,21 @@ def product_seconds(
     return max(computing, moving)
 
 
+def _float32_peak(gpu: Gpu) -> float:
+    """FLOP/s that it reaches in float32, without the units for matrices."""
+    return (gpu.float32_peak or gpu.bf16_peak / 2) * (1.0 if gpu.family == "measured" else 0.9)
+
+
 def attention_seconds(
-    flops: float, kernel: str, *, backward: bool, gpu: Gpu, rates: Rates, head_width: int = 128, sequence: float = 8192
+    flops: float,
+    kernel: str,
+    *,
+    backward: bool,
+    gpu: Gpu,
+    rates: Rates,
+    head_width: int = 128,
+    sequence: float = 8192,
+    element: int = 2,
 ) -> float:
     """Of one pass. flops: of the forward pass, causal."""
     shares = {
@@ -162,7 +175,8 @@ def attention_seconds(
     elif gpu.family == "hopper, 500 W":
         share *= rates.products_500w / rates.products
     narrow = min(1.0, max(0.0, 2 - head_width / NARROW))
-    rate = share * gpu.bf16_peak * (1 - narrow * (1 - rates.narrow_heads)) / (1 + rates.ramp / sequence)
+    peak = gpu.bf16_peak if element == 2 or gpu.family == "measured" else _float32_peak(gpu)
+    rate = share * peak * (1 - narrow * (1 - rates.narrow_heads)) / (1 + rates.ramp / sequence)
     seconds = flops / rate + rates.score * flops / (4 * head_width)
     return BACKWARD * seconds / rates.attention_backward if backward else seconds
 
@@ -220,6 +234,7 @@ def _block(work: Work, recompute: Recompute, gpu: Gpu, rates: Rates) -> _Block:
             rates=rates,
             head_width=work.head_width,
             sequence=work.sequence,
+            element=work.element,
         )
         for backward_pass in (False, True)
     )

@@ -227,3 +227,8 @@ def test_excluded_linears_are_gathered_in_bfloat16() -> None:
     gathered = ("--float8.recipe", "tensorwise", "--float8.all_gather", "true", "--float8.exclude", "lm_head")
     few, many = (work_of(recipe(*gathered, *names), MeshDegrees(1, 8)) for names in ((), ("attention", "feed_forward")))
     assert (few.gathered, many.gathered) == (1, 2)
+
+
+def test_attention_in_float32_is_as_much_slower_as_products_are() -> None:
+    half, whole = step(), step("--fsdp.param_dtype", "float32", "--attention.backend", "auto")
+    assert whole.seconds["attention"] > 5 * half.seconds["attention"]
