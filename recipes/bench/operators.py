@@ -49,9 +49,10 @@ def measure(world: World) -> dict[str, Rows]:
 
 
 def seconds_of(call: Callable[[], Any], world: World, *, seconds: float = SECONDS) -> float:
-    """The mean time of a call while all processes make it as often: the median over windows.
+    """The time in which all processes make a call once: a mean over many, and the median of such means.
 
-    The mean, because of processes that share a core only some calls are interrupted.
+    The mean, because of processes that share a core only some calls are interrupted; and until all have finished, as in
+    a step, because those that are let through first would seem fast.
     """
     for _ in range(2):
         call()
@@ -66,6 +67,7 @@ def seconds_of(call: Callable[[], Any], world: World, *, seconds: float = SECOND
         begin = time.perf_counter()
         for _ in range(calls):
             call()
+        dist.barrier()
         means.append((time.perf_counter() - begin) / calls)
     return median(means)
 

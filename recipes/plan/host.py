@@ -109,19 +109,20 @@ def _links(rows: Rows, cpu: Gpu, rates: Rates) -> tuple[Gpu, Rates]:
 
 
 def _host(rows: Rows, processes: int, cpu: Gpu, rates: Rates) -> Rates:
-    """What the host takes, and the speed of element-wise operators: what is left of whole steps."""
+    """What the host takes, and the speed of element-wise operators and of fused ones: what is left of whole steps."""
     names = [field.name for field in fields(Host)]
-    nothing = replace(rates, host=Host(*[0.0] * len(names)), eager=1e9)
+    nothing = replace(rates, host=Host(*[0.0] * len(names)), eager=1e9, fused=1e9)
+    moving = (replace(nothing, eager=1.0), replace(nothing, fused=1.0))
     known, left = [], []
     for row in rows:
         recipe = recipe_of(row["changes"], processes)
         work = work_of(recipe, recipe.mesh.fit(processes), per_node=processes)
-        rest, whole = (time_of(work, gpu=cpu, rates=at).step_seconds for at in (nothing, replace(nothing, eager=1.0)))
+        rest, *whole = (time_of(work, gpu=cpu, rates=at).step_seconds for at in (nothing, *moving))
         counts = host_work(work)
-        known.append([*(float(counts[name]) for name in names), whole - rest])
+        known.append([*(float(counts[name]) for name in names), *(seconds - rest for seconds in whole)])
         left.append(max(0.0, row["seconds"] - rest))
-    *host, eager = nonnegative(known, left, weights=[1 / row["seconds"] for row in rows])
-    return replace(rates, host=Host(*host), eager=1 / max(eager, 1e-9))
+    *host, eager, fused = nonnegative(known, left, weights=[1 / row["seconds"] for row in rows])
+    return replace(rates, host=Host(*host), eager=1 / max(eager, 1e-9), fused=1 / max(fused, 1e-9))
 
 
 def recipe_of(changes: dict[str, Any], processes: int) -> Recipe:

@@ -80,6 +80,8 @@ class Rates:
     # Memory.
     moved: float = 0.9
     """Share of the bandwidth that compiled kernels, copies and the optimizer reach: assumed."""
+    fused: float = 1.0
+    """The same of compiled kernels in blocks, relative to the others: less on a CPU, which computes meanwhile."""
     eager: float = 0.7777
     """(fitted) Share of the bandwidth that eager operators reach, by the bytes of work.py."""
     loss: float = 32.99

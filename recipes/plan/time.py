@@ -241,7 +241,7 @@ def _block(work: Work, recompute: Recompute, gpu: Gpu, rates: Rates) -> _Block:
     if work.context > 1 and work.context_by == "ring":
         attention, attention_backward = attention / rates.ring, attention_backward / rates.ring
     amount, kernels = moved_bytes(work, recompute)
-    moving = amount / ((rates.moved if work.compiled else rates.eager) * gpu.bandwidth)
+    moving = amount / ((rates.moved * rates.fused if work.compiled else rates.eager) * gpu.bandwidth)
     computing = forward + backward + again + attention + attention_backward + moving
     attention_backward += attention * (recompute == "full")
     host = kernels * rates.launch * (0.5 if work.compiled else 1.0)
