@@ -16,6 +16,10 @@ LARGEST = {
     "head_width": 2**16,
     "vocabulary": 2**24,
 }
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Of a block, in their order."""
+LINEARS_IN = {"blocks": LINEARS, "attention": LINEARS[:4], "feed_forward": LINEARS[4:]}
+"""By a part of their dotted names."""
 
 
 @dataclass(frozen=True)

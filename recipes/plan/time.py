@@ -18,12 +18,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from models.config import LINEARS
 from parallel.config import MeshDegrees
 from parallel.errors import UserError
 from recipes.plan.hardware import Gpu
 from recipes.plan.messages import Messages, messages_of
 from recipes.plan.rates import RATES, Rates
-from recipes.plan.work import LINEARS, Recompute, Work, moved_bytes, work_of
+from recipes.plan.work import Recompute, Work, moved_bytes, work_of
 from recipes.schema import Recipe
 
 BACKWARD = 2.5

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from models.config import LINEARS, LINEARS_IN
 from parallel.config import ActivationCheckpointingConfig, Float8Config, MeshDegrees
 from recipes.schema import Recipe
 
@@ -18,11 +19,6 @@ Recompute = Literal["none", "selective", "full", "every second product"]
 Casts = Literal["torchao", "te, each", "te, delayed", "te, current"]
 """torchao, in eager operators or in generated code; or Transformer Engine: each linear by itself, or fused with the
 kernels before it, with scales from steps before (delayed) or from a look at the tensor (current)."""
-
-
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Of a block."""
-PARTS = {"blocks": LINEARS, "attention": LINEARS[:4], "feed_forward": LINEARS[4:]}
 
 
 @dataclass(frozen=True)
@@ -162,7 +158,7 @@ def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8) -> Work:
 
 def not_float8(config: Float8Config) -> frozenset[str]:
     """The linears that it excludes in every block; in single blocks, by their number, is left out."""
-    return frozenset(name for part in config.exclude for name in PARTS.get(part, (part,)) if name in LINEARS)
+    return frozenset(name for part in config.exclude for name in LINEARS_IN.get(part, (part,)) if name in LINEARS)
 
 
 @lru_cache

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from models.config import LINEARS, LINEARS_IN
 from models.decoder import Block, Decoder
 from models.interface import blocks_of
 from models.sizes import SIZES
@@ -25,6 +26,16 @@ def test_every_name_of_the_interface_leads_to_its_module(tied: bool) -> None:
     assert model.get_submodule(model.interface.head_norm) is model.norm
     assert model.interface.head == (None if tied else "lm_head")
     assert isinstance(model.get_submodule(model.interface.head or "embedding"), nn.Linear | nn.Embedding)
+
+
+def test_names_of_linears_without_torch_are_those_of_a_block() -> None:
+    with torch.device("meta"):
+        model = Decoder(SIZES["llama3_debug"])
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"]
+    assert [name.rpartition(".")[2] for name in names] == [*LINEARS] * len(model.blocks)
+    for part, inside in LINEARS_IN.items():
+        found = [name.rpartition(".")[2] for name in names if part in name.split(".")]
+        assert found == [*inside] * len(model.blocks)
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
