@@ -20,6 +20,7 @@ explain_wrong_interpreter()
 
 from models.sizes import SIZES  # noqa: E402
 from recipes.fields import describe, field_docs, field_types, sections, toml  # noqa: E402
+from recipes.files.marks import between  # noqa: E402
 from recipes.load import CONFIGS, load  # noqa: E402
 from recipes.metrics.hardware import Hardware, hardware_of  # noqa: E402
 from recipes.plan.command import answer  # noqa: E402
@@ -84,10 +85,7 @@ def _sizes() -> str:
 
 def with_combinations(text: str) -> str:
     """The page about parallelism with a new table between its marks."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    assert before and after, f"{PARALLELISM} has lost its marks"
-    return before + BEGIN + _combinations() + END + after
+    return between(text, BEGIN, END, _combinations())
 
 
 MEMORY_HEAD = """\
@@ -168,14 +166,11 @@ def with_plans(text: str) -> str:
     """The page about plans with new examples between its marks."""
     for example, arguments in PLANS.items():
         begin = f"<!-- Written by scripts/write_docs.py: {example}. -->\n"
-        before, _, rest = text.partition(begin)
-        _, _, after = rest.partition(END)
-        assert before and after, f"{PLAN} has lost its marks"
         with TemporaryFile("w+", encoding="utf-8") as screen, redirect_stdout(screen), chdir(ROOT):
             answer(arguments)
             screen.seek(0)
             lines = [f"    {line}".rstrip() for line in screen.read().splitlines()]
-        text = before + begin + "\n".join(["", *lines, "", END]) + after
+        text = between(text, begin, END, "\n".join(["", *lines, "", ""]))
     return text
 
 

@@ -16,7 +16,7 @@ from recipes.plan.rates import Rates
 from recipes.plan.time import time_of
 
 SOURCES = {
-    # constant: (value of its source, how far off it may be, as a logarithm)
+    # constant: (value of its source, how far off it may be, as a logarithm); where rates.py names no source, assumed
     "products": (0.73, 0.10),
     "products_h200": (0.73, 0.10),
     "products_500w": (0.60, 0.10),

@@ -16,6 +16,7 @@ import numpy as np
 
 from recipes.bench.fit import ROW, SOURCES, fit, residuals_of
 from recipes.bench.published import TABLE, Published, projects, read_published
+from recipes.files.marks import between
 from recipes.load import CONFIGS, shown
 from recipes.plan import rates as rates_module
 from recipes.plan.rates import RATES, Rates
@@ -211,10 +212,7 @@ def all_rows(errors: Errors) -> Iterator[str]:
 
 def with_tables(text: str, tables: str) -> str:
     """The page with new tables between its marks."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    assert begin and end, f"{shown(PAGE)} has lost its marks"
-    return before + BEGIN + tables + "\n" + END + after
+    return between(text, BEGIN, END, tables + "\n")
 
 
 def write_rates(found: Rates) -> None:

@@ -24,6 +24,7 @@ from parallel.config import (
 )
 from recipes.bench.published import TABLE
 from recipes.data.config import BatchConfig
+from recipes.files.marks import between
 from recipes.load import CONFIGS, shown
 from recipes.plan.memory import predict
 from recipes.plan.sizes import Pieces, Sizes
@@ -118,8 +119,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def with_table(text: str, found: str) -> str:
     """The page with this table."""
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n{found}\n\n{END}{rest.partition(END)[2]}"
+    return between(text, BEGIN, END, f"\n{found}\n\n")
 
 
 def read(path: Path = TABLE) -> tuple[list[Row], int]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from parallel.config import MeshDegrees
 from parallel.errors import UserError
 from recipes.bench.codegen import variant
+from recipes.files.marks import between
 from recipes.load import CONFIGS, load, shown
 from recipes.plan.hardware import GPUS
 from recipes.plan.rates import RATES
@@ -119,10 +120,7 @@ def _run(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def with_tables(text: str) -> str:
     """The page with new tables between its marks."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    assert begin and end, f"{shown(PAGE)} has lost its marks"
-    return before + BEGIN + "\n" + tables() + "\n" + END + after
+    return between(text, BEGIN, END, f"\n{tables()}\n")
 
 
 def tables() -> str:

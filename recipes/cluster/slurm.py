@@ -58,7 +58,8 @@ class Job:
         After a fault that may pass, it is checked again, as often as the job restarts. Unless the job has FORCE=1, what
         cannot fit the GPUs is wrong, too.
         """
-        command, environment = [*self._run_command, "--check"], {"FORCE": "0"} | self.environment
+        command = [*self._run_command, "--check"]
+        environment = self.environment | {"FORCE": self.environment.get("FORCE") or "0"}
         for number in count(1):
             done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
             if done.returncode != TEMPORARY or number > self.restarts:

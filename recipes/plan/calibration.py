@@ -63,7 +63,7 @@ def calibrated(path: Path, gpu: Gpu | None, *, processes: int = 1) -> tuple[Gpu,
 
 
 def _by_content(path: Path, gpu: Gpu | None, *, processes: int) -> tuple[Gpu, Rates]:
-    """By whatever the file is."""
+    """By the kind of the file."""
     if is_folder(path):
         return _by_folder(path, gpu, planned=processes)
     text = _text(path)
@@ -87,7 +87,7 @@ def _by_content(path: Path, gpu: Gpu | None, *, processes: int) -> tuple[Gpu, Ra
 
 
 def _require_possible(gpu: Gpu, rates: Rates, path: Path) -> None:
-    """Refuse what no device is."""
+    """Raise UserError for numbers that no device has."""
     numbers = [(f"gpu.{name}", value) for name, value in vars(gpu).items()] + [*vars(rates).items()]
     wrong = [name for name, value in numbers if isinstance(value, float) and not (isfinite(value) and value >= 0)]
     if wrong:

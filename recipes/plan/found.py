@@ -13,6 +13,7 @@ from recipes.load import load
 from recipes.plan.hardware import Gpu
 from recipes.plan.memory import FULL
 from recipes.plan.plan import Plan
+from recipes.plan.screen import number
 from recipes.plan.search_space import SEARCHED, Changes, changes
 from recipes.schema import Recipe
 
@@ -93,12 +94,12 @@ class Found:
 
     def _rejected(self) -> list[str]:
         """Why, and how many; and what a little more memory would give."""
-        lines = [f"rejected: {counted(self.too_large, 'setting')} for memory"]
+        lines = [f"rejected: {_several(self.too_large, 'setting')} for memory"]
         if self.refused:
             reasons = "; ".join(f"{reason}: {count:,}" for reason, count in self.refused.items())
-            lines[0] += f", and {counted(sum(self.refused.values()), 'mesh', 'meshes')} for rules ({reasons})"
+            lines[0] += f", and {_several(sum(self.refused.values()), 'mesh', 'meshes')} for rules ({reasons})"
         if self.nearly and self.best and WORTH * self.nearly.seconds < self.best.time.step_seconds:
-            speed, memory = _number(self._speed(self.nearly)), self.nearly.peak / 1e9
+            speed, memory = number(self._speed(self.nearly)), self.nearly.peak / 1e9
             what = described(self.nearly.recipe, self.nearly.degrees, self.recipe)
             lines += [f"the fastest of those that nearly fit: {speed} tokens/s with {memory:.1f} GB; {what}"]
         return lines
@@ -139,7 +140,7 @@ class Found:
             cells += [
                 [
                     name,
-                    _number(at.time.tokens_per_second),
+                    number(at.time.tokens_per_second),
                     "" if at is against else f"{gain:+.1%}",
                     f"{at.memory.peak / 1e9:.1f}" + "!" * (not at.fits),
                     *(str(getattr(at.degrees, axis)) for axis in mesh),
@@ -213,12 +214,7 @@ def as_toml(changed: Changes) -> str:
     )
 
 
-def _number(speed: float) -> str:
-    """With three digits or more."""
-    return f"{speed:,.0f}" if speed >= 1000 else f"{speed:.1f}" if speed >= 10 else f"{speed:.3g}"
-
-
-def counted(count: int, one: str, several: str = "") -> str:
+def _several(count: int, one: str, several: str = "") -> str:
     """As in "1 mesh" or "2,850 settings"."""
     return f"{count:,} {one if count == 1 else several or one + 's'}"
 
@@ -251,7 +247,7 @@ def write(found: Found, file: Path, *, base: Path) -> None:
             changed[section].pop(one, None)  # loading refuses both
     speed = found.best.time.tokens_per_second
     head = (
-        f"# Found by train.py --plan --search for {found.processes} x {found.gpu.name}: {_number(speed)} tokens/s per"
+        f"# Found by train.py --plan --search for {found.processes} x {found.gpu.name}: {number(speed)} tokens/s per"
         f" GPU and {found.best.memory.peak / 1e9:.1f} GB (predicted).\n"
     )
     text = f"{head}base = {toml(os.path.relpath(base.resolve(), file.parent.resolve()))}\n\n{as_toml(changed)}"

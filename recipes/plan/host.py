@@ -14,12 +14,10 @@ from parallel.errors import UserError, listed
 from recipes.load import CONFIGS, load
 from recipes.plan.hardware import Gpu
 from recipes.plan.rates import RATES, Host, Rates
-from recipes.plan.time import BACKWARD, host_work, time_of
+from recipes.plan.time import BACKWARD, host_work, time_of, update_bytes
 from recipes.plan.work import work_of
 from recipes.schema import Recipe
 
-OPTIMIZER = 28
-"""Bytes per parameter that AdamW moves with float32 moments."""
 SPREAD = 0.1
 """How far a step may still be off, as a share of it: docs/plan.md has how far ten were."""
 ROUNDS = 20_000
@@ -70,7 +68,7 @@ def _computing(found: dict[str, Rows], about: dict[str, Any], processes: int, ra
     cpu = Gpu(
         name="cpu",
         memory=about["memory"] // processes,  # their share
-        bandwidth=OPTIMIZER * largest["parameters"] / largest["seconds"],
+        bandwidth=update_bytes("float32") * largest["parameters"] / largest["seconds"],
         bf16_peak=1 / seconds["bfloat16"][0],
         float8_peak=None,
         link=1.0,  # _links() measures it

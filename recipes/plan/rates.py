@@ -1,8 +1,8 @@
 """What a step reaches of a device's promised numbers: every constant of the model of time.
 
-A constant marked (fitted) begins at the number that its source gives and is then fitted to published measurements by
-`python scripts/bench.py --suite plan`, with the uncertainty that recipes/bench/plan.py states; the others are counted
-or assumed. Calibration replaces fields (dataclasses.replace). Imports no torch.
+A constant marked (fitted) begins at the number that its source gives, or that is assumed where none is named. It is
+then fitted to published measurements by `python scripts/bench.py --suite plan`, with the uncertainty that
+recipes/bench/fit.py states. The others are counted or assumed. Calibration replaces fields. Imports no torch.
 """
 
 from dataclasses import dataclass

@@ -25,7 +25,7 @@ OTHERS = "others"
 
 @dataclass(frozen=True)
 class Money:
-    """What the cost is counted from; None: the tokens of the recipe's steps, or no price."""
+    """What the cost is in_units from; None: the tokens of the recipe's steps, or no price."""
 
     tokens: int | None = None
     price: float | None = None
@@ -57,7 +57,7 @@ def about(recipe: Recipe, world: World, *, number: str = "") -> list[str]:
     by = f"calibrated {world.rates.calibrated}" if world.rates.calibrated else "not calibrated (--calibrated-by FILE)"
     nodes = "1 node" if world.nodes == 1 else f"{world.nodes:,} nodes"
     lines = [
-        f"{recipe.run.name}: {recipe.model.name}, {counted(recipe.model.num_params())} parameters; all predicted",
+        f"{recipe.run.name}: {recipe.model.name}, {in_units(recipe.model.num_params())} parameters; all predicted",
         "",
         f"device  {world.gpu.name} with {world.gpu.memory / 1e9:.1f} GB ({world.kind_from})",
         number or f"number  {world.processes:,} in {nodes} ({world.number_from})",
@@ -100,7 +100,7 @@ def costs(plan: Plan, money: Money) -> list[str]:
     cost, (shortest, longest) = money.of(plan), (end / plan.time.step_seconds for end in plan.range)
     paid = "" if cost.money is None else f": {number(cost.money)} at {money.price:g} each"
     return [
-        f"time    {counted(cost.tokens)} tokens in {duration(cost.days)}"
+        f"time    {in_units(cost.tokens)} tokens in {duration(cost.days)}"
         f" ({between(duration(cost.days * shortest), duration(cost.days * longest))})",
         f"cost    {number(cost.gpu_hours)} {one(plan)}-hours{paid}",
     ]
@@ -166,7 +166,7 @@ def table(recipe: Recipe, sizes: Sequence[Size], money: Money) -> list[str]:
     priced = money.price is not None
     lines = [
         *about(recipe, sizes[0].world, number=f"number  as below, up to {in_node} in a node"),
-        f"tokens  {counted(money.of(first).tokens)}" + (f", at {money.price:g} for a GPU and hour" if priced else ""),
+        f"tokens  {in_units(money.of(first).tokens)}" + (f", at {money.price:g} for a GPU and hour" if priced else ""),
         "",
         "".join(heads if priced else heads[:-1]),
         *("".join(_cells(recipe, found, money)).rstrip() for found in sizes),
@@ -212,7 +212,7 @@ def between(low: str, high: str) -> str:
     return f"{amount if high.endswith(f' {unit}') else low} to {high}"
 
 
-def counted(tokens: int) -> str:
+def in_units(tokens: int) -> str:
     """Such as "10.5 B"."""
     for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
         if tokens >= scale:

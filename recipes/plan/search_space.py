@@ -79,9 +79,7 @@ class Space:
         for mesh in self._meshes():
             float8 = self.recipe.float8
             if mesh.tensor == 1 and "float8.gather_activations" not in self.fixed:
-                float8 = replace(
-                    float8, gather_activations=False
-                )  # tensor groups gather them; the numbers are the same
+                float8 = replace(float8, gather_activations=False)  # no group gathers any
             one = replace(self.recipe, mesh=mesh, float8=float8)
             size_is_free = "batch.micro_batch_size" not in self.fixed
             refused = self.refusal(self._with_micro_batch(one, 1) if size_is_free else one)

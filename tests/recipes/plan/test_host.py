@@ -26,6 +26,7 @@ def test_rates_of_operators_are_those_that_they_were_measured_with(fitted: tuple
         assert getattr(cpu, field) == pytest.approx(getattr(CPU, field), rel=0.01), field
     for field in ("depth", "score", "attention_backward", "collective", "loss", "loss_chunked", "loss_compiled"):
         assert getattr(rates, field) == pytest.approx(getattr(TRUE, field), rel=0.01), field
+    assert (rates.eager, rates.fused) == pytest.approx((TRUE.eager, TRUE.fused), rel=0.05)
     assert rates.calibrated == "by cpu.json (2 processes on 2 cores)"
 
 

@@ -352,6 +352,7 @@ def test_a_job_refuses_a_recipe_that_cannot_fit_unless_it_is_forced(tmp_path: Pa
     refused = job(tmp_path, recipe, "--batch.micro_batch_size=4")
     assert refused.returncode == 2 and " of memory are predicted per process, but H100 has 85.5 GB; " in refused.stderr
     assert "refused: nothing was started" in refused.stdout
+    assert job(tmp_path, recipe, "--batch.micro_batch_size=4", FORCE="").returncode == 2  # set, but to nothing
     forced = job(tmp_path, recipe, "--batch.micro_batch_size=4", FORCE="1")
     assert forced.returncode == 0 and forced.stderr.startswith("warning: ")
 

@@ -9,7 +9,7 @@ from recipes.load import load
 from recipes.plan.hardware import GPUS
 from recipes.plan.plan import Plan, plan
 from recipes.plan.rates import RATES
-from recipes.plan.screen import Money, between, counted, duration, number, screen, seconds
+from recipes.plan.screen import Money, between, duration, in_units, number, screen, seconds
 from recipes.plan.time import StepTime
 from recipes.plan.world import World
 
@@ -96,8 +96,8 @@ def test_a_cpu_has_no_mfu() -> None:
     [
         (number(24_130.4), "24,130"),
         (number(0.01234), "0.0123"),
-        (counted(15_000_000_000_000), "15 T"),
-        (counted(614_400), "614,400"),
+        (in_units(15_000_000_000_000), "15 T"),
+        (in_units(614_400), "614,400"),
         (seconds(0.0421), "42.1 ms"),
         (seconds(5.432), "5.43 s"),
         (seconds(0.9999), "1,000 ms"),
