@@ -27,7 +27,7 @@ class ModelConfig:
     """Shape and constants of the decoder. `name` selects values from models/sizes.py; every field can override one."""
 
     name: str
-    """A size from models/sizes.py, such as "smollm3_3b", or "from_weights" for the shape of `weights`."""
+    """A size from models/sizes.py, such as "smollm3_3b"; "from_weights" or "from_config" for the shape of those."""
     layers: Annotated[int, Ge(1)]
     """Number of blocks."""
     width: Annotated[int, Ge(1)]
@@ -66,6 +66,10 @@ class ModelConfig:
     """Standard deviation of the initial weights; / sqrt(2 x layers) for projections into the residual stream."""
     weights: str = ""
     """Initial weights instead of random ones: a Hugging Face folder, a checkpoint, or a run folder."""
+    config: str = ""
+    """A config.json of Hugging Face, or a folder with one, whose model is trained from random weights."""
+    dropout: bool = False
+    """Apply the dropout that config.json asks for, in models of transformers; false = none."""
 
     def problems(self) -> list[tuple[str, str]]:
         """(field, what is wrong and what to write instead) for every broken rule that spans several fields."""

@@ -124,7 +124,7 @@ class Decoder(nn.Module):
     def interface(self) -> ModelInterface:
         """What parallel/ may know of this model."""
         return ModelInterface(
-            blocks=tuple(f"blocks.{layer}" for layer in range(len(self.blocks))),
+            stacks=(tuple(f"blocks.{layer}" for layer in range(len(self.blocks))),),
             embedding="embedding",
             head=None if self.lm_head is None else "lm_head",
             head_norm="norm",

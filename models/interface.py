@@ -31,19 +31,25 @@ class BlockInterface:
 class ModelInterface:
     """The parts of a model that are parallelized, by fully qualified name."""
 
-    blocks: tuple[str, ...]
-    """The repeated blocks, in the order in which the forward pass calls them."""
+    stacks: tuple[tuple[str, ...], ...]
+    """The repeated blocks of each stack (one for a decoder; encoder, decoder), in the order of the forward pass."""
     embedding: str
     """The token embedding. Its weight is not decayed."""
     head: str | None
     """The output projection; None where it is tied to the embedding."""
-    head_norm: str
-    """The norm before the output projection: where the last part of the forward pass begins."""
+    head_norm: str | None
+    """The norm before the output projection: where the last part of the forward pass begins; None where unknown."""
     tied_head: str | None
-    """The module without parameters that projects with the embedding's weight; None where there is a head."""
+    """The module that projects with the embedding's weight; None where there is a head."""
     loss: str
     """The module without parameters that takes logits and targets, or None, and returns the summed loss."""
-    inside_block: BlockInterface
+    inside_block: BlockInterface | None
+    """None where tensor and context parallelism cannot cut the blocks."""
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The repeated blocks of all stacks."""
+        return tuple(name for stack in self.stacks for name in stack)
 
 
 def interface_of(model: "nn.Module") -> ModelInterface:

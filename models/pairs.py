@@ -1,0 +1,28 @@
+"""What an encoder-decoder model reads. B pairs, S tokens of the longest prompt, T of the longest answer."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class EncoderDecoderInputs:
+    """The inputs of a batch of pairs; the targets, (B, T) with IGNORED where an answer has ended, come beside it."""
+
+    encoder_tokens: Tensor
+    """(B, S) int64: each prompt, then padding."""
+    encoder_mask: Tensor
+    """(B, S) bool: False at padding."""
+    decoder_tokens: Tensor
+    """(B, T) int64: the model's start token, then all of the answer but its last token, then padding."""
+
+    def to(self, device: torch.device) -> "EncoderDecoderInputs":
+        """A copy on the device. From pinned memory, the host does not wait for the copy to a GPU."""
+        tensors = (self.encoder_tokens, self.encoder_mask, self.decoder_tokens)
+        return EncoderDecoderInputs(*(tensor.to(device, non_blocking=True) for tensor in tensors))
+
+    def pin_memory(self) -> "EncoderDecoderInputs":
+        """A copy in pinned memory, which a GPU can read asynchronously."""
+        tensors = (self.encoder_tokens, self.encoder_mask, self.decoder_tokens)
+        return EncoderDecoderInputs(*(tensor.pin_memory() for tensor in tensors))
