@@ -6,7 +6,9 @@ names are the contract with everything that parallelizes, saves or converts it.
 B batch, T tokens, D model width, F feed-forward width, N query heads, K key/value heads, H head width, V vocabulary.
 """
 
+import hashlib
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -177,6 +179,20 @@ class Decoder(nn.Module):
         else:
             logits = self.lm_head(x)  # (B, T, V)
         return self.loss(logits, targets)
+
+    def initial_values(
+        self, shapes: Mapping[str, Sequence[int]], *, seed: int, device: torch.device
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole float32 tensor on the device) of each of these parameters, one after the other.
+
+        Each has its own generator, seeded by `seed` and its name, so that values do not depend on the mesh.
+        """
+        for name, shape in shapes.items():
+            digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+            generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+            values = torch.empty(tuple(shape), dtype=torch.float32, device=device)
+            self.init_parameter(name, values, generator)
+            yield name, values
 
     def init_parameter(self, name: str, values: Tensor, generator: torch.Generator) -> None:
         """Fill `values`, the whole parameter of this fully qualified name, with its initial values.

@@ -1,6 +1,20 @@
-"""Any causal or encoder-decoder model of Hugging Face transformers as a model of ours. The only importer of it."""
+"""Any causal or encoder-decoder model of Hugging Face transformers as a model of ours. The only importer of it.
 
+The model is the child `model`, so our fully qualified names are "model." and transformers' own. Code of a model's
+authors that transformers does not contain is never run.
+
+B batch, T tokens, V vocabulary.
+"""
+
+import hashlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any, NamedTuple, cast
+
+import torch
 from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from models.documents import Documents
 from models.interface import ModelInterface
@@ -8,23 +22,268 @@ from models.loss import SummedLoss
 from models.pairs import EncoderDecoderInputs
 from models.transformers_config import TransformersConfig
 
+PREFIX = "model."
+"""Of our names, before transformers' own."""
+
 
 class TransformersModel(nn.Module):
-    """The contract of models.decoder.Decoder around a model of transformers, which is its child `model`."""
+    """The contract of models.decoder.Decoder around a model of transformers, which is its child `model`.
+
+    Raises ValueError, with the reason, for a model that breaks an assumption of this file or of parallel/.
+    """
 
     def __init__(self, config: TransformersConfig, *, loss_chunks: int = 1) -> None:
         super().__init__()
         self.config = config
+        self.model = plain_model(config)
         self.loss = SummedLoss(loss_chunks)
-        raise NotImplementedError
-
-    @property
-    def interface(self) -> ModelInterface:
+        self.interface = _interface_of(self.model)
         """What parallel/ may know of this model."""
-        raise NotImplementedError
+        # By name, not in the modules: float8 replaces these.
+        self.transposed = frozenset(PREFIX + name for name in _make_linear(self.model))
+        """Weights that transformers keeps as (in, out)."""
 
     def forward(
-        self, inputs: Tensor | EncoderDecoderInputs, targets: Tensor | None = None, *, documents: Documents | None = None
+        self,
+        inputs: Tensor | EncoderDecoderInputs,
+        targets: Tensor | None = None,
+        *,
+        documents: Documents | None = None,
     ) -> Tensor:
         """As Decoder.forward: logits (B, T, V), or, with targets (B, T), their summed loss, a scalar."""
-        raise NotImplementedError
+        if isinstance(inputs, EncoderDecoderInputs):
+            # The decoder is causal, so what pads the answers comes too late to be seen.
+            given: dict[str, Any] = {
+                "input_ids": inputs.encoder_tokens,
+                "attention_mask": inputs.encoder_mask,
+                "decoder_input_ids": inputs.decoder_tokens,
+            }
+        else:
+            given = {"input_ids": inputs}
+            if documents is not None:  # positions that start anew are what transformers knows packed texts by
+                given["position_ids"] = documents.positions
+        logits = self.model(**given, use_cache=False).logits  # (B, T, V)
+        return self.loss(logits, targets)
+
+    def _apply(self, function: Any, recurse: bool = True) -> "TransformersModel":
+        """As nn.Module's, which moves parameters module by module, but what modules share stays shared."""
+        shared = _shared_parameters(self)
+        super()._apply(function, recurse)
+        for first, *others in shared:
+            parameter = self.get_parameter(first)
+            for name in others:
+                setattr(_parent(self, name), name.rpartition(".")[2], parameter)
+        return self
+
+    @torch.no_grad()
+    def initial_values(
+        self, shapes: Mapping[str, Collection[int]], *, seed: int, device: torch.device
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole float32 tensor on the device) of each of these parameters and buffers, as transformers starts.
+
+        Drawn unit by unit, because some modules scale what is in others (GPT-2's attention its projection): a block, or
+        all that is outside of blocks, seeded by its name. So values do not depend on the mesh, and one unit is whole in
+        memory at a time. Raises ValueError for what transformers leaves without a value.
+        """
+        with torch.device("meta"):
+            twin = plain_model(self.config)
+        for name, unit in _units(twin, self.interface):
+            _allocate(unit.modules, device)
+            others = [tensor for tensor in twin.parameters() if tensor.is_meta]
+            versions = [tensor._version for tensor in others]
+            digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+            with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type):
+                torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+                for module, owner in unit.in_order:
+                    owner._init_weights(module)
+            if versions != [tensor._version for tensor in others]:
+                raise ValueError(
+                    f"initial values of {name or 'the model'} reach into other blocks, which are not there"
+                )
+            for local, tensor in _tensors_of(unit.modules, twin):
+                full = PREFIX + local
+                if full in shapes:
+                    _require_filled(full, tensor)
+                    yield full, tensor.detach().t().contiguous() if full in self.transposed else tensor.detach()
+            _allocate(unit.modules, torch.device("meta"))
+
+
+class Stored(NamedTuple):
+    """How transformers stores one of our parameters."""
+
+    name: str
+    shape: tuple[int, ...]
+    """In our layout."""
+    transposed: bool
+    """In files it is (in, out)."""
+
+
+@cache
+def stored_layout(config: TransformersConfig) -> Mapping[str, Stored]:
+    """Our name -> how transformers stores it, for every parameter; what several modules share is there once."""
+    with torch.device("meta"):
+        model = TransformersModel(config)
+    return {
+        name: Stored(name.removeprefix(PREFIX), tuple(parameter.shape), name in model.transposed)
+        for name, parameter in model.named_parameters()
+    }
+
+
+def plain_model(config: TransformersConfig) -> PreTrainedModel:
+    """transformers' own model on torch's current device, in float32, without dropout unless the config asks for it."""
+    settings = {key: value for key, value in config.settings.items() if key != "auto_map"}
+    kind = str(settings.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        raise ValueError(f"model_type = {kind!r}: transformers has no such model")
+    theirs = CONFIG_MAPPING[kind].from_dict(settings)
+    theirs.use_cache = False
+    if not config.dropout:
+        _set_dropout_to_zero(theirs)
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    if type(theirs) not in auto._model_mapping:
+        raise ValueError(f"model_type = {kind!r}: it is neither a causal nor an encoder-decoder language model")
+    supported = cast(type[PreTrainedModel], auto._model_mapping[type(theirs)])._supports_sdpa
+    model = auto.from_config(theirs, attn_implementation="sdpa" if supported else "eager", dtype=torch.float32)
+    if not config.tied_embeddings:
+        _untie_head(model)
+    return cast(PreTrainedModel, model)
+
+
+def _untie_head(model: PreTrainedModel) -> None:
+    """Give the output projection a weight of its own. transformers builds every T5 tied, and T5 1.1 is not."""
+    head: Any = model.get_output_embeddings()
+    embedding: Any = model.get_input_embeddings()
+    if head is not None and head.weight is embedding.weight:
+        head.weight = nn.Parameter(embedding.weight.detach().clone())
+
+
+def _set_dropout_to_zero(config: PreTrainedConfig) -> None:
+    for key, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            _set_dropout_to_zero(value)
+        elif "drop" in key and isinstance(value, float | int) and not isinstance(value, bool):
+            setattr(config, key, 0.0)
+
+
+def _make_linear(model: PreTrainedModel) -> list[str]:
+    """Replace each Conv1D, a linear whose weight is (in, out), by nn.Linear. Returns the names of their weights."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, Conv1D)}
+    for name, module in found.items():
+        weight, bias = module.weight, module.bias
+        inputs, outputs = weight.shape
+        linear = nn.Linear(inputs, outputs, bias=bias is not None, device=weight.device, dtype=weight.dtype)
+        linear.weight = nn.Parameter(weight.detach().t().contiguous())
+        linear.bias = bias
+        model.set_submodule(name, linear)
+    return [f"{name}.weight" for name in found]
+
+
+def _interface_of(model: PreTrainedModel) -> ModelInterface:
+    """What parallel/ may know. Repeated blocks are in transformers' own list of what is not to be split."""
+    stacks: dict[str, list[str]] = {}
+    for name in _outermost(model, set(model._no_split_modules or ())):
+        stacks.setdefault(name.rpartition(".")[0], []).append(PREFIX + name)
+    kind = type(model).__name__
+    if not stacks:
+        raise ValueError(f"{kind} does not name its repeated blocks (_no_split_modules)")
+    names = {module: PREFIX + name for name, module in model.named_modules()}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None:
+        raise ValueError(f"{kind} has no output projection (get_output_embeddings)")
+    tied = any(names[head] == PREFIX + name.rpartition(".")[0] for group in _shared_parameters(model) for name in group)
+    return ModelInterface(
+        stacks=tuple(map(tuple, stacks.values())),
+        embedding=names[embedding],
+        head=None if tied else names[head],
+        head_norm=None,
+        tied_head=names[head] if tied else None,
+        loss="loss",
+        inside_block=None,
+    )
+
+
+def _outermost(model: nn.Module, classes: Collection[str]) -> list[str]:
+    """The names of the modules of these classes in lists, but for those inside of others."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{outer}.") for outer in found):
+            continue
+        if type(module).__name__ in classes and isinstance(_parent(model, name), nn.ModuleList):
+            found.append(name)
+    return found
+
+
+def _parent(model: nn.Module, name: str) -> nn.Module:
+    return model.get_submodule(name.rpartition(".")[0])
+
+
+def _shared_parameters(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+class _Unit(NamedTuple):
+    modules: list[nn.Module]
+    in_order: list[tuple[nn.Module, PreTrainedModel]]
+    """Each with the model whose _init_weights() it is for; children first."""
+
+
+def _units(model: PreTrainedModel, interface: ModelInterface) -> Iterator[tuple[str, _Unit]]:
+    """(name, unit) of every block of a plain model, and "" with all that is outside of them."""
+    blocks = {model.get_submodule(name.removeprefix(PREFIX)): name for name in interface.blocks}
+    owners: dict[nn.Module, PreTrainedModel] = {}
+
+    def below(module: nn.Module, owner: PreTrainedModel) -> Iterator[nn.Module]:
+        for child in module.children():
+            child_owner = child if isinstance(child, PreTrainedModel) else owner
+            if child in blocks:
+                owners[child] = child_owner
+            else:
+                yield from below(child, child_owner)
+        owners[module] = owner
+        yield module
+
+    outside = list(dict.fromkeys(below(model, model)))
+    yield "", _Unit(outside, [(module, owners[module]) for module in outside])
+    for block, name in blocks.items():
+        inside = list(reversed(list(block.modules())))
+        yield name, _Unit(inside, [(module, owners[block]) for module in inside])
+
+
+def _allocate(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Give the modules' tensors memory there, full of NaN or the smallest integer; what they share stays shared."""
+    moved: dict[Tensor, Tensor] = {}
+    for module in modules:
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                if tensor not in moved:
+                    there = torch.empty_like(tensor, device=device)
+                    moved[tensor] = nn.Parameter(there) if isinstance(tensor, nn.Parameter) else there
+                    if not there.is_meta:
+                        there.fill_(_unfilled(there))
+                table[name] = moved[tensor]  # type: ignore[assignment]
+
+
+def _unfilled(tensor: Tensor) -> float | int | bool:
+    if tensor.is_floating_point():
+        return float("nan")
+    return False if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min
+
+
+def _require_filled(name: str, tensor: Tensor) -> None:
+    empty = tensor.isnan() if tensor.is_floating_point() else tensor == _unfilled(tensor)
+    if tensor.dtype != torch.bool and empty.any():
+        raise ValueError(f"transformers gives {name} no initial values (_init_weights)")
+
+
+def _tensors_of(modules: Iterable[nn.Module], model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name in the model, tensor) of the modules' own parameters and buffers."""
+    names = {module: f"{name}." if name else "" for name, module in model.named_modules()}
+    for module in modules:
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        yield from ((names[module] + local, tensor) for local, tensor in own)

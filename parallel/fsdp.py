@@ -2,6 +2,7 @@
 
 import inspect
 import weakref
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -36,22 +37,27 @@ def shard_blocks_and_root(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> s
         ),
     }
     reshard = config.reshard_after_forward
-    units = [fully_shard(block, reshard_after_forward=reshard, **options) for block in blocks_of(model)]
+    shared = _shared_parameters(model)
+    for block in blocks_of(model):
+        fully_shard(block, reshard_after_forward=reshard, **options)
     if interface.head is not None:
         # Untied: two large matrices that are never needed at the same time. The backward pass starts with the head.
         embedding, head = model.get_submodule(interface.embedding), model.get_submodule(interface.head)
-        fully_shard(embedding, reshard_after_forward=reshard, **options)
-        cast(FSDPModule, embedding).set_unshard_in_backward(False)  # its gradient needs the tokens only
+        if shared.isdisjoint(embedding.parameters()):  # an encoder and a decoder may have one in common
+            fully_shard(embedding, reshard_after_forward=reshard, **options)
+            cast(FSDPModule, embedding).set_unshard_in_backward(False)  # its gradient needs the tokens only
         fully_shard(head, reshard_after_forward=False, **options)
     fully_shard(model, reshard_after_forward=False, **options)
 
     for unit in units_of(model):
         _sum_gradients(unit, mesh)
-    for index, unit in enumerate(units):
-        # Ask for the next blocks' weights before this one computes, so that a slow host does not expose the gather.
-        unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + config.prefetch])
-        if config.prefetch > 1:  # one block ahead FSDP2 looks by itself in the backward pass
-            unit.set_modules_to_backward_prefetch(units[max(0, index - config.prefetch) : index][::-1])
+    for stack in interface.stacks:
+        units = [cast(FSDPModule, model.get_submodule(name)) for name in stack]
+        for index, unit in enumerate(units):
+            # Ask for the next blocks' weights before this one computes, so that a slow host does not expose the gather.
+            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + config.prefetch])
+            if config.prefetch > 1:  # one block ahead FSDP2 looks by itself in the backward pass
+                unit.set_modules_to_backward_prefetch(units[max(0, index - config.prefetch) : index][::-1])
 
     shard, replicate = _shards(mesh), mesh.degrees.replicate
     stage = "ZeRO-3" if reshard else "ZeRO-2"
@@ -60,6 +66,12 @@ def shard_blocks_and_root(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> s
     offload = ", offloaded to the host" if config.cpu_offload else ""
     ahead = f", {config.prefetch} blocks gathered ahead" if config.prefetch > 1 else ""
     return f"fsdp: {layout}{copies}, {config.param_dtype} compute, {config.reduce_dtype} reduction{ahead}{offload}"
+
+
+def _shared_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Those that several modules have: only a unit around all of these can gather them."""
+    found = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
+    return {parameter for parameter, count in found.items() if count > 1}
 
 
 def _shards(mesh: Mesh) -> int:

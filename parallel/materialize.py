@@ -1,7 +1,6 @@
 """Turns parameters on the meta device into real, sharded ones, and sharded ones into whole ones."""
 
-import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import cast
 
@@ -19,26 +18,28 @@ def plain_name(name: str) -> str:
 
 @torch.no_grad()
 def materialize(model: nn.Module, *, device: torch.device, seed: int, keep_on: torch.device | None = None) -> None:
-    """Allocate every parameter's local shard and let the model's `init_parameter` fill it with random values.
+    """Allocate every parameter's local shard and fill it, and every buffer, from the model's `initial_values`.
 
-    Each parameter has its own generator, seeded by `seed` and the parameter's name, and is drawn in full before only
-    the local shard is kept: the values do not depend on the mesh. A process holds at most one full parameter. They are
-    drawn on `device` (those of CPU and CUDA differ) and stay there unless `keep_on` names another (offloading).
+    Each process draws all of every parameter, one after the other, and keeps only its shard: the values do not depend
+    on the mesh. They are drawn on `device` (those of CPU and CUDA differ) and stay there unless `keep_on` names another
+    (offloading).
     """
-    init_parameter = cast(Callable[[str, Tensor, torch.Generator], None], model.init_parameter)
     model.to_empty(device=keep_on or device)
-    for name, parameter in model.named_parameters():
-        name = plain_name(name)
-        digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-        generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
-        whole = torch.empty(parameter.shape, dtype=torch.float32, device=device)
-        init_parameter(name, whole, generator)
-        if isinstance(parameter, DTensor):
+    for module in model.modules():  # what is no parameter is not offloaded
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device=device))
+    places = {plain_name(name): tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    initial_values = cast(Callable[..., Iterator[tuple[str, Tensor]]], model.initial_values)
+    shapes = {name: tensor.shape for name, tensor in places.items()}
+    for name, whole in initial_values(shapes, seed=seed, device=device):
+        place = places.pop(name)
+        if isinstance(place, DTensor):
             # src_data_rank=None: every process takes its own shard, and nothing is sent.
-            shard = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            parameter.to_local().copy_(shard.to_local())
+            shard = distribute_tensor(whole, place.device_mesh, place.placements, src_data_rank=None)
+            place.to_local().copy_(shard.to_local())
         else:
-            parameter.copy_(whole)
+            place.copy_(whole)
+    assert not places, f"no initial values of {sorted(places)}"
 
 
 @torch.no_grad()

@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from models.decoder import Decoder
+from models.build import build_model
+from models.interface import interface_of
 from parallel.dist import World, allocator_settings, on_all, on_main, on_main_first
 from parallel.errors import UserError
 from parallel.float8 import precompute_scales
@@ -59,7 +60,7 @@ class Built:
     """A parallel model, its optimizer, and how they are stepped."""
 
     mesh: Mesh
-    model: Decoder
+    model: nn.Module
     units: tuple[FSDPModule, ...]
     """The modules whose weights FSDP gathers together: the model itself, its blocks, perhaps embedding and head."""
     optimizer: Optimizer
@@ -189,7 +190,7 @@ def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh:
         mesh = build_mesh(degrees, device_type=world.device.type)
     fsdp = without_idle_resharding(mesh, recipe.fsdp, float8_gathers=recipe.float8.all_gather)
     with torch.device("meta"):
-        model = Decoder(recipe.model, loss_chunks=recipe.batch.loss_chunks)
+        model = build_model(recipe.model, loss_chunks=recipe.batch.loss_chunks)
     report = placement(mesh.degrees, world.nodes)
     report += [f"GPU memory: {allocator_settings()}"] if world.device.type == "cuda" else []
     report += choose_attention(recipe.attention, device_type=world.device.type)
@@ -219,7 +220,7 @@ def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh:
         mesh,
         model,
         units=units_of(model),
-        optimizer=build_optimizer(model, recipe.optimizer, embedding=model.interface.embedding),
+        optimizer=build_optimizer(model, recipe.optimizer, embedding=interface_of(model).embedding),
         parameters=tuple(model.parameters()),
         grad_clip=recipe.optimizer.grad_clip,
         reshard_after_forward=fsdp.reshard_after_forward,

@@ -6,10 +6,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from models.decoder import Decoder
 from models.documents import Documents
+from models.interface import interface_of
 from parallel.dist import World
 from parallel.mesh import Mesh
 from parallel.reduce import reduce_loss_and_times
@@ -36,7 +36,7 @@ class Recorder:
         recipe: Recipe,
         world: World,
         mesh: Mesh,
-        model: Decoder,
+        model: nn.Module,
         clock: RunClock,
         console: Console,
         loader: DataLoader,
@@ -56,7 +56,8 @@ class Recorder:
         if world.size > 1:
             from recipes.cluster import stragglers
 
-            head = model.get_submodule(cast(str, model.interface.head or model.interface.tied_head))
+            interface = interface_of(model)
+            head = model.get_submodule(cast(str, interface.head or interface.tied_head))
             self._compute = stragglers.ComputeTime(clock, world.device, head=head)
             self._stragglers = stragglers.Stragglers(world, clock)
         self._memory: GpuMemory | None = None
