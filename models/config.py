@@ -71,6 +71,11 @@ class ModelConfig:
     dropout: bool = False
     """Apply the dropout that config.json asks for, in models of transformers; false = none."""
 
+    @property
+    def computed_by(self) -> str:
+        """The code that a run with this model goes through, and why."""
+        return "our decoder, which supports all of its config.json"
+
     def problems(self) -> list[tuple[str, str]]:
         """(field, what is wrong and what to write instead) for every broken rule that spans several fields."""
         found = {

@@ -63,6 +63,10 @@ def parameter_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]
         yield "lm_head.weight", (config.vocabulary, width)
 
 
+class Unsupported(ValueError):
+    """A sound config.json that asks for what our decoder does not compute: one line for each reason."""
+
+
 CONTEXT_LENGTH = 2048
 """Where config.json has none."""
 CLASSES = {"llama": "LlamaForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
@@ -122,13 +126,16 @@ def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """The model of a config.json, named "from_weights". Raises ValueError with one line for each unsupported key."""
+    """The model of a config.json, named "from_weights".
+
+    Raises ValueError with one line for each malformed key, or Unsupported with one for each unsupported key.
+    """
     family = config.get("model_type")
     if not isinstance(family, str) or family not in CLASSES:
         known = " or ".join(f'"{name}"' for name in CLASSES)
-        raise ValueError(f"model_type = {family!r}: only {known} is supported")
+        raise Unsupported(f"model_type = {family!r}: only {known} is supported")
     given = _Reader(_with_defaults(config))
-    given.problems += _unsupported(config, family)
+    _note_unsupported(given, config, family)
     width, heads = given.integer("hidden_size"), given.integer("num_attention_heads")
     layers = given.integer("num_hidden_layers")
     given.integer("max_position_embeddings", null=CONTEXT_LENGTH)  # read by text_facts
@@ -153,7 +160,9 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
             f"{SPELLED.get(field, field)} = {getattr(model, field)}: {message}" for field, message in model.problems()
         ]
     if given.problems:
-        raise ValueError("\n".join(given.problems))
+        raise ValueError("\n".join(given.problems + given.unsupported))
+    if given.unsupported:
+        raise Unsupported("\n".join(given.unsupported))
     return model
 
 
@@ -228,14 +237,29 @@ def config_to_hf(model: ModelConfig, facts: TextFacts, *, dtype: str = "float32"
 class _Reader:
     """Reads values of the right type; for a wrong one, returns a placeholder and adds a line to `problems`."""
 
-    def __init__(self, values: dict[str, Any], problems: list[str] | None = None, place: str = "") -> None:
+    def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
-        self.problems = [] if problems is None else problems
-        self.place = place
+        self.problems: list[str] = []
+        self.unsupported: list[str] = []
+        """Values of the right type that ask for what our decoder does not compute."""
+        self.place = ""
+
+    def table(self, key: str, values: dict[str, Any]) -> "_Reader":
+        """Reads the values of a table, and adds lines where this reader does."""
+        inside = _Reader(values)
+        inside.problems, inside.unsupported, inside.place = self.problems, self.unsupported, f"{key}."
+        return inside
 
     def refuse(self, key: str, rule: str) -> None:
+        self.problems.append(self._line(key, rule))
+
+    def decline(self, key: str, rule: str) -> None:
+        """Add a line to `unsupported`."""
+        self.unsupported.append(self._line(key, rule))
+
+    def _line(self, key: str, rule: str) -> str:
         value = f"{self.values[key]!r}" if key in self.values else "missing"
-        self.problems.append(f"{self.place}{key} = {value}: {rule}")
+        return f"{self.place}{key} = {value}: {rule}"
 
     def integer(self, key: str, *, null: int | None = None) -> int:
         """An integer of at least 1; null: the value that JSON's null stands for."""
@@ -261,26 +285,26 @@ class _Reader:
         return bool(value)
 
 
-def _unsupported(config: Mapping[str, Any], family: str) -> list[str]:
-    """One line for each key that asks for something our model does not support."""
-    found = []
+def _note_unsupported(given: _Reader, config: Mapping[str, Any], family: str) -> None:
+    """Add a line for each key of config that asks for something our model does not support."""
     classes = config.get("architectures") or [CLASSES[family]]
-    if not isinstance(classes, list) or CLASSES[family] not in classes:
-        found.append(f"architectures = {classes!r}: only {CLASSES[family]} is supported for this model_type")
+    if not isinstance(classes, list):
+        given.refuse("architectures", "must be a list of names")
+    elif CLASSES[family] not in classes:
+        given.decline("architectures", f"only {CLASSES[family]} is supported for this model_type")
     for key, (harmless, meaning) in ONLY.items():
         if key in config and config[key] not in harmless:
-            found.append(f"{key} = {config[key]!r}: {meaning} is not supported")
+            given.decline(key, f"{meaning} is not supported")
     types = config.get("layer_types")  # if given, it alone decides
     asked = []
-    if types is not None and not isinstance(types, list):
-        asked.append(f"layer_types = {types!r}")
+    if types is not None and not isinstance(types, list | tuple):
+        given.refuse("layer_types", "must be a list of the kind of each layer")
     elif others := [repr(kind) for kind in types or () if kind != "full_attention"]:
         asked.append(f"layer_types has {', '.join(dict.fromkeys(others))}")
     if config.get("use_sliding_window") and config.get("sliding_window") and (asked or types is None):
         asked += [f"{key} = {config[key]!r}" for key in ("use_sliding_window", "sliding_window")]
     if asked:
-        found.append(f"{', '.join(asked)}: only 'full_attention' in every layer is supported")
-    return found
+        given.unsupported.append(f"{', '.join(asked)}: only 'full_attention' in every layer is supported")
 
 
 def _rope(given: _Reader) -> dict[str, Any]:
@@ -291,10 +315,10 @@ def _rope(given: _Reader) -> dict[str, Any]:
     if not isinstance(parameters, dict) or any(isinstance(value, dict) for value in parameters.values()):
         given.refuse(key, "must be one table for all layers")
         parameters = {}
-    inside = _Reader(dict(parameters), given.problems, place=f"{key}.")
+    inside = given.table(key, dict(parameters))
     values: dict[str, Any] = {"rope_theta": (inside if "rope_theta" in parameters else given).number("rope_theta")}
     if parameters.get("partial_rotary_factor") not in (None, 1):
-        inside.refuse("partial_rotary_factor", f"{ONLY['partial_rotary_factor'][1]} is not supported")
+        inside.decline("partial_rotary_factor", f"{ONLY['partial_rotary_factor'][1]} is not supported")
     spelled = "rope_type" if "rope_type" in parameters else "type"
     kind = parameters.get(spelled, "default")
     if kind == "llama3":
@@ -313,7 +337,7 @@ def _rope(given: _Reader) -> dict[str, Any]:
         if values["rope_factor"] < 1:
             inside.refuse("factor", "must be a number >= 1")
     elif kind != "default":
-        inside.refuse(spelled, "only 'default' and 'llama3' rotary embeddings are supported")
+        inside.decline(spelled, "only 'default' and 'llama3' rotary embeddings are supported")
     return values
 
 

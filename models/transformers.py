@@ -13,7 +13,15 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    __version__,
+)
+from transformers.models.auto import modeling_auto as auto
 from transformers.pytorch_utils import Conv1D
 
 from models.documents import Documents
@@ -129,21 +137,39 @@ def stored_layout(config: TransformersConfig) -> Mapping[str, Stored]:
     }
 
 
+def library_config(settings: Mapping[str, Any]) -> PreTrainedConfig:
+    """What transformers reads from a config.json, with the defaults of its family.
+
+    Raises ValueError if it knows no such family, or refuses the values.
+    """
+    family = settings.get("model_type")
+    if not isinstance(family, str) or family not in CONFIG_MAPPING:
+        raise ValueError(f"model_type = {family!r}: transformers {__version__} has no such model")
+    try:
+        return CONFIG_MAPPING[family].from_dict(dict(settings))
+    except Exception as error:  # each family raises errors of its own
+        raise ValueError(f"transformers refuses it: {' '.join(str(error).split())}") from None
+
+
+def classes_of(family: str, *, is_encoder_decoder: bool) -> tuple[str | None, str | None, bool]:
+    """Of a family: the class that trains it on text, the one without a head; whether it also fills gaps in texts."""
+    causal, pairs = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    base = auto.MODEL_MAPPING_NAMES.get(family)
+    head = (pairs if is_encoder_decoder else causal).get(family)
+    return head, base if isinstance(base, str) else None, family in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+
 def plain_model(config: TransformersConfig) -> PreTrainedModel:
     """transformers' own model on torch's current device, in float32, without dropout unless the config asks for it."""
-    settings = {key: value for key, value in config.settings.items() if key != "auto_map"}
-    kind = str(settings.get("model_type"))
-    if kind not in CONFIG_MAPPING:
-        raise ValueError(f"model_type = {kind!r}: transformers has no such model")
-    theirs = CONFIG_MAPPING[kind].from_dict(settings)
+    theirs = library_config(config.settings)
     theirs.use_cache = False
     if not config.dropout:
         _set_dropout_to_zero(theirs)
-    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    if type(theirs) not in auto._model_mapping:
-        raise ValueError(f"model_type = {kind!r}: it is neither a causal nor an encoder-decoder language model")
-    supported = cast(type[PreTrainedModel], auto._model_mapping[type(theirs)])._supports_sdpa
-    model = auto.from_config(theirs, attn_implementation="sdpa" if supported else "eager", dtype=torch.float32)
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    if type(theirs) not in kind._model_mapping:
+        raise ValueError(f"model_type = {theirs.model_type!r}: it is neither a causal nor an encoder-decoder language model")
+    supported = cast(type[PreTrainedModel], kind._model_mapping[type(theirs)])._supports_sdpa
+    model = kind.from_config(theirs, attn_implementation="sdpa" if supported else "eager", dtype=torch.float32)
     if not config.tied_embeddings:
         _untie_head(model)
     return cast(PreTrainedModel, model)

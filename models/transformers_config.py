@@ -4,7 +4,7 @@ Imports no torch.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,10 @@ class TransformersConfig(ModelConfig):
 
     definition: str = ""
     """The JSON text of its config.json."""
+    reason: str = field(default="", compare=False)
+    """Why our decoder does not compute it."""
+    positions: int = 0
+    """Tokens of the longest sequence that it has positions for; 0 = no limit."""
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -25,7 +29,20 @@ class TransformersConfig(ModelConfig):
         settings: dict[str, Any] = json.loads(self.definition)
         return settings
 
-    @property
+    @cached_property
     def is_encoder_decoder(self) -> bool:
         """Whether an encoder reads a prompt, and a decoder writes an answer."""
-        return bool(self.settings.get("is_encoder_decoder"))
+        if "is_encoder_decoder" in self.settings:
+            return bool(self.settings["is_encoder_decoder"])
+        from models.transformers import library_config
+
+        return bool(library_config(self.settings).is_encoder_decoder)
+
+    @property
+    def computed_by(self) -> str:
+        """As of a ModelConfig."""
+        return f"transformers, not our decoder: {self.reason}"
+
+    def problems(self) -> list[tuple[str, str]]:
+        """None: transformers knows the rules of each family."""
+        return []

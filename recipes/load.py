@@ -11,6 +11,7 @@ import tomli
 
 from models.config import ModelConfig
 from models.sizes import SIZES
+from models.transformers_config import TransformersConfig
 from parallel.errors import TemporaryError, UserError
 from recipes.fields import (
     Problem,
@@ -29,10 +30,13 @@ from recipes.files.reading import fault
 from recipes.mesh_rules import Violation
 from recipes.rules import violations
 from recipes.schema import Recipe, RunConfig
-from recipes.weights.locate import FROM_WEIGHTS, InitialWeights, Weights
+from recipes.weights.locate import FROM_CONFIG, FROM_WEIGHTS, InitialWeights, Weights
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 BENCHMARKS = CONFIGS / "benchmarks"
+
+NO_SHAPE = ("name", "weights", "config", "dropout")
+"""The fields of [model] that say where its shape comes from, or what else is done with it."""
 
 Given = dict[str, tuple[Any, str]]
 """Dotted key -> (value, where it was written)."""
@@ -99,7 +103,8 @@ def load_run(
         given |= {key: (value, command_line.ORIGIN) for key, value in overrides.items()}
         problems += wrong + _choose_source(given, set(overrides), command_line.ORIGIN)
     run = {key: given[f"run.{key}"][0] for key in ("name", "output") if f"run.{key}" in given}
-    weights = InitialWeights(given.get("model.weights", ("", ""))[0], RunConfig(**run).folder)
+    paths = {name: given.get(f"model.{name}", ("", ""))[0] for name in ("weights", "config")}
+    weights = InitialWeights(run_folder=RunConfig(**run).folder, **paths)
     if not any(problem.key == "model.name" for problem in problems):
         problems += _check_size(given, weights)
     recipe = _assemble(given, weights)
@@ -123,7 +128,7 @@ def violations_elsewhere(
     recipe: Recipe, *, processes: int | None, nodes: int | None, broken: Collection[str] = frozenset()
 ) -> Iterator[Violation]:
     """The rules that a recipe for another machine breaks: without a look at its data, its weights and other files."""
-    shape = replace(recipe, model=replace(recipe.model, weights=""))
+    shape = replace(recipe, model=replace(recipe.model, weights="", config=""))
     unread = InitialWeights("", recipe.run.folder)
     broken = {*broken, "data.source", "metrics.calibrated_by"}
     return violations(shape, unread, processes=processes, nodes=nodes, broken=broken)
@@ -132,6 +137,8 @@ def violations_elsewhere(
 def to_toml(recipe: Recipe) -> str:
     """The whole recipe with every field in effect, as TOML that loads back to an equal recipe."""
     tables = asdict(recipe)
+    if isinstance(recipe.model, TransformersConfig):  # its shape is in its config.json
+        tables["model"] = {name: tables["model"][name] for name in NO_SHAPE}
     del tables["data"]["source" if recipe.data.mixture else "mixture"]
     del tables["validation"]["source" if recipe.validation.sources else "sources"]
     return "\n".join(
@@ -178,12 +185,15 @@ def _choose_source(given: Given, names: Collection[str], origin: str) -> list[Pr
 
 
 def _assemble(given: Given, weights: InitialWeights | None) -> Recipe:
-    """The recipe of these values over size and defaults. weights: give "from_weights" its shape; None = any will do."""
+    """The recipe of these values over size and defaults. weights: know the model of "from_..."; None = any will do."""
     values: dict[str, dict[str, Any]] = {section: {} for section in sections()}
     for key, (value, _) in given.items():
         section, _, name = key.partition(".")
         values[section][name] = value
-    model = replace(_size(given, weights), **values.pop("model"))
+    size, fields_of_model = _size(given, weights), values.pop("model")
+    if isinstance(size, TransformersConfig):  # _check_size refuses the other fields
+        fields_of_model = {name: value for name, value in fields_of_model.items() if name in NO_SHAPE}
+    model = replace(size, **fields_of_model)
     return Recipe(model=model, **{section: sections()[section](**given) for section, given in values.items()})
 
 
@@ -192,43 +202,56 @@ def _size(given: Given, weights: InitialWeights | None) -> ModelConfig:
     name = given.get("model.name", ("", ""))[0]
     if name in SIZES:
         return SIZES[name]
-    if name == FROM_WEIGHTS and weights is not None and not _shape_is_given(given):
+    if name in (FROM_WEIGHTS, FROM_CONFIG) and weights is not None and not _shape_is_given(given):
         try:
-            return weights.find().model
+            return weights.model()
         except UserError:  # _check_size reports it
             pass
     return Recipe().model
 
 
 def _shape_is_given(given: Given) -> bool:
-    """Whether these values omit no field of [model], as in a resolved recipe."""
-    return all(f"model.{field.name}" in given for field in fields(ModelConfig))
+    """Whether these values omit no field of the model's shape, as in a resolved recipe."""
+    return all(f"model.{field.name}" in given for field in fields(ModelConfig) if field.name not in NO_SHAPE)
 
 
 def _check_size(given: Given, weights: InitialWeights) -> list[Problem]:
     """model.name selects the values of all other [model] fields, so it must be present and known."""
-    known = f"the sizes in models/sizes.py are {', '.join(SIZES)}, and {FROM_WEIGHTS} takes the shape of model.weights"
+    known = (
+        f"the sizes in models/sizes.py are {', '.join(SIZES)}; {FROM_WEIGHTS} takes the model of model.weights, and"
+        f" {FROM_CONFIG} that of model.config"
+    )
     if "model.name" not in given:
         return [Problem("model.name", f'is missing; write name = "smollm3_debug" below [model]; {known}')]
     name, origin = given["model.name"]
     if name in SIZES:
         return []
-    if name == FROM_WEIGHTS:
-        path, origin = given.get("model.weights", ("", origin))
+    if name in (FROM_WEIGHTS, FROM_CONFIG):
+        key = "model.weights" if name == FROM_WEIGHTS else "model.config"
+        path, origin = given.get(key, ("", origin))
         if not path:
-            return [Problem("model.weights", f'is missing; name = "{FROM_WEIGHTS}" takes its shape', "", origin)]
+            return [Problem(key, f'is missing; name = "{name}" takes its model', "", origin)]
         if _shape_is_given(given):
             return []
         try:
-            weights.find()
-            return []
+            model = weights.model()
         except TemporaryError:
             raise
         except UserError as error:
-            return [Problem("model.weights", one_line(error), toml(path), origin)]
-    close = get_close_matches(name, [*SIZES, FROM_WEIGHTS], n=1)
+            return [Problem(key, one_line(error), toml(path), origin)]
+        return _shape_of_transformers(given) if isinstance(model, TransformersConfig) else []
+    close = get_close_matches(name, [*SIZES, FROM_WEIGHTS, FROM_CONFIG], n=1)
     hint = f"did you mean {toml(close[0])}? " if close else ""
     return [Problem("model.name", f"unknown size; {hint}{known}", toml(name), origin)]
+
+
+def _shape_of_transformers(given: Given) -> list[Problem]:
+    """What a recipe says of a model of transformers that only its config.json may."""
+    return [
+        Problem(key, "belongs to config.json for a model of transformers; remove it here", toml(value), origin)
+        for key, (value, origin) in given.items()
+        if key.startswith("model.") and key.partition(".")[2] not in NO_SHAPE
+    ]
 
 
 def _located(key: str, message: str, recipe: Recipe, given: Given) -> Problem:

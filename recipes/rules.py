@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from models.config import ModelConfig
+from models.transformers_config import TransformersConfig
 from parallel.config import ActivationCheckpointingConfig, AttentionConfig, CompileConfig, Float8Config, FSDPConfig
 from parallel.errors import TemporaryError, UserError
 from recipes.checkpoint.config import CheckpointConfig
@@ -54,6 +55,7 @@ def violations(
         ("run.name", name_is_a_folder(run)),
         ("model", model_is_consistent(model)),
         ("model", weights_fit(model, weights, written=written)),
+        ("model data attention batch", from_elsewhere(recipe, weights, written=written)),
         ("data model", data_is_there(data, model=model, weights=weights)),
         ("data validation", validation_has_text(recipe.validation, data=data)),
         ("mesh", mesh_fits(mesh, **world)),
@@ -121,6 +123,10 @@ def weights_fit(model: ModelConfig, initial: InitialWeights, *, written: Collect
     except UserError as error:
         yield "model.weights", one_line(error)
         return
+    if isinstance(weights.model, TransformersConfig) and not isinstance(model, TransformersConfig):
+        remedy = f'write name = "{FROM_WEIGHTS}"'
+        yield "model.name", f"is a size of our decoder, but {weights.path} holds a model of transformers; {remedy}"
+        return
     for field, theirs in differences(model, weights.model):
         remedy = 'write that, or omit it and write name = "from_weights"'
         if field == "rope_theta":
@@ -128,6 +134,16 @@ def weights_fit(model: ModelConfig, initial: InitialWeights, *, written: Collect
                 continue
             remedy += ", or a larger value to extend the context"
         yield f"model.{field}", f"is {toml(theirs)} in the weights of {weights.path}; {remedy}"
+
+
+def from_elsewhere(recipe: Recipe, initial: InitialWeights, *, written: Collection[str]) -> Iterator[Violation]:
+    """What holds for models that a config.json defines."""
+    model = recipe.model
+    if model.config or model.dropout or isinstance(model, TransformersConfig):
+        from recipes.transformers_rules import config_fits, transformers_fits
+
+        yield from config_fits(model, initial, written=written)
+        yield from transformers_fits(recipe)
 
 
 def data_is_there(data: DataConfig, *, model: ModelConfig, weights: InitialWeights) -> Iterator[Violation]:
@@ -293,7 +309,7 @@ def attention_has_a_kernel(attention: AttentionConfig, data: DataConfig, *, devi
 
 def flash3_fits(attention: AttentionConfig, fsdp: FSDPConfig, *, model: ModelConfig) -> Iterator[Violation]:
     """What FlashAttention 3 can compute, forward and backward (hopper/flash_api.cpp in its sources)."""
-    if attention.backend != "flash3":
+    if attention.backend != "flash3" or isinstance(model, TransformersConfig):
         return
     if fsdp.param_dtype != "bfloat16":
         rule = 'attention.backend = "flash3" computes in 16 bits'
@@ -347,8 +363,11 @@ def float8_can_be_sampled(float8: Float8Config, *, compiled: bool, steps: int) -
 
 
 def float8_fits(float8: Float8Config, *, model: ModelConfig) -> Iterator[Violation]:
-    """Float8 matrix units need widths that are multiples of 16; torchao silently skips other linears."""
-    if float8.recipe == "none":
+    """Float8 matrix units need widths that are multiples of 16; torchao silently skips other linears.
+
+    Those of a model of transformers are known when it is built: parallel/float8.py counts what it leaves out.
+    """
+    if float8.recipe == "none" or isinstance(model, TransformersConfig):
         return
     widths = {
         "width": ("width", model.width),

@@ -24,7 +24,7 @@ LAYERS = (
     ("recipes/training",),
     ("recipes/plan",),
     ("recipes/load.py",),
-    ("recipes/rules.py", "recipes/mesh_rules.py", "recipes/command_line.py"),
+    ("recipes/rules.py", "recipes/mesh_rules.py", "recipes/transformers_rules.py", "recipes/command_line.py"),
     ("recipes/fields.py",),
     ("recipes/schema.py",),
     ("recipes/evaluation",),

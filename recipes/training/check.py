@@ -99,6 +99,7 @@ def _work(recipe: Recipe) -> list[str]:
     schedule = f"warm-up {warmup:,}" + (f", final decay {decay:,}" if recipe.schedule.kind == "wsd" else "")
     return [
         f"{run.name}: {recipe.model.name} with {recipe.model.num_params():,} parameters",
+        *([f"model: {recipe.model.computed_by}"] if recipe.model.name.startswith("from_") else []),
         f"steps: {run.steps:,} of {batch.global_batch_size:,} x {batch.sequence_length:,} = {tokens:,} tokens,"
         f" {run.steps * tokens:,} in all; learning rate {recipe.optimizer.lr:g}, {recipe.schedule.kind}, {schedule}",
     ]

@@ -90,6 +90,7 @@ def run_header(recipe: Recipe, degrees: MeshDegrees, throughput: Throughput, par
     peak = "unknown, so no MFU" if throughput.peak is None else f"{throughput.peak / 1e12:.1f} TFLOP/s (dense bf16)"
     headline = f"{recipe.run.name}: {model.name} with {model.num_params():,} parameters"
     lines = [
+        *([f"model: {model.computed_by}"] if model.name.startswith("from_") else []),
         f"mesh: {degrees} = {degrees.processes} {'process' if degrees.processes == 1 else 'processes'}"
         f" on {throughput.device_name}",
         *parts,

@@ -14,7 +14,8 @@ from typing import Any, BinaryIO
 from safetensors import SafetensorError, safe_open
 
 from models.config import ModelConfig, TextFacts
-from models.hf import config_from_hf, config_to_hf, hf_name, parameter_shapes, text_facts
+from models.hf import config_to_hf, hf_name, parameter_shapes
+from models.hf_config import read_model
 from parallel.errors import TemporaryError, UserError, listed
 from recipes.files.layout import TOKENIZER
 from recipes.files.reading import fault, may_pass, names_in
@@ -51,12 +52,11 @@ StoredTensors = dict[str, tuple[Path, Entry]]
 """Our name of a parameter -> the file that has it and its entry there."""
 
 
-def read_config(folder: Path) -> tuple[ModelConfig, TextFacts]:
-    """The contents of config.json. Raises UserError with everything in it that is not supported."""
-    file = folder / HF_CONFIG
+def read_config(file: Path) -> tuple[ModelConfig, TextFacts]:
+    """The contents of a config.json. Raises UserError with everything in it that is not supported."""
     config = _read_json(file)
     try:
-        return config_from_hf(config), text_facts(config)
+        return read_model(config)
     except ValueError as error:
         lines = [f"{file} describes a model that is not supported:", *str(error).split("\n")]
         raise UserError("\n  ".join(lines)) from None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from models.config import ModelConfig, TextFacts
+from models.transformers_config import TransformersConfig
 from parallel.errors import TemporaryError, UserError
 from recipes.files.layout import CHECKPOINTS, MODEL, TOKENIZER, checkpoint_steps, step_folder
 from recipes.files.reading import is_folder, names_in, read_text
@@ -17,11 +18,15 @@ if TYPE_CHECKING:  # what a run without weights does not need is imported where 
     from recipes.weights.hf_folder import StoredTensors
 
 FROM_WEIGHTS = "from_weights"
-"""As model.name: the shape of model.weights. As data.tokenizer: their tokenizer."""
+"""As model.name: the model of model.weights. As data.tokenizer: their tokenizer."""
+FROM_CONFIG = "from_config"
+"""As model.name: the model of model.config, with random weights."""
 HF_CONFIG = "config.json"
 """The file that makes a folder a Hugging Face folder."""
-UNCHECKED = ("name", "init_std", "weights")
+UNCHECKED = ("name", "init_std", "weights", "config", "dropout")
 """Fields of a model that may differ from those its weights were trained with."""
+IMMATERIAL = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
+"""Keys of a config.json that may differ likewise."""
 LLAMA3_ROPE = ("rope_factor", "rope_low_frequency_factor", "rope_high_frequency_factor", "rope_original_length")
 
 
@@ -104,12 +109,35 @@ class InitialWeights:
     """As model.weights."""
     run_folder: Path
     """Its checkpoints take precedence over the weights."""
+    config: str = ""
+    """As model.config."""
 
     def find(self) -> Weights:
         """As initial_weights; raises the same UserError at each call."""
         if isinstance(self._found, UserError):
             raise self._found
         return self._found
+
+    def model(self) -> ModelConfig:
+        """The model of the weights or, where there are none yet, of the config. Raises UserError."""
+        if self.config and not (self.weights or checkpoint_steps(self.run_folder / CHECKPOINTS)):
+            return self.configured()
+        return self.find().model
+
+    def configured(self) -> ModelConfig:
+        """The model of the config, whatever the run's checkpoints hold. Raises UserError."""
+        if isinstance(self._configured, UserError):
+            raise self._configured
+        return self._configured
+
+    @cached_property
+    def _configured(self) -> ModelConfig | UserError:
+        from recipes.weights.hf_folder import read_config
+
+        try:
+            return read_config(config_file(self.config))[0]
+        except UserError as error:
+            return error
 
     @cached_property
     def _found(self) -> Weights | UserError:
@@ -136,6 +164,19 @@ def initial_weights(weights: str, run_folder: Path) -> Weights:
     return find_weights(weights)
 
 
+def config_file(path: str) -> Path:
+    """The config.json that model.config names, by itself or by its folder. Raises UserError if there is none."""
+    try:
+        file = Path(path).expanduser()
+    except RuntimeError as error:  # no such user in ~user
+        raise UserError(f"{path} cannot be read: {error}") from None
+    if is_folder(file):
+        file = file / HF_CONFIG
+    if not file.exists():
+        raise UserError(f"{file} does not exist; write the path of a {HF_CONFIG}, or of a folder with one")
+    return file
+
+
 def find_weights(path: str | Path) -> Weights:
     """The weights of a Hugging Face folder, a checkpoint, or the newest checkpoint in a run's folder.
 
@@ -154,7 +195,7 @@ def find_weights(path: str | Path) -> Weights:
     if HF_CONFIG in (names := names_in(folder)):
         from recipes.weights.hf_folder import read_config
 
-        return Weights(folder, *read_config(folder), is_checkpoint=False)
+        return Weights(folder, *read_config(folder / HF_CONFIG), is_checkpoint=False)
     for place in (folder / CHECKPOINTS, folder):
         if steps := checkpoint_steps(place):
             folder = step_folder(place, steps[-1])
@@ -209,7 +250,7 @@ def trained_description(
 
 def checkpoint_files(description: Description) -> dict[str, str]:
     """Name -> text of the files that describe the model in a checkpoint."""
-    model = replace(description.model, weights="")  # the path of the initial weights is not part of the model
+    model = replace(description.model, weights="", config="")  # where it came from is not part of the model
     content = {"model": asdict(model), "text": asdict(description.facts)}
     return {MODEL: json.dumps(content, indent=2) + "\n", TOKENIZER: description.tokenizer, **description.companions}
 
@@ -221,7 +262,8 @@ def read_description(folder: Path) -> tuple[ModelConfig, TextFacts]:
     file = folder / MODEL
     try:
         content = json.loads(read_text(file))
-        model = TypeAdapter(ModelConfig).validate_python(content["model"])
+        kind = TransformersConfig if "definition" in content["model"] else ModelConfig
+        model = TypeAdapter(kind).validate_python(content["model"])
         if problems := model.problems():
             raise ValueError("; ".join(f"{name} {message}" for name, message in problems))
         return model, TypeAdapter(TextFacts).validate_python(content["text"])
@@ -230,7 +272,15 @@ def read_description(folder: Path) -> tuple[ModelConfig, TextFacts]:
 
 
 def differences(model: ModelConfig, stored: ModelConfig) -> Iterator[tuple[str, Any]]:
-    """(field, its value in `stored`) for every field in which a model differs from the one its weights belong to."""
+    """(field, its value in `stored`) for every field in which a model differs from the one its weights belong to.
+
+    For a model of transformers: key of config.json.
+    """
+    if isinstance(model, TransformersConfig) and isinstance(stored, TransformersConfig):
+        ours, theirs = model.settings, stored.settings
+        keys = (key for key in {**theirs, **ours} if key not in IMMATERIAL)
+        yield from ((key, theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key))
+        return
     skipped = {*UNCHECKED, "no_rope_every", "no_rope_layers"}
     if model.rope_scaling == "none" or stored.rope_scaling == "none":
         skipped |= set(LLAMA3_ROPE)

@@ -352,7 +352,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), "holds no weights"),
     "config is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "is not JSON"),
     "config is a list": (lambda folder: (folder / "config.json").write_text("[]"), "must contain one JSON object"),
-    "unsupported": (lambda folder: edit_config(folder, attention_bias=True), "attention_bias = True"),
+    "unsupported": (lambda folder: edit_config(folder, auto_map={"AutoModel": "a.B"}), "custom code, which is never"),
     "file missing": (lambda folder: files(folder)[1].unlink(), "model-00002-of-00010.safetensors is missing"),
     "truncated": (lambda folder: truncate(files(folder)[0]), "but its header says"),
     "header truncated": (lambda folder: files(folder)[0].write_bytes(files(folder)[0].read_bytes()[:60]), "truncated"),

@@ -78,7 +78,7 @@ def test_a_larger_rope_theta_extends_the_context_of_weights_if_it_is_written(fol
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ("", 'model.weights (command line) is missing; name = "from_weights" takes its shape'),
+        ("", 'model.weights (command line) is missing; name = "from_weights" takes its model'),
         ("elsewhere", "elsewhere does not exist"),
         ("r.toml", "r.toml is not a folder"),
         ("hf/empty", "holds no weights"),
@@ -101,9 +101,9 @@ def test_damaged_weights_are_refused_in_one_problem(folder: Path) -> None:
 
 
 def test_unsupported_weights_are_refused_with_every_key(folder: Path) -> None:
-    edit_config(folder, attention_bias=True, mlp_bias=True)
+    edit_config(folder, quantization_config={"bits": 4}, auto_map={"AutoModel": "code.Model"})
     said = refused()
-    assert "attention_bias = True: biases in the attention projections" in said and "mlp_bias" in said
+    assert "quantized weights, which cannot be trained" in said and "auto_map" in said
 
 
 def test_a_misspelled_from_weights_is_recognised(folder: Path) -> None:

@@ -1,0 +1,130 @@
+"""From a config.json of Hugging Face to the model that computes it: our decoder where it can, else transformers.
+
+Imports no torch.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from models.config import LARGEST, ModelConfig, TextFacts
+from models.hf import CONTEXT_LENGTH, Unsupported, config_from_hf, text_facts
+from models.transformers_config import TransformersConfig
+
+INSTALL = 'transformers is not installed; pip install "transformers>=5"'
+# Key -> what its presence asks for.
+REFUSED = {
+    "auto_map": "custom code, which is never run; if transformers itself computes the same model, delete auto_map",
+    "quantization_config": "quantized weights, which cannot be trained; take the folder of the unquantized ones",
+    "compression_config": "compressed weights, which cannot be trained; take the folder of the uncompressed ones",
+}
+
+
+def read_model(settings: Mapping[str, Any]) -> tuple[ModelConfig, TextFacts]:
+    """The model of a config.json, named "from_weights", and the rest of what it says.
+
+    Raises ValueError with one line for each reason why neither our decoder nor transformers can train it.
+    """
+    try:
+        return config_from_hf(settings), text_facts(settings)
+    except Unsupported as error:
+        return _of_transformers(settings, reason="; ".join(str(error).split("\n")))
+
+
+def _of_transformers(settings: Mapping[str, Any], *, reason: str) -> tuple[TransformersConfig, TextFacts]:
+    """As read_model."""
+    if problems := [f"{key} = {settings[key]!r}: {why}" for key, why in REFUSED.items() if settings.get(key)]:
+        raise ValueError("\n".join(problems))
+    try:
+        from models.transformers import library_config
+    except ImportError as error:
+        raise ValueError(INSTALL) from error
+    try:
+        library = library_config(settings)
+    except ImportError as error:
+        raise ValueError(INSTALL) from error
+    whole = library.to_dict()
+    if problems := [*_unsuitable(whole, family=settings["model_type"], nested=[*type(library).sub_configs])]:
+        raise ValueError("\n".join(problems))
+
+    def number(*names: str, default: int) -> int:
+        """The first of these that the family has; transformers gives most of them one name."""
+        found = (getattr(library, name, None) for name in names)
+        return next((value for value in found if type(value) is int and value >= 1), default)
+
+    layers, width = number("num_hidden_layers", default=1), number("hidden_size", default=1)
+    if library.is_encoder_decoder:
+        layers += number("num_decoder_layers", "decoder_layers", default=layers)
+    heads = number("num_attention_heads", default=1)
+    model = TransformersConfig(
+        name="from_weights",
+        layers=layers,
+        width=width,
+        feed_forward_width=number(
+            "intermediate_size", "d_ff", "n_inner", "ffn_dim", "encoder_ffn_dim", default=4 * width
+        ),
+        heads=heads,
+        key_value_heads=number("num_key_value_heads", default=heads),
+        head_width=number("head_dim", "d_kv", default=max(1, width // heads)),
+        vocabulary=number("vocab_size", default=1),
+        tied_embeddings=bool(library.tie_word_embeddings),
+        norm_eps=1.0,
+        rope_theta=1.0,
+        definition=json.dumps(settings, indent=2) + "\n",
+        reason=reason,
+        positions=_learned_positions(whole),
+    )
+    if problems := [f"{name} is more than {most:,}" for name, most in LARGEST.items() if getattr(model, name) > most]:
+        raise ValueError("\n".join(problems))
+    return model, _facts(whole, vocabulary=model.vocabulary)
+
+
+def _unsuitable(whole: Mapping[str, Any], *, family: str, nested: list[str]) -> Iterator[str]:
+    """What keeps a model of transformers from being trained here. whole: a config.json with all defaults."""
+    from models.transformers import classes_of
+
+    if nested:
+        yield f"{', '.join(nested)}: models of several parts, such as text and images, are not supported"
+        return
+    both = bool(whole.get("is_encoder_decoder"))
+    head, base, fills_gaps = classes_of(family, is_encoder_decoder=both)
+    kind = "an encoder-decoder" if both else "a causal"
+    if head is None:
+        yield f"model_type = {family!r}: transformers has no class that trains it as {kind} language model"
+        return
+    given = whole.get("architectures") or [head]
+    if not {head, base} & set(given):
+        yield f"architectures = {given!r}: only {head}, {kind} language model, is supported for this model_type"
+    elif fills_gaps and not both and not whole.get("is_decoder"):
+        yield f"model_type = {family!r}: its tokens see later tokens, unless is_decoder = true"
+    for key, value in whole.items():
+        if re.search(r"(^|_)experts?($|_)", key) and type(value) is int and value > 1:
+            yield f"{key} = {value}: mixtures of experts are not supported; only dense models are"
+            break
+
+
+def _learned_positions(whole: Mapping[str, Any]) -> int:
+    """The length of a table of positions; 0 where they are rotary, relative, or biases, which have no end."""
+    if {"rope_parameters", "rope_theta", "relative_attention_num_buckets", "alibi"} & whole.keys():
+        return 0
+    return _context_length(whole) or 0
+
+
+def _context_length(whole: Mapping[str, Any]) -> int | None:
+    lengths = (whole.get(key) for key in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"))
+    return next((length for length in lengths if type(length) is int and length >= 1), None)
+
+
+def _facts(whole: Mapping[str, Any], *, vocabulary: int) -> TextFacts:
+    def token(value: Any) -> int | None:
+        return value if type(value) is int and 0 <= value < vocabulary else None
+
+    ends = whole.get("eos_token_id")
+    several = tuple(end for end in ends if token(end) is not None) if isinstance(ends, list) else ()
+    return TextFacts(
+        context_length=_context_length(whole) or CONTEXT_LENGTH,
+        bos_token_id=token(whole.get("bos_token_id")),
+        eos_token_id=(several or None) if isinstance(ends, list) else token(ends),
+        pad_token_id=token(whole.get("pad_token_id")),
+    )

@@ -1,0 +1,49 @@
+"""Rules about models that a config.json defines, above all those of transformers. Imports no torch."""
+
+from collections.abc import Collection, Iterator
+
+from models.config import ModelConfig
+from models.transformers_config import TransformersConfig
+from parallel.errors import TemporaryError, UserError
+from recipes.mesh_rules import Violation
+from recipes.schema import Recipe
+from recipes.weights.locate import FROM_CONFIG, InitialWeights, differences
+
+
+def config_fits(model: ModelConfig, initial: InitialWeights, *, written: Collection[str]) -> Iterator[Violation]:
+    """model.config is read, and is still what the run's checkpoints were trained with."""
+    if not model.config:
+        return
+    if model.name != FROM_CONFIG or model.weights:
+        other = f'name = "{model.name}"' if model.name != FROM_CONFIG else "model.weights"
+        yield "model.config", f'has no effect with {other}; remove it, or write name = "{FROM_CONFIG}" without weights'
+        return
+    try:
+        now, trained = initial.configured(), initial.model()
+    except TemporaryError:
+        raise
+    except UserError:  # a resumed run needs it no more; otherwise loading has reported it
+        return
+    if type(now) is not type(trained):
+        yield "model.config", "is another model than that of the run's checkpoints; restore it, or change run.name"
+        return
+    for key, theirs in differences(now, trained):
+        if f"model.{key}" not in written:
+            remedy = "restore it, or give this run another name"
+            yield "model.config", f"the run's checkpoints were trained with {key} = {theirs!r}; {remedy}"
+
+
+def transformers_fits(recipe: Recipe) -> Iterator[Violation]:
+    """What only our decoder has, and what only models of transformers have."""
+    model = recipe.model
+    if not isinstance(model, TransformersConfig):
+        if model.dropout:
+            yield "model.dropout", "our decoder has no dropout; write dropout = false"
+        return
+    backend, length = recipe.attention.backend, recipe.batch.sequence_length
+    if backend == "flash3" or (backend in ("flash", "cudnn") and model.is_encoder_decoder):
+        yield "attention.backend", f'this model of transformers cannot use "{backend}"; write "auto" or "math"'
+    if recipe.data.document_mask and model.is_encoder_decoder:
+        yield "data.document_mask", "is for causal models; an encoder-decoder model pads its pairs; write false"
+    if model.positions and length > model.positions:
+        yield "batch.sequence_length", f"exceeds the {model.positions} positions of the model; write at most that"
