@@ -167,7 +167,9 @@ def plain_model(config: TransformersConfig) -> PreTrainedModel:
         _set_dropout_to_zero(theirs)
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     if type(theirs) not in kind._model_mapping:
-        raise ValueError(f"model_type = {theirs.model_type!r}: it is neither a causal nor an encoder-decoder language model")
+        raise ValueError(
+            f"model_type = {theirs.model_type!r}: it is neither a causal nor an encoder-decoder language model"
+        )
     supported = cast(type[PreTrainedModel], kind._model_mapping[type(theirs)])._supports_sdpa
     model = kind.from_config(theirs, attn_implementation="sdpa" if supported else "eager", dtype=torch.float32)
     if not config.tied_embeddings:
