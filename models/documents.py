@@ -64,16 +64,20 @@ class Documents:
 
         One starts at the first token of a row and after every end-of-document token, which ends the one before.
         """
-        length = tokens.shape[1]
         starts = torch.ones_like(tokens, dtype=torch.bool)  # (B, T)
         starts[:, 1:] = tokens[:, :-1] == end_of_document
-        index = torch.arange(length)  # (T,)
+        return cls.from_starts(starts)
+
+    @classmethod
+    def from_starts(cls, starts: Tensor) -> "Documents":
+        """The documents that begin where `starts`, (B, T) bool on the host, is True; it is at the start of each row."""
+        index = torch.arange(starts.shape[1])  # (T,)
         positions = index - torch.where(starts, index, 0).cummax(dim=1).values  # (B, T)
 
         first_tokens = starts.flatten().nonzero().flatten()  # (N,)
         # Few different sizes, so that compiled blocks are not recompiled for every number of documents.
         size = max(SMALLEST_LENGTHS, 1 << (len(first_tokens) - 1).bit_length())
-        cumulative = torch.full((size + 1,), tokens.numel(), dtype=torch.int32)
+        cumulative = torch.full((size + 1,), starts.numel(), dtype=torch.int32)
         cumulative[: len(first_tokens)] = first_tokens
         return cls(positions, cumulative, int(cumulative.long().diff().square().sum()))
 

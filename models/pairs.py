@@ -17,10 +17,15 @@ class EncoderDecoderInputs:
     decoder_tokens: Tensor
     """(B, T) int64: the model's start token, then all of the answer but its last token, then padding."""
 
-    def to(self, device: torch.device) -> "EncoderDecoderInputs":
+    @property
+    def shape(self) -> torch.Size:
+        """(B, T), as of the targets."""
+        return self.decoder_tokens.shape
+
+    def to(self, device: torch.device, *, non_blocking: bool = True) -> "EncoderDecoderInputs":
         """A copy on the device. From pinned memory, the host does not wait for the copy to a GPU."""
         tensors = (self.encoder_tokens, self.encoder_mask, self.decoder_tokens)
-        return EncoderDecoderInputs(*(tensor.to(device, non_blocking=True) for tensor in tensors))
+        return EncoderDecoderInputs(*(tensor.to(device, non_blocking=non_blocking) for tensor in tensors))
 
     def pin_memory(self) -> "EncoderDecoderInputs":
         """A copy in pinned memory, which a GPU can read asynchronously."""

@@ -1,7 +1,7 @@
 """The [data] and [batch] sections. Imports no torch."""
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Interval, MinLen
 
@@ -23,6 +23,22 @@ class DataConfig:
     """A document of a .txt file is a "file", "line", "blank_line", "pieces", "auto" (docs/data.md) or a separator."""
     tokenizer: Annotated[str, MinLen(1)] = "train:4096"
     """A tokenizer.json, a folder with one, "train:N" (N entries trained on the source), or "from_weights"."""
+    prompt_field: str = ""
+    """Train on pairs instead of text: the field that holds the prompt. Only answers are learned (docs/data.md)."""
+    answer_field: str = ""
+    """The field that holds the answer to the prompt."""
+    messages_field: str = ""
+    """Instead of the two: the field with messages of a chat (a list of role and content). Assistants' are learned."""
+    prompt_prefix: str = ""
+    """Text before every prompt, such as "summarize: "."""
+    prompt_suffix: str = ""
+    """Text between every prompt and its answer, such as a line feed."""
+    chat_template: str = ""
+    """File with the Jinja template of messages; "" = the one that came with the weights."""
+    long_pairs: Literal["leave_out", "cut_prompt_start", "cut_prompt_end"] = "leave_out"
+    """What happens to pairs longer than batch.sequence_length: left out as bad rows, or their prompts are cut."""
+    answer_length: Annotated[int, Ge(1)] = 128
+    """Tokens of an answer for encoder-decoder models, at most; batch.sequence_length limits their prompts."""
     document_mask: bool = False
     """Restrict attention to each document and restart its positions at 0; false = treat a sequence as one document."""
     validation_fraction: Annotated[float, Interval(ge=0, lt=1)] = 0.01
@@ -38,6 +54,11 @@ class DataConfig:
     def sources(self) -> dict[str, float]:
         """Every source with its share of the tokens."""
         return self.mixture or {self.source: 1.0}
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether rows are pairs of prompt and answer, or messages."""
+        return bool(self.prompt_field or self.answer_field or self.messages_field)
 
 
 @dataclass(frozen=True)

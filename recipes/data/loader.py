@@ -17,6 +17,7 @@ from torch import Tensor
 
 from models.documents import Documents
 from models.loss import IGNORED
+from models.pairs import EncoderDecoderInputs
 from parallel.dist import World, on_all, on_main
 from parallel.errors import UserError
 from recipes.data.config import BatchConfig, DataConfig
@@ -28,7 +29,7 @@ from recipes.files.layout import QUARANTINE
 # Batches read before they are needed: the next one, and one more in case reading takes longer than a step.
 AHEAD = 2
 
-MicroBatch = tuple[Tensor, Tensor, Documents | None]
+MicroBatch = tuple[Tensor | EncoderDecoderInputs, Tensor, Documents | None]
 """Inputs and targets, (B, T) each, and the documents of the inputs; None = each sequence is one document."""
 
 
