@@ -1,14 +1,17 @@
 """What [model] becomes for a model that Hugging Face transformers defines, and this project does not.
 
-Imports no torch.
+Imports no torch, unless it is asked for a number that is counted on a model without values.
 """
 
 import json
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from models.config import ModelConfig
+from models.config import AttentionFlops, ModelConfig
+
+if TYPE_CHECKING:
+    from models.counts import Counts
 
 
 @dataclass(frozen=True)
@@ -46,3 +49,29 @@ class TransformersConfig(ModelConfig):
     def problems(self) -> list[tuple[str, str]]:
         """None: transformers knows the rules of each family."""
         return []
+
+    @property
+    def counts(self) -> "Counts":
+        """What is counted once, on a model without values. Raises ValueError where that is not possible."""
+        from models.counts import counts
+
+        return counts(self)
+
+    def matmul_params(self) -> int:
+        """Parameters in matrix products, of both stacks, each as often as a token meets it."""
+        flops = self.counts.flops
+        return round((flops.decoder + flops.encoder) / 2)
+
+    def num_params(self) -> int:
+        """Total number of parameters; a tied weight counts once."""
+        return self.counts.parameters
+
+    def flops_per_token(self, sequence_length: float, attention: AttentionFlops) -> int:
+        """As for the decoder, counted by torch on a model without values. Of an encoder-decoder: per token of a pair
+        of a prompt and an answer of `sequence_length` tokens each; counts.step_flops() takes their real lengths."""
+        from models.counts import Lengths
+
+        length = sequence_length
+        if self.is_encoder_decoder:
+            return round(self.counts.step_flops(Lengths(1, length, 1, length, length), attention) / 2)
+        return round(self.counts.step_flops(Lengths(1, length), attention))

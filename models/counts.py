@@ -1,0 +1,110 @@
+"""Parameters and matrix products of a model of transformers, counted on a model without values.
+
+S tokens of a prompt, which an encoder reads; T tokens of a decoder.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from models.build import build_model
+from models.config import AttentionFlops
+from models.pairs import EncoderDecoderInputs
+from models.transformers_config import TransformersConfig
+
+STEP = 8
+"""Tokens between the lengths at which products are counted; no model's longest text is shorter than three of them."""
+TRAINING = 3
+"""FLOPs of a training step over those of its forward pass: the backward pass has two products for each one."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Sums over the texts of a batch."""
+
+    decoder: float
+    """Of T."""
+    decoder_squared: float
+    """Of T x T."""
+    encoder: float = 0
+    """Of S."""
+    encoder_squared: float = 0
+    """Of S x S."""
+    crossed: float = 0
+    """Of S x T."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of one model. FLOPs are those of the forward pass, full attention, per unit of the field of that name."""
+
+    parameters: int
+    """A tied weight counts once."""
+    flops: Lengths
+
+    def step_flops(self, lengths: Lengths, attention: AttentionFlops) -> float:
+        """FLOPs of a training step on texts of these lengths, without recomputation.
+
+        "causal" halves the attention of the decoder to itself; that of an encoder, and to it, has no causal mask. A
+        layer that attends within a window counts as if it attended to the whole text.
+        """
+        found = sum(getattr(self.flops, name) * amount for name, amount in vars(lengths).items())
+        if attention == "causal":
+            found -= self.flops.decoder_squared * lengths.decoder_squared / 2
+        return TRAINING * found
+
+
+@cache
+def counts(config: TransformersConfig) -> Counts:
+    """Build the model on the meta device and count. Raises ValueError for a model that transformers cannot build, and
+    for one whose products do not follow from lengths as those of attention and linears do."""
+    with torch.device("meta"):
+        model = build_model(config)
+    parameters = sum(parameter.numel() for parameter in model.parameters())  # each once
+    # Attention looks at the values of masks unless tensors are fake ones. Its two products, not one kernel, count.
+    with FakeTensorMode(allow_non_fake_inputs=True), sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        model.to_empty(device="cpu").eval()
+
+        def flops(encoder: int, decoder: int) -> int:
+            with FlopCounterMode(display=False) as counter:
+                model(_inputs(encoder, decoder))
+            return int(counter.get_total_flops())
+
+        found = _solved(flops, is_encoder_decoder=config.is_encoder_decoder)
+    if found is None:
+        raise ValueError(
+            f'the FLOPs of a "{config.settings.get("model_type")}" are not those of linears and of attention to whole'
+            " texts; models with sparse or local attention cannot be trained"
+        )
+    return Counts(parameters, found)
+
+
+def _inputs(encoder: int, decoder: int) -> Tensor | EncoderDecoderInputs:
+    """One text, or one pair where there is a prompt."""
+    tokens = torch.zeros(1, decoder, dtype=torch.int64)
+    if not encoder:
+        return tokens
+    prompt = torch.zeros(1, encoder, dtype=torch.int64)
+    return EncoderDecoderInputs(prompt, torch.ones_like(prompt, dtype=torch.bool), tokens)
+
+
+def _solved(flops: Callable[[int, int], int], *, is_encoder_decoder: bool) -> Lengths | None:
+    """What flops(S, T) has per S, S x S, T, T x T and S x T; None if it is no sum of these."""
+    first = STEP * is_encoder_decoder
+    start, longer, longest = (flops(first, count * STEP) for count in (1, 2, 3))
+    decoder_squared = (longest - 2 * longer + start) / (2 * STEP**2)
+    encoder = encoder_squared = crossed = 0.0
+    if is_encoder_decoder:
+        more, most = (flops(count * STEP, STEP) for count in (2, 3))
+        encoder_squared = (most - 2 * more + start) / (2 * STEP**2)
+        crossed = (flops(2 * STEP, 2 * STEP) - longer - more + start) / STEP**2
+        encoder = (more - start) / STEP - 3 * STEP * encoder_squared - STEP * crossed
+    decoder = (longer - start) / STEP - 3 * STEP * decoder_squared - first * crossed
+    constant = start - STEP * (decoder + encoder) - STEP**2 * (decoder_squared + encoder_squared + crossed)
+    return None if constant else Lengths(decoder, decoder_squared, encoder, encoder_squared, crossed)
