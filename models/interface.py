@@ -19,12 +19,18 @@ class BlockInterface:
     """Norms of the residual stream: each token by itself."""
     parts: tuple[str, ...]
     """What reads a norm's output and adds to the residual stream: attention and feed-forward."""
-    inner_attention: str
-    """The module without parameters in which tokens see each other."""
+    inner_attention: str | None
+    """The module without parameters in which tokens see each other; None where it is not a module of its own."""
     column: tuple[str, ...]
     """Linears whose outputs (heads, feed-forward features) are independent of each other."""
     row: tuple[str, ...]
     """Linears that sum over what the column linears produce."""
+    whole_parts: tuple[str, ...] = ()
+    """Parts that look at all features between their column and row linears, for which these must be gathered."""
+    inner_norms: tuple[str, ...] = ()
+    """Norms inside parts, of what column linears produce: of each head by itself, or, in whole parts, of all."""
+    whole_rows: bool = False
+    """Whether what is between the embedding and the first block must see all tokens of a row."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from models.attention import attention_in_documents, attention_to_cached
 from models.documents import Lengths, Restriction, has_kernel_for_lengths, of_chunk
 from models.interface import blocks_of, interface_of
+from parallel.errors import UserError
 
 # Newer versions of torch have these names, and warn of the old ones.
 _all_gather = funcol.all_gather_single if hasattr(funcol, "all_gather_single") else funcol.all_gather_tensor
@@ -34,7 +35,10 @@ _reduce_scatter = (
 def split_over(model: nn.Module, axis: DeviceMesh, *, by: str) -> str:
     """Cut every row of tokens over the axis, in place. by: as mesh.context_by. Returns a line for the log."""
     group = axis.get_group()
-    name = interface_of(model).inside_block.inner_attention
+    inside = interface_of(model).inside_block
+    if inside is None or inside.inner_attention is None:
+        raise UserError("mesh.context: this model does not say where its tokens see each other; write context = 1")
+    name = inside.inner_attention
     for block in blocks_of(model):
         inner = block.get_submodule(name)
         block.set_submodule(name, ByHeads(inner, group) if by == "heads" else ByGathering(group))

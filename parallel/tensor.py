@@ -7,7 +7,7 @@ sum of its last one, which is cut by input ("row") (Megatron-LM, Korthikanti et 
 B batch, T tokens, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from models.interface import blocks_of, interface_of
+from models.interface import BlockInterface, ModelInterface, blocks_of, interface_of
 from models.loss import EAGER, IGNORED, SummedLoss, loss_in_chunks
 from parallel.errors import UserError
 from parallel.float8 import Move, float8_gather, float8_scatter
@@ -42,50 +42,139 @@ def split_over(model: nn.Module, axis: DeviceMesh, *, float8_gathers: bool = Fal
     """
     interface = interface_of(model)
     inside = interface.inside_block
-    plan: dict[str, ParallelStyle] = {name: SequenceParallel() for name in inside.norms}
-    plan |= dict.fromkeys(inside.column, ColwiseParallel())
-    plan |= dict.fromkeys(inside.row, RowwiseParallel(output_layouts=Partial(), use_local_output=False))
-    gathers = 0
+    if inside is None:
+        raise UserError("mesh.tensor: this model does not say where its blocks can be cut; write tensor = 1")
     moving: Callable[[Move], Move] = _without_single_rows if overlapped else lambda move: move
-    for block in blocks_of(model):
-        parallelize_module(block, axis, plan)
-        for linear in map(block.get_submodule, inside.row):
-            scatter = float8_scatter(linear) if float8_gathers else None
-            _scatter_tokens(linear, moving(scatter or _redistributed))
-        for name in inside.parts:
-            linears = [block.get_submodule(linear) for linear in inside.column if linear.startswith(f"{name}.")]
-            gather = float8_gather(linears) if float8_gathers else None
-            gathers += gather is not None
-            _gather_tokens(block.get_submodule(name), axis, moving(gather or _redistributed))
+    gathers = sum(_cut_block(block, axis, inside, float8_gathers, moving) for block in blocks_of(model))
     if float8_gathers and not gathers:
         raise UserError(
             "float8.gather_activations: float8.exclude leaves no linear that reads gathered ones; write false"
         )
-    # The head that is tied to the embedding multiplies with the same part of the vocabulary that the embedding holds.
-    outside: dict[str, ParallelStyle] = {
-        interface.embedding: RowwiseParallel(input_layouts=Replicate(), output_layouts=TOKENS),
-        interface.head_norm: SequenceParallel(),
-    }
-    if interface.head is not None:
-        # FSDP warns of modules that return views, as the local part of a DTensor is: the loss takes it.
-        outside[interface.head] = ColwiseParallel(
-            input_layouts=TOKENS, output_layouts=Shard(-1), use_local_output=False
-        )
-    else:
-        assert interface.tied_head is not None
-        outside[interface.tied_head] = PrepareModuleInput(
-            input_layouts=(TOKENS, None), desired_input_layouts=(Replicate(), None)
-        )
-        model.get_submodule(interface.tied_head).register_forward_hook(lambda module, inputs, output: _local(output))
-    parallelize_module(model, axis, outside)
-    # A compiled block takes the embedding's output, a tensor that still waits for its communication, and hands back a
-    # wrong gradient (torch 2.13, pytorch #179849): a copy is an ordinary tensor.
-    model.get_submodule(interface.embedding).register_forward_hook(lambda module, inputs, output: output.clone())
+    _cut_ends(model, axis, interface, whole_rows=inside.whole_rows)
     loss = cast(SummedLoss, model.get_submodule(interface.loss))
     model.set_submodule(interface.loss, VocabularyParallelLoss(loss.chunks, axis.get_group()))
+    if missed := [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]:
+        raise UserError(f"mesh.tensor: nothing says how {missed[0]} is cut; write tensor = 1")
     how = f"; {gathers} gathers per forward pass are in float8" if gathers else ""
     parts = f"{axis.size()} parts of every matrix, of the tokens between them, and of the vocabulary"
     return f"tensor parallelism: {parts}{how}"
+
+
+def _cut_block(
+    block: nn.Module, axis: DeviceMesh, inside: BlockInterface, float8_gathers: bool, moving: Callable[[Move], Move]
+) -> int:
+    """Cut a block's parts and what they read and return. Returns how many of them gather float8."""
+    # Where blocks compute with whole rows' masks, they also add what a norm returns to the residual stream: no DTensor.
+    plan: dict[str, ParallelStyle] = dict.fromkeys(inside.norms, SequenceParallel(use_local_output=inside.whole_rows))
+    gathers = 0
+    for part in inside.parts:
+        column, row, norms = (_within(part, names) for names in (inside.column, inside.row, inside.inner_norms))
+        features = Replicate() if part in inside.whole_parts else Shard(-1)
+        plan |= dict.fromkeys(column, ColwiseParallel(output_layouts=features))
+        plan |= dict.fromkeys(
+            row, RowwiseParallel(input_layouts=features, output_layouts=Partial(), use_local_output=False)
+        )
+        plan |= dict.fromkeys(norms, _InnerNorm(features))
+    parallelize_module(block, axis, plan)
+    for linear in map(block.get_submodule, inside.row):
+        scatter = float8_scatter(linear) if float8_gathers else None
+        _scatter_tokens(linear, moving(scatter or _redistributed))
+    for part in inside.parts:
+        linears = [block.get_submodule(name) for name in _within(part, inside.column)]
+        gather = float8_gather(linears) if float8_gathers else None
+        gathers += gather is not None
+        _gather_tokens(block.get_submodule(part), axis, moving(gather or _redistributed))
+    return gathers
+
+
+def _within(part: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.startswith(f"{part}.")]
+
+
+class _InnerNorm(ParallelStyle):
+    """A norm with a weight that every process has: of each head, of which a process has some, or of all features."""
+
+    def __init__(self, features: Placement) -> None:
+        # Heads are an axis in the middle. Which one it is makes no difference to the weight's gradient, a sum over all.
+        self._placement = Replicate() if features.is_replicate() else Shard(1)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        distribute_module(module, device_mesh)
+
+        def on_mesh(norm: nn.Module, inputs: tuple[Tensor, ...]) -> DTensor:
+            return DTensor.from_local(inputs[0], device_mesh, (self._placement,), run_check=False)
+
+        module.register_forward_pre_hook(on_mesh)
+        module.register_forward_hook(lambda norm, inputs, output: _local(output))
+        return module
+
+
+def _cut_ends(model: nn.Module, axis: DeviceMesh, interface: ModelInterface, *, whole_rows: bool) -> None:
+    """Cut what is before and after the blocks: embedding, norm and output projection."""
+    embedding = cast(nn.Embedding, model.get_submodule(interface.embedding))
+    plan: dict[str, ParallelStyle] = {
+        interface.embedding: RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=Replicate() if whole_rows else TOKENS
+        )
+    }
+    if interface.head_norm is not None:
+        plan[interface.head_norm] = SequenceParallel(use_local_output=whole_rows)
+    projection = interface.head or interface.tied_head
+    assert projection is not None
+    head = model.get_submodule(projection)
+    if isinstance(head, nn.Linear):
+        # FSDP warns of modules that return views, as the local part of a DTensor is: the loss takes it.
+        plan[projection] = ColwiseParallel(input_layouts=TOKENS, output_layouts=Shard(-1), use_local_output=False)
+    else:
+        # A head that is given the embedding's weight multiplies with the part of the vocabulary that the embedding has.
+        plan[projection] = PrepareModuleInput(input_layouts=(TOKENS, None), desired_input_layouts=(Replicate(), None))
+        head.register_forward_hook(lambda module, inputs, output: _local(output))
+    parallelize_module(model, axis, plan)
+    if interface.head is None and isinstance(head, nn.Linear):
+        head.weight = embedding.weight  # the same part: two parameters became of one that both have
+    if whole_rows:
+        _leave_out_padding(embedding)
+        _cut_rows(blocks_of(model)[0], axis)
+    # A compiled block takes the embedding's output, a tensor that still waits for its communication, and hands back a
+    # wrong gradient (torch 2.13, pytorch #179849): a copy is an ordinary tensor.
+    embedding.register_forward_hook(lambda module, inputs, output: output.clone())
+
+
+def _leave_out_padding(embedding: nn.Embedding) -> None:
+    """Give the padding token no gradient, as torch does where one process has all rows.
+
+    Where it has a part of them, torch 2.13 takes the index of the padding for one in that part.
+    """
+    padding, embedding.padding_idx = embedding.padding_idx, None
+    if padding is None:
+        return
+
+    def without_gradient(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        return output.detach().where((_local(inputs[0]) == padding)[..., None], output)
+
+    embedding.register_forward_hook(without_gradient)
+
+
+def _cut_rows(block: nn.Module, axis: DeviceMesh) -> None:
+    """Keep this process's tokens of whole rows, the first argument of the first block."""
+
+    def own(rows: Tensor) -> Tensor:
+        whole = DTensor.from_local(rows, axis, (Replicate(),), run_check=False)
+        return whole.redistribute(placements=(TOKENS,)).to_local()
+
+    _before(block, own)
+
+
+def _before(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Change the argument that has tokens, the first one, before the module sees it."""
+
+    def changed(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if arguments:
+            first, *others = arguments
+            return (change(first), *others), options
+        return (), options | {"hidden_states": change(options["hidden_states"])}
+
+    module.register_forward_pre_hook(changed, with_kwargs=True)
 
 
 def _local(output: Tensor) -> Tensor:
@@ -93,15 +182,14 @@ def _local(output: Tensor) -> Tensor:
 
 
 def _gather_tokens(part: nn.Module, axis: DeviceMesh, move: Move) -> None:
-    """Give this part of a block all tokens. Its first argument alone has tokens."""
+    """Give this part of a block all tokens."""
 
-    def gathered(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        first, *others = arguments
+    def gathered(first: Tensor) -> DTensor:
         if not isinstance(first, DTensor):
             first = DTensor.from_local(first, axis, (TOKENS,), run_check=False)
-        return move(first, Replicate()), *others
+        return move(first, Replicate())
 
-    part.register_forward_pre_hook(gathered)
+    _before(part, gathered)
 
 
 def _scatter_tokens(linear: nn.Module, move: Move) -> None:

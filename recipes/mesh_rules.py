@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from models.config import ModelConfig
+from models.transformers_config import TransformersConfig
 from parallel.config import AttentionConfig, CompileConfig, Float8Config, MeshConfig, MeshDegrees
 from parallel.errors import UserError, listed
 from parallel.nodes import Node, require_like_nodes, require_neighbours
@@ -52,6 +53,9 @@ def mesh_divides_model(
 ) -> Iterator[Violation]:
     """Every process of a tensor or context group has an equal part: of matrices, vocabulary, heads, tokens."""
     tensor, context, sizes = mesh.tensor, mesh.context, like_nodes(processes, nodes)
+    if refused := [*transformers_refuse(mesh, model=model)]:
+        yield from refused
+        return
     rule = why_not_cut(tensor, model=model, float8=float8) or why_not_inside(tensor, sizes)
     if rule:
         possible = [
@@ -79,6 +83,23 @@ def mesh_divides_model(
         yield "mesh.context", f'{rule}; write {listed(divisors, last="or")}, or context_by = "gather"'
         return
     yield from tokens_divide(batch, mesh=mesh, float8=float8)
+
+
+def transformers_refuse(mesh: MeshConfig, *, model: ModelConfig) -> Iterator[Violation]:
+    """Of models that transformers defines, tensor parallelism cuts those that it was tried with, and nothing else."""
+    if not isinstance(model, TransformersConfig):
+        return
+    from models.tensor_plan import name_of, why_not_cut
+
+    if mesh.tensor > 1 and (reason := why_not_cut(model.settings)):
+        yield "mesh.tensor", f"{reason}; write 1"
+    elif mesh.tensor > 1 and model.dropout:
+        yield "mesh.tensor", "processes of a group would drop other numbers; write 1, or model.dropout = false"
+    if mesh.context > 1:
+        reason = f"{name_of(model.settings)} of transformers sees whole rows only"
+        yield "mesh.context", f"{reason}; write 1"
+    if mesh.tensor > 1 and mesh.overlap_tensor:
+        yield "mesh.overlap_tensor", "was not tried with models of transformers; write false"
 
 
 def why_not_cut(tensor: int, *, model: ModelConfig, float8: Float8Config) -> str | None:

@@ -1,0 +1,71 @@
+"""Where tensor parallelism cuts a model of transformers: read from the plan that its configuration class has.
+
+The plan names linears. How they can be cut depends on what the block computes between them, so only families that were
+compared with one process are cut. Imports no torch.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from models.interface import BlockInterface
+
+if TYPE_CHECKING:
+    from torch import nn
+
+FAMILIES = (
+    *("apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm"),
+    *("glm4", "gpt_neox", "granite", "helium", "hyperclovax", "jais2", "llama", "ministral", "ministral3", "mistral"),
+    *("nemotron", "olmo", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2"),
+)
+"""`model_type` of those that tests/parallel/test_tensor_plan.py compares: the loss, and each gradient by its name."""
+
+COLUMN = {"colwise": False, "colwise_gather_output": True}
+ROW = {"rowwise": False, "rowwise_split_input": True}
+"""Style in the plan -> whether the part of the block computes with all features."""
+
+
+def name_of(settings: Mapping[str, Any]) -> str:
+    """The name of its class, or of its family."""
+    return str((settings.get("architectures") or [settings.get("model_type", "this model")])[0])
+
+
+def why_not_cut(settings: Mapping[str, Any]) -> str | None:
+    """Why tensor parallelism cannot cut the model of this config.json; None if it can."""
+    name = name_of(settings)
+    if settings.get("model_type") not in FAMILIES:
+        return f"{name} has no tp_plan in transformers that was compared with one process here"
+    for key in ("clip_qkv", "use_qk_norm"):  # changes an output in place; has a weight for each head
+        if settings.get(key):
+            return f"{name} cannot be cut with {key} = {settings[key]} in its config.json"
+    return None
+
+
+def inside_block(block: "nn.Module", settings: Mapping[str, Any], plan: Mapping[str, str]) -> BlockInterface | None:
+    """What parallel/ may know of a block; None where it cannot be cut. plan: the `base_model_tp_plan`."""
+    named = {pattern.partition(".*.")[2]: style for pattern, style in plan.items()}
+    modules = {name: module for name, module in block.named_modules() if [*module.parameters(recurse=False)]}
+    column = tuple(name for name in modules if named.get(name) in COLUMN)
+    row = tuple(name for name in modules if named.get(name) in ROW)
+    norms = [name for name in modules if name not in column + row]
+    parts = tuple(dict.fromkeys(map(_part, row)))
+    if why_not_cut(settings) or any(parameter.dim() > 1 for name in norms for parameter in modules[name].parameters()):
+        return None
+    whole = {_part(name) for name in column + row if (COLUMN | ROW)[named[name]]}
+    return BlockInterface(
+        norms=tuple(name for name in norms if not _is_in(parts, name)),
+        parts=parts,
+        inner_attention=None,
+        column=column,
+        row=row,
+        whole_parts=tuple(part for part in parts if part in whole),
+        inner_norms=tuple(name for name in norms if _is_in(parts, name)),
+        whole_rows=True,  # positions and masks take their shape from the embedding's output
+    )
+
+
+def _part(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _is_in(parts: tuple[str, ...], name: str) -> bool:
+    return any(name.startswith(f"{part}.") for part in parts)
