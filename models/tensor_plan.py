@@ -5,9 +5,10 @@ compared with one process are cut. Imports no torch.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from models.interface import BlockInterface
+from models.interface import BlockInterface, ModelInterface
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,17 +41,37 @@ def why_not_cut(settings: Mapping[str, Any]) -> str | None:
     return None
 
 
-def inside_block(block: "nn.Module", settings: Mapping[str, Any], plan: Mapping[str, str]) -> BlockInterface | None:
-    """What parallel/ may know of a block; None where it cannot be cut. plan: the `base_model_tp_plan`."""
-    named = {pattern.partition(".*.")[2]: style for pattern, style in plan.items()}
-    modules = {name: module for name, module in block.named_modules() if [*module.parameters(recurse=False)]}
-    column = tuple(name for name in modules if named.get(name) in COLUMN)
-    row = tuple(name for name in modules if named.get(name) in ROW)
-    norms = [name for name in modules if name not in column + row]
-    parts = tuple(dict.fromkeys(map(_part, row)))
-    if why_not_cut(settings) or any(parameter.dim() > 1 for name in norms for parameter in modules[name].parameters()):
-        return None
-    whole = {_part(name) for name in column + row if (COLUMN | ROW)[named[name]]}
+def with_plan(
+    interface: ModelInterface, model: "nn.Module", *, settings: Mapping[str, Any], plan: Mapping[str, str]
+) -> ModelInterface:
+    """The interface with what tensor parallelism must know of the model, if it can be cut.
+
+    Args:
+        interface: what else parallel/ may know.
+        model: the whole one, not cut.
+        settings: its config.json.
+        plan: `base_model_tp_plan` of its configuration class.
+    """
+    if why_not_cut(settings):
+        return interface
+    inside = _inside(model.get_submodule(interface.blocks[0]), plan)
+    ends = {interface.embedding, interface.head, interface.tied_head}
+    others = [
+        name
+        for name, module in model.named_modules()
+        if _has_weights(module) and name not in ends and not _is_in(interface.blocks, name)
+    ]
+    return replace(interface, inside_block=inside, head_norm=others[0] if others else None)
+
+
+def _inside(block: "nn.Module", plan: Mapping[str, str]) -> BlockInterface:
+    styles = {pattern.partition(".*.")[2]: style for pattern, style in plan.items()}
+    names = [name for name, module in block.named_modules() if _has_weights(module)]
+    column = tuple(name for name in names if styles.get(name) in COLUMN)
+    row = tuple(name for name in names if styles.get(name) in ROW)
+    norms = [name for name in names if name not in column + row]
+    parts = tuple(dict.fromkeys(name.rpartition(".")[0] for name in row))
+    whole = {name.rpartition(".")[0] for name in column + row if (COLUMN | ROW)[styles[name]]}
     return BlockInterface(
         norms=tuple(name for name in norms if not _is_in(parts, name)),
         parts=parts,
@@ -63,9 +84,9 @@ def inside_block(block: "nn.Module", settings: Mapping[str, Any], plan: Mapping[
     )
 
 
-def _part(name: str) -> str:
-    return name.rpartition(".")[0]
+def _has_weights(module: "nn.Module") -> bool:
+    return any(True for _ in module.parameters(recurse=False))
 
 
-def _is_in(parts: tuple[str, ...], name: str) -> bool:
-    return any(name.startswith(f"{part}.") for part in parts)
+def _is_in(modules: tuple[str, ...], name: str) -> bool:
+    return any(name.startswith(f"{module}.") for module in modules)

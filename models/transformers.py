@@ -28,6 +28,7 @@ from models.documents import Documents
 from models.interface import ModelInterface
 from models.loss import SummedLoss
 from models.pairs import EncoderDecoderInputs
+from models.tensor_plan import with_plan
 from models.transformers_config import TransformersConfig
 
 PREFIX = "model."
@@ -45,7 +46,8 @@ class TransformersModel(nn.Module):
         self.config = config
         self.model = plain_model(config)
         self.loss = SummedLoss(loss_chunks)
-        self.interface = _interface_of(self.model)
+        plan = getattr(self.model.config, "base_model_tp_plan", None)
+        self.interface = with_plan(_interface_of(self.model), self, settings=config.settings, plan=plan or {})
         """What parallel/ may know of this model."""
         # By name, not in the modules: float8 replaces these.
         self.transposed = frozenset(PREFIX + name for name in _make_linear(self.model))
