@@ -7,7 +7,6 @@ B batch, T tokens, V vocabulary.
 """
 
 import hashlib
-import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple, cast
@@ -34,10 +33,6 @@ from models.transformers_config import TransformersConfig
 
 PREFIX = "model."
 """Of our names, before transformers' own."""
-
-# transformers imports torchao where that is installed, and torchao tells of C++ extensions that a CPU cannot load.
-for _name in ("torchao", "torch.utils._pytree"):
-    logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 class TransformersModel(nn.Module):

@@ -4,6 +4,7 @@ Imports no torch, unless it is asked for a number that is counted on a model wit
 """
 
 import json
+import logging
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,10 @@ from models.config import AttentionFlops, ModelConfig
 
 if TYPE_CHECKING:
     from models.counts import Counts
+
+# Before any import of transformers, which imports torchao: that tells of C++ extensions that a CPU cannot load.
+for _library in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_library).setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True)
