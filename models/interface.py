@@ -51,6 +51,8 @@ class ModelInterface:
     """The module without parameters that takes logits and targets, or None, and returns the summed loss."""
     inside_block: BlockInterface | None
     """None where tensor and context parallelism cannot cut the blocks."""
+    skips_uneven: bool = False
+    """Whether float8 leaves out linears of widths that it cannot take; else the recipe is to change such widths."""
 
     @property
     def blocks(self) -> tuple[str, ...]:

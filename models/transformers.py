@@ -229,6 +229,7 @@ def _interface_of(model: PreTrainedModel) -> ModelInterface:
         tied_head=names[head] if tied else None,
         loss="loss",
         inside_block=None,
+        skips_uneven=True,
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from models.interface import interface_of
+from models.interface import ModelInterface, interface_of
 from parallel.config import Float8Config
 from parallel.errors import UserError
 from parallel.materialize import plain_name
@@ -28,31 +28,36 @@ def convert_linears(model: nn.Module, config: Float8Config, *, device_type: str)
         return "float8: off"
     if not config.emulate:
         _require_float8_units(config, device_type)
+    interface = interface_of(model)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    chosen = {name: module for name, module in linears.items() if not set(name.split(".")) & set(config.exclude)}
+    linears.pop(interface.tied_head or "", None)  # its weight is the embedding's
+    chosen = {name: module for name, module in linears.items() if not _is_excluded(name, config, interface)}
     parts = {part for name in linears for part in name.split(".")}
     if unknown := set(config.exclude) - parts - {"lm_head"}:
         choice = ", ".join(sorted(part for part in parts if not part.isdigit()))
         raise UserError(f"float8.exclude names {sorted(unknown)}, but no linear is called so: {choice}")
     # The norms beside a block's linears make FSDP gather bytes; a group of float8 alone is gathered as such.
     if config.all_gather and device_type == "cpu":
-        in_blocks = tuple(f"{name}." for name in interface_of(model).blocks)
+        in_blocks = tuple(f"{name}." for name in interface.blocks)
         if alone := [name for name in chosen if not name.startswith(in_blocks)]:
             raise UserError(f"float8.all_gather: gloo cannot gather {alone[0]} in float8; add it to float8.exclude")
-    uneven = [
-        f"{name} ({module.in_features} -> {module.out_features})"
+    uneven = {
+        name: f"{name} ({module.in_features} -> {module.out_features})"
         for name, module in chosen.items()
         if module.in_features % 16 or module.out_features % 16
-    ]
-    if uneven:
+    }
+    if interface.skips_uneven:
+        chosen = {name: module for name, module in chosen.items() if name not in uneven}
+    elif uneven:
         raise UserError(
-            f"float8: widths must be multiples of 16, but {uneven[0]} and {len(uneven) - 1} more are not"
-            "; add their names to float8.exclude or change the model's widths"
+            f"float8: widths must be multiples of 16, but {next(iter(uneven.values()))} and {len(uneven) - 1} more are"
+            " not; add their names to float8.exclude or change the model's widths"
         )
     if not chosen:
         raise UserError(
             f"float8.recipe = {config.recipe!r} would convert none of the {len(linears)} linears: float8.exclude ="
-            f' {list(config.exclude)} leaves nothing; exclude less, or write recipe = "none"'
+            f" {list(config.exclude)} leaves nothing{' whose widths are multiples of 16' if uneven else ''}; exclude less,"
+            ' or write recipe = "none"'
         )
     torchao_float8 = _torchao_float8()
     preset = torchao_float8.Float8LinearConfig.from_recipe_name(config.recipe)
@@ -63,7 +68,14 @@ def convert_linears(model: nn.Module, config: Float8Config, *, device_type: str)
         model.get_submodule(name).__class__ = _linear_of_rows()
     gathered = ", float8 all-gather" if config.all_gather else ""
     emulated = ", emulated" if config.emulate else ""
-    return f"float8: {config.recipe}, {len(chosen)} of {len(linears)} linears converted{gathered}{emulated}"
+    skipped = f", {len(uneven)} not because of widths that are no multiples of 16" if uneven else ""
+    return f"float8: {config.recipe}, {len(chosen)} of {len(linears)} linears converted{skipped}{gathered}{emulated}"
+
+
+def _is_excluded(name: str, config: Float8Config, interface: ModelInterface) -> bool:
+    """By a component of its name, or as the output projection, which "lm_head" stands for in every model."""
+    named = {*name.split("."), *(["lm_head"] if name == interface.head else [])}
+    return bool(named & set(config.exclude))
 
 
 @cache
