@@ -53,6 +53,8 @@ class ModelInterface:
     """None where tensor and context parallelism cannot cut the blocks."""
     skips_uneven: bool = False
     """Whether float8 leaves out linears of widths that it cannot take; else the recipe is to change such widths."""
+    draws_random: bool = False
+    """Whether the blocks draw random numbers: dropout."""
 
     @property
     def blocks(self) -> tuple[str, ...]:

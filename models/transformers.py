@@ -7,6 +7,7 @@ B batch, T tokens, V vocabulary.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple, cast
@@ -21,9 +22,11 @@ from transformers import (
     PreTrainedModel,
     __version__,
 )
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.auto import modeling_auto as auto
 from transformers.pytorch_utils import Conv1D
 
+from models.assumptions import broken, dropouts, shared_parameters, why_documents_meet
 from models.documents import Documents
 from models.interface import ModelInterface
 from models.loss import SummedLoss
@@ -46,12 +49,25 @@ class TransformersModel(nn.Module):
         self.config = config
         self.model = plain_model(config)
         self.loss = SummedLoss(loss_chunks)
+        plain = _interface_of(self.model)
+        if problems := [*broken(self.model, plain, dropout=config.dropout)]:
+            raise ValueError("\n".join(problems))
         plan = getattr(self.model.config, "base_model_tp_plan", None)
-        self.interface = with_plan(_interface_of(self.model), self, settings=config.settings, plan=plan or {})
+        self.interface = with_plan(plain, self, settings=config.settings, plan=plan or {})
         """What parallel/ may know of this model."""
         # By name, not in the modules: float8 replaces these.
         self.transposed = frozenset(PREFIX + name for name in _make_linear(self.model))
         """Weights that transformers keeps as (in, out)."""
+
+    @property
+    def about(self) -> str:
+        """A line for the log."""
+        kinds = Counter(type(self.get_submodule(name)).__name__ for name in self.interface.blocks)
+        parts = [f"{count} {kind}" for kind, count in kinds.items()]
+        parts += [f"{self.model.config._attn_implementation} attention"]
+        parts += [f"{len(self.transposed)} Conv1D as linears"] if self.transposed else []
+        parts += ["dropout as in config.json"] if self.interface.draws_random else []
+        return f"{type(self.model).__name__} of transformers {__version__}: {', '.join(parts)}"
 
     def forward(
         self,
@@ -77,7 +93,7 @@ class TransformersModel(nn.Module):
 
     def _apply(self, function: Any, recurse: bool = True) -> "TransformersModel":
         """As nn.Module's, which moves parameters module by module, but what modules share stays shared."""
-        shared = _shared_parameters(self)
+        shared = shared_parameters(self)
         super()._apply(function, recurse)
         for first, *others in shared:
             parameter = self.get_parameter(first)
@@ -116,6 +132,34 @@ class TransformersModel(nn.Module):
                     _require_filled(full, tensor)
                     yield full, tensor.detach().t().contiguous() if full in self.transposed else tensor.detach()
             _allocate(unit.modules, torch.device("meta"))
+
+
+def require_kernels(config: TransformersConfig, *, backend: str) -> None:
+    """Raises ValueError for attention.backend of a model that does not call scaled_dot_product_attention."""
+    kind = _class_of(library_config(config.settings), config)
+    if backend != "auto" and not kind._supports_sdpa:
+        raise ValueError(
+            f'{kind.__name__} computes attention without kernels of torch; write attention.backend = "auto"'
+        )
+
+
+def require_documents_apart(config: TransformersConfig) -> None:
+    """Raises ValueError, with the reason, for a model in which documents packed into one row would see each other."""
+    with torch.device("meta"):
+        model = plain_model(config)
+    interface = _interface_of(model)
+    embedding: Any = model.get_input_embeddings()
+    embedding.weight, embedding.padding_idx = nn.Parameter(embedding.weight[:1]), None
+    _, unit = next(_units(model, interface))
+    head = model.get_output_embeddings()
+    outside = [(module, owner) for module, owner in unit.in_order if module is not head]
+    _allocate((module for module, _ in outside), torch.device("cpu"))
+    with torch.random.fork_rng([]), torch.no_grad():
+        for module, owner in outside:
+            owner._init_weights(module)
+        reason = why_documents_meet(model, interface)
+    if reason:
+        raise ValueError(f"{reason}; write data.document_mask = false")
 
 
 class Stored(NamedTuple):
@@ -168,15 +212,20 @@ def plain_model(config: TransformersConfig) -> PreTrainedModel:
     if not config.dropout:
         _set_dropout_to_zero(theirs)
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    attention = "sdpa" if _class_of(theirs, config)._supports_sdpa else "eager"
+    model = kind.from_config(theirs, attn_implementation=attention, dtype=torch.float32)
+    if not config.tied_embeddings:
+        _untie_head(model)
+    return cast(PreTrainedModel, model)
+
+
+def _class_of(theirs: PreTrainedConfig, config: TransformersConfig) -> type[PreTrainedModel]:
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     if type(theirs) not in kind._model_mapping:
         raise ValueError(
             f"model_type = {theirs.model_type!r}: it is neither a causal nor an encoder-decoder language model"
         )
-    supported = cast(type[PreTrainedModel], kind._model_mapping[type(theirs)])._supports_sdpa
-    model = kind.from_config(theirs, attn_implementation="sdpa" if supported else "eager", dtype=torch.float32)
-    if not config.tied_embeddings:
-        _untie_head(model)
-    return cast(PreTrainedModel, model)
+    return cast(type[PreTrainedModel], kind._model_mapping[type(theirs)])
 
 
 def _untie_head(model: PreTrainedModel) -> None:
@@ -220,7 +269,12 @@ def _interface_of(model: PreTrainedModel) -> ModelInterface:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None:
         raise ValueError(f"{kind} has no output projection (get_output_embeddings)")
-    tied = any(names[head] == PREFIX + name.rpartition(".")[0] for group in _shared_parameters(model) for name in group)
+    if model.loss_function is not ForCausalLMLoss:
+        raise ValueError(f"{kind} has a loss of its own, {model.loss_function}; only cross-entropy is supported")
+    for kept, *_ in shared_parameters(model):
+        if kept in model.all_tied_weights_keys:
+            raise ValueError(f"{kind} stores {kept} as {model.all_tied_weights_keys[kept]}, a name that comes later")
+    tied = any(names[head] == PREFIX + name.rpartition(".")[0] for group in shared_parameters(model) for name in group)
     return ModelInterface(
         stacks=tuple(map(tuple, stacks.values())),
         embedding=names[embedding],
@@ -230,6 +284,7 @@ def _interface_of(model: PreTrainedModel) -> ModelInterface:
         loss="loss",
         inside_block=None,
         skips_uneven=True,
+        draws_random=bool(dropouts(model)),
     )
 
 
@@ -246,14 +301,6 @@ def _outermost(model: nn.Module, classes: Collection[str]) -> list[str]:
 
 def _parent(model: nn.Module, name: str) -> nn.Module:
     return model.get_submodule(name.rpartition(".")[0])
-
-
-def _shared_parameters(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return [group for group in names.values() if len(group) > 1]
 
 
 class _Unit(NamedTuple):

@@ -20,6 +20,9 @@ SAVED = [
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_mm.default,
+    # The same in batches: attention without a kernel of its own.
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
     # Attention, by each of the backends that scaled_dot_product_attention may choose.
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -41,12 +44,14 @@ def checkpoint_blocks(model: nn.Module, config: ActivationCheckpointingConfig) -
     log."""
     if config.mode == "none":
         return "activation checkpointing: off"
-    _declare_attention_deterministic()
-    names = interface_of(model).blocks
+    interface = interface_of(model)
+    if not interface.draws_random:
+        _declare_attention_deterministic()
+    names = interface.blocks
     chosen = config.recomputed(len(names))
     for name in (names[index] for index in chosen):
-        # Nothing in a block draws random numbers, so their state need not be kept.
-        options: dict[str, Any] = {"preserve_rng_state": False}
+        # Where nothing in a block draws random numbers, their state need not be kept.
+        options: dict[str, Any] = {"preserve_rng_state": interface.draws_random}
         if config.mode == "selective":
             options["context_fn"] = _selective_contexts
             # Under compile it warns each process of in-place operations; a block has none.

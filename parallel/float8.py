@@ -56,8 +56,8 @@ def convert_linears(model: nn.Module, config: Float8Config, *, device_type: str)
     if not chosen:
         raise UserError(
             f"float8.recipe = {config.recipe!r} would convert none of the {len(linears)} linears: float8.exclude ="
-            f" {list(config.exclude)} leaves nothing{' whose widths are multiples of 16' if uneven else ''}; exclude less,"
-            ' or write recipe = "none"'
+            f" {list(config.exclude)} leaves nothing{' whose widths are multiples of 16' if uneven else ''}"
+            '; exclude less, or write recipe = "none"'
         )
     torchao_float8 = _torchao_float8()
     preset = torchao_float8.Float8LinearConfig.from_recipe_name(config.recipe)

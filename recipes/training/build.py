@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from models.build import build_model
 from models.interface import interface_of
+from models.transformers_config import TransformersConfig
 from parallel.dist import World, allocator_settings, on_all, on_main, on_main_first
 from parallel.errors import UserError
 from parallel.float8 import precompute_scales
@@ -72,6 +73,8 @@ class Built:
     grad_clip: float
     reshard_after_forward: bool
     float8_all_gather: bool
+    dropout_seed: int | None
+    """Of the random numbers that the model draws in a step; None if it draws none."""
     report: tuple[str, ...]
     """What each part of the parallelization did, one line per part."""
 
@@ -189,9 +192,9 @@ def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh:
         degrees = recipe.mesh.fit(world.size, nodes=len(world.nodes))
         mesh = build_mesh(degrees, device_type=world.device.type)
     fsdp = without_idle_resharding(mesh, recipe.fsdp, float8_gathers=recipe.float8.all_gather)
-    with torch.device("meta"):
-        model = build_model(recipe.model, loss_chunks=recipe.batch.loss_chunks)
-    report = placement(mesh.degrees, world.nodes)
+    model = _plain_model(recipe)
+    report = [f"model: {model.about}"] if isinstance(recipe.model, TransformersConfig) else []
+    report += placement(mesh.degrees, world.nodes)
     report += [f"GPU memory: {allocator_settings()}"] if world.device.type == "cuda" else []
     report += choose_attention(recipe.attention, device_type=world.device.type)
     report += advice(recipe.mesh, float8=recipe.float8, degrees=mesh.degrees)
@@ -226,8 +229,26 @@ def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh:
         reshard_after_forward=fsdp.reshard_after_forward,
         reduces_gradients=not has_nothing_to_reduce(mesh, fsdp),
         float8_all_gather=recipe.float8.all_gather,
+        dropout_seed=recipe.run.seed if interface_of(model).draws_random else None,
         report=tuple(report),
     )
+
+
+def _plain_model(recipe: Recipe) -> nn.Module:
+    """The model on the meta device. Raises UserError for one of transformers that cannot be trained as asked."""
+    try:
+        with torch.device("meta"):
+            model = build_model(recipe.model, loss_chunks=recipe.batch.loss_chunks)
+        if isinstance(recipe.model, TransformersConfig):
+            from models.transformers import require_documents_apart, require_kernels
+
+            require_kernels(recipe.model, backend=recipe.attention.backend)
+            packs_pairs = recipe.data.has_pairs and not recipe.model.is_encoder_decoder
+            if recipe.data.document_mask or packs_pairs:
+                require_documents_apart(recipe.model)
+    except ValueError as error:
+        raise UserError(f"model: {error}") from error
+    return model
 
 
 def _describe(

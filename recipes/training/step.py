@@ -1,5 +1,6 @@
 """One optimizer step, from micro-batches to new weights. The training loop and benchmarks call the same function."""
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -50,6 +51,8 @@ def train_step(
             unit.set_requires_gradient_sync(last and built.reduces_gradients, recurse=False)  # only of their sum
             if not built.reshard_after_forward:
                 unit.set_reshard_after_backward(last, recurse=False)  # ZeRO-2 gathers the weights once per step
+        if built.dropout_seed is not None:
+            seed_random(built.dropout_seed, step, built.mesh.data_rank, index)
         micro_loss = model(inputs, targets, documents=documents) / target_tokens
         backward(micro_loss)
         loss += micro_loss.detach()
@@ -68,6 +71,12 @@ def train_step(
     if built.float8_all_gather:
         precompute_scales(model)
     return loss, norm
+
+
+def seed_random(*numbers: int) -> None:
+    """Seed what this process draws next, so that a resumed run draws the same without having saved anything."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    torch.manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def require_sound_state(built: Built, world: World) -> None:

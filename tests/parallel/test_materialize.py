@@ -44,3 +44,10 @@ def test_every_mesh_starts_with_the_same_weights() -> None:
     assert torch.unique(plain_weights(tied=False)["lm_head.weight"]).numel() > 300  # random, and no two alike
     for mesh, processes in on_each_mesh(MESHES, differing).items():
         assert processes == [[]] * len(processes), mesh
+
+
+def test_random_weights_are_those_of_earlier_versions() -> None:
+    values = plain_weights(tied=False)
+    sums = [round(values[name].double().abs().sum().item(), 6) for name in ("embedding.weight", "lm_head.weight")]
+    last = values["blocks.1.feed_forward.down_proj.weight"].flatten()[-1].item()
+    assert (sums, last) == ([6.588547, 6.553492], 0.013371183536946774)

@@ -1,0 +1,123 @@
+"""What we assume of a model of transformers, checked on its modules.
+
+Each function yields or returns a sentence for people about what breaks the assumption.
+"""
+
+import inspect
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.interface import ModelInterface
+
+EXPERTS = re.compile("MoE|Moe|Expert|Router")
+"""In the name of a class: a mixture of experts."""
+
+
+def broken(model: nn.Module, interface: ModelInterface, *, dropout: bool) -> Iterator[str]:
+    """What keeps this model, the child of a TransformersModel, from being trained."""
+    kind = type(model).__name__
+    if expert := next(
+        (type(module).__name__ for module in model.modules() if EXPERTS.search(type(module).__name__)), ""
+    ):
+        yield f"{kind} is a mixture of experts ({expert}); only dense models are supported"
+    if getattr(model, "_is_stateful", False):
+        yield f"{kind} keeps a recurrent state; only models of attention are supported"
+    if getattr(model.config, "ngram", 1) > 1:
+        yield f"{kind} has a loss of its own, over several tokens at once"
+    for group in shared_parameters(model):
+        if inside := [name for name in group if name.startswith(tuple(f"{block}." for block in _plain(interface)))]:
+            other = next(name for name in group if name != inside[0])
+            yield f"{kind} uses {inside[0]} also as {other}; blocks that share weights are not supported"
+            break
+    found = dropouts(model)
+    if not dropout and found:
+        yield f"{kind} has dropout in {', '.join(found)}, which no key of its config.json turns off"
+    if dropout and not found:
+        yield "model.dropout = true, but config.json asks for no dropout; write false"
+    if dropout and (layers := [key for key, value in vars(model.config).items() if "layerdrop" in key and value]):
+        yield f"model.dropout = true: {layers[0]} leaves out blocks, others on each process; write dropout = false"
+
+
+def dropouts(model: nn.Module) -> list[str]:
+    """The names of all modules that drop something."""
+    found = []
+    for name, module in model.named_modules():
+        rates = [module.p] if isinstance(module, nn.modules.dropout._DropoutNd) else []
+        rates += [value for key, value in vars(module).items() if "drop" in key and isinstance(value, float | int)]
+        if any(rates):
+            found.append(name)
+    return found
+
+
+def shared_parameters(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def why_documents_meet(model: nn.Module, interface: ModelInterface) -> str | None:
+    """Why documents that are packed into a row would see each other; None if they do not.
+
+    transformers keeps them apart where it makes the masks from positions that start anew in each document. So two
+    documents go through the model, with all that is outside of its blocks on the CPU, and every block is replaced by
+    one that only looks at its mask. (The text is of token 0, the one that the embedding needs.)
+    """
+    kind = type(model).__name__
+    if len(interface.stacks) > 1:
+        return f"{kind} has an encoder, whose texts are padded, not packed"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return f"{kind} takes no positions, by which it would know packed documents"
+    if any(isinstance(module, nn.Conv1d) for module in model.modules()):
+        return f"{kind} has convolutions, which do not stop at the end of a document"
+    looking = [_LooksAtMask(model.get_submodule(name)) for name in _plain(interface)]
+    for name, block in zip(_plain(interface), looking, strict=True):
+        model.set_submodule(name, block)
+    tokens = torch.zeros(1, 2 * DOCUMENT, dtype=torch.int64)
+    base = getattr(model, "base_model", model)
+    for block_type in (Tensor, tuple):  # what the blocks of this family return
+        for block in looking:
+            block.returns, block.keeps_apart = block_type, False
+        with suppress(Exception):
+            base(input_ids=tokens, position_ids=torch.arange(2 * DOCUMENT)[None] % DOCUMENT, use_cache=False)
+        if all(block.keeps_apart for block in looking):
+            return None
+    return f"{kind} does not make its masks from positions, by which it would know packed documents"
+
+
+DOCUMENT = 3
+"""Tokens of each of two documents."""
+
+
+class _LooksAtMask(nn.Module):
+    """In place of a block: whether its mask keeps two documents apart, and lets each token see what is before it."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.attributes = {key: value for key, value in vars(block).items() if not key.startswith("_")}
+        self.returns: type = Tensor
+        self.keeps_apart = False
+
+    def __getattr__(self, name: str) -> Any:
+        attributes = self.__dict__.get("attributes", {})
+        return attributes[name] if name in attributes else super().__getattr__(name)
+
+    def forward(self, hidden: Tensor, *arguments: Any, **named: Any) -> Any:
+        shape = (2 * DOCUMENT, 2 * DOCUMENT)
+        given = [one for one in (*arguments, *named.values()) if isinstance(one, Tensor) and one.shape[-2:] == shape]
+        for mask in given:
+            sees = mask if mask.dtype == torch.bool else mask > -1e4
+            allowed = torch.block_diag(*[torch.ones(DOCUMENT, DOCUMENT).tril()] * 2).bool()
+            self.keeps_apart |= bool((sees <= allowed).all() and sees.diagonal(dim1=-2, dim2=-1).all())
+        return hidden if self.returns is Tensor else (hidden, None, None)
+
+
+def _plain(interface: ModelInterface) -> list[str]:
+    """The names of the blocks in the model of transformers."""
+    return [name.partition(".")[2] for name in interface.blocks]
