@@ -80,6 +80,26 @@ def _of_transformers(settings: Mapping[str, Any], *, reason: str) -> tuple[Trans
     return model, _facts(whole, vocabulary=model.vocabulary)
 
 
+def config_to_transformers(model: TransformersConfig, facts: TextFacts, *, dtype: str) -> dict[str, Any]:
+    """The model's config.json, changed only where the type of the weights or the tokens at the ends of texts are."""
+    from models.transformers import classes_of, library_config
+
+    settings = dict(model.settings)
+    whole = library_config(settings).to_dict()
+    head, _, _ = classes_of(settings["model_type"], is_encoder_decoder=model.is_encoder_decoder)
+    if head not in (settings.get("architectures") or ()):
+        settings["architectures"] = [head]
+    key = "dtype" if "dtype" in settings else "torch_dtype"  # of transformers 5, and of both
+    if settings.get(key, "float32") != dtype:
+        settings[key] = dtype
+    then = _facts(whole, vocabulary=model.vocabulary)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        now = getattr(facts, name)
+        if now != getattr(then, name):
+            settings[name] = list(now) if isinstance(now, tuple) else now
+    return settings
+
+
 def _unsuitable(whole: Mapping[str, Any], *, family: str, nested: list[str]) -> Iterator[str]:
     """What keeps a model of transformers from being trained here. whole: a config.json with all defaults."""
     from models.transformers import classes_of

@@ -7,6 +7,7 @@ B batch, T tokens, V vocabulary.
 """
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
@@ -22,6 +23,7 @@ from transformers import (
     PreTrainedModel,
     __version__,
 )
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.auto import modeling_auto as auto
 from transformers.pytorch_utils import Conv1D
@@ -29,6 +31,7 @@ from transformers.pytorch_utils import Conv1D
 from models.assumptions import broken, dropouts, shared_parameters, why_documents_meet
 from models.documents import Documents
 from models.interface import ModelInterface
+from models.layout import FREQUENCIES, Copy, Layout, Stored
 from models.loss import SummedLoss
 from models.pairs import EncoderDecoderInputs
 from models.tensor_plan import with_plan
@@ -162,25 +165,48 @@ def require_documents_apart(config: TransformersConfig) -> None:
         raise ValueError(f"{reason}; write data.document_mask = false")
 
 
-class Stored(NamedTuple):
-    """How transformers stores one of our parameters."""
-
-    name: str
-    shape: tuple[int, ...]
-    """In our layout."""
-    transposed: bool
-    """In files it is (in, out)."""
-
-
 @cache
-def stored_layout(config: TransformersConfig) -> Mapping[str, Stored]:
-    """Our name -> how transformers stores it, for every parameter; what several modules share is there once."""
+def stored_layout(config: TransformersConfig) -> Layout:
+    """How transformers stores this model; what several modules share is there once."""
     with torch.device("meta"):
         model = TransformersModel(config)
-    return {
-        name: Stored(name.removeprefix(PREFIX), tuple(parameter.shape), name in model.transposed)
-        for name, parameter in model.named_parameters()
-    }
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    tensors = dict(model.named_parameters())
+    buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
+    computed = [name for name, _ in model.model.named_buffers() if PREFIX + name not in buffers]
+    prefix, in_files = model.model.base_model_prefix, _names_in_files(model.model)
+    return Layout(
+        {
+            name: Stored(in_files[name.removeprefix(PREFIX)], tuple(tensor.shape), name in model.transposed)
+            for name, tensor in {**tensors, **buffers}.items()
+        },
+        {
+            name: Copy(in_files[name.removeprefix(PREFIX)], of=first)
+            for first, *others in shared_parameters(model)
+            for name in others
+        },
+        prefix=prefix if hasattr(model.model, prefix) else "",
+        ignored=(
+            FREQUENCIES,
+            r"attn\.masked_bias$",  # of old files, beside "attn.bias"
+            *(model.model._keys_to_ignore_on_load_unexpected or ()),
+            *(f"(^|\\.){re.escape(name)}$" for name in computed),
+        ),
+    )
+
+
+def _names_in_files(model: PreTrainedModel) -> dict[str, str]:
+    """Name in the model -> name in the files of its family, which transformers renames while it reads some of them."""
+    tensors = model.state_dict()
+    if revert_weight_conversion(model, dict(tensors)).keys() == tensors.keys():
+        return {name: name for name in tensors}
+    found = {}
+    for name, tensor in tensors.items():
+        written = revert_weight_conversion(model, {name: tensor})
+        if [one.shape for one in written.values()] != [tensor.shape]:
+            raise ValueError(f"{name}: transformers puts it together from several tensors of a file")
+        found[name] = next(iter(written))
+    return found
 
 
 def library_config(settings: Mapping[str, Any]) -> PreTrainedConfig:

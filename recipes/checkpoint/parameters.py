@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from models.config import ModelConfig
-from models.hf import parameter_shapes
+from models.layout import layout_of
 from parallel.errors import UserError
 from parallel.float8 import without_wrapper
 from recipes.checkpoint.files import Piece, check_files, complete, read_manifest, write_shard
+from recipes.checkpoint.state import copies_in
 from recipes.checkpoint.storage import CODES, DTYPES, PARAMETERS, assemble, raw, read_tensors, shard_name
 from recipes.files.layout import MODEL
 
@@ -28,9 +29,9 @@ class StoredParameters:
         shapes = {name: tensor.shape for name, tensor in self._manifest.tensors.items()}
         found = {name: f"has shape {list(shape)}" for name, shape in shapes.items()}
         if problems := [
-            f"{name} {found.get(PARAMETERS + name, 'is missing')}; {MODEL} says {list(shape)}"
-            for name, shape in parameter_shapes(model)
-            if shapes.get(PARAMETERS + name) != shape
+            f"{name} {found.get(PARAMETERS + name, 'is missing')}; {MODEL} says {list(stored.shape)}"
+            for name, stored in layout_of(model).tensors.items()
+            if shapes.get(PARAMETERS + name) != stored.shape
         ]:
             raise UserError("\n  ".join([f"the checkpoint {path} cannot be used:", *problems]))
 
@@ -45,11 +46,12 @@ class StoredParameters:
 
     def read_into(self, model: nn.Module) -> None:
         """Fill a model with its parameters; if it is sharded, with the shards of this process."""
+        found, copies = get_model_state_dict(model), copies_in(model)
         state: dict[str, Any] = {
-            name: without_wrapper(cast(Tensor, value)) for name, value in get_model_state_dict(model).items()
+            name: without_wrapper(cast(Tensor, value)) for name, value in found.items() if name not in copies
         }
         self._read(state)
-        set_model_state_dict(model, state)
+        set_model_state_dict(model, state | {copy: state[name] for copy, name in copies.items()})
 
     def _read(self, state: Mapping[str, Any]) -> None:
         read_tensors(self.path, self._manifest, {PARAMETERS + name: value for name, value in state.items()})

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from parallel.errors import UserError
 from parallel.float8 import without_wrapper
+from parallel.materialize import plain_name
 from recipes.checkpoint.manifest import Count, Damage, Manifest
 from recipes.checkpoint.storage import PARAMETERS
 from recipes.optimization.skip_steps import WINDOW
@@ -37,7 +38,12 @@ def named_tensors(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Ten
     Names are the plain model's. Parameters lack float8 all-gather's wrapper: checkpoints must load without torchao.
     """
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    found = {PARAMETERS + name: without_wrapper(cast(Tensor, value)) for name, value in model_state.items()}
+    copies = copies_in(model)
+    found = {
+        PARAMETERS + name: without_wrapper(cast(Tensor, value))
+        for name, value in model_state.items()
+        if name not in copies
+    }
     for parameter, values in cast(Mapping[str, Any], optimizer_state["state"]).items():
         for kind, value in values.items():
             assert isinstance(value, Tensor), f"optimizer state {kind} of {parameter} is not a tensor"
@@ -54,12 +60,20 @@ def restore(
         if name.startswith(MOMENTS):
             parameter, _, kind = name.removeprefix(MOMENTS).rpartition(".")
             moments.setdefault(parameter, {})[kind] = value
+    values: dict[str, Any] = {n.removeprefix(PARAMETERS): v for n, v in tensors.items() if n.startswith(PARAMETERS)}
     set_state_dict(
         model,
         optimizer,
-        model_state_dict={n.removeprefix(PARAMETERS): v for n, v in tensors.items() if n.startswith(PARAMETERS)},
+        model_state_dict=values | {copy: values[name] for copy, name in copies_in(model).items()},
         optim_state_dict={"state": cast(Any, moments), "param_groups": groups},
     )
+
+
+def copies_in(model: nn.Module) -> dict[str, str]:
+    """Another name of a tied parameter -> the one under which it is saved."""
+    first: dict[nn.Parameter, str] = {}
+    named = ((plain_name(name), one) for name, one in model.named_parameters(remove_duplicate=False))
+    return {name: first[one] for name, one in named if first.setdefault(one, name) != name}
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from models.config import ModelConfig
-from models.hf import hf_name, our_name, parameter_shapes
+from models.layout import Stored, layout_of
 from parallel.dist import World, on_main
 from parallel.errors import UserError
 from parallel.float8 import without_wrapper
@@ -41,19 +41,21 @@ def load_weights(model: nn.Module, weights: Weights) -> None:
     if weights.is_checkpoint:
         StoredParameters(weights.path, weights.model).read_into(model)
         return
-    stored = weights.stored_tensors
-    for name, parameter in model.named_parameters():
-        name = plain_name(name)
-        _fill(parameter, *stored[name])
-        if name == "embedding.weight" and weights.model.tied_embeddings and "lm_head.weight" in stored:
-            _require_equal(stored[name], stored["lm_head.weight"], box=_own_box(parameter))
+    stored, layout = weights.stored_tensors, layout_of(weights.model)
+    tensors = {plain_name(name): tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    for name, how in layout.tensors.items():
+        _fill(tensors[name], *stored[name], how)
+    for name, copy in layout.copies.items():
+        if name in stored:
+            _require_equal(stored[copy.of], stored[name], box=_own_box(tensors[copy.of]))
 
 
 @torch.no_grad()
-def _fill(parameter: Tensor, file: Path, entry: Entry) -> None:
-    """Read the part of one tensor that belongs to this process into the parameter."""
-    values = _read(file, entry, _own_box(parameter))
-    own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+def _fill(tensor: Tensor, file: Path, entry: Entry, how: Stored) -> None:
+    """Read the part of one tensor that belongs to this process."""
+    box = _own_box(tensor)
+    values = _flipped(_read(file, entry, box[::-1] if how.transposed else box), how)
+    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     assert values.shape == own.shape, f"{entry.name}: {values.shape} for {own.shape}"
     own.copy_(values)
 
@@ -74,10 +76,15 @@ def _require_equal(one: tuple[Path, Entry], other: tuple[Path, Entry], *, box: B
         )
 
 
+def _flipped(values: Tensor, how: Stored) -> Tensor:
+    """From the layout of files to ours, and back."""
+    return values.t() if how.transposed else values
+
+
 def _read(file: Path, entry: Entry, box: Box = WHOLE) -> Tensor:
     """A part of a tensor. Opens the file each time, or what was read would stay mapped in memory."""
     with safe_open(file, framework="pt") as tensors:
-        return tensors.get_slice(entry.name)[box]
+        return tensors.get_slice(entry.name)[box] if entry.shape else tensors.get_tensor(entry.name)
 
 
 def import_folder(folder: Path, checkpoint: Path) -> None:
@@ -85,14 +92,19 @@ def import_folder(folder: Path, checkpoint: Path) -> None:
     weights = find_weights(folder)
     if weights.is_checkpoint:
         raise UserError(f"{folder} holds a Shardwright checkpoint; import reads Hugging Face folders")
-    stored = dict(weights.stored_tensors)
-    if weights.model.tied_embeddings and "lm_head.weight" in stored:
-        _require_equal(stored["embedding.weight"], stored.pop("lm_head.weight"), box=WHOLE)
+    stored, layout = weights.stored_tensors, layout_of(weights.model)
+    for name, copy in layout.copies.items():
+        if name in stored:
+            _require_equal(stored[copy.of], stored[name], box=WHOLE)
     _ = weights.tokenizer  # raises UserError if our programs cannot use it
     description = weights.description
     with hf_folder.new_folder(checkpoint) as partial:
-        shapes = {name: (entry.shape, DTYPES[entry.dtype]) for name, (_, entry) in stored.items()}
-        write_parameters(partial, shapes, lambda name: _read(*stored[name]), files=checkpoint_files(description))
+        shapes = {name: (how.shape, DTYPES[stored[name][1].dtype]) for name, how in layout.tensors.items()}
+
+        def read(name: str) -> Tensor:
+            return _flipped(_read(*stored[name]), layout.tensors[name])
+
+        write_parameters(partial, shapes, read, files=checkpoint_files(description))
 
 
 def export_checkpoint(
@@ -103,7 +115,7 @@ def export_checkpoint(
     if not weights.is_checkpoint:
         raise UserError(f"{checkpoint} is a Hugging Face folder already")
     parameters = StoredParameters(weights.path, weights.model)
-    names = [name for name, _ in parameter_shapes(weights.model)]
+    names = layout_of(weights.model).tensors
     files = _files(weights.model, {name: dtype or parameters.dtype(name) for name in names}, max_bytes)
     _write(folder, files, parameters.read, weights.description)
 
@@ -128,17 +140,19 @@ def export_model(
         max_bytes: size limit of one file.
     """
     reshard(model)  # validation may have left weights gathered, in the compute type
-    parameters = {plain_name(name): parameter.detach() for name, parameter in model.named_parameters()}
-    files = _files(description.model, {name: parameter.dtype for name, parameter in parameters.items()}, max_bytes)
+    named = (*model.named_parameters(), *model.named_buffers())
+    tensors = {plain_name(name): tensor.detach() for name, tensor in named}
+    files = _files(description.model, {name: tensor.dtype for name, tensor in tensors.items()}, max_bytes)
 
     def read(name: str) -> Tensor:
-        values = without_wrapper(parameters[name])
+        values = without_wrapper(tensors[name])
         if not isinstance(values, DTensor):
             return values
         # Offloaded parameters are gathered through the devices.
         return whole(cast(DTensor, values.to(values.device_mesh.device_type)))
 
-    waiting = (our_name(entry.name) for entries in files.values() for entry in entries)
+    ours = {how.name: name for name, how in layout_of(description.model).tensors.items()}
+    waiting = (ours[entry.name] for entries in files.values() for entry in entries)
 
     def gather_rest() -> None:
         for name in waiting:
@@ -160,7 +174,10 @@ def export_model(
 
 
 def _files(model: ModelConfig, dtypes: Mapping[str, torch.dtype], max_bytes: int) -> dict[str, list[Entry]]:
-    entries = [Entry(hf_name(name), CODES[dtypes[name]], shape) for name, shape in parameter_shapes(model)]
+    entries = [
+        Entry(how.name, CODES[dtypes[name]], how.shape[::-1] if how.transposed else how.shape)
+        for name, how in layout_of(model).tensors.items()
+    ]
     return hf_folder.plan_files(entries, max_bytes=max_bytes)
 
 
@@ -173,12 +190,14 @@ def _write(
     replace: bool = False,
 ) -> None:
     widest = max((entry.dtype for entries in files.values() for entry in entries), key=lambda code: DTYPE_BYTES[code])
+    ours = {how.name: (name, how) for name, how in layout_of(description.model).tensors.items()}
     with hf_folder.new_folder(folder, replace=replace) as partial:
         for file, entries in files.items():
             with (partial / file).open("wb") as stream:
                 hf_folder.write_header(stream, entries)
                 for entry in entries:
-                    _write_values(stream, read(our_name(entry.name)), DTYPES[entry.dtype])
+                    name, how = ours[entry.name]
+                    _write_values(stream, _flipped(read(name), how), DTYPES[entry.dtype])
         hf_folder.write_index(partial, files)
         dtype = str(DTYPES[widest]).removeprefix("torch.")
         hf_folder.write_description(partial, description, dtype=dtype)

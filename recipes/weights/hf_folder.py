@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,8 +15,10 @@ from typing import Any, BinaryIO
 from safetensors import SafetensorError, safe_open
 
 from models.config import ModelConfig, TextFacts
-from models.hf import config_to_hf, hf_name, parameter_shapes
-from models.hf_config import read_model
+from models.hf import config_to_hf
+from models.hf_config import config_to_transformers, read_model
+from models.layout import layout_of
+from models.transformers_config import TransformersConfig
 from parallel.errors import TemporaryError, UserError, listed
 from recipes.files.layout import TOKENIZER
 from recipes.files.reading import fault, may_pass, names_in
@@ -49,7 +52,7 @@ class Entry:
 
 
 StoredTensors = dict[str, tuple[Path, Entry]]
-"""Our name of a parameter -> the file that has it and its entry there."""
+"""Our name of a tensor, or of another that it is tied to -> the file that has it and its entry there."""
 
 
 def read_config(file: Path) -> tuple[ModelConfig, TextFacts]:
@@ -79,12 +82,58 @@ def read_tokenizer(folder: Path) -> str:
 
 
 def stored_tensors(folder: Path, model: ModelConfig) -> StoredTensors:
-    """Where every parameter of the model is stored, and the lm_head.weight that a tied model may have too.
+    """Where every tensor of the model is stored, and the copies of tied ones that the files have.
 
     Reads only headers. Raises one UserError that lists every file and tensor that is missing, damaged or unknown.
     """
     problems: list[str] = []
-    found: StoredTensors = {}
+    found = _entries(folder, problems)
+    layout, damaged = layout_of(model), bool(problems)
+    if not layout.prefix and "embed_tokens.weight" in found:
+        problems.append(
+            'the names of the tensors do not start with "model.": the model was saved without its head;'
+            " save the whole ...ForCausalLM"
+        )
+        raise _unusable(folder, problems)
+
+    def take(name: str) -> tuple[Path, Entry] | None:
+        return next((found.pop(spelling) for spelling in layout.spellings(name) if spelling in found), None)
+
+    stored: StoredTensors = {}
+    missing = []
+    # Copies that a file has instead of what they are a copy of are taken for it.
+    copies = {copy: place for copy in layout.copies if (place := take(layout.copies[copy].name))}
+    for name, (theirs, shape, transposed) in layout.tensors.items():
+        same = [copy for copy in copies if layout.copies[copy].of == name]
+        place = take(theirs) or (copies.pop(same[0]) if same else None)
+        if place is None:
+            missing.append(theirs)
+            continue
+        stored[name] = place
+        stored |= {copy: copies[copy] for copy in same if copy in copies}
+        for file, entry in (stored[one] for one in (name, *same) if one in stored):
+            needed = shape[::-1] if transposed else shape
+            if entry.shape != needed:
+                shapes = f"has shape {list(entry.shape)}, but the model needs {list(needed)}"
+                problems.append(f"{entry.name} in {file.name} {shapes}")
+    if missing and not damaged:  # otherwise they may be in the damaged files
+        problems.append(f"missing: {_some(missing)}")
+    problems += [
+        f"{entry.name} in {file.name} has type {entry.dtype}; weights must be {listed(DTYPE_BYTES, last='or')}"
+        for file, entry in stored.values()
+        if entry.dtype not in DTYPE_BYTES
+    ]
+    unknown = [name for name in found if not any(re.search(pattern, name) for pattern in layout.ignored)]
+    if unknown:
+        problems.append(f"the model has no place for {_some(unknown)}")
+    if problems:
+        raise _unusable(folder, problems)
+    return stored
+
+
+def _entries(folder: Path, problems: list[str]) -> dict[str, tuple[Path, Entry]]:
+    """Name in the files -> file and entry. Adds a line to problems for each file or name that is not sound."""
+    found: dict[str, tuple[Path, Entry]] = {}
     for file in _weight_files(folder, problems):
         try:
             entries = read_header(file)
@@ -95,40 +144,7 @@ def stored_tensors(folder: Path, model: ModelConfig) -> StoredTensors:
             continue
         problems += [f"{e.name} is in {found[e.name][0].name} and in {file.name}" for e in entries if e.name in found]
         found |= {entry.name: (file, entry) for entry in entries}
-    if "embed_tokens.weight" in found:
-        problems.append(
-            'the names of the tensors do not start with "model.": the model was saved without its head;'
-            " save the whole ...ForCausalLM"
-        )
-        raise _unusable(folder, problems)
-    damaged = bool(problems)
-    stored: StoredTensors = {}
-    missing = []
-    expected = [*parameter_shapes(model)]
-    if model.tied_embeddings and "lm_head.weight" in found:  # some programs write the embedding of a tied model twice
-        expected.append(("lm_head.weight", (model.vocabulary, model.width)))
-    for name, shape in expected:
-        theirs = hf_name(name)
-        if theirs not in found:
-            missing.append(theirs)
-            continue
-        stored[name] = file, entry = found.pop(theirs)
-        if entry.shape != shape:
-            problems.append(f"{theirs} in {file.name} has shape {list(entry.shape)}, but the model needs {list(shape)}")
-    if missing and not damaged:  # otherwise they may be in the damaged files
-        problems.append(f"missing: {_some(missing)}")
-    problems += [
-        f"{entry.name} in {file.name} has type {entry.dtype}; weights must be {listed(DTYPE_BYTES, last='or')}"
-        for file, entry in stored.values()
-        if entry.dtype not in DTYPE_BYTES
-    ]
-    # Old checkpoints contain the rotary frequencies, which follow from config.json.
-    unknown = [name for name in found if not name.endswith("rotary_emb.inv_freq")]
-    if unknown:
-        problems.append(f"the model has no place for {_some(unknown)}")
-    if problems:
-        raise _unusable(folder, problems)
-    return stored
+    return found
 
 
 def _unusable(folder: Path, problems: Sequence[str], most: int = 30) -> UserError:
@@ -263,7 +279,12 @@ def write_description(folder: Path, description: Description, *, dtype: str) -> 
     """Write everything but the weights. dtype: torch's name of their type, such as "float32"."""
     facts, companions = description.facts, dict(description.companions)
     begins = facts.bos_token_id is not None
-    contents = _generated(description) | {HF_CONFIG: config_to_hf(description.model, facts, dtype=dtype)}
+    model = description.model
+    if isinstance(model, TransformersConfig):
+        config = config_to_transformers(model, facts, dtype=dtype)
+    else:
+        config = config_to_hf(model, facts, dtype=dtype)
+    contents = _generated(description) | {HF_CONFIG: config}
     if kept := companions.pop(TOKENIZER_CONFIG, None):
         ours = contents[TOKENIZER_CONFIG]
         contents[TOKENIZER_CONFIG] = exported_tokenizer_config(json.loads(kept), ours, begins=begins)
@@ -284,11 +305,16 @@ def _generated(description: Description) -> dict[str, Any]:
     """The companions of a model that has none of its own."""
     facts = description.facts
     ids = {name: getattr(facts, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    given = {name: list(value) if isinstance(value, tuple) else value for name, value in ids.items()}
+    if isinstance(description.model, TransformersConfig):  # its config.json may say more about generation
+        generation = {}
+    else:
+        generation = {
+            GENERATION_CONFIG: {f"{name}_token_id": value for name, value in given.items() if value is not None}
+        }
     firsts = {name: value[0] if isinstance(value, tuple) else value for name, value in ids.items()}
     names = token_names(description.tokenizer)
-    given = {name: list(value) if isinstance(value, tuple) else value for name, value in ids.items()}
-    return {
-        GENERATION_CONFIG: {f"{name}_token_id": value for name, value in given.items() if value is not None},
+    return generation | {
         TOKENIZER_CONFIG: {
             "tokenizer_class": OUR_CLASS,
             "model_max_length": facts.context_length,

@@ -40,7 +40,7 @@ def initial_state(config: TransformersConfig) -> dict[str, Tensor]:
         model = TransformersModel(config)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     values = model.initial_values(shapes, seed=SEED, device=torch.device("cpu"))
-    layout = stored_layout(config)
+    layout = stored_layout(config).tensors
     return {layout[name].name: value.t() if layout[name].transposed else value for name, value in values}
 
 
@@ -71,7 +71,7 @@ def train_plainly(config: TransformersConfig) -> dict[str, Any]:
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
         if not gradients:
-            layout = stored_layout(config)
+            layout = stored_layout(config).tensors
             found = {name: model.get_parameter(stored.name).grad for name, stored in layout.items()}
             gradients = {n: (g.t() if layout[n].transposed else g).numpy().copy() for n, g in found.items()}
         optimizer.step()

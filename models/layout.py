@@ -1,0 +1,67 @@
+"""How files of weights store the tensors of a model: their names there, shapes, and what else such files may hold.
+
+Imports no torch.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from models.config import ModelConfig
+from models.hf import hf_name, parameter_shapes
+from models.transformers_config import TransformersConfig
+
+FREQUENCIES = r"rotary_emb\.inv_freq$"
+"""Old files hold the rotary frequencies, which follow from config.json."""
+
+
+class Stored(NamedTuple):
+    """How a file stores one of our tensors."""
+
+    name: str
+    """In the file."""
+    shape: tuple[int, ...]
+    """In our layout."""
+    transposed: bool = False
+    """In files it is (in, out)."""
+
+
+class Copy(NamedTuple):
+    """Another name of a tied parameter. Some programs write both."""
+
+    name: str
+    """In the file."""
+    of: str
+    """Our name of the parameter."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the files of a model hold."""
+
+    tensors: Mapping[str, Stored]
+    """Our name -> every parameter, and every buffer that is saved, in the order of the model."""
+    copies: Mapping[str, Copy]
+    """By our other names of what is tied."""
+    prefix: str = ""
+    """Of the names in files; missing where the model was saved without its head."""
+    ignored: tuple[str, ...] = (FREQUENCIES,)
+    """Patterns of names in files whose values follow from config.json."""
+
+    def spellings(self, name: str) -> Iterator[str]:
+        """Where files may have a tensor: by its name there, or with the prefix missing or added."""
+        yield name
+        if self.prefix:
+            dotted = f"{self.prefix}."
+            yield name.removeprefix(dotted) if name.startswith(dotted) else dotted + name
+
+
+def layout_of(model: ModelConfig) -> Layout:
+    """The layout of our decoder's files, or of those of transformers."""
+    if isinstance(model, TransformersConfig):
+        from models.transformers import stored_layout
+
+        return stored_layout(model)
+    tensors = {name: Stored(hf_name(name), shape) for name, shape in parameter_shapes(model)}
+    copies = {"lm_head.weight": Copy(hf_name("lm_head.weight"), of="embedding.weight")}
+    return Layout(tensors, copies if model.tied_embeddings else {})
