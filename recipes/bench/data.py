@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -170,7 +170,7 @@ def _resume(folder: Path, count: int) -> float:
     started = perf_counter()
     data = _open(section, tokenizer)
     data.training.require(10**9, 16)
-    data.training.rows(10**9, 16)
+    cast(Sequences, data.training).rows(10**9, 16)
     seconds = perf_counter() - started
     data.training.close()
     return seconds
@@ -259,7 +259,7 @@ def _stream(file: Path, tokenizer: Tokenizer, folder: Path, tokens: int) -> floa
     started = perf_counter()
     section = DataConfig(source=str(file), cache=cache, shuffle_tokens=2**22)
     data = _open(section, tokenizer)
-    batches = _batches(data.training, global_batch_size=16, mask=None)
+    batches = _batches(cast(Sequences, data.training), global_batch_size=16, mask=None)
     for batch in range(int(tokens * (1 - section.validation_fraction)) // LENGTH // 16):
         batches.take(batch)
     seconds = perf_counter() - started

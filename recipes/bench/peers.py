@@ -19,7 +19,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -283,7 +283,7 @@ def _trainer(
             tie_word_embeddings=shape.tied_embeddings,
         )
     )
-    rows = [{"input_ids": row, "labels": row} for inputs, _, _ in batch for row in inputs]
+    rows = [{"input_ids": row, "labels": row} for inputs, _, _ in batch for row in cast(torch.Tensor, inputs)]
     found: list[float] = []
     warm_up = 3
 

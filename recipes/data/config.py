@@ -35,6 +35,8 @@ class DataConfig:
     """Text between every prompt and its answer, such as a line feed."""
     chat_template: str = ""
     """File with the Jinja template of messages; "" = the one that came with the weights."""
+    chat_date: str = ""
+    """The date that a chat template writes as today's, such as "2026-01-31"; needed if it writes one."""
     long_pairs: Literal["leave_out", "cut_prompt_start", "cut_prompt_end"] = "leave_out"
     """What happens to pairs longer than batch.sequence_length: left out as bad rows, or their prompts are cut."""
     answer_length: Annotated[int, Ge(1)] = 128

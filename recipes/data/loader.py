@@ -8,9 +8,10 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from recipes.data.open_data import Data, Launch, open_data
 from recipes.data.sequences import Quarantine, Sequences, Source
 from recipes.data.text.tokenizer import Tokenizer
 from recipes.files.layout import QUARANTINE
+
+if TYPE_CHECKING:
+    from recipes.data.pairs import Pairing, PairSequences
 
 # Batches read before they are needed: the next one, and one more in case reading takes longer than a step.
 AHEAD = 2
@@ -50,6 +54,7 @@ class DataLoader:
         resumed_data_state: Callable[[], Mapping[str, Any]],
         log: Callable[[str], None],
         validation: Mapping[str, str],
+        pairing: "Pairing | None" = None,
     ) -> None:
         """Open all sources on every process.
 
@@ -63,27 +68,29 @@ class DataLoader:
             resumed_data_state: called on rank 0; returns the data_state of the checkpoint to resume from, or {}.
             log: receives one line of text per message.
             validation: as for open_data().
+            pairing: how rows become pairs; None = they are text.
 
         Raises:
             UserError: if a source, its text or the tokenizer is bad, or the processes see different files.
         """
 
         def opened_from(state: Mapping[str, Any], launch: Launch) -> Data:
+            of_step = pairing and replace(pairing, run=batch.global_batch_size)
             opens = partial(open_data, data, sequence_length=batch.sequence_length, seed=seed, validation=validation)
-            return opens(launch, tokenizer=tokenizer(), resumed_data_state=state)
+            return opens(replace(launch, pairing=of_step), tokenizer=tokenizer(), resumed_data_state=state)
 
         opened = _open_on_all(world, opened_from, resumed_data_state=resumed_data_state, log=log)
         _require_vocabulary(opened.tokenizer, vocabulary)
         self.tokenizer, self.data_state = opened.tokenizer, opened.data_state
-        self.document_boundary = self.tokenizer.end_of_document if data.document_mask else None
+        end, masked = self.tokenizer.end_of_document, data.document_mask and pairing is None
+        self.document_boundary = end if masked else None
         """The token that attention does not look past, if the recipe asks for that."""
         batches = partial(
-            Batches,
+            _reader_of_batches(pairing, end_of_document=end, boundary=self.document_boundary),
             global_batch_size=batch.global_batch_size,
             micro_batch_size=batch.micro_batch_size,
             data_rank=data_rank,
             data_ranks=data_ranks,
-            end_of_document=self.document_boundary,
             device=world.device,
         )
         self.training = batches(opened.training)
@@ -113,9 +120,13 @@ class DataLoader:
             yield from text.take_once(batch)
 
     def held_out_tokens(self, count: int) -> list[int]:
-        """The first tokens of the (first) validation text."""
-        text = next(iter(self.validation.values()))
-        return text.sequences.rows(0, 1)[0, :count].tolist()
+        """The first tokens of the (first) validation text; of pairs, the end of the first prompt."""
+        return next(iter(self.validation.values())).sequences.beginning(count)
+
+    def tokens(self, batches: int) -> tuple[int, int] | None:
+        """Input tokens in the first `batches` global batches of pairs, without padding: of an encoder (0 for a causal
+        model), and of a decoder. None: every input of every batch is a token."""
+        return self.training.sequences.tokens(batches * self._global_batch_size)
 
     def documents(self, batch: int) -> dict[str, list[list[int]]]:
         """The contents of global batch number `batch`: source -> [file, row, first token, last + 1] of each piece."""
@@ -176,7 +187,7 @@ class Batches:
 
     def __init__(
         self,
-        sequences: Sequences,
+        sequences: "Sequences | PairSequences",
         *,
         global_batch_size: int,
         micro_batch_size: int,
@@ -229,7 +240,7 @@ class Batches:
         # The whole batch, not this process's share, so that all processes stop at the same step if there is a problem.
         self.sequences.require(first, self._global_batch_size)
         first += self._offset
-        rows = torch.from_numpy(self.sequences.rows(first, self._share))  # (b, T + 1)
+        rows = torch.from_numpy(cast(Sequences, self.sequences).rows(first, self._share))  # (b, T + 1)
         inputs, targets = rows[:, :-1], rows[:, 1:]
         if available is not None and first + self._share > available:
             targets = targets.clone()
@@ -241,11 +252,18 @@ class Batches:
     def _micro_batch(self, inputs: Tensor, targets: Tensor) -> MicroBatch:
         end = self._end_of_document
         documents = None if end is None else Documents.of(inputs, end_of_document=end)
+        if self._device.type == "cuda":
+            inputs, targets = inputs.contiguous(), targets.contiguous()
+        return self._pinned(inputs, targets, documents)
+
+    def _pinned(
+        self, inputs: Tensor | EncoderDecoderInputs, targets: Tensor, documents: Documents | None
+    ) -> MicroBatch:
         if self._device.type != "cuda":
             return inputs, targets, documents
         # Pin here, in the reading thread, because it takes as long as a copy.
         pinned = None if documents is None else documents.pin_memory()
-        return inputs.contiguous().pin_memory(), targets.contiguous().pin_memory(), pinned
+        return inputs.pin_memory(), targets.pin_memory(), pinned
 
     def _on_device(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         return [
@@ -283,6 +301,16 @@ def _open_on_all(
             f" {data_state}); all nodes need the same files and the same Python"
         )
     return found
+
+
+def _reader_of_batches(
+    pairing: "Pairing | None", *, end_of_document: int, boundary: int | None
+) -> "Callable[..., Batches]":
+    if pairing is None:
+        return partial(Batches, end_of_document=boundary)
+    from recipes.data.pair_batches import PairBatches
+
+    return partial(PairBatches, pairing=pairing, end_of_document=end_of_document)
 
 
 def _require_vocabulary(tokenizer: Tokenizer, vocabulary: int) -> None:

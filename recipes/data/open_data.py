@@ -16,6 +16,7 @@ from parallel.errors import TemporaryError, UserError
 from recipes.data.config import HELD_OUT, DataConfig
 from recipes.data.order import SequenceOrder
 from recipes.data.sequences import Sequences, Source
+from recipes.data.text.readers import Fields
 from recipes.data.text.sources import describe, file_size, is_prepared, notes, pinned
 from recipes.data.text.tokenizer import Tokenizer, load_tokenizer
 from recipes.data.tokens.shards import (
@@ -47,6 +48,7 @@ from recipes.files.reading import may_pass
 from recipes.files.units import counted
 
 if TYPE_CHECKING:
+    from recipes.data.pairs import Pairing, PairSequences
     from recipes.data.tokens.background import Background
 
 NO_LINKS = (errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -64,6 +66,12 @@ class Launch:
     log: Callable[[str], None]
     """Receives one line of text per message."""
     pieces: Pieces = USUAL
+    pairing: "Pairing | None" = None
+    """How rows become pairs; None = they are text."""
+
+    def fields(self, section: DataConfig) -> Fields:
+        """What is read of a row."""
+        return section.text_field if self.pairing is None else self.pairing.format
 
 
 @dataclass(frozen=True)
@@ -71,8 +79,8 @@ class Data:
     """What a run reads."""
 
     tokenizer: Tokenizer
-    training: Sequences
-    validation: dict[str, Sequences]
+    training: "Sequences | PairSequences"
+    validation: "Mapping[str, Sequences | PairSequences]"
     """By name; "" is the name of a single text."""
     data_state: dict[str, Any]
     """What the order of the tokens depends on, as in data.json: fingerprints of the tokenizer and of each source. A run
@@ -123,8 +131,8 @@ def open_data(
     others = [source for source in dict.fromkeys(validation.values()) if source != HELD_OUT]
     _look_at([*raw, *(source for source in others if not is_prepared(source))], section, cache, launch)
     if isinstance(tokenizer, str):
+        reading: Any = {"text_field": launch.fields(section), "text_documents": section.text_documents}
         corpus = raw or list(texts.values())
-        reading = {"text_field": section.text_field, "text_documents": section.text_documents}
         tokenizer = load_tokenizer(tokenizer, sources=corpus, **reading, cache=cache, log=launch.log)
     training: list[Source] = []
     data_state: dict[str, Any] = {"tokenizer": tokenizer.fingerprint, "sources": {}}
@@ -134,10 +142,12 @@ def open_data(
             tokens = _tokens(name, text, section, tokenizer, resumed.get(name, {}), launch)
             training.append(_source(name, tokens, SequenceOrder(sequence_length, seed, None), section, launch))
             undo.callback(training[-1].stop)
-            _require_training_text(training[-1], launch.log, fraction=fraction)
+            _require_training_text(training[-1], launch, fraction=fraction)
             data_state["sources"][name] = tokens.entry
+        joined = _joined(training, weights, section, launch)
         if HELD_OUT in validation.values():
-            opened[HELD_OUT] = held_out(training, weights, fraction=fraction)
+            held = held_out(training, fraction=fraction, pairs=launch.pairing is not None)
+            opened[HELD_OUT] = _joined(held, weights, section, launch)
         for name in others:
             then = resumed_validation.get(name, {})
             opened[name], entry = _open_validation(name, section, tokenizer, sequence_length, then, launch)
@@ -146,13 +156,25 @@ def open_data(
             data_state.setdefault("validation", {})[name] = entry
         undo.pop_all()
     texts_read = {name: opened[source] for name, source in validation.items()}
-    return Data(tokenizer, Sequences(training, weights), texts_read, data_state)
+    return Data(tokenizer, joined, texts_read, data_state)
 
 
-def _require_training_text(source: Source, log: Callable[[str], None], *, fraction: float) -> None:
-    _wait_for_first_window(source, log)
+def _require_training_text(source: Source, launch: Launch, *, fraction: float) -> None:
+    _wait_for_first_window(source, launch.log)
     require_documents(source, fraction=fraction, held_out=False)
-    require_sequence(source, what="the training text", more="give more text")
+    if launch.pairing is None:
+        require_sequence(source, what="the training text", more="give more text")
+
+
+def _joined(
+    sources: Sequence[Source], weights: Sequence[float], section: DataConfig, launch: Launch
+) -> "Sequences | PairSequences":
+    """The sequences of these sources. Raises UserError for pairs that are too long."""
+    if launch.pairing is None:
+        return Sequences(sources, weights)
+    from recipes.data.pairs import pair_sequences
+
+    return pair_sequences(sources, weights, section, launch.pairing, log=launch.log)
 
 
 def _look_at(sources: Sequence[str], section: DataConfig, cache: Path, launch: Launch) -> None:
@@ -174,7 +196,7 @@ def _open_validation(
     sequence_length: int,
     then: Mapping[str, Any],
     launch: Launch,
-) -> tuple[Sequences, dict[str, Any]]:
+) -> "tuple[Sequences | PairSequences, dict[str, Any]]":
     """The text of a validation source, and its entry in Data.data_state. All of its documents are read, up to the first
     data.shuffle_tokens of text that is not prepared. then: its entry in the data_state to resume from."""
     whole = replace(section, validation_fraction=0.0)
@@ -185,7 +207,7 @@ def _open_validation(
         _wait_for_first_window(source, launch.log)
     finally:
         source.stop()
-    return whole_text(source), tokens.entry
+    return _joined([whole_text(source, pairs=launch.pairing is not None)], [1.0], section, launch), tokens.entry
 
 
 def _tokens(
@@ -200,16 +222,22 @@ def _tokens(
 ) -> _Tokens:
     """The tokens of a source. resumed: its entry in the data_state to resume from. setting: names it in the recipe."""
     if is_prepared(name):
-        return _prepared_tokens(name, text, section, tokenizer, verify=launch.writes, setting=setting)
+        return _prepared_tokens(name, text, section, tokenizer, launch, setting=setting)
     return _cached_tokens(name, text, section, tokenizer, used=resumed.get("tokens", ""), launch=launch)
 
 
 def _prepared_tokens(
-    name: str, text: str, section: DataConfig, tokenizer: Tokenizer, *, verify: bool, setting: str
+    name: str, text: str, section: DataConfig, tokenizer: Tokenizer, launch: Launch, *, setting: str
 ) -> _Tokens:
-    """The tokens in a prepared folder. verify: compare them with their checksums. setting: as in _tokens()."""
+    """The tokens in a prepared folder; the process that writes compares them with their checksums. setting: as in
+    _tokens()."""
     folder = Path(name).expanduser()
-    index = _matching_index(folder, tokenizer, section.validation_fraction, verify=verify, setting=setting)
+    index = _matching_index(folder, tokenizer, section.validation_fraction, verify=launch.writes, setting=setting)
+    expected = "" if launch.pairing is None else launch.pairing.format.summary
+    if index.pairs != expected:
+        from recipes.data.text.pairs import prepared_otherwise
+
+        raise UserError(f"{setting}: '{folder}' {prepared_otherwise(index.pairs, expected)}")
     about = f"{sum(shard.train for shard in index.shards):,} tokens"
     return _Tokens(folder, _entry(text, index.fingerprint, index.source_fingerprint, prepared=True, about=about))
 
@@ -224,7 +252,7 @@ def _cached_tokens(
     """
     work = preparation(
         text,
-        text_field=section.text_field,
+        text_field=launch.fields(section),
         text_documents=section.text_documents,
         tokenizer=tokenizer,
         validation_fraction=section.validation_fraction,
@@ -258,7 +286,7 @@ def _entry(source: str, tokens: str, text: str, *, prepared: bool, about: str) -
 
 def _source(name: str, tokens: _Tokens, order: SequenceOrder, section: DataConfig, launch: Launch) -> Source:
     """A source that may still be tokenized. order: without its window, which only text that is not prepared has."""
-    if not tokens.entry["prepared"]:
+    if not tokens.entry["prepared"] and launch.pairing is None:
         order = replace(order, window=max(1, section.shuffle_tokens // order.sequence_length))
     shards, problem = Shards(tokens.folder, TRAIN), problem_path(tokens.folder, launch.run)
     source = Source(name, shards, order, bad_row_budget=section.bad_row_budget, problem=problem)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -49,7 +49,7 @@ class Quarantine:
         """Add new bad rows. Returns how many there are in total."""
         for source in sources:
             first, used = self._noted.get(source.name, 0), source.used_shards
-            rows = list(bad_rows(source.shards.folder, source.shards.shards[:used], first=first))
+            rows = [*bad_rows(source.shards.folder, source.shards.shards[:used], first=first), *source.left_out]
             self._noted[source.name] = used
             if rows:
                 if not self._rows:  # a resumed run lists everything it used again, so the file is always complete
@@ -93,6 +93,8 @@ class Source:
         self._budget = BadRowBudget(shards.folder, source=name, budget=bad_row_budget)
         self.used_shards = 0
         """How many shards were needed so far."""
+        self.left_out: Iterator[dict[str, Any]] = iter(())
+        """File, row and reason of further rows that are not used."""
 
     @property
     def tokens(self) -> int | None:
@@ -179,6 +181,13 @@ class Sequences:
             for place, start in zip(own.tolist(), starts, strict=True):
                 source.shards.read(start, rows[place])
         return rows
+
+    def beginning(self, count: int) -> list[int]:
+        """The first tokens, at most `count`."""
+        return self.rows(0, 1)[0, :count].tolist()
+
+    def tokens(self, consumed: int) -> None:
+        """Nothing is padded. (PairSequences.tokens() counts.)"""
 
     def pieces(self, number: int) -> Iterator[Piece]:
         """The pieces of documents that the inputs of training sequence `number` consist of, in order."""

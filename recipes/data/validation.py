@@ -9,7 +9,7 @@ from typing import Any
 
 from parallel.errors import UserError
 from recipes.data.order import SequenceOrder
-from recipes.data.sequences import Sequences, Source
+from recipes.data.sequences import Source
 from recipes.data.text.sources import find_files, is_hub, is_prepared
 from recipes.data.tokens.shards import TRAIN, VALIDATION, Shards
 
@@ -19,25 +19,27 @@ OTHERWISE = (
 )
 
 
-def held_out(training: Sequence[Source], weights: Sequence[float], *, fraction: float) -> Sequences:
+def held_out(training: Sequence[Source], *, fraction: float, pairs: bool = False) -> list[Source]:
     """The held-out text of the shards that the first window of each source needs: of all shards if it has no window.
-    fraction: data.validation_fraction. Raises UserError if a source has too little."""
+    fraction: data.validation_fraction. pairs: a single one is enough. Raises UserError if a source has too little."""
     sources = []
     for source in training:
         require_documents(source, fraction=fraction, held_out=True)
         sources.append(_read_once(source, VALIDATION))
         more = "raise data.validation_fraction (prepared text: prepare it again with more)"
-        require_sequence(sources[-1], what="the held-out text", more=more + OTHERWISE)
-    return Sequences(sources, weights)
+        if not pairs:
+            require_sequence(sources[-1], what="the held-out text", more=more + OTHERWISE)
+    return sources
 
 
-def whole_text(source: Source) -> Sequences:
-    """All documents in the shards that the first window of a validation source needs. Raises UserError if it has too
-    little text."""
+def whole_text(source: Source, *, pairs: bool = False) -> Source:
+    """All documents in the shards that the first window of a validation source needs. pairs: a single one is enough.
+    Raises UserError if it has too little text."""
     require_documents(source, fraction=0, held_out=False, setting="validation.source")
     found = _read_once(source, TRAIN)
-    require_sequence(found, what="the validation text", more="give more text")
-    return Sequences([found], [1.0])
+    if not pairs:
+        require_sequence(found, what="the validation text", more="give more text")
+    return found
 
 
 def _read_once(source: Source, kind: str) -> Source:

@@ -302,6 +302,11 @@ def _open_data(
         spec = recipe.data.tokenizer
         return weights.tokenizer if weights and spec == FROM_WEIGHTS else spec
 
+    pairing = None
+    if recipe.data.has_pairs:
+        from recipes.training.pairs import pairing_of
+
+        pairing = pairing_of(recipe.data, recipe.model, weights)
     return DataLoader(
         recipe.data,
         recipe.batch,
@@ -314,6 +319,7 @@ def _open_data(
         resumed_data_state=partial(resumed_data_state, recipe.run.folder, resume_step),
         log=console.log,
         validation=recipe.validation.texts,
+        pairing=pairing,
     )
 
 

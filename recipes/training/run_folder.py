@@ -41,6 +41,7 @@ IDENTITY = (
     "data.prompt_",
     "data.answer_",
     "data.messages_field",
+    "data.chat_date",
     "data.long_pairs",
     "data.tokenizer",
     "data.document_mask",

@@ -10,7 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
-from recipes.data.text.readers import Place, Row, Rows, is_array, no_such_field, read_file, reason, text_or_problem
+from recipes.data.text.readers import (
+    Fields,
+    Place,
+    Row,
+    Rows,
+    is_array,
+    names_of,
+    no_such_field,
+    read_file,
+    reason,
+    text_of,
+)
 from recipes.data.text.sources import HUB_PREFIX, file_size, folder_files
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -135,10 +146,11 @@ class HubReader:
     a version of datasets counts in its own cursors. As with those, resuming inside a shard reads it from its start.
     datasets gives up at a broken row: if the file lies in a folder, our own readers continue and report bad rows."""
 
-    def __init__(self, source: str, *, text_field: str) -> None:
+    def __init__(self, source: str, *, text_field: Fields) -> None:
         """Raises UserError if the dataset cannot be opened or has no such text field."""
         self._source = source
-        self._text_field = text_field
+        self._text_field, self._names = text_field, names_of(text_field)
+        self._nested = not isinstance(text_field, str) and bool(text_field.messages)
         self._dataset = parse(source)
         self._commit = "" if self._dataset.folder else _commit(self._dataset)
         self._may_be_mixed = False
@@ -179,32 +191,35 @@ class HubReader:
             if folder and features is None:
                 self._data_files = _own_files(config, split)
             stream = builder.as_streaming_dataset(split=split)
-            if isinstance(config, ParquetConfig) and self._text_field in (stream.features or ()):
-                config.columns = [self._text_field]  # the other columns are not fetched
+            if isinstance(config, ParquetConfig) and {*self._names} <= {*(stream.features or ())}:
+                config.columns = [*self._names]  # the other columns are not fetched
                 stream = builder.as_streaming_dataset(split=split)
         except Exception as error:  # any error of a file format or file system that datasets supports
             if self._data_files:
                 return None
             raise UserError(f"data.source: cannot open {self._source!r}: {reason(error)}") from error
         if isinstance(config, JsonConfig) and features is None:
-            text_type = (stream.features or {}).get(self._text_field)
+            types = [(stream.features or {}).get(name) for name in self._names]
             # Where a field has mixed types, datasets (5.2) turns every text of the block into quoted JSON, silently if
             # the blocks before were plain. Make it stop instead: _of_any_type() continues from there, or, if the first
             # block is broken and datasets knows no types, _by_ourselves().
-            if not _is_json(text_type):
-                self._may_be_mixed = text_type is not None
+            if not any(map(_is_json, types)):
+                self._may_be_mixed = None not in types
                 config.on_mixed_types = None
         return stream
 
     def _check(self, features: Any) -> None:
         if features is None:  # datasets does not know them before it has read everything
             return
-        where = f"data.text_field: {self._source!r}"
-        if self._text_field not in features:
-            raise UserError(f"{where}: {no_such_field(self._text_field, features)}; name a text field")
-        kind = features[self._text_field]
-        if getattr(kind, "dtype", "") not in ("string", "large_string", "string_view") and not _is_json(kind):
-            raise UserError(f"{where}: not text: field {self._text_field!r} holds {kind}; name a text field")
+        setting = "data.text_field" if isinstance(self._text_field, str) else self._text_field.setting
+        where = f"{setting}: {self._source!r}"
+        for name in self._names:
+            if name not in features:
+                raise UserError(f"{where}: {no_such_field(name, features)}; name a text field")
+            kind = features[name]
+            is_text = getattr(kind, "dtype", "") in ("string", "large_string", "string_view") or _is_json(kind)
+            if not is_text and not self._nested:
+                raise UserError(f"{where}: not text: field {name!r} holds {kind}; name a text field")
 
     def _shard(self, start: Place) -> Rows:
         if self._stream is None:
@@ -271,7 +286,7 @@ class HubReader:
                 raise
             from datasets import Features, Json
 
-            mixed = self._open(Features({**self._stream.features, self._text_field: Json()}))
+            mixed = self._open(Features({**self._stream.features, **{name: Json() for name in self._names}}))
             if mixed is None:
                 raise
             yield from self._read(mixed, place)
@@ -279,25 +294,28 @@ class HubReader:
     def _read(self, stream: Any, start: Place) -> Rows:
         number = 0
         shard = stream.shard(num_shards=len(self.files), index=start.file)
-        is_json = _is_json((stream.features or {}).get(self._text_field))
+        as_json = {name for name in self._names if _is_json((stream.features or {}).get(name))}
         for table in shard.with_format("arrow").iter(batch_size=BATCH_ROWS):
             if number + len(table) <= start.number:
                 number += len(table)
                 continue
-            for text, problem in self._texts(table, is_json=is_json):
+            for text, problem in self._texts(table, as_json):
                 number += 1
                 if number > start.number:
                     yield Row(text, start.file, number, problem), Place(start.file, number)
 
-    def _texts(self, table: Any, *, is_json: bool) -> Iterator[tuple[str, str]]:
-        if self._text_field not in table.column_names:
+    def _texts(self, table: Any, as_json: set[str]) -> Iterator[tuple[str, str]]:
+        """as_json: the fields that hold JSON."""
+        if missing := [name for name in self._names if name not in table.column_names]:
             for _ in range(len(table)):
-                yield "", no_such_field(self._text_field, table.column_names)
+                yield "", no_such_field(missing[0], table.column_names)
             return
-        for value in table.column(self._text_field).to_pylist():
-            if is_json and value is not None:
-                value = json.loads(value)
-            yield text_or_problem(value, text_field=self._text_field)
+        for row in table.select(self._names).to_pylist():
+            values = {
+                name: json.loads(value) if name in as_json and value is not None else value
+                for name, value in row.items()
+            }
+            yield text_of(values, self._text_field)
 
 
 def _own_files(config: Any, split: str) -> list[Path]:

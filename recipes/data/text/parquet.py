@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.data.text import readers
-from recipes.data.text.readers import UNREADABLE, Place, Row, Rows, no_such_field, reason, text_or_problem
+from recipes.data.text.readers import UNREADABLE, Fields, Place, Row, Rows, names_of, no_such_field, reason, text_of
 
 # Parquet is decoded in batches of about this size, by the mean row size, and of at most this many rows: sizes may vary.
 BATCH_BYTES = 1 << 22
@@ -16,15 +16,16 @@ LARGEST_BATCH_BYTES = 1 << 27
 LARGEST_RATIO = 100
 
 
-def parquet(path: Path, *, text_field: str, start: Place) -> Rows:
+def parquet(path: Path, *, text_field: Fields, start: Place) -> Rows:
     import pyarrow.parquet
 
     # Read a column of a row group page by page, not whole.
     options = {"buffer_size": readers.PIECE, "pre_buffer": False, "page_checksum_verification": True}
     with pyarrow.parquet.ParquetFile(path, **options) as table:
         fields, rows = table.schema_arrow.names, table.metadata.num_rows
-        if text_field not in fields and rows > start.number:
-            problem = f"{no_such_field(text_field, fields)}; {rows} rows are lost"
+        missing = [name for name in names_of(text_field) if name not in fields]
+        if missing and rows > start.number:
+            problem = f"{no_such_field(missing[0], fields)}; {rows} rows are lost"
             yield Row("", start.file, start.number + 1, problem, rows - start.number), Place(start.file, rows)
             return
         first = 0
@@ -35,7 +36,7 @@ def parquet(path: Path, *, text_field: str, start: Place) -> Rows:
             first = end
 
 
-def _row_group(table: Any, group: int, path: Path, *, text_field: str, start: Place, first: int, end: int) -> Rows:
+def _row_group(table: Any, group: int, path: Path, *, text_field: Fields, start: Place, first: int, end: int) -> Rows:
     """Rows first + 1 .. end of the file that are after `start`. Always decodes from the first, in the same batches."""
     number = first
     try:
@@ -43,11 +44,10 @@ def _row_group(table: Any, group: int, path: Path, *, text_field: str, start: Pl
             if number + len(batch) <= start.number:
                 number += len(batch)
                 continue
-            for value, problem in _values(batch.column(0), text_field):
+            for values in _values(batch, text_field):
                 if number >= start.number:
-                    if not problem:
-                        value, problem = text_or_problem(value, text_field=text_field)
-                    yield Row(value or "", start.file, number + 1, problem), Place(start.file, number + 1)
+                    text, problem = values if isinstance(values, tuple) else text_of(values, text_field)
+                    yield Row(text, start.file, number + 1, problem), Place(start.file, number + 1)
                 number += 1
     except (OSError, ValueError, NotImplementedError, MemoryError) as error:
         kind = UNREADABLE if isinstance(error, MemoryError) else "broken row group"  # with more memory, later
@@ -55,7 +55,7 @@ def _row_group(table: Any, group: int, path: Path, *, text_field: str, start: Pl
         yield Row("", start.file, number + 1, problem, end - number), Place(start.file, end)
 
 
-def _batches(table: Any, group: int, path: Path, text_field: str) -> Iterator[Any]:
+def _batches(table: Any, group: int, path: Path, text_field: Fields) -> Iterator[Any]:
     """The batches of a row group. Raises ValueError instead of filling the memory."""
     # The sizes of all columns: asking a damaged file for the size of one crashes the process (pyarrow 26).
     meta = table.metadata.row_group(group)
@@ -66,13 +66,25 @@ def _batches(table: Any, group: int, path: Path, text_field: str) -> Iterator[An
         )
     mean, largest = BATCH_BYTES * rows // size, LARGEST_BATCH_BYTES // size
     batch_size = max(1, min(mean, largest, BATCH_ROWS))
-    yield from table.iter_batches(batch_size=batch_size, row_groups=[group], columns=[text_field], use_threads=False)
+    yield from table.iter_batches(
+        batch_size=batch_size, row_groups=[group], columns=[*names_of(text_field)], use_threads=False
+    )
 
 
-def _values(column: Any, text_field: str) -> Iterator[tuple[Any, str]]:
-    """(value, problem) of each value. Values of other types are not converted: some do not exist in Python."""
+def _values(batch: Any, text_field: Fields) -> Iterator[dict[str, Any] | tuple[str, str]]:
+    """The fields of each row, or ("", problem)."""
+    names, chat = names_of(text_field), not isinstance(text_field, str) and bool(text_field.messages)
+    columns = [_column(batch.column(batch.schema.names.index(name)), name, nested=chat) for name in names]
+    for values in zip(*columns, strict=True):
+        problem = next((problem for _, problem in values if problem), "")
+        yield ("", problem) if problem else {name: value for name, (value, _) in zip(names, values, strict=True)}
+
+
+def _column(column: Any, text_field: str, *, nested: bool) -> Iterator[tuple[Any, str]]:
+    """(value, problem) of each value. Values of other types are not converted: some do not exist in Python. nested:
+    lists are."""
     kind = getattr(column.type, "storage_type", column.type)
-    if getattr(kind, "value_type", kind) not in _text_types():
+    if getattr(kind, "value_type", kind) not in _text_types() and not (nested and "list" in str(kind)):
         for valid in column.is_valid().to_pylist():
             yield (None, f"not text: field {text_field!r} holds {column.type}"[:500]) if valid else (None, "null")
         return
@@ -83,7 +95,7 @@ def _values(column: Any, text_field: str) -> Iterator[tuple[Any, str]]:
             try:
                 yield scalar.as_py(), ""
             except UnicodeDecodeError as error:
-                yield "", f"invalid UTF-8: byte {error.object[error.start]:#04x} at {error.start + 1}"
+                yield None, f"invalid UTF-8: byte {error.object[error.start]:#04x} at {error.start + 1}"
         return
     for value in values:
         yield value, ""

@@ -5,10 +5,13 @@ in memory; of parquet, one batch of rows. Imports no torch."""
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from recipes.data.text.pairs import PairFormat
 
 # What reading a broken file raises: the first three include pyarrow's errors, the next two are gzip's.
 BROKEN = (OSError, ValueError, NotImplementedError, EOFError, zlib.error, MemoryError)
@@ -71,6 +74,8 @@ class Place(NamedTuple):
 
 
 Rows = Iterator[tuple[Row, Place]]
+Fields: TypeAlias = "str | PairFormat"
+"""What is read of a row: its text field, or those that make a pair."""
 
 
 class TextRule(NamedTuple):
@@ -85,11 +90,11 @@ class TextRule(NamedTuple):
 AUTO = TextRule()
 
 
-def read_file(path: Path, *, text_field: str, start: Place, size: int, rule: TextRule = AUTO) -> Rows:
+def read_file(path: Path, *, text_field: Fields, start: Place, size: int, rule: TextRule = AUTO) -> Rows:
     """The rows of a file after `start`, each with the place after it. A file that breaks off ends in a bad row.
 
-    text_field: of .jsonl and .parquet. size: bytes of the file when the source was opened, to estimate what is lost if
-    it has disappeared since. rule: for .txt.
+    text_field: of .jsonl, .parquet and .csv. size: bytes of the file when the source was opened, to estimate what is
+    lost if it has disappeared since. rule: for .txt.
     """
     place = start
     try:
@@ -175,18 +180,36 @@ def _longest_word(text: str) -> int:
     return max(word.end() - word.start() for word in WORDS.finditer(text))
 
 
+def names_of(text_field: Fields) -> tuple[str, ...]:
+    """The fields that are read of a row."""
+    return (text_field,) if isinstance(text_field, str) else text_field.fields
+
+
+def text_of(row: Mapping[str, Any], text_field: Fields) -> tuple[str, str]:
+    """(text, "") or ("", problem) of a row's fields."""
+    if not isinstance(text_field, str):
+        return text_field.text_of(row)
+    if text_field not in row:
+        return "", no_such_field(text_field, row)
+    return text_or_problem(row[text_field], text_field=text_field)
+
+
 def no_such_field(text_field: str, fields: Any) -> str:
     """The problem of a row that has only these `fields`."""
     names = [repr(str(name)[:50]) for name in islice(fields, NAMES_SHOWN)]
     return f"no field {text_field!r}; it has {', '.join(names) or '(none)'}"
 
 
-def _reader(path: Path, *, text_field: str, start: Place, rule: TextRule) -> Rows:
+def _reader(path: Path, *, text_field: Fields, start: Place, rule: TextRule) -> Rows:
     name = path.name.lower()
     if name.endswith(".parquet"):
         from recipes.data.text.parquet import parquet
 
         return parquet(path, text_field=text_field, start=start)
+    if name.endswith(".csv"):
+        from recipes.data.text.csv_rows import csv_rows
+
+        return csv_rows(path, text_field=text_field, start=start)
     if name.endswith(".txt"):
         from recipes.data.text.plain_text import plain_text
 
@@ -231,7 +254,7 @@ def _python(path: Path, *, start: Place) -> Rows:
         yield Row(text, start.file, 1, problem), Place(start.file, 1, len(data))
 
 
-def _json_lines(path: Path, *, text_field: str, start: Place) -> Rows:
+def _json_lines(path: Path, *, text_field: Fields, start: Place) -> Rows:
     file, number, offset = start
     with _open_text(path) as stream:
         lines = _lines(stream)
@@ -280,7 +303,7 @@ def _lines(stream: IO[bytes]) -> Iterator[tuple[bytes | bytearray | None, int]]:
         yield line, size
 
 
-def _text_of(line: bytes | bytearray, text_field: str) -> tuple[str, str]:
+def _text_of(line: bytes | bytearray, text_field: Fields) -> tuple[str, str]:
     """(text, "") or ("", problem) of a line."""
     content, problem = decoded_text(line.rstrip())  # else an open string would be reported as a bad line ending
     if problem:
@@ -299,9 +322,7 @@ def _text_of(line: bytes | bytearray, text_field: str) -> tuple[str, str]:
     if not isinstance(row, dict):
         hint = f"; {ARRAY}" if isinstance(row, list) else ""
         return "", f"not a JSON object: {type(row).__name__}{hint}"
-    if text_field not in row:
-        return "", no_such_field(text_field, row)
-    return text_or_problem(row[text_field], text_field=text_field)
+    return text_of(row, text_field)
 
 
 def _is_nested_deeper(value: Any) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 from parallel.errors import UserError
 from recipes.data.text.plain_text import text_rule
-from recipes.data.text.readers import Place, Row, read_file, unit
+from recipes.data.text.readers import Fields, Place, Row, read_file, unit
 from recipes.data.text.sources import file_size, find_files, is_hub, source_problem
 
 # A source is refused if the first rows of its first files lack the text field.
@@ -44,7 +44,7 @@ class RowStream(Iterator[Row]):
 
 
 def open_rows(
-    source: str, *, text_field: str, text_documents: str = "auto", cursor: dict[str, Any] | None = None
+    source: str, *, text_field: Fields, text_documents: str = "auto", cursor: dict[str, Any] | None = None
 ) -> RowStream:
     """The rows of a source, from its start or after the row at which `cursor` was taken; they depend only on the
     source's bytes. Raises UserError for a bad source and, without a cursor, if its first rows lack the text field."""
@@ -59,13 +59,16 @@ def open_rows(
     files = find_files(source)
     names = [str(file) for file in files]
     sizes = [file_size(file) for file in files]
+    if not isinstance(text_field, str):
+        text_field.require_rows(names)
     rule = text_rule(files, text_documents)
     if cursor is None:
         beginnings = (
             islice(read_file(file, text_field=text_field, start=Place(index), size=size, rule=rule), PROBED_ROWS)
             for index, (file, size) in enumerate(zip(files[:PROBED_FILES], sizes, strict=False))
         )
-        _refuse_wrong_field(RowStream(chain.from_iterable(beginnings), files=names, start=start))
+        setting = "data.text_field" if isinstance(text_field, str) else text_field.setting
+        _refuse_wrong_field(RowStream(chain.from_iterable(beginnings), files=names, start=start), setting=setting)
 
     def rows() -> Iterator[tuple[Row, Place]]:
         for index in range(start.file, len(files)):
@@ -75,14 +78,15 @@ def open_rows(
     return RowStream(rows(), files=names, start=start)
 
 
-def _refuse_wrong_field(rows: RowStream) -> None:
-    """Raise UserError with the first problem of the text field if none of these rows has text in it."""
+def _refuse_wrong_field(rows: RowStream, *, setting: str) -> None:
+    """Raise UserError with the first problem of the text field if none of these rows has text in it. setting: names the
+    field in a recipe."""
     complaint = ""
     for row in rows:
         if not row.problem or row.kind == "null":
             return
-        if row.kind.startswith(("no field", "not text")):
-            complaint = complaint or f"data.text_field: {rows.where(row)}: {row.problem}; name a text field"
+        if row.kind.startswith(("no field", "not text", "not messages")):
+            complaint = complaint or f"{setting}: {rows.where(row)}: {row.problem}; name a text field"
     if complaint:
         raise UserError(complaint)
 
@@ -104,7 +108,7 @@ def documents(source: str, *, text_field: str) -> Iterator[str]:
 
 
 def readable_documents(
-    source: str, *, text_field: str, text_documents: str = "auto", characters: int = SAMPLED_CHARACTERS
+    source: str, *, text_field: Fields, text_documents: str = "auto", characters: int = SAMPLED_CHARACTERS
 ) -> Iterator[str]:
     """Like documents(), but skips bad rows and stops after so many characters."""
     found = 0
@@ -113,7 +117,7 @@ def readable_documents(
     for row in rows:
         if row.has_text:
             found += len(row.text)
-            yield row.text
+            yield row.text if isinstance(text_field, str) else text_field.words_of(row.text)
             if found >= characters:
                 return
         elif row.problem and len(problems) < REASONS_SHOWN:

@@ -20,10 +20,14 @@ from recipes.files.reading import fault, may_pass, patiently, read_patiently
 
 if TYPE_CHECKING:
     from recipes.data.text.hub import HubDataset
+    from recipes.data.text.readers import Fields
 
 HUB_PREFIX = "hf:"
 STDLIB = "python-stdlib"
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+NAMED = ".csv"
+"""Read where the source names such files, itself or by a glob that ends so: folders of text hold other tables."""
+SUPPORTED = ", ".join((*SUFFIXES, NAMED))
 
 # Up to this many bytes a corpus is identified by its contents (a fraction of a second), beyond it by the names, sizes
 # and modification times of its files.
@@ -70,8 +74,8 @@ def source_problem(source: str) -> str | None:
         return f"{source!r} does not exist{_did_you_mean(path)}"
     if path.exists() and (kind := file_kind(path)) not in ("file", "folder"):
         return f"{source!r} is {kind}, not a file or folder; write what it yields to a file, and give that"
-    if path.is_file() and _suffix(path) is None:
-        return f"{source!r} has an unknown type; supported are {', '.join(SUFFIXES)}{_json_hint([path])}"
+    if path.is_file() and _suffix(path, source) is None:
+        return f"{source!r} has an unknown type; supported are {SUPPORTED}{_json_hint([path])}"
     if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
         return f"this user may not read the folder {source!r}; change its permissions or give another folder"
     found, closed = _found(source)
@@ -81,7 +85,7 @@ def source_problem(source: str) -> str | None:
     if not files:
         where = "no file matches" if is_glob else "no file of a supported type is in the folder"
         others = f"there are {_by_kind(found)}; " if found else ""
-        return f"{where} {source!r}; {others}supported are {', '.join(SUFFIXES)}{_json_hint(found)}"
+        return f"{where} {source!r}; {others}supported are {SUPPORTED}{_json_hint(found)}"
     for file in files:
         if not os.access(file, os.R_OK):
             return f"this user may not read '{file}'; change its permissions or leave the file out"
@@ -92,7 +96,7 @@ def source_problem(source: str) -> str | None:
     return None
 
 
-def fingerprint(source: str, *, text_field: str, text_documents: str = "auto") -> str:
+def fingerprint(source: str, *, text_field: "Fields", text_documents: str = "auto") -> str:
     """The identity of a source: equal files have it wherever they are; another name, size or content changes it. Beyond
     HASH_CONTENTS_UP_TO bytes, modification times replace the contents: copies must keep them (cp -p, rsync -t). A hub
     dataset is identified by its commit. Raises UserError for a bad source, or if the hub does not answer."""
@@ -100,7 +104,7 @@ def fingerprint(source: str, *, text_field: str, text_documents: str = "auto") -
         raise UserError(f"data.source: {problem}")
     if not is_hub(source):
         files = find_files(source)
-        has_rows = any(_suffix(file) not in (".txt", None) for file in files)  # None: Python sources
+        has_rows = any(_suffix(file, source) not in (".txt", None) for file in files)  # None: Python sources
         root = Path(os.path.commonpath([file.parent for file in files]))
         settings: tuple[object, ...] = (READER_VERSION, text_field if has_rows else None)
         if text_documents != PIECES and any(_suffix(file) == ".txt" for file in files):
@@ -226,7 +230,7 @@ def find_files(source: str) -> list[Path]:
     path = Path(source).expanduser()
     if path.is_file():
         return [path]
-    found = (file for file in _found(source)[0] if _suffix(file) and file.is_file())
+    found = (file for file in _found(source)[0] if _suffix(file, source) and file.is_file())
     return sorted(found, key=lambda file: file.parts)
 
 
@@ -338,8 +342,9 @@ def _stdlib_files() -> list[Path]:
     return sorted(files, key=lambda file: file.parts)
 
 
-def _suffix(path: Path) -> str | None:
-    return next((suffix for suffix in SUFFIXES if path.name.lower().endswith(suffix)), None)
+def _suffix(path: Path, source: str = "") -> str | None:
+    suffixes = (*SUFFIXES, NAMED) if source.lower().endswith(NAMED) else SUFFIXES
+    return next((suffix for suffix in suffixes if path.name.lower().endswith(suffix)), None)
 
 
 def _did_you_mean(path: Path) -> str:
@@ -357,4 +362,4 @@ def _did_you_mean(path: Path) -> str:
     close = difflib.get_close_matches(path.name, [*siblings, STDLIB], n=1)
     if close:
         return f"; did you mean {siblings.get(close[0], STDLIB)!r}?"
-    return f"; write {STDLIB!r}, 'hf:ID' for a dataset on the hub, or a file, folder or glob of {', '.join(SUFFIXES)}"
+    return f"; write {STDLIB!r}, 'hf:ID' for a dataset on the hub, or a file, folder or glob of {SUPPORTED}"

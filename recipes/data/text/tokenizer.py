@@ -21,6 +21,8 @@ from recipes.files.reading import read_patiently
 if TYPE_CHECKING:
     import tokenizers
 
+    from recipes.data.text.readers import Fields
+
 END_OF_DOCUMENT = "<|endoftext|>"
 # In order of preference: GPT-2 and SmolLM2, SmolLM3 and Llama 3, Llama 2, chat models.
 END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<|im_end|>")
@@ -93,7 +95,7 @@ def load_tokenizer(
     spec: str,
     *,
     sources: Sequence[str],
-    text_field: str,
+    text_field: "Fields",
     text_documents: str = "auto",
     cache: Path,
     log: Callable[[str], None],

@@ -60,7 +60,7 @@ def write_shards(
         if not is_hub(work.source) and list(rows.files) != list(work.states):
             raise UserError(f"data.source: files of {work.source!r} appeared or disappeared just now; start again")
         # Closed here: left to the garbage collector, its threads may be joined from inside the start of another thread.
-        with parallel_tokenizers(), closing(_tokenized(rows, work.tokenizer, work.pieces)) as tokenized:
+        with parallel_tokenizers(), closing(_tokenized(rows, work)) as tokenized:
             batches = _counted(tokenized, progress)
             while not (shards and shards[-1].last):
                 shards.append(_write_shard(folder, shards, batches, work, files=rows.files, part=part))
@@ -73,6 +73,7 @@ def write_shards(
             work.validation_fraction,
             tuple(rows.files),
             tuple(shards),
+            pairs="" if isinstance(work.text_field, str) else work.text_field.summary,
         )
         publish(part, folder / INDEX, index.json())
 
@@ -87,23 +88,34 @@ class _Batch:
     last: bool
 
 
-def _tokenized(rows: RowStream, tokenizer: Tokenizer, pieces: Pieces) -> Generator[_Batch, None, None]:
+def _tokenized(rows: RowStream, work: Preparation) -> Generator[_Batch, None, None]:
     """Batches of rows with their tokens, in order. Reading and tokenizing run ahead of the caller."""
-    waiting: deque[tuple[list[Row], Any, Future[list[np.ndarray]]]] = deque()
-    most = LARGE_BATCHES * pieces.batch_characters
+    waiting: deque[tuple[list[Row], Any, Future[tuple[list[Row], list[np.ndarray]]]]] = deque()
+    most = LARGE_BATCHES * work.pieces.batch_characters
+    encode = _encoder(work, where=rows.where)
     with ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="tokenizer") as pool:
-        for batch, cursor in _batches(rows, pieces):
+        for batch, cursor in _batches(rows, work.pieces):
             while waiting and sum(_characters(group) for group in (batch, *(group for group, *_ in waiting))) > most:
-                first, cursor_after, found = waiting.popleft()
-                yield _Batch(first, found.result(), cursor_after, last=False)
-            documents = [row for row in batch if row.has_text]
-            waiting.append((batch, cursor, pool.submit(_documents, documents, tokenizer, where=rows.where)))
+                _, cursor_after, found = waiting.popleft()
+                yield _Batch(*found.result(), cursor_after, last=False)
+            waiting.append((batch, cursor, pool.submit(encode, batch)))
             if len(waiting) > IN_FLIGHT:
-                first, cursor_after, found = waiting.popleft()
-                yield _Batch(first, found.result(), cursor_after, last=False)
+                _, cursor_after, found = waiting.popleft()
+                yield _Batch(*found.result(), cursor_after, last=False)
         while waiting:
-            first, cursor_after, found = waiting.popleft()
-            yield _Batch(first, found.result(), cursor_after, last=not waiting)
+            _, cursor_after, found = waiting.popleft()
+            yield _Batch(*found.result(), cursor_after, last=not waiting)
+
+
+def _encoder(
+    work: Preparation, *, where: Callable[[Row], str]
+) -> Callable[[list[Row]], tuple[list[Row], list[np.ndarray]]]:
+    """What gives rows, with the problems that show only now, and the tokens of each that has text."""
+    if not isinstance(work.text_field, str):
+        from recipes.data.text.pairs import PairEncoder
+
+        return PairEncoder(work.text_field, work.tokenizer).encode
+    return lambda batch: (batch, _documents([row for row in batch if row.has_text], work.tokenizer, where=where))
 
 
 def _characters(rows: Sequence[Row]) -> int:
@@ -189,7 +201,7 @@ class _ShardWriter:
     """The files of one shard while it is written."""
 
     def __init__(self, part: Path, work: Preparation, files: Sequence[str]) -> None:
-        tokens = token_type(work.tokenizer.vocabulary)
+        tokens = token_type(work.tokenizer.vocabulary if isinstance(work.text_field, str) else 2**32)
         types = {TRAIN: tokens, VALIDATION: tokens, DOCUMENTS: DOCUMENT}
         self._files = {kind: ArrayWriter((part / kind).open("wb"), dtype) for kind, dtype in types.items()}
         self._bad_file: TextIO = (part / "bad").open("w", encoding="utf-8")

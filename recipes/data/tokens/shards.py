@@ -144,6 +144,8 @@ class Index:
     files: tuple[str, ...]
     """Names of the source's files; documents refer to them by index."""
     shards: tuple[Shard, ...]
+    pairs: str = ""
+    """How its rows became pairs (PairFormat.summary); "" = they are text."""
 
     @property
     def fingerprint(self) -> str:
@@ -347,6 +349,10 @@ class Shards:
             piece = self._array(number)[offset : offset + len(out) - filled]
             out[filled : filled + len(piece)] = piece
             filled += len(piece)
+
+    def arrays(self) -> Iterator[np.ndarray]:
+        """The tokens of each existing shard."""
+        return map(self._array, range(len(self.shards)))
 
     def documents(self, start: int, count: int) -> Iterator[tuple[int, int, int, int]]:
         """The (file, row, begin, end) of each piece of a training document in tokens start .. start + count - 1: tokens

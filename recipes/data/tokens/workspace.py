@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parallel.errors import UserError
+from recipes.data.text.readers import Fields
 from recipes.data.text.sources import file_size, file_states, fingerprint, would_read
 from recipes.data.text.tokenizer import BATCH_CHARACTERS, Tokenizer
 from recipes.data.tokens.shards import (
@@ -67,7 +68,7 @@ class Preparation:
     """A source and how it becomes tokens. Equal fingerprints mean equal shards."""
 
     source: str
-    text_field: str
+    text_field: Fields
     tokenizer: Tokenizer
     validation_fraction: float
     source_fingerprint: str
@@ -85,7 +86,7 @@ class Preparation:
 def preparation(
     source: str,
     *,
-    text_field: str,
+    text_field: Fields,
     text_documents: str = "auto",
     tokenizer: Tokenizer,
     validation_fraction: float,
@@ -95,6 +96,11 @@ def preparation(
     states = file_states(source)  # first: then a change while the contents are read is noticed when they are tokenized
     found = fingerprint(source, text_field=text_field, text_documents=text_documents)
     return Preparation(source, text_field, tokenizer, validation_fraction, found, states, pieces, text_documents)
+
+
+def options_of(text_field: Fields) -> str:
+    """The options of scripts/prepare_data.py that read these fields."""
+    return f"--text-field {text_field}" if isinstance(text_field, str) else text_field.options
 
 
 def would_read_itself(source: str, folder: Path) -> bool:

@@ -89,7 +89,6 @@ def test_row_that_does_not_fit_in_memory_is_bad_and_tried_again_by_the_next_run(
     (tmp_path / "c.txt").write_text("last")
     stream = open_rows(str(tmp_path), text_field="text")
     monkeypatch.setattr(readers, "text_or_problem", refuse)
-    monkeypatch.setattr(parquet, "text_or_problem", refuse)
     first, second, last = list(stream)
     assert (first.kind, second.kind, last.text) == (readers.UNREADABLE, readers.UNREADABLE, "last")
     assert "not enough memory" in first.problem

@@ -1,0 +1,195 @@
+"""Chat templates: the Jinja text of a tokenizer that makes one text of the messages of a chat, and which characters of
+it are answers. Templates run in Jinja's sandbox, with the names that transformers gives them. Imports no torch."""
+
+import datetime
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from parallel.errors import UserError
+from recipes.data.text.pairs import ASSISTANT, ROLE
+from recipes.files.reading import read_patiently
+
+TEMPLATE, TOKENIZER_CONFIG, SPECIAL_TOKENS = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
+MARKS = "\ufdd0", "\ufdd1"
+"""Stand around an answer while the template is rendered. Unicode assigns no characters to them."""
+MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+TODAY = "strftime_now"
+
+
+class Rendered(NamedTuple):
+    """A chat as one text."""
+
+    text: str
+    answers: list[tuple[int, int]]
+    """The first character of each answer, and the one after its last."""
+
+
+class ChatTemplate:
+    """A compiled template."""
+
+    def __init__(self, template: str, *, special_tokens: Mapping[str, str], date: str) -> None:
+        """special_tokens: bos_token and so on. date: what the template takes for today, YYYY-MM-DD. Raises UserError
+        for a template that cannot be compiled."""
+        from jinja2 import TemplateError
+
+        self._marked = MARKED.search(template) is not None
+        self._special = dict(special_tokens)
+        try:
+            self._template = _environment(date).from_string(template)
+        except TemplateError as error:
+            raise UserError(f"data.chat_template: the chat template is not valid Jinja: {error}") from None
+
+    def render(self, messages: list[dict[str, Any]]) -> Rendered | str:
+        """The chat, or why it has none.
+
+        Answers are what the template puts between {% generation %} and {% endgeneration %}. In a template without
+        these, an answer is what its message adds to the text of those before, with the prompt for it.
+        """
+        from jinja2 import TemplateError
+
+        try:
+            if self._marked:
+                if any(mark in json.dumps(messages, ensure_ascii=False) for mark in MARKS):
+                    return "chat template: a message holds U+FDD0 or U+FDD1, which are no characters"
+                return self._by_marks(self._text(messages))
+            return self._by_prefixes(messages)
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+            return f"chat template: {' '.join(str(error).split())[:300] or type(error).__name__}"
+
+    def _text(self, messages: list[dict[str, Any]], *, prompt: bool = False) -> str:
+        return self._template.render(messages=messages, tools=None, add_generation_prompt=prompt, **self._special)
+
+    def _by_marks(self, text: str) -> Rendered:
+        begin, end = MARKS
+        parts, answers, place = re.split(f"([{begin}{end}])", text), [], 0
+        opened: list[int] = []
+        for part in parts:
+            if part == begin:
+                opened.append(place)
+            elif part == end:
+                answers.append((opened.pop(), place))
+            else:
+                place += len(part)
+        return Rendered("".join(part for part in parts if part not in MARKS), answers)
+
+    def _by_prefixes(self, messages: list[dict[str, Any]]) -> Rendered | str:
+        text, answers = self._text(messages), []
+        for number, message in enumerate(messages):
+            if message[ROLE] != ASSISTANT:
+                continue
+            before, after = self._text(messages[:number], prompt=True), self._text(messages[: number + 1])
+            if not text.startswith(before):  # some write no prompt for an answer
+                before = self._text(messages[:number])
+            if not (text.startswith(before) and text.startswith(after)):
+                return (
+                    f"chat template: it writes the messages up to number {number + 1} differently when others follow,"
+                    " so the answer cannot be found; mark answers in it with {% generation %}"
+                )
+            end = len(after.rstrip()) if after[len(before) :].strip() else len(after)
+            answers.append((len(before), end))
+        return Rendered(text, answers)
+
+
+def _environment(date: str) -> Any:
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %} ... {% endgeneration %}."""
+
+        def __init__(self, environment: Any) -> None:
+            super().__init__(environment)
+            self.tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
+
+        def mark(self, caller: Any) -> str:
+            return f"{MARKS[0]}{caller()}{MARKS[1]}"
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # Jinja's own is for HTML
+
+    def strftime_now(format: str) -> str:
+        return datetime.date.fromisoformat(date).strftime(format)
+
+    found = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    found.filters["tojson"] = tojson
+    found.globals |= {"raise_exception": raise_exception, TODAY: strftime_now}
+    return found
+
+
+def read_chat_files(folder: Path) -> dict[str, str]:
+    """File name -> text of the files in a tokenizer's folder that chats need. Raises UserError."""
+    found = {}
+    for name in (TEMPLATE, TOKENIZER_CONFIG, SPECIAL_TOKENS):
+        file = folder / name
+        try:
+            if file.is_file():
+                found[name] = read_patiently(file.read_bytes, what=str(file)).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{file} cannot be read: {error}") from None
+    return found
+
+
+def chat_settings(files: Mapping[str, str], *, template: str, date: str) -> dict[str, Any]:
+    """The fields of a PairFormat that concern chats.
+
+    Args:
+        files: as read_chat_files().
+        template: data.chat_template, a file; "" = the one in `files`.
+        date: data.chat_date.
+
+    Raises:
+        UserError: if there is no template, or it needs a date.
+    """
+    try:
+        config = json.loads(files.get(TOKENIZER_CONFIG, "{}"))
+        special = {**json.loads(files.get(SPECIAL_TOKENS, "{}")), **config}
+    except ValueError as error:
+        raise UserError(f"data.messages_field: {TOKENIZER_CONFIG} of the tokenizer is damaged: {error}") from None
+    text = _template_file(template) if template else files.get(TEMPLATE) or _named(config.get("chat_template"))
+    if not text:
+        raise UserError(
+            f"data.messages_field: the tokenizer came without a chat template ({TEMPLATE}, or chat_template in"
+            f' {TOKENIZER_CONFIG}); write data.chat_template = "FILE.jinja", or use prompt_field and answer_field'
+        )
+    if TODAY in text and not date:
+        raise UserError(
+            "data.chat_date: the chat template writes today's date, but tokens must not depend on the day that they are"
+            ' made; write the date that it shall use, such as chat_date = "2026-01-31"'
+        )
+    tokens = {name: _content(value) for name, value in special.items() if name.endswith("_token")}
+    return {
+        "template": text,
+        "special_tokens": tuple(sorted((name, token) for name, token in tokens.items() if token)),
+        "date": date if TODAY in text else "",
+    }
+
+
+def _template_file(template: str) -> str:
+    file = Path(template).expanduser()
+    try:
+        return read_patiently(file.read_bytes, what=f"data.chat_template: '{file}'").decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"data.chat_template: '{file}' cannot be read: {error}") from None
+
+
+def _named(templates: Any) -> str:
+    """The template of tokenizer_config.json: one, or the default one of a list."""
+    if isinstance(templates, list):
+        return next((str(one["template"]) for one in templates if one.get("name") == "default"), "")
+    return templates or ""
+
+
+def _content(token: Any) -> str:
+    return token if isinstance(token, str) else str(token.get("content", "")) if isinstance(token, dict) else ""

@@ -1,0 +1,54 @@
+"""The rows of a .csv file with a header, as spreadsheets write it: commas, double quotes, line feeds inside quotes.
+Imports no torch."""
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from recipes.data.text.readers import BYTE_ORDER_MARK, LONGEST_ROW, Fields, Place, Row, Rows, text_of
+
+
+class _Lines(Iterator[str]):
+    """The lines of a file as text, and how many bytes they were. A byte that is not UTF-8 becomes half a surrogate
+    pair, which makes its row a bad one."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self.bytes = stream.tell()
+
+    def __next__(self) -> str:
+        line = self._stream.readline(LONGEST_ROW)
+        if not line:
+            raise StopIteration
+        if self.bytes == 0:
+            line, self.bytes = line.removeprefix(BYTE_ORDER_MARK), len(line) - len(line.removeprefix(BYTE_ORDER_MARK))
+        self.bytes += len(line)
+        return line.decode(errors="surrogateescape")
+
+
+def csv_rows(path: Path, *, text_field: Fields, start: Place) -> Rows:
+    csv.field_size_limit(LONGEST_ROW)  # process-wide; its default would refuse a long article
+    file, number, offset = start
+    with path.open("rb") as stream:
+        lines = _Lines(stream)
+        header = next(csv.reader(lines, strict=True), [])
+        if offset:
+            stream.seek(offset)
+            lines.bytes = offset
+        rows = csv.reader(lines, strict=True)
+        while True:
+            number += 1
+            try:
+                values = next(rows, None)
+            except csv.Error as error:  # it cannot be told where the next row begins
+                raise ValueError(f"row {number} is not CSV: {error}; is a quote left open?") from None
+            if values is None:
+                return
+            if not values:  # a blank line
+                text, problem = "", ""
+            elif len(values) != len(header):
+                text, problem = "", f"not a row: {len(values)} values for the {len(header)} columns of the header"
+            else:
+                text, problem = text_of(dict(zip(header, values, strict=True)), text_field)
+            yield Row(text, file, number, problem), Place(file, number, lines.bytes)

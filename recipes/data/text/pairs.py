@@ -1,0 +1,252 @@
+"""Rows of prompts and answers, or of the messages of a chat, as tokens of which only the answers are learned. A pair is
+stored as one document of 32-bit numbers: token ids, with a bit for the first one and a bit for each learned one.
+Imports no torch."""
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from parallel.errors import UserError
+from recipes.data.text.readers import Row, no_such_field, text_or_problem
+
+if TYPE_CHECKING:
+    from recipes.data.text.tokenizer import Tokenizer
+
+LEARNED, FIRST = 1 << 31, 1 << 30
+"""Bits of a stored token: it is a target of the loss; it begins a pair."""
+ID = FIRST - 1
+"""The other bits: its id."""
+PAIR_TYPE = np.dtype("<u4")
+ROLE, CONTENT, ASSISTANT = "role", "content", "assistant"
+
+
+@dataclass(frozen=True)
+class PairFormat:
+    """Which fields of a row make a pair, and how they become tokens. Its repr() is part of the source's fingerprint."""
+
+    prompt: str = ""
+    """Name of the field."""
+    answer: str = ""
+    messages: str = ""
+    """Name of the field with a chat, instead of the two."""
+    prefix: str = ""
+    """Text before every prompt."""
+    suffix: str = ""
+    """Text after every prompt."""
+    encoder_decoder: bool = False
+    """Prompt and answer are two texts, each with the special tokens that the tokenizer adds to a text."""
+    template: str = ""
+    """The Jinja text that makes one text of a chat."""
+    special_tokens: tuple[tuple[str, str], ...] = ()
+    """What the template knows as bos_token and so on."""
+    date: str = ""
+    """What the template takes for today, as YYYY-MM-DD."""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields of a row that are read."""
+        return (self.messages,) if self.messages else (self.prompt, self.answer)
+
+    @property
+    def summary(self) -> str:
+        """All of it, for comparison."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @property
+    def options(self) -> str:
+        """The options of scripts/prepare_data.py that read these fields, all but those of the chat template."""
+        given = {
+            "--prompt-field": self.prompt,
+            "--answer-field": self.answer,
+            "--messages-field": self.messages,
+            "--prompt-prefix": self.prefix,
+            "--prompt-suffix": self.suffix,
+        }
+        options = [f"{name} {shlex.quote(value)}" for name, value in given.items() if value]
+        return " ".join([*options, *["--encoder-decoder"] * self.encoder_decoder])
+
+    @property
+    def setting(self) -> str:
+        """What names the fields in a recipe."""
+        return "data.messages_field" if self.messages else "data.prompt_field, data.answer_field"
+
+    def require_rows(self, files: Sequence[str]) -> None:
+        """Raises UserError if one of these files has no fields."""
+        if plain := [name for name in files if name.lower().endswith((".txt", ".py"))]:
+            raise UserError(
+                f"{self.setting}: '{plain[0]}' is plain text, which has no fields; give .jsonl, .parquet or .csv files"
+            )
+
+    def text_of(self, row: Mapping[str, Any]) -> tuple[str, str]:
+        """(the pair as JSON, "") or ("", problem) of a row's fields. JSON, so that a pair is one text like any other:
+        it is hashed to be held out, and counted."""
+        if missing := [name for name in self.fields if name not in row]:
+            return "", no_such_field(missing[0], row)
+        if self.messages:
+            return self._chat(row[self.messages])
+        texts = []
+        for name in self.fields:
+            text, problem = text_or_problem(row[name], text_field=name)
+            if problem:
+                return "", problem
+            texts.append(text)
+        blank = [name for name, text in zip(("prompt", "answer"), texts, strict=True) if not text.strip()]
+        if len(blank) == 1:
+            return "", f"empty {blank[0]}: field {getattr(self, blank[0])!r} holds no text"
+        return "" if blank else json.dumps(texts, ensure_ascii=False), ""
+
+    def _chat(self, messages: Any) -> tuple[str, str]:
+        if isinstance(messages, str):  # .csv has nothing but text, and some tables keep their chats so
+            try:
+                messages = json.loads(messages)
+            except (ValueError, RecursionError):
+                return "", f"not messages: the text in field {self.messages!r} is not JSON"
+        if messages is None:
+            return "", "null"
+        if not isinstance(messages, list):
+            return "", f"not messages: field {self.messages!r} holds {type(messages).__name__}, not a list"
+        if not messages:
+            return "", ""
+        if problem := next(filter(None, map(_message_problem, messages)), ""):
+            return "", problem
+        answers = [message for message in messages if message[ROLE] == ASSISTANT]
+        if not any(message.get(CONTENT) or message.get("tool_calls") for message in answers):
+            return "", f'no answer: no message has the role "{ASSISTANT}" and a content'
+        # Tables give every message every field that any message has.
+        kept = [
+            {key: value for key, value in message.items() if value is not None or key == CONTENT}
+            for message in messages
+        ]
+        try:
+            text = json.dumps(kept, ensure_ascii=False)
+        except (TypeError, ValueError) as error:
+            return "", f"not messages: {error}"
+        return text_or_problem(text, text_field=self.messages)
+
+    def words_of(self, text: str) -> str:
+        """What a person wrote in the JSON of a pair, to train a tokenizer on."""
+        return "\n".join(part if isinstance(part, str) else str(part.get(CONTENT) or "") for part in json.loads(text))
+
+
+def prepared_otherwise(prepared: str, expected: str) -> str:
+    """What is wrong with shards that were prepared with one format of pairs, or as text, for a recipe with another.
+    prepared, expected: summaries, "" for text."""
+    if not prepared:
+        return (
+            "holds text, not pairs; prepare its pairs (scripts/prepare_data.py --prompt-field ...), or name no fields"
+        )
+    if not expected:
+        return "holds pairs, not text; write the fields in [data] that it was prepared with, such as prompt_field"
+    then, now = json.loads(prepared), json.loads(expected)
+    names = [name for name in then if then[name] != now.get(name)]
+    shown = "; ".join(f"{name}: {str(then[name])[:60]!r} there, {str(now.get(name))[:60]!r} here" for name in names)
+    return f"holds pairs that were made otherwise ({shown}); write the same in [data], or prepare it again"
+
+
+def _message_problem(message: Any) -> str:
+    if not isinstance(message, dict):
+        return f"not messages: a message is of type {type(message).__name__}, not an object"
+    if not isinstance(message.get(ROLE), str):
+        hint = '; rename "from" and "value" to these' if "from" in message else ""
+        return f'not messages: a message needs a "{ROLE}" and a "{CONTENT}"{hint}'
+    content = message.get(CONTENT)
+    if content is None and (message.get("tool_calls") or message[ROLE] != ASSISTANT):
+        return "" if message.get("tool_calls") else f'not messages: a message has no "{CONTENT}"'
+    return "" if isinstance(content, str) else f'not messages: a "{CONTENT}" is {type(content).__name__}, not text'
+
+
+class PairEncoder:
+    """Rows to stored pairs. Special tokens that a text spells out are these tokens, as in transformers."""
+
+    def __init__(self, format: PairFormat, tokenizer: "Tokenizer") -> None:
+        """Raises UserError for a chat template that cannot be compiled."""
+        import tokenizers
+
+        self._format, self._end = format, tokenizer.end_of_document
+        self._library = tokenizers.Tokenizer.from_str(tokenizer.json)
+        self._library.no_truncation()
+        self._library.no_padding()
+        self._template = None
+        if format.messages:
+            from recipes.data.text.chat import ChatTemplate
+
+            special = {"eos_token": self._library.id_to_token(self._end) or ""} | dict(format.special_tokens)
+            self._template = ChatTemplate(format.template, special_tokens=special, date=format.date)
+
+    def encode(self, rows: Sequence[Row]) -> tuple[list[Row], list[np.ndarray]]:
+        """The rows, with the problems that show only now, and the stored pair of each row that still has text."""
+        found: list[Row] = []
+        pairs: list[np.ndarray] = []
+        for row, pair in zip(rows, self._pairs([row for row in rows if row.has_text], rows), strict=True):
+            if isinstance(pair, str):
+                row = row._replace(text="", problem=pair)
+            elif pair is not None:
+                pairs.append(pair)
+            found.append(row)
+        return found, pairs
+
+    def _pairs(self, with_text: Sequence[Row], rows: Sequence[Row]) -> Iterator[np.ndarray | str | None]:
+        """For each row its pair, its problem, or None where it has no text."""
+        contents = [json.loads(row.text) for row in with_text]
+        encode = self._of_chats if self._template else self._of_fields
+        try:
+            found = iter(encode(contents))
+        except Exception:  # the library raises nothing more specific, and does not say for which text
+            found = iter([self._alone(encode, content) for content in contents])
+        for row in rows:
+            yield next(found) if row.has_text else None
+
+    def _alone(self, encode: Any, content: Any) -> np.ndarray | str:
+        try:
+            found: np.ndarray | str = encode([content])[0]
+            return found
+        except Exception as error:
+            return f"cannot be encoded: {error}"
+
+    def _of_fields(self, contents: Sequence[list[str]]) -> list[np.ndarray | str]:
+        prefix, suffix, special = self._format.prefix, self._format.suffix, self._format.encoder_decoder
+        prompts = self._library.encode_batch_fast(
+            [f"{prefix}{prompt}{suffix}" for prompt, _ in contents], add_special_tokens=special
+        )
+        answers = self._library.encode_batch_fast([answer for _, answer in contents], add_special_tokens=special)
+        return [self._joined(prompt.ids, answer.ids) for prompt, answer in zip(prompts, answers, strict=True)]
+
+    def _joined(self, prompt: list[int], answer: list[int]) -> np.ndarray | str:
+        if not prompt:
+            return "empty prompt: the tokenizer makes no token of it"
+        if answer[-1:] != [self._end]:
+            answer = [*answer, self._end]
+        return stored([*prompt, *answer], np.arange(len(prompt) + len(answer)) >= len(prompt))
+
+    def _of_chats(self, contents: Sequence[list[dict[str, Any]]]) -> list[np.ndarray | str]:
+        assert self._template is not None
+        rendered = [self._template.render(messages) for messages in contents]
+        texts = ["" if isinstance(one, str) else one.text for one in rendered]
+        found: list[np.ndarray | str] = []
+        for one, encoding in zip(rendered, self._library.encode_batch(texts, add_special_tokens=False), strict=True):
+            found.append(one if isinstance(one, str) else _chat_pair(encoding, one.answers))
+        return found
+
+
+def _chat_pair(encoding: Any, answers: Sequence[tuple[int, int]]) -> np.ndarray | str:
+    """The stored pair of a chat's text. answers: the first character of each answer, and the one after its last."""
+    offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+    learned = np.zeros(len(offsets), dtype=bool)
+    for begin, end in answers:
+        inside = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > begin))
+        if inside.size:
+            learned[inside[0] : inside[-1] + 1] = True
+    if not learned[1:].any():
+        return "no answer: the chat template makes no token of any"
+    return stored(encoding.ids, learned)
+
+
+def stored(ids: Sequence[int], learned: np.ndarray) -> np.ndarray:
+    """A pair as it is stored: (n,) uint32."""
+    pair = np.array(ids, dtype=PAIR_TYPE) | np.where(learned, LEARNED, 0).astype(PAIR_TYPE)
+    pair[0] |= np.uint32(FIRST)
+    return pair
