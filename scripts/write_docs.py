@@ -117,9 +117,11 @@ GROUPS = {
 
 
 def predictions() -> dict[str, tuple[Recipe, Hardware, Prediction]]:
-    """Of every recipe for GPUs, on the hardware of its name, or on one node of eight H100: by its path."""
+    """Of every recipe for GPUs with a decoder of ours, on the hardware of its name or on eight H100: by its path."""
     found = {}
     for path in [*sorted(CONFIGS.glob("*.toml")), *sorted((CONFIGS / "benchmarks").glob("*.toml"))]:
+        if not path.stem.startswith(tuple(SIZES)):
+            continue
         recipe = load(path, rules=False)
         if recipe.run.device == "cuda":
             hardware = hardware_of(path.stem) or Hardware("H100", processes=8)

@@ -19,6 +19,7 @@ from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
+from models.sizes import SIZES
 from parallel.config import ActivationCheckpointingConfig
 from parallel.errors import UserError
 from recipes.load import CONFIGS, load, shown
@@ -86,6 +87,8 @@ def _all_cases(overrides: list[str]) -> Iterator[tuple[Path, list[str]]]:
     """Each different block that a GPU holds whole, with each kind of float8 and of checkpointing."""
     seen = set()
     for path in sorted([*(CONFIGS / "benchmarks").glob("*.toml"), *CONFIGS.glob("*.toml")]):
+        if not path.stem.startswith(tuple(SIZES)):  # a model of transformers
+            continue
         recipe = load(path, overrides, rules=False)
         if not recipe.compile.enabled or recipe.run.device != "cuda" or not _is_whole(recipe):
             continue

@@ -259,15 +259,16 @@ def export(built: Built, loaded: LoadedRecipe, folder: Path, world: World) -> No
     export_model(built.model, folder, description, world=world)
 
 
-def tokenizer() -> Tokenizer:
-    """A tokenizer with as many entries as the models have."""
+def tokenizer(end: int = END_OF_DOCUMENT) -> Tokenizer:
+    """A tokenizer with as many entries as the models have. end: the one that ends a document."""
+    from tokenizers import AddedToken
     from tokenizers import Tokenizer as Library
     from tokenizers.models import WordLevel
 
-    words = {f"<{index}>": index for index in range(VOCABULARY)}
+    words = {"</s>" if index == end else f"<{index}>": index for index in range(VOCABULARY)}
     library = Library(WordLevel(words, unk_token="<0>"))
-    library.add_special_tokens([f"<{END_OF_DOCUMENT}>"])
-    return build_tokenizer(library.to_str(), where=Path("tokenizer.json"), ends=(END_OF_DOCUMENT,))
+    library.add_special_tokens([AddedToken("</s>", special=True)])
+    return build_tokenizer(library.to_str(), where=Path("tokenizer.json"), ends=(end,))
 
 
 def read_back(built: Built, theirs: nn.Module, exported: Path, again: Path, world: World) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from matplotlib.image import imread
 
+from models.sizes import SIZES
 from parallel.errors import UserError
 from recipes.load import load
 from recipes.plan import command
@@ -21,7 +22,12 @@ from recipes.plan.time import step_time
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = ROOT / "configs"
-RECIPES = sorted([*CONFIGS.glob("*.toml"), *(CONFIGS / "benchmarks").glob("*.toml")])
+RECIPES = sorted(
+    path
+    for folder in (CONFIGS, CONFIGS / "benchmarks")
+    for path in folder.glob("*.toml")
+    if path.stem.startswith(tuple(SIZES))
+)
 DEBUG = str(CONFIGS / "smollm3_debug.toml")
 NODE = str(CONFIGS / "smollm3_3b_8xh100.toml")
 LARGE = str(CONFIGS / "llama3_405b_128x8h100.toml")

@@ -188,7 +188,7 @@ def test_every_recipe_with_a_gpu_in_its_name_has_a_time() -> None:
     checked = 0
     for path in sorted(CONFIGS.rglob("*.toml")):
         hardware = hardware_of(path.stem)
-        if hardware is None or "sweeps" in path.parts:
+        if hardware is None or "sweeps" in path.parts or not path.stem.startswith(tuple(SIZES)):
             continue
         found = load(path, [], rules=False)
         degrees = found.mesh.fit(hardware.processes, nodes=hardware.nodes)
