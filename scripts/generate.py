@@ -5,7 +5,9 @@ import io
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Ctrl-C during imports: exit at once, without a traceback of the line that was being imported.
 signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -18,6 +20,9 @@ explain_wrong_interpreter()
 
 from parallel.errors import TemporaryError, UserError  # noqa: E402
 from recipes.files.exit_codes import REFUSED, TEMPORARY, ended_by  # noqa: E402
+
+if TYPE_CHECKING:
+    from recipes.evaluation.generate import OpenedModel
 
 
 def main(arguments: list[str]) -> int:
@@ -37,18 +42,27 @@ def main(arguments: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Continue a text with a model on one device, and report the speed.",
+        description="Continue a text, or answer it, with a model on one device, and report the speed.",
         allow_abbrev=False,
     )
     parser.add_argument("model", help="a Hugging Face folder, a checkpoint, or runs/NAME for its newest checkpoint")
     parser.add_argument("prompt", help="the text to continue")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate at most (%(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="randomness, 0 = --greedy (%(default)s)")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        help="randomness, 0 = --greedy (0.8; 0 with --beams and for encoder-decoder models)",
+    )
     parser.add_argument("--top-k", type=int, default=0, help="sample from this many likeliest; 0 = all (%(default)s)")
     parser.add_argument(
         "--top-p", type=float, default=1.0, help="sample from the likeliest with this probability (%(default)s)"
     )
     parser.add_argument("--greedy", action="store_true", help="always take the most likely token")
+    parser.add_argument("--beams", type=int, default=1, help="texts to follow at once, by transformers (%(default)s)")
+    parser.add_argument("--outputs", type=int, default=1, help="texts to print, by transformers (%(default)s)")
+    parser.add_argument(
+        "--prefix", help="text before the prompt, such as 'summarize: '; default: data.prompt_prefix of the run"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (%(default)s)")
     parser.add_argument(
         "--answer-only", action="store_true", help="print the continuation and a newline, without the prompt"
@@ -68,21 +82,30 @@ def _generate(options: argparse.Namespace) -> int:
     from recipes.evaluation.sampling import check_sampling  # torch, from here on
 
     sampling = {name: getattr(options, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "seed")}
-    check_sampling(**sampling)  # before a large model is read
+    check_sampling(**sampling | {"temperature": options.temperature or 0.0})  # before a large model is read
     try:
         options.prompt.encode()
     except UnicodeEncodeError:
         raise UserError("the prompt is not UTF-8 text") from None
 
+    from models.decoder import Decoder
     from recipes.evaluation.generate import choose_device, continue_text, open_model
+    from recipes.evaluation.library import check_search, open_exported, write_texts
     from recipes.training.console import CONTROLS
+    from recipes.weights.locate import find_weights
 
+    search = {"beams": options.beams, "outputs": options.outputs}
+    check_search(**search, temperature=options.temperature)
     signal.signal(signal.SIGINT, _leave)
     device, dtype = choose_device(options.device, options.dtype)
-    opened = open_model(options.model, dtype=dtype, device=device)
-    length, longest = len(opened.prompt_ids(options.prompt)) + options.max_tokens, opened.facts.context_length
-    if length > longest:
-        print(f"up to {length} tokens, but the model was trained for at most {longest}", file=sys.stderr)
+    weights = find_weights(options.model)
+    open_as = open_exported if max(search.values()) > 1 else open_model
+    opened = open_as(weights, dtype=dtype, device=device)
+    if options.temperature is None:
+        certain = options.beams > 1 or (opened.encoder_decoder and options.outputs == 1)
+        sampling["temperature"] = 0.0 if certain else 0.8
+    prompt = _around(options.prompt, weights.path, prefix=options.prefix)
+    _announce_length(opened, prompt, options.max_tokens)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # the terminal may lack some characters
 
@@ -94,10 +117,34 @@ def _generate(options: argparse.Namespace) -> int:
             dim, plain = ("\x1b[2m", "\x1b[0m") if sys.stdout.isatty() and prompt else ("", "")
             print(f"{dim}{prompt.translate(CONTROLS)}{plain}", end="", flush=True)
 
-    tokens, seconds = continue_text(opened, options.prompt, log=show, log_prompt=show_prompt, **sampling)
+    write = continue_text if isinstance(opened.model, Decoder) else partial(write_texts, **search)
+    tokens, seconds = write(opened, prompt, log=show, log_prompt=show_prompt, **sampling)
     print(flush=True)
     print(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s", file=sys.stderr)
     return 0
+
+
+def _around(prompt: str, place: Path, *, prefix: str | None) -> str:
+    """The prompt with the texts around it that the run of a checkpoint, or of its export, was trained with."""
+    from recipes.files.layout import RECIPE
+    from recipes.load import load
+
+    suffix = ""
+    for file in (place.parent / RECIPE, place.parent.parent / RECIPE):
+        if file.is_file():
+            data = load(file, rules=False).data
+            prefix, suffix = data.prompt_prefix if prefix is None else prefix, data.prompt_suffix
+            break
+    return f"{prefix or ''}{prompt}{suffix}"
+
+
+def _announce_length(opened: "OpenedModel", prompt: str, max_tokens: int) -> None:
+    """Say so if the text may become longer than those that the model was trained on."""
+    length, longest = len(opened.prompt_ids(prompt)), opened.facts.context_length
+    if not opened.encoder_decoder:
+        length += max_tokens
+    if length > longest:
+        print(f"up to {length} tokens, but the model was trained for at most {longest}", file=sys.stderr)
 
 
 if __name__ == "__main__":

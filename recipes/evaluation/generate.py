@@ -4,19 +4,21 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 
 from models.cache import KeyValueCache
 from models.config import TextFacts
 from models.decoder import Decoder
+from models.transformers_config import TransformersConfig
 from parallel.dist import let_segments_grow
 from parallel.errors import UserError
 from recipes.data.text.tokenizer import Tokenizer
 from recipes.evaluation.sampling import check_sampling, next_token
 from recipes.weights.convert import load_weights
-from recipes.weights.locate import find_weights
+from recipes.weights.locate import Weights, find_weights
 
 # Prompt tokens per forward pass: enough to keep a device busy, and a bound on the memory of the logits.
 PREFILL_TOKENS = 512
@@ -34,17 +36,21 @@ LONGEST_INCOMPLETE = 3
 class OpenedModel:
     """A model ready to generate, with its tokenizer."""
 
-    model: Decoder
+    model: nn.Module
+    """A Decoder, or a model of transformers."""
     tokenizer: Tokenizer
     facts: TextFacts
     ends: tuple[int, ...] = ()
     """Tokens that end a text, besides the end of a document."""
+    encoder_decoder: bool = False
+    """Whether it answers a prompt, instead of continuing it."""
 
     def prompt_ids(self, text: str) -> list[int]:
         """The tokens of a text at the beginning of a document."""
         # The config of a model trained with a beginning token names it, and then its tokenizer adds it. Models trained
         # here see none, whatever their tokenizer would add.
-        ids = self.tokenizer.backend.encode(text, add_special_tokens=self.facts.bos_token_id is not None).ids
+        special = self.facts.bos_token_id is not None or self.encoder_decoder
+        ids = self.tokenizer.backend.encode(text, add_special_tokens=special).ids
         return ids or [self.tokenizer.end_of_document]  # a document starts after it
 
     def stop_ids(self) -> set[int]:
@@ -52,9 +58,13 @@ class OpenedModel:
         return {self.tokenizer.end_of_document, *self.ends}
 
 
-def open_model(path: str | Path, *, dtype: torch.dtype, device: torch.device) -> OpenedModel:
+def open_model(path: str | Path | Weights, *, dtype: torch.dtype, device: torch.device) -> OpenedModel:
     """Load a Hugging Face folder, a checkpoint, or a run's newest one onto a device. Raises UserError if impossible."""
-    weights = find_weights(path)
+    weights = path if isinstance(path, Weights) else find_weights(path)
+    if isinstance(weights.model, TransformersConfig):
+        from recipes.evaluation.library import open_exported
+
+        return open_exported(weights, dtype=dtype, device=device)
     tokenizer = weights.tokenizer
     with torch.device("meta"):
         model = Decoder(weights.model)
@@ -96,7 +106,7 @@ def continue_text(
     made: list[int] = []
 
     def noted() -> Iterator[int]:
-        for token in generate(opened.model, ids, stop_ids=opened.stop_ids(), **sampling):
+        for token in generate(cast(Decoder, opened.model), ids, stop_ids=opened.stop_ids(), **sampling):
             made.append(token)
             yield token
 

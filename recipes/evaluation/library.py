@@ -1,0 +1,121 @@
+"""Text by the generate() of transformers, from the model that it reads in an exported folder: for models that it
+defines, and for what models/cache.py has no code for: beams, and several texts at once."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from models.transformers_config import TransformersConfig
+from parallel.errors import UserError
+from recipes.evaluation.generate import OpenedModel, stream_text
+from recipes.weights.convert import export_checkpoint
+from recipes.weights.locate import Weights
+
+
+def open_exported(weights: Weights, *, dtype: torch.dtype, device: torch.device) -> OpenedModel:
+    """The model as transformers reads it. A checkpoint is exported to a temporary folder first. Raises UserError."""
+    try:
+        from models.transformers import read_folder
+    except ImportError:
+        raise UserError(
+            'transformers is not installed, and it writes this text; pip install "transformers>=5"'
+        ) from None
+    tokenizer = weights.tokenizer
+    if not weights.is_checkpoint:
+        weights.stored_tensors  # noqa: B018  raises what transformers would only warn of
+        model = read_folder(weights.path, dtype=dtype, device=device)
+    else:
+        with TemporaryDirectory(prefix="shardwright-") as place:
+            folder = Path(place) / "exported"
+            export_checkpoint(weights.path, folder, dtype=dtype)
+            model = read_folder(folder, dtype=dtype, device=device)
+    theirs = weights.model
+    pairs = isinstance(theirs, TransformersConfig) and theirs.is_encoder_decoder
+    return OpenedModel(model, tokenizer, weights.facts, weights.ends, encoder_decoder=pairs)
+
+
+def check_search(*, beams: int, outputs: int, temperature: float | None) -> None:
+    """Raises UserError for values that do not go together. temperature: None = the default, which samples."""
+    if beams < 1 or outputs < 1:
+        name, value = ("beams", beams) if beams < 1 else ("outputs", outputs)
+        raise UserError(f"{name} = {value}: must be 1 or more")
+    if outputs > beams and (beams > 1 or temperature == 0):
+        sampled = ", or sample: --temperature 0.8" if beams == 1 else ""
+        found = "one beam finds one text" if beams == 1 else f"{beams} beams find no more than {beams} texts"
+        raise UserError(f"outputs = {outputs}: {found}; write --beams {outputs}{sampled}")
+
+
+def write_texts(
+    opened: OpenedModel,
+    prompt: str,
+    *,
+    log: Callable[[str], object],
+    log_prompt: Callable[[str], object],
+    outputs: int,
+    **how: Any,
+) -> tuple[int, float]:
+    """As continue_text(), for so many texts, with a line above each if there are several. how: as for texts_of()."""
+    started = time.perf_counter()
+    ids = opened.prompt_ids(prompt)
+    found = texts_of(opened, ids, outputs=outputs, **how)
+    seconds = time.perf_counter() - started
+    for number, tokens in enumerate(found, 1):
+        if outputs > 1:
+            log(f"{chr(10) * (number > 1)}--- {number} of {outputs}\n")
+        log_prompt(prompt)
+        if opened.encoder_decoder:
+            log_prompt("\n")
+            log(opened.tokenizer.decode(tokens))
+        else:
+            log("".join(stream_text(tokens, opened.tokenizer.decode, after=ids)))
+    return sum(map(len, found)), seconds
+
+
+def texts_of(
+    opened: OpenedModel,
+    prompt_ids: Sequence[int],
+    *,
+    max_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    beams: int,
+    outputs: int,
+) -> list[list[int]]:
+    """The tokens of each text after the prompt, the best first, without the token that ends it.
+
+    Args:
+        opened: by open_exported().
+        prompt_ids: tokens of the prompt.
+        max_tokens: of each text at most.
+        temperature, top_k, top_p: as in next_token().
+        seed: the same seed gives the same tokens.
+        beams: how many texts are followed at once.
+        outputs: how many texts to return.
+    """
+    from models.transformers import generate
+
+    ends = opened.stop_ids()
+    sampled = {"temperature": temperature, "top_k": top_k, "top_p": top_p} if temperature else {}
+    rows = generate(
+        opened.model,
+        torch.tensor([list(prompt_ids)]),
+        ends=sorted(ends),
+        seed=seed,
+        max_new_tokens=max_tokens,
+        do_sample=temperature > 0,
+        num_beams=beams,
+        num_return_sequences=outputs,
+        **sampled,
+    )
+    return [_until(row, ends) for row in rows.tolist()]
+
+
+def _until(tokens: list[int], ends: set[int]) -> list[int]:
+    """Those before the first end."""
+    return tokens[: next((place for place, token in enumerate(tokens) if token in ends), None)]
