@@ -34,7 +34,7 @@ def why_not_cut(settings: Mapping[str, Any]) -> str | None:
     """Why tensor parallelism cannot cut the model of this config.json; None if it can."""
     name = name_of(settings)
     if settings.get("model_type") not in FAMILIES:
-        return f"{name} has no tp_plan in transformers that was compared with one process here"
+        return f"{name} has no tp_plan of transformers that was compared with one process (docs/parallelism.md)"
     for key in ("clip_qkv", "use_qk_norm"):  # changes an output in place; has a weight for each head
         if settings.get(key):
             return f"{name} cannot be cut with {key} = {settings[key]} in its config.json"
