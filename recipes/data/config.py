@@ -59,8 +59,9 @@ class DataConfig:
 
     @property
     def has_pairs(self) -> bool:
-        """Whether rows are pairs of prompt and answer, or messages."""
-        return bool(self.prompt_field or self.answer_field or self.messages_field)
+        """Whether rows are pairs of prompt and answer, or messages; also true with settings that only pairs have."""
+        fields = (self.prompt_field, self.answer_field, self.messages_field, self.prompt_prefix, self.prompt_suffix)
+        return any((*fields, self.chat_template, self.chat_date, self.long_pairs != DataConfig.long_pairs))
 
 
 @dataclass(frozen=True)

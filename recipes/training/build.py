@@ -304,7 +304,7 @@ def _open_data(
 
     pairing = None
     if recipe.data.has_pairs:
-        from recipes.training.pairs import pairing_of
+        from recipes.weights.pairing import pairing_of
 
         pairing = pairing_of(recipe.data, recipe.model, weights)
     return DataLoader(

@@ -1,6 +1,6 @@
-"""How a recipe's rows become pairs: from its fields, its model, and the chat template beside its tokenizer. Imports no
-torch."""
+"""How a recipe's rows become pairs: from its fields, its model, and the chat template beside its tokenizer."""
 
+import json
 from pathlib import Path
 
 from models.config import ModelConfig
@@ -10,6 +10,7 @@ from recipes.data.config import DataConfig
 from recipes.data.pairs import Pairing
 from recipes.data.text.chat import chat_settings, read_chat_files
 from recipes.data.text.pairs import PairFormat
+from recipes.weights.companions import GENERATION_CONFIG
 from recipes.weights.locate import FROM_WEIGHTS, Weights
 
 
@@ -17,9 +18,9 @@ def pairing_of(data: DataConfig, model: ModelConfig, weights: Weights | None) ->
     """For a recipe with pairs. weights: those it starts from or took its tokenizer from. Raises UserError for a chat
     without a template, and for a model that lacks a token."""
     encoder_decoder = isinstance(model, TransformersConfig) and model.is_encoder_decoder
+    files = dict(weights.description.companions) if weights else {}
     chat = {}
     if data.messages_field:
-        files = dict(weights.description.companions) if weights else {}
         if data.tokenizer != FROM_WEIGHTS:
             tokenizer = Path(data.tokenizer).expanduser()
             files |= read_chat_files(tokenizer if tokenizer.is_dir() else tokenizer.parent)
@@ -33,13 +34,23 @@ def pairing_of(data: DataConfig, model: ModelConfig, weights: Weights | None) ->
         encoder_decoder=encoder_decoder,
         **chat,
     )
-    if not encoder_decoder:
+    if not isinstance(model, TransformersConfig) or not encoder_decoder:
         return Pairing(format)
-    assert isinstance(model, TransformersConfig)
-    start, padding = (model.settings.get(f"{name}_token_id") for name in ("decoder_start", "pad"))
-    if not isinstance(start, int) or not isinstance(padding, int):
-        raise UserError(
-            "model: config.json of an encoder-decoder model must give decoder_start_token_id and pad_token_id, as its"
-            f" decoder was trained with; they are {start!r} and {padding!r}"
-        )
+    generation = json.loads(files.get(GENERATION_CONFIG, "{}"))
+    start, padding = (_token(f"{name}_token_id", model, generation) for name in ("decoder_start", "pad"))
     return Pairing(format, decoder_start=start, padding=padding)
+
+
+def _token(name: str, model: TransformersConfig, generation: dict[str, object]) -> int:
+    """The id of a token of an encoder-decoder model."""
+    found = model.settings.get(name, generation.get(name))
+    if found is None:  # some families have a default
+        from models.transformers import library_config
+
+        found = getattr(library_config(model.settings), name, None)
+    if not isinstance(found, int) or not 0 <= found < model.vocabulary:
+        raise UserError(
+            f"model: config.json gives {name} = {found!r}, but the decoder needs one in its vocabulary; write it there"
+            " (the models of the T5 family begin with their pad token, 0)"
+        )
+    return found
