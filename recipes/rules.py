@@ -166,28 +166,10 @@ def data_is_there(data: DataConfig, *, model: ModelConfig, weights: InitialWeigh
         if message := mixture_problem(data.mixture):
             yield "data.mixture", message
     yield from tokenizer_fits(data.tokenizer, model=model, initial=weights)
-    encoder_decoder = isinstance(model, TransformersConfig) and model.is_encoder_decoder
-    if data.has_pairs or encoder_decoder:
-        from recipes.data.pair_rules import pair_problems
+    if data.has_pairs or (isinstance(model, TransformersConfig) and model.is_encoder_decoder):
+        from recipes.weights.pairing import pairing_problems
 
-        problems = list(pair_problems(data, encoder_decoder=encoder_decoder))
-        yield from ((f"data.{field}", message) for field, message in problems)
-        if not problems:
-            yield from pairs_have_tokens(data, model=model, initial=weights)
-
-
-def pairs_have_tokens(data: DataConfig, *, model: ModelConfig, initial: InitialWeights) -> Iterator[Violation]:
-    """There is a chat template for messages, and a token that begins the decoder of an encoder-decoder model."""
-    from recipes.weights.pairing import pairing_of
-
-    try:
-        weights = initial.find() if model.weights or data.tokenizer == FROM_WEIGHTS else None
-        _ = pairing_of(data, model, weights)
-    except TemporaryError:
-        raise
-    except UserError as error:
-        place, _, message = one_line(error).partition(": ")
-        yield (place, message) if place.startswith("data.") else ("model", one_line(error))
+        yield from ((f"data.{field}", message) for field, message in pairing_problems(data, model, weights))
 
 
 def tokenizer_fits(tokenizer: str, *, model: ModelConfig, initial: InitialWeights) -> Iterator[Violation]:

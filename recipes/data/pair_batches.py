@@ -81,15 +81,15 @@ class PairBatches(Batches):
         return mine
 
     def _padded(self, pairs: Sequence[tuple[PairSource, int, bool]]) -> MicroBatch:
-        parts = []
+        parts, limits = [], self.sequences.limits
         for source, pair, _ in pairs:
             tokens = (source.read(pair) & ID).astype(np.int64)
             prompt, answer = np.split(tokens, [int(source.pairs.prompts[pair])])
             parts.append((self._shortened(prompt, int(source.pairs.cut[pair])), answer))
-        shape = len(parts), _room(len(prompt) for prompt, _ in parts)
+        shape = len(parts), _room((len(prompt) for prompt, _ in parts), limits.prompt)
         encoder = np.full(shape, self._padding, dtype=np.int64)  # (B, S)
         mask = np.zeros(shape, dtype=bool)
-        shape = len(parts), _room(len(answer) for _, answer in parts)
+        shape = len(parts), _room((len(answer) for _, answer in parts), limits.answer)
         decoder = np.full(shape, self._padding, dtype=np.int64)  # (B, T)
         targets = np.full(shape, IGNORED, dtype=np.int64)
         decoder[:, 0] = self._pairing.decoder_start
@@ -126,5 +126,6 @@ def _lengths(found: tuple[PairSource, int, bool]) -> tuple[int, int]:
     return -(-int(encoder[pair]) // PADDED_TO), int(decoder[pair])
 
 
-def _room(lengths: Iterable[int]) -> int:
-    return -(-max(lengths) // PADDED_TO) * PADDED_TO
+def _room(lengths: Iterable[int], limit: int | None) -> int:
+    room = -(-max(lengths) // PADDED_TO) * PADDED_TO
+    return room if limit is None else min(room, limit)  # the model may have no position behind it

@@ -1,17 +1,19 @@
 """How a recipe's rows become pairs: from its fields, its model, and the chat template beside its tokenizer."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from models.config import ModelConfig
 from models.transformers_config import TransformersConfig
-from parallel.errors import UserError
+from parallel.errors import TemporaryError, UserError
 from recipes.data.config import DataConfig
+from recipes.data.pair_rules import pair_problems
 from recipes.data.pairs import Pairing
 from recipes.data.text.chat import chat_settings, read_chat_files
 from recipes.data.text.pairs import PairFormat
 from recipes.weights.companions import GENERATION_CONFIG
-from recipes.weights.locate import FROM_WEIGHTS, Weights
+from recipes.weights.locate import FROM_WEIGHTS, InitialWeights, Weights
 
 
 def pairing_of(data: DataConfig, model: ModelConfig, weights: Weights | None) -> Pairing:
@@ -39,6 +41,26 @@ def pairing_of(data: DataConfig, model: ModelConfig, weights: Weights | None) ->
     generation = json.loads(files.get(GENERATION_CONFIG, "{}"))
     start, padding = (_token(f"{name}_token_id", model, generation) for name in ("decoder_start", "pad"))
     return Pairing(format, decoder_start=start, padding=padding)
+
+
+def pairing_problems(data: DataConfig, model: ModelConfig, initial: InitialWeights) -> Iterator[tuple[str, str]]:
+    """(field of [data], message) of what keeps a recipe's rows from becoming pairs."""
+    encoder_decoder = isinstance(model, TransformersConfig) and model.is_encoder_decoder
+    if problems := list(pair_problems(data, encoder_decoder=encoder_decoder)):
+        yield from problems
+        return
+    try:
+        weights = initial.find() if model.weights or data.tokenizer == FROM_WEIGHTS else None
+    except UserError:  # reported where weights are checked
+        return
+    try:
+        _ = pairing_of(data, model, weights)
+    except TemporaryError:
+        raise
+    except UserError as error:
+        place, _, message = " ".join(str(error).split()).partition(": ")
+        known = place.startswith("data.")
+        yield (place.removeprefix("data."), message) if known else ("prompt_field", f"{place}: {message}")
 
 
 def _token(name: str, model: TransformersConfig, generation: dict[str, object]) -> int:
