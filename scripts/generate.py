@@ -5,6 +5,7 @@ import io
 import os
 import signal
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -117,7 +118,9 @@ def _generate(options: argparse.Namespace) -> int:
             dim, plain = ("\x1b[2m", "\x1b[0m") if sys.stdout.isatty() and prompt else ("", "")
             print(f"{dim}{prompt.translate(CONTROLS)}{plain}", end="", flush=True)
 
-    write = continue_text if isinstance(opened.model, Decoder) else partial(write_texts, **search)
+    write: Callable[..., tuple[int, float]] = (
+        continue_text if isinstance(opened.model, Decoder) else partial(write_texts, **search)
+    )
     tokens, seconds = write(opened, prompt, log=show, log_prompt=show_prompt, **sampling)
     print(flush=True)
     print(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s", file=sys.stderr)

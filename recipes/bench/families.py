@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from models.documents import Documents
+from models.interface import interface_of
 from models.loss import IGNORED
 from models.pairs import EncoderDecoderInputs
 from models.transformers_config import TransformersConfig
@@ -89,7 +90,7 @@ def _measure(folder: Path, world: World, *, compiles: bool) -> Row:
     if not isinstance(model, TransformersConfig):
         return {"path": "models/decoder.py"}
     built = build(loaded.recipe, world)
-    interface = built.model.interface
+    interface = interface_of(built.model)
     row: Row = {
         "blocks": " + ".join(str(len(stack)) for stack in interface.stacks),
         "head": "tied" if interface.head is None else "its own",

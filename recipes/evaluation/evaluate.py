@@ -2,14 +2,19 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from typing import cast
 
 import torch
 from torch import nn
 
+from models.config import ModelConfig
 from models.documents import Documents
 from models.loss import IGNORED
+from models.pairs import EncoderDecoderInputs
+from models.transformers_config import TransformersConfig
 from parallel.errors import UserError
 from parallel.mesh import Mesh
 from parallel.reduce import sum_over_group
@@ -17,6 +22,17 @@ from recipes.data.config import BatchConfig
 from recipes.data.loader import DataLoader, MicroBatch
 from recipes.data.text.tokenizer import Tokenizer, parallel_tokenizers, text_batches
 from recipes.evaluation.sampling import next_token
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Dropout is for training. A model that has none is left alone: its compiled blocks would be compiled again."""
+    drops = cast(ModelConfig, model.config).dropout
+    if drops:
+        model.eval()
+    yield
+    if drops:
+        model.train()
 
 
 @torch.no_grad()
@@ -29,9 +45,10 @@ def summed_loss(
     """
     loss = torch.zeros((), dtype=torch.float64, device=device)
     tokens = torch.zeros((), dtype=torch.int64, device=device)
-    for inputs, targets, documents in micro_batches:
-        loss += model(inputs, targets, documents=documents)
-        tokens += (targets != IGNORED).sum()
+    with without_dropout(model):
+        for inputs, targets, documents in micro_batches:
+            loss += model(inputs, targets, documents=documents)
+            tokens += (targets != IGNORED).sum()
     return sum_over_group(loss, mesh.loss_group).item(), int(sum_over_group(tokens, mesh.data_group).item())
 
 
@@ -195,6 +212,33 @@ def continuation(
     return text[len(prompt) :]
 
 
+@torch.no_grad()
+def answer_of(
+    model: nn.Module, prompt: list[int], *, tokens: int, start: int, end: int, device: torch.device
+) -> list[int]:
+    """The likeliest tokens that a decoder writes about what its encoder reads, the same on every process.
+
+    Args:
+        prompt: token ids for the encoder.
+        tokens: how many to write at most.
+        start: the token that a decoder begins with.
+        end: the token that ends an answer.
+        device: where the model computes.
+    """
+    read = torch.tensor([prompt], device=device)  # (1, S)
+    answer: list[int] = []
+    while len(answer) < tokens:
+        written = torch.full((1, tokens), end, dtype=torch.int64)  # of one length, so that blocks are compiled once
+        written[0, : len(answer) + 1] = torch.tensor([start, *answer])
+        inputs = EncoderDecoderInputs(read, torch.ones_like(read, dtype=torch.bool), written.to(device))
+        logits = model(inputs)[0, len(answer)]  # (V,)
+        token = int(logits.argmax())
+        if token == end or not logits.isfinite().all():
+            break
+        answer.append(token)
+    return answer
+
+
 def show_sample(
     model: nn.Module,
     loader: DataLoader,
@@ -205,11 +249,23 @@ def show_sample(
     seed: int,
     log: Callable[..., None],
 ) -> None:
-    """Let the model continue the beginning of a held-out document, by this many tokens, and log both."""
+    """Let the model continue the beginning of a held-out document, or answer a held-out prompt, and log both."""
+    tokenizer, config = loader.tokenizer, cast(ModelConfig, model.config)
+    if isinstance(config, TransformersConfig) and config.is_encoder_decoder:
+        prompt, start = loader.held_out_tokens(batch.sequence_length), config.settings["decoder_start_token_id"]
+        with without_dropout(model):
+            answer = answer_of(model, prompt, tokens=tokens, start=start, end=tokenizer.end_of_document, device=device)
+        log("a held-out prompt, and how the model answers it:", style="bold")
+        log(tokenizer.decode(prompt), style="dim")
+        log(tokenizer.decode(answer))
+        return
     prompt = loader.held_out_tokens(min(32, batch.sequence_length // 2))
     shape = batch.micro_batch_size, batch.sequence_length
     boundary = loader.document_boundary
-    answer = continuation(model, prompt, tokens=tokens, shape=shape, device=device, seed=seed, end_of_document=boundary)
+    with without_dropout(model):
+        answer = continuation(
+            model, prompt, tokens=tokens, shape=shape, device=device, seed=seed, end_of_document=boundary
+        )
     log("a held-out text, and how the model goes on:", style="bold")
-    log(loader.tokenizer.decode(prompt), style="dim")
-    log(loader.tokenizer.decode(answer))
+    log(tokenizer.decode(prompt), style="dim")
+    log(tokenizer.decode(answer))
