@@ -64,7 +64,7 @@ def _cut_block(
     block: nn.Module, axis: DeviceMesh, inside: BlockInterface, float8_gathers: bool, moving: Callable[[Move], Move]
 ) -> int:
     """Cut a block's parts and what they read and return. Returns how many of them gather float8."""
-    # Where blocks compute with whole rows' masks, they also add what a norm returns to the residual stream: no DTensor.
+    # Blocks of transformers may add what a norm returns to the residual stream, which is no DTensor.
     plan: dict[str, ParallelStyle] = dict.fromkeys(inside.norms, SequenceParallel(use_local_output=inside.whole_rows))
     gathers = 0
     for part in inside.parts:
@@ -131,28 +131,12 @@ def _cut_ends(model: nn.Module, axis: DeviceMesh, interface: ModelInterface, *, 
         head.register_forward_hook(lambda module, inputs, output: _local(output))
     parallelize_module(model, axis, plan)
     if interface.head is None and isinstance(head, nn.Linear):
-        head.weight = embedding.weight  # the same part: two parameters became of one that both have
+        head.weight = embedding.weight  # each has made its own copy of the same part
     if whole_rows:
-        _leave_out_padding(embedding)
         _cut_rows(blocks_of(model)[0], axis)
     # A compiled block takes the embedding's output, a tensor that still waits for its communication, and hands back a
     # wrong gradient (torch 2.13, pytorch #179849): a copy is an ordinary tensor.
     embedding.register_forward_hook(lambda module, inputs, output: output.clone())
-
-
-def _leave_out_padding(embedding: nn.Embedding) -> None:
-    """Give the padding token no gradient, as torch does where one process has all rows.
-
-    Where it has a part of them, torch 2.13 takes the index of the padding for one in that part.
-    """
-    padding, embedding.padding_idx = embedding.padding_idx, None
-    if padding is None:
-        return
-
-    def without_gradient(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-        return output.detach().where((_local(inputs[0]) == padding)[..., None], output)
-
-    embedding.register_forward_hook(without_gradient)
 
 
 def _cut_rows(block: nn.Module, axis: DeviceMesh) -> None:
