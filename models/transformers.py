@@ -7,13 +7,12 @@ B batch, T tokens, V vocabulary.
 """
 
 import copy
-import hashlib
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,15 +32,13 @@ from transformers.pytorch_utils import Conv1D
 
 from models.assumptions import broken, dropouts, shared_parameters, why_documents_meet
 from models.documents import Documents
+from models.initial_values import PREFIX, allocate, drawn_by_units, require_filled, units_of
 from models.interface import ModelInterface
 from models.layout import FREQUENCIES, Copy, Layout, Stored
 from models.loss import SummedLoss
 from models.pairs import EncoderDecoderInputs
 from models.tensor_plan import with_plan
 from models.transformers_config import TransformersConfig
-
-PREFIX = "model."
-"""Of our names, before transformers' own."""
 
 
 class TransformersModel(nn.Module):
@@ -113,31 +110,14 @@ class TransformersModel(nn.Module):
     ) -> Iterator[tuple[str, Tensor]]:
         """(name, whole float32 tensor on the device) of each of these parameters and buffers, as transformers starts.
 
-        Drawn unit by unit, because some modules scale what is in others (GPT-2's attention its projection): a block, or
-        all that is outside of blocks, seeded by its name. So values do not depend on the mesh, and one unit is whole in
-        memory at a time. Raises ValueError for what transformers leaves without a value.
+        Raises ValueError for what transformers leaves without a value.
         """
         with torch.device("meta"):
             twin = plain_model(self.config)
-        for name, unit in _units(twin, self.interface):
-            _allocate(unit.modules, device)
-            others = [tensor for tensor in twin.parameters() if tensor.is_meta]
-            versions = [tensor._version for tensor in others]
-            digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-            with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type):
-                torch.manual_seed(int.from_bytes(digest, "little") >> 1)
-                for module, owner in unit.in_order:
-                    owner._init_weights(module)
-            if versions != [tensor._version for tensor in others]:
-                raise ValueError(
-                    f"initial values of {name or 'the model'} reach into other blocks, which are not there"
-                )
-            for local, tensor in _tensors_of(unit.modules, twin):
-                full = PREFIX + local
-                if full in shapes:
-                    _require_filled(full, tensor)
-                    yield full, tensor.detach().t().contiguous() if full in self.transposed else tensor.detach()
-            _allocate(unit.modules, torch.device("meta"))
+        for name, values in drawn_by_units(twin, self.interface, seed=seed, device=device):
+            if (full := PREFIX + name) in shapes:
+                require_filled(full, values)
+                yield full, values.t().contiguous() if full in self.transposed else values
 
 
 def require_kernels(config: TransformersConfig, *, backend: str) -> None:
@@ -156,13 +136,13 @@ def require_documents_apart(config: TransformersConfig) -> None:
     interface = _interface_of(model)
     embedding: Any = model.get_input_embeddings()
     embedding.weight, embedding.padding_idx = nn.Parameter(embedding.weight[:1]), None
-    _, unit = next(_units(model, interface))
+    _, unit = next(units_of(model, interface))
     head = model.get_output_embeddings()
     outside = [(module, owner) for module, owner in unit.in_order if module is not head]
-    _allocate((module for module, _ in outside), torch.device("cpu"))
+    allocate((module for module, _ in outside), torch.device("cpu"))
     with torch.random.fork_rng([]), torch.no_grad():
         for module, owner in outside:
-            owner._init_weights(module)
+            cast(Any, owner)._init_weights(module)
         reason = why_documents_meet(model, interface)
     if reason:
         raise ValueError(f"{reason}; write data.document_mask = false")
@@ -330,70 +310,6 @@ def _outermost(model: nn.Module, classes: Collection[str]) -> list[str]:
 
 def _parent(model: nn.Module, name: str) -> nn.Module:
     return model.get_submodule(name.rpartition(".")[0])
-
-
-class _Unit(NamedTuple):
-    modules: list[nn.Module]
-    in_order: list[tuple[nn.Module, PreTrainedModel]]
-    """Each with the model whose _init_weights() it is for; children first."""
-
-
-def _units(model: PreTrainedModel, interface: ModelInterface) -> Iterator[tuple[str, _Unit]]:
-    """(name, unit) of every block of a plain model, and "" with all that is outside of them."""
-    blocks = {model.get_submodule(name.removeprefix(PREFIX)): name for name in interface.blocks}
-    owners: dict[nn.Module, PreTrainedModel] = {}
-
-    def below(module: nn.Module, owner: PreTrainedModel) -> Iterator[nn.Module]:
-        for child in module.children():
-            child_owner = child if isinstance(child, PreTrainedModel) else owner
-            if child in blocks:
-                owners[child] = child_owner
-            else:
-                yield from below(child, child_owner)
-        owners[module] = owner
-        yield module
-
-    outside = list(dict.fromkeys(below(model, model)))
-    yield "", _Unit(outside, [(module, owners[module]) for module in outside])
-    for block, name in blocks.items():
-        inside = list(reversed(list(block.modules())))
-        yield name, _Unit(inside, [(module, owners[block]) for module in inside])
-
-
-def _allocate(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Give the modules' tensors memory there, full of NaN or the smallest integer; what they share stays shared."""
-    moved: dict[Tensor, Tensor] = {}
-    for module in modules:
-        for table in (module._parameters, module._buffers):
-            for name, tensor in table.items():
-                if tensor is None:
-                    continue
-                if tensor not in moved:
-                    there = torch.empty_like(tensor, device=device)
-                    moved[tensor] = nn.Parameter(there) if isinstance(tensor, nn.Parameter) else there
-                    if not there.is_meta:
-                        there.fill_(_unfilled(there))
-                table[name] = moved[tensor]  # type: ignore[assignment]
-
-
-def _unfilled(tensor: Tensor) -> float | int | bool:
-    if tensor.is_floating_point():
-        return float("nan")
-    return False if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min
-
-
-def _require_filled(name: str, tensor: Tensor) -> None:
-    empty = tensor.isnan() if tensor.is_floating_point() else tensor == _unfilled(tensor)
-    if tensor.dtype != torch.bool and empty.any():
-        raise ValueError(f"transformers gives {name} no initial values (_init_weights)")
-
-
-def _tensors_of(modules: Iterable[nn.Module], model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name in the model, tensor) of the modules' own parameters and buffers."""
-    names = {module: f"{name}." if name else "" for name, module in model.named_modules()}
-    for module in modules:
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        yield from ((names[module] + local, tensor) for local, tensor in own)
 
 
 # Generation, by transformers itself
