@@ -14,6 +14,7 @@ from torch._inductor.compile_fx import compile_fx
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from parallel import float8
+from models.interface import ModelInterface
 from parallel.config import Float8Config
 from parallel.float8 import convert_linears
 from parallel.graphs import WriteOperandsOnce, graph_passes
@@ -23,6 +24,8 @@ RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 class Two(nn.Module):
     """Two linears that read one tensor, which is computed from the input."""
+
+    interface = ModelInterface((), "", None, None, None, "", None)
 
     def __init__(self) -> None:
         super().__init__()

@@ -80,14 +80,14 @@ def train_plainly(config: TransformersConfig) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "gradients": gradients}
 
 
-def train_ours(name: str, case: str, recipe: Recipe, world: World) -> dict[str, Any]:
-    config, options = family_config(name), options_of(case)
+def train_ours(
+    name: str, case: str, recipe: Recipe, world: World, *, steps: int = STEPS, dropout: bool = False, first: int = 1
+) -> dict[str, Any]:
+    config, options = family_config(name, dropout=dropout), options_of(case)
     sections = {section: fields for section, fields in sections_of(case).items() if section != "model"}
-    recipe = replace(
-        change(recipe, run={"seed": SEED}, optimizer={"weight_decay": 0.1, "grad_clip": CLIP}, **sections), model=config
-    )
+    recipe = change(recipe, run={"seed": SEED}, optimizer={"weight_decay": 0.1, "grad_clip": CLIP}, **sections)
     mesh = build_mesh(MeshDegrees(*degrees_of(case)), device_type="cpu")
-    built = build(recipe, world, mesh=mesh)
+    built = build(replace(recipe, model=config), world, mesh=mesh)
     gradients: dict[str, Any] = {}
 
     def keep(*_: Any) -> None:
@@ -99,7 +99,7 @@ def train_ours(name: str, case: str, recipe: Recipe, world: World) -> dict[str, 
     guard = StepGuard(mesh, device=world.device, max_skipped_steps=3, loss_spike_z=50.0)
     clock = RunClock(world.device)
     losses, norms = [], []
-    for step in range(1, STEPS + 1):
+    for step in range(first, first + steps):
         inputs, targets = batch_for(config, step)
         own = slice(mesh.data_rank, None, mesh.data_ranks)
         inputs, targets = rows_of(inputs, own), targets[own]
