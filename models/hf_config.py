@@ -10,6 +10,7 @@ from typing import Any
 
 from models.config import LARGEST, ModelConfig, TextFacts
 from models.hf import CONTEXT_LENGTH, Unsupported, config_from_hf, text_facts
+from models.layout import layout_of
 from models.transformers_config import TransformersConfig
 
 INSTALL = 'transformers is not installed; pip install "transformers>=5"'
@@ -68,7 +69,8 @@ def _of_transformers(settings: Mapping[str, Any], *, reason: str) -> tuple[Trans
         key_value_heads=number("num_key_value_heads", default=heads),
         head_width=number("head_dim", "d_kv", default=max(1, width // heads)),
         vocabulary=number("vocab_size", default=1),
-        tied_embeddings=bool(library.tie_word_embeddings),
+        # As config.json says it: transformers 5 reads every T5 as tied.
+        tied_embeddings=bool(settings.get("tie_word_embeddings", library.tie_word_embeddings)),
         norm_eps=1.0,
         rope_theta=1.0,
         definition=json.dumps(settings, indent=2) + "\n",
@@ -77,6 +79,10 @@ def _of_transformers(settings: Mapping[str, Any], *, reason: str) -> tuple[Trans
     )
     if problems := [f"{name} is more than {most:,}" for name, most in LARGEST.items() if getattr(model, name) > most]:
         raise ValueError("\n".join(problems))
+    try:
+        layout_of(model)  # builds it without values, so that what does not fit together is known at once
+    except Exception as error:  # each family raises errors of its own
+        raise ValueError(f"transformers cannot build it: {' '.join(str(error).split())}") from None
     return model, _facts(whole, vocabulary=model.vocabulary)
 
 

@@ -4,7 +4,7 @@ Imports no torch.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from models.config import ModelConfig
@@ -61,7 +61,7 @@ def layout_of(model: ModelConfig) -> Layout:
     if isinstance(model, TransformersConfig):
         from models.transformers import stored_layout
 
-        return stored_layout(model)
+        return stored_layout(replace(model, name="", weights="", config="", dropout=False))  # remembered by the rest
     tensors = {name: Stored(hf_name(name), shape) for name, shape in parameter_shapes(model)}
     copies = {"lm_head.weight": Copy(hf_name("lm_head.weight"), of="embedding.weight")}
     return Layout(tensors, copies if model.tied_embeddings else {})

@@ -1,10 +1,11 @@
 """A model as a run builds it, on the CPU mesh of the current process group."""
 
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
 
+from models import build
 from models.config import ModelConfig
 from models.decoder import Decoder
 from parallel.config import ActivationCheckpointingConfig, CompileConfig, Float8Config, FSDPConfig, MeshConfig
@@ -37,7 +38,7 @@ def build_model(
 ) -> tuple[Decoder, list[str]]:
     """The model, and the lines that parallelize() returned. mode, blocks: of activation checkpointing."""
     with torch.device("meta"):
-        model = Decoder(config, loss_chunks=loss_chunks)
+        model = cast(Decoder, build.build_model(config, loss_chunks=loss_chunks))
     processes = cpu_mesh(mesh)
     report = parallelize(
         model,

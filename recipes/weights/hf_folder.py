@@ -8,7 +8,7 @@ import shutil
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,12 +24,11 @@ from recipes.files.layout import TOKENIZER
 from recipes.files.reading import fault, may_pass, names_in
 from recipes.weights.companions import GENERATION_CONFIG, OUR_CLASS, TOKENIZER_CONFIG, exported_tokenizer_config
 from recipes.weights.locate import HF_CONFIG, Description
+from recipes.weights.tokenizer_file import token_names, without_added_tokens
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Supported element types of weights, by their safetensors names."""
-ADDING = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")
-"""Parts of a tokenizer.json that add special tokens around a text."""
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 MAX_FILE_BYTES = 5_000_000_000
@@ -65,20 +64,13 @@ def read_config(file: Path) -> tuple[ModelConfig, TextFacts]:
         raise UserError("\n  ".join(lines)) from None
 
 
-def read_tokenizer(folder: Path) -> str:
-    """The text of tokenizer.json. Raises UserError if it is missing or damaged."""
-    file = folder / TOKENIZER
-    try:
-        text = file.read_text(encoding="utf-8")
-        token_names(text)
-        return text
-    except FileNotFoundError:
-        remedy = "copy the tokenizer that the model was trained with into it"
-        raise UserError(f"{folder} has no {TOKENIZER}; {remedy}") from None
-    except OSError as error:
-        raise fault(f"{file} cannot be read", error) from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{file} is not a tokenizer.json of Hugging Face tokenizers: {error!r}") from None
+def read_model_of(folder: Path) -> tuple[ModelConfig, TextFacts]:
+    """The model of a folder with weights, and the rest of its config.json. Raises UserError as read_config."""
+    model, facts = read_config(folder / HF_CONFIG)
+    # transformers 5 writes tie_word_embeddings = true for every T5; of T5 1.1, which is not tied, remains this key.
+    if isinstance(model, TransformersConfig) and model.settings.get("scale_decoder_outputs") is False:
+        model = replace(model, tied_embeddings="lm_head.weight" not in _entries(folder, []))
+    return model, facts
 
 
 def stored_tensors(folder: Path, model: ModelConfig) -> StoredTensors:
@@ -186,16 +178,6 @@ def read_header(file: Path) -> list[Entry]:
         raise UserError(f"{file.name} is damaged ({error}); download it again") from None
 
 
-def token_names(tokenizer: str) -> dict[int, str]:
-    """Token id -> token, from the text of a tokenizer.json."""
-    content = json.loads(tokenizer)
-    entries = content["model"]["vocab"]  # Unigram models list (token, score) pairs, all others map token to id
-    pairs = ((token, i) for i, (token, _) in enumerate(entries)) if isinstance(entries, list) else entries.items()
-    return {i: token for token, i in pairs} | {
-        added["id"]: added["content"] for added in content.get("added_tokens") or ()
-    }
-
-
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > MAX_HEADER_BYTES:
@@ -229,9 +211,15 @@ def _weight_files(folder: Path, problems: list[str]) -> list[Path]:
     instead = f"; the folder has {_some(others)}" if others else ""
     if others and not any(name.endswith(".safetensors") for name in others):
         instead += ". Loading such files can run code, so they are never read; let transformers write safetensors:"
-        instead += f' AutoModelForCausalLM.from_pretrained("{folder}").save_pretrained("{folder.name}-safetensors")'
+        instead += f' {_head_class(folder)}.from_pretrained("{folder}").save_pretrained("{folder.name}-safetensors")'
     problems.append(f"{SINGLE} and {INDEX} are missing{instead}")
     return []
+
+
+def _head_class(folder: Path) -> str:
+    """The class of transformers that config.json names."""
+    classes = _read_json(folder / HF_CONFIG).get("architectures")
+    return str(classes[0]) if isinstance(classes, list) and classes else "AutoModelForCausalLM"
 
 
 def _some(names: Sequence[str], limit: int = 5) -> str:
@@ -322,18 +310,6 @@ def _generated(description: Description) -> dict[str, Any]:
             **{f"{name}_token": names[first] for name, first in firsts.items() if first in names},
         },
     }
-
-
-def without_added_tokens(tokenizer: str) -> str:
-    """The tokenizer.json without the parts that add special tokens to a text; unchanged if it has none."""
-    content = json.loads(tokenizer)
-    processor = content.get("post_processor") or {}
-    steps = processor.get("processors", ()) if processor.get("type") == "Sequence" else [processor]
-    kept = [step for step in steps if step.get("type") not in ADDING]
-    if len(kept) == len(steps):
-        return tokenizer
-    content["post_processor"] = {"type": "Sequence", "processors": kept} if kept else None
-    return json.dumps(content, indent=2, ensure_ascii=False)
 
 
 def plan_files(entries: Sequence[Entry], *, max_bytes: int = MAX_FILE_BYTES) -> dict[str, list[Entry]]:

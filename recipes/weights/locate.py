@@ -56,7 +56,8 @@ class Weights:
     def description(self) -> Description:
         """The description with the texts of all its files. Raises UserError where one is missing or damaged."""
         from recipes.weights.companions import read_companions
-        from recipes.weights.hf_folder import read_tokenizer, without_generated
+        from recipes.weights.hf_folder import without_generated
+        from recipes.weights.tokenizer_file import read_tokenizer
 
         description = Description(self.model, self.facts, read_tokenizer(self.path))
         return replace(description, companions=without_generated(read_companions(self.path), description))
@@ -193,9 +194,9 @@ def find_weights(path: str | Path) -> Weights:
 
         raise UserError(f"{folder} does not exist{download_hint(str(path))}")
     if HF_CONFIG in (names := names_in(folder)):
-        from recipes.weights.hf_folder import read_config
+        from recipes.weights.hf_folder import read_model_of
 
-        return Weights(folder, *read_config(folder / HF_CONFIG), is_checkpoint=False)
+        return Weights(folder, *read_model_of(folder), is_checkpoint=False)
     for place in (folder / CHECKPOINTS, folder):
         if steps := checkpoint_steps(place):
             folder = step_folder(place, steps[-1])

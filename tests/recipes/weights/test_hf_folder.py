@@ -30,6 +30,7 @@ from recipes.weights import hf_folder
 from recipes.weights.convert import export_checkpoint, export_model, import_folder, load_weights
 from recipes.weights.hf_folder import read_header, stored_tensors
 from recipes.weights.locate import Description, checkpoint_files, differences, find_weights
+from recipes.weights.tokenizer_file import without_added_tokens
 from tests.build import build_model
 from tests.processes import run_processes
 
@@ -502,7 +503,7 @@ def test_an_exported_tokenizer_adds_a_beginning_token_only_if_the_model_has_one(
 
 
 def test_a_tokenizer_that_adds_no_tokens_is_not_changed() -> None:
-    assert hf_folder.without_added_tokens(TOKENIZER) == TOKENIZER
+    assert without_added_tokens(TOKENIZER) == TOKENIZER
 
 
 def test_exported_files_are_valid_and_aligned_safetensors(folder: Path) -> None:
