@@ -6,7 +6,6 @@ authors that transformers does not contain is never run.
 B batch, T tokens, V vocabulary.
 """
 
-import copy
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -312,9 +311,6 @@ def _parent(model: nn.Module, name: str) -> nn.Module:
     return model.get_submodule(name.rpartition(".")[0])
 
 
-# Generation, by transformers itself
-
-
 def read_folder(folder: Path, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The model of a Hugging Face folder as transformers reads it, to generate with. Code and pickles are refused."""
     safely: Any = {"local_files_only": True, "trust_remote_code": False}
@@ -322,26 +318,3 @@ def read_folder(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Pr
     kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     model = kind.from_pretrained(folder, dtype=dtype, use_safetensors=True, **safely)
     return cast(PreTrainedModel, model.to(device).eval())
-
-
-@torch.no_grad()
-def generate(model: nn.Module, prompt: Tensor, *, ends: list[int], seed: int, **asked: Any) -> Tensor:
-    """(texts, new tokens) after a prompt (1, T), or as answers to it; texts that end earlier go on with padding.
-
-    Args:
-        model: by read_folder().
-        prompt: token ids.
-        ends: tokens that end a text.
-        seed: the same seed gives the same tokens.
-        asked: values of transformers' GenerationConfig. Others are as in the folder, such as a penalty on repetition.
-    """
-    theirs = cast(Any, model)
-    settings = copy.deepcopy(theirs.generation_config)
-    settings.update(eos_token_id=ends, max_length=None, **asked)
-    if settings.pad_token_id is None:
-        settings.pad_token_id = ends[0]
-    with torch.random.fork_rng([theirs.device] if theirs.device.type == "cuda" else [], device_type=theirs.device.type):
-        torch.manual_seed(seed)
-        prompt = prompt.to(theirs.device)
-        found = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings)
-    return cast(Tensor, found[:, 1 if theirs.config.is_encoder_decoder else prompt.shape[1] :].cpu())

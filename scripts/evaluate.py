@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,8 +28,22 @@ from parallel.errors import TemporaryError, UserError  # noqa: E402
 from recipes.files.exit_codes import REFUSED, TEMPORARY, leave  # noqa: E402
 
 if TYPE_CHECKING:
+    from recipes.data.config import DataConfig
+    from recipes.data.pairs import Pairing
     from recipes.evaluation.text import ProgressLine
+    from recipes.weights.locate import Weights
 
+PAIR_OPTIONS = {
+    "prompt_field": "name of the field with the prompt",
+    "answer_field": "name of the field with the answer",
+    "messages_field": "name of the field with the messages of a chat",
+    "prompt_prefix": "text before every prompt, such as 'summarize: '",
+    "prompt_suffix": "text after every prompt",
+    "chat_template": "file with the Jinja template of messages",
+    "chat_date": "what the template takes for today",
+    "long_pairs": "leave_out, cut_prompt_start or cut_prompt_end: those longer than --sequence-length",
+}
+"""Fields of [data] in a recipe, and what they mean."""
 # Published models allow far longer sequences than devices have memory for the logits of.
 LONGEST = 8192
 # Tokens whose logits are copied in float32 at a time.
@@ -44,13 +59,16 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("model", help="a Hugging Face folder, a checkpoint, or runs/NAME for its newest checkpoint")
     parser.add_argument("source", help='as data.source in a recipe: "python-stdlib", a file, folder or glob, or hf:ID')
-    parser.add_argument("--text-field", default="text", help="name of the text field in .jsonl and .parquet")
+    parser.add_argument("--text-field", help="name of the text field in .jsonl, .parquet and .csv (text)")
     parser.add_argument("--limit", type=int, default=0, help="evaluate the first N documents only; 0 = all")
     parser.add_argument(
         "--sequence-length", type=int, help=f"tokens per sequence (the model's own length, at most {LONGEST})"
     )
     parser.add_argument("--micro-batch-size", type=int, default=1, help="sequences per forward pass (%(default)s)")
     parser.add_argument("--document-mask", action="store_true", help="as data.document_mask in a recipe")
+    pairs = parser.add_argument_group("pairs", "of which only the answers are predicted; defaults are those of the run")
+    for name, meaning in PAIR_OPTIONS.items():
+        pairs.add_argument(f"--{name.replace('_', '-')}", help=meaning)
     parser.add_argument(
         "--bad-row-budget", type=float, default=0.01, help="share of rows that may hold no usable text (%(default)s)"
     )
@@ -70,6 +88,7 @@ def main(arguments: list[str]) -> int:
 
 def evaluate(options: argparse.Namespace) -> int:
     """Evaluate and print the result. Returns the exit code. Raises UserError."""
+    from models.transformers_config import TransformersConfig
     from recipes.evaluation.text import CountedDocuments, ProgressLine
     from recipes.weights.locate import find_weights
 
@@ -77,26 +96,30 @@ def evaluate(options: argparse.Namespace) -> int:
     weights = find_weights(options.model)
     tokenizer = weights.tokenizer
     length = options.sequence_length or min(weights.facts.context_length, LONGEST)
+    data = _data(options, weights)
+    pairing = _pairing(data, weights) if data.has_pairs else None
+    if pairing is None and isinstance(weights.model, TransformersConfig) and weights.model.is_encoder_decoder:
+        raise UserError("an encoder-decoder model predicts answers to prompts; write --prompt-field and --answer-field")
 
     import torch  # from here on
 
-    from models.decoder import Decoder
+    from models.build import build_model
     from parallel.config import ActivationCheckpointingConfig, CompileConfig, Float8Config, FSDPConfig, MeshConfig
     from parallel.dist import start, stop
+    from parallel.materialize import materialize
     from parallel.mesh import build_mesh
     from parallel.order import parallelize
     from recipes.evaluation.evaluate import evaluate_text
     from recipes.weights.convert import load_weights
 
     world = start(options.device, seed=0)
-    text = CountedDocuments(
-        options.source, text_field=options.text_field, limit=options.limit, budget=options.bad_row_budget
-    )
+    fields = pairing.format if pairing else data.text_field
+    text = CountedDocuments(options.source, text_field=fields, limit=options.limit, budget=options.bad_row_budget)
     line = ProgressLine(sys.stderr)
     show = partial(_show, line, limit=options.limit)
     try:
         with torch.device("meta"):
-            model = Decoder(weights.model, loss_chunks=-(-length * options.micro_batch_size // CHUNK_TOKENS))
+            model = build_model(weights.model, loss_chunks=-(-length * options.micro_batch_size // CHUNK_TOKENS))
         mesh = build_mesh(MeshConfig().fit(world.size), device_type=world.device.type)
         parallelize(
             model,
@@ -106,27 +129,65 @@ def evaluate(options: argparse.Namespace) -> int:
             compile=CompileConfig(),
             fsdp=FSDPConfig(param_dtype=options.dtype),
         )
-        model.to_empty(device=world.device)
+        if isinstance(weights.model, TransformersConfig):
+            materialize(model, device=world.device, seed=0)  # for buffers that no file holds
+        else:
+            model.to_empty(device=world.device)
         load_weights(model, weights)
-        found = evaluate_text(
-            model,
-            text,
-            tokenizer=tokenizer,
-            sequence_length=length,
-            micro_batch_size=options.micro_batch_size,
-            document_mask=options.document_mask,
-            mesh=mesh,
-            device=world.device,
-            on_progress=show if world.is_main else None,
-        )
+        how = {"mesh": mesh, "device": world.device, "micro_batch_size": options.micro_batch_size}
+        how["on_progress"] = show if world.is_main else None
+        if pairing:
+            from recipes.evaluation.pairs import PairReader, evaluate_pairs
+
+            reader = PairReader(text, tokenizer=tokenizer, pairing=pairing, length=length, long=data.long_pairs)
+            found = evaluate_pairs(model, reader, pairing=pairing, **how)
+            more = {"tokens": found.tokens, "pairs": reader.pairs}
+            more |= {"too_long": reader.left_out, "without_answer": reader.unusable}
+        else:
+            found = evaluate_text(
+                model, text, tokenizer=tokenizer, sequence_length=length, document_mask=options.document_mask, **how
+            )
+            names = ("bits_per_byte", "tokens", "text_bytes", "documents")
+            more = {name: getattr(found, name) for name in names}
     finally:
         line.end()
         stop()
     if world.is_main:
-        names = ("loss", "perplexity", "bits_per_byte", "tokens", "text_bytes", "documents")
         read = {"rows": text.rows, "bad_rows": text.bad_rows, "sequence_length": length}
-        print(json.dumps({name: getattr(found, name) for name in names} | read), flush=True)
+        print(json.dumps({"loss": found.loss, "perplexity": found.perplexity} | more | read), flush=True)
     return 0
+
+
+def _data(options: argparse.Namespace, weights: "Weights") -> "DataConfig":
+    """How rows are read: as by the run that made the weights, but for what the command line says."""
+    from recipes.data.config import DataConfig
+    from recipes.fields import complaint
+    from recipes.training.origin import data_of_run
+    from recipes.weights.locate import FROM_WEIGHTS
+
+    given = {name: value for name in PAIR_OPTIONS if (value := getattr(options, name)) is not None}
+    for name, value in given.items():
+        if wrong := complaint(f"data.{name}", value):
+            raise UserError(f"--{name.replace('_', '-')} {value}: {wrong}")
+    if options.text_field:
+        if given:
+            raise UserError("--text-field is for text without pairs; leave it out, or the options of pairs")
+        return DataConfig(text_field=options.text_field)
+    data = data_of_run(weights) or DataConfig()
+    if "messages_field" in given:
+        given = {"prompt_field": "", "answer_field": ""} | given
+    elif {"prompt_field", "answer_field"} & given.keys():
+        given = {"messages_field": ""} | given
+    data = replace(data, **given, tokenizer=FROM_WEIGHTS)
+    if bool(data.prompt_field) != bool(data.answer_field):
+        raise UserError("pairs have a prompt and an answer; write both --prompt-field and --answer-field")
+    return data
+
+
+def _pairing(data: "DataConfig", weights: "Weights") -> "Pairing":
+    from recipes.weights.pairing import pairing_of
+
+    return pairing_of(data, weights.model, weights)
 
 
 def _show(line: "ProgressLine", tokens: int, documents: int, *, limit: int) -> None:

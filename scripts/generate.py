@@ -24,6 +24,7 @@ from recipes.files.exit_codes import REFUSED, TEMPORARY, ended_by  # noqa: E402
 
 if TYPE_CHECKING:
     from recipes.evaluation.generate import OpenedModel
+    from recipes.weights.locate import Weights
 
 
 def main(arguments: list[str]) -> int:
@@ -105,7 +106,7 @@ def _generate(options: argparse.Namespace) -> int:
     if options.temperature is None:
         certain = options.beams > 1 or (opened.encoder_decoder and options.outputs == 1)
         sampling["temperature"] = 0.0 if certain else 0.8
-    prompt = _around(options.prompt, weights.path, prefix=options.prefix)
+    prompt = _around(options.prompt, weights, prefix=options.prefix)
     _announce_length(opened, prompt, options.max_tokens)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # the terminal may lack some characters
@@ -127,18 +128,14 @@ def _generate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _around(prompt: str, place: Path, *, prefix: str | None) -> str:
-    """The prompt with the texts around it that the run of a checkpoint, or of its export, was trained with."""
-    from recipes.files.layout import RECIPE
-    from recipes.load import load
+def _around(prompt: str, weights: "Weights", *, prefix: str | None) -> str:
+    """The prompt with the texts around it that the run that made the weights was trained with."""
+    from recipes.training.origin import data_of_run
 
-    suffix = ""
-    for file in (place.parent / RECIPE, place.parent.parent / RECIPE):
-        if file.is_file():
-            data = load(file, rules=False).data
-            prefix, suffix = data.prompt_prefix if prefix is None else prefix, data.prompt_suffix
-            break
-    return f"{prefix or ''}{prompt}{suffix}"
+    data = data_of_run(weights)
+    if prefix is None:
+        prefix = data.prompt_prefix if data else ""
+    return f"{prefix}{prompt}{data.prompt_suffix if data else ''}"
 
 
 def _announce_length(opened: "OpenedModel", prompt: str, max_tokens: int) -> None:

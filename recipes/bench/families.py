@@ -74,12 +74,14 @@ def main(arguments: list[str]) -> int:
 def measure(family: str, *, compiles: bool) -> Row:
     """What happens to one family. A refusal is a result; any other error is a defect and ends the program."""
     world = start("cpu", seed=0)
+    torch.compiler.reset()  # else the blocks of several models count as one that is compiled again and again
     try:
-        with TemporaryDirectory() as folder:
+        with TemporaryDirectory(prefix="family-") as folder:
             (Path(folder) / "config.json").write_text(json.dumps(FAMILIES[family]), encoding="utf-8")
             return _measure(Path(folder), world, compiles=compiles)
     except UserError as error:
-        return {"refused": str(error).splitlines()[-1]}
+        text = " ".join(str(error).split())  # of a recipe's refusal, what follows the name of the file
+        return {"refused": text.rpartition("not supported: ")[2] or text}
     finally:
         stop()
 
@@ -107,7 +109,6 @@ def _measure(folder: Path, world: World, *, compiles: bool) -> Row:
         changed = build(recipe_of(folder, f"--activation_checkpointing.mode={mode}").recipe, world)
         row |= {mode: largest_gap(losses(changed, data[:FEWER_STEPS], world), reference)}
     if compiles:
-        torch.compiler.reset()  # else the blocks of several models count as one that is compiled again and again
         changed = build(recipe_of(folder, "--compile.enabled=true").recipe, world)
         row |= {"compile": largest_gap(losses(changed, data[:FEWER_STEPS], world), reference)}
     return row | {"documents": "padded" if model.is_encoder_decoder else documents_gap(folder, world)}
@@ -120,9 +121,10 @@ def recipe_of(folder: Path, *changes: str) -> LoadedRecipe:
     weights = any(folder.glob("*.safetensors"))
     where = ("from_weights", "--model.weights", "--model.config=") if weights else ("from_config", "--model.config")
     sizes = {"sequence_length": TOKENS, "global_batch_size": ROWS, "micro_batch_size": ROWS // 2}
+    tokenizer = "from_weights" if weights else f"train:{VOCABULARY}"
     arguments = [
         *(f"--model.name={where[0]}", f"{where[1]}={folder}", *where[2:]),
-        *("--data.tokenizer=train:512", "--fsdp.param_dtype=float32", "--optimizer.weight_decay=0"),
+        *(f"--data.tokenizer={tokenizer}", "--fsdp.param_dtype=float32", "--optimizer.weight_decay=0"),
         *(f"--batch.{name}={size}" for name, size in sizes.items()),
     ]
     return load_run(base, [*arguments, *changes], processes=1, nodes=1)

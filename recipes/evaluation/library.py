@@ -1,11 +1,12 @@
 """Text by the generate() of transformers, from the model that it reads in an exported folder: for models that it
 defines, and for what models/cache.py has no code for: beams, and several texts at once."""
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -75,6 +76,7 @@ def write_texts(
     return sum(map(len, found)), seconds
 
 
+@torch.no_grad()
 def texts_of(
     opened: OpenedModel,
     prompt_ids: Sequence[int],
@@ -89,6 +91,8 @@ def texts_of(
 ) -> list[list[int]]:
     """The tokens of each text after the prompt, the best first, without the token that ends it.
 
+    Generation settings that came with the model hold for what is no argument here, such as a penalty on repetition.
+
     Args:
         opened: by open_exported().
         prompt_ids: tokens of the prompt.
@@ -98,22 +102,25 @@ def texts_of(
         beams: how many texts are followed at once.
         outputs: how many texts to return.
     """
-    from models.transformers import generate
-
-    ends = opened.stop_ids()
-    sampled = {"temperature": temperature, "top_k": top_k, "top_p": top_p} if temperature else {}
-    rows = generate(
-        opened.model,
-        torch.tensor([list(prompt_ids)]),
-        ends=sorted(ends),
-        seed=seed,
-        max_new_tokens=max_tokens,
+    model, ends = cast(Any, opened.model), opened.stop_ids()
+    settings = copy.deepcopy(model.generation_config)
+    if temperature:
+        settings.update(temperature=temperature, top_k=top_k, top_p=top_p)
+    settings.update(
         do_sample=temperature > 0,
         num_beams=beams,
         num_return_sequences=outputs,
-        **sampled,
+        max_length=None,
+        max_new_tokens=max_tokens,
+        eos_token_id=sorted(ends),
+        pad_token_id=min(ends) if settings.pad_token_id is None else settings.pad_token_id,
     )
-    return [_until(row, ends) for row in rows.tolist()]
+    prompt = torch.tensor([list(prompt_ids)], device=model.device)  # (1, T)
+    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else [], device_type=model.device.type):
+        torch.manual_seed(seed)
+        rows = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings)
+    begin = 1 if opened.encoder_decoder else len(prompt_ids)  # an answer begins after the token that starts a decoder
+    return [_until(row[begin:], ends) for row in rows.tolist()]
 
 
 def _until(tokens: list[int], ends: set[int]) -> list[int]:

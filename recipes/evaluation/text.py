@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import TextIO
 
 from parallel.errors import UserError
+from recipes.data.text.readers import Fields
 from recipes.data.text.rows import open_rows
 
 # Bad rows are judged after so many rows, so that a bad source is refused early and one bad row of the first ten is not.
@@ -20,8 +21,8 @@ class CountedDocuments:
     As in training, a row without usable text is skipped and counted; beyond the budget, the source is refused.
     """
 
-    def __init__(self, source: str, *, text_field: str, limit: int = 0, budget: float = 0.01) -> None:
-        """limit: this many documents at most; 0 = all. budget: share of the rows that may be bad."""
+    def __init__(self, source: str, *, text_field: Fields, limit: int = 0, budget: float = 0.01) -> None:
+        """text_field: or the fields of a pair. limit: so many documents at most; 0 = all. budget: share of bad rows."""
         self._source, self._text_field, self._limit, self._budget = source, text_field, limit, budget
         self.rows = self.bad_rows = 0
         self._first: list[str] = []

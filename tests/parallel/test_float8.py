@@ -13,8 +13,8 @@ from torch._inductor import inductor_prims
 from torch._inductor.compile_fx import compile_fx
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-from parallel import float8
 from models.interface import ModelInterface
+from parallel import float8
 from parallel.config import Float8Config
 from parallel.float8 import convert_linears
 from parallel.graphs import WriteOperandsOnce, graph_passes
