@@ -1,6 +1,6 @@
 """What [model] becomes for a model that Hugging Face transformers defines, and this project does not.
 
-Imports no torch, unless it is asked for a number that is counted on a model without values.
+Numbers that are counted on a model without values are counted by models/counts.py. Imports no torch.
 """
 
 import json
