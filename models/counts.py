@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -40,33 +40,33 @@ class Lengths:
     """Of S x T."""
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Of one model. FLOPs are those of the forward pass, full attention, per unit of the field of that name."""
+@cache
+def parameters(config: TransformersConfig) -> int:
+    """How many it has; a tied weight counts once. Raises ValueError for a model that transformers cannot build."""
+    return sum(parameter.numel() for parameter in _model(config).parameters())
 
-    parameters: int
-    """A tied weight counts once."""
-    flops: Lengths
 
-    def step_flops(self, lengths: Lengths, attention: AttentionFlops) -> float:
-        """FLOPs of a training step on texts of these lengths, without recomputation.
+def step_flops(config: TransformersConfig, lengths: Lengths, attention: AttentionFlops) -> float:
+    """FLOPs of a training step on texts of these lengths, without recomputation. Raises ValueError as forward_flops().
 
-        "causal" halves the attention of the decoder to itself; that of an encoder, and to it, has no causal mask. A
-        layer that attends within a window counts as if it attended to the whole text.
-        """
-        found = sum(getattr(self.flops, name) * amount for name, amount in vars(lengths).items())
-        if attention == "causal":
-            found -= self.flops.decoder_squared * lengths.decoder_squared / 2
-        return TRAINING * found
+    "causal" halves the attention of the decoder to itself; that of an encoder, and to it, has no causal mask. A layer
+    that attends within a window counts as if it attended to the whole text.
+    """
+    each = forward_flops(config)
+    found = sum(getattr(each, name) * amount for name, amount in vars(lengths).items())
+    if attention == "causal":
+        found -= each.decoder_squared * lengths.decoder_squared / 2
+    return TRAINING * found
 
 
 @cache
-def counts(config: TransformersConfig) -> Counts:
-    """Build the model on the meta device and count. Raises ValueError for a model that transformers cannot build, and
-    for one whose products do not follow from lengths as those of attention and linears do."""
-    with torch.device("meta"):
-        model = build_model(config)
-    parameters = sum(parameter.numel() for parameter in model.parameters())  # each once
+def forward_flops(config: TransformersConfig) -> Lengths:
+    """FLOPs of the forward pass with full attention, for each of these sums.
+
+    Raises ValueError for a model that transformers cannot build, and for one whose products do not follow from lengths
+    as those of linears and of attention do.
+    """
+    model = _model(config)
     # Attention looks at the values of masks unless tensors are fake ones. Its two products, not one kernel, count.
     with FakeTensorMode(allow_non_fake_inputs=True), sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         model.to_empty(device="cpu").eval()
@@ -82,7 +82,13 @@ def counts(config: TransformersConfig) -> Counts:
             f'the FLOPs of a "{config.settings.get("model_type")}" are not those of linears and of attention to whole'
             " texts; models with sparse or local attention cannot be trained"
         )
-    return Counts(parameters, found)
+    return found
+
+
+def _model(config: TransformersConfig) -> nn.Module:
+    """On the meta device."""
+    with torch.device("meta"):
+        return build_model(config)
 
 
 def _inputs(encoder: int, decoder: int) -> Tensor | EncoderDecoderInputs:

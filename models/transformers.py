@@ -9,9 +9,11 @@ B batch, T tokens, V vocabulary.
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     __version__,
+    masking_utils,
 )
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -211,6 +214,13 @@ def classes_of(family: str, *, is_encoder_decoder: bool) -> tuple[str | None, st
     base = auto.MODEL_MAPPING_NAMES.get(family)
     head = (pairs if is_encoder_decoder else causal).get(family)
     return head, base if isinstance(base, str) else None, family in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+
+@contextmanager
+def without_packing() -> Iterator[None]:
+    """Within it, each row is one text. transformers sees that in its positions, unless they are fake tensors."""
+    with patch.object(masking_utils, "find_packed_sequence_indices", lambda positions: None):
+        yield
 
 
 def plain_model(config: TransformersConfig) -> PreTrainedModel:

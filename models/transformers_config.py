@@ -7,12 +7,9 @@ import json
 import logging
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from models.config import AttentionFlops, ModelConfig
-
-if TYPE_CHECKING:
-    from models.counts import Counts
 
 # Before any import of transformers, which imports torchao: that tells of C++ extensions that a CPU cannot load.
 for _library in ("torchao", "torch.utils._pytree"):
@@ -55,28 +52,24 @@ class TransformersConfig(ModelConfig):
         """None: transformers knows the rules of each family."""
         return []
 
-    @property
-    def counts(self) -> "Counts":
-        """What is counted once, on a model without values. Raises ValueError where that is not possible."""
-        from models.counts import counts
-
-        return counts(self)
-
     def matmul_params(self) -> int:
         """Parameters in matrix products, of both stacks, each as often as a token meets it."""
-        flops = self.counts.flops
-        return round((flops.decoder + flops.encoder) / 2)
+        from models.counts import forward_flops
+
+        return round((forward_flops(self).decoder + forward_flops(self).encoder) / 2)
 
     def num_params(self) -> int:
-        """Total number of parameters; a tied weight counts once."""
-        return self.counts.parameters
+        """Total number of parameters, of a model without values; a tied weight counts once."""
+        from models.counts import parameters
+
+        return parameters(self)
 
     def flops_per_token(self, sequence_length: float, attention: AttentionFlops) -> int:
         """As for the decoder, counted by torch on a model without values. Of an encoder-decoder: per token of a pair
         of a prompt and an answer of `sequence_length` tokens each; counts.step_flops() takes their real lengths."""
-        from models.counts import Lengths
+        from models.counts import Lengths, step_flops
 
         length = sequence_length
         if self.is_encoder_decoder:
-            return round(self.counts.step_flops(Lengths(1, length, 1, length, length), attention) / 2)
-        return round(self.counts.step_flops(Lengths(1, length), attention))
+            return round(step_flops(self, Lengths(1, length, 1, length, length), attention) / 2)
+        return round(step_flops(self, Lengths(1, length), attention))

@@ -185,9 +185,10 @@ def test_no_folder_below_load_takes_a_whole_recipe() -> None:
 
 
 def test_model_and_its_parallelization_meet_in_one_file_of_training() -> None:
-    """And in scripts/evaluate.py, which trains nothing."""
+    """And in scripts/evaluate.py, which trains nothing, and where a plan takes a step on tensors without values."""
     files = [file for file in FILES if "parallel.order" in imports(file) and place(file) != "scripts"]
-    assert [name(file.parent) for file in files] == ["recipes/training"], list(map(name, files))
+    found = [name(file.parent) for file in files if name(file) != "recipes/plan/tracked.py"]
+    assert found == ["recipes/training"], list(map(name, files))
 
 
 def test_decoder_is_built_only_by_training_and_evaluation() -> None:

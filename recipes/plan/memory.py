@@ -7,6 +7,7 @@ allocator cannot use again (fragmentation) is not predicted. Imports no torch.
 from dataclasses import dataclass
 from math import inf
 
+from models.transformers_config import TransformersConfig
 from parallel.config import MeshDegrees
 from recipes.plan.moments import fullest_layers, moments
 from recipes.plan.sizes import Pieces, Sizes
@@ -20,6 +21,8 @@ NOT_COUNTED = (
     f"fragmentation; assumed: {CUDA / 1e9:g} GB for CUDA and, with several processes, {NCCL / 1e9:g} GB for NCCL"
 )
 """For whoever reads a prediction."""
+TRACKED = "counted operator by operator: torch.compile keeps less"
+"""The same, of a model of transformers."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class Prediction:
     """Bytes by moment and piece."""
 
     moments: dict[str, Pieces]
+    not_counted: str = NOT_COUNTED
+    """What else takes memory, for whoever reads it."""
 
     @property
     def fullest(self) -> str:
@@ -45,9 +50,18 @@ class Prediction:
 
 
 def predict(recipe: Recipe, degrees: MeshDegrees, *, context: bool = True) -> Prediction:
-    """The memory of one process of a mesh of these degrees. context: with what CUDA itself takes."""
-    size = Sizes(recipe, degrees)
+    """The memory of one process of a mesh of these degrees. context: with what CUDA itself takes.
+
+    Of a model of transformers, only the fullest moment: a step is taken on tensors without values, which needs seconds
+    and a process without a process group.
+    """
     outside = outside_of_torch(degrees) if context else {}
+    if isinstance(recipe.model, TransformersConfig):
+        from recipes.plan.tracked import fullest_moment  # torch
+
+        moment, pieces = fullest_moment(recipe, degrees)
+        return Prediction({moment: pieces | outside}, f"{NOT_COUNTED}; {TRACKED}")
+    size = Sizes(recipe, degrees)
     found = moments(size, range(recipe.model.layers))
     return Prediction({name: size.state | pieces | outside for name, pieces in found})
 
@@ -78,5 +92,5 @@ def summary(prediction: Prediction, capacity: int | None) -> list[str]:
     return [
         f"memory {prediction.peak / 1e9:.1f}{of} GB (predicted), fullest at {prediction.fullest}",
         f"  GB: {pieces}",
-        f"  not counted: {NOT_COUNTED}",
+        f"  not counted: {prediction.not_counted}",
     ]

@@ -11,7 +11,7 @@ from recipes.files.units import size
 from recipes.load import to_toml
 from recipes.mesh_rules import advice, batch_divides, fitted_mesh, micro_batches
 from recipes.metrics.hardware import Hardware, hardware_of
-from recipes.plan.memory import FULL, predict, summary
+from recipes.plan.memory import FULL, Prediction, predict, summary
 from recipes.plan.world import devices
 from recipes.schema import Recipe
 from recipes.training.run_folder import check_output_folder
@@ -30,6 +30,7 @@ def check(recipe: Recipe, *, processes: int | None, nodes: int | None) -> None:
     check_output_folder(recipe)
     hardware = hardware_of(recipe.run.name) if recipe.run.device != "cpu" else None
     degrees = _degrees(recipe, processes, nodes, hardware)
+    prediction = _prediction(recipe, degrees, hardware)
     moments = 8 if recipe.optimizer.state_dtype == "float32" else 4
     states = recipe.model.num_params() * (8 + moments) // degrees.copy
     on = "1 process" if degrees.processes == 1 else f"{degrees.processes:,} processes"
@@ -37,7 +38,7 @@ def check(recipe: Recipe, *, processes: int | None, nodes: int | None) -> None:
     lines = [
         *_work(recipe),
         f"on {on}: {degrees}; parameters, gradients and moments take {size(states)} per process{other}",
-        *_memory(recipe, degrees, hardware),
+        *_memory(recipe, prediction, hardware),
         f"batch: {recipe.batch.global_batch_size:,} sequences = {micro_batches(recipe.batch, degrees)}",
         *_parts(recipe),
     ]
@@ -46,8 +47,8 @@ def check(recipe: Recipe, *, processes: int | None, nodes: int | None) -> None:
     print("".join(f"# {line}\n" for line in lines) + "\n" + to_toml(recipe), end="")
     for line in advice(recipe.mesh, float8=recipe.float8):
         print(line, file=sys.stderr)
-    peak = predict(recipe, degrees).peak
-    if os.environ.get(FORCE) == "0" and recipe.run.device != "cpu":
+    peak = prediction.peak if prediction else 0
+    if prediction and os.environ.get(FORCE) == "0":
         _refuse_what_cannot_fit(peak, hardware)
     if hardware and peak > FULL * hardware.memory:
         print(
@@ -84,11 +85,17 @@ def _degrees(recipe: Recipe, processes: int | None, nodes: int | None, hardware:
     return fitted_mesh(recipe.mesh, processes, nodes)
 
 
-def _memory(recipe: Recipe, degrees: MeshDegrees, hardware: Hardware | None) -> list[str]:
+def _prediction(recipe: Recipe, degrees: MeshDegrees, hardware: Hardware | None) -> Prediction | None:
+    """Of a GPU's memory; None for a recipe of CPUs, and for one that nothing says the GPU of."""
+    asked = recipe.run.device == "cuda" or hardware is not None or os.environ.get(FORCE) == "0"
+    return predict(recipe, degrees) if asked and recipe.run.device != "cpu" else None
+
+
+def _memory(recipe: Recipe, prediction: Prediction | None, hardware: Hardware | None) -> list[str]:
     """What a GPU is predicted to hold; nothing for a recipe that is not made for one."""
-    if recipe.run.device != "cuda" and hardware is None:
+    if prediction is None or (recipe.run.device != "cuda" and hardware is None):
         return []
-    return summary(predict(recipe, degrees), hardware.memory if hardware else None)
+    return summary(prediction, hardware.memory if hardware else None)
 
 
 def _work(recipe: Recipe) -> list[str]:

@@ -17,8 +17,8 @@ from parallel.float8 import precompute_scales
 from parallel.fsdp import has_nothing_to_reduce, take_gradients, units_of, without_idle_resharding
 from parallel.materialize import materialize, whole
 from parallel.mesh import build_mesh
+from recipes.plan.live_bytes import fake_processes
 from tests.build import NO_FLOAT8, build_model
-from tests.live_bytes import fake_processes
 from tests.processes import run_processes
 
 DEBUG = SIZES["llama3_debug"]

@@ -33,10 +33,11 @@ from recipes.data.config import BatchConfig
 from recipes.load import load
 from recipes.metrics.hardware import MEMORY, Hardware, hardware_of
 from recipes.optimization.config import OptimizerConfig
+from recipes.plan.live_bytes import CPU, fake_processes
 from recipes.plan.memory import FULL, peak, predict
 from recipes.plan.sizes import Sizes
 from recipes.schema import Recipe
-from tests.live_bytes import CPU, build, fake_processes, tracked_step
+from tests.live_bytes import build, tracked_step
 
 ROOT = Path(__file__).resolve().parents[3]
 EAGER = ["--run.device=cpu", "--compile.enabled=false", "--fsdp.param_dtype=bfloat16"]

@@ -1,0 +1,265 @@
+"""The memory of a training step of a model of transformers: a whole step is taken on tensors without values.
+
+It is the step of rank 0 among processes that do not exist, on the CPU, operator by operator, but with the kernels of
+attention that a GPU has, and without the copies of logits that a compiled loss does not make. Compiled blocks keep less
+than is counted here. float8 products are emulated, from casts that are kept as on a GPU. Torch's FSDPMemTracker counts
+the same, but refuses several micro-batches.
+"""
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, cast
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from models.build import build_model
+from models.documents import Documents
+from models.interface import interface_of
+from models.loss import Kernels, SummedLoss
+from models.pairs import EncoderDecoderInputs
+from models.transformers_config import TransformersConfig
+from parallel.config import CompileConfig, MeshDegrees
+from parallel.fsdp import (
+    compute_with_whole_shards,
+    has_nothing_to_reduce,
+    take_gradients,
+    units_of,
+    without_idle_resharding,
+)
+from parallel.materialize import plain_name
+from parallel.mesh import Mesh, build_mesh
+from parallel.order import parallelize
+from parallel.reduce import clip_gradients, gradient_norm
+from recipes.optimization.optimizer import build_optimizer
+from recipes.optimization.skip_steps import backward
+from recipes.plan.live_bytes import CPU, LiveBytes, fake_processes
+from recipes.plan.sizes import Pieces
+from recipes.schema import Recipe
+
+MICRO_BATCHES = 3
+"""More of them find the same memory: the first, those between and the last differ."""
+
+MicroBatch = tuple[Tensor | EncoderDecoderInputs, Tensor, Documents | None]
+Hook = Callable[..., None]
+
+
+def _one_per_row(logits: Tensor) -> tuple[Tensor, Tensor]:
+    return logits.new_empty(len(logits), dtype=torch.float32), logits.new_empty(len(logits), dtype=torch.float32)
+
+
+WITHOUT_COPIES = Kernels(_one_per_row, lambda logits, largest, factors: None)
+"""As much memory as compiled kernels of the loss take; they compute nothing."""
+
+
+def fullest_moment(recipe: Recipe, degrees: MeshDegrees) -> tuple[str, Pieces]:
+    """When a process of a mesh of these degrees holds most in a step of the recipe, and what, in bytes.
+
+    The process must not have a process group. Raises UserError for what parallelize() refuses.
+    """
+    with fake_processes(degrees.processes), _kernels(recipe), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a run gives them where they mean something
+        step = _Step(recipe, build_mesh(degrees, device_type="cpu"))
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            step.allocate()
+            return step.fullest_moment(_micro_batches(recipe, degrees))
+
+
+def _micro_batches(recipe: Recipe, degrees: MeshDegrees) -> list[MicroBatch]:
+    """Of one process, with the longest texts; their values do not matter."""
+    batch, data = recipe.batch, recipe.data
+    count = batch.global_batch_size // (degrees.data_parallel * batch.micro_batch_size)
+    rows, length = batch.micro_batch_size, batch.sequence_length
+    tokens, documents = torch.zeros(rows, length, dtype=torch.int64), None
+    inputs: Tensor | EncoderDecoderInputs = tokens
+    if isinstance(recipe.model, TransformersConfig) and recipe.model.is_encoder_decoder:
+        targets = torch.zeros(rows, data.answer_length, dtype=torch.int64)
+        inputs = EncoderDecoderInputs(tokens, torch.ones_like(tokens, dtype=torch.bool), targets.clone())
+    else:
+        targets = tokens.clone()
+        if _is_packed(recipe):
+            # Of texts that begin somewhere: transformers only looks at the positions.
+            documents = Documents(tokens.clone(), torch.zeros(rows + 1, dtype=torch.int32), rows * length**2)
+    return [(inputs, targets, documents)] * max(1, min(count, MICRO_BATCHES))
+
+
+def _is_packed(recipe: Recipe) -> bool:
+    return recipe.data.document_mask or recipe.data.has_pairs
+
+
+@contextmanager
+def _kernels(recipe: Recipe) -> Iterator[None]:
+    """What computes as it would with values: masks of one text in each row, and attention on a GPU."""
+    from models.transformers import without_packing
+
+    on_gpu = patch.object(nn.functional, "scaled_dot_product_attention", _attention_of_gpus)
+    with (
+        nullcontext() if _is_packed(recipe) else without_packing(),
+        nullcontext() if recipe.run.device == "cpu" else on_gpu,
+    ):
+        yield
+
+
+def _attention_of_gpus(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch's scaled_dot_product_attention with the kernel that it chooses on a GPU: FlashAttention, which takes no
+    mask and no float32, or else the one of xFormers, in which every query head has its own key."""
+    if attn_mask is None and query.dtype != torch.float32:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention
+        output: Tensor = kernel(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        return output
+    if enable_gqa:
+        copies = query.shape[-3] // key.shape[-3]
+        key, value = (tensor.repeat_interleave(copies, -3) for tensor in (key, value))
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    output = kernel(query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale)[0]
+    return output
+
+
+class _Step:
+    """train_step() of recipes/training/step.py, whose layer is above this one; a test holds them together."""
+
+    def __init__(self, recipe: Recipe, mesh: Mesh) -> None:
+        """On the meta device."""
+        self._recipe, self._mesh = recipe, mesh
+        float8 = replace(recipe.float8, emulate=True, all_gather=False)
+        self._fsdp = replace(recipe.fsdp, cpu_offload=False)
+        self._fsdp = without_idle_resharding(mesh, self._fsdp, float8_gathers=False)
+        with torch.device("meta"):
+            self._model = build_model(recipe.model, loss_chunks=recipe.batch.loss_chunks)
+        parallelize(
+            self._model,
+            mesh,
+            float8=float8,
+            activation_checkpointing=recipe.activation_checkpointing,
+            compile=CompileConfig(enabled=False),
+            fsdp=self._fsdp,
+            context_by=recipe.mesh.context_by,
+        )
+        if recipe.compile.enabled:
+            cast(SummedLoss, self._model.get_submodule(interface_of(self._model).loss)).kernels = WITHOUT_COPIES
+
+    def allocate(self) -> None:
+        """Give it memory, which is not filled, and an optimizer."""
+        self._model.to_empty(device=CPU)
+        compute_with_whole_shards(self._model, self._mesh, self._fsdp)
+        self._units, self._parameters = units_of(self._model), tuple(self._model.parameters())
+        embedding = interface_of(self._model).embedding
+        self._optimizer = build_optimizer(self._model, self._recipe.optimizer, embedding=embedding)
+        self._reduces = not has_nothing_to_reduce(self._mesh, self._fsdp)
+
+    def fullest_moment(self, batches: list[MicroBatch]) -> tuple[str, Pieces]:
+        """See above. The first step makes the moments, the second one finds the peak, the third one what is there."""
+        live = LiveBytes()
+        _name_moments(self._model, self._optimizer, live)
+        live.follow(*self._parameters, *self._model.buffers())
+        for inputs, targets, _ in batches[:1]:
+            live.follow(*(vars(inputs).values() if isinstance(inputs, EncoderDecoderInputs) else [inputs]), targets)
+        for _ in range(2):
+            self._take(batches, live)
+        peak, found = live.peak, {}
+
+        def note() -> None:
+            if live.peak == peak:
+                found.update(self._pieces(live))
+
+        live.note = note
+        self._take(batches, live)
+        assert found, "two equal steps, but other peaks"
+        return live.fullest, found
+
+    def _take(self, batches: list[MicroBatch], live: LiveBytes) -> None:
+        gc.collect()  # as the training loop does, and not in the middle of a step
+        gc.disable()
+        live.restart()
+        live.moment = "the forward pass"
+        try:
+            with live:
+                self._train(batches)
+        finally:
+            gc.enable()
+
+    def _train(self, batches: list[MicroBatch]) -> None:
+        for index, (inputs, targets, documents) in enumerate(batches):
+            last = index == len(batches) - 1
+            for unit in self._units:
+                unit.set_requires_gradient_sync(last and self._reduces, recurse=False)
+                if not self._fsdp.reshard_after_forward:
+                    unit.set_reshard_after_backward(last, recurse=False)
+            backward(self._model(inputs, targets, documents=documents) / 1)
+        if not self._reduces:
+            take_gradients(self._units)
+        norm = gradient_norm(self._parameters)
+        if self._recipe.optimizer.grad_clip > 0:
+            clip_gradients(self._parameters, norm=norm, max_norm=self._recipe.optimizer.grad_clip)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def _pieces(self, live: LiveBytes) -> Pieces:
+        """What lives now. With offloading, the device holds neither parameters nor what is sharded like them."""
+        states = self._optimizer.state.values()
+        sharded: dict[str, list[Tensor | None]] = {
+            "parameters": list(self._parameters),
+            "moments": [tensor for state in states for tensor in state.values()],
+            "reduced gradients": [parameter.grad for parameter in self._parameters],
+        }
+        gathered: list[Tensor | None] = []
+        gradients: list[Tensor | None] = []
+        for unit in self._units:
+            group: Any = unit._get_fsdp_state()._fsdp_param_group
+            for parameter in group.fsdp_params if group else ():
+                whole = getattr(parameter, "_unsharded_param", None)
+                gathered.append(whole)
+                gradients += [parameter.unsharded_accumulated_grad, None if whole is None else whole.grad]
+        others = {"gathered weights": gathered, "new and accumulated gradients": gradients}
+        found = live.divided(sharded | others, rest="activations, logits and buffers")
+        return found | dict.fromkeys(sharded, 0) if self._recipe.fsdp.cpu_offload else found
+
+
+def _name_moments(model: nn.Module, optimizer: torch.optim.Optimizer, live: LiveBytes) -> None:
+    """Follow which part of the model is computing."""
+
+    def says(moment: str) -> Hook:
+        return lambda *_: setattr(live, "moment", moment)
+
+    def names(module: nn.Module, name: str, *, after: str) -> None:
+        """What begins with the module's forward pass, and with the gradient of its output."""
+
+        def forward_ends(module: nn.Module, inputs: Any, output: Any) -> None:
+            first = next(
+                (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad), None
+            )
+            if first is not None:
+                first.register_hook(says(after))
+
+        module.register_forward_pre_hook(says(name))
+        module.register_forward_hook(forward_ends)
+
+    interface = interface_of(model)
+    for name in interface.blocks:
+        short = plain_name(name).removeprefix("model.")
+        names(model.get_submodule(name), f"the forward pass of {short}", after=f"the backward pass of {short}")
+    names(model.get_submodule(interface.loss), "the loss", after="the gradient of the logits")
+    head = model.get_submodule(cast(str, interface.head or interface.tied_head))
+    names(head, "the head", after="the gradient of the head")
+    embedding = model.get_submodule(interface.embedding)
+    names(embedding, "the embedding", after="the gradient of the embedding")
+    optimizer.register_step_pre_hook(says("the optimizer"))
