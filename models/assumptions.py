@@ -27,8 +27,6 @@ def broken(model: nn.Module, interface: ModelInterface, *, dropout: bool) -> Ite
         yield f"{kind} is a mixture of experts ({expert}); only dense models are supported"
     if getattr(model, "_is_stateful", False):
         yield f"{kind} keeps a recurrent state; only models of attention are supported"
-    if getattr(model.config, "ngram", 1) > 1:
-        yield f"{kind} has a loss of its own, over several tokens at once"
     for group in shared_parameters(model):
         if inside := [name for name in group if name.startswith(tuple(f"{block}." for block in _plain(interface)))]:
             other = next(name for name in group if name != inside[0])
