@@ -17,6 +17,7 @@ MARKS = "\ufdd0", "\ufdd1"
 """Stand around an answer while the template is rendered. Unicode assigns no characters to them."""
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 TODAY = "strftime_now"
+SAFE_JINJA = (3, 1, 6)
 
 
 class Rendered(NamedTuple):
@@ -60,7 +61,9 @@ class ChatTemplate:
             return f"chat template: {' '.join(str(error).split())[:300] or type(error).__name__}"
 
     def _text(self, messages: list[dict[str, Any]], *, prompt: bool = False) -> str:
-        return self._template.render(messages=messages, tools=None, add_generation_prompt=prompt, **self._special)
+        nothing = {"tools": None, "documents": None}
+        text: str = self._template.render(messages=messages, add_generation_prompt=prompt, **nothing, **self._special)
+        return text
 
     def _by_marks(self, text: str) -> Rendered:
         begin, end = MARKS
@@ -94,9 +97,29 @@ class ChatTemplate:
 
 
 def _environment(date: str) -> Any:
+    """Jinja's sandbox, without what a template could reach Python itself with: it came with somebody's weights."""
+    import jinja2
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import Namespace
+
+    if tuple(map(int, re.findall(r"\d+", jinja2.__version__)[:3])) < SAFE_JINJA:
+        found, safe = jinja2.__version__, ".".join(map(str, SAFE_JINJA))
+        raise UserError(f"data.messages_field: the sandbox of jinja2 {found} leaks; pip install 'jinja2>={safe}'")
+
+    class PlainNamespace(Namespace):
+        """namespace() without names that Python uses."""
+
+        def __init__(self, *arguments: Any, **names: Any) -> None:
+            super().__init__()
+            for name, value in dict(*arguments, **names).items():
+                self[name] = value
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            if name.startswith("_"):
+                raise TemplateError(f"namespace() may not hold {name!r}")
+            super().__setitem__(name, value)
 
     class Generation(Extension):
         """{% generation %} ... {% endgeneration %}."""
@@ -122,10 +145,11 @@ def _environment(date: str) -> Any:
     def strftime_now(format: str) -> str:
         return datetime.date.fromisoformat(date).strftime(format)
 
-    found = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    found.filters["tojson"] = tojson
-    found.globals |= {"raise_exception": raise_exception, TODAY: strftime_now}
-    return found
+    sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    sandbox.filters["tojson"] = tojson
+    sandbox.globals |= {"raise_exception": raise_exception, TODAY: strftime_now, "namespace": PlainNamespace}
+    sandbox.globals["dict"] = lambda *arguments, **names: dict(*arguments, **names)
+    return sandbox
 
 
 def read_chat_files(folder: Path) -> dict[str, str]:
