@@ -15,7 +15,7 @@ class EncoderDecoderInputs:
     encoder_mask: Tensor
     """(B, S) bool: False at padding."""
     decoder_tokens: Tensor
-    """(B, T) int64: the model's start token, then all of the answer but its last token, then padding."""
+    """(B, T) int64: the model's start token, then the answer as far as there is room, then padding."""
 
     @property
     def shape(self) -> torch.Size:

@@ -95,7 +95,7 @@ class PairBatches(Batches):
         decoder[:, 0] = self._pairing.decoder_start
         for row, ((prompt, answer), (_, _, counts)) in enumerate(zip(parts, pairs, strict=True)):
             encoder[row, : len(prompt)], mask[row, : len(prompt)] = prompt, True
-            decoder[row, 1 : len(answer)] = answer[:-1]
+            decoder[row, 1 : len(answer) + 1] = answer[: shape[1] - 1]  # as transformers shifts labels
             if counts:
                 targets[row, : len(answer)] = answer
         inputs = EncoderDecoderInputs(*map(torch.from_numpy, (encoder, mask, decoder)))

@@ -49,7 +49,7 @@ def _settings_fit(data: DataConfig) -> Iterator[tuple[str, str]]:
                 "the chat template writes such text" if data.messages_field else "write messages_field, or omit it"
             )
             yield name, f"has no effect with {'messages' if data.messages_field else 'prompt'}_field; {instead}"
-    if data.chat_template and not Path(data.chat_template).expanduser().is_file():
+    if data.messages_field and data.chat_template and not Path(data.chat_template).expanduser().is_file():
         yield "chat_template", f"'{data.chat_template}' does not exist; give a file with a Jinja template"
     try:
         _ = data.chat_date and datetime.date.fromisoformat(data.chat_date)
