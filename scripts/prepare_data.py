@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # first: other distributions install a top-level `recipes` too
@@ -26,6 +26,7 @@ from recipes.files.screen import Screen, open_missing, tell  # noqa: E402
 from recipes.files.units import counted  # noqa: E402
 
 if TYPE_CHECKING:
+    from recipes.data.text.readers import Fields
     from recipes.data.tokens.shards import Index
     from recipes.data.tokens.workspace import Preparation
 
@@ -67,6 +68,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("folder", type=Path, help="folder for the shards")
     parser.add_argument("--tokenizer", required=True, help='as data.tokenizer: a tokenizer.json, its folder, "train:N"')
     parser.add_argument("--text-field", default="text", help="field or column that holds the text (default: text)")
+    parser.add_argument(
+        "--prompt-field", default="", help="field of the prompt, if rows are pairs of prompt and answer"
+    )
+    parser.add_argument("--answer-field", default="", help="field of the answer")
+    parser.add_argument("--messages-field", default="", help="field with the messages of a chat, instead of the two")
+    parser.add_argument("--prompt-prefix", default="", help="text before every prompt")
+    parser.add_argument("--prompt-suffix", default="", help="text after every prompt")
+    parser.add_argument("--chat-template", default="", help="as data.chat_template (default: beside the tokenizer)")
+    parser.add_argument("--chat-date", default="", help="as data.chat_date")
+    parser.add_argument("--encoder-decoder", action="store_true", help="the pairs are for an encoder-decoder model")
     parser.add_argument("--text-documents", default="auto", help="as data.text_documents (default: auto)")
     parser.add_argument(
         "--validation-fraction",
@@ -113,7 +124,8 @@ def prepare(options: argparse.Namespace) -> None:
         raise UserError(f"'{folder}' lies inside '{options.source}' and would be part of it; give another folder")
     for note in notes(source, text_documents=options.text_documents):
         say(note)
-    reading = {"text_field": options.text_field, "text_documents": options.text_documents}
+    fields = _fields(options)
+    reading: Any = {"text_field": fields, "text_documents": options.text_documents}
     tokenizer = load_tokenizer(options.tokenizer, sources=[source], **reading, cache=options.cache, log=say)
     work = preparation(
         source,
@@ -130,6 +142,11 @@ def prepare(options: argparse.Namespace) -> None:
         raise
     seconds = time.perf_counter() - started
     index = open_index(str(folder))
+    if not isinstance(fields, str) and fields.template:
+        from recipes.data.text.chat import chat_files
+
+        for name, text in chat_files(fields.template, dict(fields.special_tokens)).items():
+            (folder / name).write_text(text, encoding="utf-8")
     _require_training_text(options.source, index)
     with (folder / "quarantine.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in bad_rows(folder, index.shards))
@@ -140,6 +157,23 @@ def prepare(options: argparse.Namespace) -> None:
         say("nothing was left to do")
     share = f", validation_fraction = {options.validation_fraction:g}"
     say(f'in a recipe: source = "{folder}", tokenizer = "{folder / "tokenizer.json"}"{share}')
+
+
+def _fields(options: argparse.Namespace) -> "Fields":
+    """What is read of a row. Raises UserError for options that do not fit together."""
+    from recipes.data.config import DataConfig
+    from recipes.data.pair_rules import ONLY_OF_PAIRS, pair_problems
+
+    names = ("prompt_field", "answer_field", "messages_field", *(name for name in ONLY_OF_PAIRS if name in options))
+    given = {name: getattr(options, name) for name in (*names, "source", "text_field", "tokenizer")}
+    data = DataConfig(**given)
+    if not data.has_pairs and not options.encoder_decoder:
+        return data.text_field
+    for name, message in pair_problems(data, encoder_decoder=options.encoder_decoder):
+        raise UserError(f"--{name.replace('_', '-')}: {message}")
+    from recipes.weights.pairing import pair_format
+
+    return pair_format(data, {}, encoder_decoder=options.encoder_decoder)
 
 
 def _write(folder: Path, work: "Preparation", *, budget: float) -> int:

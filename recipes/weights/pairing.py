@@ -1,7 +1,7 @@
 """How a recipe's rows become pairs: from its fields, its model, and the chat template beside its tokenizer."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from models.config import ModelConfig
@@ -21,13 +21,24 @@ def pairing_of(data: DataConfig, model: ModelConfig, weights: Weights | None) ->
     without a template, and for a model that lacks a token."""
     encoder_decoder = isinstance(model, TransformersConfig) and model.is_encoder_decoder
     files = dict(weights.description.companions) if weights else {}
+    format = pair_format(data, files, encoder_decoder=encoder_decoder)
+    if not isinstance(model, TransformersConfig) or not encoder_decoder:
+        return Pairing(format)
+    generation = json.loads(files.get(GENERATION_CONFIG, "{}"))
+    start, padding = (_token(f"{name}_token_id", model, generation) for name in ("decoder_start", "pad"))
+    return Pairing(format, decoder_start=start, padding=padding)
+
+
+def pair_format(data: DataConfig, files: Mapping[str, str], *, encoder_decoder: bool) -> PairFormat:
+    """As pairing_of(). files: name -> text of what came with the weights; those beside another tokenizer replace it."""
     chat = {}
     if data.messages_field:
+        beside = {}
         if data.tokenizer != FROM_WEIGHTS:
             tokenizer = Path(data.tokenizer).expanduser()
-            files |= read_chat_files(tokenizer if tokenizer.is_dir() else tokenizer.parent)
-        chat = chat_settings(files, template=data.chat_template, date=data.chat_date)
-    format = PairFormat(
+            beside = read_chat_files(tokenizer if tokenizer.is_dir() else tokenizer.parent)
+        chat = chat_settings({**files, **beside}, template=data.chat_template, date=data.chat_date)
+    return PairFormat(
         prompt=data.prompt_field,
         answer=data.answer_field,
         messages=data.messages_field,
@@ -36,11 +47,6 @@ def pairing_of(data: DataConfig, model: ModelConfig, weights: Weights | None) ->
         encoder_decoder=encoder_decoder,
         **chat,
     )
-    if not isinstance(model, TransformersConfig) or not encoder_decoder:
-        return Pairing(format)
-    generation = json.loads(files.get(GENERATION_CONFIG, "{}"))
-    start, padding = (_token(f"{name}_token_id", model, generation) for name in ("decoder_start", "pad"))
-    return Pairing(format, decoder_start=start, padding=padding)
 
 
 def pairing_problems(data: DataConfig, model: ModelConfig, initial: InitialWeights) -> Iterator[tuple[str, str]]:

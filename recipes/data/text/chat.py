@@ -165,6 +165,11 @@ def read_chat_files(folder: Path) -> dict[str, str]:
     return found
 
 
+def chat_files(template: str, special_tokens: Mapping[str, str]) -> dict[str, str]:
+    """Files that read_chat_files() reads, with these contents."""
+    return {TEMPLATE: template, TOKENIZER_CONFIG: json.dumps(dict(special_tokens), indent=2) + "\n"}
+
+
 def chat_settings(files: Mapping[str, str], *, template: str, date: str) -> dict[str, Any]:
     """The fields of a PairFormat that concern chats.
 
@@ -195,7 +200,7 @@ def chat_settings(files: Mapping[str, str], *, template: str, date: str) -> dict
     tokens = {name: _content(value) for name, value in special.items() if name.endswith("_token")}
     return {
         "template": text,
-        "special_tokens": tuple(sorted((name, token) for name, token in tokens.items() if token)),
+        "special_tokens": tuple(sorted((name, token) for name, token in tokens.items() if token and name in text)),
         "date": date if TODAY in text else "",
     }
 
