@@ -39,6 +39,10 @@ class Lengths:
     crossed: float = 0
     """Of S x T."""
 
+    def __truediv__(self, batches: float) -> "Lengths":
+        """Of one of so many batches."""
+        return Lengths(*(amount / batches for amount in vars(self).values()))
+
 
 @cache
 def parameters(config: TransformersConfig) -> int:

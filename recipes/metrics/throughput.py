@@ -3,14 +3,19 @@
 import resource
 import sys
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed import ProcessGroup
 
 from models.config import ModelConfig
 from models.documents import Documents
+from parallel.errors import UserError
 from parallel.reduce import sum_over_group
 from recipes.metrics.hardware import bf16_peak
+
+if TYPE_CHECKING:
+    from models.counts import Lengths
 
 
 class AttentionLength:
@@ -54,22 +59,45 @@ class Throughput:
         self.device_name = device_name(device)
         self.peak = bf16_peak(self.device_name)
         self.model = model
-        self.flops = model.flops_per_token(sequence_length, "causal")
-        self.flops_full = model.flops_per_token(sequence_length, "full")
+        try:
+            self.flops = model.flops_per_token(sequence_length, "causal")
+            self.flops_full = model.flops_per_token(sequence_length, "full")
+        except ValueError as error:  # of a model of transformers
+            raise UserError(f"model: {error}") from None
 
-    def row(self, step_seconds: float, *, attention_length: float | None = None) -> dict[str, float | None]:
+    def row(
+        self,
+        step_seconds: float,
+        *,
+        attention_length: float | None = None,
+        tokens: tuple[float, float] | None = None,
+        lengths: "Lengths | None" = None,
+    ) -> dict[str, float | None]:
         """The rate columns of metrics.jsonl; tflops and mfu are null where the device's peak is unknown.
 
-        attention_length: from AttentionLength if documents are masked; replaces the sequence length in the FLOPs.
+        Args:
+            step_seconds: of one step, as everything here.
+            attention_length: from AttentionLength if documents are masked; replaces the sequence length in the FLOPs.
+            tokens: of pairs without padding, that an encoder reads and that a decoder reads; replace tokens_per_step.
+            lengths: of the pairs of an encoder-decoder model, from PairLengths; replace both in the FLOPs.
         """
-        per_second = self.tokens_per_step / step_seconds
-        flops, flops_full = self.flops, self.flops_full
+        of_step = self.tokens_per_step if tokens is None else sum(tokens)
+        per_second = of_step / step_seconds
+        flops: float = self.flops
+        flops_full: float = self.flops_full
+        columns = {}
         if attention_length is not None:
             flops = self.model.flops_per_token(attention_length, "causal")
             flops_full = self.model.flops_per_token(attention_length, "full")
+            columns = {"attention_length": attention_length}
+        if lengths is not None:
+            from models.counts import step_flops
+
+            flops, flops_full = (step_flops(self.model, lengths, kind) / of_step for kind in ("causal", "full"))
+            names = "encoder_tokens_per_second", "decoder_tokens_per_second"
+            columns = {name: count / step_seconds for name, count in zip(names, tokens, strict=True)}
         per_device = per_second / self.devices
-        counted = {} if attention_length is None else {"attention_length": attention_length}
-        return counted | {
+        return columns | {
             "tokens_per_second": per_second,
             "tokens_per_second_per_device": per_device,
             "tflops_per_device": per_device * flops / 1e12 if self.peak else None,

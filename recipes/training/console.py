@@ -8,6 +8,8 @@ from typing import IO, cast
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from models.config import ModelConfig
+from models.transformers_config import TransformersConfig
 from parallel.config import MeshDegrees
 from recipes.files.atomic import Lines
 from recipes.files.screen import Screen
@@ -85,8 +87,9 @@ def run_header(recipe: Recipe, degrees: MeshDegrees, throughput: Throughput, par
     parts: what each part of parallel/ did, one line each.
     """
     model, data, batch = recipe.model, recipe.data, recipe.batch
-    # Attention inside documents needs fewer; logged steps count them from the documents that were read.
-    at_most = "at most " if data.document_mask else ""
+    masked, inside = data.document_mask or data.has_pairs, "pairs" if data.has_pairs else "documents"
+    encoder_decoder = isinstance(model, TransformersConfig) and model.is_encoder_decoder
+    sequences = f"pairs, at most {batch.sequence_length} tokens of a prompt and {data.answer_length} of an answer"
     peak = "unknown, so no MFU" if throughput.peak is None else f"{throughput.peak / 1e12:.1f} TFLOP/s (dense bf16)"
     headline = f"{recipe.run.name}: {model.name} with {model.num_params():,} parameters"
     lines = [
@@ -94,12 +97,23 @@ def run_header(recipe: Recipe, degrees: MeshDegrees, throughput: Throughput, par
         f"mesh: {degrees} = {degrees.processes} {'process' if degrees.processes == 1 else 'processes'}"
         f" on {throughput.device_name}",
         *parts,
-        f"batch: {batch.global_batch_size} sequences of {batch.sequence_length} tokens"
+        f"batch: {batch.global_batch_size}"
+        f" {sequences if encoder_decoder else f'sequences of {batch.sequence_length} tokens'}"
         f" = {micro_batches(batch, degrees)}",
-        *(["attention: inside documents, with positions from 0 in each"] if data.document_mask else []),
-        f"flops: {at_most}{throughput.flops / 1e9:.3g} billion per token, peak of the device {peak}",
+        *([f"attention: inside {inside}, with positions from 0 in each"] if masked and not encoder_decoder else []),
+        f"flops: {_flops(model, throughput, masked=masked)}, peak of the device {peak}",
     ]
     return [headline, *(f"  {line}" for line in lines)]
+
+
+def _flops(model: ModelConfig, throughput: Throughput, *, masked: bool) -> str:
+    """What a token takes. Attention inside documents needs fewer; logged steps count them from what was read."""
+    if isinstance(model, TransformersConfig) and model.is_encoder_decoder:
+        from models.counts import TRAINING, forward_flops
+
+        each = forward_flops(model) / (1e9 / TRAINING)
+        return f"{each.encoder:.3g} billion per token of a prompt, {each.decoder:.3g} of an answer, besides attention"
+    return f"{'at most ' * masked}{throughput.flops / 1e9:.3g} billion per token"
 
 
 def step_line(row: Mapping[str, float | None], steps: int) -> str:

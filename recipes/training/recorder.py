@@ -1,19 +1,20 @@
 """What a logged step measures and where it goes: rates, goodput, stragglers, metrics.jsonl, the screen."""
 
 import gc
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from models.documents import Documents
 from models.interface import interface_of
+from models.pairs import EncoderDecoderInputs
+from models.transformers_config import TransformersConfig
 from parallel.dist import World
 from parallel.mesh import Mesh
 from parallel.reduce import reduce_loss_and_times
-from recipes.data.loader import DataLoader
+from recipes.data.loader import DataLoader, MicroBatch
 from recipes.metrics.clock import LOADING, LOG, STEP, RunClock
 from recipes.metrics.goodput import SKIPPED, Goodput
 from recipes.metrics.throughput import AttentionLength, Throughput, peak_memory_gib
@@ -25,6 +26,7 @@ from recipes.training.console import Console, step_line
 if TYPE_CHECKING:
     from recipes.cluster.stragglers import ComputeTime, StepTimes, Stragglers
     from recipes.metrics.memory import GpuMemory
+    from recipes.metrics.pair_lengths import PairLengths
     from recipes.training.foresight import Foresight
 
 
@@ -50,6 +52,12 @@ class Recorder:
         self._steps = recipe.run.steps
         self._knows_pace = False  # the first row's step compiled, and says nothing about the others
         self._attention_length = AttentionLength(mesh.data_group, device=world.device)
+        self._pair_lengths: PairLengths | None = None
+        if isinstance(recipe.model, TransformersConfig) and recipe.model.is_encoder_decoder:
+            from recipes.metrics import pair_lengths
+
+            self._pair_lengths = pair_lengths.PairLengths(mesh.data_group, device=world.device)
+        self._logged = clock.step  # the newest step that a row describes
         self.goodput = Goodput(clock, before=progress)
         self._compute: ComputeTime | None = None
         self._stragglers: Stragglers | None = None
@@ -83,11 +91,27 @@ class Recorder:
 
     def tokens(self, step: int) -> int:
         """Tokens of so many steps."""
-        return step * self._throughput.tokens_per_step
+        counted = self._loader.tokens(step)
+        return step * self._throughput.tokens_per_step if counted is None else sum(counted)
 
-    def count_documents(self, micro_batches: Iterable[Documents | None]) -> None:
-        """Take in the documents of a step's micro-batches, for the mean attention length."""
-        self._attention_length.count(micro_batches)
+    def count(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Take in a step's micro-batches, for how many tokens attend to how many."""
+        if self._pair_lengths is None:
+            self._attention_length.count(documents for _, _, documents in micro_batches)
+        else:
+            pairs = [(cast(EncoderDecoderInputs, inputs), targets) for inputs, targets, _ in micro_batches]
+            self._pair_lengths.count(pairs)
+
+    def _rates(self, step: int, step_seconds: float) -> dict[str, float | None]:
+        """The rate columns of the steps since the last row. All ranks call it."""
+        steps, tokens, lengths = step - self._logged, None, None
+        if (now := self._loader.tokens(step)) and (before := self._loader.tokens(self._logged)):
+            tokens = (now[0] - before[0]) / steps, (now[1] - before[1]) / steps
+        self._logged = step
+        if self._pair_lengths is not None:
+            lengths = self._pair_lengths.take() / steps
+        attention_length = self._attention_length.take()
+        return self._throughput.row(step_seconds, attention_length=attention_length, tokens=tokens, lengths=lengths)
 
     def log_step(self, step: int, loss: Tensor, norm: Tensor, *, learning_rate: float) -> None:
         """Record a step: one row of metrics.jsonl, one line on the screen. The host waits for the device here.
@@ -115,7 +139,7 @@ class Recorder:
                 "eta_seconds": (self._steps - step) * step_seconds if self._knows_pace else None,
                 "data_seconds": data_seconds,
                 "epochs": self._loader.epochs(step),
-                **self._throughput.row(step_seconds, attention_length=self._attention_length.take()),
+                **self._rates(step, step_seconds),
                 **memory,
                 **self.goodput.row(),
                 **slow,

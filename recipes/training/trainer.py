@@ -84,8 +84,7 @@ class Trainer:
                 stack.enter_context(observer.step(self.step + 1))
             with self.clock(LOADING):
                 batches = self.loader.batch(self.step)
-            if self.recipe.data.document_mask:
-                self.recorder.count_documents(documents for _, _, documents in batches)
+            self.recorder.count(batches)
             return train_step(
                 self.built,
                 batches,
@@ -183,7 +182,7 @@ class Trainer:
 
             export_model(self.built.model, self.folder / EXPORT, self.description, world=self.world)
         if done:
-            tokens = self.recorder.tokens(done)
+            tokens = self.recorder.tokens(self.step) - self.recorder.tokens(self.first_step)
             self.console.log(summary(done, tokens, seconds, validation_loss=self.validation_loss), style="bold")
             self.recorder.log_plan(self.step)
             if not recipe.checkpoint.every:

@@ -6,11 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from models.counts import Lengths, step_flops
 from models.documents import Documents
+from models.loss import IGNORED
+from models.pairs import EncoderDecoderInputs
 from models.sizes import SIZES
 from parallel.dist import start, stop
 from recipes.metrics import throughput as metrics
+from recipes.metrics.pair_lengths import PairLengths
 from recipes.metrics.throughput import AttentionLength, Throughput, peak_memory_gib
+from tests.families import family_config
 from tests.processes import run_processes
 
 CPU = torch.device("cpu")
@@ -101,3 +106,50 @@ def test_peak_memory_is_in_gib() -> None:
     block = torch.ones(2**28, dtype=torch.uint8)  # a quarter of a GiB
     del block
     assert 0.25 < peak_memory_gib() < 64
+
+
+# Pairs of an encoder-decoder model
+
+
+def pairs(prompts: list[int], answers: list[int]) -> tuple[EncoderDecoderInputs, torch.Tensor]:
+    """Padded inputs and targets of prompts and answers with so many tokens."""
+    mask = torch.arange(8) < torch.tensor(prompts)[:, None]  # (B, 8)
+    targets = torch.where(torch.arange(6) < torch.tensor(answers)[:, None], 1, IGNORED)  # (B, 6)
+    return EncoderDecoderInputs(torch.zeros(len(prompts), 8, dtype=torch.int64), mask, targets), targets
+
+
+def count_pairs() -> list[Lengths]:
+    world = start("cpu", seed=0)
+    counted = PairLengths(dist.group.WORLD, device=CPU)
+    found = []
+    for _ in range(2):
+        counted.count([pairs([2, 8], [6, 1])] if world.rank else [pairs([3], [5]), pairs([4], [2])])
+        found.append(counted.take())
+    stop()
+    return found
+
+
+def test_the_lengths_of_pairs_are_summed_over_processes_without_padding() -> None:
+    expected = Lengths(decoder=14, decoder_squared=66, encoder=17, encoder_squared=93, crossed=15 + 8 + 12 + 8)
+    assert run_processes(2, count_pairs) == [[expected] * 2] * 2
+
+
+def test_pairs_are_measured_in_the_tokens_and_flops_that_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    model, lengths = family_config("t5"), Lengths(14, 66, 17, 93, 43)
+    found = Throughput(model, tokens_per_step=1000, sequence_length=8, devices=2, device=CPU)
+    row = found.row(0.5, tokens=(17, 14), lengths=lengths)
+    assert row["encoder_tokens_per_second"] == 34 and row["decoder_tokens_per_second"] == 28
+    assert row["tokens_per_second"] == 62 and row["tokens_per_second_per_device"] == 31
+    flops = step_flops(model, lengths, "causal") / 0.5 / 2
+    assert row["tflops_per_device"] == pytest.approx(flops / 1e12)
+    assert row["mfu"] == pytest.approx(flops / H100_PEAK)
+    assert row["mfu_full"] == pytest.approx(step_flops(model, lengths, "full") / H100_PEAK)
+
+
+def test_packed_pairs_count_their_tokens_but_not_the_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = throughput(monkeypatch, "NVIDIA H100 80GB HBM3")
+    whole, padded = found.row(16.0, attention_length=100.0), found.row(16.0, attention_length=100.0, tokens=(0, 2**19))
+    assert {name: value / 2 for name, value in whole.items() if name != "attention_length"} == {
+        name: value for name, value in padded.items() if name != "attention_length"
+    }

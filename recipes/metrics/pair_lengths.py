@@ -1,0 +1,34 @@
+"""How long the pairs are that an encoder-decoder model reads, summed for the FLOPs of steps."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from models.counts import Lengths
+from models.loss import IGNORED
+from models.pairs import EncoderDecoderInputs
+from parallel.reduce import sum_over_group
+
+
+class PairLengths:
+    """Of the pairs of all data ranks since the last logged step, without padding."""
+
+    def __init__(self, group: ProcessGroup, *, device: torch.device) -> None:
+        """group: the processes that read different pairs."""
+        self._group = group
+        self._sums = torch.zeros(5, dtype=torch.float64, device=device)
+
+    def count(self, micro_batches: Iterable[tuple[EncoderDecoderInputs, Tensor]]) -> None:
+        """Count one step of this process, by its inputs and targets. The host does not wait for the device."""
+        for inputs, targets in micro_batches:
+            encoder, decoder = inputs.encoder_mask.sum(1).double(), (targets != IGNORED).sum(1).double()  # (B,)
+            products = decoder, decoder * decoder, encoder, encoder * encoder, encoder * decoder
+            self._sums += torch.stack([each.sum() for each in products])
+
+    def take(self) -> Lengths:
+        """The sums; then start again. Every process must call it, and the host waits for the device."""
+        found = Lengths(*sum_over_group(self._sums, self._group).tolist())
+        self._sums.zero_()
+        return found
