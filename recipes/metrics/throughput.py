@@ -3,19 +3,22 @@
 import resource
 import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.distributed import ProcessGroup
 
-from models.config import ModelConfig
+from models.config import AttentionFlops, ModelConfig
 from models.documents import Documents
+from models.transformers_config import TransformersConfig
 from parallel.errors import UserError
 from parallel.reduce import sum_over_group
 from recipes.metrics.hardware import bf16_peak
 
 if TYPE_CHECKING:
     from models.counts import Lengths
+
+ATTENTION: tuple[AttentionFlops, AttentionFlops] = ("causal", "full")
 
 
 class AttentionLength:
@@ -70,7 +73,7 @@ class Throughput:
         step_seconds: float,
         *,
         attention_length: float | None = None,
-        tokens: tuple[float, float] | None = None,
+        tokens: float | None = None,
         lengths: "Lengths | None" = None,
     ) -> dict[str, float | None]:
         """The rate columns of metrics.jsonl; tflops and mfu are null where the device's peak is unknown.
@@ -78,11 +81,10 @@ class Throughput:
         Args:
             step_seconds: of one step, as everything here.
             attention_length: from AttentionLength if documents are masked; replaces the sequence length in the FLOPs.
-            tokens: of pairs without padding, that an encoder reads and that a decoder reads; replace tokens_per_step.
-            lengths: of the pairs of an encoder-decoder model, from PairLengths; replace both in the FLOPs.
+            tokens: of packed pairs, without padding; replace tokens_per_step.
+            lengths: of the pairs of an encoder-decoder model, from PairLengths; replace all of these.
         """
-        of_step = self.tokens_per_step if tokens is None else sum(tokens)
-        per_second = of_step / step_seconds
+        of_step = self.tokens_per_step if tokens is None else tokens
         flops: float = self.flops
         flops_full: float = self.flops_full
         columns = {}
@@ -93,9 +95,11 @@ class Throughput:
         if lengths is not None:
             from models.counts import step_flops
 
-            flops, flops_full = (step_flops(self.model, lengths, kind) / of_step for kind in ("causal", "full"))
-            names = "encoder_tokens_per_second", "decoder_tokens_per_second"
-            columns = {name: count / step_seconds for name, count in zip(names, tokens, strict=True)}
+            model, of_step = cast(TransformersConfig, self.model), lengths.encoder + lengths.decoder
+            flops, flops_full = (step_flops(model, lengths, kind) / of_step for kind in ATTENTION)
+            stacks = {"encoder": lengths.encoder, "decoder": lengths.decoder}
+            columns = {f"{name}_tokens_per_second": count / step_seconds for name, count in stacks.items()}
+        per_second = of_step / step_seconds
         per_device = per_second / self.devices
         return columns | {
             "tokens_per_second": per_second,

@@ -104,14 +104,12 @@ class Recorder:
 
     def _rates(self, step: int, step_seconds: float) -> dict[str, float | None]:
         """The rate columns of the steps since the last row. All ranks call it."""
-        steps, tokens, lengths = step - self._logged, None, None
-        if (now := self._loader.tokens(step)) and (before := self._loader.tokens(self._logged)):
-            tokens = (now[0] - before[0]) / steps, (now[1] - before[1]) / steps
+        steps, tokens = step - self._logged, self.tokens(step) - self.tokens(self._logged)
         self._logged = step
         if self._pair_lengths is not None:
-            lengths = self._pair_lengths.take() / steps
+            return self._throughput.row(step_seconds, lengths=self._pair_lengths.take() / steps)
         attention_length = self._attention_length.take()
-        return self._throughput.row(step_seconds, attention_length=attention_length, tokens=tokens, lengths=lengths)
+        return self._throughput.row(step_seconds, attention_length=attention_length, tokens=tokens / steps)
 
     def log_step(self, step: int, loss: Tensor, norm: Tensor, *, learning_rate: float) -> None:
         """Record a step: one row of metrics.jsonl, one line on the screen. The host waits for the device here.

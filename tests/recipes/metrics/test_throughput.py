@@ -138,7 +138,7 @@ def test_pairs_are_measured_in_the_tokens_and_flops_that_they_have(monkeypatch: 
     monkeypatch.setattr(metrics, "device_name", lambda device: "NVIDIA H100 80GB HBM3")
     model, lengths = family_config("t5"), Lengths(14, 66, 17, 93, 43)
     found = Throughput(model, tokens_per_step=1000, sequence_length=8, devices=2, device=CPU)
-    row = found.row(0.5, tokens=(17, 14), lengths=lengths)
+    row = found.row(0.5, lengths=lengths)
     assert row["encoder_tokens_per_second"] == 34 and row["decoder_tokens_per_second"] == 28
     assert row["tokens_per_second"] == 62 and row["tokens_per_second_per_device"] == 31
     flops = step_flops(model, lengths, "causal") / 0.5 / 2
@@ -149,7 +149,7 @@ def test_pairs_are_measured_in_the_tokens_and_flops_that_they_have(monkeypatch: 
 
 def test_packed_pairs_count_their_tokens_but_not_the_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     found = throughput(monkeypatch, "NVIDIA H100 80GB HBM3")
-    whole, padded = found.row(16.0, attention_length=100.0), found.row(16.0, attention_length=100.0, tokens=(0, 2**19))
+    whole, padded = found.row(16.0, attention_length=100.0), found.row(16.0, attention_length=100.0, tokens=2**19)
     assert {name: value / 2 for name, value in whole.items() if name != "attention_length"} == {
         name: value for name, value in padded.items() if name != "attention_length"
     }
