@@ -101,6 +101,8 @@ def config_to_transformers(model: TransformersConfig, facts: TextFacts, *, dtype
     then = _facts(whole, vocabulary=model.vocabulary)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         now = getattr(facts, name)
+        if now is None and name == "pad_token_id" and model.is_encoder_decoder:
+            continue  # the token that its pairs were padded with, whatever the tokenizer says of it
         if now != getattr(then, name):
             settings[name] = list(now) if isinstance(now, tuple) else now
     return settings

@@ -5,6 +5,7 @@ authors that transformers does not contain is never run.
 
 B batch, T tokens, V vocabulary.
 """
+# ruff: noqa: E402
 
 import re
 from collections import Counter
@@ -17,6 +18,11 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+
+# transformers imports torchao where that is installed, and torchao tells of C++ extensions that a CPU cannot load.
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
+
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -31,6 +37,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.auto import modeling_auto as auto
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import logging as progress
 
 from models.assumptions import broken, dropouts, shared_parameters, why_documents_meet
 from models.documents import Documents
@@ -322,6 +329,7 @@ def _parent(model: nn.Module, name: str) -> nn.Module:
 
 def read_folder(folder: Path, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The model of a Hugging Face folder as transformers reads it, to generate with. Code and pickles are refused."""
+    progress.disable_progress_bar()
     safely: Any = {"local_files_only": True, "trust_remote_code": False}
     config = AutoConfig.from_pretrained(folder, **safely)
     kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM

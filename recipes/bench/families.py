@@ -100,7 +100,7 @@ def _measure(folder: Path, world: World, *, compiles: bool) -> Row:
     exported = folder / "exported"
     export(built, loaded, exported, world)
     theirs = their_model(exported)
-    row |= {"export": read_back(built, theirs, exported, folder / "again", world)}
+    row |= {"folder": read_back(built, theirs, exported, folder / "again", world)}
     data = [micro_batches(step, model) for step in range(STEPS)]
     row |= {"gradients": gradient_gap(built, theirs, data[0])}
     reference = their_losses(theirs, data)
@@ -323,7 +323,7 @@ COLUMNS: Mapping[str, str] = {
     "full": "full",
     "compile": "compile",
     "documents": "documents",
-    "export": "export",
+    "folder": "folder",
 }
 
 

@@ -252,9 +252,11 @@ def show_sample(
     """Let the model continue the beginning of a held-out document, or answer a held-out prompt, and log both."""
     tokenizer, config = loader.tokenizer, cast(ModelConfig, model.config)
     if isinstance(config, TransformersConfig) and config.is_encoder_decoder:
-        prompt, start = loader.held_out_tokens(batch.sequence_length), config.settings["decoder_start_token_id"]
+        prompt, (held_out, *_) = loader.held_out_tokens(batch.sequence_length), loader.validation_batches(1).values()
+        inputs = cast(EncoderDecoderInputs, next(held_out)[0])
+        start, end = int(inputs.decoder_tokens[0, 0]), tokenizer.end_of_document
         with without_dropout(model):
-            answer = answer_of(model, prompt, tokens=tokens, start=start, end=tokenizer.end_of_document, device=device)
+            answer = answer_of(model, prompt, tokens=tokens, start=start, end=end, device=device)
         log("a held-out prompt, and how the model answers it:", style="bold")
         log(tokenizer.decode(prompt), style="dim")
         log(tokenizer.decode(answer))

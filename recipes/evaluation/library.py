@@ -104,10 +104,10 @@ def texts_of(
     """
     model, ends = cast(Any, opened.model), opened.stop_ids()
     settings = copy.deepcopy(model.generation_config)
-    if temperature:
-        settings.update(temperature=temperature, top_k=top_k, top_p=top_p)
+    sampled = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     settings.update(
         do_sample=temperature > 0,
+        **(sampled if temperature else dict.fromkeys(sampled)),
         num_beams=beams,
         num_return_sequences=outputs,
         max_length=None,
