@@ -1,6 +1,8 @@
 """Models of transformers cut by their plans: every family against one process, and whole steps beside FSDP."""
 
 import json
+import re
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -18,12 +20,17 @@ from models.transformers import TransformersModel
 from models.transformers_config import TransformersConfig
 from parallel.dist import start, stop
 from parallel.errors import UserError
+from parallel.materialize import whole
+from parallel.mesh import build_mesh
 from parallel.tensor import split_over
 from recipes.load import CONFIGS, load
+from recipes.schema import Recipe
+from recipes.training.build import build
 from tests.families import family_config
+from tests.meshes import mesh_config, on_each_mesh
 from tests.parallel.combinations import degrees_of
 from tests.parallel.test_transformers import train_all, train_plainly
-from tests.processes import run_processes
+from tests.processes import ROOT, run_processes
 from tests.training import DEBUG
 
 VOCABULARY, ROWS, LENGTH, END = 96, 2, 24, 2
@@ -147,6 +154,22 @@ def test_a_run_cut_by_a_plan_follows_plain_transformers(name: str, trained: dict
             assert error < 1e-4, (case, parameter, error)
 
 
+def initial_weights(mesh: str, recipe: Recipe) -> dict[str, np.ndarray]:
+    """Name -> the whole parameter that a run on the mesh starts with."""
+    world = start("cpu", seed=0)
+    recipe = replace(recipe, model=config_of("gemma3_text"))
+    built = build(recipe, world, mesh=build_mesh(mesh_config(mesh).fit(world.size), device_type="cpu"))
+    found = {name: whole(parameter).detach().numpy() for name, parameter in built.model.named_parameters()}
+    stop()
+    return found
+
+
+def test_initial_weights_do_not_depend_on_how_they_are_cut() -> None:
+    found = on_each_mesh(["1.1.1.1", "1.2.1.2"], initial_weights, load(DEBUG))
+    for name, expected in found["1.1.1.1"][0].items():
+        assert all(np.array_equal(one[name], expected) for one in found["1.2.1.2"]), name
+
+
 REFUSED = {
     "gpt2_debug --mesh.tensor 2": "GPT2LMHeadModel has no tp_plan of transformers that was compared with one process",
     "t5_debug --mesh.tensor 2": "T5ForConditionalGeneration has no tp_plan",
@@ -163,3 +186,9 @@ def test_what_cannot_be_cut_is_refused_by_its_name(command: str) -> None:
     with pytest.raises(UserError) as refusal:
         load(CONFIGS / f"{recipe}.toml", arguments)
     assert REFUSED[command] in " ".join(str(refusal.value).split())
+
+
+def test_the_page_lists_the_families_that_are_cut() -> None:
+    page = (ROOT / "docs" / "parallelism.md").read_text(encoding="utf-8")
+    listed = page.partition("one process are\ncut: ")[2].partition(" (`model_type`")[0]
+    assert tuple(re.findall(r"\w+", listed.replace(" and ", " "))) == FAMILIES
