@@ -5,7 +5,6 @@ authors that transformers does not contain is never run.
 
 B batch, T tokens, V vocabulary.
 """
-# ruff: noqa: E402
 
 import re
 from collections import Counter
@@ -18,11 +17,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-
-# transformers imports torchao where that is installed, and torchao tells of C++ extensions that a CPU cannot load.
-for _name in ("torchao", "torch.utils._pytree"):
-    logging.getLogger(_name).setLevel(logging.ERROR)
-
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
