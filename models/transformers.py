@@ -107,6 +107,7 @@ class TransformersModel(nn.Module):
                 setattr(_parent(self, name), name.rpartition(".")[2], parameter)
         return self
 
+    @torch.no_grad()
     def initial_values(
         self, shapes: Mapping[str, Collection[int]], *, seed: int, device: torch.device
     ) -> Iterator[tuple[str, Tensor]]:
