@@ -198,6 +198,8 @@ def tokenizer_fits(tokenizer: str, *, model: ModelConfig, initial: InitialWeight
             yield "data.tokenizer", f'{problem}; write tokenizer = "{FROM_WEIGHTS}"'
             return
     if message := tokenizer_problem(tokenizer, model.vocabulary):
+        if isinstance(model, TransformersConfig):
+            message = message.replace("model.vocabulary", "vocab_size in config.json")
         yield "data.tokenizer", message
 
 

@@ -27,10 +27,10 @@ def config_fits(model: ModelConfig, initial: InitialWeights, *, written: Collect
     if type(now) is not type(trained):
         yield "model.config", "is another model than that of the run's checkpoints; restore it, or change run.name"
         return
-    for key, theirs in differences(now, trained):
-        if f"model.{key}" not in written:
-            remedy = "restore it, or give this run another name"
-            yield "model.config", f"the run's checkpoints were trained with {key} = {theirs!r}; {remedy}"
+    found = [(key, theirs) for key, theirs in differences(now, trained) if f"model.{key}" not in written]
+    if found:
+        then = ", ".join(f"{key} = {theirs!r}" for key, theirs in found)
+        yield "model.config", f"the run's checkpoints were trained with {then}; restore that, or change run.name"
 
 
 def transformers_fits(recipe: Recipe) -> Iterator[Violation]:

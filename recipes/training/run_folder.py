@@ -58,7 +58,7 @@ def identity_differences(old: Recipe, new: Recipe) -> list[str]:
     differences = [
         f"{key}: {toml(was)} in the folder's recipe.toml, {toml(now)} now"
         for key in field_types()
-        if key.startswith(IDENTITY) and key != "model.weights"  # used only before the first step
+        if key.startswith(IDENTITY) and key not in ("model.weights", "model.config")  # used before the first step
         if (was := value_of(old, key)) != (now := value_of(new, key))
         if not (key.endswith(("warmup_steps", "decay_steps")) and _same_phases(old, new))
     ]

@@ -266,8 +266,9 @@ def new_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
 def write_description(folder: Path, description: Description, *, dtype: str) -> None:
     """Write everything but the weights. dtype: torch's name of their type, such as "float32"."""
     facts, companions = description.facts, dict(description.companions)
-    begins = facts.bos_token_id is not None
     model = description.model
+    # The pairs of an encoder-decoder model are tokenized as by its own tokenizer.
+    begins = facts.bos_token_id is not None or (isinstance(model, TransformersConfig) and model.is_encoder_decoder)
     if isinstance(model, TransformersConfig):
         config = config_to_transformers(model, facts, dtype=dtype)
     else:

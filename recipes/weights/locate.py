@@ -174,7 +174,10 @@ def config_file(path: str) -> Path:
     if is_folder(file):
         file = file / HF_CONFIG
     if not file.exists():
-        raise UserError(f"{file} does not exist; write the path of a {HF_CONFIG}, or of a folder with one")
+        from recipes.data.text.hub import download_hint
+
+        hint = download_hint(path, HF_CONFIG) or f"; write the path of a {HF_CONFIG}, or of a folder with one"
+        raise UserError(f"{file} does not exist{hint}")
     return file
 
 
