@@ -30,9 +30,11 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
     drops = cast(ModelConfig, model.config).dropout
     if drops:
         model.eval()
-    yield
-    if drops:
-        model.train()
+    try:
+        yield
+    finally:
+        if drops:
+            model.train()
 
 
 @torch.no_grad()

@@ -1,0 +1,87 @@
+"""The debug recipes for models of transformers, from a config.json to text from the exported folder."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from parallel.dist import start, stop
+from recipes.evaluation.generate import open_model
+from recipes.evaluation.library import texts_of
+from recipes.files.layout import EXPORT, LOG_FILE
+from recipes.load import load
+from recipes.schema import Recipe
+from tests.training import rows, train
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+NAMES = ("gpt2_debug", "qwen3_debug", "t5_debug")
+GREEDY: dict[str, Any] = {"max_tokens": 6, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0}
+
+
+def short(name: str, corpus: Path, folder: Path, *, steps: int = 3) -> Recipe:
+    """The shipped recipe with its own model, on little text."""
+    changes = {
+        "run.steps": steps,
+        "run.output": folder / "runs",
+        "data.cache": corpus.parent / "cache",
+        "batch.global_batch_size": 4,
+        "checkpoint.every": 2,
+        "checkpoint.export_hf": "true",
+        "validation.every": 3,
+        "validation.batches": 2,
+        "validation.sample_tokens": 5,
+        "schedule.warmup_steps": 1,
+        "schedule.decay_steps": 0,
+        "metrics.every": 1,
+    }
+    if name != "t5_debug":
+        changes |= {"data.source": corpus, "data.tokenizer": "train:512", "batch.sequence_length": 32}
+    return load(CONFIGS / f"{name}.toml", [f"--{key}={value}" for key, value in changes.items()])
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def finished(request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    """A run of each recipe, to its end."""
+    recipe = short(request.param, corpus, tmp_path_factory.mktemp(request.param))
+    world = start("cpu", seed=0)
+    try:
+        assert train(recipe, world, silent=False) == 0  # or there is no log
+    finally:
+        stop()
+    return recipe
+
+
+def test_a_run_learns_validates_and_shows_a_sample(finished: Recipe) -> None:
+    found = rows(finished)
+    losses = [row["loss"] for row in found if "loss" in row]
+    assert len(losses) == 3 and losses[2] < losses[0]
+    assert sum("validation_loss" in row for row in found) == 1
+    log = (finished.run.folder / LOG_FILE).read_text()
+    assert "transformers, not our decoder" in log
+    sampled = (
+        "a held-out prompt, and how the model answers it:\nspell: " if "t5" in finished.run.name else "held-out text"
+    )
+    assert sampled in log
+
+
+def test_the_exported_folder_writes_the_same_text_as_the_checkpoint(finished: Recipe) -> None:
+    found = []
+    for place in (finished.run.folder, finished.run.folder / EXPORT):
+        opened = open_model(place, dtype=torch.float32, device=torch.device("cpu"))
+        ids = opened.prompt_ids("spell: 4 2" if opened.encoder_decoder else "def main")
+        found.append((ids, texts_of(opened, ids, **GREEDY, beams=1, outputs=1)))
+    assert found[0] == found[1] and len(found[0][1]) == 1
+
+
+def test_a_longer_run_goes_on_where_the_first_ended(finished: Recipe, corpus: Path) -> None:
+    folder = finished.run.folder.parents[1]
+    whole = short(finished.run.name, corpus, folder / "whole", steps=5)
+    world = start("cpu", seed=0)
+    try:
+        assert train(whole, world) == 0
+        assert train(short(finished.run.name, corpus, folder, steps=5), world) == 0
+    finally:
+        stop()
+    resumed, at_once = ([row["loss"] for row in rows(one) if "loss" in row] for one in (finished, whole))
+    assert resumed == at_once and len(resumed) == 5
