@@ -1,7 +1,8 @@
-"""Runs of models of transformers that stop and resume: bit-equal with dropout too, and on another number of processes."""
+"""Runs of models of transformers that stop and resume, bit-equal with dropout too, or on more processes."""
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,16 +26,12 @@ def recipe_for(model: str, folder: Path, corpus: Path) -> Recipe:
     """As the small recipe; a T5 learns the pairs of its debug recipe."""
     config = folder / f"{model}.json"
     config.write_text(json.dumps(FAMILIES[model] | {"vocab_size": 512, "pad_token_id": 0}))
-    text = f'base = "{ROOT}/configs/{model}_debug.toml"\n[model]\nconfig = "{config}"\n'
-    text += f'[data]\ntokenizer = "train:512"\ncache = "{corpus.parent}/cache"\n'
-    text += f'source = "{corpus if model == "gpt2" else ROOT / "configs/models/t5_debug_pairs.jsonl"}"\n'
-    (folder / f"{model}.toml").write_text(text)
-    small = small_recipe(corpus, folder)
-    sections = ("batch", "schedule", "checkpoint", "metrics", "validation")
-    arguments = [f"--{name}.{key}={value}" for name in sections for key, value in vars(getattr(small, name)).items()
-                 if value != getattr(getattr(Recipe(), name), key) and isinstance(value, int | str)]  # fmt: skip
-    recipe = load(folder / f"{model}.toml", arguments)
-    return change(recipe, run={"output": small.run.output, "device": "cpu", "steps": STEPS}, fsdp={"prefetch": 1})
+    file = folder / f"{model}.toml"
+    file.write_text(f'base = "{ROOT}/configs/{model}_debug.toml"\n[model]\nconfig = "{config}"\n')
+    small, theirs = small_recipe(corpus, folder), load(file, rules=False)
+    data = replace(theirs.data, tokenizer="train:512", cache=small.data.cache)
+    data = replace(data, source=str(ROOT / data.source) if data.prompt_field else small.data.source)
+    return change(replace(small, model=theirs.model, data=data), run={"steps": STEPS, "device": "cpu"})
 
 
 @pytest.fixture(scope="module")
