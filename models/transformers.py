@@ -288,6 +288,7 @@ def _interface_of(model: PreTrainedModel) -> ModelInterface:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None:
         raise ValueError(f"{kind} has no output projection (get_output_embeddings)")
+    model.loss_type = model.loss_type or "ForCausalLM"  # or transformers says that this is its default
     if model.loss_function is not ForCausalLMLoss:
         raise ValueError(f"{kind} has a loss of its own, {model.loss_function}; only cross-entropy is supported")
     for kept, *_ in shared_parameters(model):
