@@ -67,7 +67,7 @@ def violations(
             "batch.global_batch_size batch.micro_batch_size mesh",
             batch_divides(recipe.batch, mesh=mesh, **world),
         ),
-        ("attention data.document_mask run.device", attention_has_a_kernel(recipe.attention, data, device=run.device)),
+        ("attention data.document_mask run.device", attention_has_a_kernel(recipe)),
         ("attention fsdp.param_dtype model", flash3_fits(recipe.attention, recipe.fsdp, model=model)),
         ("activation_checkpointing model", blocks_can_recompute(recipe.activation_checkpointing, model=model)),
         ("float8.all_gather float8.recipe", float8_gathers(float8)),
@@ -303,13 +303,16 @@ def profile_fits(profile: ProfileConfig, *, steps: int) -> Iterator[Violation]:
         yield "profile.after", f"{rule}; write run.steps = {last} or more, or trace earlier"
 
 
-def attention_has_a_kernel(attention: AttentionConfig, data: DataConfig, *, device: str) -> Iterator[Violation]:
+def attention_has_a_kernel(recipe: Recipe) -> Iterator[Violation]:
     """Document masks use their own kernels, and some backends need CUDA (see parallel/kernels.py)."""
-    if data.document_mask and attention.backend not in ("auto", "flash3"):
-        rule = "has no effect with document_mask = true, which uses its own kernels"
+    attention, data, device = recipe.attention, recipe.data, recipe.run.device
+    packs_pairs = data.has_pairs and not isinstance(recipe.model, TransformersConfig)
+    if (data.document_mask or packs_pairs) and attention.backend not in ("auto", "flash3"):
+        where = "on pairs, which use their" if packs_pairs else "with document_mask = true, which uses its"
+        rule = f"has no effect {where} own kernels"
         yield "attention.backend", f'{rule}; write "auto", or "flash3" for GPUs that have it'
     elif device == "cpu" and attention.backend in ("cudnn", "flash3"):
-        other = '"auto"' if data.document_mask else '"auto", "flash" or "math"'
+        other = '"auto"' if data.document_mask or packs_pairs else '"auto", "flash" or "math"'
         yield "attention.backend", f'needs CUDA, but run.device = "cpu"; write {other}'
 
 

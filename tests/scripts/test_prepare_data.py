@@ -170,3 +170,16 @@ def test_user_error_is_one_message_and_leaves_nothing_behind(
     assert "Traceback" not in said
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["mine.txt"]
     assert not any((tmp_path / name).exists() for name in ("out", "inside"))  # nothing is left of it
+
+
+def test_prepared_chats_keep_their_template(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Yes."}]
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': chat})}\n" * 3)
+    (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}")
+    chats = (tmp_path / "chats.jsonl", tmp_path / "out", "--messages-field", "messages", "--validation-fraction", "0")
+    options = ("--tokenizer", "train:300", "--cache", tmp_path / "cache")
+    assert "write data.chat_template" in run(*chats, *options, code=2)
+    said = run(*chats, *options, "--chat-template", tmp_path / "chat.jinja")
+    assert "3 documents" in said
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == (tmp_path / "chat.jinja").read_text()
+    assert "needs" in run(*chats[:2], "--prompt-field", "question", *options, code=2)

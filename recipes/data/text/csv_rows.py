@@ -6,7 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from recipes.data.text.readers import BYTE_ORDER_MARK, LONGEST_ROW, Fields, Place, Row, Rows, text_of
+from recipes.data.text.readers import (
+    BYTE_ORDER_MARK,
+    LONGEST_ROW,
+    UTF_16,
+    UTF_16_MARKS,
+    Fields,
+    Place,
+    Row,
+    Rows,
+    text_of,
+)
 
 
 class _Lines(Iterator[str]):
@@ -32,7 +42,12 @@ def csv_rows(path: Path, *, text_field: Fields, start: Place) -> Rows:
     file, number, offset = start
     with path.open("rb") as stream:
         lines = _Lines(stream)
+        if stream.read(2) in UTF_16_MARKS:
+            raise ValueError(UTF_16)
+        stream.seek(0)
         header = next(csv.reader(lines, strict=True), [])
+        if len({*header}) < len(header):
+            raise ValueError("two columns of the header have the same name")
         if offset:
             stream.seek(offset)
             lines.bytes = offset

@@ -175,10 +175,10 @@ def test_special_tokens_and_template_come_from_the_tokenizer_s_files() -> None:
     config = {
         "bos_token": {"content": BEGIN},
         "eos_token": None,
-        "chat_template": [{"name": "default", "template": "T"}],
+        "chat_template": [{"name": "default", "template": "T {{ bos_token }}"}],
     }
     found = chat_settings({"tokenizer_config.json": json.dumps(config)}, template="", date="")
-    assert found == {"template": "T", "special_tokens": (("bos_token", BEGIN),), "date": ""}
+    assert found == {"template": "T {{ bos_token }}", "special_tokens": (("bos_token", BEGIN),), "date": ""}
     found = chat_settings(
         {"tokenizer_config.json": json.dumps(config), "chat_template.jinja": "J"}, template="", date=""
     )
