@@ -142,11 +142,7 @@ def prepare(options: argparse.Namespace) -> None:
         raise
     seconds = time.perf_counter() - started
     index = open_index(str(folder))
-    if not isinstance(fields, str) and fields.template:
-        from recipes.data.text.chat import chat_files
-
-        for name, text in chat_files(fields.template, dict(fields.special_tokens)).items():
-            (folder / name).write_text(text, encoding="utf-8")
+    _keep_template(folder, fields)
     _require_training_text(options.source, index)
     with (folder / "quarantine.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in bad_rows(folder, index.shards))
@@ -174,6 +170,15 @@ def _fields(options: argparse.Namespace) -> "Fields":
     from recipes.weights.pairing import pair_format
 
     return pair_format(data, {}, encoder_decoder=options.encoder_decoder)
+
+
+def _keep_template(folder: Path, fields: "Fields") -> None:
+    """Put a chat template beside the tokenizer, where recipes look for it."""
+    if not isinstance(fields, str) and fields.template:
+        from recipes.data.text.chat import chat_files
+
+        for name, text in chat_files(fields.template, dict(fields.special_tokens)).items():
+            (folder / name).write_text(text, encoding="utf-8")
 
 
 def _write(folder: Path, work: "Preparation", *, budget: float) -> int:

@@ -14,11 +14,11 @@ class DataConfig:
     """The text and how it is tokenized."""
 
     source: Annotated[str, MinLen(1)] = "python-stdlib"
-    """"python-stdlib", a file, folder or glob (.txt .jsonl .parquet), "hf:ID[:CONFIG[:SPLIT]]", or prepared shards."""
+    """"python-stdlib", a file, folder, glob (.txt .jsonl .parquet .csv), "hf:ID[:CONFIG[:SPLIT]]" or prepared shards."""
     mixture: dict[Annotated[str, MinLen(1)], Annotated[float, Gt(0)]] = field(default_factory=dict)
     """Several sources instead of `source`, each with its share of the tokens, such as {"web/*.parquet" = 0.7, ...}."""
     text_field: Annotated[str, MinLen(1)] = "text"
-    """Name of the text field or column in .jsonl and .parquet files."""
+    """Name of the text field or column in .jsonl, .parquet and .csv files."""
     text_documents: Annotated[str, MinLen(1)] = "auto"
     """A document of a .txt file is a "file", "line", "blank_line", "pieces", "auto" (docs/data.md) or a separator."""
     tokenizer: Annotated[str, MinLen(1)] = "train:4096"

@@ -7,7 +7,8 @@ from pathlib import Path
 from recipes.data.config import DataConfig
 from recipes.data.text.sources import STDLIB
 
-FIELDS = 'prompt_field and answer_field, or messages_field = "messages"'
+TWO_FIELDS = "prompt_field and answer_field"
+FIELDS = f'{TWO_FIELDS}, or messages_field = "messages"'
 ONLY_OF_PAIRS = ("prompt_prefix", "prompt_suffix", "chat_template", "chat_date", "long_pairs", "answer_length")
 """Settings that mean nothing without pairs."""
 
@@ -17,7 +18,7 @@ def pair_problems(data: DataConfig, *, encoder_decoder: bool) -> Iterator[tuple[
     written = [name for name in ONLY_OF_PAIRS if getattr(data, name) != getattr(DataConfig, name)]
     if not (data.prompt_field or data.answer_field or data.messages_field):
         if encoder_decoder:
-            yield "prompt_field", f"an encoder-decoder model learns answers to prompts; name the fields: {FIELDS[:29]}"
+            yield "prompt_field", f"an encoder-decoder model learns answers to prompts; name the fields: {TWO_FIELDS}"
         for name in written:
             yield name, f"is for pairs of prompt and answer; name their fields: {FIELDS}"
         return
@@ -32,7 +33,7 @@ def pair_problems(data: DataConfig, *, encoder_decoder: bool) -> Iterator[tuple[
         yield "text_field", "is not read where rows are pairs; omit it, or the fields of the pairs"
     if encoder_decoder:
         if data.messages_field:
-            yield "messages_field", "is for causal models; an encoder-decoder model needs prompt_field and answer_field"
+            yield "messages_field", f"is for causal models; an encoder-decoder model needs {TWO_FIELDS}"
     elif "answer_length" in written:
         yield "answer_length", "is for encoder-decoder models; batch.sequence_length limits prompt and answer together"
     yield from _settings_fit(data)
