@@ -14,7 +14,7 @@ class DataConfig:
     """The text and how it is tokenized."""
 
     source: Annotated[str, MinLen(1)] = "python-stdlib"
-    """"python-stdlib", a file, folder, glob (.txt .jsonl .parquet .csv), "hf:ID[:CONFIG[:SPLIT]]" or prepared shards."""
+    """"python-stdlib", file, folder, glob (.txt .jsonl .parquet .csv), "hf:ID[:CONFIG[:SPLIT]]" or prepared tokens."""
     mixture: dict[Annotated[str, MinLen(1)], Annotated[float, Gt(0)]] = field(default_factory=dict)
     """Several sources instead of `source`, each with its share of the tokens, such as {"web/*.parquet" = 0.7, ...}."""
     text_field: Annotated[str, MinLen(1)] = "text"
