@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from models.transformers_config import TransformersConfig
 from parallel.config import MeshDegrees
 from parallel.errors import UserError
 from recipes.files.exit_codes import FINISHED, REFUSED
@@ -55,7 +56,9 @@ def answer(arguments: Sequence[str]) -> int:
         processes = options.processes[0] if options.processes else None
         recipe = load(path, changes, rules=False)
         world = world_of(recipe, asked, processes=processes, nodes=options.nodes)
-        if options.search:
+        if isinstance(recipe.model, TransformersConfig):
+            found = _counted(path, changes, options, world, degrees_of(recipe, world))
+        elif options.search:
             found = _searched(path, changes, options, world)
         else:
             found = _planned(path, changes, options, world, degrees_of(recipe, world))
@@ -84,9 +87,23 @@ def _planned(path: str, changes: Sequence[str], options: Options, world: World, 
     return Answer(screen(size.plan, world, options.money, mark=_mark()), as_json(size, options.money), draw)
 
 
+def _counted(path: str, changes: Sequence[str], options: Options, world: World, degrees: MeshDegrees) -> Answer:
+    """The plan of a model of transformers: memory and FLOPs."""
+    from recipes.plan import counted
+
+    counted.refuse(options)
+    recipe = load(path, changes, processes=world.processes, nodes=world.nodes, elsewhere=True)
+    found = counted.plan(recipe, degrees, world)
+    return Answer(found.screen(mark=_mark()), found.numbers(), draw=lambda file: None)
+
+
 def _scaled(path: str, changes: Sequence[str], options: Options, asked: Asked) -> Answer:
     """Several numbers of processes."""
     recipe = load(path, changes, elsewhere=True)
+    if isinstance(recipe.model, TransformersConfig):
+        raise UserError(
+            "--processes N,N: compares times, which are not predicted for models of transformers; write one N"
+        )
     found = sizes(recipe, asked, processes=options.processes)
 
     def draw(file: Path) -> None:

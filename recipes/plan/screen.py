@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from textwrap import wrap
 
 from recipes.mesh_rules import micro_batches
+from recipes.plan.hardware import Gpu
 from recipes.plan.hints import hint
-from recipes.plan.memory import FULL
+from recipes.plan.memory import FULL, Prediction
 from recipes.plan.plan import DAY, MESSAGES, Cost, Plan
 from recipes.plan.scaling import Size
 from recipes.plan.world import World
@@ -49,10 +50,10 @@ def screen(plan: Plan, world: World, money: Money, *, mark: str = "#") -> list[s
     ]
     below = wrap(f"next: {hint(plan, world)}", COLUMNS, subsequent_indent=" " * 8)
     left = LINES - len(above) - len(["head of memory", ""]) - len(below)
-    return [*above, *_memory(plan, mark, rows=min(ROWS, left)), "", *below]
+    return [*above, *memory_table(plan.memory, mark, rows=min(ROWS, left)), "", *below]
 
 
-def about(recipe: Recipe, world: World, *, number: str = "") -> list[str]:
+def about(recipe: Recipe, world: World, *, number: str = "", timed: bool = True) -> list[str]:
     """What is planned, on what, and how sure its times are. number: of GPUs, if it is not that of the world."""
     by = f"calibrated {world.rates.calibrated}" if world.rates.calibrated else "not calibrated (--calibrated-by FILE)"
     nodes = "1 node" if world.nodes == 1 else f"{world.nodes:,} nodes"
@@ -61,7 +62,7 @@ def about(recipe: Recipe, world: World, *, number: str = "") -> list[str]:
         "",
         f"device  {world.gpu.name} with {world.gpu.memory / 1e9:.1f} GB ({world.kind_from})",
         number or f"number  {world.processes:,} in {nodes} ({world.number_from})",
-        f"rates   {by}; ranges are {world.rates.spread:.0%} to both sides",
+        *([f"rates   {by}; ranges are {world.rates.spread:.0%} to both sides"] if timed else []),
     ]
     return [part for line in lines for part in wrap(line, COLUMNS, subsequent_indent=" " * 8) or [""]]
 
@@ -82,8 +83,7 @@ def _answers(plan: Plan) -> list[str]:
     mfu, mfu_full = plan.mfu("causal"), plan.mfu("full")
     share = f"; MFU {mfu:.1%} (causal attention), {mfu_full:.1%} (full)" if mfu and mfu_full else ""
     return [
-        f"memory  {plan.memory.peak / 1e9:.1f} of {plan.gpu.memory / 1e9:.1f} GB, {_verdict(plan)}; fullest at"
-        f" {plan.memory.fullest}",
+        memory_line(plan.memory, plan.gpu),
         f"speed   {number(time.tokens_per_second)} tokens/s per {one(plan)} ({number(time.tokens / longest)} to"
         f" {number(time.tokens / shortest)}), {number(time.tokens_per_second * plan.degrees.processes)} in all",
         f"step    {seconds(time.step_seconds)} ({between(seconds(shortest), seconds(longest))}){share}",
@@ -106,9 +106,11 @@ def costs(plan: Plan, money: Money) -> list[str]:
     ]
 
 
-def _verdict(plan: Plan) -> str:
-    share = plan.memory.peak / plan.gpu.memory
-    return f"fits ({share:.0%})" if plan.fits else f"DOES NOT FIT ({share:.1%} > {FULL:.0%})"
+def memory_line(memory: Prediction, gpu: Gpu) -> str:
+    """The peak, and whether it fits."""
+    share = memory.peak / gpu.memory
+    verdict = f"fits ({share:.0%})" if share <= FULL else f"DOES NOT FIT ({share:.1%} > {FULL:.0%})"
+    return f"memory  {memory.peak / 1e9:.1f} of {gpu.memory / 1e9:.1f} GB, {verdict}; fullest at {memory.fullest}"
 
 
 def _time(plan: Plan, mark: str) -> list[str]:
@@ -133,9 +135,9 @@ def _messages(plan: Plan) -> list[str]:
     return [f"{'messages':<28}{'in all':>10}{'hidden':>10}{'not hidden':>12}{'share':>8}", *rows, ""] if rows else []
 
 
-def _memory(plan: Plan, mark: str, *, rows: int) -> list[str]:
+def memory_table(memory: Prediction, mark: str, *, rows: int) -> list[str]:
     """The pieces at the fullest moment."""
-    whole, pieces = plan.memory.peak, {name: float(amount) for name, amount in plan.memory.pieces.items()}
+    whole, pieces = memory.peak, {name: float(amount) for name, amount in memory.pieces.items()}
     head = f"{'memory at that moment':<28}{'GB':>10}{'share':>8}"
     shown = _largest(pieces, rows).items()
     return [head, *(_row(name, f"{amount / 1e9:.2f}", amount / whole, mark) for name, amount in shown)]

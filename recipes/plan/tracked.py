@@ -229,8 +229,8 @@ class _Step:
                 whole = getattr(parameter, "_unsharded_param", None)
                 gathered.append(whole)
                 gradients += [parameter.unsharded_accumulated_grad, None if whole is None else whole.grad]
-        others = {"gathered weights": gathered, "new and accumulated gradients": gradients}
-        found = live.divided(sharded | others, rest="activations, logits and buffers")
+        others = {"gathered weights": gathered, "gradients not yet reduced": gradients}
+        found = live.divided(sharded | others, rest="activations and buffers")
         return found | dict.fromkeys(sharded, 0) if self._recipe.fsdp.cpu_offload else found
 
 

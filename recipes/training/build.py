@@ -164,6 +164,8 @@ def _predicted_memory(recipe: Recipe, mesh: Mesh, device: torch.device) -> list[
     """Lines for the log about the peak of a step on a GPU."""
     if device.type != "cuda":
         return []
+    if isinstance(recipe.model, TransformersConfig):
+        return ["memory: as train.py RECIPE --check predicts it, which takes longer than a run should wait"]
     from recipes.plan.memory import predict, summary
 
     return summary(predict(recipe, mesh.degrees), torch.cuda.get_device_properties(device).total_memory)

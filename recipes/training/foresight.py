@@ -5,6 +5,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from models.transformers_config import TransformersConfig
 from parallel.config import MeshDegrees
 from parallel.errors import UserError
 from recipes.fields import toml
@@ -59,7 +60,7 @@ def foresight(recipe: Recipe, degrees: MeshDegrees, *, device: str, nodes: int) 
         if measured.name != (gpu.name if gpu else device):
             raise UserError(f"metrics.calibrated_by = {toml(file)}: measured on {measured.name}, but this is {device}")
         gpu = measured
-    if gpu is None:
+    if gpu is None or isinstance(recipe.model, TransformersConfig):
         return None
     try:
         found = step_time(recipe, degrees, gpu=replace(gpu, per_node=processes // nodes), rates=rates)

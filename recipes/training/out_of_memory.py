@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from models.transformers_config import TransformersConfig
 from parallel.dist import Heartbeats, World
 from parallel.errors import UserError
 from recipes.fields import toml
@@ -92,7 +93,8 @@ def _advice(recipe: Recipe, world: World, *, on_host: bool, started: bool = True
     offloads = on_host and world.device.type != "cpu"
     found = [*(host_remedies(recipe) if offloads else remedies(recipe, world))]
     found = [remedy for remedy in found if started or offloads or remedy[0] in STATE]
-    if not on_host and world.device.type == "cuda":
+    # That of a model of transformers is counted in a process of its own: --check predicts it.
+    if not on_host and world.device.type == "cuda" and not isinstance(recipe.model, TransformersConfig):
         found = [*_with_peaks(found, recipe, world)]
     lines = [(f"{key} = {toml(value)}", effect) for key, value, effect in found]
     lines += [("NPROC, nodes", "more of them, with mesh.shard = -1: each process holds a smaller part of the state")]
