@@ -31,7 +31,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.auto import modeling_auto as auto
 from transformers.pytorch_utils import Conv1D
-from transformers.utils import logging as progress
+from transformers.utils import logging as library_logging
 
 from models.assumptions import broken, dropouts, shared_parameters, why_documents_meet
 from models.documents import Documents
@@ -226,6 +226,7 @@ def without_packing() -> Iterator[None]:
 
 def plain_model(config: TransformersConfig) -> PreTrainedModel:
     """transformers' own model on torch's current device, in float32, without dropout unless the config asks for it."""
+    library_logging.set_verbosity_error()  # of notes to its own users, such as on the loss that we do not call
     theirs = library_config(config.settings)
     theirs.use_cache = False
     if not config.dropout:
@@ -325,7 +326,7 @@ def _parent(model: nn.Module, name: str) -> nn.Module:
 
 def read_folder(folder: Path, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The model of a Hugging Face folder as transformers reads it, to generate with. Code and pickles are refused."""
-    progress.disable_progress_bar()
+    library_logging.disable_progress_bar()
     safely: Any = {"local_files_only": True, "trust_remote_code": False}
     config = AutoConfig.from_pretrained(folder, **safely)
     kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
