@@ -28,6 +28,10 @@ from parallel.errors import TemporaryError, UserError  # noqa: E402
 from recipes.files.exit_codes import REFUSED, TEMPORARY, leave  # noqa: E402
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from parallel.dist import World
+    from parallel.mesh import Mesh
     from recipes.data.config import DataConfig
     from recipes.data.pairs import Pairing
     from recipes.evaluation.text import ProgressLine
@@ -101,16 +105,8 @@ def evaluate(options: argparse.Namespace) -> int:
     if pairing is None and isinstance(weights.model, TransformersConfig) and weights.model.is_encoder_decoder:
         raise UserError("an encoder-decoder model predicts answers to prompts; write --prompt-field and --answer-field")
 
-    import torch  # from here on
-
-    from models.build import build_model
-    from parallel.config import ActivationCheckpointingConfig, CompileConfig, Float8Config, FSDPConfig, MeshConfig
-    from parallel.dist import start, stop
-    from parallel.materialize import materialize
-    from parallel.mesh import build_mesh
-    from parallel.order import parallelize
+    from parallel.dist import start, stop  # torch, from here on
     from recipes.evaluation.evaluate import evaluate_text
-    from recipes.weights.convert import load_weights
 
     world = start(options.device, seed=0)
     fields = pairing.format if pairing else data.text_field
@@ -118,22 +114,7 @@ def evaluate(options: argparse.Namespace) -> int:
     line = ProgressLine(sys.stderr)
     show = partial(_show, line, limit=options.limit)
     try:
-        with torch.device("meta"):
-            model = build_model(weights.model, loss_chunks=-(-length * options.micro_batch_size // CHUNK_TOKENS))
-        mesh = build_mesh(MeshConfig().fit(world.size), device_type=world.device.type)
-        parallelize(
-            model,
-            mesh,
-            float8=Float8Config(),
-            activation_checkpointing=ActivationCheckpointingConfig(),
-            compile=CompileConfig(),
-            fsdp=FSDPConfig(param_dtype=options.dtype),
-        )
-        if isinstance(weights.model, TransformersConfig):
-            materialize(model, device=world.device, seed=0)  # for buffers that no file holds
-        else:
-            model.to_empty(device=world.device)
-        load_weights(model, weights)
+        model, mesh = _model(weights, world, dtype=options.dtype, tokens=length * options.micro_batch_size)
         how = {"mesh": mesh, "device": world.device, "micro_batch_size": options.micro_batch_size}
         how["on_progress"] = show if world.is_main else None
         if pairing:
@@ -156,6 +137,37 @@ def evaluate(options: argparse.Namespace) -> int:
         read = {"rows": text.rows, "bad_rows": text.bad_rows, "sequence_length": length}
         print(json.dumps({"loss": found.loss, "perplexity": found.perplexity} | more | read), flush=True)
     return 0
+
+
+def _model(weights: "Weights", world: "World", *, dtype: str, tokens: int) -> "tuple[nn.Module, Mesh]":
+    """The model with its weights, sharded over all processes. tokens: of a forward pass."""
+    import torch
+
+    from models.build import build_model
+    from models.transformers_config import TransformersConfig
+    from parallel.config import ActivationCheckpointingConfig, CompileConfig, Float8Config, FSDPConfig, MeshConfig
+    from parallel.materialize import materialize
+    from parallel.mesh import build_mesh
+    from parallel.order import parallelize
+    from recipes.weights.convert import load_weights
+
+    with torch.device("meta"):
+        model = build_model(weights.model, loss_chunks=-(-tokens // CHUNK_TOKENS))
+    mesh = build_mesh(MeshConfig().fit(world.size), device_type=world.device.type)
+    parallelize(
+        model,
+        mesh,
+        float8=Float8Config(),
+        activation_checkpointing=ActivationCheckpointingConfig(),
+        compile=CompileConfig(),
+        fsdp=FSDPConfig(param_dtype=dtype),
+    )
+    if isinstance(weights.model, TransformersConfig):
+        materialize(model, device=world.device, seed=0)  # for buffers that no file holds
+    else:
+        model.to_empty(device=world.device)
+    load_weights(model, weights)
+    return model, mesh
 
 
 def _data(options: argparse.Namespace, weights: "Weights") -> "DataConfig":
