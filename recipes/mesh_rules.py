@@ -72,8 +72,9 @@ def mesh_divides_model(
         remedy = f"write {listed([other.tensor for other in best or possible], last='or')}"
         unit = 16 * tensor  # float8 needs that of a head
         if "model.vocabulary" in rule and not model.weights:
+            key = "vocab_size in config.json" if isinstance(model, TransformersConfig) else "model.vocabulary"
             padded = model.vocabulary + -model.vocabulary % unit
-            remedy += f", or model.vocabulary = {padded}, with rows that no token has"
+            remedy += f", or {key} = {padded}, with rows that no token has"
         yield "mesh.tensor", f"{rule}; {remedy}"
         return
     heads = model.heads // tensor

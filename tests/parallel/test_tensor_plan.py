@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -186,6 +187,21 @@ def test_what_cannot_be_cut_is_refused_by_its_name(command: str) -> None:
     with pytest.raises(UserError) as refusal:
         load(CONFIGS / f"{recipe}.toml", arguments)
     assert REFUSED[command] in " ".join(str(refusal.value).split())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model_type": "olmo", "clip_qkv": 8.0}, "olmo cannot be cut with clip_qkv = 8.0 in its config.json; write 1"),
+        ({"model_type": "cohere", "use_qk_norm": True}, "cohere cannot be cut with use_qk_norm = True"),
+        ({"model_type": "qwen3", "vocab_size": 97}, "write 1, or vocab_size in config.json = 128"),
+    ],
+)
+def test_settings_that_cannot_be_cut_are_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE | settings))
+    with pytest.raises(UserError) as refusal:
+        load(CONFIGS / "qwen3_debug.toml", ["--mesh.tensor", "2", f"--model.config={tmp_path}"])
+    assert message in " ".join(str(refusal.value).split())
 
 
 def test_the_page_lists_the_families_that_are_cut() -> None:
