@@ -36,9 +36,9 @@ def broken(model: nn.Module, interface: ModelInterface, *, dropout: bool) -> Ite
     if not dropout and found:
         yield f"{kind} has dropout in {', '.join(found)}, which no key of its config.json turns off"
     if dropout and not found:
-        yield "model.dropout = true, but config.json asks for no dropout; write false"
+        yield "dropout = true, but config.json asks for no dropout; write false"
     if dropout and (layers := [key for key, value in vars(model.config).items() if "layerdrop" in key and value]):
-        yield f"model.dropout = true: {layers[0]} leaves out blocks, others on each process; write dropout = false"
+        yield f"dropout = true: {layers[0]} leaves out blocks, others on each process; write dropout = false"
 
 
 def dropouts(model: nn.Module) -> list[str]:

@@ -69,11 +69,11 @@ class TransformersModel(nn.Module):
     def about(self) -> str:
         """A line for the log."""
         kinds = Counter(type(self.get_submodule(name)).__name__ for name in self.interface.blocks)
-        parts = [f"{count} {kind}" for kind, count in kinds.items()]
+        parts = [" + ".join(f"{count} {kind}" for kind, count in kinds.items())]
         parts += [f"{self.model.config._attn_implementation} attention"]
         parts += [f"{len(self.transposed)} Conv1D as linears"] if self.transposed else []
         parts += ["dropout as in config.json"] if self.interface.draws_random else []
-        return f"{type(self.model).__name__} of transformers {__version__}: {', '.join(parts)}"
+        return f"{', '.join(parts)}, in {type(self.model).__name__} of transformers {__version__}"
 
     def forward(
         self,
@@ -291,7 +291,9 @@ def _interface_of(model: PreTrainedModel) -> ModelInterface:
         raise ValueError(f"{kind} has no output projection (get_output_embeddings)")
     model.loss_type = model.loss_type or "ForCausalLM"  # or transformers says that this is its default
     if model.loss_function is not ForCausalLMLoss:
-        raise ValueError(f"{kind} has a loss of its own, {model.loss_function}; only cross-entropy is supported")
+        raise ValueError(
+            f"{kind} has a loss of its own, {model.loss_function.__name__}; only cross-entropy is supported"
+        )
     for kept, *_ in shared_parameters(model):
         if kept in model.all_tied_weights_keys:
             raise ValueError(f"{kind} stores {kept} as {model.all_tied_weights_keys[kept]}, a name that comes later")

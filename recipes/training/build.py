@@ -195,7 +195,7 @@ def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh:
         mesh = build_mesh(degrees, device_type=world.device.type)
     fsdp = without_idle_resharding(mesh, recipe.fsdp, float8_gathers=recipe.float8.all_gather)
     model = _plain_model(recipe)
-    report = [f"model: {model.about}"] if isinstance(recipe.model, TransformersConfig) else []
+    report = [f"blocks: {model.about}"] if isinstance(recipe.model, TransformersConfig) else []
     report += placement(mesh.degrees, world.nodes)
     report += [f"GPU memory: {allocator_settings()}"] if world.device.type == "cuda" else []
     report += choose_attention(recipe.attention, device_type=world.device.type)
