@@ -6,6 +6,7 @@ Imports no torch.
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from models.config import LARGEST, ModelConfig, TextFacts
@@ -51,8 +52,12 @@ def _of_transformers(settings: Mapping[str, Any], *, reason: str) -> tuple[Trans
 
     def number(*names: str, default: int) -> int:
         """The first of these that the family has; transformers gives most of them one name."""
-        found = (getattr(library, name, None) for name in names)
-        return next((value for value in found if type(value) is int and value >= 1), default)
+        for name in names:
+            with suppress(Exception):  # of a family whose layers differ in it
+                value = getattr(library, name, None)
+                if type(value) is int and value >= 1:
+                    return value
+        return default
 
     layers, width = number("num_hidden_layers", default=1), number("hidden_size", default=1)
     if library.is_encoder_decoder:
@@ -82,7 +87,7 @@ def _of_transformers(settings: Mapping[str, Any], *, reason: str) -> tuple[Trans
     try:
         layout_of(model)  # builds it without values, so that what does not fit together is known at once
     except Exception as error:  # each family raises errors of its own
-        raise ValueError(f"transformers cannot build it: {' '.join(str(error).split())}") from None
+        raise ValueError(f"it cannot be built: {' '.join(str(error).split())}") from None
     return model, _facts(whole, vocabulary=model.vocabulary)
 
 
@@ -113,7 +118,7 @@ def _unsuitable(whole: Mapping[str, Any], *, family: str, nested: list[str]) -> 
     from models.transformers import classes_of
 
     if nested:
-        yield f"{', '.join(nested)}: models of several parts, such as text and images, are not supported"
+        yield f"{', '.join(nested)}: parts with configs of their own, such as text and images, are not supported"
         return
     both = bool(whole.get("is_encoder_decoder"))
     head, base, fills_gaps = classes_of(family, is_encoder_decoder=both)
@@ -126,10 +131,11 @@ def _unsuitable(whole: Mapping[str, Any], *, family: str, nested: list[str]) -> 
         yield f"architectures = {given!r}: only {head}, {kind} language model, is supported for this model_type"
     elif fills_gaps and not both and not whole.get("is_decoder"):
         yield f"model_type = {family!r}: its tokens see later tokens, unless is_decoder = true"
-    for key, value in whole.items():
-        if re.search(r"(^|_)experts?($|_)", key) and type(value) is int and value > 1:
-            yield f"{key} = {value}: mixtures of experts are not supported; only dense models are"
-            break
+    experts = {key: value for key, value in whole.items() if re.search(r"(^|_)experts?($|_)", key)}
+    counts = [key for key, value in experts.items() if type(value) is int and value > 1]
+    if counts:
+        key = next((key for key in counts if re.fullmatch(r"(moe_)?(n|num)_.*experts", key)), counts[0])
+        yield f"{key} = {experts[key]}: mixtures of experts are not supported; only dense models are"
 
 
 def _learned_positions(whole: Mapping[str, Any]) -> int:

@@ -104,7 +104,8 @@ def check_output_folder(recipe: Recipe) -> None:
     except TemporaryError:
         raise
     except UserError as error:
-        raise UserError(f"{folder} was written with another version of the recipe schema; {remedy}\n{error}") from None
+        reason = "was written with another version of the recipe schema, or its model is gone"
+        raise UserError(f"{folder} {reason}; {remedy}\n{error}") from None
     if differences := identity_differences(old, recipe):
         lines = "".join(f"\n  {line}" for line in differences)
         raise UserError(f"{folder} belongs to a different recipe:{lines}\n{remedy}, or put these keys back")

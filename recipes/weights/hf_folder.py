@@ -21,7 +21,7 @@ from models.layout import layout_of
 from models.transformers_config import TransformersConfig
 from parallel.errors import TemporaryError, UserError, listed
 from recipes.files.layout import TOKENIZER
-from recipes.files.reading import fault, may_pass, names_in
+from recipes.files.reading import fault, is_folder, may_pass, names_in
 from recipes.weights.companions import GENERATION_CONFIG, OUR_CLASS, TOKENIZER_CONFIG, exported_tokenizer_config
 from recipes.weights.locate import HF_CONFIG, Description
 from recipes.weights.tokenizer_file import token_names, without_added_tokens
@@ -52,6 +52,22 @@ class Entry:
 
 StoredTensors = dict[str, tuple[Path, Entry]]
 """Our name of a tensor, or of another that it is tied to -> the file that has it and its entry there."""
+
+
+def config_file(path: str) -> Path:
+    """The config.json that model.config names, by itself or by its folder. Raises UserError if there is none."""
+    try:
+        file = Path(path).expanduser()
+    except RuntimeError as error:  # no such user in ~user
+        raise UserError(f"{path} cannot be read: {error}") from None
+    if is_folder(file):
+        file = file / HF_CONFIG
+    if not file.exists():
+        from recipes.data.text.hub import download_hint
+
+        hint = download_hint(path, HF_CONFIG) or f"; write the path of a {HF_CONFIG}, or of a folder with one"
+        raise UserError(f"{file} does not exist{hint}")
+    return file
 
 
 def read_config(file: Path) -> tuple[ModelConfig, TextFacts]:

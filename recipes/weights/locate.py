@@ -133,7 +133,7 @@ class InitialWeights:
 
     @cached_property
     def _configured(self) -> ModelConfig | UserError:
-        from recipes.weights.hf_folder import read_config
+        from recipes.weights.hf_folder import config_file, read_config
 
         try:
             return read_config(config_file(self.config))[0]
@@ -163,22 +163,6 @@ def initial_weights(weights: str, run_folder: Path) -> Weights:
     if damaged is not None and not weights:
         raise damaged
     return find_weights(weights)
-
-
-def config_file(path: str) -> Path:
-    """The config.json that model.config names, by itself or by its folder. Raises UserError if there is none."""
-    try:
-        file = Path(path).expanduser()
-    except RuntimeError as error:  # no such user in ~user
-        raise UserError(f"{path} cannot be read: {error}") from None
-    if is_folder(file):
-        file = file / HF_CONFIG
-    if not file.exists():
-        from recipes.data.text.hub import download_hint
-
-        hint = download_hint(path, HF_CONFIG) or f"; write the path of a {HF_CONFIG}, or of a folder with one"
-        raise UserError(f"{file} does not exist{hint}")
-    return file
 
 
 def find_weights(path: str | Path) -> Weights:

@@ -427,7 +427,7 @@ def test_help_documents_every_field_with_its_value_in_the_recipe(
         ("smollm3_min.toml", r"^smollm3_min.toml does not exist; did you mean smollm3_mine.toml"),
         ("nosuch/smollm3_debg.toml", r"^nosuch/smollm3_debg.toml does not exist; did you mean .*smollm3_debug.toml"),
         ("smollm3_debug", r"^smollm3_debug does not exist; did you mean .*configs/smollm3_debug.toml"),
-        ("zzzz", r"^zzzz does not exist; recipes are in .*configs: llama3_405b_128x8h100, "),
+        ("zzzz", r"^zzzz does not exist; recipes are in .*configs: gpt2_124m_8xh100, "),
         ("configs/llama3_8b_8xh100.toml", r"did you mean .*configs/benchmarks/llama3_8b_8xh100.toml\?"),
     ],
 )

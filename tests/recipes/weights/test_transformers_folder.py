@@ -206,7 +206,7 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     "malformed": (lambda folder: edit_config(folder, n_embd="wide"), "transformers refuses it"),
     "uneven heads": (lambda folder: edit_config(folder, n_head=5), "divisible"),
     "far too large": (lambda folder: edit_config(folder, n_layer=10**9), "is more than 10,000"),
-    "images": (lambda folder: edit_config(folder, model_type="llava"), "models of several parts"),
+    "images": (lambda folder: edit_config(folder, model_type="llava"), "parts with configs of their own"),
     "masked": (
         lambda folder: (folder / "config.json").write_text('{"model_type": "bert", "vocab_size": 96}') and None,
         "its tokens see later tokens, unless is_decoder = true",
