@@ -14,7 +14,7 @@ from models.hf import CONTEXT_LENGTH, Unsupported, config_from_hf, text_facts
 from models.layout import layout_of
 from models.transformers_config import TransformersConfig
 
-INSTALL = 'transformers is not installed; pip install "transformers>=5"'
+INSTALL = 'transformers 5 or later is not installed; pip install "transformers>=5"'
 # Key -> what its presence asks for.
 REFUSED = {
     "auto_map": "custom code, which is never run; if transformers itself computes the same model, delete auto_map",
@@ -34,18 +34,22 @@ def read_model(settings: Mapping[str, Any]) -> tuple[ModelConfig, TextFacts]:
         return _of_transformers(settings, reason="; ".join(str(error).split("\n")))
 
 
+def require_transformers() -> None:
+    """Raises ValueError where transformers cannot be imported."""
+    try:
+        import models.transformers  # noqa: F401
+    except ImportError as error:
+        raise ValueError(INSTALL) from error
+
+
 def _of_transformers(settings: Mapping[str, Any], *, reason: str) -> tuple[TransformersConfig, TextFacts]:
     """As read_model."""
     if problems := [f"{key} = {settings[key]!r}: {why}" for key, why in REFUSED.items() if settings.get(key)]:
         raise ValueError("\n".join(problems))
-    try:
-        from models.transformers import library_config
-    except ImportError as error:
-        raise ValueError(INSTALL) from error
-    try:
-        library = library_config(settings)
-    except ImportError as error:
-        raise ValueError(INSTALL) from error
+    require_transformers()
+    from models.transformers import library_config
+
+    library = library_config(settings)
     whole = library.to_dict()
     if problems := [*_unsuitable(whole, family=settings["model_type"], nested=[*type(library).sub_configs])]:
         raise ValueError("\n".join(problems))

@@ -250,7 +250,12 @@ def read_description(folder: Path) -> tuple[ModelConfig, TextFacts]:
     file = folder / MODEL
     try:
         content = json.loads(read_text(file))
-        kind = TransformersConfig if "definition" in content["model"] else ModelConfig
+        kind = ModelConfig
+        if "definition" in content["model"]:
+            from models.hf_config import require_transformers
+
+            require_transformers()
+            kind = TransformersConfig
         model = TypeAdapter(kind).validate_python(content["model"])
         if problems := model.problems():
             raise ValueError("; ".join(f"{name} {message}" for name, message in problems))

@@ -126,4 +126,4 @@ def test_missing_transformers_is_said_with_the_command_that_installs_it(monkeypa
     write_config()
     monkeypatch.delitem(sys.modules, "models.transformers", raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert 'transformers is not installed; pip install "transformers>=5"' in refused()
+    assert 'transformers 5 or later is not installed; pip install "transformers>=5"' in refused()

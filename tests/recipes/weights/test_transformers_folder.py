@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from parallel.config import MeshConfig
 from parallel.dist import start, stop
 from parallel.errors import UserError
 from recipes.weights.convert import export_checkpoint, export_model, import_folder, load_weights
@@ -151,21 +152,28 @@ def without_head(found: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in found.items() if name != "lm_head.weight"}
 
 
-def shard_and_load(folder: Path, out: Path) -> bool:
+def shard_and_load(folder: Path, out: Path, mesh: MeshConfig) -> bool:
     """Load a folder onto 2 processes, each its own part, and write it again."""
     world = start("cpu", seed=0)
     weights = find_weights(folder)
-    model, _ = build_model(weights.model)
+    model, _ = build_model(weights.model, mesh=mesh)
     load_weights(model, weights)
     export_model(model, out, weights.description, world=world)
     stop()
     return True
 
 
-@pytest.mark.parametrize("case", ["gpt2", "t5", "bart, with a buffer"])
-def test_each_process_reads_its_part_and_all_write_the_same_folder_again(case: str, tmp_path: Path) -> None:
-    write_reference(tmp_path / "in", *CASES[case])
-    run_processes(2, shard_and_load, tmp_path / "in", tmp_path / "out")
+ON_TWO = [("gpt2", 1), ("t5", 1), ("bart, with a buffer", 1), ("qwen3", 2)]
+"""(case, mesh.tensor)"""
+
+
+@pytest.mark.parametrize(("case", "tensor"), ON_TWO)
+def test_each_process_reads_its_part_and_all_write_the_same_folder_again(
+    case: str, tensor: int, tmp_path: Path
+) -> None:
+    settings, _, file_size = CASES[case]
+    write_reference(tmp_path / "in", settings, torch.float32, file_size)
+    run_processes(2, shard_and_load, tmp_path / "in", tmp_path / "out", MeshConfig(tensor=tensor))
     assert tensors(tmp_path / "out") == tensors(tmp_path / "in")
 
 
