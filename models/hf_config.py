@@ -34,22 +34,26 @@ def read_model(settings: Mapping[str, Any]) -> tuple[ModelConfig, TextFacts]:
         return _of_transformers(settings, reason="; ".join(str(error).split("\n")))
 
 
-def require_transformers() -> None:
-    """Raises ValueError where transformers cannot be imported."""
+def require_known(settings: Mapping[str, Any]) -> Any:
+    """What transformers reads from a config.json. Raises ValueError where it is missing, or refuses that."""
     try:
-        import models.transformers  # noqa: F401
+        from models.transformers import library_config
     except ImportError as error:
         raise ValueError(INSTALL) from error
+    if not isinstance(settings, Mapping):
+        raise ValueError("a config.json must contain one JSON object")
+    return library_config(settings)
 
 
 def _of_transformers(settings: Mapping[str, Any], *, reason: str) -> tuple[TransformersConfig, TextFacts]:
     """As read_model."""
     if problems := [f"{key} = {settings[key]!r}: {why}" for key, why in REFUSED.items() if settings.get(key)]:
         raise ValueError("\n".join(problems))
-    require_transformers()
-    from models.transformers import library_config
-
-    library = library_config(settings)
+    most = LARGEST["layers"]  # before transformers lists what each layer is
+    numbers = ((key, value) for key, value in settings.items() if "layer" in key and type(value) is int)
+    if problems := [f"{key} = {value}: is more than {most:,}" for key, value in numbers if value > most]:
+        raise ValueError("\n".join(problems))
+    library = require_known(settings)
     whole = library.to_dict()
     if problems := [*_unsuitable(whole, family=settings["model_type"], nested=[*type(library).sub_configs])]:
         raise ValueError("\n".join(problems))
@@ -57,10 +61,13 @@ def _of_transformers(settings: Mapping[str, Any], *, reason: str) -> tuple[Trans
     def number(*names: str, default: int) -> int:
         """The first of these that the family has; transformers gives most of them one name."""
         for name in names:
+            value = None
             with suppress(Exception):  # of a family whose layers differ in it
                 value = getattr(library, name, None)
-                if type(value) is int and value >= 1:
-                    return value
+            if type(value) is int and value < 1:
+                raise ValueError(f"{name} = {value}: must be at least 1")
+            if type(value) is int:
+                return value
         return default
 
     layers, width = number("num_hidden_layers", default=1), number("hidden_size", default=1)
@@ -131,7 +138,7 @@ def _unsuitable(whole: Mapping[str, Any], *, family: str, nested: list[str]) -> 
         yield f"model_type = {family!r}: transformers has no class that trains it as {kind} language model"
         return
     given = whole.get("architectures") or [head]
-    if not {head, base} & set(given):
+    if not isinstance(given, list) or not any(name in (head, base) for name in given):
         yield f"architectures = {given!r}: only {head}, {kind} language model, is supported for this model_type"
     elif fills_gaps and not both and not whole.get("is_decoder"):
         yield f"model_type = {family!r}: its tokens see later tokens, unless is_decoder = true"

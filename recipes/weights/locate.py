@@ -252,13 +252,14 @@ def read_description(folder: Path) -> tuple[ModelConfig, TextFacts]:
         content = json.loads(read_text(file))
         kind = ModelConfig
         if "definition" in content["model"]:
-            from models.hf_config import require_transformers
-
-            require_transformers()
             kind = TransformersConfig
         model = TypeAdapter(kind).validate_python(content["model"])
         if problems := model.problems():
             raise ValueError("; ".join(f"{name} {message}" for name, message in problems))
+        if isinstance(model, TransformersConfig):
+            from models.hf_config import require_known
+
+            require_known(model.settings)
         return model, TypeAdapter(TextFacts).validate_python(content["text"])
     except (ValidationError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{file} does not describe a model of this version: {error}") from None

@@ -1,18 +1,20 @@
 """Recipes whose model a config.json defines: our decoder where it can, else transformers, or one clear error."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from models.config import TextFacts
 from models.hf import config_to_hf
 from models.sizes import SIZES
 from models.transformers_config import TransformersConfig
 from parallel.errors import UserError
 from recipes.load import load, to_toml
 from recipes.schema import Recipe
+from recipes.weights.locate import read_description
 from tests.families import FAMILIES
 from tests.training import DEBUG
 
@@ -127,3 +129,12 @@ def test_missing_transformers_is_said_with_the_command_that_installs_it(monkeypa
     monkeypatch.delitem(sys.modules, "models.transformers", raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert 'transformers 5 or later is not installed; pip install "transformers>=5"' in refused()
+
+
+@pytest.mark.parametrize("definition", ["{", "[]", '{"model_type": "gpt9"}', '{"vocab_size": 3}'])
+def test_a_checkpoint_whose_definition_is_damaged_or_unknown_is_refused(definition: str) -> None:
+    write_config()
+    content = {"model": asdict(replace(recipe_of().model, definition=definition)), "text": asdict(TextFacts(8))}
+    Path("model.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"model\.json does not describe a model of this version"):
+        read_description(Path())

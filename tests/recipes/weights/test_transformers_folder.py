@@ -209,10 +209,13 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda folder: edit_config(folder, architectures=["GPT2ForSequenceClassification"]),
         "only GPT2LMHeadModel, a causal language model, is supported",
     ),
+    "class of no list": (lambda folder: edit_config(folder, architectures="GPT2LMHeadModel"), "architectures = 'GPT2"),
     "unknown family": (lambda folder: edit_config(folder, model_type="gpt9"), "has no such model"),
     "no family": (lambda folder: edit_config(folder, model_type=None), "model_type = None"),
     "malformed": (lambda folder: edit_config(folder, n_embd="wide"), "transformers refuses it"),
     "uneven heads": (lambda folder: edit_config(folder, n_head=5), "divisible"),
+    "no words": (lambda folder: edit_config(folder, vocab_size=0), "vocab_size = 0: must be at least 1"),
+    "far too wide": (lambda folder: edit_config(folder, vocab_size=10**9), "vocabulary is more than 16,777,216"),
     "far too large": (lambda folder: edit_config(folder, n_layer=10**9), "is more than 10,000"),
     "images": (lambda folder: edit_config(folder, model_type="llava"), "parts with configs of their own"),
     "masked": (
