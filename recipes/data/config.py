@@ -61,7 +61,8 @@ class DataConfig:
     def has_pairs(self) -> bool:
         """Whether rows are pairs of prompt and answer, or messages; also true with settings that only pairs have."""
         fields = (self.prompt_field, self.answer_field, self.messages_field, self.prompt_prefix, self.prompt_suffix)
-        return any((*fields, self.chat_template, self.chat_date, self.long_pairs != DataConfig.long_pairs))
+        others = (self.long_pairs, self.answer_length) != (DataConfig.long_pairs, DataConfig.answer_length)
+        return any((*fields, self.chat_template, self.chat_date, others))
 
 
 @dataclass(frozen=True)

@@ -210,7 +210,8 @@ class PairSource:
         return found
 
     def _require_enough(self, every: Pairs, limits: Limits, budget: float) -> None:
-        if self.left_out <= budget * len(every) and len(self.pairs):
+        bad, rows = (sum(getattr(shard, name) for shard in self.source.shards.shards) for name in ("bad", "rows"))
+        if len(self.pairs) and (self.left_out == 0 or self.left_out + bad <= budget * rows):
             return
         inputs = every.lengths - 1 if limits.answer is None else every.prompts
         most = f"batch.sequence_length = {limits.prompt}"
@@ -220,7 +221,8 @@ class PairSource:
             longest = f"{longest} of a prompt and {int((every.lengths - every.prompts).max())} of an answer"
         raise UserError(
             f"data.long_pairs: {self.left_out} of the {len(every)} pairs of {self.source.name!r} are longer than"
-            f" {most}, more than data.bad_row_budget = {budget} allows to leave out; the longest have {longest}: raise"
+            f" {most}; with {bad} bad rows, that is more than data.bad_row_budget = {budget} allows to leave out. The"
+            f" longest have {longest}: raise"
             ' the limit, or write long_pairs = "cut_prompt_start" or "cut_prompt_end", which shorten prompts alone'
         )
 

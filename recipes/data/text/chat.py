@@ -49,15 +49,13 @@ class ChatTemplate:
         Answers are what the template puts between {% generation %} and {% endgeneration %}. In a template without
         these, an answer is what its message adds to the text of those before, with the prompt for it.
         """
-        from jinja2 import TemplateError
-
         try:
             if self._marked:
                 if any(mark in json.dumps(messages, ensure_ascii=False) for mark in MARKS):
                     return "chat template: a message holds U+FDD0 or U+FDD1, which are no characters"
                 return self._by_marks(self._text(messages))
             return self._by_prefixes(messages)
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        except Exception as error:  # whatever the code of a template runs into
             return f"chat template: {' '.join(str(error).split())[:300] or type(error).__name__}"
 
     def _text(self, messages: list[dict[str, Any]], *, prompt: bool = False) -> str:
