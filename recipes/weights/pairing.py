@@ -12,7 +12,7 @@ from recipes.data.pair_rules import pair_problems
 from recipes.data.pairs import Pairing
 from recipes.data.text.chat import chat_settings, read_chat_files
 from recipes.data.text.pairs import PairFormat
-from recipes.weights.companions import GENERATION_CONFIG
+from recipes.weights.companions import GENERATION_CONFIG, TOKENIZER_CONFIG
 from recipes.weights.locate import FROM_WEIGHTS, InitialWeights, Weights
 
 
@@ -21,6 +21,9 @@ def pairing_of(data: DataConfig, model: ModelConfig, weights: Weights | None) ->
     without a template, and for a model that lacks a token."""
     encoder_decoder = isinstance(model, TransformersConfig) and model.is_encoder_decoder
     files = dict(weights.description.companions) if weights else {}
+    if weights and data.messages_field and TOKENIZER_CONFIG not in files:  # it said no more than any export does
+        tokenizer = weights.tokenizer
+        files[TOKENIZER_CONFIG] = json.dumps({"eos_token": tokenizer.backend.id_to_token(tokenizer.end_of_document)})
     format = pair_format(data, files, encoder_decoder=encoder_decoder)
     if not isinstance(model, TransformersConfig) or not encoder_decoder:
         return Pairing(format)
