@@ -81,7 +81,7 @@ class DataLoader:
 
         opened = _open_on_all(world, opened_from, resumed_data_state=resumed_data_state, log=log)
         _require_vocabulary(opened.tokenizer, vocabulary)
-        self.tokenizer, self.data_state = opened.tokenizer, opened.data_state
+        self.tokenizer, self.data_state, self.pairing = opened.tokenizer, opened.data_state, pairing
         end, masked = self.tokenizer.end_of_document, data.document_mask and pairing is None
         self.document_boundary = end if masked else None
         """The token that attention does not look past, if the recipe asks for that."""

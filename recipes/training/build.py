@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -260,7 +260,12 @@ def _describe(
     if start is None and resume_step is not None:  # weights that an earlier start named, perhaps
         start = find_weights(step_folder(recipe.run.folder / CHECKPOINTS, resume_step))
     length = recipe.batch.sequence_length
-    return trained_description(recipe.model, loader.tokenizer, start, length=length, log=console.log)
+    found = trained_description(recipe.model, loader.tokenizer, start, length=length, log=console.log)
+    if loader.pairing is None or not loader.pairing.format.template:
+        return found
+    from recipes.data.text.chat import TEMPLATE
+
+    return replace(found, companions={**found.companions, TEMPLATE: loader.pairing.format.template})
 
 
 def _newest_checkpoint(recipe: Recipe, console: Console) -> int | None:
