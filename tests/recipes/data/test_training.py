@@ -84,6 +84,46 @@ def test_masked_mixture_resumes_on_other_numbers_of_processes(small: Recipe, sou
         assert set(row["epochs"]) == set(mixture)
 
 
+def test_chats_resume_on_other_numbers_of_processes_and_keep_their_template(small: Recipe, tmp_path: Path) -> None:
+    with (tmp_path / "chats.jsonl").open("w") as file:
+        for number in range(200):
+            messages = [
+                {"role": "user", "content": f"What is {number}?" + " Or so." * (number % 4)},
+                {"role": "assistant", "content": f"It is {number * 7919 % 1000}."},
+            ]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    (tmp_path / "chat.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    whole = change(
+        small,
+        run={"name": "whole_chats", "steps": 6},
+        data={
+            "source": str(tmp_path / "chats.jsonl"),
+            "messages_field": "messages",
+            "chat_template": str(tmp_path / "chat.jinja"),
+            "tokenizer": "train:300",
+            "validation_fraction": 0.2,
+        },
+        batch={"sequence_length": 128, "global_batch_size": 12},
+        checkpoint={"every": 100},
+        schedule={"kind": "constant", "warmup_steps": 2},
+        validation={"every": 3},
+    )
+    elastic = change(whole, run={"name": "elastic_chats"})
+    run_processes(1, run_all, [whole, change(elastic, run={"steps": 2})])
+    for processes, until in ((2, 4), (3, 6)):
+        run_processes(processes, run_all, [change(elastic, run={"steps": until})])
+    expected, found = rows(whole), rows(elastic)
+    assert [row["step"] for row in found if "loss" in row] == list(range(1, 7))
+    for name in ("loss", "validation_loss", "tokens", "epochs"):
+        then, now = ([row[name] for row in all_rows if name in row] for all_rows in (expected, found))
+        assert now[-1] == (pytest.approx(then[-1], rel=1e-5) if "loss" in name else then[-1])
+    assert 0 < found[-1]["tokens"] < 6 * 12 * 128, "padding is counted"
+    (checkpoint,) = (elastic.run.folder / "checkpoints").glob("*6")
+    assert (checkpoint / "chat_template.jinja").read_text() == (tmp_path / "chat.jinja").read_text()
+
+
 def test_resume_refuses_a_source_that_changed(small: Recipe, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 400)
     recipe = change(
