@@ -1,7 +1,7 @@
 """A sweep's results: one JSON object per row in results.jsonl, and the Markdown table. Imports no torch."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean, median
@@ -19,6 +19,8 @@ RESULTS = "results.jsonl"
 TABLE = "table.md"
 NUMBERS = 10
 """Columns of the table beside the row's label."""
+
+RATES = ("tokens_per_second_per_device", "tflops_per_device", "mfu", "mfu_full")
 
 Result = dict[str, Any]
 """A line of results.jsonl: label, fingerprint, overrides, processes, outcome, reason and seconds; if the row is done,
@@ -57,7 +59,8 @@ def measure(row: Row, folder: Path) -> Result:
 
     step_seconds is the median over windows of steps (see grid.windows) of a window's mean; rates follow from it.
     attention_length is the length that FLOPs are counted with: the sequence length or, where documents are masked, the
-    mean length of documents that the measured windows logged. Memory is rank 0's.
+    mean length of documents that the measured windows logged. Steps on pairs differ in tokens: their rates are what was
+    logged. Memory is rank 0's.
     """
     recipe = row.recipe
     rows = {logged["step"]: logged for logged in _logged(folder / METRICS)}
@@ -71,7 +74,7 @@ def measure(row: Row, folder: Path) -> Result:
     flops, flops_full = (recipe.model.flops_per_token(attended, kind) for kind in ("causal", "full"))
     environment = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
     peak = bf16_peak(environment["device"])
-    return {
+    found = {
         "step_seconds": middle,
         "step_seconds_least": min(times),
         "step_seconds_most": max(times),
@@ -91,6 +94,18 @@ def measure(row: Row, folder: Path) -> Result:
         "float8": _worst_casts(folder / FLOAT8_SHARES),
         "environment": environment,
     }
+    of_pairs = {name: _at_pace(name, rows, spans, seconds=middle) for name in RATES} if recipe.data.has_pairs else {}
+    return found | of_pairs
+
+
+def _at_pace(
+    column: str, rows: Mapping[int, Result], spans: Sequence[tuple[int, int]], *, seconds: float
+) -> float | None:
+    """The mean of a logged rate, if every step of these windows had taken so many seconds; None if it is unknown."""
+    if any(rows[end][column] is None for _, end in spans):
+        return None
+    amount = sum((end - begin) * rows[end][column] * rows[end]["step_seconds"] for begin, end in spans)
+    return amount / sum(end - begin for begin, end in spans) / seconds
 
 
 def _worst_casts(path: Path) -> list[list[Any]]:
@@ -218,7 +233,7 @@ def _cells(result: Result, first: float | None, gap: Sequence[tuple[int, float]]
         f"{rate / first:.2f}" if first else "",
         f"{seconds:.4g}",
         f"{below:+.1f} to {above:+.1f}",
-        f"{result['tflops_per_device']:.4g}",
+        "unknown" if result["tflops_per_device"] is None else f"{result['tflops_per_device']:.4g}",
         *percent,
         f"{result['peak_memory_gib']:.2f}",
         "not finite" if result["final_loss"] is None else f"{result['final_loss']:.4f}",

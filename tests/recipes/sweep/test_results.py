@@ -43,7 +43,9 @@ optimizer.lr = 1.0
 SECONDS = {1: 30.0, 4: 3.0, 8: 0.5, 12: 0.4, 16: 0.6, 18: 0.7}  # per step, by the last step of its window
 
 
-def logged(folder: Path, *, tokens_per_step: int, offset: float, nan_at: int | None = None, **more: float) -> None:
+def logged(
+    folder: Path, *, tokens_per_step: int, offset: float, nan_at: int | None = None, **more: float | None
+) -> None:
     """Write what a run leaves behind, with losses 5 - step / 10 + offset."""
     folder.mkdir(parents=True)
     rows = [
@@ -122,6 +124,20 @@ def test_flops_count_attention_at_the_document_length_that_the_run_logged(sweep:
     whole = current_results(sweep)["bf16"]
     assert whole["attention_length"] == 256 and result["tflops_per_device"] < whole["tflops_per_device"]
     assert "count attention at the mean length of the documents, as the run logged it" in table(sweep, {})
+
+
+def test_rates_of_pairs_are_those_that_the_run_logged_at_the_median_pace(sweep: Sweep) -> None:
+    row = sweep.rows[4]
+    data = replace(row.recipe.data, prompt_field="question", answer_field="answer")
+    row = replace(row, recipe=replace(row.recipe, data=data))
+    rates = {"tokens_per_second_per_device": 100.0, "tflops_per_device": None, "mfu": None, "mfu_full": 0.5}
+    logged(row.recipe.run.folder, tokens_per_step=4096, offset=0.0, **rates)
+    result = result_of(row, Ended("done", "", 40.0))
+    mean_seconds = (4 * 0.5 + 4 * 0.4 + 4 * 0.6 + 2 * 0.7) / 14
+    assert result["tokens_per_second_per_device"] == pytest.approx(100 * mean_seconds / 0.55)
+    assert result["mfu_full"] == pytest.approx(0.5 * mean_seconds / 0.55)
+    assert result["tflops_per_device"] is result["mfu"] is None
+    assert "| unknown | unknown | 48.1 |" in table(sweep, {row.label: result})
 
 
 def test_speeds_are_relative_to_the_first_measured_row(sweep: Sweep) -> None:
