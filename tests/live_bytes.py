@@ -50,6 +50,7 @@ def build(recipe: Recipe, mesh: Mesh) -> Built:
         reshard_after_forward=fsdp.reshard_after_forward,
         reduces_gradients=not has_nothing_to_reduce(mesh, fsdp),
         float8_all_gather=recipe.float8.all_gather,
+        dropout_seed=None,
         report=tuple(report),
     )
 
