@@ -107,7 +107,7 @@ def _generate(options: argparse.Namespace) -> int:
         certain = options.beams > 1 or (opened.encoder_decoder and options.outputs == 1)
         sampling["temperature"] = 0.0 if certain else 0.8
     prompt = _around(options.prompt, weights, prefix=options.prefix)
-    _announce_length(opened, prompt, options.max_tokens)
+    _check_length(opened, prompt, options.max_tokens, positions=getattr(weights.model, "positions", 0))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # the terminal may lack some characters
 
@@ -138,11 +138,16 @@ def _around(prompt: str, weights: "Weights", *, prefix: str | None) -> str:
     return f"{prefix}{prompt}{data.prompt_suffix if data else ''}"
 
 
-def _announce_length(opened: "OpenedModel", prompt: str, max_tokens: int) -> None:
-    """Say so if the text may become longer than those that the model was trained on."""
+def _check_length(opened: "OpenedModel", prompt: str, max_tokens: int, *, positions: int) -> None:
+    """Say so if the text may become longer than those that the model was trained on.
+
+    positions: those that it has; 0 = any. Raises UserError if there are too few.
+    """
     length, longest = len(opened.prompt_ids(prompt)), opened.facts.context_length
     if not opened.encoder_decoder:
         length += max_tokens
+    if positions and (needed := max(length, max_tokens)) > positions:
+        raise UserError(f"up to {needed} tokens, but the model has {positions} positions; write a smaller --max-tokens")
     if length > longest:
         print(f"up to {length} tokens, but the model was trained for at most {longest}", file=sys.stderr)
 

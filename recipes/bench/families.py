@@ -332,7 +332,9 @@ def table(rows: Mapping[str, Row]) -> str:
     trained = {family: row for family, row in rows.items() if "refused" not in row}
     lines = ["", f"| family | {' | '.join(COLUMNS.values())} |", "|---" * (len(COLUMNS) + 1) + "|"]
     for family, row in trained.items():
-        cells = [row["path"]] if "path" in row else [_cell(row.get(column, "")) for column in COLUMNS]
+        cells = [_cell(row.get(column, "")) for column in COLUMNS]
+        if "path" in row:
+            cells[-1] = row["path"]
         lines.append(f"| {family} | {' | '.join(cells)} |")
     lines += ["", "| refused | why |", "|---|---|"]
     lines += [f"| {family} | {row['refused']} |" for family, row in rows.items() if "refused" in row]
@@ -340,4 +342,6 @@ def table(rows: Mapping[str, Row]) -> str:
 
 
 def _cell(value: object) -> str:
-    return f"{value:.0e}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.0e}" if value else "0"
+    return str(value)
