@@ -13,7 +13,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # Ctrl-C exits at once, as there is nothing to save; torch's C++ would turn an exception into another error.
 signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -139,7 +139,7 @@ def evaluate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _model(weights: "Weights", world: "World", *, dtype: str, tokens: int) -> "tuple[nn.Module, Mesh]":
+def _model(weights: "Weights", world: "World", *, dtype: Any, tokens: int) -> "tuple[nn.Module, Mesh]":
     """The model with its weights, sharded over all processes. tokens: of a forward pass."""
     import torch
 

@@ -1,11 +1,13 @@
 """Continue a text: `python scripts/generate.py FOLDER_OR_CHECKPOINT "prompt"`. --help lists the options."""
 
 import argparse
+import datetime
 import io
 import os
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,6 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prefix", help="text before the prompt, such as 'summarize: '; default: data.prompt_prefix of the run"
     )
+    parser.add_argument("--chat", action="store_true", help="the prompt is a message, in the model's chat template")
+    parser.add_argument("--chat-template", help="the prompt is a message, in the Jinja template of this file")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (%(default)s)")
     parser.add_argument(
         "--answer-only", action="store_true", help="print the continuation and a newline, without the prompt"
@@ -106,7 +110,8 @@ def _generate(options: argparse.Namespace) -> int:
     if options.temperature is None:
         certain = options.beams > 1 or (opened.encoder_decoder and options.outputs == 1)
         sampling["temperature"] = 0.0 if certain else 0.8
-    prompt = _around(options.prompt, weights, prefix=options.prefix)
+    prompt, as_pairs = _around(options, weights)
+    opened = replace(opened, as_pairs=as_pairs)
     _check_length(opened, prompt, options.max_tokens, positions=getattr(weights.model, "positions", 0))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # the terminal may lack some characters
@@ -128,14 +133,26 @@ def _generate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _around(prompt: str, weights: "Weights", *, prefix: str | None) -> str:
-    """The prompt with the texts around it that the run that made the weights was trained with."""
+def _around(options: argparse.Namespace, weights: "Weights") -> tuple[str, bool]:
+    """The prompt with the texts around it that the run that made the weights was trained with, or those of a chat; and
+    whether it is encoded as pairs are."""
     from recipes.training.origin import data_of_run
 
     data = data_of_run(weights)
-    if prefix is None:
-        prefix = data.prompt_prefix if data else ""
-    return f"{prefix}{prompt}{data.prompt_suffix if data else ''}"
+    if options.chat or options.chat_template:
+        from recipes.data.text.chat import ChatTemplate, chat_settings
+
+        if options.prefix is not None:
+            raise UserError("--prefix has no place in a chat; write it into the prompt")
+        date = data.chat_date if data and data.chat_date else datetime.date.today().isoformat()
+        found = chat_settings(weights.description.companions, template=options.chat_template or "", date=date)
+        special = dict(found["special_tokens"])
+        template = ChatTemplate(found["template"], special_tokens=special, date=found["date"] or date)
+        return template.prompt([{"role": "user", "content": options.prompt}]), True
+    prefix, suffix = (data.prompt_prefix, data.prompt_suffix) if data else ("", "")
+    if options.prefix is not None:
+        prefix = options.prefix
+    return f"{prefix}{options.prompt}{suffix}", bool(data and data.has_pairs)
 
 
 def _check_length(opened: "OpenedModel", prompt: str, max_tokens: int, *, positions: int) -> None:

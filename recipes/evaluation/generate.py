@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import tokenizers
 import torch
 from torch import nn
 
@@ -44,11 +45,17 @@ class OpenedModel:
     """Tokens that end a text, besides the end of a document."""
     encoder_decoder: bool = False
     """Whether it answers a prompt, instead of continuing it."""
+    as_pairs: bool = False
+    """Whether special tokens that a prompt spells out are these tokens, as in the prompts of pairs and chats."""
 
     def prompt_ids(self, text: str) -> list[int]:
         """The tokens of a text at the beginning of a document."""
         # The config of a model trained with a beginning token names it, and then its tokenizer adds it. Models trained
         # here see none, whatever their tokenizer would add.
+        if self.as_pairs:
+            library = tokenizers.Tokenizer.from_str(self.tokenizer.json)
+            library.no_truncation()
+            return list(library.encode(text, add_special_tokens=self.encoder_decoder).ids)
         special = self.facts.bos_token_id is not None or self.encoder_decoder
         ids = self.tokenizer.backend.encode(text, add_special_tokens=special).ids
         return ids or [self.tokenizer.end_of_document]  # a document starts after it

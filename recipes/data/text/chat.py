@@ -58,6 +58,15 @@ class ChatTemplate:
         except Exception as error:  # whatever the code of a template runs into
             return f"chat template: {' '.join(str(error).split())[:300] or type(error).__name__}"
 
+    def prompt(self, messages: list[dict[str, Any]]) -> str:
+        """The text that an assistant goes on from. Raises UserError for messages that the template refuses."""
+        from jinja2 import TemplateError
+
+        try:
+            return self._text(messages, prompt=True)
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+            raise UserError(f"the chat template refuses this prompt: {error}") from None
+
     def _text(self, messages: list[dict[str, Any]], *, prompt: bool = False) -> str:
         nothing = {"tools": None, "documents": None}
         text: str = self._template.render(messages=messages, add_generation_prompt=prompt, **nothing, **self._special)

@@ -1,6 +1,9 @@
 """Text by transformers' generate(): for its models and for ours, from folders and from checkpoints."""
 
+import argparse
 import json
+import runpy
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +12,7 @@ import pytest
 import torch
 from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
 
 from models.decoder import Decoder
 from models.transformers import TransformersModel
@@ -22,6 +25,7 @@ from recipes.weights.convert import import_folder, load_weights
 from recipes.weights.locate import find_weights
 from tests.families import FAMILIES, VOCABULARY
 
+ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
 HOW: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0}
 ONE = {"beams": 1, "outputs": 1}
@@ -111,6 +115,22 @@ def test_several_texts_are_numbered_and_an_answer_begins_a_line(folders: dict[st
     lines = "".join(said).split("\n")
     assert lines[0] == "--- 1 of 2" and lines[1] == "w5 w6" and lines[3:5] == ["--- 2 of 2", "w5 w6"]
     assert tokens <= 6 and seconds > 0
+
+
+def test_a_chat_is_encoded_as_by_the_tokenizer_of_transformers(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(folders["gpt2"], tmp_path / "chat"))
+    template = "{% for message in messages %}w8 {{ message.content }} </s> {% endfor %}"
+    template += "{% if add_generation_prompt %}w9{% endif %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "eos_token": "</s>"}))
+    script = runpy.run_path(str(ROOT / "scripts" / "generate.py"))
+    options = argparse.Namespace(prompt="w5 w6", prefix=None, chat=True, chat_template=None)
+    prompt, as_pairs = script["_around"](options, find_weights(folder))
+    opened = replace(open_model(folder, dtype=torch.float32, device=CPU), as_pairs=as_pairs)
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token="</s>")
+    theirs.chat_template = template
+    messages = [{"role": "user", "content": "w5 w6"}]
+    expected = theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert opened.prompt_ids(prompt) == list(expected) == [8, 5, 6, END, 9]
 
 
 def test_our_decoder_searches_with_beams_through_its_export(tmp_path: Path) -> None:
