@@ -115,10 +115,11 @@ def config_to_transformers(model: TransformersConfig, facts: TextFacts, *, dtype
     if settings.get(key, "float32") != dtype:
         settings[key] = dtype
     then = _facts(whole, vocabulary=model.vocabulary)
+    same_tokens = model.name == "from_weights" and facts.eos_token_id == then.eos_token_id
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         now = getattr(facts, name)
-        if now is None and name == "pad_token_id" and model.is_encoder_decoder:
-            continue  # the token that its pairs were padded with, whatever the tokenizer says of it
+        if now is None and (same_tokens or (name == "pad_token_id" and model.is_encoder_decoder)):
+            continue  # a run does not use the first, and pairs were padded with the second
         if now != getattr(then, name):
             settings[name] = list(now) if isinstance(now, tuple) else now
     return settings

@@ -9,6 +9,7 @@ import pytest
 
 from models.config import TextFacts
 from models.hf import config_to_hf
+from models.hf_config import config_to_transformers
 from models.sizes import SIZES
 from models.transformers_config import TransformersConfig
 from parallel.errors import UserError
@@ -138,3 +139,17 @@ def test_a_checkpoint_whose_definition_is_damaged_or_unknown_is_refused(definiti
     Path("model.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match=r"model\.json does not describe a model of this version"):
         read_description(Path())
+
+
+@pytest.mark.parametrize("name", ["from_weights", "from_config"])
+def test_an_export_keeps_the_tokens_of_the_weights_and_forgets_those_of_a_config_alone(
+    name: str,
+) -> None:
+    write_config(dtype="bfloat16", pad_token_id=0)
+    definition = json.loads(Path("config.json").read_text())
+    model = recipe_of().model
+    assert isinstance(model, TransformersConfig)
+    trained = config_to_transformers(replace(model, name=name), TextFacts(32, eos_token_id=2), dtype="float32")
+    changed = {"architectures": ["GPT2LMHeadModel"], "dtype": "float32"}
+    lost = {} if name == "from_weights" else {"bos_token_id": None, "pad_token_id": None}
+    assert trained == definition | changed | lost
