@@ -117,12 +117,22 @@ def test_names_without_the_prefix_and_computed_buffers_are_read_as_those_of_the_
     before = tensors(gpt2)
 
     def as_on_the_hub(found: dict[str, Tensor]) -> dict[str, Tensor]:
-        masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 64, 64).tril() for layer in range(2)}
+        masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 64, 64, dtype=torch.bool).tril() for layer in range(2)}
         masks["h.0.attn.masked_bias"] = torch.tensor(-1e4)
         return {name.removeprefix("transformer."): value for name, value in found.items()} | masks
 
     edit_tensors(gpt2, as_on_the_hub)
     assert tensors(round_trip(gpt2, tmp_path)) == before
+
+
+def test_what_old_gpt_neox_files_computed_beforehand_is_ignored(tmp_path: Path) -> None:
+    write_reference(tmp_path / "in", *CASES["gpt-neox, renamed"])
+    before = tensors(tmp_path / "in")
+    old = {"bias": torch.ones(1, 1, 8, 8, dtype=torch.bool), "masked_bias": torch.tensor(-1e9)}
+    old |= {"rotary_emb.inv_freq": torch.ones(4)}
+    named = {f"gpt_neox.layers.0.attention.{name}": value for name, value in old.items()}
+    edit_tensors(tmp_path / "in", lambda found: found | named)
+    assert tensors(round_trip(tmp_path / "in", tmp_path)) == before
 
 
 def test_equal_copies_of_a_tied_weight_are_read_once(gpt2: Path, tmp_path: Path) -> None:
