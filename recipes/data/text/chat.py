@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from parallel.errors import UserError
-from recipes.data.text.pairs import ASSISTANT, ROLE
+from recipes.data.text.pairs import ASSISTANT, CONTENT, ROLE
 from recipes.files.reading import read_patiently
 
 TEMPLATE, TOKENIZER_CONFIG, SPECIAL_TOKENS = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
@@ -93,14 +93,27 @@ class ChatTemplate:
             before, after = self._text(messages[:number], prompt=True), self._text(messages[: number + 1])
             if not text.startswith(before):  # some write no prompt for an answer
                 before = self._text(messages[:number])
-            if not (text.startswith(before) and text.startswith(after)):
+            end = len(after.rstrip()) if after[len(before) :].strip() else len(after)
+            if not text.startswith(after):
+                end = self._end_of(str(message.get(CONTENT) or ""), text, len(before))
+            if not text.startswith(before) or not end:
                 return (
                     f"chat template: it writes the messages up to number {number + 1} differently when others follow,"
                     " so the answer cannot be found; mark answers in it with {% generation %}"
                 )
-            end = len(after.rstrip()) if after[len(before) :].strip() else len(after)
             answers.append((len(before), end))
         return Rendered(text, answers)
+
+    def _end_of(self, content: str, text: str, begin: int) -> int:
+        """The end of an answer that begins there with its content, and of the token that ends it; 0 = it does not. For
+        templates that write an answer differently, with thoughts for example, while it is the last message."""
+        content, end_token = content.strip(), self._special.get("eos_token", "")
+        begin += len(text[begin:]) - len(text[begin:].lstrip())
+        if not content or not text.startswith(content, begin):
+            return 0
+        end = begin + len(content)
+        space = len(text[end:]) - len(text[end:].lstrip())
+        return end + space + len(end_token) if end_token and text.startswith(end_token, end + space) else end
 
 
 def _environment(date: str) -> Any:

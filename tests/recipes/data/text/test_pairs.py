@@ -41,7 +41,7 @@ MARKED = """{{- bos_token }}
 # Leaves earlier thoughts out, as templates of models that think do.
 THINKING = (
     "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}"
-    "{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    "{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -134,8 +134,15 @@ def test_whole_character_at_the_end_of_an_answer_is_learned() -> None:
     assert learned(pair) == [1] * 5 + [0]
 
 
+def test_answer_without_the_thoughts_that_a_template_writes_for_the_last_one_is_learned() -> None:
+    ours, _ = both()
+    pair = encoded(chat(THINKING), {"messages": CHAT})
+    answers = [number for number, used in zip(ids(pair), learned(pair), strict=True) if used]
+    assert ours.decode(answers) == f"Ein Fest 🎉 mit Größe.{END}<think></think> Heute\n{END}"
+
+
 def test_chat_that_a_template_writes_differently_when_it_goes_on_is_a_bad_row() -> None:
-    problem = encoded(chat(THINKING), {"messages": CHAT})
+    problem = encoded(chat(THINKING.replace("m.content", "m.content if loop.last else '...'")), {"messages": CHAT})
     assert isinstance(problem, str)
     assert problem.startswith("chat template: it writes the messages up to number 3 differently when others follow")
 
