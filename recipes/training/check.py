@@ -5,6 +5,7 @@ import signal
 import sys
 from contextlib import suppress
 
+from models.transformers_config import TransformersConfig
 from parallel.config import MeshDegrees
 from parallel.errors import UserError
 from recipes.files.units import size
@@ -101,14 +102,22 @@ def _memory(recipe: Recipe, prediction: Prediction | None, hardware: Hardware | 
 def _work(recipe: Recipe) -> list[str]:
     """What is trained, and how long."""
     run, batch = recipe.run, recipe.batch
-    tokens = batch.global_batch_size * batch.sequence_length
+    size, length, tokens = (
+        batch.global_batch_size,
+        batch.sequence_length,
+        batch.global_batch_size * batch.sequence_length,
+    )
+    amount = f"{size:,} x {length:,} = {tokens:,} tokens, {run.steps * tokens:,} in all"
+    if isinstance(recipe.model, TransformersConfig) and recipe.model.is_encoder_decoder:
+        amount = f"{size:,} pairs, at most {length:,} tokens of a prompt and {recipe.data.answer_length:,} of an answer"
+    elif recipe.data.has_pairs:
+        amount = f"{size:,} x {length:,} tokens with padding"
     warmup, decay = recipe.schedule.phases(run.steps)
     schedule = f"warm-up {warmup:,}" + (f", final decay {decay:,}" if recipe.schedule.kind == "wsd" else "")
     return [
         f"{run.name}: {recipe.model.name} with {recipe.model.num_params():,} parameters",
         *([f"model: {recipe.model.computed_by}"] if recipe.model.name.startswith("from_") else []),
-        f"steps: {run.steps:,} of {batch.global_batch_size:,} x {batch.sequence_length:,} = {tokens:,} tokens,"
-        f" {run.steps * tokens:,} in all; learning rate {recipe.optimizer.lr:g}, {recipe.schedule.kind}, {schedule}",
+        f"steps: {run.steps:,} of {amount}; learning rate {recipe.optimizer.lr:g}, {recipe.schedule.kind}, {schedule}",
     ]
 
 
@@ -119,12 +128,13 @@ def _parts(recipe: Recipe) -> list[str]:
     forever = f", and those of every {checkpoint.keep_every:,} steps" if checkpoint.keep_every else ""
     kind = "off" if float8.recipe == "none" else float8.recipe
     layers, recomputed = recipe.model.layers, len(recipe.activation_checkpointing.recomputed(recipe.model.layers))
+    attention = "inside documents" if data.document_mask else "over whole sequences"
+    attention = "inside pairs" if data.has_pairs else attention
     where = f" in {recomputed} of {layers} blocks" if 0 < recomputed < layers else ""
     return [
         f"compute: {recipe.fsdp.param_dtype}, float8 {kind}, activation checkpointing"
         f" {recipe.activation_checkpointing.mode}{where}, compile {'on' if recipe.compile.enabled else 'off'}",
-        f"text: {', '.join(data.sources)}; tokenizer {data.tokenizer}; attention"
-        f" {'inside documents' if data.document_mask else 'over whole sequences'}",
+        f"text: {', '.join(data.sources)}; tokenizer {data.tokenizer}; attention {attention}",
         f"validation: every {validation.every:,} steps, on {texts}" if validation.every else "validation: none",
         f"checkpoints: every {checkpoint.every:,} steps, of which the newest {checkpoint.keep} are kept{forever}"
         if checkpoint.every

@@ -68,7 +68,7 @@ def counted_peaks(cases: list[str]) -> dict[str, int]:
             with live:
                 train_step(built, batches, step=step, learning_rate=1e-3, guard=guard, clock=RunClock(CPU))
             peaks.append(live.peak)
-        found[case] = min(peaks[1:])  # the first step makes the moments; gloo's thread may hold a buffer for longer
+        found[case] = min(peaks[1:])  # the first step makes the moments
     stop()
     return found
 
@@ -92,8 +92,10 @@ def test_the_tracked_peak_is_that_of_real_steps(processes: int) -> None:
     for case in cases:
         recipe = recipe_of(case)
         predicted[case] = sum(fullest_moment(recipe, recipe.mesh.fit(processes))[1].values())
+    longer = 0.001 if processes == 1 else 0.05  # gloo's thread may hold a buffer for longer
     for counted in run_processes(processes, counted_peaks, cases):
-        assert predicted == pytest.approx(counted, rel=1e-3 if processes == 1 else 1e-2)
+        more = {case: counted[case] / peak - 1 for case, peak in predicted.items()}
+        assert all(-0.001 < share < longer for share in more.values()), more
 
 
 @pytest.mark.parametrize(("mode", "chunks"), [("none", 1), ("full", 8)])
