@@ -83,6 +83,10 @@ def compile_blocks(
             "; install one or write compile.enabled = false"
         )
     blocks = blocks_of(model)
+    if len(interface_of(model).stacks) > 1:
+        # Blocks of encoder and decoder, and T5's first of each, share a forward() that is compiled for every kind of
+        # them, with and without gradients, and again for other lengths. torch's limit is 8.
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     options = _options(config, overlapped)
     for block in blocks:
         block.compile(fullgraph=True, options=options)

@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,12 +93,15 @@ def main(arguments: list[str]) -> int:
 
 def evaluate(options: argparse.Namespace) -> int:
     """Evaluate and print the result. Returns the exit code. Raises UserError."""
+    from models.hf_config import INSTALL
     from models.transformers_config import TransformersConfig
     from recipes.evaluation.text import CountedDocuments, ProgressLine
     from recipes.weights.locate import find_weights
 
     _require_possible(options)
     weights = find_weights(options.model)
+    if isinstance(weights.model, TransformersConfig) and not find_spec("transformers"):
+        raise UserError(INSTALL)
     tokenizer = weights.tokenizer
     length = options.sequence_length or min(weights.facts.context_length, LONGEST)
     data = _data(options, weights)

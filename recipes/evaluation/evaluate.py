@@ -20,6 +20,7 @@ from parallel.mesh import Mesh
 from parallel.reduce import sum_over_group
 from recipes.data.config import BatchConfig
 from recipes.data.loader import DataLoader, MicroBatch
+from recipes.data.pairs import PADDED_TO
 from recipes.data.text.tokenizer import Tokenizer, parallel_tokenizers, text_batches
 from recipes.evaluation.sampling import next_token
 
@@ -227,13 +228,15 @@ def answer_of(
         end: the token that ends an answer.
         device: where the model computes.
     """
-    read = torch.tensor([prompt], device=device)  # (1, S)
+    # Lengths that training has, so that compiled blocks are not compiled again.
+    length, room = (-(-count // PADDED_TO) * PADDED_TO for count in (len(prompt), tokens))
+    read = torch.tensor([prompt + [end] * (length - len(prompt))], device=device)  # (1, S)
+    mask = torch.arange(length, device=device)[None] < len(prompt)
     answer: list[int] = []
     while len(answer) < tokens:
-        written = torch.full((1, tokens), end, dtype=torch.int64)  # of one length, so that blocks are compiled once
+        written = torch.full((1, room), end, dtype=torch.int64)
         written[0, : len(answer) + 1] = torch.tensor([start, *answer])
-        inputs = EncoderDecoderInputs(read, torch.ones_like(read, dtype=torch.bool), written.to(device))
-        logits = model(inputs)[0, len(answer)]  # (V,)
+        logits = model(EncoderDecoderInputs(read, mask, written.to(device)))[0, len(answer)]  # (V,)
         token = int(logits.argmax())
         if token == end or not logits.isfinite().all():
             break
