@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 FAMILIES = (
-    *("apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm"),
+    *("arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm"),
     *("glm4", "gpt_neox", "granite", "helium", "hyperclovax", "jais2", "llama", "ministral", "ministral3", "mistral"),
     *("nemotron", "olmo", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2"),
 )

@@ -44,7 +44,6 @@ TIED, OWN_WIDTH = {"tie_word_embeddings": True}, {"head_dim": None}
 WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 # Norms of heads, biases of all linears, windows, a tied head, and a padding token in the second half of the vocabulary.
 MORE: dict[str, dict[str, Any]] = {
-    "apertus": OWN_WIDTH,
     "cohere": TIED | OWN_WIDTH,
     "cohere2": TIED | WINDOWS,
     "exaone4": WINDOWS,
