@@ -210,12 +210,11 @@ def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh:
         context_by=recipe.mesh.context_by,
         overlap_tensor=recipe.mesh.overlap_tensor,
     )
-    materialize(
-        model,
-        device=world.device,
-        keep_on=torch.device("cpu") if fsdp.cpu_offload else None,
-        seed=recipe.run.seed,
-    )
+    keep_on = torch.device("cpu") if fsdp.cpu_offload else None
+    try:
+        materialize(model, device=world.device, keep_on=keep_on, seed=recipe.run.seed)
+    except ValueError as error:  # only asking shows which values a model of transformers does not start from
+        raise UserError(f"model: {error}") from error
     compute_with_whole_shards(model, mesh, fsdp)
     if weights is not None:
         from recipes.weights.convert import load_weights

@@ -203,6 +203,18 @@ def test_settings_that_cannot_be_cut_are_refused(settings: dict[str, Any], messa
     assert message in " ".join(str(refusal.value).split())
 
 
+def build_without_initial_values(recipe: Recipe) -> str:
+    with pytest.raises(UserError) as refusal:
+        build(replace(recipe, model=config_of("apertus")), start("cpu", seed=0))
+    stop()
+    return str(refusal.value)
+
+
+def test_model_with_parameters_that_transformers_starts_nowhere_is_refused() -> None:
+    [text] = run_processes(1, build_without_initial_values, load(DEBUG))
+    assert re.fullmatch(r"model: transformers gives \S+alpha_p no initial values .*", text)
+
+
 def test_the_page_lists_the_families_that_are_cut() -> None:
     page = (ROOT / "docs" / "parallelism.md").read_text(encoding="utf-8")
     listed = page.partition("one process are\ncut: ")[2].partition(" (`model_type`")[0]
