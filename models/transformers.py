@@ -92,9 +92,10 @@ class TransformersModel(nn.Module):
             }
         else:
             given = {"input_ids": inputs}
-            if documents is not None:  # positions that start anew are what transformers knows packed texts by
-                given["position_ids"] = documents.positions
-        logits = self.model(**given, use_cache=False).logits  # (B, T, V)
+        if documents is not None:  # positions that start anew are what transformers knows packed texts by
+            given["position_ids"] = documents.positions
+        with _masks_without_looking(documents):
+            logits = self.model(**given, use_cache=False).logits  # (B, T, V)
         return self.loss(logits, targets)
 
     def _apply(self, function: Any, recurse: bool = True) -> "TransformersModel":
@@ -218,9 +219,19 @@ def classes_of(family: str, *, is_encoder_decoder: bool) -> tuple[str | None, st
 
 
 @contextmanager
-def without_packing() -> Iterator[None]:
-    """Within it, each row is one text. transformers sees that in its positions, unless they are fake tensors."""
-    with patch.object(masking_utils, "find_packed_sequence_indices", lambda positions: None):
+def _masks_without_looking(documents: Documents | None) -> Iterator[None]:
+    """transformers' own masks, without its looks at tensors, for which the host would wait for a GPU, and which fake ones
+    do not have: whether positions start anew in a row, and whether there is padding."""
+    packed = None if documents is None else (documents.positions == 0).cumsum(-1)  # (B, T): number of the document
+    theirs = masking_utils._ignore_bidirectional_mask_sdpa
+
+    def ignores(padding: Tensor | None, *more: Any, **named: Any) -> bool:
+        return padding is None and theirs(padding, *more, **named)
+
+    with (
+        patch.object(masking_utils, "find_packed_sequence_indices", lambda positions: packed),
+        patch.object(masking_utils, "_ignore_bidirectional_mask_sdpa", ignores),
+    ):
         yield
 
 

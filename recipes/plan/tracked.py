@@ -95,14 +95,9 @@ def _is_packed(recipe: Recipe) -> bool:
 
 @contextmanager
 def _kernels(recipe: Recipe) -> Iterator[None]:
-    """What computes as it would with values: masks of one text in each row, and attention on a GPU."""
-    from models.transformers import without_packing
-
+    """What computes attention as a GPU would."""
     on_gpu = patch.object(nn.functional, "scaled_dot_product_attention", _attention_of_gpus)
-    with (
-        nullcontext() if _is_packed(recipe) else without_packing(),
-        nullcontext() if recipe.run.device == "cpu" else on_gpu,
-    ):
+    with nullcontext() if recipe.run.device == "cpu" else on_gpu:
         yield
 
 

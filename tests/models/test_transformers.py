@@ -21,6 +21,7 @@ from models.transformers import (
 from models.transformers_config import TransformersConfig
 from parallel.materialize import materialize
 from tests.families import FAMILIES, LENGTH, VOCABULARY, batch_for, family_config
+from tests.recipes.training.test_host_syncs import no_waiting
 
 CPU = torch.device("cpu")
 
@@ -134,6 +135,16 @@ def test_documents_do_not_see_each_other(name: str) -> None:
     packed = model(tokens, documents=Documents.of(tokens, end_of_document=end))
     for first, last in ((0, 7), (7, 16), (16, LENGTH)):
         torch.testing.assert_close(packed[:, first:last], model(tokens[:, first:last]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_step_does_not_wait_for_a_gpu(name: str) -> None:
+    config = family_config(name)
+    model, (inputs, targets) = built(config), batch_for(config, 0)
+    documents = [None] if config.is_encoder_decoder else [None, Documents.of(inputs, end_of_document=5)]
+    with no_waiting():
+        for one in documents:
+            model(inputs, targets, documents=one).backward()
 
 
 @pytest.mark.parametrize(
