@@ -13,14 +13,12 @@ from torch import nn
 from models.config import ModelConfig
 from models.documents import Documents
 from models.loss import IGNORED
-from models.pairs import EncoderDecoderInputs
 from models.transformers_config import TransformersConfig
 from parallel.errors import UserError
 from parallel.mesh import Mesh
 from parallel.reduce import sum_over_group
 from recipes.data.config import BatchConfig
 from recipes.data.loader import DataLoader, MicroBatch
-from recipes.data.pairs import PADDED_TO
 from recipes.data.text.tokenizer import Tokenizer, parallel_tokenizers, text_batches
 from recipes.evaluation.sampling import next_token
 
@@ -215,35 +213,6 @@ def continuation(
     return text[len(prompt) :]
 
 
-@torch.no_grad()
-def answer_of(
-    model: nn.Module, prompt: list[int], *, tokens: int, start: int, end: int, device: torch.device
-) -> list[int]:
-    """The likeliest tokens that a decoder writes about what its encoder reads, the same on every process.
-
-    Args:
-        prompt: token ids for the encoder.
-        tokens: how many to write at most.
-        start: the token that a decoder begins with.
-        end: the token that ends an answer.
-        device: where the model computes.
-    """
-    # Lengths that training has, so that compiled blocks are not compiled again.
-    length, room = (-(-count // PADDED_TO) * PADDED_TO for count in (len(prompt), tokens))
-    read = torch.tensor([prompt + [end] * (length - len(prompt))], device=device)  # (1, S)
-    mask = torch.arange(length, device=device)[None] < len(prompt)
-    answer: list[int] = []
-    while len(answer) < tokens:
-        written = torch.full((1, room), end, dtype=torch.int64)
-        written[0, : len(answer) + 1] = torch.tensor([start, *answer])
-        logits = model(EncoderDecoderInputs(read, mask, written.to(device)))[0, len(answer)]  # (V,)
-        token = int(logits.argmax())
-        if token == end or not logits.isfinite().all():
-            break
-        answer.append(token)
-    return answer
-
-
 def show_sample(
     model: nn.Module,
     loader: DataLoader,
@@ -257,14 +226,9 @@ def show_sample(
     """Let the model continue the beginning of a held-out document, or answer a held-out prompt, and log both."""
     tokenizer, config = loader.tokenizer, cast(ModelConfig, model.config)
     if isinstance(config, TransformersConfig) and config.is_encoder_decoder:
-        prompt, (held_out, *_) = loader.held_out_tokens(batch.sequence_length), loader.validation_batches(1).values()
-        inputs = cast(EncoderDecoderInputs, next(held_out)[0])
-        start, end = int(inputs.decoder_tokens[0, 0]), tokenizer.end_of_document
-        with without_dropout(model):
-            answer = answer_of(model, prompt, tokens=tokens, start=start, end=end, device=device)
-        log("a held-out prompt, and how the model answers it:", style="bold")
-        log(tokenizer.decode(prompt), style="dim")
-        log(tokenizer.decode(answer))
+        from recipes.evaluation.answers import show_answer
+
+        show_answer(model, loader, batch, tokens, device=device, log=log)
         return
     prompt = loader.held_out_tokens(min(32, batch.sequence_length // 2))
     shape = batch.micro_batch_size, batch.sequence_length
