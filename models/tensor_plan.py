@@ -64,13 +64,16 @@ def with_plan(
     return replace(interface, inside_block=inside, head_norm=others[0] if others else None)
 
 
-def _inside(block: "nn.Module", plan: Mapping[str, str]) -> BlockInterface:
+def _inside(block: "nn.Module", plan: Mapping[str, str]) -> BlockInterface | None:
+    """None for another plan than those that were compared: one that leaves linears out, or cuts them differently."""
     styles = {pattern.partition(".*.")[2]: style for pattern, style in plan.items()}
     names = [name for name, module in block.named_modules() if _has_weights(module)]
     column = tuple(name for name in names if styles.get(name) in COLUMN)
     row = tuple(name for name in names if styles.get(name) in ROW)
     norms = [name for name in names if name not in column + row]
     parts = tuple(dict.fromkeys(name.rpartition(".")[0] for name in row))
+    if not all(_is_in(parts, name) for name in column) or any(_has_matrix(block, name) for name in norms):
+        return None
     whole = {name.rpartition(".")[0] for name in column + row if (COLUMN | ROW)[styles[name]]}
     return BlockInterface(
         norms=tuple(name for name in norms if not _is_in(parts, name)),
@@ -86,6 +89,10 @@ def _inside(block: "nn.Module", plan: Mapping[str, str]) -> BlockInterface:
 
 def _has_weights(module: "nn.Module") -> bool:
     return any(True for _ in module.parameters(recurse=False))
+
+
+def _has_matrix(block: "nn.Module", name: str) -> bool:
+    return any(parameter.dim() > 1 for parameter in block.get_submodule(name).parameters(recurse=False))
 
 
 def _is_in(modules: tuple[str, ...], name: str) -> bool:

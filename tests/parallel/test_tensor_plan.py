@@ -215,6 +215,17 @@ def test_model_with_parameters_that_transformers_starts_nowhere_is_refused() -> 
     assert re.fullmatch(r"model: transformers gives \S+alpha_p no initial values .*", text)
 
 
+@pytest.mark.parametrize("changed", [{"mlp.up_proj": "of another version"}, {"self_attn.o_proj": "all_reduce"}])
+def test_block_is_not_cut_by_a_plan_that_leaves_a_linear_out(
+    changed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with torch.device("meta"):
+        theirs = TransformersModel(config_of("qwen3")).model.config
+        plan = theirs.base_model_tp_plan | {f"layers.*.{name}": style for name, style in changed.items()}
+        monkeypatch.setattr(type(theirs), "base_model_tp_plan", plan)
+        assert TransformersModel(config_of("qwen3")).interface.inside_block is None
+
+
 def test_the_page_lists_the_families_that_are_cut() -> None:
     page = (ROOT / "docs" / "parallelism.md").read_text(encoding="utf-8")
     listed = page.partition("one process are\ncut: ")[2].partition(" (`model_type`")[0]
