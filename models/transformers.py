@@ -220,8 +220,10 @@ def classes_of(family: str, *, is_encoder_decoder: bool) -> tuple[str | None, st
 
 @contextmanager
 def _masks_without_looking(documents: Documents | None) -> Iterator[None]:
-    """transformers' own masks, without its looks at tensors, for which the host would wait for a GPU, and which fake ones
-    do not have: whether positions start anew in a row, and whether there is padding."""
+    """transformers' own masks, without its looks at tensors: do positions start anew in a row, is there any padding?
+
+    For these the host would wait for a GPU, and fake tensors have no values.
+    """
     packed = None if documents is None else (documents.positions == 0).cumsum(-1)  # (B, T): number of the document
     theirs = masking_utils._ignore_bidirectional_mask_sdpa
 

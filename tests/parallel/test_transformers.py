@@ -129,8 +129,8 @@ def train_plainly(config: TransformersConfig, model: nn.Module | None = None, *,
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
         if not gradients:
-            layout = stored_layout(config).tensors
-            found = {name: model.get_parameter(stored.name).grad for name, stored in layout.items()}
+            layout, named = stored_layout(config).tensors, dict(model.named_parameters())
+            found = {name: named[stored.name].grad for name, stored in layout.items() if stored.name in named}
             gradients = {n: (g.t() if layout[n].transposed else g).numpy().copy() for n, g in found.items()}
         optimizer.step()
         optimizer.zero_grad()
