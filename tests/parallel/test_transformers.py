@@ -17,9 +17,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2S
 
 from models.transformers import TransformersModel, stored_layout
 from models.transformers_config import TransformersConfig
-from parallel.config import MeshDegrees
+from parallel.config import Float8Config, MeshDegrees
 from parallel.dist import World, start, stop
-from parallel.errors import CorruptState
+from parallel.errors import CorruptState, UserError
+from parallel.float8 import convert_linears
 from parallel.materialize import plain_name
 from parallel.mesh import build_mesh
 from parallel.reduce import sum_over_group
@@ -256,6 +257,27 @@ def test_float8_is_torchaos_on_the_plain_model(name: str, recipe: str) -> None:
     np.testing.assert_allclose(found["losses"], expected["losses"], rtol=1e-4)
     errors = [relative_error(found["gradients"][full], one) for full, one in expected["gradients"].items()]
     assert np.median(errors) < 1e-3 and max(errors) < 5e-2, errors
+
+
+def test_float8_counts_the_linears_whose_widths_it_cannot_take() -> None:
+    with torch.device("meta"):
+        model = TransformersModel(family_config("qwen3", intermediate_size=100))
+    said = convert_linears(model, Float8Config(recipe="rowwise", emulate=True), device_type="cpu")
+    assert "8 of 15 linears converted, 6 not because of widths that are no multiples of 16" in said
+
+
+def test_float8_that_would_convert_nothing_is_refused() -> None:
+    with torch.device("meta"):
+        model = TransformersModel(family_config("gpt2", n_embd=72))
+    with pytest.raises(UserError, match=r"none of the 8 linears.* leaves nothing whose widths are multiples of 16"):
+        convert_linears(model, Float8Config(recipe="rowwise", emulate=True), device_type="cpu")
+
+
+def test_a_tied_head_is_never_float8() -> None:
+    with torch.device("meta"):
+        model = TransformersModel(family_config("gpt2"))
+    said = convert_linears(model, Float8Config(recipe="rowwise", emulate=True, exclude=()), device_type="cpu")
+    assert "8 of 8 linears converted" in said and type(model.model.lm_head) is nn.Linear
 
 
 def test_checkpointed_blocks_drop_the_same_again() -> None:
