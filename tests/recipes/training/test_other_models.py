@@ -6,12 +6,16 @@ from typing import Any
 import pytest
 import torch
 
+from models.transformers import TransformersModel
+from parallel.config import CompileConfig
 from parallel.dist import start, stop
+from parallel.kernels import compile_blocks
 from recipes.evaluation.generate import open_model
 from recipes.evaluation.library import texts_of
 from recipes.files.layout import EXPORT, LOG_FILE
 from recipes.load import load
 from recipes.schema import Recipe
+from tests.families import family_config
 from tests.training import rows, train
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -85,3 +89,13 @@ def test_a_longer_run_goes_on_where_the_first_ended(finished: Recipe, corpus: Pa
         stop()
     resumed, at_once = ([row["loss"] for row in rows(one) if "loss" in row] for one in (finished, whole))
     assert resumed == at_once and len(resumed) == 5
+
+
+@pytest.mark.parametrize(("name", "limit"), [("gpt2", 8), ("t5", 64)])
+def test_blocks_of_two_stacks_may_be_compiled_for_more_kinds_and_lengths(name: str, limit: int) -> None:
+    """T5's four kinds of block share a forward(), each with and without gradients: torch's limit of 8 is used up."""
+    with torch.device("meta"):
+        model = TransformersModel(family_config(name))
+    with torch._dynamo.config.patch(recompile_limit=8):
+        compile_blocks(model, CompileConfig(enabled=True), device_type="cpu")
+        assert torch._dynamo.config.recompile_limit == limit
