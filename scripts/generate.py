@@ -145,7 +145,11 @@ def _around(options: argparse.Namespace, weights: "Weights") -> tuple[str, bool]
         if options.prefix is not None:
             raise UserError("--prefix has no place in a chat; write it into the prompt")
         date = data.chat_date if data and data.chat_date else datetime.date.today().isoformat()
-        found = chat_settings(weights.description.companions, template=options.chat_template or "", date=date)
+        try:
+            found = chat_settings(weights.description.companions, template=options.chat_template or "", date=date)
+        except UserError as error:  # in the words of a recipe
+            problem = str(error).partition(": ")[2].partition(";")[0]
+            raise UserError(f"--chat: {problem}; write --chat-template FILE.jinja") from None
         special = dict(found["special_tokens"])
         template = ChatTemplate(found["template"], special_tokens=special, date=found["date"] or date)
         return template.prompt([{"role": "user", "content": options.prompt}]), True
