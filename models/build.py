@@ -1,12 +1,9 @@
 """From the shape of a model to the module that computes it."""
 
-import logging
-
 from torch import nn
 
-from models.config import ModelConfig
+from models.config import ModelConfig, of_transformers
 from models.decoder import Decoder
-from models.transformers_config import TransformersConfig
 
 
 def build_model(config: ModelConfig, *, loss_chunks: int = 1) -> nn.Module:
@@ -14,9 +11,7 @@ def build_model(config: ModelConfig, *, loss_chunks: int = 1) -> nn.Module:
 
     Raises ValueError, with the reason, for a model of transformers that cannot be trained here.
     """
-    if isinstance(config, TransformersConfig):
-        # transformers loads torchao, which tells its own developers of extensions that a CPU does not have.
-        logging.getLogger("torchao").setLevel(logging.ERROR)
+    if of_transformers(config):
         from models.transformers import TransformersModel
 
         return TransformersModel(config, loss_chunks=loss_chunks)

@@ -4,8 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from models.config import ModelConfig
-from models.transformers_config import TransformersConfig
+from models.config import ModelConfig, of_transformers
 from parallel.config import AttentionConfig, CompileConfig, Float8Config, MeshConfig, MeshDegrees
 from parallel.errors import UserError, listed
 from parallel.nodes import Node, require_like_nodes, require_neighbours
@@ -72,7 +71,7 @@ def mesh_divides_model(
         remedy = f"write {listed([other.tensor for other in best or possible], last='or')}"
         unit = 16 * tensor  # float8 needs that of a head
         if "model.vocabulary" in rule and not model.weights:
-            key = "vocab_size in config.json" if isinstance(model, TransformersConfig) else "model.vocabulary"
+            key = "vocab_size in config.json" if of_transformers(model) else "model.vocabulary"
             padded = model.vocabulary + -model.vocabulary % unit
             remedy += f", or {key} = {padded}, with rows that no token has"
         yield "mesh.tensor", f"{rule}; {remedy}"
@@ -88,7 +87,7 @@ def mesh_divides_model(
 
 def transformers_refuse(mesh: MeshConfig, *, model: ModelConfig) -> Iterator[Violation]:
     """Of models that transformers defines, tensor parallelism cuts those that it was tried with, and nothing else."""
-    if not isinstance(model, TransformersConfig):
+    if not of_transformers(model):
         return
     from models.tensor_plan import name_of, why_not_cut
 

@@ -6,8 +6,7 @@ import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from models.config import ModelConfig
-from models.transformers_config import TransformersConfig
+from models.config import ModelConfig, of_transformers
 from parallel.config import ActivationCheckpointingConfig, AttentionConfig, CompileConfig, Float8Config, FSDPConfig
 from parallel.errors import TemporaryError, UserError
 from recipes.checkpoint.config import CheckpointConfig
@@ -123,7 +122,7 @@ def weights_fit(model: ModelConfig, initial: InitialWeights, *, written: Collect
     except UserError as error:
         yield "model.weights", one_line(error)
         return
-    if isinstance(weights.model, TransformersConfig) and not isinstance(model, TransformersConfig):
+    if of_transformers(weights.model) and not of_transformers(model):
         remedy = f'write name = "{FROM_WEIGHTS}"'
         yield "model.name", f"is a size of our decoder, but {weights.path} holds a model of transformers; {remedy}"
         return
@@ -139,7 +138,7 @@ def weights_fit(model: ModelConfig, initial: InitialWeights, *, written: Collect
 def from_elsewhere(recipe: Recipe, initial: InitialWeights, *, written: Collection[str]) -> Iterator[Violation]:
     """What holds for models that a config.json defines."""
     model = recipe.model
-    if model.config or model.dropout or isinstance(model, TransformersConfig):
+    if model.config or model.dropout or of_transformers(model):
         from recipes.transformers_rules import config_fits, transformers_fits
 
         yield from config_fits(model, initial, written=written)
@@ -166,7 +165,7 @@ def data_is_there(data: DataConfig, *, model: ModelConfig, weights: InitialWeigh
         if message := mixture_problem(data.mixture):
             yield "data.mixture", message
     yield from tokenizer_fits(data.tokenizer, model=model, initial=weights)
-    if data.has_pairs or (isinstance(model, TransformersConfig) and model.is_encoder_decoder):
+    if data.has_pairs or (model.is_encoder_decoder):
         from recipes.weights.pairing import pairing_problems
 
         yield from ((f"data.{field}", message) for field, message in pairing_problems(data, model, weights))
@@ -198,7 +197,7 @@ def tokenizer_fits(tokenizer: str, *, model: ModelConfig, initial: InitialWeight
             yield "data.tokenizer", f'{problem}; write tokenizer = "{FROM_WEIGHTS}"'
             return
     if message := tokenizer_problem(tokenizer, model.vocabulary):
-        if isinstance(model, TransformersConfig):
+        if of_transformers(model):
             message = message.replace("model.vocabulary", "vocab_size in config.json")
         yield "data.tokenizer", message
 
@@ -306,7 +305,7 @@ def profile_fits(profile: ProfileConfig, *, steps: int) -> Iterator[Violation]:
 def attention_has_a_kernel(recipe: Recipe) -> Iterator[Violation]:
     """Document masks use their own kernels, and some backends need CUDA (see parallel/kernels.py)."""
     attention, data, device = recipe.attention, recipe.data, recipe.run.device
-    packs_pairs = data.has_pairs and not isinstance(recipe.model, TransformersConfig)
+    packs_pairs = data.has_pairs and not of_transformers(recipe.model)
     if (data.document_mask or packs_pairs) and attention.backend not in ("auto", "flash3"):
         where = "on pairs, which use their" if packs_pairs else "with document_mask = true, which uses its"
         rule = f"has no effect {where} own kernels"
@@ -318,7 +317,7 @@ def attention_has_a_kernel(recipe: Recipe) -> Iterator[Violation]:
 
 def flash3_fits(attention: AttentionConfig, fsdp: FSDPConfig, *, model: ModelConfig) -> Iterator[Violation]:
     """What FlashAttention 3 can compute, forward and backward (hopper/flash_api.cpp in its sources)."""
-    if attention.backend != "flash3" or isinstance(model, TransformersConfig):
+    if attention.backend != "flash3" or of_transformers(model):
         return
     if fsdp.param_dtype != "bfloat16":
         rule = 'attention.backend = "flash3" computes in 16 bits'
@@ -376,7 +375,7 @@ def float8_fits(float8: Float8Config, *, model: ModelConfig) -> Iterator[Violati
 
     Those of a model of transformers are known when it is built: parallel/float8.py counts what it leaves out.
     """
-    if float8.recipe == "none" or isinstance(model, TransformersConfig):
+    if float8.recipe == "none" or of_transformers(model):
         return
     widths = {
         "width": ("width", model.width),

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from models.documents import Documents
 from models.loss import IGNORED
-from models.pairs import EncoderDecoderInputs
 from parallel.dist import World, on_all, on_main
 from parallel.errors import UserError
 from recipes.data.config import BatchConfig, DataConfig
@@ -28,12 +27,13 @@ from recipes.data.text.tokenizer import Tokenizer
 from recipes.files.layout import QUARANTINE
 
 if TYPE_CHECKING:
+    from models.pairs import EncoderDecoderInputs
     from recipes.data.pairs import Pairing, PairSequences
 
 # Batches read before they are needed: the next one, and one more in case reading takes longer than a step.
 AHEAD = 2
 
-MicroBatch = tuple[Tensor | EncoderDecoderInputs, Tensor, Documents | None]
+MicroBatch = tuple["Tensor | EncoderDecoderInputs", Tensor, Documents | None]
 """Inputs and targets, (B, T) each, and the documents of the inputs; None = each sequence is one document."""
 
 
@@ -257,7 +257,7 @@ class Batches:
         return self._pinned(inputs, targets, documents)
 
     def _pinned(
-        self, inputs: Tensor | EncoderDecoderInputs, targets: Tensor, documents: Documents | None
+        self, inputs: "Tensor | EncoderDecoderInputs", targets: Tensor, documents: Documents | None
     ) -> MicroBatch:
         if self._device.type != "cuda":
             return inputs, targets, documents

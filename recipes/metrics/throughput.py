@@ -10,13 +10,13 @@ from torch.distributed import ProcessGroup
 
 from models.config import AttentionFlops, ModelConfig
 from models.documents import Documents
-from models.transformers_config import TransformersConfig
 from parallel.errors import UserError
 from parallel.reduce import sum_over_group
 from recipes.metrics.hardware import bf16_peak
 
 if TYPE_CHECKING:
     from models.counts import Lengths
+    from models.transformers_config import TransformersConfig
 
 ATTENTION: tuple[AttentionFlops, AttentionFlops] = ("causal", "full")
 
@@ -95,7 +95,7 @@ class Throughput:
         if lengths is not None:
             from models.counts import step_flops
 
-            model, of_step = cast(TransformersConfig, self.model), lengths.encoder + lengths.decoder
+            model, of_step = cast("TransformersConfig", self.model), lengths.encoder + lengths.decoder
             flops, flops_full = (step_flops(model, lengths, kind) / of_step for kind in ATTENTION)
             stacks = {"encoder": lengths.encoder, "decoder": lengths.decoder}
             columns = {f"{name}_tokens_per_second": count / step_seconds for name, count in stacks.items()}

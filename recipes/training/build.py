@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from models.build import build_model
+from models.config import of_transformers
 from models.interface import interface_of
-from models.transformers_config import TransformersConfig
 from parallel.dist import World, allocator_settings, on_all, on_main, on_main_first
 from parallel.errors import UserError
 from parallel.float8 import precompute_scales
@@ -164,7 +164,7 @@ def _predicted_memory(recipe: Recipe, mesh: Mesh, device: torch.device) -> list[
     """Lines for the log about the peak of a step on a GPU."""
     if device.type != "cuda":
         return []
-    if isinstance(recipe.model, TransformersConfig):
+    if of_transformers(recipe.model):
         return ["memory: as train.py RECIPE --check predicts it, which takes longer than a run should wait"]
     from recipes.plan.memory import predict, summary
 
@@ -195,7 +195,7 @@ def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh:
         mesh = build_mesh(degrees, device_type=world.device.type)
     fsdp = without_idle_resharding(mesh, recipe.fsdp, float8_gathers=recipe.float8.all_gather)
     model = _plain_model(recipe)
-    report = [f"blocks: {model.about}"] if isinstance(recipe.model, TransformersConfig) else []
+    report = [f"blocks: {model.about}"] if of_transformers(recipe.model) else []
     report += placement(mesh.degrees, world.nodes)
     report += [f"GPU memory: {allocator_settings()}"] if world.device.type == "cuda" else []
     report += choose_attention(recipe.attention, device_type=world.device.type)
@@ -240,7 +240,7 @@ def _plain_model(recipe: Recipe) -> nn.Module:
     try:
         with torch.device("meta"):
             model = build_model(recipe.model, loss_chunks=recipe.batch.loss_chunks)
-        if isinstance(recipe.model, TransformersConfig):
+        if of_transformers(recipe.model):
             from models.transformers import require_documents_apart, require_kernels
 
             require_kernels(recipe.model, backend=recipe.attention.backend)

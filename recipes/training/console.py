@@ -9,7 +9,6 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from models.config import ModelConfig
-from models.transformers_config import TransformersConfig
 from parallel.config import MeshDegrees
 from recipes.files.atomic import Lines
 from recipes.files.screen import Screen
@@ -88,7 +87,7 @@ def run_header(recipe: Recipe, degrees: MeshDegrees, throughput: Throughput, par
     """
     model, data, batch = recipe.model, recipe.data, recipe.batch
     masked, inside = data.document_mask or data.has_pairs, "pairs" if data.has_pairs else "documents"
-    encoder_decoder = isinstance(model, TransformersConfig) and model.is_encoder_decoder
+    encoder_decoder = model.is_encoder_decoder
     sequences = f"pairs, at most {batch.sequence_length} tokens of a prompt and {data.answer_length} of an answer"
     peak = "unknown, so no MFU" if throughput.peak is None else f"{throughput.peak / 1e12:.1f} TFLOP/s (dense bf16)"
     headline = f"{recipe.run.name}: {model.name} with {model.num_params():,} parameters"
@@ -108,7 +107,7 @@ def run_header(recipe: Recipe, degrees: MeshDegrees, throughput: Throughput, par
 
 def _flops(model: ModelConfig, throughput: Throughput, *, masked: bool) -> str:
     """What a token takes. Attention inside documents needs fewer; logged steps count them from what was read."""
-    if isinstance(model, TransformersConfig) and model.is_encoder_decoder:
+    if model.is_encoder_decoder:
         from models.counts import TRAINING, forward_flops
 
         each = forward_flops(model) / (1e9 / TRAINING)

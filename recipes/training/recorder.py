@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from models.interface import interface_of
-from models.pairs import EncoderDecoderInputs
-from models.transformers_config import TransformersConfig
 from parallel.dist import World
 from parallel.mesh import Mesh
 from parallel.reduce import reduce_loss_and_times
@@ -24,6 +22,7 @@ from recipes.schema import Recipe
 from recipes.training.console import Console, step_line
 
 if TYPE_CHECKING:
+    from models.pairs import EncoderDecoderInputs
     from recipes.cluster.stragglers import ComputeTime, StepTimes, Stragglers
     from recipes.metrics.memory import GpuMemory
     from recipes.metrics.pair_lengths import PairLengths
@@ -51,9 +50,11 @@ class Recorder:
         self._loader, self._guard, self._throughput = loader, guard, throughput
         self._steps = recipe.run.steps
         self._knows_pace = False  # the first row's step compiled, and says nothing about the others
+        self.counts_lengths = recipe.data.document_mask or recipe.data.has_pairs
+        """Whether count() must be told of every step."""
         self._attention_length = AttentionLength(mesh.data_group, device=world.device)
         self._pair_lengths: PairLengths | None = None
-        if isinstance(recipe.model, TransformersConfig) and recipe.model.is_encoder_decoder:
+        if recipe.model.is_encoder_decoder:
             from recipes.metrics import pair_lengths
 
             self._pair_lengths = pair_lengths.PairLengths(mesh.data_group, device=world.device)
@@ -99,7 +100,7 @@ class Recorder:
         if self._pair_lengths is None:
             self._attention_length.count(documents for _, _, documents in micro_batches)
         else:
-            pairs = [(cast(EncoderDecoderInputs, inputs), targets) for inputs, targets, _ in micro_batches]
+            pairs = [(cast("EncoderDecoderInputs", inputs), targets) for inputs, targets, _ in micro_batches]
             self._pair_lengths.count(pairs)
 
     def _rates(self, step: int, step_seconds: float) -> dict[str, float | None]:

@@ -84,7 +84,8 @@ class Trainer:
                 stack.enter_context(observer.step(self.step + 1))
             with self.clock(LOADING):
                 batches = self.loader.batch(self.step)
-            self.recorder.count(batches)
+            if self.recorder.counts_lengths:
+                self.recorder.count(batches)
             return train_step(
                 self.built,
                 batches,

@@ -7,8 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from models.config import ModelConfig, TextFacts
-from models.transformers_config import TransformersConfig
+from models.config import ModelConfig, TextFacts, of_transformers
 from parallel.errors import TemporaryError, UserError
 from recipes.files.layout import CHECKPOINTS, MODEL, TOKENIZER, checkpoint_steps, step_folder
 from recipes.files.reading import is_folder, names_in, read_text
@@ -252,11 +251,13 @@ def read_description(folder: Path) -> tuple[ModelConfig, TextFacts]:
         content = json.loads(read_text(file))
         kind = ModelConfig
         if "definition" in content["model"]:
+            from models.transformers_config import TransformersConfig
+
             kind = TransformersConfig
         model = TypeAdapter(kind).validate_python(content["model"])
         if problems := model.problems():
             raise ValueError("; ".join(f"{name} {message}" for name, message in problems))
-        if isinstance(model, TransformersConfig):
+        if of_transformers(model):
             from models.hf_config import require_known
 
             require_known(model.settings)
@@ -270,7 +271,7 @@ def differences(model: ModelConfig, stored: ModelConfig) -> Iterator[tuple[str, 
 
     For a model of transformers: key of config.json.
     """
-    if isinstance(model, TransformersConfig) and isinstance(stored, TransformersConfig):
+    if of_transformers(model) and of_transformers(stored):
         ours, theirs = model.settings, stored.settings
         keys = (key for key in {**theirs, **ours} if key not in IMMATERIAL)
         yield from ((key, theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key))
