@@ -292,10 +292,10 @@ def test_no_file_is_longer_than_400_lines() -> None:
     assert not long, long
 
 
-def test_python_outside_tests_has_at_most_30500_lines() -> None:
+def test_python_outside_tests_has_at_most_35000_lines() -> None:
     """A new capability raises this limit in the same change, here and in docs/architecture.md."""
     total = sum(lines for file, lines in lines_outside_tests().items() if file.endswith(".py"))
-    assert total <= 30_500
+    assert total <= 35_000
 
 
 def test_entry_has_fewer_than_80_lines() -> None:

@@ -94,7 +94,7 @@ def _measure(folder: Path, world: World, *, compiles: bool) -> Row:
     built = build(loaded.recipe, world)
     interface = interface_of(built.model)
     row: Row = {
-        "blocks": " + ".join(str(len(stack)) for stack in interface.stacks),
+        "layers": " + ".join(str(len(stack)) for stack in interface.stacks),
         "head": "tied" if interface.head is None else "its own",
     }
     exported = folder / "exported"
@@ -315,7 +315,7 @@ def documents_gap(folder: Path, world: World) -> float | str:
 # The table
 
 COLUMNS: Mapping[str, str] = {
-    "blocks": "blocks",
+    "layers": "layers",
     "head": "head",
     "gradients": "first gradients",
     "losses": f"{STEPS} losses",
