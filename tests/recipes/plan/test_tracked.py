@@ -30,15 +30,20 @@ DEBUG = [
     "--batch.sequence_length=64",
     "--batch.micro_batch_size=2",
     "--batch.global_batch_size=4",
-    "--data.answer_length=16",
 ]
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "gpt2, bf16": (1, ("--fsdp.param_dtype=bfloat16", "--batch.loss_chunks=4", "--batch.global_batch_size=8")),
     "gemma2": (1, ("--optimizer.state_dtype=bfloat16", "--optimizer.grad_clip=0")),
-    "t5": (1, ("--activation_checkpointing.mode=selective",)),
+    "t5": (
+        1,
+        (
+            "--data.answer_length=16",
+            "--activation_checkpointing.mode=selective",
+        ),
+    ),
     "gpt2, full": (2, ("--activation_checkpointing.mode=full", "--batch.global_batch_size=16")),
     "qwen3": (2, ("--fsdp.reshard_after_forward=false", "--batch.global_batch_size=8")),
-    "t5_gated": (2, ("--activation_checkpointing.mode=full", "--fsdp.param_dtype=bfloat16")),
+    "t5_gated": (2, ("--data.answer_length=16", "--activation_checkpointing.mode=full", "--fsdp.param_dtype=bfloat16")),
 }
 """A family -> processes, and what the recipe asks for."""
 
