@@ -1,6 +1,7 @@
 """Fixtures for all tests, and the order of test files."""
 
 import os
+import signal
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ SLOW_FILES = (
     "tests/scripts/test_nodes.py",
     "tests/scripts/test_sweep.py",
     "tests/parallel/test_combinations.py",
+    "tests/parallel/test_transformers.py",
+    "tests/parallel/test_tensor_plan.py",
     "tests/recipes/training/test_trainer.py",
     "tests/scripts/test_slurm.py",
     "tests/test_hangs.py",
@@ -38,6 +41,8 @@ SLOW_FILES = (
     "tests/recipes/data/test_training.py",
     "tests/recipes/checkpoint/test_resharding.py",
     "tests/recipes/training/test_resume.py",
+    "tests/recipes/training/test_other_models.py",
+    "tests/recipes/training/test_transformers_resume.py",
     "tests/scripts/test_chaos.py",
     "tests/scripts/test_bench.py",
     "tests/scripts/test_supervise.py",
@@ -59,6 +64,13 @@ def seeded() -> Iterator[None]:
 
     torch.manual_seed(0)
     yield
+
+
+@pytest.fixture(autouse=True)
+def broken_pipes_raise() -> Iterator[None]:
+    """Undo what --help and --check do in this process: a later test's broken pipe would end all tests."""
+    yield
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python starts
 
 
 @pytest.fixture(scope="module", autouse=True)

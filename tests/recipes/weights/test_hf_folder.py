@@ -733,7 +733,7 @@ def big_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_import_and_export_need_the_memory_of_two_tensors_at_most(big_folder: Path) -> None:
     largest = big().vocabulary * big().width * 4 / 2**20
     whole = big().num_params() * 4 / 2**20
-    bound = 2 * largest + 30
+    bound = 2 * largest + 40  # of which up to 32 were seen: what other tests do meanwhile moves malloc's share
     assert bound < 0.7 * whole
     found = run_processes(2, measure, big_folder)
     print(f"model {whole:.0f} MiB, largest tensor {largest:.0f} MiB; peaks beyond the own shard, MiB: {found}")
