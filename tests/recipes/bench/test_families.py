@@ -40,7 +40,7 @@ def test_a_table_of_some_families_is_not_written(capsys: pytest.CaptureFixture[s
 
 
 def test_a_table_says_what_is_refused_apart() -> None:
-    rows = {"A": {"blocks": "2", "losses": 1.2e-7}, "Llama": {"path": "ours"}, "B": {"refused": "why"}}
+    rows = {"A": {"layers": "2", "losses": 1.2e-7}, "Llama": {"path": "ours"}, "B": {"refused": "why"}}
     text = table(rows)
     assert "| A | 2 |" in text and "| 1e-07 |" in text and "| ours |" in text
     assert text.rstrip().endswith("| B | why |")
