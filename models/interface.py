@@ -40,7 +40,7 @@ class ModelInterface:
     stacks: tuple[tuple[str, ...], ...]
     """The repeated blocks of each stack (one for a decoder; encoder, decoder), in the order of the forward pass."""
     embedding: str
-    """The token embedding. Its weight is not decayed."""
+    """The token embedding."""
     head: str | None
     """The output projection; None where it is tied to the embedding."""
     head_norm: str | None

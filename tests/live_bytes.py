@@ -44,7 +44,7 @@ def build(recipe: Recipe, mesh: Mesh) -> Built:
         mesh=mesh,
         model=model,
         units=units_of(model),
-        optimizer=build_optimizer(model, recipe.optimizer, embedding=model.interface.embedding),
+        optimizer=build_optimizer(model, recipe.optimizer),
         parameters=tuple(model.parameters()),
         grad_clip=recipe.optimizer.grad_clip,
         reshard_after_forward=fsdp.reshard_after_forward,

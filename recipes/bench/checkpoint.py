@@ -104,7 +104,7 @@ class Bench:
         for block in self.model:
             fully_shard(block, mesh=mesh.fsdp)
         fully_shard(self.model, mesh=mesh.fsdp)
-        self.optimizer = build_optimizer(self.model, OptimizerConfig(), embedding=None)
+        self.optimizer = build_optimizer(self.model, OptimizerConfig())
         self.model(torch.randn(2, width)).sum().backward()
         self.optimizer.step()
         self.stager = DefaultStager(StagingOptions(False, False, False, False))

@@ -234,7 +234,7 @@ def optimizer(
         )
         for parameter in layers:
             parameter.grad = torch.ones_like(parameter)
-        adamw = build_optimizer(layers, OptimizerConfig(state_dtype=state_dtype), embedding=None)
+        adamw = build_optimizer(layers, OptimizerConfig(state_dtype=state_dtype))
     except torch.OutOfMemoryError as error:
         return facts | {"error": str(error).splitlines()[0]}
     moved = 28 * sum(parameter.numel() for parameter in layers)

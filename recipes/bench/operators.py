@@ -129,7 +129,7 @@ def optimizer(world: World) -> Iterator[dict[str, Any]]:
         layers = nn.ParameterList(nn.Parameter(torch.randn(rows, 384)) for _ in range(tensors))
         for parameter in layers:
             parameter.grad = torch.randn_like(parameter)
-        adamw = build_optimizer(layers, OptimizerConfig(), embedding=None)
+        adamw = build_optimizer(layers, OptimizerConfig())
         found = seconds_of(adamw.step, world)
         yield {"parameters": tensors * rows * 384, "tensors": tensors, "seconds": found}
 

@@ -194,7 +194,7 @@ def _plain(recipe: Recipe, batch: list[MicroBatch]) -> Loop:
     """
     model = _model(recipe)
     weights: list[Tensor] = list(model.parameters())
-    optimizer = build_optimizer(model, recipe.optimizer, embedding=model.interface.embedding)
+    optimizer = build_optimizer(model, recipe.optimizer)
     low = copy.deepcopy(model).to(torch.bfloat16) if recipe.fsdp.param_dtype == "bfloat16" else None
     used: list[Tensor] = list(low.parameters()) if low else []
     _compile(recipe, low or model)
@@ -232,7 +232,7 @@ def _add_gradients(weights: list[Tensor], used: list[Tensor]) -> None:
 def _ddp(recipe: Recipe, world: World, batch: list[MicroBatch]) -> Loop:
     """torch's DistributedDataParallel; in bf16 under autocast. It averages gradients, so losses are scaled."""
     model = _model(recipe)
-    optimizer = build_optimizer(model, recipe.optimizer, embedding=model.interface.embedding)
+    optimizer = build_optimizer(model, recipe.optimizer)
     _compile(recipe, model)
     replicated = DistributedDataParallel(model, gradient_as_bucket_view=True)
     weights = list(model.parameters())

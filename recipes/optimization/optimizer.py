@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from parallel.materialize import plain_name
 from recipes.optimization.config import OptimizerConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -15,16 +14,17 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 BATCH = 2**27
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig, *, embedding: str | None) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW over the sharded parameters of `model`, with one fused kernel per dtype and device.
 
-    Matrices decay. Norm weights and the embedding do not, nor does a tied output projection (it is the embedding).
-    embedding: fully qualified name of the embedding's module; None for a model without one.
+    Matrices decay. Norms and biases do not, nor do embeddings, of tokens, positions or distances, nor an output
+    projection that is tied to one.
     """
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     decayed: list[nn.Parameter] = []
     undecayed: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        decays = parameter.dim() >= 2 and plain_name(name) != f"{embedding}.weight"
+    for parameter in model.parameters():
+        decays = parameter.dim() >= 2 and parameter not in embeddings
         (decayed if decays else undecayed).append(parameter)
     kind = torch.optim.AdamW if config.state_dtype == "float32" else BFloat16StateAdamW
     return kind(

@@ -157,8 +157,7 @@ class _Step:
         self._model.to_empty(device=CPU)
         compute_with_whole_shards(self._model, self._mesh, self._fsdp)
         self._units, self._parameters = units_of(self._model), tuple(self._model.parameters())
-        embedding = interface_of(self._model).embedding
-        self._optimizer = build_optimizer(self._model, self._recipe.optimizer, embedding=embedding)
+        self._optimizer = build_optimizer(self._model, self._recipe.optimizer)
         self._reduces = not has_nothing_to_reduce(self._mesh, self._fsdp)
 
     def fullest_moment(self, batches: list[MicroBatch]) -> tuple[str, Pieces]:

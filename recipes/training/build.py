@@ -224,7 +224,7 @@ def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh:
         mesh,
         model,
         units=units_of(model),
-        optimizer=build_optimizer(model, recipe.optimizer, embedding=interface_of(model).embedding),
+        optimizer=build_optimizer(model, recipe.optimizer),
         parameters=tuple(model.parameters()),
         grad_clip=recipe.optimizer.grad_clip,
         reshard_after_forward=fsdp.reshard_after_forward,

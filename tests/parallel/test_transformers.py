@@ -108,11 +108,12 @@ def plain_transformers(config: TransformersConfig) -> nn.Module:
 def train_plainly(config: TransformersConfig, model: nn.Module | None = None, *, steps: int = STEPS) -> dict[str, Any]:
     """Losses, norms and the first gradients, in our names and layouts."""
     model = model or plain_transformers(config)
-    embedding = model.get_input_embeddings().weight
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    decayed = [p for p in model.parameters() if p.dim() >= 2 and p not in embeddings]
     optimizer = torch.optim.AdamW(
         [
-            {"params": [p for p in model.parameters() if p.dim() >= 2 and p is not embedding], "weight_decay": 0.1},
-            {"params": [p for p in model.parameters() if p.dim() < 2 or p is embedding], "weight_decay": 0.0},
+            {"params": decayed, "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.dim() < 2 or p in embeddings], "weight_decay": 0.0},
         ],
         lr=RATE,
         betas=(0.9, 0.95),

@@ -34,7 +34,7 @@ def build(
     """The model on a mesh of the current process group, and its optimizer."""
     model, _ = build_model(SMALL, seed=seed, mode=mode, mesh=mesh)
     config = OptimizerConfig(lr=0.01, state_dtype=moments)
-    return model, build_optimizer(model, config, embedding=model.interface.embedding)
+    return model, build_optimizer(model, config)
 
 
 def step(model: nn.Module, optimizer: Optimizer, *, seed: int) -> float:

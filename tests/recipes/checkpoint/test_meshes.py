@@ -39,7 +39,7 @@ BLOCK = 16
 
 def built(mesh: str, tied: bool, *, seed: int) -> tuple[nn.Module, Optimizer]:
     model, _ = build_model(replace(UNEVEN, tied_embeddings=tied), mesh=mesh_config(mesh), seed=seed)
-    return model, build_optimizer(model, OptimizerConfig(lr=0.01), embedding=model.interface.embedding)
+    return model, build_optimizer(model, OptimizerConfig(lr=0.01))
 
 
 def whole_state(run: tuple[nn.Module, Optimizer]) -> dict[str, str]:

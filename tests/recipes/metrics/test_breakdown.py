@@ -264,7 +264,7 @@ def record(folder: str) -> list[float]:
     world = start("cpu", seed=0)
     try:
         model, _ = build_model(replace(SIZES["smollm3_debug"], layers=2), fsdp=FSDPConfig(), loss_chunks=2)
-        optimizer = build_optimizer(model, OptimizerConfig(), embedding="embedding")
+        optimizer = build_optimizer(model, OptimizerConfig())
         tokens = torch.randint(0, 4096, (4, 128))
         log: Callable[[str], None] = lambda line: None  # noqa: E731
         profiler = StepProfiler(

@@ -17,11 +17,13 @@ from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer
 from tests.build import build_model
+from tests.families import family_config
 
 CONFIG = OptimizerConfig(lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.5)
 MATRICES = [f"attention.{letter}_proj" for letter in "qkvo"] + [
     f"feed_forward.{part}_proj" for part in ("gate", "up", "down")
 ]
+T5_DISTANCES = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -42,7 +44,7 @@ def names(model: nn.Module, group: dict) -> set[str]:
 @pytest.mark.parametrize("size", ["smollm3_debug", "llama3_debug"], ids=["tied", "untied"])
 def test_matrices_decay_and_norms_and_embeddings_do_not(size: str, mode: str) -> None:
     model = build(size, mode=mode)
-    decayed, undecayed = build_optimizer(model, CONFIG, embedding=model.interface.embedding).param_groups
+    decayed, undecayed = build_optimizer(model, CONFIG).param_groups
     assert (decayed["weight_decay"], undecayed["weight_decay"]) == (0.5, 0.0)
     blocks = ("blocks.0", "blocks.1")
     matrices = {f"{block}.{matrix}.weight" for block in blocks for matrix in MATRICES}
@@ -52,8 +54,22 @@ def test_matrices_decay_and_norms_and_embeddings_do_not(size: str, mode: str) ->
     assert len(decayed["params"]) + len(undecayed["params"]) == len(list(model.parameters()))
 
 
+@pytest.mark.parametrize(
+    ("family", "embeddings"),
+    [
+        ("gpt2", {"model.transformer.wte.weight", "model.transformer.wpe.weight"}),
+        ("t5", {"model.shared.weight", *(f"model.{stack}.{T5_DISTANCES}" for stack in ("encoder", "decoder"))}),
+    ],
+)
+def test_embeddings_of_positions_and_distances_do_not_decay(family: str, embeddings: set[str]) -> None:
+    model, _ = build_model(family_config(family))
+    decayed, undecayed = build_optimizer(model, CONFIG).param_groups
+    assert {name for name in names(model, undecayed) if model.get_parameter(name).dim() >= 2} == embeddings
+    assert all(parameter.dim() >= 2 for parameter in decayed["params"])
+
+
 def test_settings_come_from_the_recipe_and_the_kernel_is_fused() -> None:
-    optimizer = build_optimizer(build("smollm3_debug"), CONFIG, embedding="embedding")
+    optimizer = build_optimizer(build("smollm3_debug"), CONFIG)
     assert isinstance(optimizer, torch.optim.AdamW)
     for group in optimizer.param_groups:
         assert (group["lr"], group["betas"], group["eps"]) == (0.01, (0.8, 0.9), 1e-6)
@@ -62,7 +78,7 @@ def test_settings_come_from_the_recipe_and_the_kernel_is_fused() -> None:
 
 def test_with_zero_gradients_only_weight_decay_changes_parameters() -> None:
     model = build("llama3_debug")
-    optimizer = build_optimizer(model, CONFIG, embedding="embedding")
+    optimizer = build_optimizer(model, CONFIG)
     decayed = names(model, optimizer.param_groups[0])
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
@@ -75,7 +91,7 @@ def test_with_zero_gradients_only_weight_decay_changes_parameters() -> None:
 
 def test_each_group_follows_its_own_learning_rate() -> None:
     model = build("smollm3_debug")
-    optimizer = build_optimizer(model, CONFIG, embedding="embedding")
+    optimizer = build_optimizer(model, CONFIG)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     decayed, undecayed = optimizer.param_groups
     decayed["lr"], undecayed["lr"] = 0.0, 0.25
@@ -110,15 +126,13 @@ def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int
 
 def test_the_first_step_with_bfloat16_moments_equals_that_with_float32_moments() -> None:
     one, other = build("llama3_debug"), build("llama3_debug")
-    expected = take_steps(
-        other, build_optimizer(other, replace(HALF, state_dtype="float32"), embedding="embedding"), steps=1
-    )
-    assert all(map(torch.equal, take_steps(one, build_optimizer(one, HALF, embedding="embedding"), steps=1), expected))
+    expected = take_steps(other, build_optimizer(other, replace(HALF, state_dtype="float32")), steps=1)
+    assert all(map(torch.equal, take_steps(one, build_optimizer(one, HALF), steps=1), expected))
 
 
 def test_moments_in_bfloat16_are_stored_in_two_bytes_and_sharded_like_their_parameters() -> None:
     model = build("llama3_debug")
-    optimizer = build_optimizer(model, HALF, embedding="embedding")
+    optimizer = build_optimizer(model, HALF)
     take_steps(model, optimizer, steps=1)
     for parameter in model.parameters():
         state = optimizer.state[parameter]
@@ -134,7 +148,7 @@ def test_moments_in_bfloat16_are_stored_in_two_bytes_and_sharded_like_their_para
 def test_steps_equal_the_formula_with_moments_rounded_after_each_step() -> None:
     model = build("smollm3_debug")
     parameter = next(iter(model.parameters()))
-    optimizer = build_optimizer(model, HALF, embedding="embedding")
+    optimizer = build_optimizer(model, HALF)
     decay = next(g["weight_decay"] for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     p = parameter.detach().to_local().clone().double()
     first = second = torch.zeros_like(p)
@@ -152,23 +166,21 @@ def test_many_steps_with_bfloat16_moments_stay_close_to_float32(monkeypatch: pyt
     monkeypatch.setattr("recipes.optimization.optimizer.BATCH", 50_000)  # several batches, some of one large tensor
     one, other = build("smollm3_debug"), build("smollm3_debug")
     start = [parameter.detach().to_local().clone() for parameter in one.parameters()]
-    found = take_steps(one, build_optimizer(one, HALF, embedding="embedding"), steps=60)
-    expected = take_steps(
-        other, build_optimizer(other, replace(HALF, state_dtype="float32"), embedding="embedding"), steps=60
-    )
+    found = take_steps(one, build_optimizer(one, HALF), steps=60)
+    expected = take_steps(other, build_optimizer(other, replace(HALF, state_dtype="float32")), steps=60)
     for a, b, began in zip(found, expected, start, strict=True):
         assert 0 < (a - b).norm() < PATH_TOLERANCE * (b - began).norm()
 
 
 def test_a_checkpoint_restores_bfloat16_moments(tmp_path: Path) -> None:
     model = build("llama3_debug")
-    optimizer = build_optimizer(model, HALF, embedding="embedding")
+    optimizer = build_optimizer(model, HALF)
     take_steps(model, optimizer, steps=3)
     Checkpoints(tmp_path, keep=1).save(model, optimizer, step=3)
     expected = take_steps(model, optimizer, steps=3, first=3)
 
     again = build("llama3_debug")
-    resumed = build_optimizer(again, HALF, embedding="embedding")
+    resumed = build_optimizer(again, HALF)
     Checkpoints(tmp_path, keep=1).load(again, resumed, step=3)
     assert {state["exp_avg"].dtype for state in resumed.state.values()} == {torch.bfloat16}
     assert all(map(torch.equal, take_steps(again, resumed, steps=3, first=3), expected))
@@ -179,7 +191,7 @@ def test_bfloat16_moments_work_with_weights_that_float8_wraps() -> None:
     curves = []
     for config in (HALF, replace(HALF, state_dtype="float32")):
         model, _ = build_model(replace(SIZES["smollm3_debug"], layers=2), float8=float8, fsdp=FSDPConfig())
-        optimizer = build_optimizer(model, config, embedding="embedding")
+        optimizer = build_optimizer(model, config)
         tokens = torch.randint(4096, (2, 17), generator=torch.Generator().manual_seed(0))
         curve = []
         for _ in range(4):
@@ -202,9 +214,7 @@ def test_a_step_with_found_inf_changes_no_bit_of_parameters_moments_and_counters
     for bad_steps in (0, 1):
         torch.manual_seed(0)
         model = torch.nn.Linear(5, 3)
-        optimizer: Any = build_optimizer(
-            model, OptimizerConfig(state_dtype=state_dtype, betas=(0.9, 0.95)), embedding="embedding"
-        )
+        optimizer: Any = build_optimizer(model, OptimizerConfig(state_dtype=state_dtype, betas=(0.9, 0.95)))
         for step in range(3):
             for _ in range(bad_steps if step == 2 else 0):
                 before = deepcopy([model.state_dict(), optimizer.state_dict()["state"]])
