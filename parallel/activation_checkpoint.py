@@ -13,6 +13,15 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from models.interface import interface_of
 from parallel.config import ActivationCheckpointingConfig
 
+# Attention, by each of the backends that scaled_dot_product_attention may choose, and inside documents.
+ATTENTION = [
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.torch_attn._varlen_attn.default,
+]
+
 # What "selective" keeps. Everything else in a block (norms, rotations, SwiGLU product, residual sums, casts) moves
 # few bytes and almost no FLOPs, and compile fuses its recomputation into the kernels that need it.
 SAVED = [
@@ -23,13 +32,7 @@ SAVED = [
     # The same in batches: attention without a kernel of its own.
     torch.ops.aten.bmm.default,
     torch.ops.aten.baddbmm.default,
-    # Attention, by each of the backends that scaled_dot_product_attention may choose.
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    # The same inside documents.
-    torch.ops.torch_attn._varlen_attn.default,
+    *ATTENTION,
     # Norms of tokens, and the largest magnitudes for float8: tiny, but each needs a pass over a whole tensor.
     torch.ops.aten.rsqrt.default,
     torch.ops.aten.amax.default,
@@ -45,33 +48,49 @@ def checkpoint_blocks(model: nn.Module, config: ActivationCheckpointingConfig) -
     if config.mode == "none":
         return "activation checkpointing: off"
     interface = interface_of(model)
-    if not interface.draws_random:
-        _declare_attention_deterministic()
+    _declare_attention(random=interface.draws_random)
     names = interface.blocks
     chosen = config.recomputed(len(names))
     for name in (names[index] for index in chosen):
         # Where nothing in a block draws random numbers, their state need not be kept.
         options: dict[str, Any] = {"preserve_rng_state": interface.draws_random}
         if config.mode == "selective":
-            options["context_fn"] = _selective_contexts
+            options["context_fn"] = _contexts_with_dropout if interface.draws_random else _selective_contexts
             # Under compile it warns each process of in-place operations; a block has none.
             logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
         model.set_submodule(name, checkpoint_wrapper(model.get_submodule(name), **options))
-    kept = "keeps matmul and attention outputs" if config.mode == "selective" else "keeps block inputs only"
+    kept = "keeps block inputs only"
+    if config.mode == "selective":
+        kept = f"keeps matmul{' and attention' if not interface.draws_random else ''} outputs"
     where = f" in {len(chosen)} of {len(names)} blocks" if len(chosen) < len(names) else ""
     return f"activation checkpointing: {config.mode}{where}, {kept}"
 
 
-def _declare_attention_deterministic() -> None:
+def _declare_attention(*, random: bool) -> None:
     """For this process. Compiled, torch up to 2.13 saves and restores the state of random numbers around attention that
     is computed again, whatever its dropout and `preserve_rng_state` (pytorch #187985)."""
-    for operator in SAVED:
-        if torch.Tag.nondeterministic_seeded in operator.tags:
-            operator.tags.remove(torch.Tag.nondeterministic_seeded)
+    seeded = torch.Tag.nondeterministic_seeded
+    for operator in ATTENTION:
+        if random and seeded not in operator.tags:
+            operator.tags.append(seeded)
+        elif not random and seeded in operator.tags:
+            operator.tags.remove(seeded)
 
 
 def _selective_contexts() -> Any:
     return create_selective_checkpoint_contexts(_keep_or_recompute)
+
+
+def _contexts_with_dropout() -> Any:
+    """Attention that drops draws random numbers. Kept, it would draw none when its block is computed again, and each
+    later dropout in the block would then drop other values than in the forward pass."""
+    return create_selective_checkpoint_contexts(_keep_but_attention)
+
+
+def _keep_but_attention(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+    if operator in ATTENTION:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return _keep_or_recompute(context, operator, *arguments, **options)
 
 
 def _keep_or_recompute(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:

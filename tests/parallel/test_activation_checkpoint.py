@@ -2,11 +2,12 @@
 
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from models.decoder import Decoder
 from models.interface import blocks_of
 from models.sizes import SIZES
+from parallel import activation_checkpoint
 from parallel.activation_checkpoint import checkpoint_blocks
 from parallel.config import ActivationCheckpointingConfig
 from parallel.materialize import plain_name
@@ -129,3 +131,43 @@ def test_blocks_with_and_without_recomputation_compile_once_each(mode: str) -> N
     x = torch.zeros(2, 32, dtype=torch.int64)
     model(x, x).backward()
     assert counters["stats"]["unique_graphs"] == 2
+
+
+@torch.library.custom_op("tests::attention_that_drops", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def attention_that_drops(x: Tensor) -> Tensor:
+    """Draws random numbers inside, as the attention kernels of GPUs do, unlike those of CPUs."""
+    return x + torch.rand_like(x)
+
+
+attention_that_drops.register_autograd(lambda context, gradient: gradient)
+
+
+class Dropping(nn.Module):
+    """One block: attention, and a dropout after it."""
+
+    interface = SimpleNamespace(blocks=("block",), draws_random=True)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(8, 8), Attention(), nn.Dropout(0.5), nn.GELU(), nn.Linear(8, 8))
+
+
+class Attention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return attention_that_drops(x)
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_dropout_after_attention_that_drops_is_the_same_again(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = torch.ops.tests.attention_that_drops.default
+    for operators in ("ATTENTION", "SAVED"):
+        monkeypatch.setattr(activation_checkpoint, operators, [*getattr(activation_checkpoint, operators), kernel])
+    gradients = []
+    for one in ("none", mode):
+        torch.manual_seed(0)
+        model = Dropping()
+        line = checkpoint_blocks(model, ActivationCheckpointingConfig(one))
+        assert "and attention" not in line
+        model.block(torch.randn(4, 8)).sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *gradients))
