@@ -5,6 +5,7 @@ import datetime
 import json
 import re
 from collections.abc import Mapping
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,8 +92,9 @@ class ChatTemplate:
             if message[ROLE] != ASSISTANT:
                 continue
             before, after = self._text(messages[:number], prompt=True), self._text(messages[: number + 1])
-            if not text.startswith(before):  # some write no prompt for an answer
-                before = self._text(messages[:number])
+            if not text.startswith(before):  # some write no prompt for an answer, others one that begins a thought
+                shared = commonprefix([before, text])  # noqa: RUF071  characters are meant
+                before = max(self._text(messages[:number]), shared, key=len)
             end = len(after.rstrip()) if after[len(before) :].strip() else len(after)
             if not text.startswith(after):
                 end = self._end_of(str(message.get(CONTENT) or ""), text, len(before))

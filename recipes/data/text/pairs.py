@@ -22,6 +22,8 @@ ID = FIRST - 1
 """The other bits: its id."""
 PAIR_TYPE = np.dtype("<u4")
 ROLE, CONTENT, ASSISTANT = "role", "content", "assistant"
+THOUGHTS = "reasoning_content", "thinking", "reasoning"
+"""Names that data sets give to what an assistant thought before its answer."""
 
 
 @dataclass(frozen=True)
@@ -116,13 +118,8 @@ class PairFormat:
         answers = [message for message in messages if message[ROLE] == ASSISTANT]
         if not any(message.get(CONTENT) or message.get("tool_calls") for message in answers):
             return "", f'no answer: no message has the role "{ASSISTANT}" and a content'
-        # Tables give every message every field that any message has.
-        kept = [
-            {key: value for key, value in message.items() if value is not None or key == CONTENT}
-            for message in messages
-        ]
         try:
-            text = json.dumps(kept, ensure_ascii=False)
+            text = json.dumps([_plain(message) for message in messages], ensure_ascii=False)
         except (TypeError, ValueError) as error:
             return "", f"not messages: {error}"
         return text_or_problem(text, text_field=self.messages)
@@ -145,6 +142,14 @@ def prepared_otherwise(prepared: str, expected: str) -> str:
     names = [name for name in then if then[name] != now.get(name)]
     shown = "; ".join(f"{name}: {str(then[name])[:60]!r} there, {str(now.get(name))[:60]!r} here" for name in names)
     return f"holds pairs that were made otherwise ({shown}); write the same in [data], or prepare it again"
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as transformers gives it to a template: without nulls, which many templates write as "None" (and tables
+    give every message every field that any message has), and with its thoughts under each name that templates read."""
+    kept = {key: value for key, value in message.items() if value is not None}
+    thoughts = next((kept[name] for name in THOUGHTS if name in kept), None)
+    return kept if thoughts is None else {"thinking": thoughts} | kept | {THOUGHTS[0]: thoughts}
 
 
 def _message_problem(message: Any) -> str:

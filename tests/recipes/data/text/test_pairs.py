@@ -121,6 +121,30 @@ def test_learned_tokens_are_the_assistant_mask_of_transformers() -> None:
     assert learned(pair) == list(expected["assistant_masks"])
 
 
+def test_tool_call_and_thoughts_reach_the_template_as_transformers_gives_them() -> None:
+    template = (
+        "{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
+        "{{ m.content }}{% for call in m.tool_calls %}{{ call | tojson }}{% endfor %}<|im_end|>{% endfor %}"
+    )
+    call = {"role": "assistant", "content": None, "reasoning": "Hm.", "tool_calls": [{"name": "f"}]}
+    messages = [{"role": "user", "content": "Was?", "tool_calls": None}, call]
+    ours, theirs = both()
+    expected = theirs.apply_chat_template(messages, chat_template=template, tokenize=False)
+    pair = encoded(chat(template), {"messages": messages})
+    assert ours.decode(ids(pair)) == expected == '[user]Was?<|im_end|>[assistant](Hm.){"name": "f"}<|im_end|>'
+
+
+def test_header_of_an_answer_is_not_learned_where_the_prompt_for_it_begins_a_thought() -> None:
+    template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}<|im_end|>{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}[assistant]<think>{% endif %}"
+    )
+    ours, _ = both()
+    pair = encoded(chat(template), {"messages": CHAT[1:3]})
+    answer = [number for number, used in zip(ids(pair), learned(pair), strict=True) if used]
+    assert ours.decode(answer) == "Ein Fest 🎉 mit Größe.<|im_end|>"
+
+
 def test_without_marks_the_answers_and_what_ends_them_are_learned() -> None:
     ours, _ = both()
     pair = encoded(chat(CHAT_ML), {"messages": CHAT})
