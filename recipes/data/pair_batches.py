@@ -23,7 +23,7 @@ class PairBatches(Batches):
     def __init__(self, sequences: PairSequences, *, pairing: Pairing, end_of_document: int, **options: Any) -> None:
         """end_of_document: the token that ends answers. options: as of Batches."""
         super().__init__(sequences, end_of_document=None, **options)
-        self._pairing, self._end = pairing, end_of_document
+        self._pairing = pairing
         self._padding = end_of_document if pairing.padding is None else pairing.padding
 
     def _read(self, batch: int, *, available: int | None = None) -> list[MicroBatch]:
@@ -81,11 +81,8 @@ class PairBatches(Batches):
         return mine
 
     def _padded(self, pairs: Sequence[tuple[PairSource, int, bool]]) -> MicroBatch:
-        parts, limits = [], self.sequences.limits
-        for source, pair, _ in pairs:
-            tokens = (source.read(pair) & ID).astype(np.int64)
-            prompt, answer = np.split(tokens, [int(source.pairs.prompts[pair])])
-            parts.append((self._shortened(prompt, int(source.pairs.cut[pair])), answer))
+        limits = self.sequences.limits
+        parts = [source.prompt_and_answer(pair) for source, pair, _ in pairs]
         shape = len(parts), _room((len(prompt) for prompt, _ in parts), limits.prompt)
         encoder = np.full(shape, self._padding, dtype=np.int64)  # (B, S)
         mask = np.zeros(shape, dtype=bool)
@@ -100,15 +97,6 @@ class PairBatches(Batches):
                 targets[row, : len(answer)] = answer
         inputs = EncoderDecoderInputs(*map(torch.from_numpy, (encoder, mask, decoder)))
         return self._pinned(inputs, torch.from_numpy(targets), None)
-
-    def _shortened(self, prompt: np.ndarray, over: int) -> np.ndarray:
-        """A prompt without `over` of its tokens. A token that ends it stays."""
-        if over == 0 or self.sequences.limits.long == "cut_prompt_start":
-            return prompt[over:]
-        kept = prompt[: len(prompt) - over]
-        if prompt[-1] == self._end:
-            kept = np.append(kept[:-1], prompt[-1])
-        return kept
 
 
 def cut(source: PairSource, pair: int, *, start: bool) -> np.ndarray:

@@ -20,7 +20,7 @@ from recipes.data.config import DataConfig
 from recipes.data.order import Mixture, permuted
 from recipes.data.sequences import Piece, Source
 from recipes.data.text.pairs import FIRST, ID, LEARNED, PairFormat
-from recipes.data.tokens.shards import TRAIN, read_index
+from recipes.data.tokens.shards import TRAIN, VALIDATION, read_index
 
 PACKED_TOGETHER = 2**16
 """Pairs that are packed at a time: their last few rows are not full."""
@@ -151,7 +151,7 @@ class PairSource:
 
     def __init__(self, source: Source, limits: Limits, *, run: int, budget: float) -> None:
         """run: pairs of a step. budget: data.bad_row_budget. Raises UserError if too few pairs are short enough."""
-        self.source, self._seed, self._run = source, source.order.seed, run
+        self.source, self._seed, self._run, self._limits = source, source.order.seed, run, limits
         every = find_pairs(source.shards)
         self.pairs, left_out = fitting(every, limits)
         self.left_out = int(left_out.sum())
@@ -197,6 +197,19 @@ class PairSource:
         tokens = np.empty(int(self.pairs.lengths[pair]), dtype=np.uint32)
         self.source.shards.read(int(self.pairs.starts[pair]), tokens)
         return tokens
+
+    def prompt_and_answer(self, pair: int) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of a prompt, cut where it is too long, and of what follows it: (n,) int64 each. A token that ends the
+        prompt for an encoder stays."""
+        tokens = (self.read(pair) & ID).astype(np.int64)
+        prompt, answer = np.split(tokens, [int(self.pairs.prompts[pair])])
+        over = int(self.pairs.cut[pair])
+        if over == 0 or self._limits.long == "cut_prompt_start":
+            return prompt[over:], answer
+        kept = prompt[: len(prompt) - over]
+        if self._limits.answer is not None and prompt[-1] == answer[-1]:  # every answer ends with the end token
+            kept[-1] = prompt[-1]
+        return kept, answer
 
     def _order(self, epoch: int) -> np.ndarray:
         """The sequences of an epoch: (sequences,) int64."""
@@ -261,9 +274,9 @@ class PairSequences:
         return self._own[place], self._own[place].pairs_of(int(own))
 
     def beginning(self, count: int) -> list[int]:
-        """The last `count` tokens of the first prompt."""
+        """The last `count` tokens of the first prompt, which is cut where it is too long."""
         source, (pair, *_) = self.pairs(0)
-        return (source.read(pair)[: int(source.pairs.prompts[pair])] & ID).tolist()[-count:]
+        return source.prompt_and_answer(int(pair))[0].tolist()[-count:]
 
     def pieces(self, number: int) -> Iterator[Piece]:
         """The pairs that training sequence `number` consists of, whole."""
@@ -316,5 +329,6 @@ def pair_sequences(
             share = tokens / (one.sequences * length)
             what += f" in {one.sequences:,} rows of {length}, {share:.1%} full"
         more = f", {cut:,} with a cut prompt" * (cut > 0) + f", {left:,} too long and left out" * (left > 0)
-        log(f"{one.source.name}: {what}{more}")
+        held_out = " (held out)" * (one.source.shards.kind == VALIDATION)
+        log(f"{one.source.name}{held_out}: {what}{more}")
     return PairSequences(found, weights, limits)

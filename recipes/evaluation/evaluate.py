@@ -186,6 +186,7 @@ def continuation(
     device: torch.device,
     seed: int,
     end_of_document: int | None = None,
+    end: int | None = None,
     temperature: float = 0.8,
 ) -> list[int]:
     """Sample tokens after `prompt`, the same on every process. Ends early where the model diverged (NaN, infinity).
@@ -197,6 +198,7 @@ def continuation(
         device: where the model computes.
         seed: of the sampling.
         end_of_document: this token's id, for a model whose attention stays inside documents.
+        end: this token's id, where it ends the text.
         temperature: of the sampling.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -209,7 +211,9 @@ def continuation(
         logits = model(batch.to(device), documents=inside)[0, len(window) - 1]  # (V,)
         if not logits.isfinite().all():
             break
-        text.append(next_token(logits, temperature=temperature, generator=generator))
+        if (token := next_token(logits, temperature=temperature, generator=generator)) == end:
+            break
+        text.append(token)
     return text[len(prompt) :]
 
 
@@ -230,13 +234,18 @@ def show_sample(
 
         show_answer(model, loader, batch, tokens, device=device, log=log)
         return
-    prompt = loader.held_out_tokens(min(32, batch.sequence_length // 2))
+    pairs = loader.pairing is not None
+    prompt = loader.held_out_tokens(batch.sequence_length - 1 if pairs else min(32, batch.sequence_length // 2))
+    end = tokenizer.end_of_document if pairs else None
     shape = batch.micro_batch_size, batch.sequence_length
     boundary = loader.document_boundary
     with without_dropout(model):
         answer = continuation(
-            model, prompt, tokens=tokens, shape=shape, device=device, seed=seed, end_of_document=boundary
+            model, prompt, tokens=tokens, shape=shape, device=device, seed=seed, end_of_document=boundary, end=end
         )
-    log("a held-out text, and how the model goes on:", style="bold")
+    found = (
+        "a held-out prompt, and how the model answers it:" if pairs else "a held-out text, and how the model goes on:"
+    )
+    log(found, style="bold")
     log(tokenizer.decode(prompt), style="dim")
     log(tokenizer.decode(answer))

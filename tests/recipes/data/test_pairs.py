@@ -321,6 +321,8 @@ def test_long_prompt_is_cut_and_its_answer_is_whole(
         found = inputs[0].tolist()[: LENGTH - len(answer) + 1]
         kept = tokens[: len(found)] if long == "cut_prompt_end" else tokens[-len(found) :]
     assert found == kept
+    assert isinstance(data.training, PairSequences)
+    assert data.training.beginning(LENGTH) == kept  # what a sample of the trained model answers
     data.training.close()
 
 

@@ -193,6 +193,11 @@ def test_a_diverged_model_continues_nothing() -> None:
     assert continuation(model, [1], tokens=5, shape=(1, LENGTH), device=CPU, seed=0) == []
 
 
+def test_a_continuation_ends_before_the_token_that_ends_an_answer() -> None:
+    whole = sample([5, 6])
+    assert sample([5, 6], end=whole[4]) == whole[: whole.index(whole[4])]
+
+
 def test_a_continuation_ignores_what_precedes_its_document() -> None:
     arguments: dict[str, Any] = {"tokens": 6, "shape": (1, LENGTH), "device": CPU, "seed": 0}
     alone = continuation(build(), [5, 6], **arguments)
