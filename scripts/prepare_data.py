@@ -127,12 +127,7 @@ def prepare(options: argparse.Namespace) -> None:
     fields = _fields(options)
     reading: Any = {"text_field": fields, "text_documents": options.text_documents}
     tokenizer = load_tokenizer(options.tokenizer, sources=[source], **reading, cache=options.cache, log=say)
-    work = preparation(
-        source,
-        **reading,
-        tokenizer=tokenizer,
-        validation_fraction=options.validation_fraction,
-    )
+    work = preparation(source, **reading, tokenizer=tokenizer, validation_fraction=options.validation_fraction)
     new = not folder.exists()
     started = time.perf_counter()
     try:
@@ -151,8 +146,9 @@ def prepare(options: argparse.Namespace) -> None:
         say(f"tokenized {tokens:,} tokens in {seconds:.1f} s, {counted(int(tokens / seconds))} tokens/s")
     else:
         say("nothing was left to do")
-    share = f", validation_fraction = {options.validation_fraction:g}"
-    say(f'in a recipe: source = "{folder}", tokenizer = "{folder / "tokenizer.json"}"{share}')
+    share = f"validation_fraction = {options.validation_fraction:g}"
+    pairs = [] if isinstance(fields, str) else fields.in_recipe
+    say(", ".join([f'in a recipe: source = "{folder}"', f'tokenizer = "{folder / "tokenizer.json"}"', share, *pairs]))
 
 
 def _fields(options: argparse.Namespace) -> "Fields":

@@ -180,6 +180,6 @@ def test_prepared_chats_keep_their_template(tmp_path: Path) -> None:
     options = ("--tokenizer", "train:300", "--cache", tmp_path / "cache")
     assert "write data.chat_template" in run(*chats, *options, code=2)
     said = run(*chats, *options, "--chat-template", tmp_path / "chat.jinja")
-    assert "3 documents" in said
+    assert "3 documents" in said and said.rstrip().endswith('messages_field = "messages"')
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == (tmp_path / "chat.jinja").read_text()
     assert "needs" in run(*chats[:2], "--prompt-field", "question", *options, code=2)

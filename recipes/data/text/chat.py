@@ -212,7 +212,8 @@ def chat_settings(files: Mapping[str, str], *, template: str, date: str) -> dict
     if not text:
         raise UserError(
             f"data.messages_field: the tokenizer came without a chat template ({TEMPLATE}, or chat_template in"
-            f' {TOKENIZER_CONFIG}); write data.chat_template = "FILE.jinja", or use prompt_field and answer_field'
+            f' {TOKENIZER_CONFIG}); write data.chat_template = "FILE.jinja" (scripts: --chat-template FILE.jinja), or'
+            " use prompt_field and answer_field"
         )
     if TODAY in text and not date:
         raise UserError(

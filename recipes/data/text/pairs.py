@@ -61,15 +61,25 @@ class PairFormat:
     @property
     def options(self) -> str:
         """The options of scripts/prepare_data.py that read these fields, all but those of the chat template."""
-        given = {
-            "--prompt-field": self.prompt,
-            "--answer-field": self.answer,
-            "--messages-field": self.messages,
-            "--prompt-prefix": self.prefix,
-            "--prompt-suffix": self.suffix,
-        }
-        options = [f"{name} {shlex.quote(value)}" for name, value in given.items() if value]
+        options = [f"--{name.replace('_', '-')} {shlex.quote(value)}" for name, value in self._settings.items()]
         return " ".join([*options, *["--encoder-decoder"] * self.encoder_decoder])
+
+    @property
+    def in_recipe(self) -> list[str]:
+        """The lines of [data] that read these fields, all but a chat template, which lies beside the tokenizer."""
+        dated = {"chat_date": self.date} if self.date else {}
+        return [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in (self._settings | dated).items()]
+
+    @property
+    def _settings(self) -> dict[str, str]:
+        given = {
+            "prompt_field": self.prompt,
+            "answer_field": self.answer,
+            "messages_field": self.messages,
+            "prompt_prefix": self.prefix,
+            "prompt_suffix": self.suffix,
+        }
+        return {name: value for name, value in given.items() if value}
 
     @property
     def setting(self) -> str:

@@ -67,8 +67,8 @@ def open_rows(
             islice(read_file(file, text_field=text_field, start=Place(index), size=size, rule=rule), PROBED_ROWS)
             for index, (file, size) in enumerate(zip(files[:PROBED_FILES], sizes, strict=False))
         )
-        setting = "data.text_field" if isinstance(text_field, str) else text_field.setting
-        _refuse_wrong_field(RowStream(chain.from_iterable(beginnings), files=names, start=start), setting=setting)
+        setting = ("data.text_field", "a text field") if isinstance(text_field, str) else (text_field.setting, "others")
+        _refuse_wrong_field(RowStream(chain.from_iterable(beginnings), files=names, start=start), *setting)
 
     def rows() -> Iterator[tuple[Row, Place]]:
         for index in range(start.file, len(files)):
@@ -78,15 +78,15 @@ def open_rows(
     return RowStream(rows(), files=names, start=start)
 
 
-def _refuse_wrong_field(rows: RowStream, *, setting: str) -> None:
+def _refuse_wrong_field(rows: RowStream, setting: str, wanted: str) -> None:
     """Raise UserError with the first problem of the text field if none of these rows has text in it. setting: names the
-    field in a recipe."""
+    field in a recipe. wanted: what to name instead."""
     complaint = ""
     for row in rows:
         if not row.problem or row.kind == "null":
             return
         if row.kind.startswith(("no field", "not text", "not messages")):
-            complaint = complaint or f"{setting}: {rows.where(row)}: {row.problem}; name a text field"
+            complaint = complaint or f"{setting}: {rows.where(row)}: {row.problem}; name {wanted}"
     if complaint:
         raise UserError(complaint)
 

@@ -1,6 +1,7 @@
 """Rows of pairs as tokens: the same as transformers makes of them, and what of them is learned."""
 
 import json
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -337,6 +338,11 @@ def test_wrong_field_is_refused_with_its_setting(tmp_path: Path) -> None:
         UserError, match=r"data.prompt_field, data.answer_field: .* no field 'question'; it has 'prompt'"
     ):
         open_rows(str(path), text_field=PAIR)
+
+
+def test_format_writes_its_lines_of_a_recipe() -> None:
+    found = PairFormat(prompt="q", answer="a", prefix='say "it": ', encoder_decoder=True).in_recipe
+    assert tomllib.loads("\n".join(found)) == {"prompt_field": "q", "answer_field": "a", "prompt_prefix": 'say "it": '}
 
 
 def test_plain_text_has_no_pairs(tmp_path: Path) -> None:
