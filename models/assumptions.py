@@ -41,6 +41,19 @@ def broken(model: nn.Module, interface: ModelInterface, *, dropout: bool) -> Ite
         yield f"dropout = true: {layers[0]} leaves out blocks, others on each process; write dropout = false"
 
 
+def require_sound_recomputation(model: nn.Module) -> None:
+    """Raises ValueError for a model whose compiled blocks must not be computed again on a CPU.
+
+    torch 2.13's compiled attention with a bias that learns (T5) then writes beyond its memory, also without parallel/:
+    most runs end with "corrupted size vs. prev_size" or a segmentation fault.
+    """
+    if any(name.endswith("relative_attention_bias") for name, _ in model.named_modules()):
+        raise ValueError(
+            "compiled attention with a bias that learns corrupts memory where a CPU computes it again; write"
+            ' compile.enabled = false, or activation_checkpointing.mode = "none"'
+        )
+
+
 def dropouts(model: nn.Module) -> list[str]:
     """The names of all modules that drop something."""
     found = []

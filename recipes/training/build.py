@@ -194,7 +194,7 @@ def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh:
         degrees = recipe.mesh.fit(world.size, nodes=len(world.nodes))
         mesh = build_mesh(degrees, device_type=world.device.type)
     fsdp = without_idle_resharding(mesh, recipe.fsdp, float8_gathers=recipe.float8.all_gather)
-    model = _plain_model(recipe)
+    model = _plain_model(recipe, device_type=world.device.type)
     report = [f"blocks: {model.about}"] if of_transformers(recipe.model) else []
     report += placement(mesh.degrees, world.nodes)
     report += [f"GPU memory: {allocator_settings()}"] if world.device.type == "cuda" else []
@@ -235,14 +235,17 @@ def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh:
     )
 
 
-def _plain_model(recipe: Recipe) -> nn.Module:
+def _plain_model(recipe: Recipe, *, device_type: str) -> nn.Module:
     """The model on the meta device. Raises UserError for one of transformers that cannot be trained as asked."""
     try:
         with torch.device("meta"):
             model = build_model(recipe.model, loss_chunks=recipe.batch.loss_chunks)
         if of_transformers(recipe.model):
+            from models.assumptions import require_sound_recomputation
             from models.transformers import require_documents_apart, require_kernels
 
+            if device_type == "cpu" and recipe.compile.enabled and recipe.activation_checkpointing.mode != "none":
+                require_sound_recomputation(model)
             require_kernels(recipe.model, backend=recipe.attention.backend)
             packs_pairs = recipe.data.has_pairs and not recipe.model.is_encoder_decoder
             if recipe.data.document_mask or packs_pairs:

@@ -8,13 +8,15 @@ import torch
 
 from models.transformers import TransformersModel
 from parallel.config import CompileConfig
-from parallel.dist import start, stop
+from parallel.dist import World, start, stop
+from parallel.errors import UserError
 from parallel.kernels import compile_blocks
 from recipes.evaluation.generate import open_model
 from recipes.evaluation.library import texts_of
 from recipes.files.layout import EXPORT, LOG_FILE
 from recipes.load import load
 from recipes.schema import Recipe
+from recipes.training.build import build
 from tests.families import family_config
 from tests.training import rows, train
 
@@ -99,3 +101,10 @@ def test_blocks_of_two_stacks_may_be_compiled_for_more_kinds_and_lengths(name: s
     with torch._dynamo.config.patch(recompile_limit=8):
         compile_blocks(model, CompileConfig(enabled=True), device_type="cpu")
         assert torch._dynamo.config.recompile_limit == limit
+
+
+def test_a_t5_whose_compiled_blocks_would_be_computed_again_is_refused_on_a_cpu(alone: World) -> None:
+    options = ["--compile.enabled=true", "--activation_checkpointing.mode=selective"]
+    with pytest.raises(UserError, match=r"corrupts memory .* write compile.enabled = false"):
+        build(load(CONFIGS / "t5_debug.toml", options), alone)
+    build(load(CONFIGS / "gpt2_debug.toml", options), alone)
