@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from models.interface import ModelInterface
 from models.sizes import SIZES
 from parallel.config import Float8Config, FSDPConfig, MeshConfig
 from parallel.dist import start, stop
@@ -66,6 +67,8 @@ def shares_by_loops(values: torch.Tensor, dtype: torch.dtype, axis: int | None, 
 
 class Toy(nn.Module):
     """A linear whose output always gets the gradient `gradient`."""
+
+    interface = ModelInterface((), "", None, None, None, "", None)
 
     def __init__(self) -> None:
         super().__init__()
