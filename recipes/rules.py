@@ -165,7 +165,7 @@ def data_is_there(data: DataConfig, *, model: ModelConfig, weights: InitialWeigh
         if message := mixture_problem(data.mixture):
             yield "data.mixture", message
     yield from tokenizer_fits(data.tokenizer, model=model, initial=weights)
-    if data.has_pairs or (model.is_encoder_decoder):
+    if data.has_pairs or model.is_encoder_decoder:
         from recipes.weights.pairing import pairing_problems
 
         yield from ((f"data.{field}", message) for field, message in pairing_problems(data, model, weights))

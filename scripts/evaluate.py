@@ -106,7 +106,7 @@ def evaluate(options: argparse.Namespace) -> int:
     length = options.sequence_length or min(weights.facts.context_length, LONGEST)
     data = _data(options, weights)
     pairing = _pairing(data, weights) if data.has_pairs else None
-    if pairing is None and isinstance(weights.model, TransformersConfig) and weights.model.is_encoder_decoder:
+    if pairing is None and weights.model.is_encoder_decoder:
         raise UserError("an encoder-decoder model predicts answers to prompts; write --prompt-field and --answer-field")
 
     from parallel.dist import start, stop  # torch, from here on

@@ -95,8 +95,8 @@ def _generate(options: argparse.Namespace) -> int:
         raise UserError("the prompt is not UTF-8 text") from None
 
     from models.decoder import Decoder
+    from recipes.evaluation.by_transformers import check_search, open_exported, write_texts
     from recipes.evaluation.generate import choose_device, continue_text, open_model
-    from recipes.evaluation.library import check_search, open_exported, write_texts
     from recipes.training.console import CONTROLS
     from recipes.weights.locate import find_weights
 

@@ -56,7 +56,7 @@ class PairBatches(Batches):
         source, pairs = self.sequences.pairs(number)
         used = 0
         for pair in pairs.tolist():
-            tokens = cut(source, pair, start=self.sequences.limits.long != "cut_prompt_end")
+            tokens = source.shortened(pair)
             end = used + len(tokens) - 1
             ids = (tokens & ID).astype(np.int64)
             starts[used], inputs[used:end] = True, ids[:-1]
@@ -97,15 +97,6 @@ class PairBatches(Batches):
                 targets[row, : len(answer)] = answer
         inputs = EncoderDecoderInputs(*map(torch.from_numpy, (encoder, mask, decoder)))
         return self._pinned(inputs, torch.from_numpy(targets), None)
-
-
-def cut(source: PairSource, pair: int, *, start: bool) -> np.ndarray:
-    """The stored tokens of a pair without those that are cut from the start of its prompt, or from the end."""
-    tokens, over = source.read(pair), int(source.pairs.cut[pair])
-    if start:
-        return tokens[over:]
-    prompt = int(source.pairs.prompts[pair])
-    return np.concatenate([tokens[: prompt - over], tokens[prompt:]])
 
 
 def _lengths(found: tuple[PairSource, int, bool]) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from parallel.errors import UserError
 from recipes.data.config import DataConfig
 from recipes.data.order import Mixture, permuted
 from recipes.data.sequences import Piece, Source
-from recipes.data.text.pairs import FIRST, ID, LEARNED, PairFormat
+from recipes.data.text.pairs import FIRST, ID, LEARNED, PairFormat, shortened
 from recipes.data.tokens.shards import TRAIN, VALIDATION, read_index
 
 PACKED_TOGETHER = 2**16
@@ -198,18 +198,16 @@ class PairSource:
         self.source.shards.read(int(self.pairs.starts[pair]), tokens)
         return tokens
 
+    def shortened(self, pair: int) -> np.ndarray:
+        """The stored tokens of a pair, without what is cut of a prompt that is too long: (n,) uint32."""
+        over, limits = int(self.pairs.cut[pair]), self._limits
+        return shortened(self.read(pair), over, long=limits.long, keeps_end=limits.answer is not None)
+
     def prompt_and_answer(self, pair: int) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of a prompt, cut where it is too long, and of what follows it: (n,) int64 each. A token that ends the
-        prompt for an encoder stays."""
-        tokens = (self.read(pair) & ID).astype(np.int64)
-        prompt, answer = np.split(tokens, [int(self.pairs.prompts[pair])])
-        over = int(self.pairs.cut[pair])
-        if over == 0 or self._limits.long == "cut_prompt_start":
-            return prompt[over:], answer
-        kept = prompt[: len(prompt) - over]
-        if self._limits.answer is not None and prompt[-1] == answer[-1]:  # every answer ends with the end token
-            kept[-1] = prompt[-1]
-        return kept, answer
+        """The ids of a shortened pair's prompt, and of what follows it: (n,) int64 each."""
+        tokens = (self.shortened(pair) & ID).astype(np.int64)
+        prompt, answer = np.split(tokens, [int(self.pairs.prompts[pair] - self.pairs.cut[pair])])
+        return prompt, answer
 
     def _order(self, epoch: int) -> np.ndarray:
         """The sequences of an epoch: (sequences,) int64."""

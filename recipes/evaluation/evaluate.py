@@ -13,7 +13,6 @@ from torch import nn
 from models.config import ModelConfig
 from models.documents import Documents
 from models.loss import IGNORED
-from models.transformers_config import TransformersConfig
 from parallel.errors import UserError
 from parallel.mesh import Mesh
 from parallel.reduce import sum_over_group
@@ -229,7 +228,7 @@ def show_sample(
 ) -> None:
     """Let the model continue the beginning of a held-out document, or answer a held-out prompt, and log both."""
     tokenizer, config = loader.tokenizer, cast(ModelConfig, model.config)
-    if isinstance(config, TransformersConfig) and config.is_encoder_decoder:
+    if config.is_encoder_decoder:
         from recipes.evaluation.answers import show_answer
 
         show_answer(model, loader, batch, tokens, device=device, log=log)

@@ -69,7 +69,7 @@ def open_model(path: str | Path | Weights, *, dtype: torch.dtype, device: torch.
     """Load a Hugging Face folder, a checkpoint, or a run's newest one onto a device. Raises UserError if impossible."""
     weights = path if isinstance(path, Weights) else find_weights(path)
     if isinstance(weights.model, TransformersConfig):
-        from recipes.evaluation.library import open_exported
+        from recipes.evaluation.by_transformers import open_exported
 
         return open_exported(weights, dtype=dtype, device=device)
     tokenizer = weights.tokenizer

@@ -15,7 +15,7 @@ from parallel.errors import UserError
 from parallel.mesh import Mesh
 from recipes.data.loader import MicroBatch
 from recipes.data.pairs import Pairing
-from recipes.data.text.pairs import ID, LEARNED, PairEncoder
+from recipes.data.text.pairs import ID, LEARNED, PairEncoder, shortened
 from recipes.data.text.readers import Row
 from recipes.data.text.tokenizer import Tokenizer, parallel_tokenizers
 from recipes.evaluation.evaluate import Evaluation, summed_loss
@@ -45,7 +45,6 @@ class PairReader:
         """texts: pairs as JSON. length: tokens of a prompt for an encoder, of a whole pair otherwise. long: as
         data.long_pairs. Raises UserError for a chat template that cannot be compiled."""
         self._texts, self._pairing, self._length, self._long = texts, pairing, length, long
-        self._end = tokenizer.end_of_document
         self._encoder = PairEncoder(pairing.format, tokenizer)
         self.pairs = self.left_out = self.unusable = 0
 
@@ -70,14 +69,7 @@ class PairReader:
         if over > 0:
             if self._long == "leave_out" or over >= first:
                 return None
-            if self._long == "cut_prompt_start":
-                tokens = tokens[over:]
-            else:
-                prompt = tokens[: first - over].copy()
-                if reads and int(tokens[first - 1] & ID) == self._end:  # a token that ends a prompt stays
-                    prompt[-1] = tokens[first - 1]
-                tokens = np.concatenate([prompt, tokens[first:]])
-            first -= over
+            tokens, first = shortened(tokens, over, long=self._long, keeps_end=reads), first - over
         return Pair(tokens, first if reads else 0)
 
 

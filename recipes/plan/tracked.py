@@ -24,7 +24,6 @@ from models.documents import Documents
 from models.interface import interface_of
 from models.loss import Kernels, SummedLoss
 from models.pairs import EncoderDecoderInputs
-from models.transformers_config import TransformersConfig
 from parallel.config import CompileConfig, MeshDegrees
 from parallel.fsdp import (
     compute_with_whole_shards,
@@ -78,7 +77,7 @@ def _micro_batches(recipe: Recipe, degrees: MeshDegrees) -> list[MicroBatch]:
     rows, length = batch.micro_batch_size, batch.sequence_length
     tokens, documents = torch.zeros(rows, length, dtype=torch.int64), None
     inputs: Tensor | EncoderDecoderInputs = tokens
-    if isinstance(recipe.model, TransformersConfig) and recipe.model.is_encoder_decoder:
+    if recipe.model.is_encoder_decoder:
         targets = torch.zeros(rows, data.answer_length, dtype=torch.int64)
         inputs = EncoderDecoderInputs(tokens, torch.ones_like(tokens, dtype=torch.bool), targets.clone())
     else:

@@ -5,7 +5,6 @@ import signal
 import sys
 from contextlib import suppress
 
-from models.transformers_config import TransformersConfig
 from parallel.config import MeshDegrees
 from parallel.errors import UserError
 from recipes.files.units import size
@@ -102,13 +101,10 @@ def _memory(recipe: Recipe, prediction: Prediction | None, hardware: Hardware | 
 def _work(recipe: Recipe) -> list[str]:
     """What is trained, and how long."""
     run, batch = recipe.run, recipe.batch
-    size, length, tokens = (
-        batch.global_batch_size,
-        batch.sequence_length,
-        batch.global_batch_size * batch.sequence_length,
-    )
+    size, length = batch.global_batch_size, batch.sequence_length
+    tokens = size * length
     amount = f"{size:,} x {length:,} = {tokens:,} tokens, {run.steps * tokens:,} in all"
-    if isinstance(recipe.model, TransformersConfig) and recipe.model.is_encoder_decoder:
+    if recipe.model.is_encoder_decoder:
         amount = f"{size:,} pairs, at most {length:,} tokens of a prompt and {recipe.data.answer_length:,} of an answer"
     elif recipe.data.has_pairs:
         amount = f"{size:,} x {length:,} tokens with padding"

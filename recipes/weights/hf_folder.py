@@ -284,7 +284,7 @@ def write_description(folder: Path, description: Description, *, dtype: str) -> 
     facts, companions = description.facts, dict(description.companions)
     model = description.model
     # The pairs of an encoder-decoder model are tokenized as by its own tokenizer.
-    begins = facts.bos_token_id is not None or (isinstance(model, TransformersConfig) and model.is_encoder_decoder)
+    begins = facts.bos_token_id is not None or model.is_encoder_decoder
     if isinstance(model, TransformersConfig):
         config = config_to_transformers(model, facts, dtype=dtype)
     else:

@@ -19,7 +19,7 @@ from recipes.weights.locate import FROM_WEIGHTS, InitialWeights, Weights
 def pairing_of(data: DataConfig, model: ModelConfig, weights: Weights | None) -> Pairing:
     """For a recipe with pairs. weights: those it starts from or took its tokenizer from. Raises UserError for a chat
     without a template, and for a model that lacks a token."""
-    encoder_decoder = isinstance(model, TransformersConfig) and model.is_encoder_decoder
+    encoder_decoder = model.is_encoder_decoder
     files = dict(weights.description.companions) if weights else {}
     if weights and data.messages_field and TOKENIZER_CONFIG not in files:  # it said no more than any export does
         tokenizer = weights.tokenizer
@@ -54,7 +54,7 @@ def pair_format(data: DataConfig, files: Mapping[str, str], *, encoder_decoder: 
 
 def pairing_problems(data: DataConfig, model: ModelConfig, initial: InitialWeights) -> Iterator[tuple[str, str]]:
     """(field of [data], message) of what keeps a recipe's rows from becoming pairs."""
-    encoder_decoder = isinstance(model, TransformersConfig) and model.is_encoder_decoder
+    encoder_decoder = model.is_encoder_decoder
     if problems := list(pair_problems(data, encoder_decoder=encoder_decoder)):
         yield from problems
         return

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -133,7 +133,7 @@ def test_blocks_with_and_without_recomputation_compile_once_each(mode: str) -> N
     assert counters["stats"]["unique_graphs"] == 2
 
 
-@torch.library.custom_op("tests::attention_that_drops", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+@library.custom_op("tests::attention_that_drops", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def attention_that_drops(x: Tensor) -> Tensor:
     """Draws random numbers inside, as the attention kernels of GPUs do, unlike those of CPUs."""
     return x + torch.rand_like(x)

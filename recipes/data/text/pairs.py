@@ -260,6 +260,18 @@ def _chat_pair(encoding: Any, answers: Sequence[tuple[int, int]]) -> np.ndarray 
     return stored(encoding.ids, learned)
 
 
+def shortened(pair: np.ndarray, over: int, *, long: str, keeps_end: bool) -> np.ndarray:
+    """A stored pair without `over` of its prompt's tokens, which must be more. long: data.long_pairs, which says where
+    they are cut. keeps_end: a token that ends the prompt for an encoder, as it ends every answer, stays."""
+    if over == 0 or long == "cut_prompt_start":
+        return pair[over:]
+    prompt = int(np.flatnonzero(pair & LEARNED)[0])
+    kept = pair[: prompt - over].copy()
+    if keeps_end and pair[prompt - 1] & ID == pair[-1] & ID:
+        kept[-1] = pair[prompt - 1]
+    return np.concatenate([kept, pair[prompt:]])
+
+
 def stored(ids: Sequence[int], learned: np.ndarray) -> np.ndarray:
     """A pair as it is stored: (n,) uint32."""
     pair = np.array(ids, dtype=PAIR_TYPE) | np.where(learned, LEARNED, 0).astype(PAIR_TYPE)

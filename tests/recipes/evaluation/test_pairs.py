@@ -19,7 +19,7 @@ from recipes.evaluation.pairs import PairReader, evaluate_pairs
 from tests.build import cpu_mesh
 from tests.families import family_config
 from tests.processes import run_processes
-from tests.recipes.evaluation.test_library import END, tokenizer
+from tests.recipes.evaluation.test_by_transformers import END, tokenizer
 
 PAIRS = [("w3 w4 w5 w6 w7 w8 w9", "w10"), ("w3", "w11 w12 w13 w14"), ("w20 w21", "w22 w23"), ("w5 w6", "w7")]
 LENGTH = 12

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from models.transformers_config import TransformersConfig
+from models.hf_config import INSTALL
 from parallel.errors import UserError
 from recipes.evaluation.generate import OpenedModel, stream_text
 from recipes.weights.convert import export_checkpoint
@@ -22,9 +22,7 @@ def open_exported(weights: Weights, *, dtype: torch.dtype, device: torch.device)
     try:
         from models.transformers import read_folder
     except ImportError:
-        raise UserError(
-            'transformers is not installed, and it writes this text; pip install "transformers>=5"'
-        ) from None
+        raise UserError(INSTALL) from None
     tokenizer = weights.tokenizer
     if not weights.is_checkpoint:
         weights.stored_tensors  # noqa: B018  raises what transformers would only warn of
@@ -34,9 +32,8 @@ def open_exported(weights: Weights, *, dtype: torch.dtype, device: torch.device)
             folder = Path(place) / "exported"
             export_checkpoint(weights.path, folder, dtype=dtype)
             model = read_folder(folder, dtype=dtype, device=device)
-    theirs = weights.model
-    pairs = isinstance(theirs, TransformersConfig) and theirs.is_encoder_decoder
-    return OpenedModel(model, tokenizer, weights.facts, weights.ends, encoder_decoder=pairs)
+    reads_prompts = weights.model.is_encoder_decoder
+    return OpenedModel(model, tokenizer, weights.facts, weights.ends, encoder_decoder=reads_prompts)
 
 
 def check_search(*, beams: int, outputs: int, temperature: float | None) -> None:
