@@ -6,7 +6,7 @@ from models.config import ModelConfig, of_transformers
 from models.decoder import Decoder
 
 
-def build_model(config: ModelConfig, *, loss_chunks: int = 1) -> nn.Module:
+def build_model(config: ModelConfig, *, loss_chunks: int = 1, z_loss: float = 0.0) -> nn.Module:
     """The plain model on torch's current device (the meta device, where it is parallelized afterwards).
 
     Raises ValueError, with the reason, for a model of transformers that cannot be trained here.
@@ -14,5 +14,5 @@ def build_model(config: ModelConfig, *, loss_chunks: int = 1) -> nn.Module:
     if of_transformers(config):
         from models.transformers import TransformersModel
 
-        return TransformersModel(config, loss_chunks=loss_chunks)
-    return Decoder(config, loss_chunks=loss_chunks)
+        return TransformersModel(config, loss_chunks=loss_chunks, z_loss=z_loss)
+    return Decoder(config, loss_chunks=loss_chunks, z_loss=z_loss)

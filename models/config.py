@@ -65,6 +65,8 @@ class ModelConfig:
     """Every n-th layer has no rotary embedding (SmolLM3: 4, so layers 3, 7, 11, ...); 0 = all layers have one."""
     no_rope_layers: tuple[Annotated[int, Ge(0)], ...] = ()
     """Indices (from 0) of further layers without rotary embedding, for irregular patterns."""
+    logit_softcap: Annotated[float, Ge(0)] = 0.0
+    """Cap logits to this x tanh(logits / this) (Gemma 2: 30); 0 = off. No Hugging Face format of ours has it."""
     init_std: Annotated[float, Gt(0)] = 0.02
     """Standard deviation of the initial weights; / sqrt(2 x layers) for projections into the residual stream."""
     weights: str = ""

@@ -112,7 +112,7 @@ class TiedHead(nn.Module):
 class Decoder(nn.Module):
     """Embedding, blocks, final norm and output projection. A tied model has no `lm_head`: it uses the embedding."""
 
-    def __init__(self, config: ModelConfig, *, loss_chunks: int = 1) -> None:
+    def __init__(self, config: ModelConfig, *, loss_chunks: int = 1, z_loss: float = 0.0) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.width)
@@ -120,7 +120,7 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.lm_head = None if config.tied_embeddings else nn.Linear(config.width, config.vocabulary, bias=False)
         self.tied_head = TiedHead() if config.tied_embeddings else None
-        self.loss = SummedLoss(loss_chunks)
+        self.loss = SummedLoss(loss_chunks, softcap=config.logit_softcap, z_loss=z_loss)
 
     @property
     def interface(self) -> ModelInterface:

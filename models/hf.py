@@ -185,13 +185,24 @@ def text_facts(config: Mapping[str, Any]) -> TextFacts:
     )
 
 
+def beyond_hf(model: ModelConfig) -> str | None:
+    """What a model of ours computes that no config.json of these families can say; None if there is nothing."""
+    if not model.logit_softcap:
+        return None
+    return f"logit_softcap = {model.logit_softcap}: a Llama or SmolLM3 of transformers would compute uncapped logits"
+
+
 def config_to_hf(model: ModelConfig, facts: TextFacts, *, dtype: str = "float32") -> dict[str, Any]:
     """A config.json for transformers 4.53 and later, and for programs that read the same keys.
+
+    Raises ValueError for a model that is beyond_hf().
 
     RoPE uses the keys of transformers 4, which version 5 and vLLM read too. The family is "llama" where possible,
     because more programs support it. It cannot express layers without rotary embedding, and transformers refuses a
     Llama whose width is not a multiple of its heads; "smollm3" computes the same and accepts both.
     """
+    if problem := beyond_hf(model):
+        raise ValueError(problem)
     rope = [int(model.uses_rope(layer)) for layer in range(model.layers)]
     family = "llama" if all(rope) and model.width % model.heads == 0 else "smollm3"
     scaling = None

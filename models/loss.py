@@ -12,25 +12,39 @@ IGNORED = -100
 """A target with this value does not count in the loss (PyTorch's default)."""
 
 
-def sum_exponentials(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row of logits (C, V): the largest, and the sum of exp(logit - largest); (C,) each, in float32."""
+def capped(logits: Tensor, softcap: float) -> Tensor:
+    """softcap x tanh(logits / softcap) (Gemma 2, section 2), in float32; 0 = the logits as they are, in float32."""
     values = logits.to(torch.float32)
+    return values.div(softcap).tanh_().mul(softcap) if softcap else values
+
+
+def sum_exponentials(logits: Tensor, softcap: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Of each row of logits (C, V): the largest, and the sum of exp(logit - largest); (C,) each, in float32."""
+    values = capped(logits, softcap)
     largest = values.amax(-1, keepdim=True)  # (C, 1)
     sums = (values - largest).exp_().sum(-1, keepdim=True)  # (C, 1)
     return largest[:, 0], sums[:, 0]
 
 
-def overwrite_by_exponentials(logits: Tensor, largest: Tensor, factors: Tensor) -> None:
-    """Replace logits (C, V), in place, by exp(logits - largest) x factors, with largest and factors (C,)."""
-    torch.mul((logits - largest[:, None]).exp_(), factors[:, None], out=logits)
+def overwrite_by_exponentials(logits: Tensor, largest: Tensor, factors: Tensor, softcap: float = 0.0) -> None:
+    """Replace logits (C, V), in place, by exp(logits - largest) x factors, with largest and factors (C,).
+
+    Capped logits take the place of logits, and the result is multiplied by their slope.
+    """
+    if not softcap:
+        torch.mul((logits - largest[:, None]).exp_(), factors[:, None], out=logits)
+        return
+    values = capped(logits, softcap)
+    slopes = 1 - (values / softcap).square()
+    torch.mul((values - largest[:, None]).exp_() * factors[:, None], slopes, out=logits)
 
 
 @dataclass(frozen=True)
 class Kernels:
     """The two functions that read or write all logits of a chunk. Compiled, each is one kernel without copies."""
 
-    sum_exponentials: Callable[[Tensor], tuple[Tensor, Tensor]] = sum_exponentials
-    overwrite_by_exponentials: Callable[[Tensor, Tensor, Tensor], None] = overwrite_by_exponentials
+    sum_exponentials: Callable[..., tuple[Tensor, Tensor]] = sum_exponentials
+    overwrite_by_exponentials: Callable[..., None] = overwrite_by_exponentials
 
 
 EAGER = Kernels()
@@ -39,31 +53,52 @@ EAGER = Kernels()
 class SummedLoss(nn.Module):
     """cross_entropy_sum as a module without parameters, which tensor parallelism replaces."""
 
-    def __init__(self, chunks: int) -> None:
+    def __init__(self, chunks: int, *, softcap: float = 0.0, z_loss: float = 0.0) -> None:
         super().__init__()
-        self.chunks = chunks
+        self.chunks, self.softcap, self.z_loss = chunks, softcap, z_loss
         self.kernels = EAGER
 
     def forward(self, logits: Tensor, targets: Tensor | None) -> Tensor:
-        """The summed loss, or the logits where there are no targets."""
+        """The summed loss, or the (capped) logits where there are no targets.
+
+        A z-loss is for training: only while gradients are recorded is the result (2,), as of cross_entropy_sum().
+        """
         if targets is None:
-            return logits
-        return cross_entropy_sum(logits, targets, chunks=self.chunks, kernels=self.kernels)
+            return capped(logits, self.softcap).to(logits.dtype) if self.softcap else logits
+        return cross_entropy_sum(
+            logits,
+            targets,
+            chunks=self.chunks,
+            kernels=self.kernels,
+            softcap=self.softcap,
+            z_loss=self.z_loss if torch.is_grad_enabled() else 0.0,
+        )
 
 
-def cross_entropy_sum(logits: Tensor, targets: Tensor, *, chunks: int = 1, kernels: Kernels = EAGER) -> Tensor:
+def cross_entropy_sum(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    chunks: int = 1,
+    kernels: Kernels = EAGER,
+    softcap: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
     """Sum over all targets of -log softmax(logits)[target], in nats, computed in float32.
 
     logits: (B, T, V) of any float type; targets: (B, T) integers, IGNORED where there is no target. The sum, not the
-    mean: only the trainer knows how many targets the global batch has. With more than one chunk, or with compiled
-    kernels, no float32 copy of all logits exists; the backward pass then overwrites the logits with their gradient, so
-    it cannot run twice.
+    mean: only the trainer knows how many targets the global batch has. softcap: the logits are capped() by it. With a
+    z_loss, the result is (2,): that sum, and the sum of z_loss x log(Z)^2, Z being the sum of exp(logits) of a row with
+    a target (PaLM, section 5). With more than one chunk, compiled kernels, a softcap or a z_loss, no float32 copy of
+    all logits exists (but for one chunk of eager kernels, for a moment); the backward pass then overwrites the logits
+    with their gradient, so it cannot run twice.
     """
     rows, targets = logits.flatten(0, 1), targets.flatten()  # (R, V), (R,)
-    if chunks == 1 and kernels is EAGER:
+    if chunks == 1 and kernels is EAGER and not softcap and not z_loss:
         return cross_entropy(rows.to(torch.float32), targets, ignore_index=IGNORED, reduction="sum")
     counts = targets != IGNORED
-    return loss_in_chunks(rows, targets.where(counts, 0), counts, counts, chunks=chunks, kernels=kernels)
+    columns = targets.where(counts, 0)
+    return loss_in_chunks(rows, columns, counts, counts, chunks=chunks, kernels=kernels, softcap=softcap, z_loss=z_loss)
 
 
 Combine = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -79,8 +114,10 @@ def loss_in_chunks(
     chunks: int,
     kernels: Kernels = EAGER,
     combine: Combine = lambda *whole: whole,
+    softcap: float = 0.0,
+    z_loss: float = 0.0,
 ) -> Tensor:
-    """The same sum, keeping only the logits, in the projection's own type, for the backward pass.
+    """The same sums, keeping only the logits, in the projection's own type, for the backward pass.
 
     The projection itself is not chunked: its products need no float32 copies, float8 and FSDP expect it to be called
     once, and its weight's gradient is one product, rounded once. Chunking it too would avoid storing the logits, but
@@ -94,9 +131,10 @@ def loss_in_chunks(
         chunks: number of parts of about R / chunks rows, one after the other.
         kernels: what runs over the logits of a chunk.
         combine: for logits of which this process has some columns.
+        softcap, z_loss: as of cross_entropy_sum().
     """
     whole = logits.contiguous()  # torch.compile refuses to write into anything else
-    loss: Tensor = _InChunks.apply(whole, columns, own, counts, chunks, kernels, combine)
+    loss: Tensor = _InChunks.apply(whole, columns, own, counts, chunks, kernels, combine, softcap, z_loss)
     return loss
 
 
@@ -117,24 +155,42 @@ class _InChunks(torch.autograd.Function):
         chunks: int,
         kernels: Kernels,
         combine: Combine,
+        softcap: float,
+        z_loss: float,
     ) -> Tensor:
-        found = [kernels.sum_exponentials(rows) for rows in logits.tensor_split(chunks)]
+        ctx.chunks, ctx.kernels, ctx.softcap, ctx.z_loss = chunks, kernels, softcap, z_loss
+        cap = (softcap,) if softcap else ()
+        found = [kernels.sum_exponentials(rows, *cap) for rows in logits.tensor_split(chunks)]
         largest, sums = (torch.cat(parts) for parts in zip(*found, strict=True))  # (R,)
-        at_target = logits.gather(-1, columns[:, None])[:, 0].to(torch.float32).where(own, 0)
+        at_target = capped(logits.gather(-1, columns[:, None])[:, 0], softcap).where(own, 0)
         largest, sums, at_target = combine(largest, sums, at_target)
         ctx.save_for_backward(logits, columns, own, counts, largest, sums)
-        ctx.chunks, ctx.kernels = chunks, kernels
-        return (sums.log() + (largest - at_target)).where(counts, 0).sum()
+        loss = (sums.log() + (largest - at_target)).where(counts, 0).sum()
+        if not z_loss:
+            return loss
+        return torch.stack([loss, z_loss * (sums.log() + largest).where(counts, 0).square().sum()])
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        """Overwrite the logits with scale x (softmax(logits) - one-hot target), or 0 where there is no target."""
+        """Overwrite the logits with scale x (softmax(logits) - one-hot target), or 0 where there is no target.
+
+        A z-loss adds its scale x 2 z_loss log(Z) x softmax(logits); a softcap multiplies all by its slope.
+        """
         saved, columns, own, counts, largest, sums = ctx.saved_tensors
         logits = saved.detach()  # else autograd asks whether a chunk's view is as old as what became of another one
+        scale, *scale_of_z = scale.unbind() if ctx.z_loss else [scale]
         scales = scale * counts  # (R,)
         at = torch.arange(len(columns), device=columns.device), columns
-        at_target = ((logits[at] - largest).exp() / sums - own.to(torch.float32)) * scales  # (R,)
+        values = capped(logits[at], ctx.softcap)  # (R,)
+        shares = (values - largest).exp() / sums
+        at_target = (shares - own.to(torch.float32)) * scales  # (R,)
+        for scale_of_squares in scale_of_z:
+            pulls = scale_of_squares * counts * 2 * ctx.z_loss * (sums.log() + largest)
+            at_target, scales = at_target + shares * pulls, scales + pulls
+        if ctx.softcap:
+            at_target = at_target * (1 - (values / ctx.softcap).square())
+        cap = (ctx.softcap,) if ctx.softcap else ()
         for chunk in zip(*(part.tensor_split(ctx.chunks) for part in (logits, largest, scales / sums)), strict=True):
-            ctx.kernels.overwrite_by_exponentials(*chunk)
+            ctx.kernels.overwrite_by_exponentials(*chunk, *cap)
         logits[at] = at_target.to(logits.dtype)
-        return logits, *[None] * 6
+        return logits, *[None] * 8

@@ -22,6 +22,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     __version__,
@@ -50,11 +51,11 @@ class TransformersModel(nn.Module):
     Raises ValueError, with the reason, for a model that breaks an assumption of this file or of parallel/.
     """
 
-    def __init__(self, config: TransformersConfig, *, loss_chunks: int = 1) -> None:
+    def __init__(self, config: TransformersConfig, *, loss_chunks: int = 1, z_loss: float = 0.0) -> None:
         super().__init__()
         self.config = config
         self.model = plain_model(config)
-        self.loss = SummedLoss(loss_chunks)
+        self.loss = SummedLoss(loss_chunks, z_loss=z_loss)
         plain = _interface_of(self.model)
         if problems := [*broken(self.model, plain, dropout=config.dropout)]:
             raise ValueError("\n".join(problems))
@@ -347,3 +348,8 @@ def read_folder(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Pr
     kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     model = kind.from_pretrained(folder, dtype=dtype, use_safetensors=True, **safely)
     return cast(PreTrainedModel, model.to(device).eval())
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a Hugging Face folder as transformers reads it. Code is refused."""
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -82,8 +82,8 @@ class _WholeLogits:
         self._group, self._by = group, by
 
     def __call__(self, model: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Tensor) -> Any:
-        """output: (B, P, V), or the loss. Returns (B, T, V), or the loss."""
-        if output.dim() == 0 or options.get("cache") is not None:
+        """output: (B, P, V), or losses, () or (2,). Returns (B, T, V), or the losses."""
+        if output.dim() < 3 or options.get("cache") is not None:
             return None
         length = output.shape[1] * self._group.size()
         whole = output.new_zeros(output.shape[0], length, output.shape[2])

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from parallel.descriptors import require
 from parallel.errors import TemporaryError, UserError
+from parallel.messages import Channel, Messages
 from parallel.nodes import Node, arrange
 
 Result = TypeVar("Result")
@@ -22,10 +23,10 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 """The new name is that of torch 2.13, which warns of the old one."""
 PREFIX = "shardwright/"
 """Prefix of our keys in the launcher's store."""
-SPOKEN = "spoken"
-"""The key set once a hang has been explained and all processes are exiting."""
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Those that torch reads its allocator's settings from; the first one that is set counts."""
+
+LAZY = "TORCH_GLOO_LAZY_INIT"
 
 SILENT = "rank 0 failed and reports it"
 """The text of errors that another rank is already reporting."""
@@ -38,8 +39,8 @@ class World:
     rank: int
     size: int
     device: torch.device
-    patient: dist.ProcessGroup
-    """All processes, over gloo, with a timeout of hours: rank 0 may be tokenizing a corpus."""
+    messages: Messages
+    """Between the hosts of all processes; they wait for hours, since rank 0 may be tokenizing a corpus."""
     nodes: tuple[Node, ...]
 
     def node_of(self, rank: int) -> str:
@@ -51,6 +52,11 @@ class World:
         """Whether this is rank 0, which prints and writes for all."""
         return self.rank == 0
 
+    @property
+    def leads_node(self) -> bool:
+        """Whether this is the first process of its node."""
+        return any(node.ranks[0] == self.rank for node in self.nodes)
+
 
 def start(device: str, *, seed: int, timeout: timedelta | None = None, flight_recorder: Path | None = None) -> World:
     """Join torchrun's process group, or create a group of one, and seed torch's global generator.
@@ -58,7 +64,7 @@ def start(device: str, *, seed: int, timeout: timedelta | None = None, flight_re
     device: "cpu", "cuda" or "auto" (the GPUs, if there are any). On CUDA the group also has gloo, for host-side
     messages that must not wait for the device. timeout: of its collectives; None = torch's default. flight_recorder:
     where NCCL writes its flight recorder after a timeout. Raises UserError if the device does not exist, or if this
-    node does not allow as many open connections as so many processes need.
+    node or a variable does not allow the connections of so many processes.
     """
     if flight_recorder is not None:
         _switch_flight_recorder_on(flight_recorder)
@@ -68,6 +74,7 @@ def start(device: str, *, seed: int, timeout: timedelta | None = None, flight_re
     )
     try:
         require(size)
+        _connect_on_demand(size)
     except UserError:
         time.sleep(5 if local_rank else 0)  # local rank 0 says so, and then the launcher ends the others
         raise
@@ -91,12 +98,11 @@ def start(device: str, *, seed: int, timeout: timedelta | None = None, flight_re
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     torch.manual_seed(seed)
-    patient = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
-    places: list[tuple[str, int]] = [("", 0)] * size
+    messages = Messages(Channel.MAIN)
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()  # the name that sbatch --exclude takes
     # Two launchers on one host count as two nodes, and so do two hosts with the same name.
-    dist.all_gather_object(places, (host, int(os.environ.get("GROUP_RANK", "0"))), group=patient)
-    return World(rank, size, own, patient, nodes=arrange(places))
+    places = messages.from_all((host, int(os.environ.get("GROUP_RANK", "0"))))
+    return World(rank, size, own, messages, nodes=arrange(places))
 
 
 def let_segments_grow() -> None:
@@ -126,6 +132,17 @@ def allocator_settings() -> str:
     return settings
 
 
+def _connect_on_demand(processes: int) -> None:
+    """Process-wide: gloo connects two processes when the first message passes between them, not each to all others.
+
+    Raises UserError if a variable says otherwise: with thousands of processes a node does not allow that, and gloo
+    crashes where the variable differs between nodes.
+    """
+    value = os.environ.setdefault(LAZY, "1")
+    if processes > 1 and value.lower() not in ("1", "t", "true", "y", "yes"):
+        raise UserError(f"{LAZY}={value} makes every process connect to all others; unset it, or write {LAZY}=1")
+
+
 def _stay_on_this_machine() -> None:
     """gloo and NCCL listen on the loopback network, not on that of the host's name. Variables already set stay."""
     with suppress(OSError):
@@ -133,6 +150,11 @@ def _stay_on_this_machine() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         if "NCCL_SOCKET_FAMILY" not in os.environ:  # NCCL does not use ::1
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")
+
+
+def store_address() -> tuple[str, int]:
+    """Where the launcher of node 0 serves the store."""
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
 def stop() -> None:
@@ -166,8 +188,9 @@ def on_all(world: World, work: Callable[[], Result]) -> Result:
         result = work()
     except UserError as raised:
         error = raised
-    errors = [(kind, text) for kind, text in from_all(world, (_kind(error), str(error))) if kind is not None]
-    for kind, text in errors[:1]:
+    first = world.messages.reduce((_kind(error), str(error)), lambda one, other: one if one[0] else other)
+    kind, text = from_main(world, first)
+    if kind is not None:
         raise kind(text) from error
     return cast(Result, result)
 
@@ -186,57 +209,17 @@ def on_main_first(world: World, work: Callable[[], Result]) -> Result:
 
 def from_main(world: World, value: Result) -> Result:
     """Rank 0's value, on all ranks: for what ranks could see differently, such as the state of a file system."""
-    values = [value]
-    dist.broadcast_object_list(values, group=world.patient)
-    return values[0]
+    return world.messages.from_main(value)
 
 
 def from_all(world: World, value: Result) -> list[Result]:
     """The (small) value of every process, by rank."""
-    values: list[Result] = [value] * world.size
-    dist.all_gather_object(values, value, group=world.patient)
-    return values
+    return world.messages.from_all(value)
 
 
 def lost_a_peer(error: Exception) -> bool:
     """Whether an error only means that another process has exited."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
-
-
-class Heartbeats:
-    """Messages from every process to all others that still work while collectives or the file system hang.
-
-    They go through the store of node 0's launcher, over a separate connection: a frozen process, even rank 0, does not
-    block the others. Errors of the store are RuntimeErrors.
-    """
-
-    def __init__(self, world: World) -> None:
-        self._rank = world.rank
-        self._store: dist.Store = dist.HashStore()
-        if world.size > 1:
-            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            self._store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
-
-    def post(self, word: str) -> None:
-        """Publish this process's message, replacing its previous one."""
-        self.tell(f"rank {self._rank}", word)
-
-    def of(self, rank: int) -> str:
-        """The last message of that rank; "" if there was none."""
-        return self.told(f"rank {rank}")
-
-    def tell(self, subject: str, word: str) -> None:
-        """Publish a message to all processes under this subject."""
-        self._store.set(PREFIX + subject, word)
-
-    def told(self, subject: str) -> str:
-        """The message published under this subject; "" if there is none. Does not wait."""
-        key = PREFIX + subject
-        return self._store.get(key).decode() if self._store.check([key]) else ""
-
-    def is_first(self, subject: str) -> bool:
-        """Whether this is the first call, of any process, with this subject."""
-        return self._store.add(PREFIX + subject, 1) == 1
 
 
 def flight_record() -> bytes:

@@ -104,10 +104,11 @@ def compiled_loss_kernels(**options: Any) -> Kernels:
     def for_any_rows(function: Callable[..., Any]) -> Callable[..., Any]:
         compiled = torch.compile(function, fullgraph=True, **options)
 
-        def call(*tensors: Tensor) -> Any:
-            for tensor in tensors:
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)
-            return compiled(*tensors)
+        def call(*arguments: Tensor | float) -> Any:
+            for argument in arguments:
+                if isinstance(argument, Tensor):
+                    torch._dynamo.maybe_mark_dynamic(argument, 0)
+            return compiled(*arguments)
 
         return call
 

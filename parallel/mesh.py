@@ -136,6 +136,14 @@ def _fsdp_mesh(devices: DeviceMesh, size: Mapping[str, int]) -> DeviceMesh:
         return devices["replicate", sharding] if size["replicate"] > 1 else devices[sharding]
 
 
+def sharding_group(mesh: Mesh) -> ProcessGroup:
+    """The processes that hold the parts of one copy of the model, cut by FSDP and by tensor parallelism."""
+    names = mesh.devices.mesh_dim_names or ()
+    group = _group_of(mesh.devices, tuple(axis for axis in (*FSDP_AXES, "tensor") if axis in names))
+    _share_timeout([group])
+    return group
+
+
 def _group_of(devices: DeviceMesh, axes: tuple[str, ...]) -> ProcessGroup:
     """The process group over several axes; one that exists already where there is one, so no communicator is added."""
     wide = [axis for axis in axes if devices[axis].size() > 1]

@@ -98,8 +98,9 @@ def _spans(name: str, ranks: int, nodes: Sequence[Node]) -> str:
     return f"each {name} group spans {span} nodes"
 
 
-def abbreviated(names: Sequence[str]) -> str:
-    """The names as text; of many, only the first ones and the last."""
-    if len(names) <= FEW:
+def abbreviated(names: Sequence[str], *, count: int = 0) -> str:
+    """The names as text; of many, only the first ones and the last. count: how many they are, if some are left out."""
+    count = count or len(names)
+    if count <= FEW:
         return ", ".join(names)
-    return f"{', '.join(names[: FEW // 2])}, ... {names[-1]}: {len(names)} in all"
+    return f"{', '.join(names[: FEW // 2])}, ... {names[-1]}: {count} in all"

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.profiler import record_function
+
+from parallel.dist import all_gather_single
 
 
 def sum_over_group(value: Tensor, group: ProcessGroup) -> Tensor:
@@ -32,17 +34,20 @@ def largest_in_groups(value: Tensor, groups: Iterable[ProcessGroup]) -> Tensor:
     return largest
 
 
-def reduce_loss_and_times(loss: Tensor, times: list[float], *, loss_group: ProcessGroup) -> tuple[float, Tensor]:
-    """(the loss summed over `loss_group`, the times of every process in the world, (processes, times) on the host).
+def gather_loss_and_numbers(
+    loss: Tensor, numbers: Sequence[float], *, loss_group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """(the loss summed over `loss_group`, the numbers of every process in the world, (processes, numbers)).
 
-    One message for both. loss: this process's part, a scalar. The host waits for the device.
+    One message for both; they stay on the device of the loss, in float64. loss: this process's part, a scalar.
     """
-    own = torch.tensor([0.0, *times], dtype=torch.float64).to(loss.device)
+    group = dist.get_global_rank(loss_group, 0)
+    own = torch.tensor([0.0, group, *numbers], dtype=torch.float64).to(loss.device)
     own[0] = loss
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, own)
-    rows = torch.stack(gathered).cpu()
-    return sum(rows[dist.get_process_group_ranks(loss_group), 0].tolist()), rows[:, 1:]
+    rows = own.new_empty(dist.get_world_size() * len(own))
+    all_gather_single(rows, own)
+    rows = rows.view(-1, len(own))
+    return torch.where(rows[:, 1] == group, rows[:, 0], 0.0).sum(), rows[:, 2:]
 
 
 @record_function("gradient norm")

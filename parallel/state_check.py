@@ -8,6 +8,7 @@ flips cancel only at three special positions, with a chance below 1e-7. (All of 
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
 
 import torch
 import torch.distributed as dist
@@ -17,11 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from parallel.dist import World, from_all
+from parallel.dist import World
 from parallel.errors import CorruptState, listed
 from parallel.float8 import without_wrapper
 from parallel.materialize import plain_name
-from parallel.nodes import FEW
+from parallel.nodes import FEW, abbreviated
 
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> the integers that its bits are read as."""
@@ -30,6 +31,11 @@ PIECE = {"cpu": 2**16, "cuda": 2**22}
 
 Copies = tuple[ProcessGroup, Sequence[str]]
 """Processes that must hold the same bits, and the names of the tensors of which they must."""
+Line = tuple[int, int, int, str]
+"""1 if copies differ, the rank that tells it, its number there, the text. What is NaN in one replica also differs, so
+the cause is sorted first."""
+Lines = tuple[list[Line], int]
+"""The first ones, and how many there are in all."""
 
 
 def named_state(model: nn.Module, parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> dict[str, Tensor]:
@@ -73,27 +79,32 @@ def require_sound(tensors: Mapping[str, Tensor], world: World, *, copies: Sequen
         found.to(world.device) for found in _inspect(list(map(_local, tensors.values())), checksums=bool(copies))
     )
     bad = ~finite.all()
-    tables = []
-    for group, shared in copies:
-        own = sums[[names.index(name) for name in shared]]
-        rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(rows, own, group=group)
-        table = torch.stack(rows)
-        bad |= (table != table[0]).any()
-        tables.append((dist.get_process_group_ranks(group), shared, table))
+    compared = [(group, shared, sums[[names.index(name) for name in shared]]) for group, shared in copies]
+    for group, _, own in compared:
+        most = torch.cat([own, ~own])  # ~ turns the order of all integers around, so that the least comes with the most
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+        bad |= (most[: len(own)] != ~most[len(own) :]).any()
     anywhere = bad.to(torch.int32)
     dist.all_reduce(anywhere)
     if not anywhere.item():
         return
     broken = [name for name, is_finite in zip(names, finite.tolist(), strict=True) if not is_finite]
-    own_lines = [f"{name} has NaN or infinite values on {_place(world.rank, world)}" for name in broken]
-    own_lines += [line for table in tables for line in _differences(*table, world)]
-    lines = sorted(
-        dict.fromkeys(line for some in from_all(world, own_lines) for line in some),
-        key=lambda line: " differs " in line,  # the cause first: what is NaN in one replica also differs
-    )
-    more = [f"and {len(lines) - FEW} more"] if len(lines) > FEW else []
-    raise CorruptState("; ".join([*lines[:FEW], *more]))
+    nan = [f"{name} has NaN or infinite values on {_place(world.rank, world)}" for name in broken]
+    differ = [line for each in compared for line in _differences(*each, world)]
+    own_lines = [(kind, world.rank, n, line) for kind, some in enumerate((nan, differ)) for n, line in enumerate(some)]
+    lines, count = world.messages.reduce(_first_lines(([], 0), (own_lines, len(own_lines))), _first_lines)
+    lines, count = world.messages.from_main((lines, count))
+    more = [f"and {count - FEW} more"] if count > FEW else []
+    raise CorruptState("; ".join([*(line for *_, line in lines), *more]))
+
+
+def _first_lines(one: Lines, other: Lines) -> Lines:
+    """The first FEW lines of both, each text once, and how many there are in all."""
+    (some, count), (others, more) = one, other
+    by_text: dict[str, Line] = {}
+    for line in sorted([*some, *others]):
+        by_text.setdefault(line[-1], line)
+    return list(by_text.values())[:FEW], count + more - len(some) - len(others) + len(by_text)
 
 
 @torch.no_grad()
@@ -134,15 +145,20 @@ def _local(tensor: Tensor) -> Tensor:
     return plain.to_local() if isinstance(plain, DTensor) else plain
 
 
-def _differences(ranks: Sequence[int], names: Sequence[str], table: Tensor, world: World) -> list[str]:
-    """One line for each tensor that is not the same on all ranks. table: checksums, (ranks, names)."""
-    lines = []
-    for name, column in zip(names, table.t().tolist(), strict=True):
-        [(common, count), *others] = Counter(column).most_common()
-        if not others:
-            continue
+def _differences(group: ProcessGroup, names: Sequence[str], own: Tensor, world: World) -> list[str]:
+    """On the group's first rank, one line for each tensor whose checksums differ, `own` here. All must call it."""
+    ranks = dist.get_process_group_ranks(group)
+    rows = [torch.empty_like(own) for _ in ranks]
+    dist.all_gather(rows, own, group=group)
+    if world.rank != ranks[0]:
+        return []
+    table, lines = torch.stack(rows), []
+    changed = (table != table[0]).any(0).tolist()
+    for name, column in zip(compress(names, changed), compress(table.t().tolist(), changed), strict=True):
+        [(common, count), *_] = Counter(column).most_common()
         odd = [rank for rank, value in zip(ranks, column, strict=True) if 2 * count <= len(ranks) or value != common]
-        where = listed(_place(rank, world) for rank in odd)
+        places = [_place(rank, world) for rank in odd]
+        where = listed(places) if len(odd) <= FEW else abbreviated(places)
         lines.append(f"{name} differs {'between' if len(odd) == len(ranks) else 'from the other copies on'} {where}")
     return lines
 

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from models.interface import BlockInterface, ModelInterface, blocks_of, interface_of
-from models.loss import EAGER, IGNORED, SummedLoss, loss_in_chunks
+from models.loss import EAGER, IGNORED, SummedLoss, capped, loss_in_chunks
 from parallel.errors import UserError
 from parallel.float8 import Move, float8_gather, float8_scatter
 
@@ -52,7 +52,7 @@ def split_over(model: nn.Module, axis: DeviceMesh, *, float8_gathers: bool = Fal
         )
     _cut_ends(model, axis, interface, whole_rows=inside.whole_rows)
     loss = cast(SummedLoss, model.get_submodule(interface.loss))
-    model.set_submodule(interface.loss, VocabularyParallelLoss(loss.chunks, axis.get_group()))
+    model.set_submodule(interface.loss, VocabularyParallelLoss(loss, axis.get_group()))
     if missed := [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]:
         raise UserError(f"mesh.tensor: nothing says how {missed[0]} is cut; write tensor = 1")
     how = f"; {gathers} gathers per forward pass are in float8" if gathers else ""
@@ -205,15 +205,17 @@ def _without_single_rows(move: Move) -> Move:
 class VocabularyParallelLoss(nn.Module):
     """The summed loss of logits of which each process of a group holds some columns."""
 
-    def __init__(self, chunks: int, group: ProcessGroup) -> None:
+    def __init__(self, whole: SummedLoss, group: ProcessGroup) -> None:
+        """whole: what it replaces."""
         super().__init__()
-        self.chunks, self.group = chunks, group
+        self.chunks, self.softcap, self.z_loss, self.group = whole.chunks, whole.softcap, whole.z_loss, group
         self.kernels = EAGER
 
     def forward(self, logits: Tensor, targets: Tensor | None) -> Tensor:
-        """logits: (B, T, V / degree); targets: (B, T), equal in the group. Returns the sum, or all logits (B, T, V)."""
+        """logits: (B, T, V / degree); targets: (B, T), equal in the group. Returns as the whole loss does."""
         logits = _local(logits)
         if targets is None:
+            logits = capped(logits, self.softcap).to(logits.dtype) if self.softcap else logits
             parts = [torch.empty_like(logits) for _ in range(self.group.size())]
             dist.all_gather(parts, logits.contiguous(), group=self.group)
             return torch.cat(parts, dim=-1)
@@ -228,6 +230,8 @@ class VocabularyParallelLoss(nn.Module):
             chunks=self.chunks,
             kernels=self.kernels,
             combine=self._combine,
+            softcap=self.softcap,
+            z_loss=self.z_loss if torch.is_grad_enabled() else 0.0,
         )
 
     def _combine(self, largest: Tensor, sums: Tensor, at_target: Tensor) -> tuple[Tensor, Tensor, Tensor]:

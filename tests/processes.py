@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing
+from torch.distributed import TCPStore
 
 ROOT = Path(__file__).parents[1]
 
@@ -61,6 +62,8 @@ def run_processes(
 ) -> list[Any]:
     """Call `function(*arguments)` in `count` new processes with the launcher's environment; results by rank.
 
+    They may join one process group, once.
+
     The processes are forked from a server that has imported torch but run none of it (tests/preload.py). A process that
     raises or hangs fails the caller with its traceback; none is left behind.
 
@@ -73,8 +76,10 @@ def run_processes(
     """
     context = process_context()
     results = context.SimpleQueue()
-    [port] = free_ports(1)
-    shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    # As the launcher does: a rank 0 that served it would take it along while others still connect.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+    shared |= {"TORCHELASTIC_USE_AGENT_STORE": True}
     environment = dict(os.environ) | {name: str(value) for name, value in shared.items()} | {"OMP_NUM_THREADS": "1"}
     processes = [
         context.Process(

@@ -11,6 +11,7 @@ from transformers import GPT2LMHeadModel, GPT2PreTrainedModel
 from models.documents import Documents
 from models.initial_values import drawn_by_units
 from models.interface import blocks_of, interface_of
+from models.loss import cross_entropy_sum
 from models.transformers import (
     TransformersModel,
     plain_model,
@@ -135,6 +136,14 @@ def test_documents_do_not_see_each_other(name: str) -> None:
     packed = model(tokens, documents=Documents.of(tokens, end_of_document=end))
     for first, last in ((0, 7), (7, 16), (16, LENGTH)):
         torch.testing.assert_close(packed[:, first:last], model(tokens[:, first:last]), rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_that_caps_its_logits_does_so_before_the_loss() -> None:
+    config = family_config("gemma2", final_logit_softcapping=0.01)
+    model, (inputs, targets) = built(config), batch_for(config, 0)
+    logits = model(inputs)
+    assert 0.005 < logits.abs().max() <= 0.01
+    torch.testing.assert_close(model(inputs, targets), cross_entropy_sum(logits, targets))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

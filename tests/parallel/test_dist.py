@@ -40,6 +40,22 @@ def test_processes_of_several_nodes_choose_their_networks_as_torch_does() -> Non
     assert run_processes(2, networks_after_start, {"LOCAL_WORLD_SIZE": "1"}) == [[None, None]] * 2
 
 
+def refusal_with_lazy_init(value: str) -> str:
+    os.environ["TORCH_GLOO_LAZY_INIT"] = value
+    os.environ["LOCAL_RANK"] = "0"  # the others leave it time to speak
+    with pytest.raises(UserError) as raised:
+        start("cpu", seed=0)
+    assert not dist.is_initialized()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("value", ["0", "False", "often"])
+def test_a_variable_that_connects_all_processes_to_all_is_refused_before_any_connects(value: str) -> None:
+    found = run_processes(2, refusal_with_lazy_init, value)
+    said = f"TORCH_GLOO_LAZY_INIT={value} makes every process connect to all others; unset it, or write "
+    assert found == [f"{said}TORCH_GLOO_LAZY_INIT=1"] * 2
+
+
 def timeouts_without_a_launcher(timeout: timedelta) -> set[timedelta]:
     del os.environ["RANK"]
     start("cpu", seed=0, timeout=timeout)

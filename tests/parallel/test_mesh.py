@@ -20,7 +20,8 @@ from models.loss import IGNORED
 from parallel.config import MeshConfig, MeshDegrees
 from parallel.dist import start, stop
 from parallel.mesh import DATA_AXES, Mesh, build_mesh, mesh_over, without_noise_of_splits
-from parallel.reduce import reduce_loss_and_times, sum_over_group
+from parallel.messages import host_group
+from parallel.reduce import gather_loss_and_numbers, sum_over_group
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
 from recipes.schema import Recipe
@@ -56,11 +57,11 @@ def first_step(recipe: Recipe, mesh: Mesh, world: Any) -> dict[str, Any]:
     ]
     guard = StepGuard(mesh, device=world.device, max_skipped_steps=3, loss_spike_z=3.0)
     clock = RunClock(world.device)
-    loss, norm = train_step(built, micro_batches, step=1, learning_rate=1e-3, guard=guard, clock=clock)
-    mean_loss, times = reduce_loss_and_times(loss, [float(world.rank)], loss_group=mesh.loss_group)
+    loss, norm, _ = train_step(built, micro_batches, step=1, learning_rate=1e-3, guard=guard, clock=clock)
+    mean_loss, times = gather_loss_and_numbers(loss, [float(world.rank)], loss_group=mesh.loss_group)
     return {
         "data": (mesh.data_rank, mesh.data_ranks),
-        "loss": mean_loss,
+        "loss": mean_loss.item(),
         "norm": norm.item(),
         "times": times.flatten().tolist(),
         "sum": sum_over_group(torch.tensor(float(mesh.data_rank)), mesh.loss_group).item(),
@@ -166,13 +167,13 @@ def test_sixteen_processes_are_laid_out_as_the_page_draws_them() -> None:
 
 def timeouts_of_groups(timeout: timedelta) -> dict[str, set[timedelta]]:
     """What every group of this process was given, by its description, after a mesh of each kind."""
-    world = start("cpu", seed=0, timeout=timeout)
+    start("cpu", seed=0, timeout=timeout)
     for degrees in ((8, 1, 1, 1), (2, 2, 2, 1), (1, 2, 2, 2)):
         build_mesh(MeshDegrees(*degrees), device_type="cpu")
     found: dict[str, set[timedelta]] = {}
     for group in dist.distributed_c10d._world.pg_map:
         for device in group._device_types:
-            name = "patient" if group == world.patient else group.group_desc
+            name = "hosts" if group == host_group() else group.group_desc
             found.setdefault(name, set()).add(group._get_backend(device).options._timeout)
     stop()
     return found
@@ -181,8 +182,7 @@ def timeouts_of_groups(timeout: timedelta) -> dict[str, set[timedelta]]:
 def test_every_group_of_a_mesh_has_the_timeout_of_the_run() -> None:
     timeout = timedelta(hours=1, minutes=20)
     for found in run_processes(8, timeouts_of_groups, timeout):
-        assert found.pop("patient") == {timedelta(hours=6)}
-        assert set(found) >= {"default_pg", "mesh_replicate", "mesh_shard", "mesh_context", "mesh_tensor"}
+        assert set(found) >= {"default_pg", "hosts", "mesh_replicate", "mesh_shard", "mesh_context", "mesh_tensor"}
         assert "mesh_shard_context" in found  # flattened
         assert set.union(*found.values()) == {timeout}, found
 

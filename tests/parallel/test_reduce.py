@@ -146,12 +146,13 @@ def talk() -> dict:
     except UserError as error:
         refused_by_one = str(error)
     total = sum_over_group(torch.tensor(float(world.rank + 1)), dist.group.WORLD).item()
+    done_by_all = on_all(world, lambda: world.rank)
     stop()
     return {"heard": heard, "value": value, "work": work_done, "refused": refused, "total": total} | {
         "told": told,
         "refused_by_one": refused_by_one,
         "kinds": kinds,
-        "done_by_all": on_all(world, lambda: world.rank),
+        "done_by_all": done_by_all,
     }
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from parallel.dist import start, stop
 from parallel.errors import CorruptState
-from parallel.state_check import PIECE, _inspect, not_finite, require_sound
+from parallel.nodes import FEW
+from parallel.state_check import PIECE, Lines, _first_lines, _inspect, not_finite, require_sound
 from tests.processes import run_processes
 
 LENGTHS = (1, 0, 7, PIECE["cpu"], 2 * PIECE["cpu"] + 1)
@@ -73,6 +74,17 @@ def test_one_value_that_is_not_finite_is_found_wherever_it_is(dtype: torch.dtype
 
 def test_a_process_without_any_elements_has_a_sound_state() -> None:
     assert not_finite({"empty": torch.empty(0), "also": torch.empty(0, 4)}) == []
+
+
+def test_of_very_many_lines_few_travel_and_the_rest_is_counted() -> None:
+    """Once NaN has spread, each of thousands of processes has a line for each tensor."""
+    found: Lines = [], 0
+    for rank in reversed(range(100)):
+        lines = [(0, rank, n, f"tensor {n} on rank {rank}") for n in range(50)]
+        found = _first_lines(found, ([*lines, (1, rank, 0, "a line that all tell")], 51))
+    assert found == ([(0, 0, n, f"tensor {n} on rank 0") for n in range(FEW)], 100 * 51)
+    two = _first_lines(([(1, 3, 0, "differs")], 1), ([(0, 5, 0, "has NaN"), (1, 4, 0, "differs")], 2))
+    assert two == ([(0, 5, 0, "has NaN"), (1, 3, 0, "differs")], 2)
 
 
 def problems_of(cases: list[dict[int, tuple[str, float]]]) -> list[str]:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.attention import rope_tables
 from models.decoder import Decoder
-from models.loss import EAGER, IGNORED, Kernels, cross_entropy_sum
+from models.loss import EAGER, IGNORED, Kernels, SummedLoss, cross_entropy_sum
 from models.sizes import SIZES
 from parallel.config import CompileConfig, Float8Config
 from parallel.dist import start, stop
@@ -219,7 +219,7 @@ def loss_in_parts(chunks: int, dtype: torch.dtype, kernels: Kernels) -> dict[str
     whole = torch.randn(2, 20, 64).mul(8).to(dtype)
     targets = torch.randint(0, 64, (2, 20)).masked_fill(torch.rand(2, 20) < 0.2, IGNORED)
     part = whole.chunk(2, -1)[dist.get_rank()].clone().requires_grad_()
-    loss = VocabularyParallelLoss(chunks, dist.group.WORLD)
+    loss = VocabularyParallelLoss(SummedLoss(chunks), dist.group.WORLD)
     loss.kernels = kernels
     # torch.compile leaves alone what runs under such a mode.
     with LargestOfFloat32() if kernels is EAGER else nullcontext() as seen:
