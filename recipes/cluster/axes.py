@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from parallel.dist import World, all_gather_single, from_all
+from parallel.dist import World, all_gather_single
 from parallel.mesh import Mesh
 from recipes.cluster.links import mean_seconds
 from recipes.files.units import size
@@ -25,20 +25,23 @@ SIDE = {"cuda": 8192, "cpu": 128}
 SLOW = 0.9
 """Warn of a GPU that multiplies at less than this share of the median speed: all others wait for it."""
 
+Seconds = dict[str, list[float]]
+"""Collective -> its seconds at each of SIZES."""
+
 
 def measure_axes(world: World, mesh: Mesh) -> dict[str, Any]:
-    """The measurements for environment.json, the same on all ranks. Every process must call it; it takes a second."""
+    """The measurements for environment.json; those of products on rank 0 alone. Every process must call it; it takes a
+    second."""
     links = []
     for axis, (group, stride) in _groups(mesh).items():
-        times = from_all(world, _messages(world, group))
-        slowest = {name: [max(each[name][n] for each in times) for n in range(2)] for name in times[0]}
+        slowest = world.messages.from_main(world.messages.reduce(_messages(world, group), _slower))
         sizes = SIZES[world.device.type]
         links.append(
             {"axis": axis, "processes": group.size(), "stride": stride, "per_node": len(world.nodes[0].ranks)}
             | {name: [list(pair) for pair in zip(sizes, seconds, strict=True)] for name, seconds in slowest.items()}
         )
     side = SIDE[world.device.type]
-    products = from_all(world, _product(world, side))
+    products = world.messages.to_main(_product(world, side)) or []
     if world.device.type == "cuda":  # the run's statistics start after this
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(world.device)
@@ -54,7 +57,7 @@ def summary(found: dict[str, Any], world: World) -> Iterator[str]:
             f"pre-flight: {link['axis']} axis of {link['processes']}: all-gather {size(int(share * more / later))}/s,"
             f" {1e6 * sooner:.0f} us for {size(less)}"
         )
-    if world.device.type == "cuda":
+    if world.device.type == "cuda" and world.is_main:
         yield from slow_products(found["products"]["seconds"], found["products"]["flops"])
 
 
@@ -84,9 +87,9 @@ def _groups(mesh: Mesh) -> dict[str, tuple[ProcessGroup, int]]:
     return {axis: (group, stride) for axis, (group, stride) in found.items() if group.size() > 1}
 
 
-def _messages(world: World, group: ProcessGroup) -> dict[str, list[float]]:
+def _messages(world: World, group: ProcessGroup) -> Seconds:
     """Seconds of both collectives, by size."""
-    found: dict[str, list[float]] = {"all_gather": [], "reduce_scatter": []}
+    found: Seconds = {"all_gather": [], "reduce_scatter": []}
     reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its name from torch 2.13 on
     for amount in SIZES[world.device.type]:
         part = torch.zeros(amount // 4 // group.size(), device=world.device)
@@ -94,6 +97,11 @@ def _messages(world: World, group: ProcessGroup) -> dict[str, list[float]]:
         found["all_gather"].append(mean_seconds(world, partial(all_gather_single, whole, part, group=group)))
         found["reduce_scatter"].append(mean_seconds(world, partial(reduce_scatter, part, whole, group=group)))
     return found
+
+
+def _slower(one: Seconds, other: Seconds) -> Seconds:
+    """The longer time of each message."""
+    return {name: list(map(max, one[name], other[name])) for name in one}
 
 
 def _product(world: World, side: int) -> float:

@@ -12,9 +12,20 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from parallel.descriptors import raise_limit
+from parallel.descriptors import raise_limit, require_store
+from parallel.errors import UserError
 from recipes.cluster.restarts import FINAL_CODES, NAMED_CRASHES
-from recipes.files.exit_codes import ECHO_SECONDS, HUNG, NOT_MET, PREEMPTED, SIGNALS, ended_by, is_there, with_parent
+from recipes.files.exit_codes import (
+    ECHO_SECONDS,
+    HUNG,
+    NOT_MET,
+    PREEMPTED,
+    REFUSED,
+    SIGNALS,
+    ended_by,
+    is_there,
+    with_parent,
+)
 from recipes.files.screen import tell
 
 if TYPE_CHECKING:
@@ -155,7 +166,11 @@ def launch(arguments: list[str], workers: Workers) -> int:
     args = parse_args(arguments)
     args.signals_to_handle = "SIGQUIT"  # torchrun would replace our handlers
     several = args.nnodes.rpartition(":")[2] != "1"  # torchrun's default is "1:1"
-    raise_limit()  # every worker connects to node 0's launcher, and inherits the limit
+    try:
+        _allow_connections(args)
+    except UserError as error:
+        log(str(error))
+        return REFUSED
     workers.watch(args.training_script)
     _end_with_launcher(args, several=several)
     try:
@@ -178,6 +193,16 @@ def launch(arguments: list[str], workers: Workers) -> int:
         log(f"the processes could not find each other: {error}")
         return NOT_MET
     return 0
+
+
+def _allow_connections(args: Namespace) -> None:
+    """Raise the limit on open files, which workers inherit. Raises UserError if it is too low to serve the store."""
+    from torch.distributed.run import determine_local_world_size
+
+    raise_limit()
+    if args.node_rank == 0:
+        nodes = int(args.nnodes.rpartition(":")[2])
+        require_store(determine_local_world_size(args.nproc_per_node) * nodes, nodes)
 
 
 def _import_torch_distributed() -> None:

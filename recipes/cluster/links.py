@@ -5,13 +5,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.dist import World, all_gather_single, from_all
+from parallel.dist import World, all_gather_single
 from parallel.nodes import Node
 from recipes.files.units import size
 
@@ -20,6 +19,9 @@ BUFFER = {"cuda": 64 * 2**20, "cpu": 4 * 2**20}
 REPEATS = {"cuda": 10, "cpu": 3}
 MOST_ROUNDS = 7
 """Of exchanges along an axis: all pairs in groups of up to 8, some pairs of each process in larger ones."""
+
+Pair = tuple[int, int]
+"""Ranks, the lower one first."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,8 @@ class Links:
     """Axis of the mesh -> rank in this one's group along it -> the same."""
 
 
-def clock_bounds(world: World) -> list[tuple[float, float]]:
-    """For each rank, the least and the most seconds that its clock can be ahead of rank 0's.
+def clock_bounds(world: World) -> tuple[float, float]:
+    """The least and the most seconds that this process's clock can be ahead of rank 0's. Every process must call it.
 
     No process leaves a barrier before all have entered it. So each process's time of entry is before every other's time
     of leaving. The bounds hold whatever the delays are, and are as wide as the network is slow.
@@ -47,20 +49,16 @@ def clock_bounds(world: World) -> list[tuple[float, float]]:
     stamps = []
     for _ in range(4):
         entered = time.time()
-        dist.barrier(group=world.patient)
+        world.messages.barrier()
         stamps.append((entered, time.time()))
-    everyone = from_all(world, stamps)
-    bounds = []
-    for theirs in everyone:
-        pairs = list(zip(theirs, everyone[0], strict=True))
-        least = max(entered - left for (entered, _), (_, left) in pairs)
-        most = min(left - entered for (_, left), (entered, _) in pairs)
-        bounds.append((least, most))
-    return bounds
+    pairs = list(zip(stamps, world.messages.from_main(stamps), strict=True))
+    least = max(entered - left for (entered, _), (_, left) in pairs)
+    most = min(left - entered for (_, left), (entered, _) in pairs)
+    return least, most
 
 
-def measure_links(world: World, groups: Mapping[str, Sequence[Sequence[int]]] | None = None) -> list[Links]:
-    """Every rank's measurements, returned on all ranks. Every process must call it; it takes a second or less.
+def measure_links(world: World, groups: Mapping[str, Sequence[Sequence[int]]] | None = None) -> Links:
+    """This process's measurements. Every process must call it; it takes a second or less.
 
     groups: axis of the mesh -> the ranks of each group along it, whose links are measured, too; see groups_along().
     """
@@ -68,13 +66,15 @@ def measure_links(world: World, groups: Mapping[str, Sequence[Sequence[int]]] | 
     if world.device.type == "cuda":  # the run's statistics start after this
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(world.device)
-    return from_all(world, mine)
+    return mine
 
 
 def measure_exchanges(world: World) -> list[dict[int, float]]:
-    """Every rank's exchanges, on all ranks; keeps memory statistics and cache. All must call it, on idle devices."""
+    """Every rank's exchanges on rank 0, nothing elsewhere; keeps memory statistics and cache. All must call it, on idle
+    devices."""
     length = BUFFER[world.device.type] // 4
-    return from_all(world, _exchange(world, torch.zeros(length, device=world.device), rounds(world.nodes)))
+    mine = _exchange(world, torch.zeros(length, device=world.device), rounds(world.nodes))
+    return world.messages.to_main(mine) or []
 
 
 def slow_processes(
@@ -113,32 +113,36 @@ def slow_pairs(links: Sequence[Links], nodes: Sequence[Node], *, share: float) -
     """
     node_of = {rank: node.name for node in nodes for rank in node.ranks}
     for axis in sorted({axis for link in links for axis in link.inside}):
-        found = {(one, other): speed for one, link in enumerate(links) for other, speed in link.inside[axis].items()}
-        speeds = {(one, other): min(found[one, other], found[other, one]) for one, other in found}
-        is_inside = {pair: node_of[pair[0]] == node_of[pair[1]] for pair in speeds}
-        sides = {
-            side: sorted(s for pair, s in speeds.items() if is_inside[pair] is side) for side in {*is_inside.values()}
-        }
-        usual = {pair: sides[side][len(sides[side]) * 3 // 4] for pair, side in is_inside.items()}
-        slow = {pair for pair, speed in speeds.items() if speed < share * usual[pair]}
-        alone = set()
-        for rank in sorted({rank for rank, _ in slow}):
-            own = [pair for pair in speeds if pair[0] == rank]
-            if len(own) > 1 and slow.issuperset(own):
-                alone.add(rank)
-                best = max(own, key=lambda pair: speeds[pair])
-                yield node_of[rank], f"rank {rank} exchanges {_than(best, speeds, usual)} with all of its {axis} group"
-        rest = sorted((speeds[pair], pair) for pair in slow if pair[0] < pair[1] and not alone & {*pair})
-        by_node: dict[str, list[tuple[int, int]]] = {}
-        for _, pair in rest:
-            by_node.setdefault(node_of[pair[0]], []).append(pair)
+        inside, between = dict[Pair, float](), dict[Pair, float]()
+        for one, link in enumerate(links):
+            for other, speed in link.inside[axis].items():
+                if one < other:
+                    side = inside if node_of[one] == node_of[other] else between
+                    side[one, other] = min(speed, links[other].inside[axis][one])
+        slow: dict[Pair, str] = {}  # how slow
+        for side in (inside, between):
+            usual = sorted(side.values())[len(side) * 3 // 4] if side else 0.0
+            slow |= {pair: _than(speed, usual) for pair, speed in side.items() if speed < share * usual}
+        speeds = inside | between
+        by_rank: dict[int, list[Pair]] = {}
+        for pair in slow:
+            for rank in pair:
+                by_rank.setdefault(rank, []).append(pair)
+        alone = {rank for rank, own in by_rank.items() if 1 < len(own) == len(links[rank].inside[axis])}
+        for rank in sorted(alone):
+            best = slow[max(by_rank[rank], key=speeds.__getitem__)]
+            yield node_of[rank], f"rank {rank} exchanges {best} with all of its {axis} group"
+        by_node: dict[str, list[Pair]] = {}
+        for pair in sorted(slow, key=lambda pair: (speeds[pair], pair)):
+            if not alone & {*pair}:
+                by_node.setdefault(node_of[pair[0]], []).append(pair)
         for name, (pair, *others) in by_node.items():
             more = f"; {len(others)} more are slow" if others else ""
-            yield name, f"ranks {pair[0]} and {pair[1]} of a {axis} group exchange {_than(pair, speeds, usual)}{more}"
+            yield name, f"ranks {pair[0]} and {pair[1]} of a {axis} group exchange {slow[pair]}{more}"
 
 
-def _than(pair: tuple[int, int], speeds: Mapping[Any, float], usual: Mapping[Any, float]) -> str:
-    return f"{size(int(speeds[pair]))}/s (others reach {size(int(usual[pair]))}/s)"
+def _than(speed: float, usual: float) -> str:
+    return f"{size(int(speed))}/s (others reach {size(int(usual))}/s)"
 
 
 def _measured(world: World, groups: Mapping[str, Sequence[Sequence[int]]]) -> Links:
@@ -157,7 +161,7 @@ def _measured(world: World, groups: Mapping[str, Sequence[Sequence[int]]]) -> Li
         mean_seconds(world, lambda: dist.all_reduce(reduced)),
         mean_seconds(world, lambda: all_gather_single(gathered, own)),
         _exchange(world, reduced, rounds(world.nodes)),
-        {axis: _exchange(world, reduced, pairings(own)[:MOST_ROUNDS]) for axis, own in groups.items()},
+        {axis: _exchange(world, reduced, _own_pairings(world.rank, every)) for axis, every in groups.items()},
     )
 
 
@@ -180,9 +184,9 @@ def contribution(rank: int, length: int, device: torch.device) -> Tensor:
 def wrong_ranks(gathered: Tensor, ranks: int) -> tuple[int, ...]:
     """Ranks whose contribution arrived changed."""
     rows = gathered.view(ranks, -1)
-    pattern = _pattern(rows.shape[1], gathered.device)
-    right = [torch.equal(row, pattern + 8 * rank) for rank, row in enumerate(rows)]
-    return tuple(rank for rank, is_right in enumerate(right) if not is_right)
+    numbers = torch.arange(ranks, device=rows.device)[:, None]  # exact in float32, as the products are
+    wrong = (rows != _pattern(rows.shape[1], rows.device) + 8 * numbers).any(dim=1)
+    return tuple(wrong.nonzero().flatten().tolist())
 
 
 def _pattern(length: int, device: torch.device) -> Tensor:
@@ -193,7 +197,7 @@ def mean_seconds(world: World, work: Callable[[], object]) -> float:
     """Mean time of one of several calls in a row, after all processes are connected."""
     work()
     _finish(world.device)
-    dist.barrier(group=world.patient)
+    world.messages.barrier()
     begin = time.perf_counter()
     for _ in range(REPEATS[world.device.type]):
         work()
@@ -232,17 +236,25 @@ def rounds(nodes: Sequence[Node]) -> list[dict[int, int]]:
     return [partners for partners in found if partners]
 
 
-def pairings(groups: Sequence[Sequence[int]]) -> list[dict[int, int]]:
-    """For each round of exchanges, rank -> its partner. All members of a group meet; groups have one size."""
+def pairings(groups: Sequence[Sequence[int]], *, most: int | None = None) -> list[dict[int, int]]:
+    """For each round of exchanges, rank -> its partner. All members of a group meet; groups have one size.
+
+    most: rounds; None = until all have met.
+    """
     places = len(groups[0]) + len(groups[0]) % 2  # of an odd number, one member rests in each round
     found: list[dict[int, int]] = []
-    for turn in range(places - 1):
+    for turn in range(places - 1)[:most]:
         seats = [places - 1, *((turn + seat) % (places - 1) for seat in range(places - 1))]  # the last one stays
         found.append({})
         for seat in range(places):
             one, other = seats[seat], seats[-1 - seat]
             found[-1] |= {group[one]: group[other] for group in groups if max(one, other) < len(group)}
     return found
+
+
+def _own_pairings(rank: int, groups: Sequence[Sequence[int]]) -> list[dict[int, int]]:
+    """The first rounds inside this rank's group."""
+    return pairings([next(group for group in groups if rank in group)], most=MOST_ROUNDS)
 
 
 def _swap(buffer: Tensor, received: Tensor, partner: int | None) -> None:

@@ -5,41 +5,30 @@ import platform
 import re
 import secrets
 import shutil
-import statistics
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
 
 import torch
 import xxhash
 
-from parallel.dist import World, from_all, from_main
+from parallel.dist import World, from_main
 from parallel.errors import UserError
+from parallel.node_work import on_node
 from parallel.nodes import Node, abbreviated
-from recipes.cluster.links import BUFFER, Links, clock_bounds, measure_links, slow_pairs, slow_processes
+from recipes.cluster.findings import Room, report, wrong_results
+from recipes.cluster.links import clock_bounds, measure_links
 from recipes.files.layout import holds_results
-from recipes.files.units import size
 from recipes.metrics.throughput import device_name
 
 ROOT = Path(__file__).resolve().parents[2]
 VISIBLE_SECONDS = 10.0
 """How long a file may take to appear on all nodes: network file systems cache folder listings."""
-CLOCK_SECONDS = 5.0
-"""Warn when clocks are further apart: file times and log lines of two nodes no longer compare."""
-TEMPORARY_BYTES = 10**9
-"""Warn when the folder for temporary files has less free space: torch.compile writes there."""
-OCCUPIED = 0.05
-"""Warn when a GPU has this share of its memory less free than the others: another process is probably using it."""
-SLOW = 0.5
-"""Warn when a process reaches less than this share of the median speed between nodes."""
-MOST_ROWS = 16
-"""In the table."""
-
 ONE_ENVIRONMENT = "use one environment on all nodes: PYTHON, or .venv in a checkout that they share"
 OTHER_NODES = "request nodes of one kind, or exclude the ones that differ (sbatch --exclude)"
 MUST_MATCH = {
@@ -58,7 +47,7 @@ MUST_MATCH = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What one process found on its node. None: not present, or not visible."""
+    """What must be alike on all processes. None: not present, or not visible."""
 
     recipe: str
     """Hash of all fields."""
@@ -71,14 +60,10 @@ class Facts:
     nccl: str | None
     driver: str | None
     device: str
-    device_bytes: int | None
-    """Total memory of the GPU."""
-    free_device: int | None
-    """In bytes, as are the next three."""
-    free_host: int | None
-    free_disk: int
-    """On the file system of the run's folder."""
-    free_temporary: int
+
+
+Places = dict[str, dict[str, list[tuple[int, int]]]]
+"""Field of Facts -> value -> the ranks that have it: the first and the last of each row of neighbours."""
 
 
 def preflight(
@@ -108,27 +93,26 @@ def preflight(
     if world.size == 1:
         return
     nodes, several = world.nodes, len(world.nodes) > 1
-    facts = from_all(world, local_facts(folder, world.device, recipe=recipe))
-    if problems := differences(facts, nodes):
+    facts = local_facts(world.device, recipe=recipe, sources=on_node(world, hash_of_sources))
+    places = world.messages.reduce(places_of(facts, world.rank), together)
+    if problems := from_main(world, differences(places, nodes) if world.is_main else []):
         raise refusal("the processes differ", problems)
     agree = f"pre-flight: {world.size} processes on {len(nodes)} {'nodes' if several else 'node'} agree"
     if several:
-        log(f"{agree}: {in_common(facts[0])}")  # before the network is tested, which may hang
+        log(f"{agree}: {in_common(facts)}")  # before the network is tested, which may hang
         require_one_folder(folder, world, what="the run's folder", field="run.output")
         cache = from_main(world, cache)
         if cache is not None:
             require_one_folder(cache.expanduser() / "tokens", world, what="the token cache", field="data.cache")
-    clocks = clock_bounds(world)
-    links = measure_links(world, groups)
-    if problems := wrong_results(links, nodes):
+    mine = local_room(folder, world.device), clock_bounds(world), measure_links(world, groups)
+    everyone = world.messages.to_main(mine)  # rank 0 alone judges and logs
+    if problems := from_main(world, wrong_results([link for *_, link in everyone], nodes) if everyone else []):
         raise refusal("the network between the processes returns wrong numbers", problems)
-    log(f"{'pre-flight:' if several else agree + ';'} {speeds(links, BUFFER[world.device.type])}")
-    warnings = list(node_warnings(facts, clocks, nodes))
-    if world.device.type == "cuda":  # processes on CPUs share cores, so their speeds vary
-        warnings += [*slow_links(links, nodes), *slow_pairs(links, nodes, share=SLOW)]
-    lines = table(facts, clocks, links, nodes, always=[name for name, _ in warnings]) if several else []
-    for line in [*lines, *(f"{name}: {what}" for name, what in warnings)]:
-        log(f"  {line}")
+    if everyone:
+        speed, *lines = report(everyone, nodes, device=world.device.type)
+        log(f"{'pre-flight:' if several else agree + ';'} {speed}")
+        for line in lines:
+            log(f"  {line}")
 
 
 def refusal(what: str, problems: Sequence[str]) -> UserError:
@@ -136,14 +120,12 @@ def refusal(what: str, problems: Sequence[str]) -> UserError:
     return UserError("\n  ".join([f"pre-flight: {what}; nothing was started", *problems]))
 
 
-def local_facts(folder: Path, device: torch.device, *, recipe: str) -> Facts:
-    """The facts of this process."""
+def local_facts(device: torch.device, *, recipe: str, sources: str) -> Facts:
+    """The facts of this process. sources: hash_of_sources() on its node."""
     cuda = device.type == "cuda"
-    free, total = torch.cuda.mem_get_info(device) if cuda else (None, None)
-    available = _find("/proc/meminfo", r"^MemAvailable: +(\d+) kB")
     return Facts(
         recipe=xxhash.xxh3_64_hexdigest(recipe.encode())[:8],
-        sources=_hash_of_sources(),
+        sources=sources,
         python=platform.python_version(),
         torch=str(torch.__version__),
         torchao=_version("torchao"),
@@ -152,7 +134,15 @@ def local_facts(folder: Path, device: torch.device, *, recipe: str) -> Facts:
         # From the kernel module: nvidia-smi takes a second, and containers may lack it.
         driver=_find("/proc/driver/nvidia/version", r"\b(\d{3}\.\d+(?:\.\d+)?)\b") if cuda else None,
         device=device_name(device),
-        device_bytes=total,
+    )
+
+
+def local_room(folder: Path, device: torch.device) -> Room:
+    """The memory and the disks of this process. folder: of the run; it need not exist."""
+    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (None, None)
+    available = _find("/proc/meminfo", r"^MemAvailable: +(\d+) kB")
+    return Room(
+        device=total,
         free_device=free,
         free_host=int(available) * 1024 if available else None,
         free_disk=shutil.disk_usage(_places(folder)[_level(folder)]).free,
@@ -160,7 +150,8 @@ def local_facts(folder: Path, device: torch.device, *, recipe: str) -> Facts:
     )
 
 
-def _hash_of_sources() -> str:
+def hash_of_sources() -> str:
+    """Of all Python files that a run may load."""
     digest = xxhash.xxh3_64()
     files = (file for package in ("models", "parallel", "recipes") for file in (ROOT / package).rglob("*.py"))
     for file in sorted([ROOT / "train.py", *files]):
@@ -183,14 +174,44 @@ def _find(file: str, pattern: str) -> str | None:
     return None
 
 
-def differences(facts: Sequence[Facts], nodes: Sequence[Node]) -> list[str]:
+def places_of(facts: Facts, rank: int) -> Places:
+    """The facts of one process, to be put together with those of others."""
+    found = {field: getattr(facts, field) for field in MUST_MATCH}
+    return {field: {} if value is None else {value: [(rank, rank)]} for field, value in found.items()}
+
+
+def together(one: Places, other: Places) -> Places:
+    """The facts of both. What all have alike stays as short as that of one process."""
+    return {
+        field: {
+            value: _joined([*values.get(value, ()), *other[field].get(value, ())]) for value in values | other[field]
+        }
+        for field, values in one.items()
+    }
+
+
+def _joined(rows: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same ranks, in as few rows of neighbours as possible."""
+    found: list[tuple[int, int]] = []
+    for first, last in sorted(rows):
+        if found and first == found[-1][1] + 1:
+            found[-1] = found[-1][0], last
+        else:
+            found.append((first, last))
+    return found
+
+
+def differences(places: Places, nodes: Sequence[Node]) -> list[str]:
     """One line per value that differs from the most common one of its field."""
     found = []
     for field, (name, remedy) in MUST_MATCH.items():
-        values = {rank: value for rank, fact in enumerate(facts) if (value := getattr(fact, field)) is not None}
-        (usual, _), *others = Counter(values.values()).most_common() or [(None, 0)]
-        for value, _ in others:
-            where = [node.name for node in nodes if any(values.get(rank) == value for rank in node.ranks)]
+        ranks = {
+            value: [*chain(*(range(first, last + 1) for first, last in rows))] for value, rows in places[field].items()
+        }
+        usual, *others = sorted(ranks, key=lambda value: (-len(ranks[value]), ranks[value][0])) or [""]
+        for value in others:
+            own = {*ranks[value]}
+            where = [node.name for node in nodes if not own.isdisjoint(node.ranks)]
             found.append(f"{name}: {value} on {abbreviated(where)}, {usual} on the others; {remedy}")
     return found
 
@@ -224,25 +245,28 @@ def require_one_folder(folder: Path, world: World, *, what: str, field: str, pat
     level, name = from_main(world, _write_probe(folder) if world.is_main else (0, ""))
     if not name:  # rank 0 cannot write there; the run reports that later
         return
-    probe = _places(folder)[level] / name
+    probe, looks = _places(folder)[level] / name, any(world.rank == node.ranks[0] for node in world.nodes)
+    seen = True
     try:
-        end = time.monotonic() + patience
-        while not (seen := os.path.exists(probe)) and time.monotonic() < end:  # False also without permission
+        end = time.monotonic() + patience  # one process of each node looks
+        while looks and not (seen := os.path.exists(probe)) and time.monotonic() < end:  # False also without permission
             time.sleep(0.2)
-        everyone = from_all(world, (seen, str(probe.parent)))
+        unseen = {} if seen else {world.rank: str(probe.parent)}
+        unseen = world.messages.reduce(unseen, lambda one, other: one | other)
     finally:
         if world.is_main:
             with suppress(OSError):
                 probe.unlink()
-    blind = {node.name: everyone[node.ranks[0]][1] for node in world.nodes if not everyone[node.ranks[0]][0]}
-    if blind:
-        main = everyone[0][1]
-        elsewhere = {place for place in blind.values() if place != main}
-        also = f" (which is {abbreviated(sorted(elsewhere))} there: a relative path starts at the current folder)"
+    problem = ""
+    if world.is_main and unseen:
+        elsewhere = sorted({*unseen.values()} - {str(probe.parent)})
+        also = f" (which is {abbreviated(elsewhere)} there: a relative path starts at the current folder)"
         problem = (
-            f"a file that {world.nodes[0].name} wrote into {main}{also if elsewhere else ''} did not appear on"
-            f" {abbreviated([*blind])} within {patience:g} s; write a {field} on a file system that all nodes share"
+            f"a file that {world.nodes[0].name} wrote into {probe.parent}{also if elsewhere else ''} did not appear on"
+            f" {abbreviated([node.name for node in world.nodes if node.ranks[0] in unseen])} within {patience:g} s"
+            f"; write a {field} on a file system that all nodes share"
         )
+    if problem := from_main(world, problem):
         raise refusal(f"the nodes do not share {what}", [problem])
 
 
@@ -271,122 +295,3 @@ def _write_probe(folder: Path) -> tuple[int, str]:
         return level, name
     except OSError:
         return level, ""
-
-
-def wrong_results(links: Sequence[Links], nodes: Sequence[Node]) -> list[str]:
-    """One line per collective and node with wrong numbers, and what to do."""
-    name_of = {rank: node.name for node in nodes for rank in node.ranks}
-    found = []
-    if summed := sorted({name_of[rank] for rank, link in enumerate(links) if link.wrong_sum}):
-        found.append(f"all-reduce: wrong on {abbreviated(summed)}")
-    by_source: dict[str, set[str]] = {}
-    for rank, link in enumerate(links):
-        for source in link.wrong_parts:
-            by_source.setdefault(name_of[source], set()).add(name_of[rank])
-    found += [f"all-gather: what {name} sends is wrong on {abbreviated(sorted(to))}" for name, to in by_source.items()]
-    if found:
-        found.append("exclude these nodes (sbatch --exclude), and have their memory, GPUs and network tested")
-    return found
-
-
-def speeds(links: Sequence[Links], size_bytes: int) -> str:
-    """The collectives' bus bandwidth, as nccl-tests defines it; and of each axis the slowest pair."""
-    ranks = len(links)
-    reduce_seconds = max(link.all_reduce_seconds for link in links)
-    gather_seconds = max(link.all_gather_seconds for link in links)
-    moved = size_bytes * (ranks - 1) / ranks
-    found = [f"all-reduce {size(int(2 * moved / reduce_seconds))}/s, all-gather {size(int(moved / gather_seconds))}/s"]
-    for axis in links[0].inside:
-        slowest = min(speed for link in links for speed in link.inside[axis].values())
-        found.append(f"in {axis} groups {size(int(slowest))}/s")
-    return ", ".join(found)
-
-
-def node_warnings(
-    facts: Sequence[Facts], clocks: Sequence[tuple[float, float]], nodes: Sequence[Node]
-) -> Iterator[tuple[str, str]]:
-    """(node, what is unusual about it). Only warnings: what a run needs is known only later."""
-    free = [fact.free_device for fact in facts if fact.free_device is not None]
-    usual = statistics.median(free) if free else 0
-    for node in nodes:
-        for rank in node.ranks:
-            fact = facts[rank]
-            if fact.free_device is not None and fact.free_device < usual - OCCUPIED * (fact.device_bytes or 0):
-                yield (
-                    node.name,
-                    f"rank {rank} has {size(fact.free_device)} of GPU memory free, the median is {size(int(usual))}"
-                    "; is another process using it? nvidia-smi lists them",
-                )
-        if (temporary := min(facts[rank].free_temporary for rank in node.ranks)) < TEMPORARY_BYTES:
-            yield node.name, f"the folder for temporary files has {size(temporary)} free; set TMPDIR to use another"
-        least, most = clocks[node.ranks[0]]
-        if least > CLOCK_SECONDS or most < -CLOCK_SECONDS:
-            yield (
-                node.name,
-                f"its clock is {_offset(least, most)} from that of {nodes[0].name}; file times and log lines do not"
-                " compare, so synchronize it (NTP)",
-            )
-
-
-def slow_links(links: Sequence[Links], nodes: Sequence[Node]) -> Iterator[tuple[str, str]]:
-    """(node, which of its processes is slow to reach other nodes)."""
-    best = {rank: max(link.exchanges.values()) for rank, link in enumerate(links) if link.exchanges}
-    for rank, node, speed, usual in slow_processes(best, nodes, share=SLOW):
-        yield (
-            node,
-            f"rank {rank} reaches {size(int(speed))}/s to its neighbours, the median is {size(int(usual))}/s; all"
-            " processes wait for the slowest",
-        )
-
-
-def table(
-    facts: Sequence[Facts],
-    clocks: Sequence[tuple[float, float]],
-    links: Sequence[Links],
-    nodes: Sequence[Node],
-    *,
-    always: Sequence[str],
-) -> list[str]:
-    """A row for each node, with the worst value of its processes.
-
-    Args:
-        facts: By rank.
-        clocks: Seconds ahead of rank 0's clock, at least and at most, by rank.
-        links: By rank.
-        nodes: All nodes.
-        always: Nodes that get a row even if there are more than MOST_ROWS; the rest then share one row of minima.
-    """
-    chosen = [node for node in nodes if len(nodes) <= MOST_ROWS or node.name in always][:MOST_ROWS]
-    minima = Node(f"least of {len(nodes)}", tuple(rank for node in nodes for rank in node.ranks))
-    rows = [["node", "ranks", "GPU free", "host free", "disk free", "tmp free", "clock", "to the next"]]
-    for node in [*chosen, *([minima] if len(chosen) < len(nodes) else [])]:
-        own = [facts[rank] for rank in node.ranks]
-        gpus = [fact.free_device for fact in own if fact.free_device is not None]
-        hosts = [fact.free_host for fact in own if fact.free_host is not None]
-        sent = [speed for rank in node.ranks for speed in links[rank].exchanges.values()]
-        rows.append(
-            [
-                node.name,
-                f"{node.ranks[0]}-{node.ranks[-1]}" if len(node.ranks) > 1 else str(node.ranks[0]),
-                size(min(gpus)) if gpus else "",
-                size(min(hosts)) if hosts else "",
-                size(min(fact.free_disk for fact in own)),
-                size(min(fact.free_temporary for fact in own)),
-                _offset(*max((clocks[rank] for rank in node.ranks), key=lambda bounds: abs(sum(bounds)))),
-                f"{size(int(min(sent)))}/s" if sent else "",
-            ]
-        )
-    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
-    widths = [max(map(len, column)) for column in columns]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in zip(*columns, strict=True)
-    ]
-
-
-def _offset(least: float, most: float) -> str:
-    """A clock's offset and its uncertainty."""
-    middle, doubt = (least + most) / 2, (most - least) / 2
-    if abs(middle) < 1:
-        return f"{middle * 1000:+.1f} ms ±{doubt * 1000:.1f}"
-    return f"{middle:+.1f} s ±{doubt:.1f}"

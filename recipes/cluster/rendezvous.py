@@ -20,10 +20,13 @@ from typing import NamedTuple
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from parallel.dist import PREFIX, SPOKEN
-from recipes.files.exit_codes import HUNG
+from parallel.dist import PREFIX
+from parallel.heartbeats import ENDED as ENDED_SUBJECT
+from parallel.nodes import abbreviated
 
-ENDED = PREFIX + "ended"
+ENDED = PREFIX + ENDED_SUBJECT
+CAME = PREFIX + "came"
+"""The nodes that have started, as in "2,1,": one list, so that a waiting launcher reads one key, not one per node."""
 LOOK_SECONDS = 1.0
 SILENT_SECONDS = 15.0
 WAIT_SECONDS = 600.0
@@ -109,10 +112,10 @@ class Launchers:
         while not self._counted and (address := self._answering()):  # if it is not up, its store will be a new one
             with suppress(RuntimeError):  # the store has just gone
                 store = self._connect(address)
-                if store.add(_starts_key(self._node), 1) == 1:
-                    self._store, self._counted = store, True
+                if self._counted_first(store):
+                    self._store = store
                     return
-                store.set(ENDED, json.dumps([f"node {self._node} was started again", 1, True]))
+                _announce(store, Cause(f"node {self._node} was started again", 1, crashed=True))
             if not logged:
                 self._log("node 0 is still in the run that this node was in before: waiting for that to end")
             logged = True
@@ -169,12 +172,12 @@ class Launchers:
 
     def announce_end(self, code: int, *, crashed: bool) -> None:
         """Notify the other launchers that this one ends with an error."""
-        cause = json.dumps([f"node {self._node} ended with exit code {code}", code, crashed])
+        cause = Cause(f"node {self._node} ended with exit code {code}", code, crashed)
 
         def send() -> None:
             with suppress(RuntimeError):
                 if (store := self._connected()) is not None:
-                    store.set(ENDED, cause)
+                    _announce(store, cause)
 
         sender = threading.Thread(target=send, daemon=True)
         sender.start()
@@ -187,10 +190,8 @@ class Launchers:
             if (store := self._connected()) is None:
                 return None
             if not self._counted:
-                store.add(_starts_key(self._node), 1)
+                self._counted_first(store)
                 self._counted = True
-            if store.check([PREFIX + SPOKEN]):
-                return Cause("HUNG: workers of this node were frozen, or did not end with the others; killed", HUNG)
             if store.check([ENDED]):
                 return _cause(store.get(ENDED))
         except RuntimeError:
@@ -203,10 +204,19 @@ class Launchers:
         if self._store is None:
             return node_0
         try:
-            missing = [str(node) for node in range(1, self._nodes) if not self._store.check([_starts_key(node)])]
+            came = self._store.get(CAME).decode().split(",") if self._store.check([CAME]) else []
         except RuntimeError:
             return node_0
-        return f"node {', '.join(missing)} of {self._nodes}" if missing else "the other nodes"
+        missing = [str(node) for node in range(1, self._nodes) if str(node) not in set(came)]
+        return f"node {abbreviated(missing)} of {self._nodes}" if missing else "the other nodes"
+
+    def _counted_first(self, store: TCPStore) -> bool:
+        """Let the store count this node. Whether it did so for the first time."""
+        first = store.add(f"{PREFIX}node {self._node}", 1) == 1
+        if first:
+            store.append(CAME, f"{self._node},")  # type: ignore[attr-defined]  # torch's stubs lack it
+        self._counted = first
+        return first
 
     def _answering(self) -> str | None:
         """The address at which node 0's launcher is up, if it is. torch's own attempts would print errors."""
@@ -236,5 +246,8 @@ def _cause(text: bytes) -> Cause | None:
     return Cause(message, code, crashed) if right else None
 
 
-def _starts_key(node: int) -> str:
-    return f"{PREFIX}node {node}"
+def _announce(store: TCPStore, cause: Cause) -> None:
+    """Give a cause to all launchers, unless one has been given: the first says most."""
+    text = json.dumps(cause)
+    if _cause(store.compare_set(ENDED, "", text)) is None:
+        store.set(ENDED, text)

@@ -6,13 +6,13 @@ when even the shortest wait is longer than it used to be, the links between node
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import median, median_low
+from statistics import median
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from parallel.dist import World
 from parallel.nodes import Node
@@ -36,6 +36,8 @@ EXCHANGES = 2
 """Times that links are measured; the fastest counts, since noise only adds time."""
 PROBES = 10
 """Most times that links are measured in a run."""
+MOST_NAMED = 16
+"""Processes of each phase, the slowest ones."""
 DATA, COMPUTE, COMMUNICATION = "data", "compute", "communication"
 
 
@@ -74,35 +76,63 @@ class SlowLink:
         )
 
 
+class Window:
+    """This process's seconds at the last logged steps."""
+
+    def __init__(self) -> None:
+        self._step, self._data, self._compute = (deque[float](maxlen=WINDOW) for _ in range(3))
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._step) == WINDOW
+
+    def add(self, step: float, data: float, compute: float) -> None:
+        """Take in a logged step, seconds."""
+        self._step.append(step)
+        self._data.append(data)
+        self._compute.append(compute)
+
+    def typical(self) -> list[float]:
+        """The lower quartiles of data and compute, and the median of steps; zeros before the first."""
+        if not self._step:
+            return [0.0] * 3
+        return [lower_quartile(self._data), lower_quartile(self._compute), median(self._step)]
+
+
 class Comparison:
-    """Every process's seconds at the last logged steps."""
+    """Finds slow processes by what all of them say of their windows, with operators of the device that it is on."""
 
-    def __init__(self, nodes: Sequence[str], *, slower: float = SLOWER) -> None:
-        """nodes: node names, by rank. slower: a process is slow above this multiple of the median."""
-        self._nodes, self._slower = nodes, slower
-        self._steps = deque[float](maxlen=WINDOW)
-        self._seconds = {phase: deque[Sequence[float]](maxlen=WINDOW) for phase in (DATA, COMPUTE)}
-        self._in_a_row: dict[tuple[int, str], int] = {}
+    def __init__(self, node_of: Callable[[int], str], *, slower: float = SLOWER) -> None:
+        """node_of: rank -> name of its node. slower: a process is slow above this multiple of the median."""
+        self._node_of, self._slower = node_of, slower
+        self._in_a_row: Tensor | int = 0  # logged steps, (processes, phases)
 
-    def add(self, step_seconds: float, seconds: Mapping[str, Sequence[float]]) -> list[Straggler]:
-        """Take in a logged step, the seconds by phase and rank. Returns the present stragglers."""
-        self._steps.append(step_seconds)
-        for phase, by_rank in seconds.items():
-            self._seconds[phase].append(by_rank)
-        if len(self._steps) < WINDOW:
-            return []
-        slow = {(straggler.rank, straggler.phase): straggler for straggler in self._slow()}
-        self._in_a_row = {key: self._in_a_row.get(key, 0) + 1 for key in slow}
-        return [straggler for key, straggler in slow.items() if self._in_a_row[key] >= IN_A_ROW]
+    def summary(self, rows: Tensor) -> Tensor:
+        """Take in the typical times of a logged step of all processes, (processes, 3), whose windows are full.
 
-    def _slow(self) -> Iterator[Straggler]:
-        for phase, history in self._seconds.items():
-            by_rank = [lower_quartile(values) for values in zip(*history, strict=True)]
-            usual = median_low(by_rank)  # of two processes the faster one
-            matters = MATTERS * median(self._steps) if phase == DATA else 0.0
-            for rank, seconds in enumerate(by_rank):
-                if seconds > self._slower * usual and seconds - usual > matters:
-                    yield Straggler(rank, self._nodes[rank], phase, seconds, usual)
+        Returns what the host needs, for each phase: the median process's seconds, how many stragglers there are, and
+        the ranks of the slowest of them and their seconds.
+        """
+        seconds, step = rows[:, :2], rows[:, 2].median()
+        usual = seconds.median(0).values  # of two processes the faster one
+        slow = seconds > self._slower * usual
+        slow[:, 0] &= seconds[:, 0] - usual[0] > MATTERS * step
+        self._in_a_row = (self._in_a_row + 1) * slow
+        named = self._in_a_row >= IN_A_ROW
+        worst = torch.where(named, seconds, -1.0).topk(min(MOST_NAMED, len(rows)), dim=0)  # (named, phases)
+        return torch.cat([usual[None], named.sum(0)[None], worst.indices, worst.values]).t().flatten()
+
+    def read(self, numbers: Sequence[float]) -> tuple[list[Straggler], dict[str, int]]:
+        """(the stragglers of the summary by rank, phase -> how many there are)."""
+        found: list[Straggler] = []
+        counts, half = {}, len(numbers) // 2
+        for phase, part in ((DATA, numbers[:half]), (COMPUTE, numbers[half:])):
+            usual, count, *worst = part
+            counts[phase], places = int(count), len(worst) // 2
+            pairs = zip(map(int, worst[:places]), worst[places:], strict=True)
+            slow = sorted((rank, seconds) for rank, seconds in pairs if seconds >= 0)
+            found += [Straggler(rank, self._node_of(rank), phase, seconds, usual) for rank, seconds in slow]
+        return found, counts
 
 
 class Communication:
@@ -119,10 +149,11 @@ class Communication:
         self._left, self._steps = deque[float](maxlen=WINDOW), deque[float](maxlen=WINDOW)
         self._usual, self._in_a_row = float("inf"), 0
 
-    def add(self, step: Sequence[float], data: Sequence[float], compute: Sequence[float]) -> float | None:
-        """Take in a logged step, seconds by rank. Returns how many seconds more it takes now, if that is slow."""
-        self._left.append(min(whole - own - work for whole, own, work in zip(step, data, compute, strict=True)))
-        self._steps.append(median(step))
+    def add(self, step: float, left: float) -> float | None:
+        """Take in the seconds of a logged step and those of its communication. Returns how many more this takes now, if
+        that is slow."""
+        self._left.append(left)
+        self._steps.append(step)
         if len(self._left) < WINDOW:
             return None
         self._usual = min(self._usual, median(self._left))
@@ -183,45 +214,64 @@ def around(head: nn.Module, begin: Callable[[], object], end: Callable[[], objec
     head.register_forward_hook(after)
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    """Seconds per step of every process, by rank."""
-
-    step: Sequence[float]
-    data: Sequence[float]
-    compute: Sequence[float]
-
-
 class Stragglers:
-    """Compares all processes at logged steps, from times that travel in the same message as the loss.
+    """Compares all processes at logged steps, from numbers that travel in the same message as the loss.
 
-    All processes see the same numbers, so they start to measure links together without any further agreement.
+    Each process sends what it needs of its own window; of all of them, only a summary of constant size reaches a host.
+    All see the same summary, so they start to measure links together without any further agreement.
     """
 
     def __init__(self, world: World, clock: RunClock) -> None:
         self._world, self._clock = world, clock
         self._is_cpu = world.device.type == "cpu"
         self._slower = SLOWER_ON_CPUS if self._is_cpu else SLOWER
-        self._comparison = Comparison([world.node_of(rank) for rank in range(world.size)], slower=self._slower)
+        self._window = Window()
+        self._comparison = Comparison(world.node_of, slower=self._slower)
         self._communication = Communication(is_all=self._is_cpu)
         self._is_warm = False
         self._slow_links, self._probes = list[SlowLink](), 0
         self._named: set[tuple[int, str]] = set()
+        self._counts = dict[str, int]()
 
-    def compare(self, times: StepTimes) -> tuple[dict[str, Any], list[str]]:
-        """Take in a logged step, on all ranks: the columns for metrics.jsonl, if any, and lines for people."""
+    def counts(self, step: float, data: float, compute: float) -> list[float]:
+        """What this process tells the others of a logged step: its seconds per step, and those of its window."""
+        if self._is_warm:  # the first step compiles, on whichever process comes first
+            self._window.add(step, data, compute)
+        return [step, data, step - data - compute, *self._window.typical()]
+
+    def summary(self, rows: Tensor) -> Tensor:
+        """What the host needs of the counts of all processes, (processes, numbers), however many they are.
+
+        The median step, the longest wait for data, the least time beside data and compute, and Comparison.summary(). On
+        the device that the counts are on, which is not waited for.
+        """
+        of_step = torch.stack([rows[:, 0].median(), rows[:, 1].amax(), rows[:, 2].amin()])
+        return torch.cat([of_step, self._comparison.summary(rows[:, 3:])]) if self._window.is_full else of_step
+
+    def compare(self, numbers: Sequence[float]) -> tuple[dict[str, Any], list[str]]:
+        """Take in the summary of a logged step, on all ranks: the columns for metrics.jsonl, if any, and lines."""
+        step, _, left, *slow = numbers
         found: list[Straggler | SlowLink] = []
         lines: list[str] = []
-        if self._is_warm:  # the first step compiles, on whichever process comes first
-            found += self._comparison.add(median(times.step), {DATA: times.data, COMPUTE: times.compute})
-            lines += self._check_links(times)
+        before, named = self._counts, self._named
+        if slow:
+            stragglers, self._counts = self._comparison.read(slow)
+            found += stragglers
+        if self._is_warm:
+            lines += self._check_links(step, left)
             found += self._slow_links
         self._is_warm = True
-        before, self._named = self._named, {(one.rank, one.phase) for one in found}
-        lines += [str(one) for one in found if (one.rank, one.phase) not in before]
+        self._named = {(one.rank, one.phase) for one in found}
+        many = {phase for phase, count in self._counts.items() if count > MOST_NAMED}
+        known = {phase for phase in many if before.get(phase, 0) > MOST_NAMED}  # whose slowest may change every time
+        lines += [str(one) for one in found if (one.rank, one.phase) not in named and one.phase not in known]
+        lines += [
+            f"STRAGGLERS: {self._counts[phase]} processes are slow in {phase}; the {MOST_NAMED} slowest are named"
+            for phase in sorted(many - known)
+        ]
         return {"stragglers": [asdict(one) for one in found]} if found else {}, lines
 
-    def _check_links(self, times: StepTimes) -> list[str]:
+    def _check_links(self, step: float, left: float) -> list[str]:
         """When communication has become slow, find the process with the slow link; a line if none can be named.
 
         Processes on CPUs share their cores with others, and may wait longer for those. There only a name is logged.
@@ -229,24 +279,25 @@ class Stragglers:
         world = self._world
         if world.size == 1 or (self._is_cpu and len(world.nodes) < 3):
             return []
-        more = self._communication.add(times.step, times.data, times.compute)
+        more = self._communication.add(step, left)
         if more is None:
             self._slow_links = []
         if more is None or self._slow_links or self._probes == PROBES:
             return []
         self._probes += 1
         best = self._best_exchanges() if len(world.nodes) > 1 else {}
-        self._slow_links = [
+        slow = [
             SlowLink(rank, node, COMMUNICATION, speed, usual)
             for rank, node, speed, usual in slow_processes(best, world.nodes, share=1 / self._slower)
         ]
+        self._slow_links = world.messages.from_main(slow)
         if self._slow_links:
             return []
         self._communication.accept_as_usual()
-        return [] if self._is_cpu else [no_culprit_line(more, best, world.nodes)]
+        return [] if self._is_cpu or not world.is_main else [no_culprit_line(more, best, world.nodes)]
 
     def _best_exchanges(self) -> dict[int, float]:
-        """Rank -> bytes per second with the faster of its neighbours."""
+        """Rank -> bytes per second with the faster of its neighbours; on rank 0 alone."""
         best: dict[int, float] = {}
         for _ in self._clock.with_progress(range(EXCHANGES)):  # each counts as progress
             for rank, speeds in enumerate(measure_exchanges(self._world)):

@@ -1,28 +1,32 @@
 """Ends a run that makes no progress, and names the process that the others wait for.
 
-Two threads run beside the main one, which may be stuck in C++. One posts this process's state to the launcher's store
-and reads its neighbour's; the other checks how long ago there was progress. The store and not files, because a shared
-file system that hangs is a common reason for a hang, and before the first step there is no run folder.
+A thread runs beside the main one, which may be stuck in C++. It posts this process's state on its node's board, and
+checks how long ago there was progress here and a sign of life from the others (others.py). Memory and the launcher's
+store and not files, because a shared file system that hangs is a common reason for a hang, and before the first step
+there is no run folder.
 """
 
 import faulthandler
 import itertools
-import json
 import os
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from parallel.dist import SPOKEN, Heartbeats, World, flight_record
+from parallel.dist import World, flight_record
 from recipes.files.exit_codes import HUNG
 from recipes.files.layout import LOG_FILE, RECIPE
 from recipes.files.screen import tell
 from recipes.metrics.clock import LOADING, START, STEP, RunClock
+
+if TYPE_CHECKING:
+    from recipes.cluster.others import Others
 
 HOUR = 3600.0
 START_LIMIT = 6 * HOUR
@@ -31,12 +35,20 @@ SLOW_LIMIT = 1 * HOUR
 """For the first step, which compiles, for validation batches and for saves."""
 LAST_RESORT = 60.0
 """Seconds after which a process exits even if it is still writing its stacks: the disk may be what hangs."""
-ENDED = "ended"
-ANSWERS = json.dumps({"answers": True}).strip("{}")
+MEETING_SECONDS = 120.0
+"""How long processes that have joined may take, at least, until all of them watch each other."""
+WRITE_SECONDS = 4.0
+LOOK_SECONDS = 1.0
+"""How often a process looks at its node's board, at least."""
+LEFT = "ended"
 FOLDER = "hang"
 """In the run's folder: Python stacks of every process, and NCCL's flight recorder."""
 ROOT = str(Path(__file__).resolve().parents[2]) + os.sep
+STACKS = "(stacks)"
+"""Stands for the line that says where they are."""
 SHOW_CURSOR = "\x1b[?25h\n"
+WAITING = ("parallel/dist.py", "parallel/messages.py", "recipes/training/interruption.py")
+"""Files in which a process waits for others."""
 
 
 @dataclass(frozen=True)
@@ -75,56 +87,60 @@ class Watchdog:
     def __init__(self, clock: RunClock, world: World, *, timeout: float, folder: Path) -> None:
         """timeout: seconds without progress; 0 = off. folder: of the run; it need not exist."""
         self._clock, self._world, self._timeout, self._folder = clock, world, timeout, folder
-        self._period = min(10.0, max(0.05, timeout / 20))
+        self._period = seconds_between_reports(timeout)
         self._closed = threading.Event()
-        self._alarm = self._ending = False
-        now = time.monotonic()
-        self._awake_since = self._store_answered_at = self._neighbour_moved_at = now
+        self._ending = False
+        self._stacks: Path | None = None
+        self._awake_since = time.monotonic()
         self._main = threading.main_thread().ident
         self._count = itertools.count(1)
+        self._others: Others | None = None
+        if world.size > 1:
+            self._others = self._meet_others()
         if timeout:
-            self._beats = Heartbeats(world)
-            for work in (self._exchange_reports, self._watch):
-                threading.Thread(target=work, daemon=True, name=f"watchdog {work.__name__}").start()
+            threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
+
+    def _meet_others(self) -> "Others | None":
+        """The other processes; None if nobody watches, or if their recipes differ, which pre-flight then refuses."""
+        seconds = max(self._timeout, MEETING_SECONDS)
+        guard = after(seconds, lambda: self._miss_others(seconds)) if self._timeout else None
+        try:
+            from recipes.cluster import others  # now: at a hang, the file system may be what hangs
+
+            timeouts = self._world.messages.reduce({self._timeout}, lambda one, other: one | other)
+            if self._world.messages.from_main(timeouts) != {self._timeout} or not self._timeout:
+                return None
+            return others.Others(self._world, period=self._period, closed=self._closed)
+        finally:
+            if guard:
+                guard.cancel()
+
+    def _miss_others(self, seconds: float) -> None:
+        waits = f"waits for processes that joined {seconds:.0f} s ago and have not gone on"
+        self._say(f"HUNG: {self._report().process} {waits}")
+        os._exit(HUNG)
 
     def close(self) -> None:
         """Stop watching: from now on this process may be silent."""
         self._closed.set()
-        if self._timeout:
-            with suppress(RuntimeError):
-                gone = replace(self._report(), phase=ENDED, waits=True, answers=True)
-                self._beats.post(json.dumps(asdict(gone)))
-
-    def _exchange_reports(self) -> None:
-        """Post this process's report, and read that of the next rank; so every process is watched by another."""
-        neighbour, last = (self._world.rank + 1) % self._world.size, None
-        while not self._closed.wait(self._period):
-            try:
-                self._beats.post(json.dumps(asdict(self._report())))
-                report = self._beats.of(neighbour)
-                self._alarm = self._alarm or bool(self._beats.told("hung"))
-            except RuntimeError:  # of the store; _store_answered_at shows it
-                continue
-            self._store_answered_at = time.monotonic()
-            if report != last or ANSWERS in report:  # after its answer it may have ended, and be silent
-                last, self._neighbour_moved_at = report, self._store_answered_at
+        if self._others:
+            self._others.leave(replace(self._report(), phase=LEFT, waits=True, answers=True))
 
     def _watch(self) -> None:
-        last = time.monotonic()
-        while not self._closed.wait(self._period):
+        last, posted = time.monotonic(), 0.0
+        while not self._closed.wait(min(self._period, LOOK_SECONDS)):
             now = time.monotonic()
             if now - last > self._timeout / 2:  # this process itself was stopped, by Ctrl-Z or a debugger
                 self._awake_since = now
             last = now
-            if self._alarm or self._is_stuck(now):
+            stuck = now - max(self._clock.moved_at, self._awake_since) > self._limit()
+            if self._others:
+                if now - posted >= self._period:
+                    self._others.post(self._report())
+                    posted = now
+                stuck = self._others.look(self._awake_since) > self._timeout or self._others.alarmed() or stuck
+            if stuck:
                 self._end()
-
-    def _is_stuck(self, now: float) -> bool:
-        def since(moment: float) -> float:
-            return now - max(moment, self._awake_since)
-
-        silent = max(since(self._neighbour_moved_at), since(self._store_answered_at))
-        return since(self._clock.moved_at) > self._limit() or silent > self._timeout
 
     def _limit(self) -> float:
         clock = self._clock
@@ -147,56 +163,32 @@ class Watchdog:
         )
 
     def _end(self) -> None:
-        timer = threading.Timer(LAST_RESORT, os._exit, [HUNG])
-        timer.daemon = True
-        timer.start()
+        after(LAST_RESORT, self._exit)
         self._ending = True
         own = self._report()
         try:
-            is_judge = self._beats.is_first("hung")
-            self._beats.post(json.dumps(asdict(own)))
-            self._write_stacks(own)
-            if is_judge:
-                self._beats.tell("verdict", self._judge())
-            self._wait_for_verdict()
-        except RuntimeError as error:
-            store = f"the launcher of node 0 does not answer ({str(error).splitlines()[0]})"
-            self._print(f"HUNG: {own.process} in {own.where}; {store}")
+            if self._others:
+                self._others.end(own, write_stacks=lambda: self._write_stacks(own), say=self._say)
+            else:
+                for_a_while(lambda: self._write_stacks(own))
+                self._say(f"{verdict([own])}\n{STACKS}")
         finally:
-            os._exit(HUNG)
+            self._exit()
 
-    def _judge(self) -> str:
-        """Wait for all answers, at most 2 s and two periods. Returns the rank to print the verdict, and its text."""
-        end = time.monotonic() + 2 * self._period + 2
-        while True:
-            ranks = range(self._world.size)
-            reports = [replace(Report(rank), **json.loads(self._beats.of(rank) or "{}")) for rank in ranks]
-            if all(report.answers for report in reports) or time.monotonic() > end:
-                break
-            time.sleep(self._period / 4)
-        speaker = next(report.rank for report in reports if report.answers and report.phase != ENDED)
-        return json.dumps([speaker, verdict(reports)])
+    def _exit(self) -> None:
+        os._exit(HUNG)
 
-    def _wait_for_verdict(self) -> None:
-        """Print it on the chosen rank, else wait until it is printed: the first process to exit ends the rest."""
-        end = time.monotonic() + LAST_RESORT / 2
-        spoken = False
-        while not spoken and time.monotonic() < end:
-            if verdict := self._beats.told("verdict"):
-                speaker, text = json.loads(verdict)
-                if speaker == self._world.rank:
-                    place = self._folder / FOLDER
-                    self._print(f"{text}\n  Python stacks of every process: {place if place.exists() else 'above'}")
-                    self._beats.tell(SPOKEN, "yes")
-                spoken = bool(self._beats.told(SPOKEN))
-            time.sleep(self._period / 4)
-
-    def _print(self, text: str) -> None:
+    def _say(self, text: str) -> None:
+        text = text.replace(STACKS, f"  Python stacks of every process: {self._stacks or 'above'}")
         cursor = SHOW_CURSOR if sys.stdout.isatty() else ""  # the progress line hides it
         tell(f"{cursor}{text}")
-        if (self._folder / RECIPE).exists():
-            with suppress(OSError), (self._folder / LOG_FILE).open("a", encoding="utf-8") as log:
-                log.write(text + "\n")
+
+        def log() -> None:
+            if (self._folder / RECIPE).exists():
+                with suppress(OSError), (self._folder / LOG_FILE).open("a", encoding="utf-8") as file:
+                    file.write(text + "\n")
+
+        for_a_while(log)
 
     def _write_stacks(self, own: Report) -> None:
         head = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {own.process}, {own.where}, no progress for {own.idle:.0f} s\n"
@@ -207,6 +199,7 @@ class Watchdog:
         with suppress(OSError, RuntimeError):
             place = self._folder / FOLDER
             place.mkdir(exist_ok=True)
+            self._stacks = place
             with (place / f"rank-{own.rank}.txt").open("a", encoding="utf-8") as file:
                 file.write(head)
                 file.flush()
@@ -214,6 +207,26 @@ class Watchdog:
                 file.write("\n")
             if self._world.device.type == "cuda":
                 (place / f"nccl-{own.rank}").write_bytes(flight_record())
+
+
+def seconds_between_reports(timeout: float) -> float:
+    """Seconds between two reports of a process."""
+    return min(10.0, max(0.05, timeout / 20))
+
+
+def after(seconds: float, work: Callable[[], None]) -> threading.Timer:
+    """Do this later, unless the process has ended or the timer is cancelled."""
+    timer = threading.Timer(seconds, work)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+def for_a_while(work: Callable[[], None]) -> None:
+    """Do what writes to a file system, which may be what hangs: after some seconds, go on without it."""
+    worker = threading.Thread(target=work, daemon=True)
+    worker.start()
+    worker.join(WRITE_SECONDS)
 
 
 def verdict(reports: Sequence[Report]) -> str:
@@ -227,7 +240,8 @@ def verdict(reports: Sequence[Report]) -> str:
         lines.append(f"  {report.process}: {where}")
     if len(culprits) > 8:
         lines.append(f"  and {len(culprits) - 8} more")
-    if others := [report for report in reports if report not in culprits]:
+    blamed = {report.rank for report in culprits}
+    if others := [report for report in reports if report.rank not in blamed]:
         first = others[0]
         lines.append(f"  {len(others)} of {len(reports)} processes wait for it, {first.process} in {first.where}")
     return "\n".join(lines)
@@ -264,7 +278,7 @@ def _place_of(thread: int | None) -> tuple[str, bool]:
         file = frame.f_code.co_filename
         if file.startswith(ROOT) and "site-packages" not in file:
             file = file.removeprefix(ROOT)
-            if file != "parallel/dist.py":
+            if file not in WAITING:
                 return f"{file}:{frame.f_lineno} {frame.f_code.co_name}", waits
             waits = True
         # Code that torch.compile has generated calls collectives by this name, past the functions of torch.distributed.

@@ -16,6 +16,16 @@ KILL_WAIT = 20
 """Seconds between SLURM's SIGTERM and its SIGKILL."""
 
 
+PRIVATE = ("unshare", "--mount", "sh", "-c")
+"""Runs a command of the shell that sees its own mounts, which nobody else sees."""
+
+
+def cannot_mount() -> str | None:
+    """Why a node cannot have a disk of its own here, or None."""
+    done = subprocess.run([*PRIVATE, "mount --bind /tmp /tmp"], capture_output=True, text=True)
+    return f"mounting is not allowed here: {done.stderr.strip()}" if done.returncode else None
+
+
 def missing() -> str | None:
     """Why SLURM cannot run here, or None."""
     if absent := [name for name in DAEMONS if not shutil.which(name, path=PATH)]:
@@ -28,14 +38,15 @@ def missing() -> str | None:
 class Cluster:
     """A cluster of node0 and node1."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, own_disks: bool = False) -> None:
+        """own_disks: folder/disk is folder/disk-node0 on node0 and folder/disk-node1 on node1. Needs cannot_mount()."""
+        self.folder, self._own_disks = folder, own_disks
         self.environment = {"PATH": PATH, "SLURM_CONF": str(folder / "slurm.conf"), "HOME": str(folder)}
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
-        for name in ("munge", "state", "spool-node0", "spool-node1"):
+        for name in ("munge", "state", "spool-node0", "spool-node1", "disk", "disk-node0", "disk-node1"):
             (self.folder / name).mkdir()
         key = self.folder / "munge" / "key"
         key.write_bytes(os.urandom(128))
@@ -52,7 +63,13 @@ class Cluster:
         wait_for("two idle nodes", lambda: self._ask("sinfo", "-h", "-N", "-o", "%t") == "idle\nidle\n", seconds=60)
 
     def start_node(self, node: str) -> None:
-        self._nodes[node] = self._daemon("slurmd", "-D", "-N", node)
+        own = [
+            *PRIVATE,
+            "mount --bind $0 $1 && shift && exec $@",
+            f"{self.folder / 'disk'}-{node}",
+            self.folder / "disk",
+        ]
+        self._nodes[node] = self._daemon(*(own if self._own_disks else []), "slurmd", "-D", "-N", node)
 
     def lose(self, node: str) -> None:
         """Simulate a power failure: kill the node's daemon, its helpers and all tasks."""

@@ -20,16 +20,19 @@ from tests.scripts import network
 from tests.scripts.network import DEVICE, Network
 from tests.scripts.nodes import EVERY, ROOT, STEPS, arguments, launch, losses, reached
 
+HANG = 300
+"""Seconds that only a hang can take, on a busy machine too."""
+
 
 def run(folder: Path, words: list[str], **variables: str) -> tuple[int, str, str]:
-    out, err = (process := launch(folder, words, **variables)).communicate(timeout=120)
+    out, err = (process := launch(folder, words, **variables)).communicate(timeout=HANG)
     return process.returncode, out, err
 
 
 def ends(nodes: list[subprocess.Popen[str]]) -> list[tuple[str, str]]:
     """Standard output and standard error of each launcher."""
     try:
-        return [process.communicate(timeout=120) for process in nodes]
+        return [process.communicate(timeout=HANG) for process in nodes]
     finally:
         for process in nodes:
             process.kill()
@@ -41,9 +44,9 @@ def free_port() -> str:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> list[tuple[int, float]]:
-    """The losses of four processes on one node."""
+    """The losses of two processes on one node."""
     folder = tmp_path_factory.mktemp("whole")
-    code, _, err = run(folder, arguments(folder, corpus, "one"), NPROC="4")
+    code, _, err = run(folder, arguments(folder, corpus, "one"), NPROC="2")
     assert (code, err) == (0, "")
     found = losses(folder, "one")
     assert [step for step, _ in found] == list(range(1, STEPS + 1))
@@ -52,7 +55,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> list[tuple[
 
 @dataclass(frozen=True)
 class PerNode:
-    """A run of 20 steps on two nodes with mesh.shard = "node", and the same mesh on one node."""
+    """A run of 20 steps on two nodes with mesh.shard = "node", and all steps with the same mesh on one node."""
 
     folder: Path
     words: list[str]
@@ -68,7 +71,7 @@ class PerNode:
 def per_node(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> PerNode:
     """Node 0 finds itself in a host file, node 1 gets its number."""
     folder = tmp_path_factory.mktemp("per-node")
-    explicit = ("--mesh.replicate", "2", "--mesh.shard", "2", "--run.steps", "20")
+    explicit = ("--mesh.replicate", "2", "--mesh.shard", "2")
     code, one_node_output, err = run(folder, arguments(folder, corpus, "one", *explicit), NPROC="4")
     assert (code, err) == (0, "")
     hosts = folder / "hosts"
@@ -106,7 +109,7 @@ def test_shard_node_keeps_each_shard_group_inside_one_node(per_node: PerNode) ->
 
 def test_two_nodes_train_like_the_same_mesh_on_one_node(per_node: PerNode) -> None:
     assert len(per_node.losses) == 20
-    assert per_node.losses == per_node.one_node_losses
+    assert per_node.losses == per_node.one_node_losses[:20]
 
 
 def test_a_single_node_has_no_line_about_nodes(per_node: PerNode) -> None:
@@ -122,14 +125,14 @@ def test_a_run_on_two_nodes_resumes_on_one_with_another_mesh(per_node: PerNode) 
 
 
 class Nodes:
-    """A run on two nodes of two processes each, which can be started again."""
+    """A run on two nodes, which can be started again. Each has one process, where the test is not about its node's."""
 
     def __init__(
         self, folder: Path, corpus: Path, *overrides: str, network: Network | None = None, **variables: str
     ) -> None:
         """network: its hosts are the nodes; None = both are this machine."""
         self.folder, self.words, self.network = folder, arguments(folder, corpus, "two", *overrides), network
-        self.variables = {"NPROC": "2", "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        self.variables = {"NPROC": "1", "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         self.variables |= variables
         if network:
             self.variables |= {"MASTER_ADDR": network.address(0), "GLOO_SOCKET_IFNAME": DEVICE}
@@ -144,7 +147,7 @@ class Nodes:
         return losses(self.folder, "two")
 
     def reach(self, step: int) -> None:
-        end = time.monotonic() + 90
+        end = time.monotonic() + HANG
         while not reached(self.folder, "two", step):
             assert time.monotonic() < end and self.nodes[0].poll() is None, ends(self.nodes)
             time.sleep(0.05)
@@ -159,7 +162,7 @@ class Nodes:
         return self._process(lambda process: script in (found := words_of(process))[:3] and rank in found)
 
     def _process(self, wanted: Callable[[int], bool]) -> int:
-        end = time.monotonic() + 60
+        end = time.monotonic() + HANG
         while time.monotonic() < end:
             for process in (process for node in self.nodes for process in descendants(node.pid)):
                 with suppress(OSError):  # it has ended meanwhile
@@ -199,7 +202,7 @@ def test_a_signal_to_one_node_stops_all_and_loses_no_step(
 
 def test_a_signal_before_the_first_step_ends_all_nodes(tmp_path: Path, corpus: Path) -> None:
     job = Nodes(tmp_path, corpus, RESTARTS="2")
-    job.worker(2)
+    job.worker(1)
     job.nodes[1].terminate()
     (out, err), (_, other_err) = ends(job.nodes)
     assert [node.returncode for node in job.nodes] == [143, 143], err + other_err
@@ -207,10 +210,10 @@ def test_a_signal_before_the_first_step_ends_all_nodes(tmp_path: Path, corpus: P
 
 
 def test_nodes_restart_after_a_lost_node_a_frozen_process_and_a_killed_launcher(
-    tmp_path: Path, corpus: Path, whole: list[tuple[int, float]]
+    tmp_path: Path, corpus: Path, per_node: PerNode
 ) -> None:
     """Three failures in one run. The lost node is started again from outside."""
-    job = Nodes(tmp_path, corpus, "--run.hang_timeout", "5", RESTARTS="3")
+    job = Nodes(tmp_path, corpus, "--run.hang_timeout", "5", "--mesh.shard", "node", NPROC="2", RESTARTS="3")
     job.reach(EVERY + 2)
     lost = job.nodes[1]
     for process in [lost.pid, *descendants(lost.pid)]:
@@ -227,7 +230,7 @@ def test_nodes_restart_after_a_lost_node_a_frozen_process_and_a_killed_launcher(
     assert "supervise: attempt 1 crashed, exit code " in err and "supervise: attempt 2 crashed, exit code 77; " in err
     assert f"  rank 2 on {socket.gethostname()}#1: last seen in phase " in err
     assert out.count("\nresumed from ") == 3
-    assert job.losses == whole
+    assert job.losses == per_node.one_node_losses
 
 
 @pytest.mark.skipif(network.missing() is not None, reason=str(network.missing()))
@@ -241,7 +244,7 @@ def test_a_node_that_is_disconnected_is_waited_for(
         job.reach(EVERY + 2)
         first = job.worker(0)
         hosts.disconnect(1)
-        end = time.monotonic() + 60
+        end = time.monotonic() + HANG
         while is_there(first) and time.monotonic() < end:
             time.sleep(0.1)
         assert not is_there(first)
@@ -261,7 +264,7 @@ def test_a_process_that_cannot_start_ends_the_other_nodes(tmp_path: Path, corpus
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "sitecustomize.py").write_text(
-        "import os, sys\nif os.environ.get('RANK') == '2' and sys.argv[0].endswith('train.py'): os._exit(2)"
+        "import os, sys\nif os.environ.get('RANK') == '1' and sys.argv[0].endswith('train.py'): os._exit(2)"
     )
     job = Nodes(tmp_path, corpus, RESTARTS="2", PYTHONPATH=str(broken))
     (_, err), (_, other_err) = ends(job.nodes)
@@ -298,7 +301,7 @@ def test_a_node_with_all_processes_frozen_ends_with_the_others(tmp_path: Path, c
         family = [process for node in nodes for process in descendants(node.pid)]
         for process in descendants(nodes[1].pid):
             os.kill(process, signal.SIGSTOP)
-        (_, err), (_, other_err) = (process.communicate(timeout=120) for process in nodes)
+        (_, err), (_, other_err) = (process.communicate(timeout=HANG) for process in nodes)
     finally:
         for node in nodes:
             node.kill()
@@ -391,10 +394,10 @@ def test_a_node_whose_link_becomes_slow_is_named(tmp_path: Path, corpus: Path) -
         for rank in hosts.hosts:
             variables = shared | {"NODE_RANK": str(rank), "GLOO_SOCKET_IFNAME": DEVICE}
             nodes.append(launch(tmp_path, [*words, "--run.steps", "100000"], on=hosts.command(rank, []), **variables))
-        before = logged_by(90, steps=30)
+        before = logged_by(HANG, steps=30)
         hosts.slow_down(1, "100mbit")
         after = logged_by(1, steps=30)
-        logged_by(90)
+        logged_by(HANG)
         for node in nodes:
             node.terminate()
         said = ends(nodes)

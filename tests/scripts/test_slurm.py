@@ -1,8 +1,9 @@
-"""scripts/slurm.sbatch with real daemons: two nodes of two processes each, all on this machine."""
+"""scripts/slurm.sbatch and prepare.sbatch with real daemons: two nodes of two processes each, all on this machine."""
 
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import rank_of, wait_for
+from tests.recipes.data.texts import contents, write_rows
 from tests.recipes.training.test_full_disk import fill
 from tests.scripts.cluster import Cluster, missing
 from tests.scripts.nodes import EVERY, ROOT, STEPS, arguments, environment, losses, reached
@@ -117,7 +119,6 @@ def test_a_preempted_job_resumes_by_itself_and_loses_no_step(
     first = saved(job.log)
     assert first, job.log
     assert f"attempt 1 preempted; newest checkpoint: step {first[0]}\n" in job.log
-    assert "requeued; resumes from the checkpoint\n" in job.log
     job.reach(first[0] + 2)
     cluster.do("scontrol", "requeue", job.number)
     assert job.finish() == ("COMPLETED", "0:0"), job.log
@@ -264,3 +265,25 @@ def test_check_only_checks_the_recipe_for_the_allocation(cluster: Cluster, folde
     assert job.finish() == ("COMPLETED", "0:0")
     assert job.log == "slurm: the recipe fits 2 nodes\n"
     assert not (folder / "runs" / "dry").exists()
+
+
+def test_array_of_jobs_prepares_the_bytes_of_one_machine(cluster: Cluster, folder: Path) -> None:
+    write_rows(folder / "rows.jsonl", 40_000)
+    common = [str(folder / "rows.jsonl"), "--tokenizer", "train:300", "--cache", str(folder / "cache")]
+    command = [sys.executable, ROOT / "scripts" / "prepare_data.py", *common]
+    subprocess.run([*command, folder / "whole"], check=True, capture_output=True)
+    assert (folder / "rows.jsonl").stat().st_size > 2 << 20  # three slices
+
+    def submit(*words: str, flags: list[str]) -> str:
+        script = ROOT / "scripts/prepare.sbatch"
+        return cluster.submit(script, [*common, *words], folder=folder, flags=flags, variables=environment())
+
+    array = submit(str(folder / "out"), flags=["--array=1-5"])
+    join = submit(str(folder / "out"), "--join", flags=[f"--dependency=afterok:{array}"])
+    wait_for("the join", lambda: cluster.job(join)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED"), seconds=90)
+    log = folder / f"prepare-{join}.out"
+    assert cluster.job(join)["JobState"] == "COMPLETED", log.read_text()
+    assert "joined in " in log.read_text()
+    assert contents(folder / "out") == contents(folder / "whole")
+    wrong = submit(str(folder / "out"), flags=["--array=2-3"])
+    wait_for("the refusal", lambda: cluster.job(wrong)["JobState"] == "FAILED")

@@ -21,7 +21,7 @@ def measured() -> tuple[dict[str, Any], list[str]]:
 
 def test_axes_of_several_processes_are_measured_at_two_sizes_alike_on_all_ranks() -> None:
     answers = run_processes(4, measured)
-    assert all(answer == answers[0] for answer in answers)
+    assert all(found["links"] == answers[0][0]["links"] for found, _ in answers)
     found, lines = answers[0]
     assert [(link["axis"], link["processes"], link["stride"]) for link in found["links"]] == [
         ("shard", 2, 2),

@@ -1,7 +1,10 @@
 """What pre-flight finds before the first step, and the nodes that it names."""
 
 import os
+import pickle
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +15,17 @@ from parallel.dist import start, stop
 from parallel.errors import UserError
 from parallel.nodes import Node, arrange
 from recipes.cluster import preflight as module
+from recipes.cluster.findings import Room, node_warnings, slow_links, table, wrong_results
 from recipes.cluster.links import Links
 from recipes.cluster.preflight import (
     Facts,
     differences,
     local_facts,
-    node_warnings,
+    local_room,
+    places_of,
     preflight,
     require_one_folder,
-    slow_links,
-    table,
-    wrong_results,
+    together,
 )
 from tests.processes import run_processes
 
@@ -36,28 +39,34 @@ def nodes(count: int) -> tuple[Node, ...]:
     return arrange([(f"gpu-{number}", number) for number in range(count) for _ in range(2)])
 
 
+CPU = torch.device("cpu")
+
+
 @pytest.fixture
-def facts(tmp_path: Path) -> Facts:
+def facts() -> Facts:
     """The facts of this process, with an H100."""
-    own = local_facts(tmp_path / "runs" / "not" / "there", torch.device("cpu"), recipe="")
-    return replace(own, nccl="2.27.3", driver="580.65", device="NVIDIA H100", device_bytes=80 * GB, free_device=79 * GB)
+    return replace(local_facts(CPU, recipe="", sources=""), nccl="2.27.3", driver="580.65", device="NVIDIA H100")
+
+
+@pytest.fixture
+def room(tmp_path: Path) -> Room:
+    """The room that this process found, with an H100."""
+    return replace(local_room(tmp_path, CPU), device=80 * GB, free_device=79 * GB)
+
+
+def differ(facts: Sequence[Facts], nodes: Sequence[Node]) -> list[str]:
+    """The differences of processes, put together in the order in which a tree of messages does."""
+    alone = [places_of(own, rank) for rank, own in enumerate(facts)]
+    found = differences(reduce(together, alone), nodes)
+    assert found == differences(reduce(together, alone[::-1]), nodes)
+    return found
 
 
 def test_facts_of_a_cpu_process_have_versions_and_free_space_but_no_gpu(tmp_path: Path) -> None:
-    found = local_facts(tmp_path / "runs" / "not" / "there", torch.device("cpu"), recipe="")
+    found, own = local_facts(CPU, recipe="", sources=""), local_room(tmp_path / "runs" / "not" / "there", CPU)
     assert found.torch == torch.__version__ and found.device == "cpu"
-    assert found.torchao and found.free_disk > 0 and found.free_temporary > 0
-    assert found.driver is found.nccl is found.free_device is None
-
-
-def test_facts_do_not_depend_on_the_folder(tmp_path: Path) -> None:
-    found = local_facts(tmp_path / "runs" / "not" / "there", torch.device("cpu"), recipe="")
-    assert found == replace(
-        local_facts(tmp_path, torch.device("cpu"), recipe=""),
-        free_host=found.free_host,
-        free_disk=found.free_disk,
-        free_temporary=found.free_temporary,
-    )
+    assert found.torchao and own.free_disk > 0 and own.free_temporary > 0
+    assert found.driver is found.nccl is own.free_device is None
 
 
 def test_the_hash_of_the_sources_changes_with_a_files_content_and_name(
@@ -67,12 +76,12 @@ def test_the_hash_of_the_sources_changes_with_a_files_content_and_name(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("1")
     monkeypatch.setattr(module, "ROOT", tmp_path)
-    hashes = {module._hash_of_sources()}
+    hashes = {module.hash_of_sources()}
     for name in ("train.py", "recipes/data/c.py"):
         (tmp_path / name).write_text("2")
-        hashes.add(module._hash_of_sources())
+        hashes.add(module.hash_of_sources())
     (tmp_path / "models/a.py").rename(tmp_path / "models/d.py")
-    hashes.add(module._hash_of_sources())
+    hashes.add(module.hash_of_sources())
     assert len(hashes) == 4
 
 
@@ -92,23 +101,33 @@ def test_a_node_that_differs_is_named_with_the_value_and_the_remedy(
 ) -> None:
     everyone = [facts] * 8
     everyone[5] = replace(facts, **change)
-    [found] = differences(everyone, nodes(4))
+    [found] = differ(everyone, nodes(4))
     assert found.startswith(message.format_map(vars(facts)))
 
 
 def test_equal_processes_have_no_differences(facts: Facts) -> None:
-    assert differences([facts] * 8, nodes(4)) == []
+    assert differ([facts] * 8, nodes(4)) == []
 
 
 def test_an_invisible_driver_version_is_not_a_difference(facts: Facts) -> None:
     """Containers may hide it."""
-    assert differences([facts, facts, replace(facts, driver=None), facts], nodes(2)) == []
+    assert differ([facts, facts, replace(facts, driver=None), facts], nodes(2)) == []
 
 
 def test_all_fields_and_values_that_differ_are_listed(facts: Facts) -> None:
     odd = replace(facts, torch="1", python="2")
-    found = differences([facts, facts, odd, facts, replace(facts, torch="3"), facts], nodes(3))
+    found = differ([facts, facts, odd, facts, replace(facts, torch="3"), facts], nodes(3))
     assert [line.partition(" on ")[0] for line in found] == ["Python: 2", "torch: 1", "torch: 3"]
+
+
+def test_the_facts_of_thousands_of_alike_processes_are_as_short_as_those_of_one(facts: Facts) -> None:
+    alone = [places_of(facts, rank) for rank in range(4096)]
+    assert [len(pickle.dumps(reduce(together, alone[:count]))) for count in (1, 2, 4096)] == [
+        pytest.approx(len(pickle.dumps(alone[0])), abs=50)
+    ] * 3
+    odd = [places_of(replace(facts, torch=str(rank % 2)), rank) for rank in range(9)]
+    [line] = differences(reduce(together, odd), arrange([("gpu", 0)] * 9))
+    assert line.startswith("torch: 1 on gpu, 0 on the others; ")
 
 
 def test_wrong_numbers_are_attributed_to_collective_and_node() -> None:
@@ -124,32 +143,32 @@ def test_correct_numbers_are_not_reported() -> None:
     assert wrong_results([FINE] * 4, nodes(2)) == []
 
 
-def test_equal_nodes_cause_no_warning(facts: Facts) -> None:
-    assert list(node_warnings([facts] * 6, TOGETHER * 6, nodes(3))) == []
+def test_equal_nodes_cause_no_warning(room: Room) -> None:
+    assert list(node_warnings([room] * 6, TOGETHER * 6, nodes(3))) == []
 
 
-def test_less_free_gpu_memory_than_the_others_is_a_warning(facts: Facts) -> None:
-    everyone = [*[facts] * 3, replace(facts, free_device=60 * GB), *[facts] * 2]
+def test_less_free_gpu_memory_than_the_others_is_a_warning(room: Room) -> None:
+    everyone = [*[room] * 3, replace(room, free_device=60 * GB), *[room] * 2]
     [(node, warning)] = node_warnings(everyone, TOGETHER * 6, nodes(3))
     assert node == "gpu-1"
     assert warning.startswith("rank 3 has 60 GB of GPU memory free, the median is 79 GB; is another process using it?")
 
 
-def test_little_space_for_temporary_files_is_a_warning(facts: Facts) -> None:
-    everyone = [*[facts] * 5, replace(facts, free_temporary=10**8)]
+def test_little_space_for_temporary_files_is_a_warning(room: Room) -> None:
+    everyone = [*[room] * 5, replace(room, free_temporary=10**8)]
     [(node, warning)] = node_warnings(everyone, TOGETHER * 6, nodes(3))
     assert node == "gpu-2" and "temporary files has 100 MB free" in warning
 
 
-def test_a_clock_that_is_certainly_off_is_a_warning(facts: Facts) -> None:
+def test_a_clock_that_is_certainly_off_is_a_warning(room: Room) -> None:
     clocks = [*TOGETHER * 4, *[(-9.0, -7.0)] * 2]
-    [(node, warning)] = node_warnings([facts] * 6, clocks, nodes(3))
+    [(node, warning)] = node_warnings([room] * 6, clocks, nodes(3))
     assert node == "gpu-2" and "clock is -8.0 s ±1.0 from that of gpu-0" in warning
 
 
-def test_a_clock_that_may_be_right_is_no_warning(facts: Facts) -> None:
+def test_a_clock_that_may_be_right_is_no_warning(room: Room) -> None:
     """A slow network makes the bounds wide."""
-    assert list(node_warnings([facts] * 6, [(-4.0, 20.0)] * 6, nodes(3))) == []
+    assert list(node_warnings([room] * 6, [(-4.0, 20.0)] * 6, nodes(3))) == []
 
 
 def circle(count: int) -> list[Links]:
@@ -176,22 +195,22 @@ def test_neither_of_two_nodes_is_named_as_slow() -> None:
     assert list(slow_links(circle(2), nodes(2))) == []
 
 
-def test_the_table_has_a_row_for_each_node_with_its_worst_values(facts: Facts) -> None:
+def test_the_table_has_a_row_for_each_node_with_its_worst_values(room: Room) -> None:
     links = [replace(FINE, exchanges={0: 3e9})] * 4
-    head, *rows = table([facts] * 3 + [replace(facts, free_device=GB)], TOGETHER * 4, links, nodes(2), always=[])
+    head, *rows = table([room] * 3 + [replace(room, free_device=GB)], TOGETHER * 4, links, nodes(2), always=[])
     assert head.split()[:4] == ["node", "ranks", "GPU", "free"]
     assert rows[0].split()[:4] == ["gpu-0", "0-1", "79", "GB"] and rows[1].split()[:4] == ["gpu-1", "2-3", "1", "GB"]
     assert rows[0].endswith("3 GB/s")
 
 
-def test_the_table_has_no_gpu_column_without_gpus(facts: Facts) -> None:
-    head, *_ = table([replace(facts, free_device=None)] * 4, TOGETHER * 4, [FINE] * 4, nodes(2), always=[])
+def test_the_table_has_no_gpu_column_without_gpus(room: Room) -> None:
+    head, *_ = table([replace(room, free_device=None)] * 4, TOGETHER * 4, [FINE] * 4, nodes(2), always=[])
     assert "GPU" not in head
 
 
-def test_the_table_of_very_many_nodes_has_only_the_named_ones_and_the_minima(facts: Facts) -> None:
-    everyone = [facts] * 200
-    everyone[77] = replace(facts, free_device=GB)
+def test_the_table_of_very_many_nodes_has_only_the_named_ones_and_the_minima(room: Room) -> None:
+    everyone = [room] * 200
+    everyone[77] = replace(room, free_device=GB)
     _, *rows = table(everyone, TOGETHER * 200, [FINE] * 200, nodes(100), always=["gpu-38"])
     assert [row.split("  ")[0] for row in rows] == ["gpu-38", "least of 100"]
     assert all("1 GB" in row for row in rows)
@@ -230,6 +249,12 @@ def observe(folder: Path) -> dict[str, Any]:
     with pytest.raises(UserError) as caught:
         preflight(run, world, recipe="", log=lines.append)
     found["versions"] = str(caught.value)
+    torch.__version__ = version
+    measure_links = module.measure_links
+    module.measure_links = lambda *own: replace(measure_links(*own), wrong_sum=rank == 1)
+    with pytest.raises(UserError) as caught:
+        preflight(run, world, recipe="", log=lines.append)
+    found["network"] = str(caught.value)
     stop()
     return found
 
@@ -264,6 +289,11 @@ def test_another_version_on_one_node_is_refused_on_all(three: Three) -> None:
         " PYTHON, or .venv in a checkout that they share"
     )
     assert [answer["versions"] for answer in three[1]] == [expected] * 3
+
+
+def test_wrong_numbers_on_one_node_are_refused_on_all(three: Three) -> None:
+    [message] = {answer["network"] for answer in three[1]}
+    assert "\n  all-reduce: wrong on gpu-1\n" in message
 
 
 def test_another_recipe_on_one_node_is_refused(three: Three) -> None:

@@ -15,21 +15,24 @@ import torch.distributed as dist
 from torch import nn
 
 from parallel.config import MeshDegrees
-from parallel.dist import start, stop
+from parallel.dist import World, start, stop
 from parallel.mesh import build_mesh
 from parallel.nodes import arrange
-from parallel.reduce import reduce_loss_and_times
+from parallel.reduce import gather_loss_and_numbers
 from recipes.cluster.stragglers import (
     COMPUTE,
     DATA,
     IN_A_ROW,
+    MOST_NAMED,
+    SLOWER,
     SLOWER_ON_CPUS,
     WINDOW,
     Communication,
     Comparison,
     ComputeTime,
-    StepTimes,
+    Straggler,
     Stragglers,
+    Window,
     around,
     no_culprit_line,
 )
@@ -44,61 +47,109 @@ from tests.training import change, rows, training
 HOSTS = ["a", "a", "b", "b"]
 
 
-def names(comparison: Comparison, data: list[float], compute: list[float], steps: int) -> list[list[tuple[int, str]]]:
+class Processes:
+    """Several processes' windows, and what a host reads of their comparison."""
+
+    def __init__(self, hosts: Sequence[str], *, slower: float = SLOWER) -> None:
+        self.windows = [Window() for _ in hosts]
+        self.comparison = Comparison(hosts.__getitem__, slower=slower)
+
+    def add(self, step: float, data: Sequence[float], compute: Sequence[float]) -> list[Straggler]:
+        """Take in a logged step: its seconds, and those by rank. Returns the present stragglers."""
+        for window, waited, worked in zip(self.windows, data, compute, strict=True):
+            window.add(step, waited, worked)
+        if not self.windows[0].is_full:
+            return []
+        rows = torch.tensor([window.typical() for window in self.windows], dtype=torch.float64)
+        return self.comparison.read(self.comparison.summary(rows).tolist())[0]
+
+
+def names(processes: Processes, data: list[float], compute: list[float], steps: int) -> list[list[tuple[int, str]]]:
     """(rank, phase) named at each of `steps` logged steps, which take a second each."""
-    found = [comparison.add(1.0, {DATA: data, COMPUTE: compute}) for _ in range(steps)]
+    found = [processes.add(1.0, data, compute) for _ in range(steps)]
     return [[(one.rank, one.phase) for one in at_step] for at_step in found]
 
 
 def test_a_process_that_computes_a_third_slower_is_named_within_twenty_logged_steps() -> None:
     first = WINDOW + IN_A_ROW - 1
     assert first <= 20
-    found = names(Comparison(HOSTS), [0.0] * 4, [0.5, 0.5, 0.66, 0.5], 20)
+    found = names(Processes(HOSTS), [0.0] * 4, [0.5, 0.5, 0.66, 0.5], 20)
     assert found == [[]] * (first - 1) + [[(2, COMPUTE)]] * (20 - first + 1)
 
 
 def test_a_process_that_waits_longer_for_data_is_named() -> None:
-    assert names(Comparison(HOSTS), [0.2, 0.2, 0.2, 0.3], [0.5] * 4, 20)[-1] == [(3, DATA)]
+    assert names(Processes(HOSTS), [0.2, 0.2, 0.2, 0.3], [0.5] * 4, 20)[-1] == [(3, DATA)]
 
 
 def test_a_process_that_becomes_slow_later_is_named_until_it_recovers() -> None:
-    comparison = Comparison(HOSTS)
-    names(comparison, [0.0] * 4, [0.5] * 4, 100)
-    assert names(comparison, [0.0] * 4, [0.5, 0.7, 0.5, 0.5], 20)[-1] == [(1, COMPUTE)]
-    assert names(comparison, [0.0] * 4, [0.5] * 4, 5)[-1] == []
+    processes = Processes(HOSTS)
+    names(processes, [0.0] * 4, [0.5] * 4, 100)
+    assert names(processes, [0.0] * 4, [0.5, 0.7, 0.5, 0.5], 20)[-1] == [(1, COMPUTE)]
+    assert names(processes, [0.0] * 4, [0.5] * 4, 5)[-1] == []
 
 
 def test_a_process_on_cpus_is_named_only_when_it_takes_twice_as_long() -> None:
     """One that shares its core takes a third longer."""
-    assert names(Comparison(HOSTS, slower=SLOWER_ON_CPUS), [0.0] * 4, [0.3, 0.3, 0.55, 0.3], 20)[-1] == []
-    found = names(Comparison(HOSTS, slower=SLOWER_ON_CPUS), [0.0] * 4, [0.3, 0.3, 0.65, 0.3], 20)
+    assert names(Processes(HOSTS, slower=SLOWER_ON_CPUS), [0.0] * 4, [0.3, 0.3, 0.55, 0.3], 20)[-1] == []
+    found = names(Processes(HOSTS, slower=SLOWER_ON_CPUS), [0.0] * 4, [0.3, 0.3, 0.65, 0.3], 20)
     assert found[-1] == [(2, COMPUTE)]
 
 
 def test_of_two_processes_the_slower_is_named() -> None:
-    assert names(Comparison(["a", "b"]), [0.0] * 2, [0.5, 0.7], 20)[-1] == [(1, COMPUTE)]
+    assert names(Processes(["a", "b"]), [0.0] * 2, [0.5, 0.7], 20)[-1] == [(1, COMPUTE)]
 
 
 def test_a_slow_process_is_not_named_while_the_time_is_a_small_part_of_the_step() -> None:
-    assert not any(names(Comparison(HOSTS), [0.001, 0.04, 0.001, 0.001], [0.5, 0.5, 0.6, 0.5], 50))
+    assert not any(names(Processes(HOSTS), [0.001, 0.04, 0.001, 0.001], [0.5, 0.5, 0.6, 0.5], 50))
 
 
 def test_noise_names_no_process() -> None:
     """A quarter of all readings are one and a half to four times too long, on any process."""
     draw = random.Random(0)
-    comparison = Comparison(HOSTS)
+    processes = Processes(HOSTS)
     for _ in range(2000):
         noisy = [0.3 * (draw.uniform(1.5, 4.0) if draw.random() < 0.25 else draw.uniform(0.95, 1.05)) for _ in HOSTS]
-        found = comparison.add(1.0, {DATA: noisy, COMPUTE: noisy[::-1]})
-        assert not found
+        assert not processes.add(1.0, noisy, noisy[::-1])
+
+
+def test_of_thousands_of_processes_a_host_reads_as_many_numbers_as_of_a_few_and_names_the_same_one() -> None:
+    read = []
+    for size in (64, 16_384):
+        rows = torch.full((size, 3), 0.5, dtype=torch.float64)
+        rows[size - 3, 1] = 0.66
+        comparison = Comparison(lambda rank: f"node-{rank // 8}")
+        for _ in range(IN_A_ROW):
+            numbers = comparison.summary(rows).tolist()
+        read.append(len(numbers))
+        [found], counts = comparison.read(numbers)
+        assert (found.rank, found.node, found.phase) == (size - 3, f"node-{(size - 3) // 8}", COMPUTE)
+        assert (found.seconds, found.median, counts) == (0.66, 0.5, {DATA: 0, COMPUTE: 1})
+    assert read[0] == read[1] < 100
+
+
+def test_communication_is_what_the_process_with_the_shortest_rest_has_and_the_longest_wait_for_data_counts(
+    alone: World,
+) -> None:
+    everyone = [Stragglers(alone, RunClock(alone.device)) for _ in range(3)]
+    times = [(1.0, 0.1, 0.5), (1.1, 0.0, 0.9), (1.0, 0.3, 0.1)]  # of a step, its data and its compute
+    rows = [stragglers.counts(*own) for stragglers, own in zip(everyone, times, strict=True)]
+    assert everyone[0].summary(torch.tensor(rows, dtype=torch.float64)).tolist() == pytest.approx([1.0, 0.3, 0.2])
+
+
+def test_of_many_slow_processes_the_slowest_are_named_and_the_others_counted() -> None:
+    rows = torch.full((1000, 3), 0.5, dtype=torch.float64)
+    rows[:400, 0] = 1.0 + torch.arange(400, dtype=torch.float64)
+    comparison = Comparison(str)
+    for _ in range(IN_A_ROW):
+        found, counts = comparison.read(comparison.summary(rows).tolist())
+    assert [one.rank for one in found] == [*range(400 - MOST_NAMED, 400)] and counts == {DATA: 400, COMPUTE: 0}
 
 
 def slow_steps(communication: Communication, left: Sequence[float], *, compute: float = 0.5) -> list[int]:
-    """Logged steps at which communication is slow. left: seconds beside data and compute; other processes wait more."""
+    """Logged steps at which communication is slow. left: seconds beside data and compute, of who has fewest."""
     found = []
     for number, seconds in enumerate(left, start=1):
-        step, own = seconds + compute + 0.1, [compute, compute - 0.1, compute / 2, compute]
-        if communication.add([step] * 4, [0.1, 0.0, 0.0, 0.1], own) is not None:
+        if communication.add(seconds + compute + 0.1, seconds) is not None:
             found.append(number)
     return found
 
@@ -157,10 +208,10 @@ def waiting_steps() -> list[tuple[int, dict[str, Any], list[str]]]:
         for step in range(WINDOW + 1 + 20):
             time.sleep(0.05 if step > WINDOW else (0.005, 0.02, 0.045)[rank])
             clock.count_step()
-            own = [*clock.seconds_per_step(), compute.seconds()]
-            loss, times = reduce_loss_and_times(torch.tensor(1.0), own, loss_group=dist.group.WORLD)
+            own = stragglers.counts(*clock.seconds_per_step(), compute.seconds())
+            loss, times = gather_loss_and_numbers(torch.tensor(1.0), own, loss_group=dist.group.WORLD)
             assert loss == 3
-            row, lines = stragglers.compare(StepTimes(*times.t().tolist()))
+            row, lines = stragglers.compare(stragglers.summary(times).tolist())
             found.append((stragglers._probes, row, lines))
             clock.restart()
     stop()

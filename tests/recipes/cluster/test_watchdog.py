@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel.dist import Heartbeats, on_main, start, stop
+from parallel.dist import on_main, start, stop
+from parallel.heartbeats import ALARM, HUNG, Heartbeats, connect
+from recipes.bench.scale_watch import AT_START, EACH_PERIOD, CountingStore
 from recipes.cluster.watchdog import Report, _place_of, verdict
 from tests.processes import run_processes
 
@@ -131,25 +133,39 @@ def test_waiting_inside_compiled_code_is_distinguished_from_own_work() -> None:
     assert run_processes(2, look_at_generated_code) == [True, False]
 
 
-def exchange() -> list[object]:
+def exchange(per_node: int) -> list[object]:
+    """What each process sees before and after an alarm. per_node: processes of each of the nodes."""
+    os.environ["GROUP_RANK"] = str(int(os.environ["RANK"]) // per_node)
     world = start("cpu", seed=0)
     beats = Heartbeats(world)
-    before = beats.told("hung")
+    name_is_there = beats.board.path.exists()
+    beats._store = counting = CountingStore(connect())  # type: ignore[assignment]
+    before = beats.look()
+    assert counting.operations == [*AT_START, "multi_get"]
     dist.barrier()
-    beats.post(f"report of {world.rank}")
-    first = beats.is_first("hung")
+    beats.board.write(f"report of {world.rank}")
     dist.barrier()
-    found = [before, first, beats.told("hung"), [beats.of(rank) for rank in range(world.size)]]
+    if beats.place == 0:
+        counting.operations.clear()
+        beats.publish(beats.board.words())
+        beats.look()
+        assert counting.operations == list(EACH_PERIOD)
+    first = beats.is_first(HUNG)
+    beats.board.show(ALARM)
+    dist.barrier()
+    found = [before, name_is_there, first, beats.look(), beats.of_all(), beats.board.shows(ALARM), beats.told(HUNG)]
     dist.barrier()
     stop()
     return found
 
 
 def test_every_process_reads_all_heartbeats_and_the_alarm() -> None:
-    answers = run_processes(2, exchange)
-    assert sorted(answer[1] for answer in answers) == [False, True]
-    for before, _, hung, posted in answers:
-        assert (before, hung, posted) == ("", "2", ["report of 0", "report of 1"])
+    answers = run_processes(4, exchange, 2)
+    assert sorted(answer[2] for answer in answers) == [False] * 3 + [True]
+    boards = [["report of 0", "report of 1"], ["report of 2", "report of 3"]]
+    for rank, (before, name_is_there, _, after, posted, alarm, hung) in enumerate(answers):
+        assert (before, after) == (("", False), ("\n".join(boards[1 - rank // 2]), True))
+        assert (posted, alarm, hung) == (boards, True, "4") and not name_is_there
 
 
 def test_start_turns_on_the_flight_recorder_but_keeps_the_users_buffer_size(

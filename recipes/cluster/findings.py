@@ -1,0 +1,167 @@
+"""What rank 0 makes of all processes' measurements before the first step: wrong results, warnings and a table."""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from parallel.nodes import Node, abbreviated
+from recipes.cluster.links import BUFFER, Links, slow_pairs, slow_processes
+from recipes.files.units import size
+
+CLOCK_SECONDS = 5.0
+"""Warn when clocks are further apart: file times and log lines of two nodes no longer compare."""
+TEMPORARY_BYTES = 10**9
+"""Warn when the folder for temporary files has less free space: torch.compile writes there."""
+OCCUPIED = 0.05
+"""Warn when a GPU has this share of its memory less free than the others: another process is probably using it."""
+SLOW = 0.5
+"""Warn when a process reaches less than this share of the median speed between nodes."""
+MOST_ROWS = 16
+"""In the table."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """The memory and the disks that one process found on its node, in bytes. None: not present, or not visible."""
+
+    device: int | None
+    """Total memory of the GPU."""
+    free_device: int | None
+    free_host: int | None
+    free_disk: int
+    """On the file system of the run's folder."""
+    free_temporary: int
+
+
+Measured = tuple[Room, tuple[float, float], Links]
+"""Of one process; its clock is so many seconds ahead of rank 0's, at least and at most."""
+
+
+def report(everyone: Sequence[Measured], nodes: Sequence[Node], *, device: str) -> list[str]:
+    """The speed of the network, a table of several nodes, and what is unusual."""
+    rooms, clocks, links = map(list, zip(*everyone, strict=True))
+    warnings = list(node_warnings(rooms, clocks, nodes))
+    if device == "cuda":  # processes on CPUs share cores, so their speeds vary
+        warnings += [*slow_links(links, nodes), *slow_pairs(links, nodes, share=SLOW)]
+    named = [name for name, _ in warnings]
+    lines = table(rooms, clocks, links, nodes, always=named) if len(nodes) > 1 else []
+    return [speeds(links, BUFFER[device]), *lines, *(f"{name}: {what}" for name, what in warnings)]
+
+
+def wrong_results(links: Sequence[Links], nodes: Sequence[Node]) -> list[str]:
+    """One line per collective and node with wrong numbers, and what to do."""
+    name_of = {rank: node.name for node in nodes for rank in node.ranks}
+    found = []
+    if summed := sorted({name_of[rank] for rank, link in enumerate(links) if link.wrong_sum}):
+        found.append(f"all-reduce: wrong on {abbreviated(summed)}")
+    by_source: dict[str, set[str]] = {}
+    for rank, link in enumerate(links):
+        for source in link.wrong_parts:
+            by_source.setdefault(name_of[source], set()).add(name_of[rank])
+    found += [f"all-gather: what {name} sends is wrong on {abbreviated(sorted(to))}" for name, to in by_source.items()]
+    if found:
+        found.append("exclude these nodes (sbatch --exclude), and have their memory, GPUs and network tested")
+    return found
+
+
+def speeds(links: Sequence[Links], size_bytes: int) -> str:
+    """The collectives' bus bandwidth, as nccl-tests defines it; and of each axis the slowest pair."""
+    ranks = len(links)
+    reduce_seconds = max(link.all_reduce_seconds for link in links)
+    gather_seconds = max(link.all_gather_seconds for link in links)
+    moved = size_bytes * (ranks - 1) / ranks
+    found = [f"all-reduce {size(int(2 * moved / reduce_seconds))}/s, all-gather {size(int(moved / gather_seconds))}/s"]
+    for axis in links[0].inside:
+        slowest = min(speed for link in links for speed in link.inside[axis].values())
+        found.append(f"in {axis} groups {size(int(slowest))}/s")
+    return ", ".join(found)
+
+
+def node_warnings(
+    rooms: Sequence[Room], clocks: Sequence[tuple[float, float]], nodes: Sequence[Node]
+) -> Iterator[tuple[str, str]]:
+    """(node, what is unusual about it). Only warnings: what a run needs is known only later."""
+    free = [room.free_device for room in rooms if room.free_device is not None]
+    usual = statistics.median(free) if free else 0
+    for node in nodes:
+        for rank in node.ranks:
+            room = rooms[rank]
+            if room.free_device is not None and room.free_device < usual - OCCUPIED * (room.device or 0):
+                yield (
+                    node.name,
+                    f"rank {rank} has {size(room.free_device)} of GPU memory free, the median is {size(int(usual))}"
+                    "; is another process using it? nvidia-smi lists them",
+                )
+        if (temporary := min(rooms[rank].free_temporary for rank in node.ranks)) < TEMPORARY_BYTES:
+            yield node.name, f"the folder for temporary files has {size(temporary)} free; set TMPDIR to use another"
+        least, most = clocks[node.ranks[0]]
+        if least > CLOCK_SECONDS or most < -CLOCK_SECONDS:
+            yield (
+                node.name,
+                f"its clock is {_offset(least, most)} from that of {nodes[0].name}; file times and log lines do not"
+                " compare, so synchronize it (NTP)",
+            )
+
+
+def slow_links(links: Sequence[Links], nodes: Sequence[Node]) -> Iterator[tuple[str, str]]:
+    """(node, which of its processes is slow to reach other nodes)."""
+    best = {rank: max(link.exchanges.values()) for rank, link in enumerate(links) if link.exchanges}
+    for rank, node, speed, usual in slow_processes(best, nodes, share=SLOW):
+        yield (
+            node,
+            f"rank {rank} reaches {size(int(speed))}/s to its neighbours, the median is {size(int(usual))}/s; all"
+            " processes wait for the slowest",
+        )
+
+
+def table(
+    rooms: Sequence[Room],
+    clocks: Sequence[tuple[float, float]],
+    links: Sequence[Links],
+    nodes: Sequence[Node],
+    *,
+    always: Sequence[str],
+) -> list[str]:
+    """A row for each node, with the worst value of its processes.
+
+    Args:
+        rooms: By rank.
+        clocks: Seconds ahead of rank 0's clock, at least and at most, by rank.
+        links: By rank.
+        nodes: All nodes.
+        always: Nodes that get a row even if there are more than MOST_ROWS; the rest then share one row of minima.
+    """
+    chosen = [node for node in nodes if len(nodes) <= MOST_ROWS or node.name in always][:MOST_ROWS]
+    minima = Node(f"least of {len(nodes)}", tuple(rank for node in nodes for rank in node.ranks))
+    rows = [["node", "ranks", "GPU free", "host free", "disk free", "tmp free", "clock", "to the next"]]
+    for node in [*chosen, *([minima] if len(chosen) < len(nodes) else [])]:
+        own = [rooms[rank] for rank in node.ranks]
+        gpus = [room.free_device for room in own if room.free_device is not None]
+        hosts = [room.free_host for room in own if room.free_host is not None]
+        sent = [speed for rank in node.ranks for speed in links[rank].exchanges.values()]
+        rows.append(
+            [
+                node.name,
+                f"{node.ranks[0]}-{node.ranks[-1]}" if len(node.ranks) > 1 else str(node.ranks[0]),
+                size(min(gpus)) if gpus else "",
+                size(min(hosts)) if hosts else "",
+                size(min(room.free_disk for room in own)),
+                size(min(room.free_temporary for room in own)),
+                _offset(*max((clocks[rank] for rank in node.ranks), key=lambda bounds: abs(sum(bounds)))),
+                f"{size(int(min(sent)))}/s" if sent else "",
+            ]
+        )
+    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in columns]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in zip(*columns, strict=True)
+    ]
+
+
+def _offset(least: float, most: float) -> str:
+    """A clock's offset and its uncertainty."""
+    middle, doubt = (least + most) / 2, (most - least) / 2
+    if abs(middle) < 1:
+        return f"{middle * 1000:+.1f} ms ±{doubt * 1000:.1f}"
+    return f"{middle:+.1f} s ±{doubt:.1f}"
