@@ -1,14 +1,20 @@
 """Tokenize a source once, on all cores: `prepare_data.py SOURCE FOLDER --tokenizer T`. Recipes then read the folder.
 
-If it was interrupted or killed, the same command continues after the last whole shard. The bytes in the folder depend
-only on the source, the tokenizer and the held-out share. Imports no torch.
+On N machines that share a file system: the same command with `--part 1/N`, ..., `--part N/N`, in any order and at any
+times, and when all have finished, with `--join`. scripts/prepare.sbatch does both as jobs of SLURM.
+
+If it was interrupted or killed, the same command continues after the last whole shard or slice. The bytes in the folder
+depend only on the source, the tokenizer and the held-out share. Imports no torch.
 """
 
 import argparse
 import json
 import os
+import re
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -27,7 +33,9 @@ from recipes.files.units import counted  # noqa: E402
 
 if TYPE_CHECKING:
     from recipes.data.text.readers import Fields
+    from recipes.data.tokens.parts import Source
     from recipes.data.tokens.shards import Index
+    from recipes.data.tokens.slices import Plan
     from recipes.data.tokens.workspace import Preparation
 
 SHARDS_SHOWN = 20
@@ -79,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--chat-date", default="", help="as data.chat_date")
     parser.add_argument("--encoder-decoder", action="store_true", help="the pairs are for an encoder-decoder model")
     parser.add_argument("--text-documents", default="auto", help="as data.text_documents (default: auto)")
+    parser.add_argument("--bos", action="store_true", help="as data.bos: begin every document with the token for that")
     parser.add_argument(
         "--validation-fraction",
         type=float,
@@ -90,16 +99,75 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cache", type=Path, default=Path("~/.cache/shardwright"), help="folder for trained tokenizers"
     )
+    parser.add_argument("--part", type=_part, metavar="I/N", help="only make part I of N, on one of N machines")
+    parser.add_argument("--join", action="store_true", help="make shards of all parts; with --part I/N, 1/N of them")
+    parser.add_argument("--status", action="store_true", help="only say how much of each part is there")
     return parser
 
 
+def _part(text: str) -> tuple[int, int]:
+    """I/N as two numbers."""
+    found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a part: write I/N with I from 1 to N, such as 3/8")
+    return int(found[1]), int(found[2])
+
+
 def prepare(options: argparse.Namespace) -> None:
-    """Tokenize the source, and print what the folder holds."""
-    from recipes.data.text.plain_text import text_documents_problem
-    from recipes.data.text.sources import is_prepared, notes, pinned, source_problem
+    """Tokenize the source or a part of it, and print what the folder holds if it is complete then."""
+    from recipes.data.text.beginning import with_beginning
+    from recipes.data.text.sources import is_hub, is_prepared, notes, pinned, source_problem
     from recipes.data.text.tokenizer import load_tokenizer
-    from recipes.data.tokens.shards import bad_rows, open_index
+    from recipes.data.tokens.parts import parts_folder
     from recipes.data.tokens.workspace import preparation, unclaim, would_read_itself
+
+    _require_valid(options)
+    folder = options.folder.expanduser()
+    if is_prepared(options.source):
+        raise UserError(f"'{options.source}' is prepared already; use it as data.source")
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"'{folder}' is a file; give a folder, or a name that does not exist")
+    source = pinned(options.source)
+    if problem := source_problem(source):
+        raise UserError(f"data.source: {problem}")
+    if would_read_itself(source, folder) or would_read_itself(source, parts_folder(folder)):
+        raise UserError(f"'{folder}' lies inside '{options.source}' and would be part of it; give another folder")
+    for note in notes(source, text_documents=options.text_documents):
+        say(note)
+    if is_hub(source) and (options.part or options.join or options.status):
+        raise UserError(f"--part needs files: download the dataset of '{options.source}', and give its folder of files")
+    fields = _fields(options)
+    reading: Any = {"text_field": fields, "text_documents": options.text_documents}
+    tokenizer = load_tokenizer(options.tokenizer, sources=[source], **reading, cache=options.cache, log=say)
+    if options.bos:
+        tokenizer = with_beginning(tokenizer)
+    work = preparation(source, **reading, tokenizer=tokenizer, validation_fraction=options.validation_fraction)
+    new = not folder.exists()
+    started = time.perf_counter()
+    try:
+        if not (options.part or options.join or options.status):
+            tokens = _write(folder, work, budget=options.bad_row_budget)
+        elif _in_parts(folder, work, options):
+            tokens = 0
+        else:
+            return
+    except BaseException:
+        unclaim(folder, remove=new)  # leave nothing behind if no shard was written
+        raise
+    seconds = time.perf_counter() - started
+    _finish(folder, fields, options)
+    if tokens:
+        say(f"tokenized {tokens:,} tokens in {seconds:.1f} s, {counted(int(tokens / seconds))} tokens/s")
+    elif not options.join:
+        say("nothing was left to do")
+    share = f"validation_fraction = {options.validation_fraction:g}"
+    more = ["bos = true"] * options.bos if isinstance(fields, str) else fields.in_recipe
+    say(", ".join([f'in a recipe: source = "{folder}"', f'tokenizer = "{folder / "tokenizer.json"}"', share, *more]))
+
+
+def _require_valid(options: argparse.Namespace) -> None:
+    """Raises UserError for numbers out of range, and for what is not a rule for documents."""
+    from recipes.data.text.plain_text import text_documents_problem
 
     if not 0 <= options.validation_fraction < 1:
         raise UserError(
@@ -112,43 +180,21 @@ def prepare(options: argparse.Namespace) -> None:
         raise UserError(f"--cores {options.cores} must be at least 1")
     if problem := text_documents_problem(options.text_documents):
         raise UserError(f"--text-documents {options.text_documents} {problem}")
-    folder = options.folder.expanduser()
-    if is_prepared(options.source):
-        raise UserError(f"'{options.source}' is prepared already; use it as data.source")
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"'{folder}' is a file; give a folder, or a name that does not exist")
-    source = pinned(options.source)
-    if problem := source_problem(source):
-        raise UserError(f"data.source: {problem}")
-    if would_read_itself(source, folder):
-        raise UserError(f"'{folder}' lies inside '{options.source}' and would be part of it; give another folder")
-    for note in notes(source, text_documents=options.text_documents):
-        say(note)
-    fields = _fields(options)
-    reading: Any = {"text_field": fields, "text_documents": options.text_documents}
-    tokenizer = load_tokenizer(options.tokenizer, sources=[source], **reading, cache=options.cache, log=say)
-    work = preparation(source, **reading, tokenizer=tokenizer, validation_fraction=options.validation_fraction)
-    new = not folder.exists()
-    started = time.perf_counter()
-    try:
-        tokens = _write(folder, work, budget=options.bad_row_budget)
-    except BaseException:
-        unclaim(folder, remove=new)  # leave nothing behind if no shard was written
-        raise
-    seconds = time.perf_counter() - started
+
+
+def _finish(folder: Path, fields: "Fields", options: argparse.Namespace) -> None:
+    """Write what stands beside the shards once all are there, and print what they hold."""
+    from recipes.data.tokens.join import remove_parts
+    from recipes.data.tokens.parts import parts_folder
+    from recipes.data.tokens.shards import bad_rows, open_index
+
     index = open_index(str(folder))
     _keep_template(folder, fields)
     _require_training_text(options.source, index)
     with (folder / "quarantine.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in bad_rows(folder, index.shards))
     _print_contents(folder, index)
-    if tokens:
-        say(f"tokenized {tokens:,} tokens in {seconds:.1f} s, {counted(int(tokens / seconds))} tokens/s")
-    else:
-        say("nothing was left to do")
-    share = f"validation_fraction = {options.validation_fraction:g}"
-    pairs = [] if isinstance(fields, str) else fields.in_recipe
-    say(", ".join([f'in a recipe: source = "{folder}"', f'tokenizer = "{folder / "tokenizer.json"}"', share, *pairs]))
+    remove_parts(parts_folder(folder))
 
 
 def _fields(options: argparse.Namespace) -> "Fields":
@@ -156,7 +202,13 @@ def _fields(options: argparse.Namespace) -> "Fields":
     from recipes.data.config import DataConfig
     from recipes.data.pair_rules import ONLY_OF_PAIRS, pair_problems
 
-    names = ("prompt_field", "answer_field", "messages_field", *(name for name in ONLY_OF_PAIRS if name in options))
+    names = (
+        "prompt_field",
+        "answer_field",
+        "messages_field",
+        "bos",
+        *(name for name in ONLY_OF_PAIRS if name in options),
+    )
     given = {name: getattr(options, name) for name in (*names, "source", "text_field", "tokenizer")}
     data = DataConfig(**given)
     if not data.has_pairs and not options.encoder_decoder:
@@ -179,33 +231,127 @@ def _keep_template(folder: Path, fields: "Fields") -> None:
 
 def _write(folder: Path, work: "Preparation", *, budget: float) -> int:
     """Write all missing shards. Returns how many tokens were written."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
     from recipes.data.tokens.prepare import write_shards
     from recipes.data.tokens.shards import BadRowBudget
     from recipes.data.tokens.workspace import claimed, whole_shards
 
+    with (
+        _progress() as progress,
+        claimed(folder, fingerprint=work.fingerprint, tokenizer=work.tokenizer.json),
+    ):
+        shards = whole_shards(folder, keep_unread=False)
+        bad_rows = BadRowBudget(folder, source=work.source, budget=budget, setting="--bad-row-budget")
+        bad_rows.count(shards)
+        tokens = _Tokens(progress)
+        for shard in write_shards(folder, work, progress=tokens):
+            shards.append(shard)
+            bad_rows.count(shards)
+    return tokens.count
+
+
+def _in_parts(folder: Path, work: "Preparation", options: argparse.Namespace) -> bool:
+    """Make a part, join all, or say what is there. Returns whether the folder is complete then."""
+    from recipes.data.tokens.join import state
+    from recipes.data.tokens.parts import begin, parts_folder
+    from recipes.data.tokens.shards import read_index
+    from recipes.data.tokens.slices import read_plan
+    from recipes.data.tokens.workspace import claimed, whole_shards
+
+    parts = parts_folder(folder)
+    with claimed(folder, fingerprint=work.fingerprint, tokenizer=work.tokenizer.json):  # refuses other contents
+        whole_shards(folder)
+        if read_index(folder) is not None:
+            return True
+    if (options.join or options.status) and read_plan(parts) is None:
+        raise UserError(f"'{parts}' holds no part of '{folder}' yet; make all parts first: --part 1/N to --part N/N")
+    try:
+        plan, source = begin(parts, work, parts=options.part[1] if options.part else 1)
+        if options.status:
+            for line in state(parts, plan)[0]:
+                say(line)
+            return False
+        if options.join:
+            return _join(folder, parts, plan, work, source, options)
+        _write_part(parts, plan, work, source, options.part)
+        return False
+    except FileNotFoundError:
+        if read_index(folder) is None:
+            raise
+        return True  # another process joined all parts meanwhile, and removed them
+
+
+def _write_part(parts: Path, plan: "Plan", work: "Preparation", source: "Source", part: tuple[int, int]) -> None:
+    from recipes.data.tokens.join import missing
+    from recipes.data.tokens.parts import write_slices
+
+    number, count = part
+    mine, started = plan.part(number, count), time.perf_counter()
+    left = len({*mine} & {*missing(parts, plan)})
+    if left:
+        say(f"part {number}/{count}: {left} of its {len(mine)} slices are left to do")
+    with _progress() as show:
+        tokens = _Tokens(show)
+        rows = bad = 0
+        for found in write_slices(parts, mine, plan, work, source=source, progress=tokens):
+            rows, bad = rows + found.rows, bad + found.bad
+    seconds = time.perf_counter() - started
+    rate = f", {counted(int(tokens.count / seconds))} tokens/s" if tokens.count else ""
+    say(f"part {number}/{count}: whole; {tokens.count:,} tokens of {rows:,} rows now, {bad:,} bad{rate}")
+    lacking = len(missing(parts, plan))
+    say(f"{lacking} of all {len(plan.slices)} slices are missing" if lacking else "all parts are whole: --join is next")
+
+
+def _join(
+    folder: Path, parts: Path, plan: "Plan", work: "Preparation", source: "Source", options: argparse.Namespace
+) -> bool:
+    """Returns whether the folder is complete. Raises UserError if a part is missing."""
+    from recipes.data.tokens.join import join, state
+    from recipes.data.tokens.shards import BadRowBudget
+
+    if unfinished := state(parts, plan)[1]:
+        names = ", ".join(unfinished[:SHARDS_SHOWN]) + (", ..." if len(unfinished) > SHARDS_SHOWN else "")
+        raise UserError(f"parts of '{folder}' are not whole; run these first, with the same options: --part {names}")
+    started = time.perf_counter()
+    budget = BadRowBudget(folder, source=work.source, budget=options.bad_row_budget, setting="--bad-row-budget")
+    with _progress() as show:
+        left = join(
+            folder,
+            parts,
+            plan,
+            work,
+            files=source.names,
+            budget=budget,
+            threads=options.cores or os.cpu_count() or 1,
+            share=options.part or (1, 1),
+            progress=lambda done, shards: show(f"{done} of {shards} shards"),
+        )
+    say(f"joined in {time.perf_counter() - started:.1f} s" + (f"; {left} shards are left to others" if left else ""))
+    return not left
+
+
+class _Tokens:
+    """Counts tokens, and shows how many there are."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self.count, self._show, self._started = 0, show, time.perf_counter()
+
+    def __call__(self, tokens: int) -> None:
+        self.count = tokens
+        rate = tokens / (time.perf_counter() - self._started)
+        self._show(f"{counted(tokens)} tokens, {counted(int(rate))} tokens/s")
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """A line on a terminal that can be changed."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
     console = Console(file=cast(IO[str], Screen()))
-    started, done = time.perf_counter(), 0
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("reading")
-
-        def progress(tokens: int) -> None:
-            nonlocal done
-            done = tokens
-            rate = tokens / (time.perf_counter() - started)
-            bar.update(task, description=f"{counted(tokens)} tokens, {counted(int(rate))} tokens/s")
-
-        with claimed(folder, fingerprint=work.fingerprint, tokenizer=work.tokenizer.json):
-            shards = whole_shards(folder, keep_unread=False)
-            bad_rows = BadRowBudget(folder, source=work.source, budget=budget, setting="--bad-row-budget")
-            bad_rows.count(shards)
-            for shard in write_shards(folder, work, progress=progress):
-                shards.append(shard)
-                bad_rows.count(shards)
-    return done
+        yield lambda text: bar.update(task, description=text)
 
 
 def _print_contents(folder: Path, index: "Index") -> None:

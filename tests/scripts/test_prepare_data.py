@@ -131,6 +131,7 @@ def test_too_many_bad_rows_stop_the_preparation(tmp_path: Path) -> None:
         (("ROWS", "OUT", "--tokenizer", "train:300", "--validation-fraction", "2"), "must be at least 0 and below 1"),
         (("ROWS", "OUT", "--tokenizer", "train:300", "--bad-row-budget", "-1"), "must be a share from 0 to 1"),
         (("ROWS", "OUT", "--tokenizer", "train:300", "--cores", "0"), "must be at least 1"),
+        (("ROWS", "OUT", "--tokenizer", "train:300", "--bos"), "the tokenizer has no token that begins a text"),
         (("ROWS", "FULL", "--tokenizer", "train:300"), "holds other files; give an empty folder"),
         (("ROWS", "OTHER", "--tokenizer", "train:300"), "holds tokens of another source, tokenizer or held-out share"),
         (("ROWS", "ROWS", "--tokenizer", "train:300"), "is a file; give a folder, or a name that does not exist"),

@@ -30,17 +30,14 @@ import xxhash
 
 from parallel.errors import TemporaryError, UserError
 from recipes.files.atomic import write_whole
-from recipes.files.reading import read_patiently
+from recipes.files.reading import is_remote, memory_map, read_patiently
 
 # Part of every fingerprint: raise it when the same source starts to give different files.
 FORMAT_VERSION = 2
 
 TRAIN, VALIDATION, DOCUMENTS = "train", "validation", "documents"
 ARRAYS = (TRAIN, VALIDATION, DOCUMENTS)
-# Files mapped at a time: each takes a file descriptor, and a process usually has 1024.
-MAPS = 256
-# Bad rows shown in a message.
-LISTED = 5
+LISTED = 5  # bad rows shown in a message
 INDEX, TOKENIZER, OWNER = "index.json", "tokenizer.json", "owner.txt"
 PROBLEMS = "problem*.txt"
 """Files that say why no more tokens will come for a run. (older versions wrote problem.txt)"""
@@ -172,7 +169,11 @@ def read_index(folder: Path) -> Index | None:
 
 
 def open_index(folder: str) -> Index:
-    """The index of a folder. Raises UserError if there is no usable one."""
+    """The index of a folder, which may be at a server. Raises UserError if there is no usable one."""
+    if is_remote(folder):
+        from recipes.files.local_copy import local_copy
+
+        folder = str(local_copy(folder, only=(INDEX, OWNER, TOKENIZER)))
     index = read_index(Path(folder).expanduser())
     if index is None:
         raise UserError(
@@ -242,9 +243,8 @@ def _text(file: Path) -> str:
 
 def _mapped(file: Path) -> np.ndarray:
     """The array in a file, memory-mapped. Raises UserError if it is damaged, TemporaryError if it may be read later."""
-    try:
-        # As a plain array, because slicing a numpy.memmap is twenty times slower.
-        return np.asarray(read_patiently(lambda: np.load(file, mmap_mode="r"), what=f"data.source: '{file}'"))
+    try:  # as a plain array, because slicing a numpy.memmap is twenty times slower
+        return np.asarray(read_patiently(lambda: memory_map(file), what=f"data.source: '{file}'"))
     except FileNotFoundError as error:
         raise TemporaryError(
             f"data.source: the tokens in '{file}' were removed while the run reads them; the same command makes those"
@@ -290,10 +290,10 @@ def damage(folder: Path, number: int, shard: Shard) -> str | None:
 class Shards:
     """The tokens of one kind in a folder, as one row over all existing shards. They are memory-mapped."""
 
-    def __init__(self, folder: Path, kind: str = TRAIN, *, only: Sequence[Shard] | None = None) -> None:
-        """kind: TRAIN or VALIDATION. only: use just these first shards of the folder, as if the source ended there."""
-        self.folder = folder
-        self.kind = kind
+    def __init__(self, folder: Path, kind: str = TRAIN, *, only: Sequence[Shard] | None = None, maps: int = 64) -> None:
+        """kind: TRAIN or VALIDATION. only: these first shards, as if the source ended there. maps: files at a time."""
+        self.folder, self.kind = folder, kind
+        self._most_maps = maps
         self.shards: list[Shard] = []
         self._closed = only is not None
         self._ends = np.zeros(1, dtype=np.int64)  # (shards + 1,): tokens before each shard, and in total
@@ -391,6 +391,6 @@ class Shards:
             self._maps[number] = _mapped(file)
             if self._maps[number].shape != (int(self._ends[number + 1] - self._ends[number]),):
                 raise UserError(f"data.source: '{file}' does not match its index; remove {self.folder}")
-            if len(self._maps) > MAPS:
+            if len(self._maps) > self._most_maps:
                 self._maps.popitem(last=False)
         return self._maps[number]

@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from recipes.data.tokens.shards import (
 )
 from recipes.files.atomic import PART
 from recipes.files.lock import LOCK, NoLocks, open_locked
+from recipes.files.reading import is_remote
 
 SECONDS_TO_WRITE_A_TEXT = 3600
 """A killed process left an unfinished text that is older than this."""
@@ -72,8 +73,8 @@ class Preparation:
     tokenizer: Tokenizer
     validation_fraction: float
     source_fingerprint: str
-    states: dict[str, tuple[int, int]]
-    """Size and modification time of each file, before the fingerprint; empty for the hub, where the commit is fixed."""
+    states: dict[str, tuple[int, int | str]]
+    """As file_states() before the fingerprint; empty for the hub, where the commit is fixed."""
     pieces: Pieces
     text_documents: str = "auto"
 
@@ -101,6 +102,21 @@ def preparation(
 def options_of(text_field: Fields) -> str:
     """The options of scripts/prepare_data.py that read these fields."""
     return f"--text-field {text_field}" if isinstance(text_field, str) else text_field.options
+
+
+def prepared_folder(source: str, cache: Path, *, log: Callable[[str], None]) -> Path:
+    """The folder of prepared tokens: of those at a server, a copy in the cache, for which every byte is verified."""
+    if not is_remote(source):
+        return Path(source).expanduser()
+    from recipes.files.local_copy import local_copy
+
+    def check(folder: Path) -> None:
+        index = read_index(folder)
+        for number, shard in enumerate(index.shards if index else ()):
+            if problem := damage(folder, number, shard):
+                raise UserError(f"data.source: '{source}' is damaged: {problem}; prepare it again")
+
+    return local_copy(source, cache, check=check, log=log)
 
 
 def would_read_itself(source: str, folder: Path) -> bool:
