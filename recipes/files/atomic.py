@@ -3,7 +3,7 @@
 import json
 import os
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -11,6 +11,9 @@ from typing import BinaryIO
 PART = ".part-"
 """Prefix of the names of unfinished texts; a kill may leave one behind."""
 BLOCK = 4096
+SETTLED = 1 << 20
+"""Bytes of whole rows of wanted steps, before which no others are looked for: about a thousand rows. Rows are nearly in
+order: a skipped step has its row when the next step is logged, and old versions kept the rows of repeated steps."""
 
 
 def sync_folder(path: Path) -> None:
@@ -25,10 +28,14 @@ def sync_folder(path: Path) -> None:
 def write_whole(file: Path, text: str, *, sync: bool = False) -> None:
     """Replace a file atomically: a reader finds the whole new text or the old one, also when two processes write it.
     sync: also after a power cut; not needed for what can be made again from other files."""
+    _replace(file, lambda out: out.write(text.encode()), sync=sync)
+
+
+def _replace(file: Path, write: Callable[[BinaryIO], object], *, sync: bool) -> None:
     part = file.with_name(f"{PART}{platform.node()}-{os.getpid()}-{file.name}")
     try:
-        with part.open("w", encoding="utf-8") as out:
-            out.write(text)
+        with part.open("wb") as out:
+            write(out)
             out.flush()
             if sync:
                 os.fsync(out.fileno())
@@ -99,13 +106,86 @@ def _end_of_lines(file: BinaryIO, size: int) -> int:
 
 def cut_back(path: Path, step: int) -> None:
     """Remove partial rows, and rows of steps after `step`, which a resumed run repeats, from a .jsonl file if it
-    exists. Raises OSError."""
+    exists. Looks at no more than its end: what was written before the checkpoint of `step` was synced before it, so
+    that even a power cut damages only rows after it. Raises OSError."""
     if not path.exists():
         return
-    text = path.read_text(encoding="utf-8", errors="replace")
-    kept = "".join(row + "\n" for row in text.splitlines() if (found := _step_of(row)) is not None and found <= step)
-    if kept != text:
-        write_whole(path, kept, sync=True)
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        end, kept = _end_of_rows(file, size, step)
+        if kept:
+
+            def write(out: BinaryIO) -> None:
+                file.seek(0)
+                for start in range(0, end, SETTLED):
+                    out.write(file.read(min(SETTLED, end - start)))
+                out.write(kept)
+
+            _replace(path, write, sync=True)
+        elif end < size:
+            with path.open("rb+") as shortened:
+                shortened.truncate(end)
+                os.fsync(shortened.fileno())
+
+
+def _end_of_rows(file: BinaryIO, size: int, step: int) -> tuple[int, bytes]:
+    """Where the first line is that must go, and the rows after it that must stay."""
+    end = size
+    kept: list[bytes] = []  # after `end`, the last row first
+    settled: list[bytes] = []  # the same before it
+    for start, line in _lines_from_the_end(file, size):
+        if start == size:  # nothing follows the last newline
+            continue
+        if is_wanted := (found := _step_of(line.decode(errors="replace"))) is not None and found <= step:
+            settled.append(line + b"\n")
+        if not is_wanted or start + len(line) == size:
+            kept += settled
+            end, settled = start, []
+        elif end - start >= SETTLED:
+            break
+    return end, b"".join(reversed(kept))
+
+
+def _lines_from_the_end(file: BinaryIO, size: int) -> Iterator[tuple[int, bytes]]:
+    """Start and content of each line, without its newline, the last one first."""
+    parts: list[bytes] = []
+    end = size
+    while end:
+        begin = max(0, end - SETTLED // 16)
+        file.seek(begin)
+        pieces, at = file.read(end - begin).split(b"\n"), end
+        while len(pieces) > 1:
+            parts.append(pieces.pop())
+            at -= len(parts[-1])
+            yield at, b"".join(reversed(parts))
+            at, parts = at - 1, []
+        parts.append(pieces[0])
+        end = begin
+    if size:
+        yield 0, b"".join(reversed(parts))
+
+
+def keep_rows(path: Path, wanted: Callable[[str], bool]) -> int:
+    """Keep the rows of a .jsonl file whose source is wanted; without any, remove it. Returns how many there are. Raises
+    OSError."""
+    if not path.exists():
+        return 0
+    lines = path.read_text(encoding="utf-8").splitlines()
+    rows = [line for line in lines if (source := _source_of(line)) is not None and wanted(source)]
+    if rows:
+        write_whole(path, "".join(f"{row}\n" for row in rows), sync=True)
+    else:
+        path.unlink()
+    return len(rows)
+
+
+def _source_of(row: str) -> str | None:
+    """The source of a row; None if the line is not a row, as after a power cut."""
+    try:
+        source = json.loads(row)["source"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return source if isinstance(source, str) else None
 
 
 def _step_of(row: str) -> int | None:

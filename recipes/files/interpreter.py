@@ -1,8 +1,9 @@
-"""One line instead of a traceback for a Python that is too old or lacks our packages. Also for old Pythons to read.
+"""One line instead of a traceback for a Python that is too old or lacks our packages; --version. Old Pythons read it.
 
 Imports no torch.
 """
 
+import argparse
 import importlib.util
 import os
 import sys
@@ -19,6 +20,17 @@ def explain_wrong_interpreter() -> None:
     if sys.version_info < (3, 11):  # noqa: UP036  # what an old Python reads
         _refuse("is Python {}.{}, and Shardwright needs 3.11 or newer".format(*sys.version_info[:2]))
     sys.excepthook = _on_error
+
+
+class ShowVersion(argparse.Action):
+    """The option --version: print which Shardwright this is, and exit."""
+
+    def __call__(self, *_: Any) -> None:
+        from recipes.files.screen import tell
+        from recipes.files.version import version
+
+        tell(version(), to=1)
+        raise SystemExit(0)
 
 
 def _on_error(kind: Any, error: Any, trace: Any) -> None:

@@ -8,6 +8,8 @@ from recipes.files.reading import is_folder, named_faults, names_in
 # In a run folder
 RECIPE = "recipe.toml"
 """The resolved recipe."""
+ORIGIN = "origin.json"
+"""Of a fork: the checkpoint that it continues from, and the run folder, steps and tokens of that."""
 ENVIRONMENT = "environment.json"
 """Versions, commit and device."""
 METRICS = "metrics.jsonl"
@@ -18,6 +20,10 @@ QUARANTINE = "quarantine.jsonl"
 """The rows of the data that were skipped."""
 FLOAT8_SHARES = "float8.jsonl"
 """{"step", "linear", "tensor", "overflow", "underflow"} for each sampled step."""
+CURVES = "curves.png"
+"""The picture that the end of a run draws."""
+TENSORBOARD = "tensorboard"
+"""Folder of what TensorBoard reads."""
 PROFILE = "profile"
 """Folder of the traces."""
 EXPORT = "hf"
@@ -26,6 +32,9 @@ CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints."""
 SAVED = ".saved"
 """The step of the newest checkpoint of the run, so that it is missed if it is gone."""
+
+RUN_ID = ".run-id"
+"""The id of the run, where its checkpoints are copied to a server: the same is there."""
 
 # In a checkpoint
 MODEL, TOKENIZER = "model.json", "tokenizer.json"
@@ -48,11 +57,21 @@ def checkpoint_steps(folder: Path) -> list[int]:
 
     Raises UserError if the folder cannot be listed.
     """
-    # No extra leading zeros: each step has one name.
-    found = (re.fullmatch(r"step-([0-9]{8}|[1-9][0-9]{8,})", name) for name in names_in(folder))
-    return sorted(int(match[1]) for match in found if match and is_folder(folder / match[0]))
+    found = ((checkpoint_step(name), name) for name in names_in(folder))
+    return sorted(step for step, name in found if step is not None and is_folder(folder / name))
+
+
+def checkpoint_step(name: str) -> int | None:
+    """The step of the checkpoint whose folder has this name; None for other names."""
+    match = re.fullmatch(r"step-([0-9]{8}|[1-9][0-9]{8,})", name)  # no extra leading zeros: each step has one name
+    return int(match[1]) if match else None
+
+
+def step_name(step: int) -> str:
+    """The name of the folder of the checkpoint of a step."""
+    return f"step-{step:08d}"
 
 
 def step_folder(folder: Path, step: int) -> Path:
     """The folder of the checkpoint of a step."""
-    return folder / f"step-{step:08d}"
+    return folder / step_name(step)

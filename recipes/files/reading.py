@@ -3,14 +3,18 @@ that cannot be listed is not empty. Imports no torch."""
 
 import errno
 import os
+import re
 import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from parallel.errors import TemporaryError, UserError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MAY_PASS = {
     *(errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ENOMEM, errno.EMFILE, errno.ENFILE),
@@ -25,6 +29,14 @@ PAUSES = (1.0, 4.0)
 """Seconds before each further attempt to read."""
 
 Result = TypeVar("Result")
+
+
+def is_remote(place: str) -> bool:
+    """Whether this is the address of something at a server, such as s3://bucket/name, rather than a path.
+
+    The page of a model on the hub is not: messages say how to download the model.
+    """
+    return re.match(r"(?!https://huggingface\.co/[^/]+/[^/]+/?$)[a-z0-9]+://", place) is not None
 
 
 def patiently(read: Callable[[], Result]) -> Result:
@@ -117,3 +129,14 @@ def read_text(file: Path, *, errors: str = "strict") -> str:
             raise fault(f"{file} cannot be read", error) from None
 
     return patiently(text)
+
+
+def memory_map(file: Path) -> "np.ndarray":
+    """The array in an .npy file. numpy.load(mmap_mode="r") would open it three times, which a server of files notices
+    when thousands of processes map thousands of shards."""
+    import numpy as np
+
+    with file.open("rb") as content:
+        np.lib.format.read_magic(content)
+        shape, _, dtype = np.lib.format.read_array_header_1_0(content)
+        return np.memmap(content, dtype, "r", content.tell(), shape)

@@ -3,7 +3,6 @@ Imports no torch."""
 
 import csv
 from collections.abc import Iterator
-from pathlib import Path
 from typing import IO
 
 from recipes.data.text.readers import (
@@ -12,6 +11,7 @@ from recipes.data.text.readers import (
     UTF_16,
     UTF_16_MARKS,
     Fields,
+    File,
     Place,
     Row,
     Rows,
@@ -37,7 +37,7 @@ class _Lines(Iterator[str]):
         return line.decode(errors="surrogateescape")
 
 
-def csv_rows(path: Path, *, text_field: Fields, start: Place) -> Rows:
+def csv_rows(path: File, *, text_field: Fields, start: Place) -> Rows:
     csv.field_size_limit(LONGEST_ROW)  # process-wide; its default would refuse a long article
     file, number, offset = start
     with path.open("rb") as stream:

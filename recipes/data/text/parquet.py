@@ -1,11 +1,23 @@
 """The rows of a .parquet file, decoded a few at a time. Imports no torch."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from recipes.data.text import readers
-from recipes.data.text.readers import UNREADABLE, Fields, Place, Row, Rows, names_of, no_such_field, reason, text_of
+from recipes.data.text.readers import (
+    UNREADABLE,
+    Fields,
+    File,
+    Place,
+    Row,
+    Rows,
+    names_of,
+    no_such_field,
+    reason,
+    text_of,
+)
 
 # Parquet is decoded in batches of about this size, by the mean row size, and of at most this many rows: sizes may vary.
 BATCH_BYTES = 1 << 22
@@ -16,12 +28,14 @@ LARGEST_BATCH_BYTES = 1 << 27
 LARGEST_RATIO = 100
 
 
-def parquet(path: Path, *, text_field: Fields, start: Place) -> Rows:
+def parquet(path: File, *, text_field: Fields, start: Place) -> Rows:
     import pyarrow.parquet
 
     # Read a column of a row group page by page, not whole.
     options = {"buffer_size": readers.PIECE, "pre_buffer": False, "page_checksum_verification": True}
-    with pyarrow.parquet.ParquetFile(path, **options) as table:
+    with ExitStack() as stack:
+        place = path if isinstance(path, Path) else stack.enter_context(path.open("rb"))
+        table = stack.enter_context(pyarrow.parquet.ParquetFile(place, **options))
         fields, rows = table.schema_arrow.names, table.metadata.num_rows
         missing = [name for name in names_of(text_field) if name not in fields]
         if missing and rows > start.number:
@@ -36,7 +50,7 @@ def parquet(path: Path, *, text_field: Fields, start: Place) -> Rows:
             first = end
 
 
-def _row_group(table: Any, group: int, path: Path, *, text_field: Fields, start: Place, first: int, end: int) -> Rows:
+def _row_group(table: Any, group: int, path: File, *, text_field: Fields, start: Place, first: int, end: int) -> Rows:
     """Rows first + 1 .. end of the file that are after `start`. Always decodes from the first, in the same batches."""
     number = first
     try:
@@ -55,7 +69,7 @@ def _row_group(table: Any, group: int, path: Path, *, text_field: Fields, start:
         yield Row("", start.file, number + 1, problem, end - number), Place(start.file, end)
 
 
-def _batches(table: Any, group: int, path: Path, text_field: Fields) -> Iterator[Any]:
+def _batches(table: Any, group: int, path: File, text_field: Fields) -> Iterator[Any]:
     """The batches of a row group. Raises ValueError instead of filling the memory."""
     # The sizes of all columns: asking a damaged file for the size of one crashes the process (pyarrow 26).
     meta = table.metadata.row_group(group)

@@ -1,15 +1,13 @@
 """The documents of a .txt file: what data.text_documents names. Imports no torch."""
 
 import io
-import os
 import re
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
-from pathlib import Path
 from typing import IO
 
 from recipes.data.text import readers
-from recipes.data.text.readers import BYTE_ORDER_MARK, Place, Row, Rows, TextRule, decoded_text, text_or_problem
+from recipes.data.text.readers import BYTE_ORDER_MARK, File, Place, Row, Rows, TextRule, decoded_text, text_or_problem
 
 # A file as one document would be all training or all held-out text, so a file without separators is cut at the first
 # blank line after this many bytes: small enough that one percent of a 1 MB file is several documents, large enough for
@@ -48,13 +46,13 @@ def text_documents_problem(text_documents: str) -> str | None:
     return f'would be a separator; did you mean "{close[0]}"?'
 
 
-def text_rule(files: Sequence[Path], text_documents: str) -> TextRule:
+def text_rule(files: Sequence[File], text_documents: str) -> TextRule:
     """How the .txt files among these become documents."""
     many = sum(file.name.lower().endswith(".txt") for file in files) >= MANY_FILES
     return TextRule(text_documents, small_files=many)
 
 
-def plain_text(path: Path, *, rule: TextRule, start: Place) -> Rows:
+def plain_text(path: File, *, rule: TextRule, start: Place) -> Rows:
     """The documents of a file after `start`."""
     file, number, offset = start
     with path.open("rb") as stream:
@@ -72,7 +70,7 @@ def plain_text(path: Path, *, rule: TextRule, start: Place) -> Rows:
             offset += size
 
 
-def what_a_document_is(files: Sequence[Path], rule: TextRule) -> str:
+def what_a_document_is(files: Sequence[File], rule: TextRule) -> str:
     """What the documents of these .txt files are, for messages: of the first that can be read, or with "auto", which
     decides for each file, of the first LOOKED_AT."""
     found: dict[str, str] = {}  # what a document is -> the first such file
@@ -113,7 +111,7 @@ def _resolved(stream: IO[bytes], rule: TextRule) -> str:
     beginning = stream.read(BEGINNING_BYTES).removeprefix(BYTE_ORDER_MARK)
     if re.search(rb"(?:^|[\r\n])%s|%s[ \t]*(?:[\r\n]|$)" % (mark, mark), beginning):
         return SEPARATOR
-    return FILE if rule.small_files and os.fstat(stream.fileno()).st_size <= SMALL_FILE_BYTES else AUTO
+    return FILE if rule.small_files and stream.seek(0, io.SEEK_END) <= SMALL_FILE_BYTES else AUTO
 
 
 def _documents_of(stream: IO[bytes], rule: str, offset: int) -> Iterator[tuple[bytes | None, int]]:

@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from recipes.data.text.pairs import PairFormat
+    from recipes.files.remote import RemoteFile
 
 # What reading a broken file raises: the first three include pyarrow's errors, the next two are gzip's.
 BROKEN = (OSError, ValueError, NotImplementedError, EOFError, zlib.error, MemoryError)
@@ -74,6 +75,7 @@ class Place(NamedTuple):
 
 
 Rows = Iterator[tuple[Row, Place]]
+File: TypeAlias = "Path | RemoteFile"
 Fields: TypeAlias = "str | PairFormat"
 """What is read of a row: its text field, or those that make a pair."""
 
@@ -90,7 +92,7 @@ class TextRule(NamedTuple):
 AUTO = TextRule()
 
 
-def read_file(path: Path, *, text_field: Fields, start: Place, size: int, rule: TextRule = AUTO) -> Rows:
+def read_file(path: File, *, text_field: Fields, start: Place, size: int, rule: TextRule = AUTO) -> Rows:
     """The rows of a file after `start`, each with the place after it. A file that breaks off ends in a bad row.
 
     text_field: of .jsonl, .parquet and .csv. size: bytes of the file when the source was opened, to estimate what is
@@ -117,11 +119,11 @@ def file_kind(path: Path) -> str:
     return "a pipe or device" if path.exists() else "a missing file"
 
 
-def is_compressed(path: Path) -> bool:
+def is_compressed(path: File) -> bool:
     return path.name.lower().endswith((".gz", ".zst"))
 
 
-def _open_text(path: Path) -> IO[bytes]:
+def _open_text(path: File) -> IO[bytes]:
     """The text of a file, decompressed if need be. Opening and reading raise one of BROKEN."""
     if not is_compressed(path):
         return path.open("rb")
@@ -130,7 +132,7 @@ def _open_text(path: Path) -> IO[bytes]:
     return open_compressed(path)
 
 
-def _rows_after(path: Path, place: Place, size: int) -> int:
+def _rows_after(path: File, place: Place, size: int) -> int:
     """An estimate, at least 1, of the rows after a place where a file cannot be read further: as long as the rows
     before, or BYTES_PER_LOST_ROW if there are none."""
     if is_compressed(path):
@@ -145,7 +147,7 @@ def _rows_after(path: Path, place: Place, size: int) -> int:
     return max(1, size // BYTES_PER_LOST_ROW)
 
 
-def unit(path: Path | str) -> str:
+def unit(path: "File | str") -> str:
     """What a row number counts in this file: document, line or row."""
     name = str(path).lower()
     if name.endswith(".txt"):
@@ -200,7 +202,7 @@ def no_such_field(text_field: str, fields: Any) -> str:
     return f"no field {text_field!r}; it has {', '.join(names) or '(none)'}"
 
 
-def _reader(path: Path, *, text_field: Fields, start: Place, rule: TextRule) -> Rows:
+def _reader(path: File, *, text_field: Fields, start: Place, rule: TextRule) -> Rows:
     name = path.name.lower()
     if name.endswith(".parquet"):
         from recipes.data.text.parquet import parquet
@@ -215,6 +217,7 @@ def _reader(path: Path, *, text_field: Fields, start: Place, rule: TextRule) -> 
 
         return plain_text(path, rule=rule, start=start)
     if name.endswith(".py"):
+        assert isinstance(path, Path), "only the standard library's files are Python"
         return _python(path, start=start)
     return _json_lines(path, text_field=text_field, start=start)
 
@@ -254,7 +257,7 @@ def _python(path: Path, *, start: Place) -> Rows:
         yield Row(text, start.file, 1, problem), Place(start.file, 1, len(data))
 
 
-def _json_lines(path: Path, *, text_field: Fields, start: Place) -> Rows:
+def _json_lines(path: File, *, text_field: Fields, start: Place) -> Rows:
     file, number, offset = start
     with _open_text(path) as stream:
         lines = _lines(stream)
@@ -277,7 +280,7 @@ def _json_lines(path: Path, *, text_field: Fields, start: Place) -> Rows:
                 yield Row(text, file, number, problem, lost), Place(file, number, offset)
 
 
-def is_array(path: Path) -> bool:
+def is_array(path: File) -> bool:
     """Whether a JSON file is one array rather than one row per line, as far as it can be read."""
     try:
         with _open_text(path) as stream:

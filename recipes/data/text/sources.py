@@ -5,7 +5,6 @@ import fnmatch
 import glob
 import os
 import re
-import sysconfig
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,14 +15,15 @@ import xxhash
 from parallel.errors import UserError
 from recipes.data.text.plain_text import PIECES, text_rule, what_a_document_is
 from recipes.data.text.readers import ARRAY, file_kind
-from recipes.files.reading import fault, may_pass, patiently, read_patiently
+from recipes.data.text.stdlib import STDLIB, is_stdlib, stdlib_files, stdlib_problem
+from recipes.files.reading import fault, is_remote, may_pass, patiently, read_patiently
 
 if TYPE_CHECKING:
     from recipes.data.text.hub import HubDataset
-    from recipes.data.text.readers import Fields
+    from recipes.data.text.readers import Fields, File
+    from recipes.files.remote import RemoteFile
 
 HUB_PREFIX = "hf:"
-STDLIB = "python-stdlib"
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 NAMED = ".csv"
 """Read where the source names such files, itself or by a glob that ends so: folders of text hold other tables."""
@@ -38,10 +38,6 @@ READER_VERSION = 2
 # The same for .txt files where data.text_documents is not "pieces", which is what they were before it existed.
 TEXT_VERSION = 1
 
-# Tests are skipped because they are repetitive and some are deliberately not UTF-8; installed packages and the build
-# configuration (_sysconfigdata*) because they differ between machines; encodings because half of it is number tables.
-STDLIB_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
-
 
 def is_hub(source: str) -> bool:
     """Whether the source is a Hugging Face dataset, on the hub or in a folder."""
@@ -50,6 +46,10 @@ def is_hub(source: str) -> bool:
 
 def is_prepared(source: str) -> bool:
     """Whether the source is a folder of token shards written by scripts/prepare_data.py."""
+    if is_remote(source):
+        from recipes.data.text.remote import is_prepared_there
+
+        return is_prepared_there(source)
     folder = Path(source).expanduser()
     return read_patiently(
         lambda: (folder / "owner.txt").is_file() and (folder / "index.json").is_file(), what=f"data.source: '{folder}'"
@@ -62,10 +62,12 @@ def source_problem(source: str) -> str | None:
         from recipes.data.text.hub import hub_problem
 
         return hub_problem(source)
-    if source == STDLIB:
-        if _stdlib_files():
-            return None
-        return f"this Python has no library sources under {_stdlib_folder()}; give a file, folder or glob of text"
+    if is_remote(source):
+        from recipes.data.text.remote import remote_problem
+
+        return remote_problem(source, _remote_files(source), supported=SUPPORTED)
+    if is_stdlib(source):
+        return stdlib_problem(source)
     path = Path(source).expanduser()
     if (path / "owner.txt").is_file() and not is_prepared(source):
         return f"the preparation of {source!r} is not finished; run scripts/prepare_data.py for it again"
@@ -87,7 +89,7 @@ def source_problem(source: str) -> str | None:
         others = f"there are {_by_kind(found)}; " if found else ""
         return f"{where} {source!r}; {others}supported are {SUPPORTED}{_json_hint(found)}"
     for file in files:
-        if not os.access(file, os.R_OK):
+        if not os.access(str(file), os.R_OK):
             return f"this user may not read '{file}'; change its permissions or leave the file out"
     if all(file.stat().st_size == 0 for file in files):
         return (
@@ -105,11 +107,15 @@ def fingerprint(source: str, *, text_field: "Fields", text_documents: str = "aut
     if not is_hub(source):
         files = find_files(source)
         has_rows = any(_suffix(file, source) not in (".txt", None) for file in files)  # None: Python sources
-        root = Path(os.path.commonpath([file.parent for file in files]))
         settings: tuple[object, ...] = (READER_VERSION, text_field if has_rows else None)
         if text_documents != PIECES and any(_suffix(file) == ".txt" for file in files):
             settings += (TEXT_VERSION, text_documents)
-        return _identity(settings, files, root=root)
+        if is_remote(source):
+            from recipes.data.text.remote import remote_fingerprint
+
+            return remote_fingerprint(settings, _remote_files(source))
+        paths = [file for file in files if isinstance(file, Path)]
+        return _identity(settings, paths, root=Path(os.path.commonpath([path.parent for path in paths])))
     dataset = _dataset(pinned(source))
     settings = (READER_VERSION, text_field, dataset.config, dataset.split)
     if dataset.folder:
@@ -117,30 +123,39 @@ def fingerprint(source: str, *, text_field: "Fields", text_documents: str = "aut
     return _identity((*settings, dataset.name, dataset.revision), [], root=Path())
 
 
-def file_states(source: str) -> dict[str, tuple[int, int]]:
-    """Size and modification time of each local file, in reading order. Raises UserError for a bad source."""
+def file_states(source: str) -> dict[str, tuple[int, int | str]]:
+    """Size and modification time (at a server: version) of each file that is not on the hub, in reading order. Raises
+    UserError for a bad source."""
     if problem := source_problem(source):
         raise UserError(f"data.source: {problem}")
+    if is_remote(source):
+        return {str(file): (file.state.st_size, file.state.tag) for file in _remote_files(source)}
     states = {str(file): file_state(file) for file in _local_files(source)}
     return {name: state for name, state in states.items() if state is not None}
 
 
-def file_state(file: str | Path) -> tuple[int, int] | None:
-    """Size and modification time; None if the file does not exist or cannot be reached."""
+def file_state(file: "str | File") -> tuple[int, int | str] | None:
+    """Size and modification time (at a server: version); None if the file does not exist or cannot be reached."""
+    if is_remote(str(file)):
+        from recipes.files import remote
+
+        return remote.state(str(file))
     try:
-        state = os.stat(file)
+        state = os.stat(str(file))
     except OSError:
         return None
     return state.st_size, state.st_mtime_ns
 
 
-def file_size(file: Path) -> int:
+def file_size(file: "File") -> int:
     """Bytes; 0 if the file does not exist or cannot be reached."""
+    if not isinstance(file, Path):
+        return file.stat().st_size
     state = file_state(file)
     return state[0] if state else 0
 
 
-def require_unchanged(files: Sequence[str], states: Mapping[str, tuple[int, int]]) -> None:
+def require_unchanged(files: Sequence[str], states: Mapping[str, tuple[int, int | str]]) -> None:
     """Raises UserError if one of these files changed since `states` was taken, before the fingerprint. A missing file
     does not count as changed: its rows count as bad rows."""
     for file in files:
@@ -152,7 +167,7 @@ def require_unchanged(files: Sequence[str], states: Mapping[str, tuple[int, int]
 
 def would_read(source: str, file: Path) -> bool:
     """Whether the source would read this file, of a supported type, if it existed."""
-    if source == STDLIB:
+    if is_stdlib(source) or is_remote(source):
         return False
     if is_hub(source):
         folder = _dataset(source).folder
@@ -223,10 +238,12 @@ def document_hash(text: str) -> int:
     return xxhash.xxh3_64_intdigest(text.encode())
 
 
-def find_files(source: str) -> list[Path]:
+def find_files(source: str) -> "Sequence[File]":
     """The files of a source, sorted by path. Hidden files and files of other types are ignored."""
-    if source == STDLIB:
-        return _stdlib_files()
+    if is_remote(source):
+        return _remote_files(source)
+    if is_stdlib(source):
+        return stdlib_files(source)
     path = Path(source).expanduser()
     if path.is_file():
         return [path]
@@ -236,10 +253,10 @@ def find_files(source: str) -> list[Path]:
 
 def notes(source: str, *, text_documents: str) -> list[str]:
     """What is read of a source, for messages: the files by kind, those that are not read, and what a .txt holds."""
-    if is_hub(source) or source == STDLIB:
+    if is_hub(source) or is_stdlib(source):
         return []
     files, lines = find_files(source), []
-    others = [path for path in _found(source)[0] if path not in set(files)]
+    others = [] if is_remote(source) else [path for path in _found(source)[0] if path not in set(files)]
     if others:
         lines.append(f"{source!r}: reads {_by_kind(files)}; does not read {_by_kind(others)}{_json_hint(others)}")
     if texts := [file for file in files if _suffix(file) == ".txt"]:
@@ -285,13 +302,17 @@ def _is_loop(folder: Path) -> bool:
     return folder.is_symlink() and folder.parent.resolve().is_relative_to(folder.resolve())
 
 
-def _by_kind(files: Sequence[Path]) -> str:
+def _by_kind(files: "Sequence[File]") -> str:
     """The number of files of each kind, most first."""
     kinds = Counter(
-        (file.suffix.lower() or "without a suffix") if (kind := file_kind(file)) == "file" else kind for file in files
+        (file.suffix.lower() or "without a suffix") if (kind := _kind(file)) == "file" else kind for file in files
     )
     most_first = sorted(kinds.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{count:,} {kind.removeprefix('a ')}" for kind, count in most_first)
+
+
+def _kind(file: "File") -> str:
+    return file_kind(file) if isinstance(file, Path) else "file"
 
 
 def _json_hint(files: Sequence[Path]) -> str:
@@ -320,29 +341,20 @@ def _dataset(source: str) -> "HubDataset":
     return parse(source)
 
 
-def _local_files(source: str) -> list[Path]:
+def _remote_files(source: str) -> "list[RemoteFile]":
+    from recipes.data.text.remote import found
+
+    return found(source, (*SUFFIXES, NAMED) if source.lower().endswith(NAMED) else SUFFIXES)
+
+
+def _local_files(source: str) -> "Sequence[File]":
     if not is_hub(source):
         return find_files(source)
     folder = _dataset(source).folder
     return folder_files(folder) if folder else []
 
 
-def _stdlib_folder() -> Path:
-    # In a virtual environment, too, this is the base interpreter's library.
-    return Path(sysconfig.get_path("stdlib"))
-
-
-def _stdlib_files() -> list[Path]:
-    files = []
-    for folder, subfolders, names in os.walk(_stdlib_folder()):
-        subfolders[:] = [name for name in subfolders if name not in STDLIB_SKIPPED_FOLDERS]
-        files += [
-            Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")
-        ]
-    return sorted(files, key=lambda file: file.parts)
-
-
-def _suffix(path: Path, source: str = "") -> str | None:
+def _suffix(path: "File", source: str = "") -> str | None:
     suffixes = (*SUFFIXES, NAMED) if source.lower().endswith(NAMED) else SUFFIXES
     return next((suffix for suffix in suffixes if path.name.lower().endswith(suffix)), None)
 

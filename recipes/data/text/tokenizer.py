@@ -16,7 +16,7 @@ import xxhash
 from parallel.errors import TemporaryError, UserError
 from recipes.data.text.sources import document_hash, file_state, file_states, fingerprint, require_unchanged
 from recipes.files.atomic import write_whole
-from recipes.files.reading import read_patiently
+from recipes.files.reading import is_remote, read_patiently
 
 if TYPE_CHECKING:
     import tokenizers
@@ -54,17 +54,22 @@ class Tokenizer:
     json: str
     """The tokenizer.json it came from."""
     backend: "tokenizers.Tokenizer"
+    beginning: int | None = None
+    """Id of the token that begins each document; None = none does."""
 
     def encode(self, text: str) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=False).ids
+        return self._begun(self.backend.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> Iterator[list[int]]:
         """Encode several texts at once, on all cores inside parallel_tokenizers(). Yields the lists one by one."""
         encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return (encoding.ids for encoding in encodings)
+        return (self._begun(encoding.ids) for encoding in encodings)
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=False)
+
+    def _begun(self, ids: list[int]) -> list[int]:
+        return ids if self.beginning is None else [self.beginning, *ids]
 
 
 def tokenizer_problem(spec: str, vocabulary: int) -> str | None:
@@ -89,6 +94,11 @@ def tokenizer_problem(spec: str, vocabulary: int) -> str | None:
     except UserError as error:
         return str(error).removeprefix("data.tokenizer: ")
     return None
+
+
+def stored_text(spec: str) -> str | None:
+    """The tokenizer.json that data.tokenizer names; None for "train:N". Raises UserError if it cannot be read."""
+    return None if _training_size(spec) is not None else _read(_tokenizer_file(spec))
 
 
 def load_tokenizer(
@@ -197,7 +207,13 @@ def _training_size(spec: str) -> int | None:
 
 
 def _tokenizer_file(spec: str) -> Path:
-    path = Path(spec).expanduser()
+    if is_remote(spec):
+        from recipes.files.local_copy import local_copy
+
+        copy = local_copy(spec, only=("*.json",))
+        path = copy / spec.rpartition("/")[2] if spec.endswith(".json") else copy
+    else:
+        path = Path(spec).expanduser()
     if path.is_dir():
         file = path / "tokenizer.json"
         if not file.is_file():
@@ -255,19 +271,12 @@ def _read_ids(text: str, *, where: Path, ends: Sequence[int] = ()) -> tuple[int,
 def build_tokenizer(text: str, *, where: Path, ends: Sequence[int] = ()) -> Tokenizer:
     """The tokenizer of a tokenizer.json with this text. Raises UserError, naming `where` the text is from. ends: ids
     that the model's config gives for the end of a document, best first."""
-    import tokenizers
-
     largest, end_of_document = _read_ids(text, where=where, ends=ends)
     text = _with_special(text, end_of_document)
     try:
-        library = tokenizers.Tokenizer.from_str(text)
+        library = text_library(text)
     except Exception as error:  # the library raises nothing more specific
         raise UserError(f"data.tokenizer: the tokenizers library rejects '{where}': {error}") from error
-    # A file may contain truncation and padding settings; here text is neither truncated nor padded. A text that spells
-    # out an added token does not end its document, unless the model has that token as an ordinary word.
-    library.no_truncation()
-    library.no_padding()
-    library.encode_special_tokens = True
     return Tokenizer(
         vocabulary=largest + 1,
         end_of_document=end_of_document,
@@ -275,6 +284,19 @@ def build_tokenizer(text: str, *, where: Path, ends: Sequence[int] = ()) -> Toke
         json=text,
         backend=library,
     )
+
+
+def text_library(text: str) -> "tokenizers.Tokenizer":
+    """The library's tokenizer of a tokenizer.json, for ordinary text."""
+    import tokenizers
+
+    library = tokenizers.Tokenizer.from_str(text)
+    # A file may contain truncation and padding settings; here text is neither truncated nor padded. A text that spells
+    # out an added token does not end its document, unless the model has that token as an ordinary word.
+    library.no_truncation()
+    library.no_padding()
+    library.encode_special_tokens = True
+    return library
 
 
 def _with_special(text: str, number: int) -> str:

@@ -1,12 +1,13 @@
 """Small files under kills and full disks."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from recipes.files.atomic import BLOCK, Lines, cut_back, write_whole
+from recipes.files.atomic import BLOCK, SETTLED, Lines, cut_back, write_whole
 from tests.full_disk import files_of_at_most
 
 
@@ -114,3 +115,58 @@ def test_cut_back_leaves_a_file_alone_that_has_nothing_to_remove(tmp_path: Path)
     before = path.stat()
     cut_back(path, 5)
     assert path.stat().st_ino == before.st_ino and path.stat().st_mtime_ns == before.st_mtime_ns
+
+
+def long_file(path: Path, *, steps: int, after: bytes = b"") -> list[bytes]:
+    """Rows of so many steps, more than a resume looks at, and what a power cut left after them."""
+    lines = [json.dumps({"step": step, "text": "x" * 2000}).encode() + b"\n" for step in range(1, steps + 1)]
+    path.write_bytes(b"".join(lines) + after)
+    assert path.stat().st_size > 1.5 * SETTLED
+    return lines
+
+
+def test_cut_back_shortens_a_long_file_in_place(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = long_file(path, steps=1000)
+    file = path.stat().st_ino
+    cut_back(path, 900)
+    assert path.read_bytes() == b"".join(lines[:900]) and path.stat().st_ino == file
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        b"\0" * 5000,
+        b"\0" * 5000 + b'\n{"step": 1001}\n',
+        b'{"step": 10',
+        b'\n\n{"step": 999, "lo',
+        b'{"step": 1001}\n' * 200_000,
+        b"\xff" * 3 * SETTLED,
+    ],
+    ids=["zeros", "zeros and a row", "half a row", "empty lines", "many rows", "one long line"],
+)
+def test_cut_back_finds_whatever_a_power_cut_left_at_the_end(after: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = long_file(path, steps=1000, after=after)
+    cut_back(path, 1000)
+    assert path.read_bytes() == b"".join(lines)
+
+
+def test_cut_back_keeps_late_rows_of_earlier_steps(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    late = b'{"step": 998, "skipped": true}\n'
+    lines = long_file(path, steps=1000, after=b'{"step": 1002}\n' + late + b'torn\n{"step": 1003}\n{"step": 1000}')
+    cut_back(path, 1000)
+    assert path.read_bytes() == b"".join(lines) + late + b'{"step": 1000}\n'
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_cut_back_equals_looking_at_every_row(tmp_path: Path) -> None:
+    chosen, path = random.Random(0), tmp_path / "metrics.jsonl"
+    pieces = [b'{"step": %d}\n' % step for step in range(6)] + [b"\n", b"\0\0", b"{", b'"step"\n', b'{"step": 2}']
+    for _ in range(500):
+        text = b"".join(chosen.choices(pieces, k=chosen.randrange(12)))
+        path.write_bytes(text)
+        cut_back(path, 3)
+        kept = [line for line in text.split(b"\n") if line in {b'{"step": %d}' % step for step in range(4)}]
+        assert path.read_bytes() == b"".join(line + b"\n" for line in kept), text

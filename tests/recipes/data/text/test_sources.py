@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from parallel.errors import TemporaryError, UserError
-from recipes.data.text import sources
+from recipes.data.text import sources, stdlib
 from recipes.data.text.tokenizer import tokenizer_problem
 from recipes.files import reading
 from recipes.weights.companions import read_companions
@@ -114,8 +114,16 @@ def test_source_without_read_permission_is_refused(tmp_path: Path, monkeypatch: 
 
 
 def test_python_without_its_library_sources_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "_stdlib_folder", lambda: tmp_path)
-    assert "this Python has no library sources" in str(sources.source_problem(sources.STDLIB))
+    monkeypatch.setattr(stdlib, "stdlib_folder", lambda: tmp_path)
+    assert "this Python has no library sources" in str(sources.source_problem(stdlib.STDLIB))
+
+
+def test_a_package_of_the_library_is_a_source_and_another_name_lists_them() -> None:
+    whole, part = sources.find_files("python-stdlib"), sources.find_files("python-stdlib/asyncio")
+    assert 0 < len(part) < len(whole) and set(part) < set(whole)
+    assert {file.parent.name for file in part} == {"asyncio"}
+    for wrong in ("python-stdlib/asynchronous", "python-stdlib/../..", "python-stdlib/email/../asyncio"):
+        assert "it has asyncio, collections, " in str(sources.source_problem(wrong))
 
 
 def test_checking_and_reading_plain_text_import_neither_heavy_libraries_nor_unused_files() -> None:

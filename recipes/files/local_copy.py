@@ -1,0 +1,94 @@
+"""Copies of files of a server on this disk, for what is read from memory maps or many times: tokens and weights.
+Imports no torch."""
+
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import xxhash
+
+from parallel.errors import UserError
+from recipes.files.lock import NoLocks, open_locked
+from recipes.files.remote import download, find
+
+COPIES = Path("~/.cache/shardwright")
+"""Where copies of files of a server are kept, unless data.cache says otherwise."""
+
+
+def local_copy(
+    address: str,
+    cache: Path = COPIES,
+    *,
+    only: Collection[str] = ("*",),
+    deep: bool = False,
+    check: Callable[[Path], None] = lambda folder: None,
+    log: Callable[[str], None] = lambda line: None,
+) -> Path:
+    """A folder on this disk with the files at an address. It is made once; processes that need it wait for it.
+
+    The name of the folder follows from the names, sizes and versions of the files: changed ones are copied anew. What
+    a killed process has copied whole is not copied again.
+
+    Args:
+        address: of the folder.
+        cache: the copy is in the folder `remote` in there.
+        only: patterns of the names of the files that are needed.
+        deep: also copy the folders in there.
+        check: raises UserError if the copy is not as it must be; it is made anew at the next call then.
+        log: receives a line when something is copied.
+
+    Raises: UserError if there are no such files, or they cannot be written here.
+    """
+    place_there = address.rstrip("/")
+    files = [file for file in find(address) if any(fnmatchcase(file.name, pattern) for pattern in only)]
+    files = [file for file in files if deep or file.address in (place_there, f"{place_there}/{file.name}")]
+    if not files:
+        raise UserError(f"{address} does not exist, or has no file {' '.join(only)} in it")
+    identity = repr([(file.name, *file.state) for file in files])
+    place = cache.expanduser() / "remote"
+    last = place_there.rpartition("/")[2]
+    folder = place / f"{last}-{xxhash.xxh3_128_hexdigest(f'{address} {identity}'.encode())}"
+    if folder.is_dir():
+        return folder
+    part = folder.with_name(f".part-{folder.name}")
+    try:
+        part.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError), _alone(part.with_name(f"{part.name}.lock")):
+            if folder.is_dir():
+                return folder
+            size = sum(file.state.st_size for file in files)
+            log(f"copying {len(files)} files with {size:,} bytes from {address} to {folder}")
+            for file in files:
+                here = part / (file.address.removeprefix(f"{place_there}/") if deep else file.name)
+                here.parent.mkdir(exist_ok=True)
+                if not here.is_file() or here.stat().st_size != file.state.st_size:
+                    download(file, here)
+            try:
+                check(part)
+            except UserError:
+                shutil.rmtree(part)
+                raise
+            part.rename(folder)
+    except OSError as error:
+        raise UserError(
+            f"{address} cannot be copied to {place}: {error.strerror or error}; free some space, or give another"
+            " data.cache"
+        ) from None
+    return folder
+
+
+@contextmanager
+def _alone(file: Path) -> Iterator[None]:
+    """Inside, no other process that uses this lock does the same."""
+    lock: int | None = None
+    with suppress(NoLocks):  # each copies to names of its own then
+        while lock is None:
+            lock = open_locked(file, owner="descriptor", wait=True)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)

@@ -1,0 +1,368 @@
+"""Files at a server, by their addresses: s3://bucket/name, gs://bucket/name, https://host/name.
+
+Every request has a time limit, and is sent again for PATIENCE seconds after a fault that may pass; then a
+TemporaryError is raised. What the user must mend is a UserError at once. Only this file imports fsspec, when an address
+is first used: other runs do without. Imports no torch.
+"""
+
+import glob
+import io
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple, TypeVar
+
+from parallel.errors import TemporaryError, UserError
+
+CONNECT_SECONDS, READ_SECONDS = 5, 10
+"""Until a server must accept a connection, and send the next bytes."""
+PATIENCE = 15.0
+"""Seconds from the first attempt to the last one: a server that restarts is back by then."""
+LONGEST_PAUSE = 4.0
+"""Seconds between two attempts, at most; the first pause is a 16th of it."""
+BLOCK = 8 << 20
+"""Bytes of one request: at a delay of 30 ms it takes a tenth of the time of 1 Gbit/s."""
+AHEAD = 4
+"""Blocks that are fetched before they are asked for, while a file is read from one end to the other."""
+BLOCKS_KEPT = 2 * AHEAD
+PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "https": "aiohttp", "http": "aiohttp"}
+"""Scheme of an address -> the package that fsspec reads it with."""
+LIBRARIES = ("botocore", "aiobotocore", "aiohttp", "gcsfs", "google", "fsspec", "asyncio")
+"""Where errors of connections come from, besides Python's own OSError."""
+BROKEN_OFF = ("IncompleteBody", "BadDigest", "RequestTimeout", "SHA256Mismatch")
+"""Answers of S3 to a request that did not arrive whole: another attempt helps."""
+TAGS = ("ETag", "etag", "md5Hash", "Last-Modified", "LastModified", "updated", "mtime")
+"""What servers call the version of a file, best first."""
+Result = TypeVar("Result")
+
+
+class RemoteState(NamedTuple):
+    """What a server says of a file; the first name is that of os.stat()."""
+
+    st_size: int
+    tag: str
+    """Differs if the contents do; "" if the server says nothing."""
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file at a server, as it was listed. Has the methods of a pathlib.Path that readers of text use."""
+
+    address: str
+    state: RemoteState
+
+    def __str__(self) -> str:
+        return self.address
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return tuple(self.address.split("/"))
+
+    @property
+    def name(self) -> str:
+        return self.parts[-1]
+
+    @property
+    def suffix(self) -> str:
+        return PurePosixPath(self.name).suffix
+
+    def stat(self) -> RemoteState:
+        return self.state
+
+    def open(self, mode: str = "rb", buffering: int = io.DEFAULT_BUFFER_SIZE) -> io.BufferedReader:
+        """The contents, read in blocks as they are needed. Reading raises TemporaryError if the server stays away."""
+        assert mode == "rb", "files at a server are only read, as bytes"
+        return io.BufferedReader(_Blocks(self), max(buffering, io.DEFAULT_BUFFER_SIZE))
+
+
+class _Blocks(io.RawIOBase):
+    """The contents of a file at a server. A fault never moves the position: the same block is asked for again."""
+
+    def __init__(self, file: RemoteFile) -> None:
+        self._file, self._position, self._last = file, 0, -2
+        self._blocks: OrderedDict[int, Future[bytes]] = OrderedDict()
+        self._pool = ThreadPoolExecutor(AHEAD, thread_name_prefix="remote")
+        self._system = _system(file.address)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.state.st_size}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, target: Any, /) -> int:
+        left = self._file.state.st_size - self._position
+        if left <= 0 or not len(target):
+            return 0
+        index, offset = divmod(self._position, BLOCK)
+        piece = memoryview(self._block(index))[offset : offset + len(target)]
+        memoryview(target).cast("B")[: len(piece)] = piece
+        self._position += len(piece)
+        return len(piece)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._blocks.clear()
+        super().close()
+
+    def _block(self, index: int) -> bytes:
+        ahead = AHEAD if index == self._last + 1 else 0
+        if index != self._last:
+            for wanted in range(index, min(index + ahead, (self._file.state.st_size - 1) // BLOCK) + 1):
+                if wanted not in self._blocks:
+                    self._blocks[wanted] = self._pool.submit(self._fetch, wanted)
+            self._last = index
+            self._blocks.move_to_end(index)
+            while len(self._blocks) > BLOCKS_KEPT + AHEAD:
+                self._blocks.popitem(last=False)
+        block = self._blocks[index]
+        if block.done() and block.exception():  # fetched ahead while the server was away; perhaps it is back
+            block = self._blocks[index] = self._pool.submit(self._fetch, index)
+        return block.result()
+
+    def _fetch(self, index: int) -> bytes:
+        begin = index * BLOCK
+        return _range(self._system, self._file, begin, min(begin + BLOCK, self._file.state.st_size))
+
+
+def find(address: str) -> list[RemoteFile]:
+    """The file at this address, those in the folder there and below, or those that match a glob, sorted by address.
+
+    Hidden files are left out. None if there are none. Raises UserError, also if the bucket does not exist.
+    """
+    system = _system(address)
+
+    def look() -> dict[str, Any]:
+        try:
+            if is_glob(address):
+                return dict(system.glob(address, detail=True))
+            about = system.info(address)
+            if about["type"] == "file":
+                return {about["name"]: about}
+            return dict(system.find(address, detail=True))
+        except FileNotFoundError as error:
+            _require_answer(error)
+            return {}
+
+    found = [
+        RemoteFile(system.unstrip_protocol(name), _state_of(about, address))
+        for name, about in _patiently(look, address).items()
+        if about["type"] == "file" and not name.endswith("/")
+    ]
+    fixed = len(address.split("*")[0].split("/"))
+    visible = (file for file in found if not any(part.startswith(".") for part in file.parts[fixed:]))
+    return sorted(visible, key=lambda file: file.parts)
+
+
+def is_glob(address: str) -> bool:
+    """Whether an address has a pattern in it. That of a web page may have a ? of its own."""
+    return glob.has_magic(address) and not address.startswith("http")
+
+
+def state(address: str) -> RemoteState | None:
+    """What the server says of a file now; None if there is none. Raises UserError."""
+    system = _system(address)
+
+    def look() -> dict[str, Any] | None:
+        try:
+            return dict(system.info(address))
+        except FileNotFoundError as error:
+            _require_answer(error)
+            return None
+
+    about = _patiently(look, address)
+    return _state_of(about, address) if about and about["type"] == "file" else None
+
+
+def read(address: str) -> bytes | None:
+    """The contents of a small file; None if there is none. Raises UserError."""
+    system = _system(address)
+
+    def content() -> bytes | None:
+        try:
+            return bytes(system.cat_file(address))
+        except FileNotFoundError as error:
+            _require_answer(error)
+            return None
+
+    return _patiently(content, address)
+
+
+def write(address: str, content: bytes) -> None:
+    """Create or replace a small file. Raises UserError."""
+    system = _system(address)
+    _patiently(lambda: system.pipe_file(address, content), address)
+
+
+def upload(path: Path, address: str) -> None:
+    """Copy a file to a server, in parts if it is large; the file appears there when all of it has arrived.
+
+    The server compares each part with a checksum that is sent along. Raises UserError, and OSError for the file.
+    """
+    system, size = _system(address), path.stat().st_size
+    _patiently(lambda: system.put_file(str(path), address), address)
+    if (there := state(address)) is None or there.st_size != size:
+        raise TemporaryError(f"{address} is not there after it was sent: {size} bytes of {path}")
+
+
+def delete(addresses: Sequence[str]) -> None:
+    """Delete files, in this order; those that do not exist are deleted. Raises UserError."""
+
+    def remove(address: str) -> None:
+        with suppress(FileNotFoundError):
+            _system(address).rm_file(address)
+
+    for address in addresses:
+        _patiently(partial(remove, address), address)
+
+
+def download(file: RemoteFile, path: Path) -> None:
+    """Copy a file to this disk, under its name when it is whole. Raises UserError if it changes meanwhile."""
+    part = path.with_name(f".{os.getpid()}-{path.name}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with file.open() as source, part.open("wb") as target:
+            while block := source.read(BLOCK):
+                target.write(block)
+            target.flush()
+            os.fsync(target.fileno())
+        if part.stat().st_size != file.state.st_size or state(file.address) != file.state:
+            raise UserError(f"{file} changed while it was read; start again when nothing writes to it any more")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _system(address: str) -> Any:
+    """What fsspec reads the address with."""
+    scheme = address.partition("://")[0]
+    if scheme not in PACKAGES:
+        raise UserError(f"{address} cannot be read: addresses begin with s3://, gs:// or https://")
+    try:
+        import fsspec
+
+        return _opened(fsspec, scheme)
+    except ImportError:
+        package = PACKAGES[scheme]
+        raise UserError(
+            f"{address} is read with the package {package}, which is not installed; install it:"
+            f" pip install {package}, or pip install -e '.[remote]'"
+        ) from None
+
+
+def _opened(fsspec: Any, scheme: str) -> Any:
+    # fsspec keeps one object of equal options per thread, and makes new ones after a fork.
+    if scheme == "s3":
+        limits = {"connect_timeout": CONNECT_SECONDS, "read_timeout": READ_SECONDS, "retries": {"max_attempts": 0}}
+        system = fsspec.filesystem("s3", use_listings_cache=False, config_kwargs=limits)
+        system.retries = 1  # those of _patiently() are enough
+        return system
+    if scheme.startswith("http"):
+        import aiohttp
+
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=READ_SECONDS)
+        plain = {"timeout": limit, "headers": {"Accept-Encoding": "identity"}}
+        return fsspec.filesystem(scheme, use_listings_cache=False, client_kwargs=plain)
+    return fsspec.filesystem(scheme, use_listings_cache=False)
+
+
+def _require_answer(error: FileNotFoundError) -> None:
+    """Raise what fsspec takes for a file that does not exist, but is a fault, or a bucket that does not exist."""
+    if error.__cause__ is not None and _status(error.__cause__) not in (404, 410):
+        raise error.__cause__
+    if "specified bucket" in str(error):
+        raise error
+
+
+def _state_of(about: dict[str, Any], address: str) -> RemoteState:
+    size = about.get("size", about.get("Size"))
+    if size is None:
+        raise UserError(f"{address}: its server does not say how many bytes it has; download it and give the file")
+    return RemoteState(int(size), next((str(about[tag]) for tag in TAGS if about.get(tag)), ""))
+
+
+def _range(system: Any, file: RemoteFile, begin: int, end: int) -> bytes:
+    """Bytes begin .. end - 1 of a file."""
+
+    def fetch() -> bytes:
+        found = bytes(system.cat_file(file.address, start=begin, end=end))
+        if len(found) > end - begin:
+            raise UserError(f"{file}: its server cannot send parts of files; download it and give the file")
+        if len(found) < end - begin:
+            raise ConnectionError(f"{len(found)} of {end - begin} bytes from byte {begin} on arrived")
+        return found
+
+    return _patiently(fetch, file.address)
+
+
+def _patiently(work: Callable[[], Result], address: str) -> Result:
+    """The result of `work`, which is called again after a fault that may pass. Raises UserError."""
+    last = time.monotonic() + PATIENCE
+    for pause in _pauses():
+        try:
+            return work()
+        except UserError:
+            raise
+        except Exception as error:
+            problem = _problem(error, address)
+            if not isinstance(problem, TemporaryError):
+                raise problem from None
+            if time.monotonic() + pause > last:
+                raise problem from error
+            time.sleep(pause)
+    raise AssertionError("the pauses never end")
+
+
+def _pauses() -> Iterator[float]:
+    pause = LONGEST_PAUSE / 16
+    while True:
+        yield pause
+        pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def _status(error: BaseException | None) -> int:
+    """The status of the server's answer, as botocore and aiohttp keep it; 0 if there was none."""
+    if error is None:
+        return 0
+    response = getattr(error, "response", None)
+    about = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
+    return int(about.get("HTTPStatusCode") or getattr(error, "status", 0) or _status(error.__cause__))
+
+
+def _problem(error: Exception, address: str) -> UserError:
+    """The error to raise for one of a server or of its library: a TemporaryError if it may pass."""
+    kind, text, status = type(error).__name__, " ".join(str(error).split())[:300], _status(error)
+    if isinstance(error, FileNotFoundError) or status in (404, 410):
+        return UserError(f"{address} does not exist: {text or kind}")
+    if isinstance(error, PermissionError) or status in (401, 403):
+        return UserError(
+            f"{address} may not be used with these credentials: {text or kind}; set AWS_ACCESS_KEY_ID and"
+            " AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or what your server asks for"
+        )
+    if "Credentials" in kind:
+        return UserError(
+            f"{address} needs credentials: {text}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+            " (for a public bucket: FSSPEC_S3_ANON=true)"
+        )
+    if isinstance(error, (ValueError, NotImplementedError)) or "Validation" in kind or "InvalidURL" in kind:
+        return UserError(f"{address} is not an address that can be used: {text or kind}")
+    if 300 <= status < 500 and status not in (408, 429) and not any(code in str(error) for code in BROKEN_OFF):
+        return UserError(f"{address} cannot be used: its server answers {status}: {text}")
+    if isinstance(error, (OSError, EOFError)) or type(error).__module__.partition(".")[0] in LIBRARIES:
+        return TemporaryError(f"{address} cannot be reached now: {text or kind}")
+    raise error

@@ -1,0 +1,41 @@
+"""Which Shardwright this is. Imports no torch."""
+
+import json
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKED = "pack.json"
+"""In a checkout that was packed for the nodes of a job, without its git folder: what commit() said of the original."""
+
+
+def version(root: Path = ROOT) -> str:
+    """The version of the checkout, and its commit where git can tell: "shardwright 0.2.0 (commit 0123456789ab)"."""
+    number = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    if not (found := commit(root, "--untracked-files=no"))["git_commit"]:
+        return f"shardwright {number}"
+    changed = ", with uncommitted changes" if found["git_uncommitted_changes"] else ""
+    return f"shardwright {number} (commit {found['git_commit'][:12]}{changed})"
+
+
+def commit(root: Path = ROOT, *options: str) -> dict[str, Any]:
+    """The commit of the checkout and whether files have changed since (options: of git status); None without git."""
+    if (root / PACKED).exists():
+        packed: dict[str, Any] = json.loads((root / PACKED).read_text(encoding="utf-8"))
+        return packed
+    changes = _git(root, "status", "--porcelain", *options)
+    return {
+        "git_commit": _git(root, "rev-parse", "HEAD"),
+        "git_uncommitted_changes": None if changes is None else bool(changes),
+    }
+
+
+def _git(root: Path, *words: str) -> str | None:
+    """What git says of the checkout; None if it cannot."""
+    try:
+        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
