@@ -14,7 +14,7 @@ class DataConfig:
     """The text and how it is tokenized."""
 
     source: Annotated[str, MinLen(1)] = "python-stdlib"
-    """"python-stdlib", file, folder, glob (.txt .jsonl .parquet .csv), "hf:ID[:CONFIG[:SPLIT]]" or prepared tokens."""
+    """"python-stdlib[/FOLDER]", file, folder, glob (.txt .jsonl .parquet .csv), "hf:ID[:CONFIG[:SPLIT]]" or tokens."""
     mixture: dict[Annotated[str, MinLen(1)], Annotated[float, Gt(0)]] = field(default_factory=dict)
     """Several sources instead of `source`, each with its share of the tokens, such as {"web/*.parquet" = 0.7, ...}."""
     text_field: Annotated[str, MinLen(1)] = "text"
@@ -23,6 +23,8 @@ class DataConfig:
     """A document of a .txt file is a "file", "line", "blank_line", "pieces", "auto" (docs/data.md) or a separator."""
     tokenizer: Annotated[str, MinLen(1)] = "train:4096"
     """A tokenizer.json, a folder with one, "train:N" (N entries trained on the source), or "from_weights"."""
+    bos: bool = False
+    """Begin every document with the tokenizer's beginning-of-sequence token; needs a tokenizer that has one."""
     prompt_field: str = ""
     """Train on pairs instead of text: the field that holds the prompt. Only answers are learned (docs/data.md)."""
     answer_field: str = ""

@@ -21,10 +21,12 @@ from models.loss import IGNORED
 from parallel.dist import World, on_all, on_main
 from parallel.errors import UserError
 from recipes.data.config import BatchConfig, DataConfig
+from recipes.data.history import History, consumed_tokens, to_json
 from recipes.data.open_data import Data, Launch, open_data
 from recipes.data.sequences import Quarantine, Sequences, Source
 from recipes.data.text.tokenizer import Tokenizer
 from recipes.files.layout import QUARANTINE
+from recipes.files.units import counted
 
 if TYPE_CHECKING:
     from models.pairs import EncoderDecoderInputs
@@ -55,8 +57,10 @@ class DataLoader:
         log: Callable[[str], None],
         validation: Mapping[str, str],
         pairing: "Pairing | None" = None,
+        at_several_lengths: frozenset[str] = frozenset(),
     ) -> None:
-        """Open all sources on every process.
+        """Open all sources on every process, which maps their tokens itself; one of each node compares the text and the
+        tokenizer with rank 0's. Raises UserError if a source, its text or the tokenizer is bad, or if they differ.
 
         Args:
             data, batch: the recipe's sections.
@@ -69,37 +73,62 @@ class DataLoader:
             log: receives one line of text per message.
             validation: as for open_data().
             pairing: how rows become pairs; None = they are text.
-
-        Raises:
-            UserError: if a source, its text or the tokenizer is bad, or the processes see different files.
+            at_several_lengths: names of the sources that the run reads at several sequence lengths.
         """
 
         def opened_from(state: Mapping[str, Any], launch: Launch) -> Data:
-            of_step = pairing and replace(pairing, run=batch.global_batch_size)
             opens = partial(open_data, data, sequence_length=batch.sequence_length, seed=seed, validation=validation)
+            of_step = pairing and replace(pairing, run=batch.global_batch_size)
             return opens(replace(launch, pairing=of_step), tokenizer=tokenizer(), resumed_data_state=state)
 
-        opened = _open_on_all(world, opened_from, resumed_data_state=resumed_data_state, log=log)
+        self._looks = world.leads_node
+        several = at_several_lengths
+        launch = Launch(run="", writes=world.is_main, log=log, looks=self._looks, at_several_lengths=several)
+        opened = _open_on_all(world, opened_from, resumed_data_state=resumed_data_state, launch=launch)
         _require_vocabulary(opened.tokenizer, vocabulary)
         self.tokenizer, self.data_state, self.pairing = opened.tokenizer, opened.data_state, pairing
         end, masked = self.tokenizer.end_of_document, data.document_mask and pairing is None
         self.document_boundary = end if masked else None
         """The token that attention does not look past, if the recipe asks for that."""
-        batches = partial(
-            _reader_of_batches(pairing, end_of_document=end, boundary=self.document_boundary),
-            global_batch_size=batch.global_batch_size,
-            micro_batch_size=batch.micro_batch_size,
-            data_rank=data_rank,
-            data_ranks=data_ranks,
-            device=world.device,
-        )
+        reader = _reader_of_batches(pairing, end_of_document=end, boundary=self.document_boundary)
+        share: dict[str, Any] = {"data_rank": data_rank, "data_ranks": data_ranks, "device": world.device}
+        sizes = {"global_batch_size": batch.global_batch_size, "micro_batch_size": batch.micro_batch_size}
+        batches = partial(reader, **sizes, **share)
         self.training = batches(opened.training)
         self.validation = {name: batches(sequences) for name, sequences in opened.validation.items()}
         """By name; "" is the name of a single text."""
         self._global_batch_size = batch.global_batch_size
         self._world, self._log = world, log
+        self._trained_on: Mapping[str, str] = {}
         self._quarantine: Quarantine | None = None
         self._bad_rows = 0
+
+    def continue_after(self, history: History, *, first_batch: int) -> bool:
+        """Go on after these segments, with batch number `first_batch`, which is the first that may be asked for from
+        now on. Returns whether the last of them goes on. Raises UserError for pairs that have another order now."""
+        first = self.training.sequences.continue_after(history)
+        if self.pairing is not None and first != first_batch * self._global_batch_size:
+            raise UserError(
+                "batch.global_batch_size: pairs cannot go on in batches of another size, because the order of pairs"
+                " follows it; keep it, or start another run from the weights (model.weights)"
+            )
+        self.training.begin(first_batch, first)
+        return not history or self.history(first_batch + 1)[-1].continues(history[-1])
+
+    def progress(self, batches: int) -> dict[str, Any]:
+        """What a checkpoint keeps of the first `batches` global batches, as plain JSON. Waits until their tokens are
+        known."""
+        history = self.history(batches)
+        return {
+            "sequences": sum(segment.sequences for segment in history),
+            "tokens": self.tokens(batches),
+            "history": to_json(history),
+            "trained_on": self.checksums(batches) if self._world.is_main else {},  # rank 0's is stored
+        }
+
+    def history(self, batches: int) -> History:
+        """What the first `batches` global batches consist of."""
+        return self.training.sequences.history(self.training.first_of(batches))
 
     def batch(self, batch: int) -> list[MicroBatch]:
         """This process's share of global batch number `batch`, on the device. Raises UserError if there is none."""
@@ -123,33 +152,49 @@ class DataLoader:
         """The first tokens of the (first) validation text; of pairs, the end of the first prompt."""
         return next(iter(self.validation.values())).sequences.beginning(count)
 
-    def tokens(self, batches: int) -> tuple[int, int] | None:
-        """Input tokens in the first `batches` global batches of pairs, without padding: of an encoder (0 for a causal
-        model), and of a decoder. None: every input of every batch is a token."""
-        return self.training.sequences.tokens(batches * self._global_batch_size)
+    def tokens(self, batches: int) -> int:
+        """Input tokens in the first `batches` global batches, without padding."""
+        return sum(self.training.sequences.tokens(self.training.first_of(batches)))
 
     def documents(self, batch: int) -> dict[str, list[list[int]]]:
-        """The contents of global batch number `batch`: source -> [file, row, first token, last + 1] of each piece."""
+        """The contents of global batch number `batch`, on rank 0: source -> [file, row, first token, last + 1] of each
+        piece. Every process must call this: it looks up its own share, which may lie in as many files as it has
+        sequences."""
+        own = self.training.share_of(batch)
+        pieces = [piece for number in own for piece in self.training.sequences.pieces(number)]
+        # A share that several processes read is found in one node, most likely, and leaves it once.
+        shares = self._world.messages.reduce({own.start: pieces}, lambda some, others: some | others)
         found: dict[str, list[list[int]]] = {}
-        for number in range(batch * self._global_batch_size, (batch + 1) * self._global_batch_size):
-            for piece in self.training.sequences.pieces(number):
+        for first in sorted(shares):
+            for piece in shares[first]:
                 found.setdefault(piece.source, []).append([piece.file, piece.row, piece.begin, piece.end])
         return found
 
     def epochs(self, batches: int) -> dict[str, float | None]:
         """How often each source is read in so many batches; None while its length is unknown."""
-        found = self.training.sequences.epochs(batches * self._global_batch_size)
+        found = self.training.sequences.epochs(self.training.first_of(batches))
         return {name: None if times is None else round(times, 4) for name, times in found.items()}
 
+    def consumed(self, batches: int) -> Iterator[str]:
+        """What the first `batches` global batches consumed of each source that was ever read, one line each."""
+        epochs = self.epochs(batches)
+        for name, tokens in consumed_tokens(self.history(batches)).items():
+            times = f", {epochs[name]:g} epochs" if epochs.get(name) is not None else ""
+            yield f"step {batches:>6}  read of {name}: {counted(tokens)} tokens{times}"
+
     def checksums(self, batches: int) -> dict[str, str]:
-        """For each source, a checksum of the tokens that the first `batches` global batches come from."""
-        return self.training.sequences.checksums(batches * self._global_batch_size)
+        """For each source, a checksum of the tokens that the first `batches` global batches come from; of a source
+        that is not read any more, the one in the checkpoint."""
+        return {**self._trained_on, **self.training.sequences.checksums(self.training.first_of(batches))}
 
     def require_trained_on(self, checksums: Mapping[str, str], *, batches: int) -> None:
         """Raises UserError if the first `batches` global batches come from other tokens than the run was trained on.
 
-        The data state identifies the given text, the checksums what was read of it. Every process must call this.
+        The data state identifies the given text, the checksums what was read of it. Every process must call this; one
+        of each node compares, which reads a part of a shard.
         """
+
+        self._trained_on = dict(checksums)
 
         def compare() -> None:
             now = self.checksums(batches)
@@ -161,7 +206,7 @@ class DataLoader:
                         f" {_remedy(source)}; or start another run (--run.name OTHER)"
                     )
 
-        on_all(self._world, compare)
+        on_all(self._world, compare if self._looks else lambda: None)
 
     def list_bad_rows_in(self, folder: Path) -> None:
         """List bad rows in this run folder from now on."""
@@ -213,6 +258,7 @@ class Batches:
         self._device = device
         self._waiting: deque[tuple[int, Future[list[MicroBatch]]]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="data")
+        self._first_batch = self._first = 0
 
     def take(self, batch: int) -> list[MicroBatch]:
         """Global batch number `batch`, on the device, without waiting for a GPU.
@@ -236,7 +282,7 @@ class Batches:
         self._thread.shutdown(cancel_futures=True)
 
     def _read(self, batch: int, *, available: int | None = None) -> list[MicroBatch]:
-        first = batch * self._global_batch_size
+        first = self.first_of(batch)
         # The whole batch, not this process's share, so that all processes stop at the same step if there is a problem.
         self.sequences.require(first, self._global_batch_size)
         first += self._offset
@@ -248,6 +294,19 @@ class Batches:
         size = self._micro_batch_size
         pairs = zip(inputs.split(size), targets.split(size), strict=True)
         return [self._micro_batch(own_inputs, own_targets) for own_inputs, own_targets in pairs]
+
+    def begin(self, batch: int, sequence: int) -> None:
+        """Let this batch begin with this sequence, and the others follow."""
+        self._first_batch, self._first = batch, sequence
+
+    def first_of(self, batch: int) -> int:
+        """The number of a batch's first sequence."""
+        return self._first + (batch - self._first_batch) * self._global_batch_size
+
+    def share_of(self, batch: int) -> range:
+        """The numbers of this process's sequences of a batch."""
+        first = self.first_of(batch) + self._offset
+        return range(first, first + self._share)
 
     def _micro_batch(self, inputs: Tensor, targets: Tensor) -> MicroBatch:
         end = self._end_of_document
@@ -281,12 +340,15 @@ def _open_on_all(
     opened_from: Callable[[Mapping[str, Any], Launch], Data],
     *,
     resumed_data_state: Callable[[], Mapping[str, Any]],
-    log: Callable[[str], None],
+    launch: Launch,
 ) -> Data:
-    """Open the data on rank 0, then on the other processes from what it found. Raises UserError if they differ."""
+    """Open the data on rank 0, then on the other processes from what it found. Raises UserError if they differ.
+
+    launch: without the id of this start.
+    """
     # The id is for this start of the run: processes that tokenize for other runs may share the cache.
     resumed, run = on_main(world, lambda: (resumed_data_state(), uuid.uuid4().hex))
-    launch = Launch(run=run, writes=world.is_main, log=log)
+    launch = replace(launch, run=run)
     opened: list[Data] = []
 
     def open_first() -> dict[str, Any]:
@@ -325,7 +387,7 @@ def _require_vocabulary(tokenizer: Tokenizer, vocabulary: int) -> None:
 def _remedy(source: Source) -> str:
     """What to do about a source that gives other tokens than before."""
     folder = source.shards.folder
-    if source.order.window is None:
+    if source.prepared:
         return f"Prepare '{folder}' again from its original files"
     if any(shard.unread for shard in source.shards.shards):
         return f"A file cannot be read now: repair it, remove '{folder}' and run the same command again"

@@ -12,34 +12,31 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from parallel.descriptors import files_of_tokens
 from parallel.errors import TemporaryError, UserError
 from recipes.data.config import HELD_OUT, DataConfig
 from recipes.data.order import SequenceOrder
 from recipes.data.sequences import Sequences, Source
 from recipes.data.text.readers import Fields
-from recipes.data.text.sources import describe, file_size, is_prepared, notes, pinned
+from recipes.data.text.sources import describe, is_prepared, notes, pinned
 from recipes.data.text.tokenizer import Tokenizer, load_tokenizer
 from recipes.data.tokens.shards import (
     ARRAYS,
-    TOKENIZER,
     TRAIN,
-    Index,
     Shard,
     Shards,
     array_path,
     bad_rows_path,
-    damage,
-    open_index,
     problem_path,
     shard_path,
 )
 from recipes.data.tokens.workspace import (
     USUAL,
-    VERIFY_UP_TO_BYTES,
     Pieces,
     Preparation,
     claimed,
     preparation,
+    prepared_folder,
     whole_shards,
     would_read_itself,
 )
@@ -65,9 +62,14 @@ class Launch:
     """Whether this process tokenizes what is missing. Exactly one process does, and it must call open_data() first."""
     log: Callable[[str], None]
     """Receives one line of text per message."""
+    looks: bool = True
+    """Whether this process looks for other text than the one that writes; otherwise another one of its node does."""
     pieces: Pieces = USUAL
     pairing: "Pairing | None" = None
     """How rows become pairs; None = they are text."""
+
+    at_several_lengths: frozenset[str] = frozenset()
+    """Names of the sources that the run reads at several sequence lengths."""
 
     def fields(self, section: DataConfig) -> Fields:
         """What is read of a row."""
@@ -96,6 +98,8 @@ class _Tokens:
     """The source's entry in Data.data_state."""
     background: "Background | None" = None
     """Writes the missing tokens, if this process started it."""
+    shards: tuple[Shard, ...] | None = None
+    """All of them, if their index has been read."""
 
 
 def open_data(
@@ -117,7 +121,8 @@ def open_data(
         sequence_length: inputs per sequence.
         seed: of the data order.
         resumed_data_state: of the checkpoint to resume from, or {}; on processes that do not write, the data_state of
-            the one that does. A dataset on the hub stays at the commit named there.
+            the one that does, which those that do not look either take as it is. A dataset on the hub stays at the
+            commit named there.
         validation: name -> source of each text to validate on; HELD_OUT = the held-out documents of all sources.
 
     Raises:
@@ -130,10 +135,7 @@ def open_data(
     raw = [text for name, text in texts.items() if name not in prepared]
     others = [source for source in dict.fromkeys(validation.values()) if source != HELD_OUT]
     _look_at([*raw, *(source for source in others if not is_prepared(source))], section, cache, launch)
-    if isinstance(tokenizer, str):
-        reading: Any = {"text_field": launch.fields(section), "text_documents": section.text_documents}
-        corpus = raw or list(texts.values())
-        tokenizer = load_tokenizer(tokenizer, sources=corpus, **reading, cache=cache, log=launch.log)
+    tokenizer = _loaded(tokenizer, raw or list(texts.values()), section, cache, launch)
     training: list[Source] = []
     data_state: dict[str, Any] = {"tokenizer": tokenizer.fingerprint, "sources": {}}
     weights, fraction, opened = list(section.sources.values()), section.validation_fraction, {}
@@ -144,6 +146,7 @@ def open_data(
             undo.callback(training[-1].stop)
             _require_training_text(training[-1], launch, fraction=fraction)
             data_state["sources"][name] = tokens.entry
+        data_state["sources"] |= {name: entry for name, entry in resumed.items() if name not in texts}
         joined = _joined(training, weights, section, launch)
         if HELD_OUT in validation.values():
             held = held_out(training, fraction=fraction, pairs=launch.pairing is not None)
@@ -151,12 +154,26 @@ def open_data(
         for name in others:
             then = resumed_validation.get(name, {})
             opened[name], entry = _open_validation(name, section, tokenizer, sequence_length, then, launch)
-            if also_trained_on(name, entry, data_state["sources"]):
+            if launch.writes and also_trained_on(name, entry, data_state["sources"]):
                 launch.log(f"WARNING: the run also trains on the validation source {name!r}; its loss says little")
             data_state.setdefault("validation", {})[name] = entry
         undo.pop_all()
     texts_read = {name: opened[source] for name, source in validation.items()}
     return Data(tokenizer, joined, texts_read, data_state)
+
+
+def _loaded(
+    tokenizer: str | Tokenizer, corpus: Sequence[str], section: DataConfig, cache: Path, launch: Launch
+) -> Tokenizer:
+    """The tokenizer, trained on this corpus if it is to be, with the beginning of documents if the recipe asks."""
+    if isinstance(tokenizer, str):
+        reading: Any = {"text_field": launch.fields(section), "text_documents": section.text_documents}
+        tokenizer = load_tokenizer(tokenizer, sources=corpus, **reading, cache=cache, log=launch.log)
+    if not section.bos:
+        return tokenizer
+    from recipes.data.text.beginning import with_beginning
+
+    return with_beginning(tokenizer)
 
 
 def _require_training_text(source: Source, launch: Launch, *, fraction: float) -> None:
@@ -179,6 +196,8 @@ def _joined(
 
 def _look_at(sources: Sequence[str], section: DataConfig, cache: Path, launch: Launch) -> None:
     """Log which files of these sources are read, and what a document in them is. Raises UserError."""
+    if not launch.looks:
+        return
     if around := [source for source in sources if would_read_itself(source, cache / "tokens" / "any")]:
         raise UserError(
             f"data.cache: '{cache}' lies inside the source {around[0]!r}, which would read its own tokens; give a cache"
@@ -221,6 +240,10 @@ def _tokens(
     setting: str = "data.source",
 ) -> _Tokens:
     """The tokens of a source. resumed: its entry in the data_state to resume from. setting: names it in the recipe."""
+    if not launch.looks:
+        own = Path(section.cache).expanduser() / "tokens" / resumed["tokens"]
+        folder = prepared_folder(name, Path(section.cache), log=launch.log) if resumed["prepared"] else own
+        return _Tokens(folder, dict(resumed))
     if is_prepared(name):
         return _prepared_tokens(name, text, section, tokenizer, launch, setting=setting)
     return _cached_tokens(name, text, section, tokenizer, used=resumed.get("tokens", ""), launch=launch)
@@ -231,15 +254,18 @@ def _prepared_tokens(
 ) -> _Tokens:
     """The tokens in a prepared folder; the process that writes compares them with their checksums. setting: as in
     _tokens()."""
-    folder = Path(name).expanduser()
-    index = _matching_index(folder, tokenizer, section.validation_fraction, verify=launch.writes, setting=setting)
+    from recipes.data.prepared import matching_index
+
+    folder = prepared_folder(name, Path(section.cache), log=launch.log)
+    index = matching_index(folder, tokenizer, section.validation_fraction, verify=launch.writes, setting=setting)
     expected = "" if launch.pairing is None else launch.pairing.format.summary
     if index.pairs != expected:
         from recipes.data.text.pairs import prepared_otherwise
 
         raise UserError(f"{setting}: '{folder}' {prepared_otherwise(index.pairs, expected)}")
     about = f"{sum(shard.train for shard in index.shards):,} tokens"
-    return _Tokens(folder, _entry(text, index.fingerprint, index.source_fingerprint, prepared=True, about=about))
+    entry = _entry(text, index.fingerprint, index.source_fingerprint, prepared=True, about=about)
+    return _Tokens(folder, entry, shards=index.shards)
 
 
 def _cached_tokens(
@@ -285,11 +311,16 @@ def _entry(source: str, tokens: str, text: str, *, prepared: bool, about: str) -
 
 
 def _source(name: str, tokens: _Tokens, order: SequenceOrder, section: DataConfig, launch: Launch) -> Source:
-    """A source that may still be tokenized. order: without its window, which only text that is not prepared has."""
-    if not tokens.entry["prepared"] and launch.pairing is None:
-        order = replace(order, window=max(1, section.shuffle_tokens // order.sequence_length))
-    shards, problem = Shards(tokens.folder, TRAIN), problem_path(tokens.folder, launch.run)
-    source = Source(name, shards, order, bad_row_budget=section.bad_row_budget, problem=problem)
+    """A source that may still be tokenized. order: without its window, which text that is not prepared has, and what is
+    read at several lengths: then what a change of the length joins is at most a window."""
+    several = name in launch.at_several_lengths
+    if launch.pairing is None and (several or not tokens.entry["prepared"]):
+        window = max(1, section.shuffle_tokens // order.sequence_length)
+        order = replace(order, window=window, every_epoch=several)
+    shards = Shards(tokens.folder, TRAIN, only=tokens.shards, maps=max(1, files_of_tokens() // len(section.sources)))
+    problem = problem_path(tokens.folder, launch.run)
+    budget, prepared = section.bad_row_budget, tokens.entry["prepared"]
+    source = Source(name, shards, order, bad_row_budget=budget, problem=problem, prepared=prepared)
     source.background = tokens.background
     return source
 
@@ -346,33 +377,6 @@ def _link(old: Path, shards: Sequence[Shard], new: Path, work: Preparation) -> N
 def _cannot_write(folder: Path, error: OSError) -> UserError:
     message = f"data.cache: cannot write below '{folder.parent}': {error}"
     return TemporaryError(message) if may_pass(error) else UserError(f"{message}; give another folder")
-
-
-def _matching_index(
-    folder: Path, tokenizer: Tokenizer, validation_fraction: float, *, verify: bool, setting: str
-) -> Index:
-    """The index of prepared shards. Raises UserError if they do not match the recipe or are damaged."""
-    index = open_index(str(folder))
-    if index.tokenizer_fingerprint != tokenizer.fingerprint and setting != "data.source":
-        raise UserError(
-            f"{setting}: '{folder}' holds tokens of another tokenizer than the training text; prepare it with"
-            " that one, or give its text"
-        )
-    if index.tokenizer_fingerprint != tokenizer.fingerprint:
-        raise UserError(
-            f"data.tokenizer: '{folder}' holds tokens of another tokenizer; write tokenizer = \"{folder / TOKENIZER}\""
-        )
-    if index.validation_fraction != validation_fraction and setting == "data.source":
-        raise UserError(
-            f"data.validation_fraction: '{folder}' was prepared with {index.validation_fraction}; write that, or"
-            " prepare the folder again"
-        )
-    size = 0
-    for number, shard in enumerate(index.shards if verify else ()):
-        size += file_size(array_path(folder, number, TRAIN))
-        if size <= VERIFY_UP_TO_BYTES and (problem := damage(folder, number, shard)):
-            raise UserError(f"{setting}: '{folder}' is damaged: {problem}; prepare it again")
-    return index
 
 
 def _wait_for_first_window(source: Source, log: Callable[[str], None]) -> None:

@@ -1,11 +1,12 @@
 """Which tokens sequence number n of a run holds, computed from the recipe and n alone. Nothing is stored.
 
-The order does not depend on the number of processes, the batch size or what was read before. So the whole state of the
-data is one integer, the number of sequences consumed, and any position is reached at once.
+The order does not depend on the number of processes or the batch size. So the whole state of the data is the number of
+sequences consumed, of each length and mixture that the run has had (history.py), and any position is reached at once.
 
 S sequence length. A source is a row of `total` tokens that repeats forever. Its sequence i covers tokens i*S .. i*S + S
 of that row: the last one is only a target here, and the first input of sequence i + 1. A sequence may start at the end
-of one repetition and end in the next, so no token is dropped, padded or seen twice per repetition.
+of one repetition and end in the next, so no token is dropped, padded or seen twice per repetition. Where an earlier
+length was read before, sequences are counted from an origin, the first token of the row that it left alone.
 Imports no torch.
 """
 
@@ -26,49 +27,57 @@ class SequenceOrder:
     """The shuffled order of one source's sequences.
 
     Epoch e consists of sequences e*total // S to (e+1)*total // S - 1, each once. Each epoch is shuffled as a whole,
-    except that the first epoch of a source that is tokenized during training is shuffled window by window.
+    except that the first epoch of a source that is tokenized during training is shuffled window by window, and so is
+    every epoch of a source that a run reads at several lengths.
     """
 
     sequence_length: int
     seed: int
     window: int | None
     """Sequences shuffled together in the first epoch; None = all."""
+    every_epoch: bool = False
+    """Whether all epochs are shuffled by windows."""
+    origin: int = 0
+    """Where sequence 0 starts in the endless row of repetitions."""
 
     def needs(self, number: int) -> int | None:
         """How many tokens must exist, unless the source is complete, to determine sequence `number`; None = all."""
         if self.window is None:
             return None
-        return (number // self.window + 1) * self.window * self.sequence_length + 1
+        return self.origin + (number // self.window + 1) * self.window * self.sequence_length + 1
+
+    def units(self, numbers: np.ndarray, *, total: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The epoch of each of these sequences, and the first and the number of those that it is shuffled with: three
+        of (n,) int64. total: as in starts()."""
+        if total is None:
+            assert self.window is not None
+            return np.zeros_like(numbers), numbers // self.window * self.window, np.full_like(numbers, self.window)
+        epochs = self.epochs(numbers, total=total)
+        firsts = np.maximum(0, (epochs * total - self.origin) // self.sequence_length)
+        sizes = ((epochs + 1) * total - self.origin) // self.sequence_length - firsts
+        if self.window is not None:
+            by_windows = (epochs == 0) | self.every_epoch
+            before = (numbers - firsts) // self.window * self.window
+            sizes = np.where(by_windows, np.minimum(self.window, sizes - before), sizes)
+            firsts = np.where(by_windows, firsts + before, firsts)
+        return epochs, firsts, sizes
 
     def starts(self, numbers: np.ndarray, *, total: int | None) -> np.ndarray:
         """Where in the source the sequences of these numbers start: (n,) int64 -> (n,) int64, below `total`.
 
         total: tokens in the source; None = unknown, then needs() of every number must exist already.
         """
-        if total is None:
-            assert self.window is not None
-            firsts = numbers // self.window * self.window
-            sizes = np.full_like(numbers, self.window)
-            epochs = np.zeros_like(numbers)
-        else:
-            epochs = self.epochs(numbers, total=total)
-            firsts = epochs * total // self.sequence_length
-            sizes = (epochs + 1) * total // self.sequence_length - firsts
-            if self.window is not None:
-                first = epochs == 0
-                window_firsts = numbers // self.window * self.window
-                sizes = np.where(first, np.minimum(self.window, sizes - window_firsts), sizes)
-                firsts = np.where(first, window_firsts, firsts)
+        epochs, firsts, sizes = self.units(numbers, total=total)
         # A key per epoch and window; a collision of two 64-bit keys is possible but practically never happens.
         seed = np.uint64(xxhash.xxh3_64_intdigest(str(self.seed).encode()))  # any int -> 64 bits
-        keys = _mixed(_mixed(_u64(epochs) + seed) + _u64(firsts))
+        keys = _mixed(_mixed(_u64(epochs) + seed) + _u64(firsts + self.origin))
         sequences = firsts + permuted(numbers - firsts, sizes=sizes, keys=keys)
-        starts = sequences * self.sequence_length
+        starts = self.origin + sequences * self.sequence_length
         return starts if total is None else starts % total
 
     def epochs(self, numbers: np.ndarray, *, total: int) -> np.ndarray:
         """The epoch, from 0, in which each of these sequences ends: (n,) -> (n,) int64."""
-        return ((numbers + 1) * self.sequence_length + total - 1) // total - 1
+        return (self.origin + (numbers + 1) * self.sequence_length + total - 1) // total - 1
 
 
 def mixture_problem(weights: Mapping[str, float]) -> str | None:

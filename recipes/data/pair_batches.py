@@ -27,7 +27,7 @@ class PairBatches(Batches):
         self._padding = end_of_document if pairing.padding is None else pairing.padding
 
     def _read(self, batch: int, *, available: int | None = None) -> list[MicroBatch]:
-        first = batch * self._global_batch_size
+        first = self.first_of(batch)
         self.sequences.require(first, self._global_batch_size)
         if self._pairing.format.encoder_decoder:
             return self._dealt(first, available)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from recipes.data.config import DataConfig
-from recipes.data.text.sources import STDLIB
+from recipes.data.text.stdlib import is_stdlib
 
 TWO_FIELDS = "prompt_field and answer_field"
 FIELDS = f'{TWO_FIELDS}, or messages_field = "messages"'
@@ -31,6 +31,8 @@ def pair_problems(data: DataConfig, *, encoder_decoder: bool) -> Iterator[tuple[
         yield "answer_field", "is the field of the prompt; name the field that holds the answer"
     if data.text_field != DataConfig.text_field:
         yield "text_field", "is not read where rows are pairs; omit it, or the fields of the pairs"
+    if data.bos:
+        yield "bos", "begins documents of text; a chat template writes its own beginning, and pairs have none; omit it"
     if encoder_decoder:
         if data.messages_field:
             yield "messages_field", f"is for causal models; an encoder-decoder model needs {TWO_FIELDS}"
@@ -38,7 +40,7 @@ def pair_problems(data: DataConfig, *, encoder_decoder: bool) -> Iterator[tuple[
         yield "answer_length", "is for encoder-decoder models; batch.sequence_length limits prompt and answer together"
     yield from _settings_fit(data)
     for source in data.sources:
-        if source == STDLIB or source.lower().endswith((".txt", ".py")):
+        if is_stdlib(source) or source.lower().endswith((".txt", ".py")):
             yield "source", f"{source!r} is plain text, which has no fields; give .jsonl, .parquet or .csv files"
 
 

@@ -8,7 +8,7 @@ torch.
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,7 @@ import xxhash
 
 from parallel.errors import UserError
 from recipes.data.config import DataConfig
+from recipes.data.history import History, Segment, joined
 from recipes.data.order import Mixture, permuted
 from recipes.data.sequences import Piece, Source
 from recipes.data.text.pairs import FIRST, ID, LEARNED, PairFormat, shortened
@@ -255,6 +256,24 @@ class PairSequences:
         self.sources = [one.source for one in sources]
         self.mixture, self.limits = Mixture(weights), limits
         self.sequence_length = limits.prompt
+        shares = {source.name: weight for source, weight in zip(self.sources, weights, strict=True)}
+        self._segment = Segment(shares, limits.prompt, 0)
+
+    def continue_after(self, history: History) -> int:
+        """As Sequences has it. Raises UserError if the sources, their shares or the length were others: where pairs of
+        another order go on is not defined."""
+        if not history:
+            return 0
+        if len(history) > 1 or not self._segment.continues(history[0]):
+            raise UserError(
+                "data: pairs cannot go on after other sources, shares or another batch.sequence_length, because these"
+                " decide which pairs share a row; keep them, or start another run from the weights (model.weights)"
+            )
+        return history[0].sequences
+
+    def history(self, consumed: int) -> History:
+        """As Sequences has it."""
+        return joined([replace(self._segment, sequences=consumed)])
 
     @property
     def available(self) -> int:

@@ -7,15 +7,26 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from recipes.data.history import (
+    Continuation,
+    History,
+    Reading,
+    Segment,
+    Window,
+    beginning,
+    consumed_tokens,
+    joined,
+    readings,
+)
 from recipes.data.order import Mixture, SequenceOrder
-from recipes.data.tokens.shards import BadRowBudget, Shards, bad_rows, read_problem
-from recipes.files.atomic import Lines
+from recipes.data.tokens.shards import BadRowBudget, Shard, Shards, bad_rows, read_problem
+from recipes.files.atomic import Lines, keep_rows
 
 if TYPE_CHECKING:
     from recipes.data.tokens.background import Background
@@ -42,19 +53,21 @@ class Quarantine:
         """log: receives one line of text per message."""
         self.file = file
         self._lines = Lines(file, log=log)
-        self._rows = 0
+        self._rows, self._begun = 0, False
         self._noted: dict[str, int] = {}
 
     def note(self, sources: "Sequence[Source]") -> int:
         """Add new bad rows. Returns how many there are in total."""
+        if not self._begun:
+            # A resumed run lists everything that it used again; what earlier stages read stays as it is.
+            self._begun, again = True, {source.name for source in sources}
+            with suppress(OSError):  # then appending fails too, and is reported
+                self._rows = keep_rows(self.file, lambda name: name not in again)
         for source in sources:
             first, used = self._noted.get(source.name, 0), source.used_shards
             rows = [*bad_rows(source.shards.folder, source.shards.shards[:used], first=first), *source.left_out]
             self._noted[source.name] = used
             if rows:
-                if not self._rows:  # a resumed run lists everything it used again, so the file is always complete
-                    with suppress(OSError):  # then appending fails too, and is reported
-                        self.file.unlink(missing_ok=True)
                 self._lines.append(*(json.dumps({"source": source.name, **row}) for row in rows))
                 self._rows += len(rows)
         return self._rows
@@ -72,20 +85,26 @@ class Source:
         bad_row_budget: float = 1.0,
         problem: Path | None = None,
         read_once: bool = False,
+        prepared: bool = False,
     ) -> None:
         """Open a source.
 
         Args:
             name: of the source, as the recipe writes it.
             shards: its tokens.
-            order: of its sequences.
+            order: of its sequences, if nothing was read of it before.
             bad_row_budget: share of the rows that may be bad.
             problem: file that says why no more tokens will come.
             read_once: cut the row to whole sequences with their targets.
+            prepared: whether its tokens were prepared before the run.
         """
         self.name = name
         self.shards = shards
-        self.order = order
+        self.order, self.prepared = order, prepared
+        self.offset = 0
+        """The number of the first sequence, where it continues those of an earlier segment."""
+        self._earlier: list[Reading] = []
+        self._position: Continuation | None = None
         self.background: Background | None = None
         """Writes the shards; only on the process that started it."""
         self.closed = False
@@ -109,10 +128,42 @@ class Source:
         """Whole sequences, with their last target, in the existing shards."""
         return max(0, self.shards.tokens - 1) // self.order.sequence_length
 
+    @property
+    def window(self) -> Window | None:
+        """How much of it is shuffled at a time."""
+        order = self.order
+        return None if order.window is None else Window(order.window * order.sequence_length, order.every_epoch)
+
+    def continue_after(self, earlier: Sequence[Reading]) -> None:
+        """Go on where these sequences ended."""
+        self._earlier, self._position, self.offset = list(earlier), None, 0
+        if earlier and earlier[-1][:2] == (self.order.sequence_length, self.window):
+            self.offset = self._earlier.pop().sequences
+
+    @property
+    def position(self) -> Continuation:
+        """Its sequences, which follow the earlier ones. Waits until those are known, see require()."""
+        if self._position is None:
+            lengths = [*((one.sequence_length, one.window) for one in self._earlier)]
+            lengths.append((self.order.sequence_length, self.window))
+            found = beginning(*lengths[0], seed=self.order.seed)
+            for one, following in zip(self._earlier, lengths[1:], strict=True):
+                self._wait(found.needs(one.sequences - 1))
+                found = found.then(*following, after=one.sequences, total=self.tokens)
+            self._position = found
+        return self._position
+
     def require(self, number: int) -> None:
         """Wait until the tokens of sequence `number` are known. Raises UserError if they never will be, or if too many
         rows are bad."""
-        needed = self.order.needs(number)
+        self._wait(self.position.needs(number))
+        # Of the shards in use, not of all existing ones, so that a run stops at the same step on any machine.
+        if (used := self.used(number)) > self.used_shards:
+            self.used_shards = used
+            self._budget.count(self.shards.shards[:used])
+
+    def _wait(self, needed: int | None) -> None:
+        """Wait until so many tokens exist, or all (None)."""
         if self.background is not None:
             window = (self.order.window or 0) * self.order.sequence_length
             self.background.want(None if needed is None else needed + window)
@@ -126,10 +177,6 @@ class Source:
                     reported = time.monotonic()
                     self.background.report(self.name, waited=reported - started)
                 time.sleep(SECONDS_BETWEEN_LOOKS)
-        # Of the shards in use, not of all existing ones, so that a run stops at the same step on any machine.
-        if (used := self.used(number)) > self.used_shards:
-            self.used_shards = used
-            self._budget.count(self.shards.shards[:used])
 
     def stop(self) -> None:
         """End all waiting, and stop tokenizing."""
@@ -139,7 +186,22 @@ class Source:
 
     def used(self, number: int) -> int:
         """How many shards determine sequence `number`, which must be known."""
-        needed = self.order.needs(number)
+        return self._covering(self.position.needs(number))
+
+    @property
+    def first_shards(self) -> Sequence[Shard]:
+        """Those that the first window of a source at its beginning needs; all of prepared ones, and without windows."""
+        return self.shards.shards[: self._covering(None if self.prepared else self.order.needs(0))]
+
+    def checksum(self, count: int) -> str | None:
+        """A checksum of the tokens that determine the first `count` sequences, and all earlier ones; None if there are
+        none. Waits until they are tokenized."""
+        if count:
+            self.require(count - 1)
+        needed = self.position.needs(count - 1) if count else self.position.needed
+        return None if needed == 0 else self.shards.checksum(needed)
+
+    def _covering(self, needed: int | None) -> int:
         return len(self.shards.shards) if needed is None else self.shards.covering(needed)
 
     def _require_progress(self) -> None:
@@ -158,6 +220,25 @@ class Sequences:
         self.sources = list(sources)
         self.mixture = Mixture(weights)
         self.sequence_length = self.sources[0].order.sequence_length
+        self.earlier: History = ()
+        """The segments before the present one."""
+        windows = {source.name: source.window for source in self.sources if source.window is not None}
+        shares = {source.name: weight for source, weight in zip(self.sources, weights, strict=True)}
+        self._segment = Segment(shares, self.sequence_length, 0, windows)
+
+    def continue_after(self, history: History) -> int:
+        """Go on after these segments. Returns the number of the next sequence in the present segment."""
+        *earlier, present = joined((*history, self._segment)) or (self._segment,)
+        if not present.continues(self._segment):
+            earlier, present = [*earlier, present], self._segment
+        self.earlier = tuple(earlier)
+        for source in self.sources:
+            source.continue_after(readings(self.earlier, source.name))
+        return present.sequences
+
+    def history(self, consumed: int) -> History:
+        """All segments, when `consumed` sequences of the present one are consumed."""
+        return joined((*self.earlier, replace(self._segment, sequences=consumed)))
 
     @property
     def available(self) -> int:
@@ -166,55 +247,73 @@ class Sequences:
 
     def require(self, first: int, count: int) -> None:
         """Wait until sequences first .. first + count - 1 are known."""
-        places, numbers = self.mixture.place(np.arange(first, first + count))
-        for index, source in enumerate(self.sources):
-            if (own := numbers[places == index]).size:
-                source.require(int(own.max()))
+        counts = zip(self.sources, self._counts(first), self._counts(first + count), strict=True)
+        for source, before, after in counts:
+            if after > before:
+                source.require(after - 1)  # of each source, they come in ascending order
 
     def rows(self, first: int, count: int) -> np.ndarray:
         """Sequences first .. first + count - 1, which must be known: (count, S + 1) int64."""
-        places, numbers = self.mixture.place(np.arange(first, first + count))
+        places, numbers = self._places(np.arange(first, first + count))
         rows = np.empty((count, self.sequence_length + 1), dtype=np.int64)
         for index, source in enumerate(self.sources):
             own = np.flatnonzero(places == index)
-            starts = source.order.starts(numbers[own], total=source.tokens).tolist()
-            for place, start in zip(own.tolist(), starts, strict=True):
-                source.shards.read(start, rows[place])
+            found = source.position.pieces(numbers[own], total=source.tokens)
+            for place, pieces in zip(own.tolist(), found, strict=True):
+                filled = 0
+                for start, length in pieces:  # each with the target of its last token, which the next piece replaces
+                    source.shards.read(start, rows[place, filled : filled + length + 1])
+                    filled += length
         return rows
+
+    def _places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The source of each sequence, and its number within that source."""
+        places, own = self.mixture.place(numbers)
+        return places, own + np.array([source.offset for source in self.sources])[places]
+
+    def _counts(self, consumed: int) -> list[int]:
+        """How many sequences of each source were consumed at the present length, when `consumed` are of the present
+        segment."""
+        return [
+            source.offset + count for source, count in zip(self.sources, self.mixture.consumed(consumed), strict=True)
+        ]
 
     def beginning(self, count: int) -> list[int]:
         """The first tokens, at most `count`."""
         return self.rows(0, 1)[0, :count].tolist()
 
-    def tokens(self, consumed: int) -> None:
-        """Nothing is padded. (PairSequences.tokens() counts.)"""
+    def tokens(self, consumed: int) -> tuple[int, int]:
+        """Input tokens of all segments, when `consumed` sequences of the present one are consumed: of an encoder (0),
+        and of a decoder."""
+        return 0, sum(segment.tokens for segment in self.history(consumed))
 
     def pieces(self, number: int) -> Iterator[Piece]:
         """The pieces of documents that the inputs of training sequence `number` consist of, in order."""
-        (place,), own = self.mixture.place(np.array([number]))
+        (place,), own = self._places(np.array([number]))
         source = self.sources[place]
-        (start,) = source.order.starts(own, total=source.tokens).tolist()
-        for piece in source.shards.documents(start, self.sequence_length):
-            yield Piece(source.name, *piece)
+        (pieces,) = source.position.pieces(own, total=source.tokens)
+        for start, length in pieces:
+            for piece in source.shards.documents(start, length):
+                yield Piece(source.name, *piece)
 
     def epochs(self, consumed: int) -> dict[str, float | None]:
-        """How often each source is read in so many sequences; None while its length is unknown."""
+        """How often each source is read in all segments, when `consumed` sequences of the present one are consumed;
+        None while its length is unknown."""
+        read = consumed_tokens(self.history(consumed))
         return {
-            source.name: count * self.sequence_length / source.tokens if source.tokens else None
-            for source, count in zip(self.sources, self.mixture.consumed(consumed), strict=True)
+            source.name: read.get(source.name, 0) / source.tokens if source.tokens else None for source in self.sources
         }
 
     def checksums(self, consumed: int) -> dict[str, str]:
-        """For each source, a checksum of the tokens that the first `consumed` sequences come from.
+        """For each source, a checksum of the tokens that its sequences of all segments come from.
 
         Waits until they are tokenized. Reads only their part of the last shard.
         """
-        found = {}
-        for source, count in zip(self.sources, self.mixture.consumed(consumed), strict=True):
-            if count:
-                source.require(count - 1)
-                found[source.name] = source.shards.checksum(source.order.needs(count - 1))
-        return found
+        found = {
+            source.name: source.checksum(count)
+            for source, count in zip(self.sources, self._counts(consumed), strict=True)
+        }
+        return {name: checksum for name, checksum in found.items() if checksum is not None}
 
     def close(self) -> None:
         """End all waiting, and stop tokenizing."""

@@ -5,6 +5,7 @@ Imports no torch.
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
@@ -17,6 +18,9 @@ OTHERWISE = (
     '; or validate on another text ([validation] source = "FILE"), or not at all (validation.every = 0 and'
     " validation.sample_tokens = 0)"
 )
+
+FEW = 8
+"""Files of a source of held-out text that are mapped at a time."""
 
 
 def held_out(training: Sequence[Source], *, fraction: float, pairs: bool = False) -> list[Source]:
@@ -43,7 +47,7 @@ def whole_text(source: Source, *, pairs: bool = False) -> Source:
 
 
 def _read_once(source: Source, kind: str) -> Source:
-    shards = Shards(source.shards.folder, kind, only=source.shards.shards[: source.used(0)])
+    shards = Shards(source.shards.folder, kind, only=source.first_shards, maps=FEW)
     return Source(source.name, shards, SequenceOrder(source.order.sequence_length, 0, None), read_once=True)
 
 
@@ -54,7 +58,7 @@ def also_trained_on(source: str, entry: Mapping[str, Any], training: Mapping[str
     def files(name: str) -> set[str]:
         if is_hub(name) or is_prepared(name):
             return {name}
-        return {str(file.resolve()) for file in find_files(name)}
+        return {str(file.resolve() if isinstance(file, Path) else file) for file in find_files(name)}
 
     own = files(source)
     return any(entry["text"] == other["text"] or own & files(name) for name, other in training.items())
@@ -63,7 +67,7 @@ def also_trained_on(source: str, entry: Mapping[str, Any], training: Mapping[str
 def require_documents(source: Source, *, fraction: float, held_out: bool, setting: str = "data.source") -> None:
     """Raises UserError if the first window has no document to read. fraction: data.validation_fraction. held_out:
     whether held-out documents are needed too. setting: names the source in the recipe."""
-    shards = source.shards.shards[: source.used(0)]
+    shards = source.first_shards
     documents, held = sum(shard.documents for shard in shards), sum(shard.held_out for shard in shards)
     if documents + held == 0:
         raise UserError(f"{setting}: {source.name!r} holds no text: every document is empty; give another source")
@@ -83,7 +87,7 @@ def require_documents(source: Source, *, fraction: float, held_out: bool, settin
 
 
 def _write(source: Source, bound: str) -> str:
-    if source.order.window is None:
+    if source.prepared:
         return f"prepare it again, in another folder, with --validation-fraction {bound}, and write that"
     return f"write {bound}"
 

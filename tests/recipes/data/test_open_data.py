@@ -425,6 +425,22 @@ def test_process_that_sees_different_text_than_rank_0_is_refused_at_once(rows: P
         opened(tmp_path / "cache", {str(rows): 1.0}, resumed_data_state=facts, writes=False)
 
 
+def test_processes_that_do_not_look_read_the_same_tokens_without_the_text(rows: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "prepared"
+    list(write_shards(folder, work := work_on(rows)))
+    for source in (rows, folder):
+        first = opened(tmp_path / "cache", {str(source): 1.0}, tokenizer=work.tokenizer)
+        first.training.require(0, 50)
+        tokens = first.training.rows(0, 50)
+        first.training.close()
+        if source == rows:
+            rows.unlink()
+        quiet = {"writes": False, "looks": False, "resumed_data_state": first.data_state}
+        follower = opened(tmp_path / "cache", {str(source): 1.0}, tokenizer=work.tokenizer, **quiet)
+        follower.training.require(0, 50)
+        assert follower.data_state == first.data_state and (follower.training.rows(0, 50) == tokens).all()
+
+
 def test_fingerprint_of_an_index_depends_on_what_unreadable_files_left_out(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 100)
     work = work_on(tmp_path / "rows.jsonl")

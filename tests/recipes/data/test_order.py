@@ -166,6 +166,15 @@ def test_consumed_and_available_sequences_agree_with_their_places() -> None:
     assert mixture.available([0, 0]) == 0
 
 
+def test_the_last_sequence_of_each_source_in_a_batch_is_counted_without_placing_them() -> None:
+    mixture = Mixture([0.6, 0.3, 0.07, 0.03])
+    for first, count in ((0, 1), (7, 5), (MIXTURE_PERIOD - 3, 9), (10**9, 64), (123, 3 * MIXTURE_PERIOD)):
+        sources, numbers = mixture.place(np.arange(first, first + count))
+        before, after = mixture.consumed(first), mixture.consumed(first + count)
+        placed = {source: numbers[sources == source].max() for source in set(sources.tolist())}
+        assert placed == {source: after[source] - 1 for source in range(4) if after[source] > before[source]}
+
+
 def test_any_position_in_a_mixture_is_computed_directly() -> None:
     mixture = Mixture([0.6, 0.4])
     (source,), (number,) = mixture.place(np.array([10**12 + 3]))

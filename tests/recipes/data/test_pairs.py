@@ -291,10 +291,11 @@ def test_long_pairs_are_refused_above_the_budget_and_otherwise_listed(
         UserError, match=r"data.long_pairs: 1 of the 131 pairs .* longer than batch.sequence_length = 64"
     ):
         opened(path, tokenizers[0], bad_row_budget=0.001)
-    data = opened(path, tokenizers[0])
-    assert isinstance(data.training, PairSequences)
-    for _ in range(2):  # listed once
-        Quarantine(tmp_path / "quarantine.jsonl").note(data.training.sources)
+    for _ in range(2):  # a resumed run lists it again, and so once
+        data = opened(path, tokenizers[0])
+        assert isinstance(data.training, PairSequences)
+        quarantine = Quarantine(tmp_path / "quarantine.jsonl")
+        assert [quarantine.note(data.training.sources) for _ in range(2)] == [1, 1]
     (line,) = (tmp_path / "quarantine.jsonl").read_text().splitlines()
     assert json.loads(line)["row"] == COUNT + 1
     assert "too long" in json.loads(line)["reason"]
@@ -413,4 +414,15 @@ def test_sources_of_a_mixture_share_the_steps_by_pairs(
     data = opened(source, tokenizers[0], PADDED, mixture={str(source): 3.0, str(other): 1.0})
     texts = [text for batch in range(5) for text in answers(batches(data, PADDED).take_once(batch), tokenizers[0])]
     assert texts.count("X") == 15
+    data.training.close()
+
+
+def test_pairs_go_on_only_with_unchanged_sources_and_length(source: Path, tokenizers: tuple[Tokenizer, object]) -> None:
+    data = opened(source, tokenizers[0], PADDED)
+    history = data.training.history(12)
+    assert data.training.continue_after(history) == 12
+    longer = (replace(history[0], sequence_length=history[0].sequence_length * 2),)
+    for others in (longer, (*longer, *history)):
+        with pytest.raises(UserError, match=r"pairs cannot go on after other sources, shares or another batch"):
+            data.training.continue_after(others)
     data.training.close()

@@ -1,0 +1,59 @@
+"""Folders of prepared shards, as a run finds them. Imports no torch."""
+
+from pathlib import Path
+
+from parallel.errors import UserError
+from recipes.data.text.sources import file_size
+from recipes.data.text.tokenizer import Tokenizer, build_tokenizer
+from recipes.data.tokens.shards import TOKENIZER, TRAIN, Index, array_path, damage, open_index
+from recipes.data.tokens.workspace import VERIFY_UP_TO_BYTES
+
+
+def matching_index(
+    folder: Path, tokenizer: Tokenizer, validation_fraction: float, *, verify: bool, setting: str
+) -> Index:
+    """The index of prepared shards. Raises UserError if they do not match the recipe or are damaged. verify: compare
+    them with their checksums. setting: names the source in the recipe."""
+    index = open_index(str(folder))
+    if message := _other_beginning(folder, index, tokenizer):
+        raise UserError(message)
+    if index.tokenizer_fingerprint != tokenizer.fingerprint and setting != "data.source":
+        raise UserError(
+            f"{setting}: '{folder}' holds tokens of another tokenizer than the training text; prepare it with"
+            " that one, or give its text"
+        )
+    if index.tokenizer_fingerprint != tokenizer.fingerprint:
+        raise UserError(
+            f"data.tokenizer: '{folder}' holds tokens of another tokenizer; write tokenizer = \"{folder / TOKENIZER}\""
+        )
+    if index.validation_fraction != validation_fraction and setting == "data.source":
+        raise UserError(
+            f"data.validation_fraction: '{folder}' was prepared with {index.validation_fraction}; write that, or"
+            " prepare the folder again"
+        )
+    size = 0
+    for number, shard in enumerate(index.shards if verify else ()):
+        size += file_size(array_path(folder, number, TRAIN))
+        if size <= VERIFY_UP_TO_BYTES and (problem := damage(folder, number, shard)):
+            raise UserError(f"{setting}: '{folder}' is damaged: {problem}; prepare it again")
+    return index
+
+
+def _other_beginning(folder: Path, index: Index, tokenizer: Tokenizer) -> str | None:
+    """What to write if the tokens differ from the recipe's in the token that begins documents alone, or None."""
+    if index.tokenizer_fingerprint == tokenizer.fingerprint:
+        return None
+    from recipes.data.text.beginning import with_beginning
+
+    where = folder / TOKENIZER
+    try:
+        if tokenizer.beginning is None:
+            if index.tokenizer_fingerprint == with_beginning(tokenizer).fingerprint:
+                return f"data.bos: '{folder}' was prepared with --bos; write bos = true"
+        elif (
+            with_beginning(build_tokenizer(where.read_text("utf-8"), where=where)).fingerprint == tokenizer.fingerprint
+        ):
+            return f"data.bos: '{folder}' was prepared without --bos; write bos = false, or prepare it again with --bos"
+    except (OSError, UnicodeDecodeError, UserError):
+        pass  # it is of another tokenizer
+    return None

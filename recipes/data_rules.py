@@ -1,0 +1,146 @@
+"""Rules of the sections [data] and [validation], which look at what they name on the disk. Imports no torch."""
+
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from models.config import ModelConfig, of_transformers
+from parallel.errors import TemporaryError, UserError
+from recipes.data.config import HELD_OUT, DataConfig
+from recipes.evaluation.config import ValidationConfig
+from recipes.fields import one_line, toml
+from recipes.files.layout import TOKENIZER
+from recipes.mesh_rules import Violation
+from recipes.weights.locate import FROM_WEIGHTS, InitialWeights
+
+
+def data_is_there(data: DataConfig, *, length: int, model: ModelConfig, weights: InitialWeights) -> Iterator[Violation]:
+    """The sources can be read and fill a sequence of this length, and the tokenizer fits the model."""
+    from recipes.data.text.plain_text import text_documents_problem
+    from recipes.data.text.sources import is_prepared, source_problem
+
+    if message := text_documents_problem(data.text_documents):
+        yield "data.text_documents", message
+    for source in data.sources:
+        if is_prepared(source):
+            yield from prepared_fits(source, data, length=length)
+        elif message := source_problem(source):
+            yield "data.mixture" if data.mixture else "data.source", message
+    if len({Path(source).expanduser().resolve() for source in data.mixture}) < len(data.mixture):
+        yield "data.mixture", "names the same source twice; give each source one share"
+    if len(data.mixture) > 1:
+        from recipes.data.order import mixture_problem
+
+        if message := mixture_problem(data.mixture):
+            yield "data.mixture", message
+    yield from tokenizer_fits(data.tokenizer, model=model, initial=weights)
+    if data.bos and data.tokenizer != FROM_WEIGHTS:
+        from recipes.data.text.beginning import beginning_problem
+
+        if message := beginning_problem(data.tokenizer):
+            yield "data.bos", message
+    if data.has_pairs or model.is_encoder_decoder:
+        from recipes.weights.pairing import pairing_problems
+
+        yield from ((f"data.{field}", message) for field, message in pairing_problems(data, model, weights))
+
+
+def tokenizer_fits(tokenizer: str, *, model: ModelConfig, initial: InitialWeights) -> Iterator[Violation]:
+    """The model has a row for every token, and its weights were trained with this tokenizer."""
+    from recipes.data.text.tokenizer import tokenizer_problem
+
+    if model.weights or tokenizer == FROM_WEIGHTS:
+        try:
+            weights = initial.find()
+        except TemporaryError:
+            raise
+        except UserError as error:
+            if not model.weights:
+                yield "data.tokenizer", f"needs model.weights or a checkpoint of this run: {one_line(error)}"
+            return  # weights_fit reports what is wrong with them
+        if tokenizer == FROM_WEIGHTS:
+            try:
+                _ = weights.tokenizer
+            except TemporaryError:
+                raise
+            except UserError as error:
+                yield "data.tokenizer", one_line(error)
+            return
+        if tokenizer.startswith("train:") and (weights.path / TOKENIZER).is_file():
+            problem = "would train a new tokenizer, whose tokens mean nothing to the weights, which have their own"
+            yield "data.tokenizer", f'{problem}; write tokenizer = "{FROM_WEIGHTS}"'
+            return
+    if message := tokenizer_problem(tokenizer, model.vocabulary):
+        if of_transformers(model):
+            message = message.replace("model.vocabulary", "vocab_size in config.json")
+        yield "data.tokenizer", message
+
+
+def prepared_fits(source: str, data: DataConfig, *, length: int) -> Iterator[Violation]:
+    """Prepared tokens were made with this tokenizer and validation fraction, and fill a sequence of this length."""
+    from recipes.data.text.sources import is_prepared
+    from recipes.data.tokens.shards import TOKENIZER as TOKENIZER_FILE
+    from recipes.data.tokens.shards import open_index
+
+    try:
+        index = open_index(source)
+    except TemporaryError:
+        raise
+    except UserError as error:
+        yield "data.source", one_line(error).removeprefix("data.source: ")
+        return
+    if data.tokenizer.startswith("train:"):
+        file = toml(f"{source}/{TOKENIZER_FILE}")
+        yield "data.tokenizer", f"'{source}' is tokenized already; write tokenizer = {file}"
+    if index.validation_fraction != data.validation_fraction:
+        share = index.validation_fraction
+        yield "data.validation_fraction", f"'{source}' was prepared with {share}; write that or prepare it again"
+    if (tokens := sum(shard.train for shard in index.shards)) <= length and not data.has_pairs:
+        rule = f"'{source}' has {tokens:,} tokens, but a sequence and its last target need {length + 1:,}"
+        yield "batch.sequence_length", f"{rule}; give more text, or shorter sequences"
+    place = Path(data.tokenizer).expanduser()
+    other = str(place.parent if place.name == TOKENIZER_FILE else place)
+    with suppress(UserError):  # of another folder, whose tokenizer is read all the same
+        its = open_index(other) if is_prepared(other) and Path(other) != Path(source) else index
+        if its.tokenizer_fingerprint != index.tokenizer_fingerprint:
+            yield "data.tokenizer", f"'{source}' holds tokens of another tokenizer; prepare it again with this one"
+
+
+def validation_is_possible(
+    validation: ValidationConfig, *, data: DataConfig, model: ModelConfig
+) -> Iterator[Violation]:
+    """There is text to validate on, its sources can be read, and the model can be asked the tasks."""
+    if validation.tasks or validation.task_limit:
+        from recipes.evaluation.task_rules import task_problems
+
+        for field, message in task_problems(validation, encoder_decoder=model.is_encoder_decoder):
+            yield f"validation.{field}", message
+    yield from validation_has_text(validation, data=data)
+
+
+def validation_has_text(validation: ValidationConfig, *, data: DataConfig) -> Iterator[Violation]:
+    """There is text to validate on, and its sources can be read."""
+    from recipes.data.text.sources import is_prepared, source_problem
+    from recipes.data.tokens.shards import open_index
+
+    if data.validation_fraction == 0 and HELD_OUT in validation.texts.values():
+        remedy = "write 0, or give a text that is not trained on: [validation] source"
+        for field in ("every", "sample_tokens"):
+            if getattr(validation, field):
+                problem = "needs text, but data.validation_fraction = 0 holds none out"
+                yield f"validation.{field}", f"{problem}; {remedy}"
+    field = "validation.sources" if validation.sources else "validation.source"
+    for name, source in validation.texts.items():
+        if name and not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+            yield field, f"{toml(name)} names a column of metrics.jsonl; write letters, digits, and any of _ . - only"
+        if source == HELD_OUT:
+            continue
+        try:
+            message = None if is_prepared(source) and open_index(source) else source_problem(source)
+        except TemporaryError:
+            raise
+        except UserError as error:
+            message = one_line(error).removeprefix("data.source: ")
+        if message:
+            yield field, message
