@@ -250,7 +250,7 @@ def test_a_restart_after_a_flipped_bit_gives_the_losses_of_an_undisturbed_run(tm
     assert done.stdout.count("CORRUPTED after step 8: model.embedding.weight differs between ") == 1
     assert losses(tmp_path, "flip_once") == losses(tmp_path, "well")
     ends = [
-        json.loads((tmp_path / "runs" / name / "checkpoints/step-00000012/manifest.json").read_text())["tensors"]
+        json.loads((tmp_path / "runs" / name / "checkpoints/step-00000012/manifest.json").read_text())["files"]
         for name in ("well", "flip_once")
     ]
     assert ends[0] == ends[1]

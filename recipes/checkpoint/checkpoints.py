@@ -4,35 +4,39 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from parallel.errors import TemporaryError, UserError
+from parallel.messages import Channel
 from parallel.state_check import not_finite
 from recipes.checkpoint import folder as folders
-from recipes.checkpoint.files import Written, complete, verify_shards, write_shard
-from recipes.checkpoint.manifest import Damage, Missing
+from recipes.checkpoint.best import BestOf
+from recipes.checkpoint.files import complete, read_manifest, shard_bytes, verify_shards, write_shard
+from recipes.checkpoint.manifest import Damage, Missing, StoredFile, shard_name
+from recipes.checkpoint.plan import pieces_of
 from recipes.checkpoint.state import checked, hyperparameters, named_tensors, restore
-from recipes.checkpoint.storage import HostMemory, Plan, assemble, make_plan, raw, read_tensors, shard_name, signature
+from recipes.checkpoint.storage import HostMemory, Plan, assemble, make_plan, raw, read_tensors, signature
+from recipes.checkpoint.together import Together, require_shards, unseen
 from recipes.files.atomic import sync_folder, write_whole
 from recipes.files.layout import checkpoint_steps, step_folder
+
+if TYPE_CHECKING:
+    from recipes.checkpoint.copies import Copies
+    from recipes.checkpoint.remote_folder import RemoteFolder
 
 FAILED_SECONDS = 30
 """How long a process that fails waits for its save in flight: the other processes' threads still write theirs."""
 STEP_BYTES = 4
 """Size of the step count that AdamW keeps for every parameter."""
 
-KINDS = (UserError, TemporaryError, Damage)
-"""What all processes raise: the first of the kinds that any of them has met."""
-
-Result = TypeVar("Result")
+Files = tuple[dict[str, StoredFile], set[str]]
+"""What some processes wrote, and the identities of their plans."""
 
 
 class Checkpoints:
@@ -51,6 +55,8 @@ class Checkpoints:
         asynchronous: bool = False,
         files: Mapping[str, str] | None = None,
         mark: Path | None = None,
+        remote: "RemoteFolder | None" = None,
+        keep_best: str = "",
         log: Callable[[str], None] = print,
     ) -> None:
         """
@@ -60,20 +66,25 @@ class Checkpoints:
             keep_every: also keep those whose step is a multiple of this (0 = none).
             asynchronous: write on a thread, from a copy in host memory, while training continues.
             files: name -> text of the small files in every checkpoint (weights/locate.py, checkpoint_files).
+            keep_best: also keep the best one by this column of metrics.jsonl, as checkpoint.keep_best has it.
             mark: a file outside of the folder that receives the newest step, so that its loss is noticed.
+            remote: where checkpoints are copied to, in the background.
             log: receives one line of text per message.
         """
         self.folder, self.files, self._mark = folder, files or {}, mark
         self._log = log
         self._keep, self._keep_every, self._asynchronous = keep, keep_every, asynchronous
-        # A group of its own: a save communicates on a thread while training communicates on others.
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
-        self._main, self._shard = dist.get_rank() == 0, shard_name(dist.get_rank(), dist.get_world_size())
+        self._best = BestOf(keep_best, lambda step: read_manifest(self.path(step))) if keep_best else None
+        # A channel of its own: a save communicates on a thread while training communicates on others.
+        self._together = Together(Channel.SAVES)
+        self._main, self._shard = self._together.is_main, shard_name(self._together.rank, self._together.size)
         self._memory = HostMemory()
         self._plan: Plan | None = None
+        self._own: dict[str, StoredFile] = {}  # what this process wrote last
         self._thread: threading.Thread | None = None
         self._messages: deque[str] = deque()
         self._newest: int | None = None
+        self._copies = _copies(remote, folder.parent, note=self._note_on_main)
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first."""
@@ -82,13 +93,20 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         return step_folder(self.folder, step)
 
-    def require_space(self, parameters: Iterable[Tensor], *, moments: torch.dtype = torch.float32) -> None:
-        """Log how many checkpoints fit on disk; raises UserError if none. moments: dtype of AdamW's two moments."""
+    def require_space(
+        self, parameters: Iterable[Tensor], *, moments: torch.dtype = torch.float32, matrices: Iterable[Tensor] = ()
+    ) -> None:
+        """Log how many checkpoints fit on disk; raises UserError if none.
+
+        moments: dtype of AdamW's two moments, and of Muon's one. matrices: the parameters that Muon steps.
+        """
         size = sum(
             parameter.numel() * (parameter.element_size() + 2 * moments.itemsize) + STEP_BYTES
             for parameter in parameters
-        ) + sum(len(text.encode()) for text in self.files.values())
-        fits = self._on_main(lambda: folders.disk_space(self.folder, checkpoint_bytes=size, keep=self._keep))
+        )
+        size -= sum(matrix.numel() * moments.itemsize + STEP_BYTES for matrix in matrices)
+        size += sum(len(text.encode()) for text in self.files.values())
+        fits = self._together.on_main(lambda: folders.disk_space(self.folder, checkpoint_bytes=size, keep=self._keep))
         if self._main:
             self._log("  " + fits)
 
@@ -105,8 +123,7 @@ class Checkpoints:
         self.finish()
         state, groups = named_tensors(model, optimizer)
         if self._plan is None or self._plan.signature != signature(state):
-            # Only if the last plan does not fit any more: this takes messages between all processes.
-            self._plan = make_plan(state, group=self._group)
+            self._plan = make_plan(state, rank=self._together.rank, processes=self._together.size)
         record = {"progress": dict(progress or {}), "optimizer": [hyperparameters(group) for group in groups]}
         tensors = self._plan.tensors(state)
         if not self._asynchronous:
@@ -133,6 +150,18 @@ class Checkpoints:
         self.report()
         return self._newest
 
+    def finish_copies(self, *, soon: bool = False) -> bool:
+        """After finish(): wait until the checkpoints are copied, if they are to be. Returns whether they are. soon: the
+        machine may be taken away."""
+        if self._copies is None:
+            return True
+        done = self._copies.finish(soon=soon)
+        if done and self._main:  # all were verified before they were sent
+            self._delete(self._dispensable())  # what was kept while it was copied
+            self._copies.prune()
+        self.report()
+        return done
+
     def report(self) -> None:
         """Log the results of the saves that ended since the last call."""
         while self._messages:
@@ -142,45 +171,70 @@ class Checkpoints:
         """Write a copied state with all processes, possibly on a thread."""
         try:
             self._write_new(step, plan, contents, record)
-            self._delete_old(step)
+            self._delete_old(step, plan)
             self._newest = step
             self._note(step, f"saved {self.path(step)}")
+            if self._copies and self._together.from_main(self._copies.is_free):
+                self._copies.start()
         except Exception as error:  # training continues whatever the error is
             self._note(step, f"NOT SAVED: {folders.reason(error)}; older checkpoints are unchanged")
 
     def _note(self, step: int, text: str) -> None:
         self._messages.append(f"step {step:>6}  {text}")
 
+    def _note_on_main(self, step: int, text: str) -> None:
+        if self._main:
+            self._note(step, text)
+
     def _write_new(self, step: int, plan: Plan, contents: Iterable[memoryview], record: dict[str, Any]) -> None:
         place = folders.partial_folder(self.folder, step)
 
-        def write() -> Written:
-            place.mkdir(exist_ok=True)  # this node may not see it yet
-            return write_shard(place / self._shard, plan.pieces, contents)
+        def write() -> Files:
+            if not plan.pieces:
+                return {}, {plan.identity}
+            (place / self._shard).parent.mkdir(parents=True, exist_ok=True)  # this node may not see it yet
+            return {self._shard: write_shard(place / self._shard, plan.pieces, contents)}, {plan.identity}
+
+        def see_the_next() -> None:
+            # If each process sees the file of the next one that writes any, all of them have the same folder.
+            rank, size = self._together.rank, self._together.size
+            for other in (*range(rank + 1, size), *range(rank + 1)):
+                if pieces := pieces_of(plan.stored, other):
+                    folders.require_shard(place, shard_name(other, size), shard_bytes(pieces))
+                    break
 
         def commit() -> None:
-            folders.require_shards(place, {name: file for name, file, _ in shards})
-            complete(place, assemble(step, record, plan.layout, shards), self.files)
+            if len(plans) > 1:
+                raise UserError("the processes do not have the same tensors, so they planned different checkpoints")
+            complete(place, assemble(step, record, plan.stored, files), self.files)
             folders.commit(self.folder, step)
             if self._mark:
                 with suppress(OSError):  # the checkpoint is saved all the same
                     write_whole(self._mark, str(step))
 
         try:
-            self._on_main(lambda: folders.begin(self.folder, step, log=partial(self._note, step)))
-            shards = self._on_all(write)
-            self._on_main(commit)
+            self._begin(step)
+            files, plans = self._together.on_all(write, merge=_both)
+            self._together.on_all(see_the_next)
+            self._together.on_main(commit)
         except UserError:
-            with suppress(OSError):  # otherwise the next save deletes it
-                # Each process deletes its own shard: without a shared folder, no other can.
-                (place / self._shard).unlink(missing_ok=True)
+            # Each process deletes its own shard: without a shared folder, no other can. The next save deletes the rest.
+            folders.remove_own([place], self._shard)
+            with suppress(OSError):
                 if self._main:
                     folders.remove(place)
                 else:
                     place.rmdir()
             raise
+        self._own = files if not self._main else {name: files[name] for name in {self._shard} & files.keys()}
 
-    def _delete_old(self, step: int) -> None:
+    def _begin(self, step: int) -> None:
+        """Delete what a kill left behind, and create the partial folder."""
+        if left_overs := self._together.on_main(lambda: folders.left_overs(self.folder)):
+            self._together.on_all(partial(folders.remove_own, left_overs, self._shard))
+        self._together.on_main(lambda: folders.begin(self.folder, step, log=partial(self._note, step)))
+
+    def _delete_old(self, step: int, plan: Plan) -> None:
         """Delete the checkpoints that need not be kept, once the new one is committed and reads back.
 
         Each process reads its own shard, usually from the page cache: this verifies the file, not the disk. Raises
@@ -189,26 +243,50 @@ class Checkpoints:
 
         def settle() -> list[int]:
             sync_folder(self.folder)
-            return folders.dispensable(self.steps(), keep=self._keep, keep_every=self._keep_every)
+            return self._dispensable()
 
         def verify() -> None:
-            manifest = folders.check(self.folder, step, files=self._main)
-            verify_shards(self.path(step), manifest, [self._shard])
+            if self._main:
+                folders.check(self.folder, step, most=0)
+            mine = assemble(step, {}, plan.stored, self._own)
+            verify_shards(self.path(step), mine, self._own)
 
         try:
-            if not (doomed := self._on_main(settle)):
+            if not (doomed := self._together.on_main(settle)):
                 return
-            self._on_all(verify)
+            self._together.on_all(verify)
         except Damage as damage:
             problem = str(damage)
             raise UserError(folders.put_away(self.folder, step, problem) if self._main else problem) from None
         except UserError as failure:
             self._note(step, f"is complete, but {failure}; older checkpoints are kept")
             return
-        for old in doomed if self._main else ():
+        for old in doomed:
+            try:
+                self._together.on_main(partial(folders.retire, self.folder, old))
+                path = folders.partial_folder(self.folder, old)
+                self._together.on_all(partial(folders.remove_own, [path], self._shard))
+                self._together.on_main(partial(folders.remove, path))
+            except UserError as error:  # newer ones are saved all the same
+                self._note(old, f"cannot be deleted: {error}")
+
+    def _dispensable(self) -> list[int]:
+        """The steps of the checkpoints that need not be kept here, oldest first."""
+        steps = self.steps()
+        copied = self._copies.step if self._copies else None
+        try:
+            best = self._best.step(steps) if self._best else None
+        except TemporaryError:  # it may be any of them; the next save deletes the others
+            return []
+        found = folders.dispensable(steps, keep=self._keep, keep_every=self._keep_every, best=best)
+        return [old for old in found if old != copied]
+
+    def _delete(self, steps: Iterable[int]) -> None:
+        """Delete checkpoints, on rank 0 alone."""
+        for old in steps:
             try:
                 folders.delete(self.folder, old)
-            except OSError as error:  # the new checkpoint is saved all the same
+            except OSError as error:
                 self._note(old, f"cannot be deleted: {folders.reason(error)}")
 
     # Resuming
@@ -224,11 +302,11 @@ class Checkpoints:
         self.finish()
         while True:
             path = self.path(step)
-            self._on_main(partial(check, path))
+            self._together.on_main(partial(check, path))
             try:
                 progress = self.load(model, optimizer, step=step)
             except Damage as damage:
-                step = self._on_main(partial(self._older_step, step, str(damage)))
+                step = self._together.on_main(partial(self._older_step, step, str(damage)))
             else:
                 self._log(f"resumed from {path}")
                 return progress | {"step": step}
@@ -239,69 +317,67 @@ class Checkpoints:
         assert newest is not None, "newest_whole() raises if all checkpoints are damaged"
         return newest
 
-    def load(self, model: nn.Module, optimizer: Optimizer, *, step: int) -> dict[str, Any]:
+    def fork(
+        self, model: nn.Module, optimizer: Optimizer, *, checkpoint: Path, check: Callable[[Path], None]
+    ) -> dict[str, Any]:
+        """Load a checkpoint of another run, which is only read. check: as of resume(). Returns what resume() does.
+
+        Raises UserError if it is damaged.
+        """
+        self._together.on_main(partial(check, checkpoint))
+        step = int(checkpoint.name.removeprefix("step-"))
+        try:
+            progress = self.load(model, optimizer, step=step, folder=checkpoint.parent)
+        except Damage as damage:
+            raise UserError(f"run.continue_from: {damage}; name an older one with @STEP") from None
+        self._newest = None  # nothing of this run is saved yet
+        self._log(f"continues from {checkpoint}")
+        return progress | {"step": step}
+
+    def load(self, model: nn.Module, optimizer: Optimizer, *, step: int, folder: Path | None = None) -> dict[str, Any]:
         """Load the checkpoint of `step` into model and optimizer, from any mesh. Returns its progress.
+
+        folder: of another run's checkpoints; None = of this run's.
 
         Raises Damage on all processes if one of them reads anything that is not as it was written, or not finite, and
         TemporaryError if one of them cannot read now, or does not see a file that process 0 sees.
         """
         self.finish()
         state, groups = named_tensors(model, optimizer)
-        path = self.path(step)
+        folder = folder or self.folder
+        path = step_folder(folder, step)
+        # Read by one process for all. Thousands that open one file at the same time are a burden for any server.
+        manifest = self._together.on_main(lambda: folders.check(folder, step, most=0))
+        require_shards(path, manifest, self._together)
         record: dict[str, Any] = {}
 
         def read() -> None:
+            record.update(checked(manifest, groups, path))
             try:
-                manifest = folders.check(self.folder, step, files=self._main)
-                record.update(checked(manifest, groups, path))
                 read_tensors(path, manifest, state)
-            except Missing as error:
-                if self._main:
-                    raise
-                where = f"for process {dist.get_rank()}, while process 0 sees it whole"
-                raise TemporaryError(f"{error} {where}: run.output must be a folder that all nodes share") from None
+            except Missing as error:  # another process has seen it whole
+                raise unseen(str(error), self._together.rank) if self._together.size > 1 else error from None
             if names := not_finite(state):  # written by an older version, or by a faulty machine
                 raise Damage(
                     f"{path} has NaN or infinite values in {names[0]} (tensors with such values: {len(names)})"
                 )
 
-        self._on_all(read)
+        self._together.on_all(read)
         restore(model, optimizer, state, record["optimizer"])
         self._newest = step
         return record["progress"]
 
-    def _on_all(self, work: Callable[[], Result]) -> list[Result]:
-        """Run this on every process; it must not communicate. Returns all results on rank 0, none elsewhere.
 
-        If one process raises, all do. Damage, which an older checkpoint would avoid, only if there is no other error.
-        """
-        result: Result | None = None
-        mine = (0, "")
-        cause: Exception | None = None
-        try:
-            result = work()
-        except UserError as error:
-            mine = next((index for index, kind in enumerate(KINDS) if index and isinstance(error, kind)), 0), str(error)
-        except Exception as error:  # a bug, or out of memory
-            mine, cause = (0, folders.reason(error)), error
-        answers: list[Any] = [None] * dist.get_world_size() if self._main else []
-        dist.gather_object((mine, result), answers or None, group=self._group)
-        problems = sorted(problem for problem, _ in answers if problem[1])
-        kind, text = self._from_main(problems[0] if problems else (0, ""))
-        if text:
-            raise KINDS[kind](text) from cause
-        return [result for _, result in answers]
+def _both(one: Files, other: Files) -> Files:
+    return one[0] | other[0], one[1] | other[1]
 
-    def _on_main(self, work: Callable[[], Result]) -> Result:
-        """Run this on rank 0. Returns its result on every process, or raises its error there."""
-        results = self._on_all(lambda: work() if self._main else None)
-        return cast(Result, self._from_main(results[0] if results else None))
 
-    def _from_main(self, value: Result) -> Result:
-        """The value that rank 0 has, on every process."""
-        values = [value]
-        dist.broadcast_object_list(values, group=self._group)
-        return values[0]
+def _copies(remote: "RemoteFolder | None", run_folder: Path, *, note: Callable[[int, str], None]) -> "Copies | None":
+    if remote is None:
+        return None
+    from recipes.checkpoint.copies import Copies
+
+    return Copies(remote, run_folder, note=note)
 
 
 def _raising(error: Exception) -> Iterator[memoryview]:

@@ -1,9 +1,15 @@
 """The [checkpoint] section. Imports no torch."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from annotated_types import Ge
+
+VALIDATION = "validation"
+"""The key of a checkpoint's progress with the values of the validation at its step, by column of metrics.jsonl."""
+KEEP_BEST = "keep_best"
+"""The key of a checkpoint's progress with what its run kept the best of."""
 
 
 @dataclass(frozen=True)
@@ -16,9 +22,36 @@ class CheckpointConfig:
     """How many of the newest checkpoints to keep."""
     keep_every: Annotated[int, Ge(0)] = 0
     """Also keep every checkpoint whose step is a multiple of this; 0 = none."""
+    keep_best: str = ""
+    """Also keep the best checkpoint by a column of metrics.jsonl: "validation_loss", "max:validation_task/x/acc"."""
     asynchronous: bool = True
     """Write checkpoints in the background, from a copy in host memory, while training continues; false = wait."""
+    remote: str = ""
+    """Also copy checkpoints to a server, such as "s3://bucket/runs", in the background; resume there without a disk."""
     resume: Literal["auto", "never"] = "auto"
     """"auto" resumes from the newest checkpoint of this run; "never" refuses a run folder that has results."""
     export_hf: bool = False
     """After the last step, write the weights to `hf` in the run folder, in the format of Hugging Face transformers."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """What checkpoints are compared by: checkpoint.keep_best."""
+
+    row: str
+    """A column of metrics.jsonl."""
+    highest: bool
+    has_direction: bool
+    """Whether "min:" or "max:" was written; otherwise the lowest is the best."""
+
+    @classmethod
+    def named(cls, text: str) -> "Best":
+        """As checkpoint.keep_best has it."""
+        direction, found, row = text.partition(":")
+        if found and direction in ("min", "max"):
+            return cls(row, direction == "max", True)
+        return cls(text, False, False)
+
+    def of(self, values: Iterable[tuple[int, float]]) -> tuple[int, float] | None:
+        """The best (step, value) of these, oldest first; of equal ones the oldest. None if there are none."""
+        return min(values, key=lambda one: -one[1] if self.highest else one[1], default=None)

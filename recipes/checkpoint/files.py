@@ -24,13 +24,16 @@ from recipes.checkpoint.manifest import (
     BLOCK_BYTES,
     DTYPE_BYTES,
     MANIFEST,
-    MAX_MANIFEST_BYTES,
+    MAX_VERSION_1_BYTES,
+    SUM_BYTES,
     Chunk,
+    Contents,
     Damage,
     Manifest,
     Missing,
     OlderFormat,
     StoredFile,
+    contradictions,
     decode,
     encode,
 )
@@ -63,8 +66,8 @@ class Piece:
         return self.tensor if self.whole else box_name(self.tensor, self.start, self.shape)
 
 
-Written = tuple[str, StoredFile, list[tuple[Piece, Chunk]]]
-"""A shard's name, its file and its contents."""
+BLOCK_SUMS = "checksums of blocks"
+"""The last tensor of a shard: xxh3_64 of every block of the others."""
 
 
 def box_name(tensor: str, start: Sequence[int], shape: Sequence[int]) -> str:
@@ -86,8 +89,8 @@ class NewFile:
         while view:
             view = view[os.write(self._descriptor, view) :]
 
-    def about(self, *, header_bytes: int = 0, header_checksum: str = "") -> StoredFile:
-        return StoredFile(self._bytes, self._hash.hexdigest(), header_bytes, header_checksum)
+    def about(self, *, header_bytes: int = 0, header_checksum: str = "", sums_checksum: str = "") -> StoredFile:
+        return StoredFile(self._bytes, self._hash.hexdigest(), header_bytes, header_checksum, sums_checksum)
 
 
 @contextmanager
@@ -108,42 +111,60 @@ def write_file(path: Path, content: bytes) -> StoredFile:
     return file.about()
 
 
-def write_shard(path: Path, pieces: Sequence[Piece], contents: Iterable[Any]) -> Written:
-    """Write pieces to a safetensors file, widest elements first to align all. contents: yields the bytes of each."""
+def shard_header(pieces: Sequence[Piece]) -> bytes:
+    """The bytes of a shard before its first tensor."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
+    end = blocks = 0
     for piece in pieces:
-        begin, end = end, end + piece.bytes
+        begin, end, blocks = end, end + piece.bytes, blocks - (-piece.bytes // BLOCK_BYTES)
         header[piece.label] = {"dtype": piece.dtype, "shape": list(piece.shape), "data_offsets": [begin, end]}
+    sums = [end, end + blocks * SUM_BYTES]
+    header[BLOCK_SUMS] = {"dtype": "U8", "shape": [blocks, SUM_BYTES], "data_offsets": sums}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    text = struct.pack("<Q", len(text)) + text
-    written = []
+    return struct.pack("<Q", len(text)) + text
+
+
+def shard_bytes(pieces: Sequence[Piece]) -> int:
+    """The size of a shard with these pieces."""
+    blocks = sum(-(-piece.bytes // BLOCK_BYTES) for piece in pieces)
+    return len(shard_header(pieces)) + sum(piece.bytes for piece in pieces) + blocks * SUM_BYTES
+
+
+def write_shard(path: Path, pieces: Sequence[Piece], contents: Iterable[Any]) -> StoredFile:
+    """Write pieces to a safetensors file, widest elements first to align all. contents: yields the bytes of each."""
+    header, sums = shard_header(pieces), bytearray()
     with new_file(path) as file:
-        file.write(text)
-        offset = len(text)
+        file.write(header)
         for piece, content in zip(pieces, contents, strict=True):
             view = memoryview(content)
             assert len(view) == piece.bytes, f"{piece.label}: {len(view)} bytes for {piece.bytes}"
-            blocks = []
             for begin in range(0, len(view), BLOCK_BYTES):
                 block = view[begin : begin + BLOCK_BYTES]
-                blocks.append(xxhash.xxh3_64_hexdigest(block))  # of the bytes in memory, before the disk has them
+                sums += xxhash.xxh3_64_digest(block)  # of the bytes in memory, before the disk has them
                 file.write(block)
-            chunk = Chunk(path.name, offset, len(view), piece.start, piece.shape, tuple(blocks))
-            written.append((piece, chunk))
-            offset += len(view)
-    about = file.about(header_bytes=len(text), header_checksum=xxhash.xxh3_64_hexdigest(text))
-    return path.name, about, written
+        file.write(sums)
+    return file.about(
+        header_bytes=len(header),
+        header_checksum=xxhash.xxh3_64_hexdigest(header),
+        sums_checksum=xxhash.xxh3_64_hexdigest(sums),
+    )
 
 
 def complete(folder: Path, manifest: Manifest, texts: Mapping[str, str]) -> None:
-    """Add the small files (name -> text) to a folder that has its shards, then the manifest, and sync the folder."""
+    """Add the small files (name -> text) to a folder that has its shards, then the manifest, and sync the folder.
+
+    Raises UserError rather than write a manifest that would not be read.
+    """
     files = dict(manifest.files)
     for name, text in texts.items():
         files[name] = write_file(folder / name, text.encode("utf-8"))
-    write_file(folder / MANIFEST, encode(replace(manifest, files=files)))
-    sync_folder(folder)
+    manifest = replace(manifest, files=files)
+    if problem := next(contradictions(manifest), None):
+        raise UserError(f"what the processes wrote does not make up a checkpoint: {problem}")
+    write_file(folder / MANIFEST, encode(manifest))
+    for place in sorted({(folder / name).parent for name in files} | {folder}, reverse=True):
+        sync_folder(place)
 
 
 @contextmanager
@@ -188,7 +209,7 @@ def read_manifest(folder: Path) -> Manifest:
     def read() -> bytes:
         with opened(path) as descriptor:
             size = os.fstat(descriptor).st_size
-            if size > MAX_MANIFEST_BYTES:
+            if size > MAX_VERSION_1_BYTES:
                 raise Damage(f"{path} has {size} bytes, more than a manifest can have")
             text = bytearray(size)
             _fill(descriptor, memoryview(text), 0, path)
@@ -197,8 +218,8 @@ def read_manifest(folder: Path) -> Manifest:
     return decode(patiently(read), where=path)
 
 
-def check_files(folder: Path, manifest: Manifest) -> None:
-    """Check the sizes of all files, and the contents of the small ones. Raises Damage."""
+def check_files(folder: Path, manifest: Manifest, names: Collection[str] | None = None) -> None:
+    """Check the sizes of these files, or of all, and the contents of the small ones. Raises Damage."""
 
     def check(name: str, about: StoredFile) -> None:
         with opened(folder / name) as descriptor:
@@ -206,43 +227,46 @@ def check_files(folder: Path, manifest: Manifest) -> None:
             if not about.header_bytes:
                 _check_whole(folder / name, descriptor, about)
 
-    for name, about in manifest.files.items():
-        patiently(partial(check, name, about))
+    for name in manifest.files if names is None else names:
+        patiently(partial(check, name, manifest.files[name]))
 
 
-class ShardReader:
-    """Reads parts of the tensors of a checkpoint, and verifies every byte that it reads."""
+class OpenShard:
+    """A shard whose size, header and checksums of blocks are verified; reads its tensors, and verifies every byte."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._folder, self._manifest = folder, manifest
-        self._bounce = bytearray()
+    def __init__(self, folder: Path, manifest: Manifest, name: str, contents: Contents, descriptor: int) -> None:
+        """Raises Damage."""
+        self._path, self._descriptor, self._block_bytes = folder / name, descriptor, manifest.block_bytes
+        self._bounce, self._sums = bytearray(), contents.sums
+        about = manifest.files[name]
+        _check_size(self._path, descriptor, about)
+        self._verified(0, about.header_bytes, about.header_checksum, "its header")
+        if not self._sums:
+            begin = about.bytes - contents.blocks * SUM_BYTES
+            what = "the checksums of its tensors"
+            self._sums = self._verified(begin, about.bytes, about.sums_checksum, what)
 
-    @contextmanager
-    def file(self, name: str) -> Iterator[int]:
-        """A descriptor of a shard, after its size and header are verified."""
-        path, about = self._folder / name, self._manifest.files[name]
-        with opened(path) as descriptor:
-            _check_size(path, descriptor, about)
-            header = memoryview(bytearray(about.header_bytes))
-            _fill(descriptor, header, 0, path)
-            if xxhash.xxh3_64_hexdigest(header) != about.header_checksum:
-                raise Damage(f"{path} is damaged: bytes 0 to {len(header)}, its header")
-            yield descriptor
+    def _verified(self, begin: int, end: int, checksum: str, what: str) -> bytes:
+        content = bytearray(end - begin)
+        _fill(self._descriptor, memoryview(content), begin, self._path)
+        if xxhash.xxh3_64_hexdigest(content) != checksum:
+            raise Damage(f"{self._path} is damaged: bytes {begin} to {end}, {what}")
+        return bytes(content)
 
-    def read(self, descriptor: int, tensor: str, chunk: Chunk, first: int, into: memoryview) -> None:
+    def read(self, tensor: str, chunk: Chunk, first: int, into: memoryview) -> None:
         """Fill `into` with the bytes of a chunk, starting at byte `first`. Raises Damage, which names the block."""
-        block_bytes, last = self._manifest.block_bytes, first + len(into)
-        path = self._folder / chunk.file
+        block_bytes, last = self._block_bytes, first + len(into)
         for block in range(first // block_bytes, -(-last // block_bytes)):
             begin, end = block * block_bytes, min((block + 1) * block_bytes, chunk.bytes)
             inside = first <= begin and end <= last
             if not inside and len(self._bounce) < end - begin:
                 self._bounce = bytearray(end - begin)
             target = into[begin - first : end - first] if inside else memoryview(self._bounce)[: end - begin]
-            _fill(descriptor, target, chunk.offset + begin, path)
-            if xxhash.xxh3_64_hexdigest(target) != chunk.blocks[block]:
+            _fill(self._descriptor, target, chunk.offset + begin, self._path)
+            place = (chunk.first_block + block) * SUM_BYTES
+            if xxhash.xxh3_64_digest(target) != self._sums[place : place + SUM_BYTES]:
                 raise Damage(
-                    f"{path} is damaged: bytes {chunk.offset + begin} to {chunk.offset + end}, which belong to"
+                    f"{self._path} is damaged: bytes {chunk.offset + begin} to {chunk.offset + end}, which belong to"
                     f" {box_name(tensor, chunk.start, chunk.shape)}"
                 )
             if not inside:
@@ -250,23 +274,31 @@ class ShardReader:
                 into[low - first : high - first] = target[low - begin : high - begin]
 
 
+@contextmanager
+def open_shard(folder: Path, manifest: Manifest, name: str, contents: Contents) -> Iterator[OpenShard]:
+    """Open a shard to read it. Raises Damage."""
+    with opened(folder / name) as descriptor:
+        yield OpenShard(folder, manifest, name, contents, descriptor)
+
+
 def verify_shards(
     folder: Path, manifest: Manifest, names: Collection[str], *, look: Callable[[str, memoryview], None] | None = None
 ) -> None:
     """Read these shards completely and verify every byte. Raises Damage. look: gets each tensor's name and bytes."""
-    reader, buffer = ShardReader(folder, manifest), memoryview(bytearray(manifest.block_bytes))
+    buffer = memoryview(bytearray(manifest.block_bytes))
 
-    def verify_shard(name: str, chunks: list[tuple[str, Chunk]]) -> None:
-        with reader.file(name) as descriptor:
-            for tensor, chunk in chunks:
+    def verify_shard(number: int, name: str) -> None:
+        contents = manifest.contents(number)
+        with open_shard(folder, manifest, name, contents) as shard:
+            for tensor, chunk in contents.chunks:
                 for first in range(0, chunk.bytes, len(buffer)):
-                    reader.read(descriptor, tensor, chunk, first, buffer[: chunk.bytes - first])
+                    shard.read(tensor, chunk, first, buffer[: chunk.bytes - first])
                     if look:
                         look(tensor, buffer[: chunk.bytes - first])
 
-    for name, chunks in manifest.shards().items():
+    for number, name in manifest.shards.items():
         if name in names:
-            patiently(partial(verify_shard, name, chunks))
+            patiently(partial(verify_shard, number, name))
 
 
 def verify(folder: Path) -> Manifest:

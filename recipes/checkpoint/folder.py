@@ -11,14 +11,14 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
 from parallel.errors import UserError
 from recipes.checkpoint.files import check_files, read_manifest
-from recipes.checkpoint.manifest import Damage, Manifest, OlderFormat, StoredFile
+from recipes.checkpoint.manifest import Damage, Manifest, OlderFormat
 from recipes.files.atomic import sync_folder
 from recipes.files.layout import checkpoint_steps, step_folder
 from recipes.files.reading import fault, is_folder, named_faults, names_in
@@ -36,6 +36,9 @@ ASIDE = "damaged-"
 """Prefix of the names of checkpoints that are set aside."""
 PATIENCE = 60.0
 """Seconds until another node's file must be visible: the longest that NFS caches a folder's contents (acdirmax)."""
+
+FEW = 64
+"""So many shards are looked at by one process."""
 
 
 def partial_folder(folder: Path, step: int) -> Path:
@@ -102,13 +105,12 @@ def begin(folder: Path, step: int, *, log: Callable[[str], None]) -> None:
     partial_folder(folder, step).mkdir()
 
 
-def require_shards(folder: Path, files: Mapping[str, StoredFile]) -> None:
-    """Wait until this process sees all files that other processes wrote. Raises UserError if it does not."""
+def require_shard(folder: Path, name: str, length: int) -> None:
+    """Wait until this process sees a file that another one wrote. Raises UserError if it does not."""
     end = time.monotonic() + PATIENCE
-    while missing := [name for name, about in files.items() if not _exists(folder / name, about.bytes)]:
+    while not _exists(folder / name, length):
         if time.monotonic() > end:
-            names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-            raise UserError(f"{names} did not arrive in {folder}: run.output must be a folder that all nodes share")
+            raise UserError(f"{name} did not arrive in {folder}: run.output must be a folder that all nodes share")
         time.sleep(0.1)
 
 
@@ -126,9 +128,25 @@ def commit(folder: Path, step: int) -> None:
 
 def delete(folder: Path, step: int) -> None:
     """Delete a checkpoint. It is renamed first, so that its name always means a complete one."""
+    retire(folder, step)
+    remove(partial_folder(folder, step))
+
+
+def retire(folder: Path, step: int) -> None:
+    """Rename a checkpoint to what the next save would delete."""
     os.rename(step_folder(folder, step), partial_folder(folder, step))
     sync_folder(folder)
-    remove(partial_folder(folder, step))
+
+
+def remove_own(paths: Iterable[Path], shard: str) -> None:
+    """Delete this process's shard from folders that are to be deleted: one process would take long for thousands.
+
+    Never behind a symbolic link. What cannot be deleted is left for remove().
+    """
+    for path in paths:
+        if not path.is_symlink() and not (path / shard).parent.is_symlink():
+            with suppress(OSError):
+                os.unlink(path / shard)
 
 
 def remove(path: Path) -> None:
@@ -143,22 +161,32 @@ def remove(path: Path) -> None:
             raise error
 
 
-def dispensable(steps: list[int], *, keep: int, keep_every: int) -> list[int]:
-    """Those of these steps, oldest first, that are neither among the newest nor multiples of keep_every (0 = none)."""
-    return [step for step in steps[:-keep] if not (keep_every and step % keep_every == 0)]
+def dispensable(steps: list[int], *, keep: int, keep_every: int, best: int | None = None) -> list[int]:
+    """Those of these steps, oldest first, that are neither among the newest nor multiples of keep_every (0 = none), nor
+    the best one."""
+    return [step for step in steps[:-keep] if not (keep_every and step % keep_every == 0) and step != best]
 
 
-def check(folder: Path, step: int, *, files: bool = True) -> Manifest:
-    """Check all but tensors' contents. Raises Damage or UserError. files: check files; one process can for all."""
+def check(folder: Path, step: int, *, most: int = FEW) -> Manifest:
+    """Check all but tensors' contents. Raises Damage or UserError.
+
+    most: of more shards than these, look at none: the processes that read them share that, see Checkpoints.load().
+    """
     path = step_folder(folder, step)
     if path.is_symlink():
         raise Damage(f"{path} is a symbolic link, which a checkpoint must not be")
     manifest = read_manifest(path)
     if manifest.step != step:
         raise Damage(f"{path} holds the checkpoint of another step: {manifest.step}")
-    if files:
-        check_files(path, manifest)
+    check_parts(path, manifest, most=most)
     return manifest
+
+
+def check_parts(path: Path, manifest: Manifest, *, most: int = FEW) -> None:
+    """Check the small files of a checkpoint, and the sizes of its shards if there are not more than so many. Raises
+    Damage."""
+    look = len(manifest.shards) <= most
+    check_files(path, manifest, [name for name, file in manifest.files.items() if look or not file.header_bytes])
 
 
 def newest_whole(folder: Path, *, log: Callable[[str], None], known: Mapping[int, str] | None = None) -> int | None:

@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 
 from parallel.errors import UserError
+from recipes.checkpoint.best import best_among
 from recipes.checkpoint.files import check_files, read_manifest, verify
 from recipes.checkpoint.folder import ASIDE, left_overs
 from recipes.checkpoint.manifest import MANIFEST, Damage
@@ -32,7 +33,9 @@ def find(path: Path) -> list[Path]:
             return [step_folder(folder, step) for step in steps]
     if ".metadata" in names:
         read_manifest(path)  # raises OlderFormat
-    if re.match(rf"({ASIDE})?step-[0-9]{{8}}", path.name) or any(re.match("shard-.*-of-", name) for name in names):
+    if re.match(rf"({ASIDE})?step-[0-9]{{8}}", path.name) or any(
+        re.match("shard-.*-of-|shards-", name) for name in names
+    ):
         return [path]
     others = [name for folder in (path / CHECKPOINTS, path) for name in aside(folder)]
     raise UserError(f"{path} holds no checkpoint" + (f", only {' '.join(others)}" if others else ""))
@@ -41,6 +44,7 @@ def find(path: Path) -> list[Path]:
 def table(paths: Sequence[Path], *, thorough: bool) -> Iterator[tuple[str, bool]]:
     """A header and one line per checkpoint, each with whether it is sound. thorough: also read the tensors."""
     yield f"{'step':>10}  {'written':<19}  {'size':>9}  {'files':>5}  {'tensors':>7}  state", True
+    best, remark = best_among(paths) or (None, "")
     for path in paths:
         try:
             manifest = verify(path) if thorough else read_manifest(path)
@@ -56,7 +60,7 @@ def table(paths: Sequence[Path], *, thorough: bool) -> Iterator[tuple[str, bool]
                 yield f"{path.name:>10}  deleted in the meantime", True
         else:
             step = "-" if manifest.step is None else manifest.step
-            sound = "intact" if thorough else "complete"
+            sound = ("intact" if thorough else "complete") + (f", {remark}" if path == best else "")
             yield (
                 f"{step:>10}  {written}  {size(manifest.bytes):>9}  {len(manifest.files):>5}"
                 f"  {len(manifest.tensors):>7}  {sound}",
@@ -83,7 +87,7 @@ def describe(path: Path) -> Iterator[str]:
     yield "tensors:"
     width = max(map(len, manifest.tensors), default=0)
     for name, tensor in sorted(manifest.tensors.items()):
-        parts = f"in {len(tensor.chunks)} parts" if len(tensor.chunks) > 1 else ""
+        parts = f"in {tensor.parts} parts" if tensor.parts > 1 else ""
         yield f"  {name:<{width}}  {tensor.dtype:<4}  {list(tensor.shape)}  {parts}".rstrip()
     elements = sum(prod(tensor.shape) for tensor in manifest.tensors.values())
     yield f"{len(manifest.tensors)} tensors, {elements:,} elements"

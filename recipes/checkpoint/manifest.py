@@ -4,38 +4,45 @@ Written last. It is checked before it is trusted: the disk may be damaged or the
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import combinations
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
+import numpy
 import xxhash
-from annotated_types import Interval, MaxLen
-from pydantic import TypeAdapter, ValidationError
+from annotated_types import Interval
+from pydantic import Field, TypeAdapter, ValidationError
 
 from parallel.errors import UserError
+from recipes.checkpoint.boxes import Boxes, Count, Shape, rows_overlap
 
 MANIFEST = "manifest.json"
-FORMAT, VERSION = "shardwright checkpoint", 1
-MAX_MANIFEST_BYTES = 1 << 30
-"""A larger manifest is neither written nor read. A chunk takes 165 bytes, a block 19. The largest model in
-models/sizes.py, 405 billion parameters, has 1137 tensors with two moments each, 4.9 TB in all; sharded over 512
-processes, that makes 288 MB and 22 MB; over 1,800, as much as this. (Replicas add nothing.)"""
-BYTES_PER_VALUE = 8
-"""A manifest has at least this much text per value; those that runs write have 12. A text of nothing but small values
-would take thirty times its size in memory."""
+FORMAT, VERSION = "shardwright checkpoint", 2
+MAX_MANIFEST_BYTES = 100_000_000
+"""A larger manifest is not written. A shard takes 230 bytes and a row of boxes 85: 4 MB and 2 MB for the largest model
+in models/sizes.py, 1137 tensors with two moments each, in 16,384 shards."""
+MAX_VERSION_1_BYTES = 1 << 30
+"""A larger one is not read. Version 1 had a line of 165 bytes for each box, and 19 for each block."""
+BYTES_PER_VALUE = {1: 8, 2: 4}
+"""A manifest has at least this much text per value, by version; those that runs write have 12 and 6. A text of nothing
+but small values would take thirty times its size in memory."""
 MAX_HEADER_BYTES = 100_000_000
 """The largest header of a shard that the safetensors library reads."""
-MAX_TOGETHER = 100
-"""The most boxes of a tensor that are compared pairwise, if no straight cut separates them."""
+MAX_SHARDS = 1_000_000
+SHARDS_PER_FOLDER = 1000
+"""If there are more shards, each folder of them has so many."""
+SUM_BYTES = 8
+"""Size of a block's checksum in the last tensor of a shard."""
 BLOCK_BYTES = 4 << 20
 """Bytes per checksum: how much must be read to verify the smallest part of a tensor."""
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 """The element types that a checkpoint may hold, by their names in safetensors."""
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 """The allowed names of files in a checkpoint: none leads out of the folder."""
+SHARD_NAME = re.compile(r"(?:shards-[0-9]{5}/)?shard-([0-9]{5,7})-of-([0-9]{5,7})\.safetensors")
 
 
 class Damage(UserError):
@@ -50,8 +57,10 @@ class OlderFormat(Damage):
     """A checkpoint in the format of torch.distributed.checkpoint, which older versions wrote."""
 
 
-Count = Annotated[int, Interval(ge=0, lt=2**62)]
-Shape = Annotated[tuple[Count, ...], MaxLen(16)]
+def shard_name(number: int, shards: int) -> str:
+    """The file of a checkpoint that this process of so many writes."""
+    name = f"shard-{number:05d}-of-{shards:05d}.safetensors"
+    return name if shards <= SHARDS_PER_FOLDER else f"shards-{number // SHARDS_PER_FOLDER:05d}/{name}"
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,8 @@ class StoredFile:
     """Bytes of a shard before its first tensor; 0 for other files."""
     header_checksum: str = ""
     """xxh3_64 of the header."""
+    sums_checksum: str = ""
+    """xxh3_64 of a shard's last tensor, the checksums of its blocks; "" in version 1, where the manifest has them."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +83,25 @@ class Chunk:
     """A box of a tensor: contiguous in one file, in row-major order."""
 
     file: str
-    offset: Count
+    offset: int
     """Position of its first byte in the file."""
-    bytes: Count
-    start: Shape
+    bytes: int
+    start: tuple[int, ...]
     """Index of its first element in the tensor."""
-    shape: Shape
-    blocks: tuple[str, ...]
-    """xxh3_64 of every Manifest.block_bytes bytes; the last block may be shorter."""
+    shape: tuple[int, ...]
+    first_block: int
+    """Which of the shard's checksums is that of its first block. Every Manifest.block_bytes bytes are a block; the last
+    one of a box may be shorter."""
+
+
+class Contents(NamedTuple):
+    """What is in a shard."""
+
+    chunks: list[tuple[str, Chunk]]
+    """(tensor, chunk), in the order of the file."""
+    blocks: int
+    sums: bytes
+    """xxh3_64 of every block; b"" if the shard itself has them."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +111,12 @@ class StoredTensor:
     dtype: str
     """Key of DTYPE_BYTES."""
     shape: Shape
-    chunks: tuple[Chunk, ...]
+    boxes: tuple[Boxes, ...]
+
+    @property
+    def parts(self) -> int:
+        """Into how many boxes it is cut."""
+        return sum(row.count for row in self.boxes)
 
 
 @dataclass(frozen=True)
@@ -105,32 +132,67 @@ class Manifest:
     block_bytes: Annotated[int, Interval(ge=16, le=1 << 26)]
     files: dict[str, StoredFile]
     tensors: dict[str, StoredTensor]
+    explicit: Annotated[dict[str, Any], Field(exclude=True, max_length=0)] = field(default_factory=dict)
+    """Shard -> Contents where they do not follow from the tensors: in version 1. Not in the file."""
 
     @property
     def bytes(self) -> int:
         """Total size of all files except the manifest."""
         return sum(file.bytes for file in self.files.values())
 
-    def shards(self) -> dict[str, list[tuple[str, Chunk]]]:
-        """Shard -> (tensor, chunk) of all its chunks, in the order of the file."""
-        found: dict[str, list[tuple[str, Chunk]]] = {name: [] for name, file in self.files.items() if file.header_bytes}
-        for name, tensor in self.tensors.items():
-            for chunk in tensor.chunks:
-                found[chunk.file].append((name, chunk))
-        for chunks in found.values():
-            chunks.sort(key=lambda pair: pair[1].offset)
-        return found
+    @cached_property
+    def shards(self) -> dict[int, str]:
+        """The shards by number."""
+        names = [name for name, file in self.files.items() if file.header_bytes]
+        if self.version == 1:
+            return dict(enumerate(names))
+        return {int(found[1]): name for name in names if (found := SHARD_NAME.fullmatch(name))}
+
+    def contents(self, number: int) -> Contents:
+        """What is in the shard of this number: in the order of the tensors, but the widest elements first."""
+        name = self.shards[number]
+        if name in self.explicit:
+            contents: Contents = self.explicit[name]
+            return contents
+        offset, block, chunks = self.files[name].header_bytes, 0, []
+        for tensor, row in self._rows_in(number):
+            size = prod(row.shape) * DTYPE_BYTES[self.tensors[tensor].dtype]
+            start = row.start_of(row.number_in(number) or 0)
+            chunks.append((tensor, Chunk(name, offset, size, start, row.shape, block)))
+            offset, block = offset + size, block - (-size // self.block_bytes)
+        return Contents(chunks, block, b"")
+
+    def all_contents(self) -> Iterator[tuple[str, Contents]]:
+        """(shard, contents) of all shards."""
+        return ((name, self.contents(number)) for number, name in self.shards.items())
+
+    def _rows_in(self, number: int) -> Iterator[tuple[str, Boxes]]:
+        """The tensors that have a box in this shard, in its order, and the row of boxes that it belongs to."""
+        rows, names = self._rows
+        away = number - rows[:, 0]
+        for place in numpy.flatnonzero((away >= 0) & (away % rows[:, 1] == 0) & (away // rows[:, 1] < rows[:, 2])):
+            name, index = names[place]
+            yield name, self.tensors[name].boxes[index]
+
+    @cached_property
+    def _rows(self) -> tuple[Any, list[tuple[str, int]]]:
+        """First file, distance and number of all rows of boxes, in the order of shards; and which they are."""
+        ordered = sorted(self.tensors, key=lambda name: -DTYPE_BYTES[self.tensors[name].dtype])
+        names = [(name, index) for name in ordered for index in range(len(self.tensors[name].boxes))]
+        rows = [self.tensors[name].boxes[index] for name, index in names]
+        table = [(row.file, row.stride or 1, row.count) for row in rows]
+        return numpy.array(table, numpy.int64).reshape(-1, 3), names
 
 
 _ADAPTER = TypeAdapter(Manifest)
 _TAIL = re.compile(rb',"checksum":"([0-9a-f]{32})"\}\n')
 _TAIL_BYTES = 48
-_HEAD = re.compile(rb'\{"format":"%s","version":(\d{1,9}),' % FORMAT.encode())
+_HEAD = re.compile(rb'\{"format":"([^"\\]{0,100})","version":(\d{1,9}),')
 
 
 def encode(manifest: Manifest) -> bytes:
     """The contents of manifest.json: JSON that ends with a checksum of everything before it."""
-    body = _ADAPTER.dump_json(manifest)[:-1]
+    body = _ADAPTER.dump_json(manifest, exclude_defaults=True)[:-1]
     if len(body) + _TAIL_BYTES > MAX_MANIFEST_BYTES:
         raise UserError(f"the manifest has {len(body)} bytes, more than the format allows; save from fewer processes")
     return body + f',"checksum":"{xxhash.xxh3_128_hexdigest(body)}"}}\n'.encode()
@@ -146,62 +208,77 @@ def decode(text: bytes, *, where: Path) -> Manifest:
         raise Damage(f"{where} is damaged: it is cut off, or is not a manifest")
     if xxhash.xxh3_128_hexdigest(body) != tail[1].decode():
         raise Damage(f"{where} is damaged: its checksum does not match (bytes 0 to {len(body)})")
-    if (head := _HEAD.match(body)) and int(head[1]) > VERSION:
+    head = _HEAD.match(body)
+    if head and head[1] != FORMAT.encode():
+        raise Damage(f"{where} is damaged: its format is {head[1].decode(errors='replace')[:50]!r}")
+    version = int(head[2]) if head else VERSION
+    if version > VERSION:
         raise UserError(
-            f"{where} has version {int(head[1])} of the format, but this program reads {VERSION}; use a newer one"
+            f"{where} has version {version} of the format, but this program reads {VERSION}; use a newer one"
         )
-    if sum(map(body.count, (b",", b"[", b"{"))) > len(body) // BYTES_PER_VALUE + 10_000:
+    if sum(map(body.count, (b",", b"[", b"{"))) > len(body) // BYTES_PER_VALUE.get(version, 8) + 10_000:
         raise Damage(f"{where} is damaged: it does not describe a checkpoint (too many values for {len(body)} bytes)")
     try:
-        manifest = _ADAPTER.validate_json(body + b"}", strict=True)
+        manifest, problem = _decoded(body + b"}", version)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"[:200]
         raise Damage(f"{where} is damaged: it does not describe a checkpoint ({what})") from None
-    if problem := next(_contradictions(manifest), None):
+    if manifest is None:
         raise Damage(f"{where} is damaged: {problem}")
     return manifest
 
 
-def _contradictions(manifest: Manifest) -> Iterator[str]:
+def _decoded(text: bytes, version: int) -> tuple[Manifest | None, str]:
+    """The manifest, or what is wrong with it."""
+    if version == 1:
+        from recipes.checkpoint import version1
+
+        old = version1.ADAPTER.validate_json(text, strict=True)
+        problem = next(version1.contradictions(old), "")
+        return None if problem else version1.converted(old), problem
+    manifest = _ADAPTER.validate_json(text, strict=True)
+    problem = next(contradictions(manifest), "")
+    return None if problem else manifest, problem
+
+
+def contradictions(manifest: Manifest) -> Iterator[str]:
     """Everything that could make a reader go outside of the folder, of a file or of a tensor."""
     if (manifest.format, manifest.version) != (FORMAT, VERSION):
         yield f"its format is {manifest.format[:50]!r}, version {manifest.version}"
     if manifest.block_bytes % 16:
         yield f"blocks of {manifest.block_bytes} bytes would cut elements"
+    yield from _file_contradictions(manifest)
+    numbers = numpy.zeros(max(manifest.shards, default=-1) + 1, bool)
+    numbers[[*manifest.shards]] = True
+    total = 0
+    for name, tensor in manifest.tensors.items():
+        yield from _tensor_contradictions(name[:200], tensor, numbers)
+        total += prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
+        if total >= 2**62:
+            yield f"{name[:200]} has the shape {list(tensor.shape)}"
+    yield from _size_contradictions(manifest, len(numbers))
+
+
+def _file_contradictions(manifest: Manifest) -> Iterator[str]:
     for name, file in manifest.files.items():
-        if not PLAIN_NAME.fullmatch(name) or name == MANIFEST:
+        found = SHARD_NAME.fullmatch(name)
+        if not found and (not PLAIN_NAME.fullmatch(name) or name == MANIFEST):
             yield f"a file called {name[:200]!r}"
+        if not found and file.header_bytes:
+            yield f"a shard called {name[:200]!r}"
+        if found and (int(found[1]) >= int(found[2]) or int(found[2]) > MAX_SHARDS or not file.header_bytes):
+            yield f"{name} as the name of a file"
+        if found and shard_name(int(found[1]), int(found[2])) != name:
+            yield f"{name} in the wrong folder"
         if file.header_bytes > file.bytes:
             yield f"{name} has a header larger than itself"
-    for name, tensor in manifest.tensors.items():
-        yield from _tensor_contradictions(name[:200], tensor, manifest)
-    yield from _header_contradictions(manifest)
-    ends = {name: file.header_bytes for name, file in manifest.files.items()}
-    in_files = sorted(
-        (chunk.file, chunk.offset, chunk.bytes) for tensor in manifest.tensors.values() for chunk in tensor.chunks
-    )
-    for name, offset, size in in_files:
-        if offset != ends[name]:
-            yield f"in {name}, a part begins at byte {offset} instead of {ends[name]}"
-        ends[name] = offset + size
-    for name, file in manifest.files.items():
-        if file.header_bytes and ends[name] != file.bytes:
-            yield f"{name} has {file.bytes} bytes, but its tensors end at {ends[name]}"
+    if len({match[2] for match in map(SHARD_NAME.fullmatch, manifest.files) if match}) > 1:
+        yield "shards of saves with different numbers of processes"
 
 
-def _header_contradictions(manifest: Manifest) -> Iterator[str]:
-    """Headers that are much larger than JSON that names each tensor of the file once; they are not read."""
-    likely = dict.fromkeys(manifest.files, 1000)
-    for name, tensor in manifest.tensors.items():
-        for chunk in tensor.chunks:
-            likely[chunk.file] += 12 * len(name) + 2000
-    for name, file in manifest.files.items():
-        if file.header_bytes > min(likely[name], MAX_HEADER_BYTES):
-            yield f"{name} has a header of {file.header_bytes} bytes, more than its tensors need"
-
-
-def _tensor_contradictions(name: str, tensor: StoredTensor, manifest: Manifest) -> Iterator[str]:
+def _tensor_contradictions(name: str, tensor: StoredTensor, shards: Any) -> Iterator[str]:
+    """shards: whether there is a shard of each number."""
     if not name or not name.isprintable():
         yield f"a tensor called {name!r}"
     if tensor.dtype not in DTYPE_BYTES:
@@ -209,54 +286,32 @@ def _tensor_contradictions(name: str, tensor: StoredTensor, manifest: Manifest) 
         return
     if prod(tensor.shape) >= 2**62:
         yield f"{name} has the shape {list(tensor.shape)}"
-    for chunk in tensor.chunks:
-        if chunk.file not in manifest.files or not manifest.files[chunk.file].header_bytes:
-            yield f"{name} is in {chunk.file[:200]!r}, which is not a shard"
+    for row in tensor.boxes:
+        if problem := row.problem(len(tensor.shape)):
+            yield f"{name} has {problem}"
             return
-        if len(chunk.start) != len(tensor.shape) or len(chunk.shape) != len(tensor.shape):
-            yield f"{name} has a part with another number of dimensions"
-            return
-        sides = zip(chunk.start, chunk.shape, tensor.shape, strict=True)
-        if any(first + length > whole for first, length, whole in sides):
+        if any(end > whole for end, whole in zip(row.end, tensor.shape, strict=True)):
             yield f"{name} has a part outside of its shape"
-        if chunk.bytes != prod(chunk.shape) * DTYPE_BYTES[tensor.dtype] or not chunk.bytes:
-            yield f"{name} has {chunk.bytes} bytes for a part of the shape {list(chunk.shape)}"
-        elif len(chunk.blocks) != -(-chunk.bytes // manifest.block_bytes):
-            yield f"{name} has {len(chunk.blocks)} checksums for {chunk.bytes} bytes"
-    if sum(prod(chunk.shape) for chunk in tensor.chunks) != prod(tensor.shape) or _overlap(tensor.chunks):
+        if not prod(row.shape):
+            yield f"{name} has 0 bytes for a part of the shape {list(row.shape)}"
+        if row.shards.stop > len(shards) or not shards[row.shards].all():
+            yield f"{name} is in one of the shards {row.file} to {row.shards.stop - 1} that is not there"
+    if sum(row.count * prod(row.shape) for row in tensor.boxes) != prod(tensor.shape) or rows_overlap(tensor.boxes):
         yield f"the parts of {name} do not make up the shape {list(tensor.shape)}"
 
 
-def _overlap(chunks: Sequence[Chunk]) -> bool:
-    """Whether two boxes share an element, or too many boxes are laid out in a way that no run cuts a tensor.
-
-    Boxes are split into groups by straight cuts, along one dimension after the other. If a tensor is cut into rows,
-    columns or both, this separates all boxes. The boxes that remain together are compared pairwise, and must be few.
-    """
-    if not chunks or not chunks[0].shape:
-        return len(chunks) > 1
-    together = [list(chunks)]
-    for axis in [*range(len(chunks[0].shape))] * 2:
-        together = [part for group in together for part in _apart(group, axis) if len(part) > 1]
-    return any(len(group) > MAX_TOGETHER or _any_two_meet(group) for group in together)
-
-
-def _apart(chunks: list[Chunk], axis: int) -> Iterator[list[Chunk]]:
-    """Groups of boxes that do not overlap on this axis."""
-    group: list[Chunk] = []
-    end = 0
-    for chunk in sorted(chunks, key=lambda chunk: chunk.start[axis]):
-        if group and chunk.start[axis] >= end:
-            yield group
-            group = []
-        group.append(chunk)
-        end = max(end, chunk.start[axis] + chunk.shape[axis])
-    yield group
-
-
-def _any_two_meet(chunks: list[Chunk]) -> bool:
-    for one, other in combinations(chunks, 2):
-        sides = zip(one.start, one.shape, other.start, other.shape, strict=True)
-        if all(a < b + length_b and b < a + length_a for a, length_a, b, length_b in sides):
-            return True
-    return False
+def _size_contradictions(manifest: Manifest, shards: int) -> Iterator[str]:
+    """Shards whose sizes are not those of their tensors, and headers that are much larger than JSON that names each
+    tensor of the file once; they are not read."""
+    sizes, likely = numpy.zeros(shards, numpy.int64), numpy.full(shards, 1500, numpy.int64)
+    for name, tensor in manifest.tensors.items():
+        for row in tensor.boxes:
+            size = prod(row.shape) * DTYPE_BYTES[tensor.dtype]
+            sizes[row.shards] += size - (-size // manifest.block_bytes) * SUM_BYTES
+            likely[row.shards] += 12 * len(name) + 2000
+    for number, name in manifest.shards.items():
+        file = manifest.files[name]
+        if file.header_bytes > min(likely[number], MAX_HEADER_BYTES):
+            yield f"{name} has a header of {file.header_bytes} bytes, more than its tensors need"
+        if file.header_bytes + sizes[number] != file.bytes:
+            yield f"{name} has {file.bytes} bytes, but its tensors end at {file.header_bytes + sizes[number]}"

@@ -12,9 +12,12 @@ from models.config import ModelConfig
 from models.layout import layout_of
 from parallel.errors import UserError
 from parallel.float8 import without_wrapper
-from recipes.checkpoint.files import Piece, check_files, complete, read_manifest, write_shard
+from recipes.checkpoint.files import complete, read_manifest, write_shard
+from recipes.checkpoint.folder import check_parts
+from recipes.checkpoint.manifest import shard_name
+from recipes.checkpoint.plan import Spread, pieces_of, plan
 from recipes.checkpoint.state import copies_in
-from recipes.checkpoint.storage import CODES, DTYPES, PARAMETERS, assemble, raw, read_tensors, shard_name
+from recipes.checkpoint.storage import CODES, DTYPES, PARAMETERS, assemble, raw, read_tensors
 from recipes.files.layout import MODEL
 
 
@@ -25,7 +28,7 @@ class StoredParameters:
         """Raises one UserError that lists all missing parameters; Damage if the checkpoint shows any."""
         self.path = path
         self._manifest = read_manifest(path)
-        check_files(path, self._manifest)
+        check_parts(path, self._manifest)
         shapes = {name: tensor.shape for name, tensor in self._manifest.tensors.items()}
         found = {name: f"has shape {list(shape)}" for name, shape in shapes.items()}
         if problems := [
@@ -68,12 +71,8 @@ def write_parameters(
 
     shapes: name -> shape and dtype. read: returns the parameter of a name. files: name -> text of the small files.
     """
-    pieces = [
-        Piece(PARAMETERS + name, CODES[dtype], (0,) * len(shape), shape, whole=True)
-        for name, (shape, dtype) in shapes.items()
-    ]
-    pieces.sort(key=lambda piece: -DTYPES[piece.dtype].itemsize)
+    stored = plan({PARAMETERS + name: Spread(CODES[dtype], shape) for name, (shape, dtype) in shapes.items()}, 1)
+    pieces, shard = pieces_of(stored, 0), shard_name(0, 1)
     contents = (raw(read(piece.tensor.removeprefix(PARAMETERS))) for piece in pieces)
-    shard = write_shard(folder / shard_name(0, 1), pieces, contents)
-    layout = {piece.tensor: (piece.dtype, piece.shape) for piece in pieces}
-    complete(folder, assemble(None, {}, layout, [shard]), files)
+    about = write_shard(folder / shard, pieces, contents)
+    complete(folder, assemble(None, {}, stored, {shard: about}), files)

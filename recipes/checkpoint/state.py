@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 from annotated_types import Interval, MaxLen
-from pydantic import FiniteFloat, TypeAdapter
+from pydantic import AfterValidator, FiniteFloat, TypeAdapter
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
@@ -13,8 +13,10 @@ from torch.optim import Optimizer
 from parallel.errors import UserError
 from parallel.float8 import without_wrapper
 from parallel.materialize import plain_name
+from recipes.checkpoint.config import KEEP_BEST, VALIDATION
 from recipes.checkpoint.manifest import Count, Damage, Manifest
 from recipes.checkpoint.storage import PARAMETERS
+from recipes.data.history import from_json
 from recipes.optimization.skip_steps import WINDOW
 
 MOMENTS = "optimizer."
@@ -24,11 +26,14 @@ PROGRESS: dict[str, TypeAdapter[Any]] = {
     "tokens": TypeAdapter(Count),
     "skipped_in_a_row": TypeAdapter(Annotated[int, Interval(ge=0, lt=2**31)]),
     "loss_window": TypeAdapter(Annotated[list[FiniteFloat], MaxLen(WINDOW)]),
+    "history": TypeAdapter(Annotated[Any, AfterValidator(from_json)]),
     "trained_on": TypeAdapter(dict[str, str]),
+    KEEP_BEST: TypeAdapter(Annotated[str, MaxLen(1000)]),
+    VALIDATION: TypeAdapter(dict[str, FiniteFloat]),
     "wandb_id": TypeAdapter(Annotated[str, MaxLen(200)]),
 }
 """The keys of the progress that a run reads, with their types. Any may be missing: older versions saved fewer."""
-REQUIRED = ("lr", "betas", "eps", "weight_decay")
+REQUIRED = ("lr", "betas", "eps", "weight_decay", "momentum", "ns_steps")
 """The hyperparameters that recipes set. The others are defaults of torch, and differ between its versions."""
 
 
@@ -83,17 +88,20 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked(manifest: Manifest, groups: list[dict[str, Any]], path: Path) -> dict[str, Any]:
-    """Stored progress and optimizer groups, types checked. Raises Damage, or UserError for a different optimizer."""
+    """Stored progress and the optimizer's groups, types checked. Raises Damage, or UserError for a different
+    optimizer."""
     try:
         progress, stored = manifest.state["progress"], manifest.state["optimizer"]
-        by_names = {tuple(sorted(group["params"])): group for group in stored}
+        group_of = {name: group for group in stored for name in group["params"]}
         found = []
         for group in groups:
-            match = by_names.get(tuple(sorted(group["params"])))
             required = [key for key in REQUIRED if key in group]
-            if match is None or not match.keys() >= set(required):
-                raise UserError(f"{path} was saved with a different optimizer, or with different parameter groups")
-            found.append(dict(group) | {key: _as(group[key], match[key]) for key in required})
+            for name in group["params"]:
+                if not group_of.get(name, {}).keys() >= set(required):
+                    raise UserError(f"{path} was saved with a different optimizer, or without the moments of {name}")
+                for key in required:
+                    _as(group[key], group_of[name][key])
+            found.append(dict(group))  # the recipe's numbers, which a stage or a fork may have changed
         if not isinstance(progress, dict):
             raise TypeError("progress")
         for key in PROGRESS.keys() & progress.keys():

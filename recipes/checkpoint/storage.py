@@ -1,7 +1,7 @@
 """Converts between tensors, sharded or not, and the files of a checkpoint.
 
-The planners of torch.distributed.checkpoint (DCP), which know every way to shard a tensor, decide what goes where. Only
-this folder uses DCP. Its storage is not used, because it pickles.
+The storage and the planners of torch.distributed.checkpoint (DCP) are not used: the one pickles, and the others gather
+every process's plan on rank 0 and send all of them back.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,24 +9,20 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
+import xxhash
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import ReadItem, WriteItem
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from parallel.errors import UserError
-from recipes.checkpoint.files import Piece, ShardReader, Written
-from recipes.checkpoint.manifest import BLOCK_BYTES, DTYPE_BYTES, FORMAT, VERSION, Chunk, Manifest, StoredTensor
+from recipes.checkpoint.files import OpenShard, Piece, open_shard
+from recipes.checkpoint.manifest import BLOCK_BYTES, FORMAT, VERSION, Chunk, Manifest, StoredFile, StoredTensor
+from recipes.checkpoint.plan import Cut, Spread, pieces_of, plan, strides_of
 from recipes.files.reading import patiently
 
 PARAMETERS = "model."
@@ -49,48 +45,75 @@ READ_BYTES = 16 * BLOCK_BYTES
 """How many bytes to read at a time when they cannot be read directly into the tensor."""
 
 
-def shard_name(rank: int, world_size: int) -> str:
-    """The file name of the shard that a process writes."""
-    return f"shard-{rank:05d}-of-{world_size:05d}.safetensors"
-
-
 @dataclass(frozen=True)
 class Plan:
-    """Which parts of which tensors this process writes. Valid as long as names, shapes and sharding do not change."""
+    """Which parts of which tensors each process writes. Valid as long as names, shapes and sharding do not change."""
 
     pieces: list[Piece]
-    """In the order of the shard."""
-    layout: dict[str, tuple[str, tuple[int, ...]]]
-    """Dtype and shape of every tensor; on rank 0 only."""
+    """What this process writes, in the order of its shard."""
+    stored: dict[str, StoredTensor]
+    """All tensors, and who writes which of their boxes."""
     signature: list[Any]
-    _items: list[WriteItem]
+    identity: str
+    """The same on two processes if they planned the same."""
 
     def tensors(self, state: Mapping[str, Tensor]) -> Iterator[Tensor]:
         """The current values of the pieces, on their device."""
-        planner = _save_planner(state)
-        return (cast(Tensor, planner.resolve_data(item)).detach() for item in self._items)
+        return (_local(state[piece.tensor]) for piece in self.pieces)
 
 
-def make_plan(state: Mapping[str, Tensor], *, group: dist.ProcessGroup) -> Plan:
-    """Divide the tensors among the processes: every element is written once, replicas share the work. Collective."""
-    local = _save_planner(state).create_local_plan()
-    main, size = dist.get_rank() == 0, dist.get_world_size()
-    plans: list[Any] = [None] * size
-    dist.gather_object(local, plans if main else None, group=group)
-    layout = {}
-    if main:
-        plans, metadata = _save_planner(state).create_global_plan(plans)
-        layout = {
-            name: (CODES[about.properties.dtype], tuple(about.size))
-            for name, about in metadata.state_dict_metadata.items()
-            if isinstance(about, TensorStorageMetadata)
-        }
-    own: list[Any] = [None]
-    dist.scatter_object_list(own, plans if main else None, group=group)
-    pieces = [(_piece(item), item) for item in own[0].items]
-    pieces = [(piece, item) for piece, item in pieces if piece.bytes]
-    pieces.sort(key=lambda pair: -DTYPE_BYTES[pair[0].dtype])  # widest first: every tensor is aligned to its elements
-    return Plan([piece for piece, _ in pieces], layout, signature(state), [item for _, item in pieces])
+def make_plan(state: Mapping[str, Tensor], *, rank: int, processes: int) -> Plan:
+    """Divide the tensors among the processes: every element is written once, replicas share the work.
+
+    Every process computes this alone. Raises UserError if a tensor is spread in a way that cannot be saved.
+    """
+    meshes = {value.device_mesh for value in state.values() if isinstance(value, DTensor)}
+    axes = {mesh: strides_of(mesh.mesh.tolist()) for mesh in meshes}
+    spreads = {name: spread_of(name, value, axes) for name, value in state.items()}
+    stored = plan(spreads, processes)
+    pieces = pieces_of(stored, rank)
+    for piece in pieces:
+        if (box := _box(state[piece.tensor])) != (piece.start, piece.shape):
+            raise UserError(f"{piece.tensor} holds the box {box} where {(piece.start, piece.shape)} was expected")
+    identity = xxhash.xxh3_64_hexdigest(repr((processes, spreads)).encode())
+    return Plan(pieces, stored, signature(state), identity)
+
+
+def spread_of(name: str, value: Tensor, axes: Mapping[DeviceMesh, list[tuple[int, int]]]) -> Spread:
+    """How a tensor is spread over all processes. Raises UserError if its type is none that a checkpoint can hold.
+
+    axes: the parts and the distances of their ranks, by mesh.
+    """
+    if value.dtype not in CODES:
+        raise UserError(f"{name} has elements of type {value.dtype}, which no checkpoint can hold")
+    if not isinstance(value, DTensor):
+        return Spread(CODES[value.dtype], tuple(value.shape))
+    return Spread(CODES[value.dtype], tuple(value.shape), cuts_of(value.placements, axes[value.device_mesh]))
+
+
+def cuts_of(placements: Sequence[Placement], axes: Sequence[tuple[int, int]]) -> tuple[Cut, ...]:
+    """The cuts by the axes of a mesh, each of which has a number of parts and a distance of their ranks."""
+    cuts, strided = [], []
+    for (parts, stride), placement in zip(axes, placements, strict=True):
+        if isinstance(placement, _StridedShard):  # FSDP's cut of what tensor parallelism has cut before
+            strided.append(Cut(placement.dim, parts, stride))
+        elif isinstance(placement, Shard):
+            cuts.append(Cut(placement.dim, parts, stride))
+    return (*cuts, *reversed(strided))
+
+
+def _box(value: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Start and shape of this process's part of a tensor."""
+    if not isinstance(value, DTensor):
+        return (0,) * value.dim(), tuple(value.shape)
+    shape, start = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    assert tuple(shape) == tuple(_local(value).shape), f"{tuple(_local(value).shape)} instead of {tuple(shape)}"
+    return tuple(start), tuple(shape)
+
+
+def _local(value: Tensor) -> Tensor:
+    """This process's part of a tensor."""
+    return (value.to_local() if isinstance(value, DTensor) else value).detach()
 
 
 def signature(state: Mapping[str, Tensor]) -> list[Any]:
@@ -99,21 +122,6 @@ def signature(state: Mapping[str, Tensor]) -> list[Any]:
         (name, value.shape, value.dtype, value.placements if isinstance(value, DTensor) else None)
         for name, value in state.items()
     ]
-
-
-def _save_planner(state: Mapping[str, Tensor]) -> DefaultSavePlanner:
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(state), None, dist.get_rank() == 0)
-    return planner
-
-
-def _piece(item: WriteItem) -> Piece:
-    about = item.tensor_data
-    assert about is not None, f"{item.index.fqn} is not a tensor"
-    if about.properties.dtype not in CODES:
-        raise UserError(f"{item.index.fqn} has elements of type {about.properties.dtype}, which no checkpoint can hold")
-    start, shape = tuple(about.chunk.offsets), tuple(about.chunk.sizes)
-    return Piece(item.index.fqn, CODES[about.properties.dtype], start, shape, whole=shape == tuple(about.size))
 
 
 def raw(tensor: Tensor) -> memoryview:
@@ -158,21 +166,22 @@ class HostMemory:
 
 
 def assemble(
-    step: int | None,
-    state: dict[str, Any],
-    layout: Mapping[str, tuple[str, tuple[int, ...]]],
-    shards: Sequence[Written],
+    step: int | None, state: dict[str, Any], stored: Mapping[str, StoredTensor], files: Mapping[str, StoredFile]
 ) -> Manifest:
-    """The manifest, from what each process wrote."""
-    chunks: dict[str, list[Chunk]] = {name: [] for name in layout}
-    for _, _, pieces in shards:
-        for piece, chunk in pieces:
-            chunks[piece.tensor].append(chunk)
-    tensors = {
-        name: StoredTensor(dtype, shape, tuple(sorted(chunks[name], key=lambda chunk: chunk.start)))
-        for name, (dtype, shape) in layout.items()
-    }
-    return Manifest(FORMAT, VERSION, step, state, BLOCK_BYTES, {name: file for name, file, _ in shards}, tensors)
+    """The manifest, from the plan and what each process wrote."""
+    return Manifest(FORMAT, VERSION, step, state, BLOCK_BYTES, dict(sorted(files.items())), dict(stored))
+
+
+class Part(NamedTuple):
+    """What this process reads of a box."""
+
+    tensor: str
+    box: tuple[int, ...]
+    """The start of the box in the tensor."""
+    start: tuple[int, ...]
+    """In the box."""
+    target: Tensor
+    """What is filled."""
 
 
 def read_tensors(path: Path, manifest: Manifest, state: Mapping[str, Tensor]) -> None:
@@ -180,71 +189,62 @@ def read_tensors(path: Path, manifest: Manifest, state: Mapping[str, Tensor]) ->
 
     Every byte read is verified. Raises Damage, or UserError if a tensor is missing or has another shape.
     """
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    wanted: dict[int, list[Part]] = {}
     for name, value in state.items():
         stored = manifest.tensors.get(name)
         if stored is None or stored.shape != tuple(value.shape):
             what = "does not hold" if stored is None else f"has the shape {list(stored.shape)} for"
             raise UserError(f"{path} {what} {name}, which has the shape {list(value.shape)} here")
-    planner.set_up_planner(dict(state), _metadata(manifest), False)
-    by_file: dict[str, list[tuple[Chunk, ReadItem]]] = {}
-    chunks = {(name, chunk.start): chunk for name in state for chunk in manifest.tensors[name].chunks}
-    # DCP's global plan for loading is the same as the local plans.
-    for item in planner.create_local_plan().items:
-        assert item.storage_index.offset is not None
-        chunk = chunks[item.storage_index.fqn, tuple(item.storage_index.offset)]
-        by_file.setdefault(chunk.file, []).append((chunk, item))
-    reader = ShardReader(path, manifest)
+        for shard, part in parts_of(name, stored, *_box(value), _local(value)):
+            wanted.setdefault(shard, []).append(part)
 
-    def read(name: str) -> None:
-        with reader.file(name) as descriptor:
-            for chunk, item in sorted(by_file[name], key=lambda pair: pair[0].offset):
-                fqn = item.storage_index.fqn
-                target = planner.resolve_tensor(item).detach()
-                _read_box(reader, descriptor, fqn, DTYPES[manifest.tensors[fqn].dtype], chunk, item, target)
+    def read(number: int) -> None:
+        contents = manifest.contents(number)
+        chunks = {(tensor, chunk.start): chunk for tensor, chunk in contents.chunks}
+        parts = [(chunks[part.tensor, part.box], part) for part in wanted[number]]
+        with open_shard(path, manifest, manifest.shards[number], contents) as shard:
+            for chunk, part in sorted(parts, key=lambda pair: pair[0].offset):
+                _read_box(shard, DTYPES[manifest.tensors[part.tensor].dtype], chunk, part)
 
-    for name in sorted(by_file):
-        patiently(partial(read, name))
+    for number in sorted(wanted):
+        patiently(partial(read, number))
 
 
-def _read_box(
-    reader: ShardReader, descriptor: int, name: str, dtype: torch.dtype, chunk: Chunk, item: ReadItem, target: Tensor
-) -> None:
-    """Read the part of a chunk that this item needs into `target`, which has the shape of that part."""
-    start, lengths = tuple(item.storage_offsets), tuple(item.lengths)
-    if not target.numel():
+def parts_of(
+    name: str, stored: StoredTensor, start: tuple[int, ...], shape: tuple[int, ...], target: Tensor
+) -> Iterator[tuple[int, Part]]:
+    """(number of the shard, part) of everything stored that meets this box of a tensor. target: its values."""
+    if not prod(shape):
         return
-    row_elements = prod(chunk.shape[1:])
-    first = start[0] * row_elements * dtype.itemsize if start else 0
-    rows = torch.Size((lengths[0], *chunk.shape[1:]) if lengths else ())
-    if rows == torch.Size(lengths) and target.is_contiguous():
+    for row in stored.boxes:
+        for number in row.meeting(start, shape):
+            box, view, inside = row.start_of(number), target, []
+            for axis, (begin, length) in enumerate(zip(box, row.shape, strict=True)):
+                low, high = max(begin, start[axis]), min(begin + length, start[axis] + shape[axis])
+                view = view.narrow(axis, low - start[axis], high - low)
+                inside.append(low - begin)
+            yield row.file + number * row.stride, Part(name, box, tuple(inside), view)
+
+
+def _read_box(shard: OpenShard, dtype: torch.dtype, chunk: Chunk, part: Part) -> None:
+    """Read what this part needs of a chunk."""
+    target, lengths = part.target, tuple(part.target.shape)
+    first = part.start[0] * prod(chunk.shape[1:]) * dtype.itemsize if part.start else 0
+    rows = (lengths[0], *chunk.shape[1:]) if lengths else ()
+    if rows == lengths and target.is_contiguous():
         flat = target.view(-1)
         if target.device.type == "cpu" and target.dtype == dtype:
-            reader.read(descriptor, name, chunk, first, flat.view(torch.uint8).numpy().data)
+            shard.read(part.tensor, chunk, first, flat.view(torch.uint8).numpy().data)
             return
         for piece in flat.split(READ_BYTES // dtype.itemsize):
             values = torch.empty(piece.shape, dtype=dtype)
-            reader.read(descriptor, name, chunk, first, raw(values))
+            shard.read(part.tensor, chunk, first, raw(values))
             piece.copy_(values)
             first += values.numel() * dtype.itemsize
         return
     # Cut by columns, in the checkpoint or here: read whole rows, and drop what other processes need.
     values = torch.empty(rows, dtype=dtype)
-    reader.read(descriptor, name, chunk, first, raw(values))
-    for axis, (begin, length) in enumerate(zip(start[1:], lengths[1:], strict=True), 1):
+    shard.read(part.tensor, chunk, first, raw(values))
+    for axis, (begin, length) in enumerate(zip(part.start[1:], lengths[1:], strict=True), 1):
         values = values.narrow(axis, begin, length)
     target.copy_(values)
-
-
-def _metadata(manifest: Manifest) -> Metadata:
-    """The manifest in the form that DCP's planner expects."""
-    return Metadata(
-        {
-            name: TensorStorageMetadata(
-                TensorProperties(dtype=DTYPES[tensor.dtype]),
-                torch.Size(tensor.shape),
-                [ChunkStorageMetadata(torch.Size(chunk.start), torch.Size(chunk.shape)) for chunk in tensor.chunks],
-            )
-            for name, tensor in manifest.tensors.items()
-        }
-    )

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from models.config import ModelConfig
+from models.hf import beyond_hf
 from models.layout import Stored, layout_of
 from parallel.dist import World, on_main
 from parallel.errors import UserError
@@ -174,6 +175,8 @@ def export_model(
 
 
 def _files(model: ModelConfig, dtypes: Mapping[str, torch.dtype], max_bytes: int) -> dict[str, list[Entry]]:
+    if problem := beyond_hf(model):
+        raise UserError(f"the model cannot be a Hugging Face folder: {problem}; it stays in its checkpoints")
     entries = [
         Entry(how.name, CODES[dtypes[name]], how.shape[::-1] if how.transposed else how.shape)
         for name, how in layout_of(model).tensors.items()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from models.config import ModelConfig, TextFacts, of_transformers
 from parallel.errors import TemporaryError, UserError
 from recipes.files.layout import CHECKPOINTS, MODEL, TOKENIZER, checkpoint_steps, step_folder
-from recipes.files.reading import is_folder, names_in, read_text
+from recipes.files.reading import is_folder, is_remote, names_in, read_text
 
 if TYPE_CHECKING:  # what a run without weights does not need is imported where it is used
     from recipes.data.text.tokenizer import Tokenizer
@@ -40,6 +40,14 @@ class Description:
     companions: Mapping[str, str] = field(default_factory=dict)
     """File name -> text of what came with the weights: chat template, special tokens, generation settings."""
 
+    def ends(self, *, where: Path) -> tuple[int, ...]:
+        """Every token that may end a text, by config.json and by the generation settings. where: they are from."""
+        from recipes.weights.companions import generation_ends
+
+        given = self.facts.eos_token_id
+        ends = given if isinstance(given, tuple) else () if given is None else (given,)
+        return tuple(dict.fromkeys((*ends, *generation_ends(self.companions, where=where))))
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -64,11 +72,7 @@ class Weights:
     @cached_property
     def ends(self) -> tuple[int, ...]:
         """Every token that may end a text, by config.json and by the generation settings."""
-        from recipes.weights.companions import generation_ends
-
-        given = self.facts.eos_token_id
-        ends = given if isinstance(given, tuple) else () if given is None else (given,)
-        return tuple(dict.fromkeys((*ends, *generation_ends(self.description.companions, where=self.path))))
+        return self.description.ends(where=self.path)
 
     @cached_property
     def stored_tensors(self) -> "StoredTensors":
@@ -169,6 +173,10 @@ def find_weights(path: str | Path) -> Weights:
 
     Reads the description alone. Raises UserError where there are no weights, or none that this program supports.
     """
+    if is_remote(str(path)):
+        from recipes.weights.remote import fetched
+
+        path = fetched(str(path))
     try:
         folder = Path(path).expanduser()
     except RuntimeError as error:  # no such user in ~user
@@ -211,7 +219,7 @@ def trained_description(
         log: receives a line about what is not kept.
     """
     # The text itself: written anew by the library, its fingerprint would differ when a run resumes with "from_weights".
-    text, facts = tokenizer.json, TextFacts(length, eos_token_id=tokenizer.end_of_document)
+    text, facts = tokenizer.json, TextFacts(length, tokenizer.beginning, tokenizer.end_of_document)
     if start is None:
         return Description(model, facts, text)
     facts, ends = replace(facts, context_length=max(length, start.facts.context_length)), start.facts.eos_token_id

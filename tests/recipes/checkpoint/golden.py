@@ -12,7 +12,9 @@ import torch
 import xxhash
 from torch import Tensor
 
+from parallel.config import MeshConfig
 from recipes.checkpoint.storage import raw
+from tests.build import SHARD_ALL
 from tests.processes import run_processes
 from tests.recipes.checkpoint.small import SMALL, snapshot, trained
 
@@ -24,13 +26,13 @@ def fingerprints(tensors: dict[str, Tensor]) -> dict[str, str]:
     return {name: xxhash.xxh3_64_hexdigest(raw(tensor)) for name, tensor in sorted(tensors.items())}
 
 
-def write(folder: Path, moments: str = "float32") -> dict[str, str]:
+def write(folder: Path, moments: str = "float32", mesh: MeshConfig = SHARD_ALL) -> dict[str, str]:
     """Save two steps of the small model, sharded over all processes; returns the fingerprints of its state."""
     from parallel.dist import start, stop
     from recipes.checkpoint.checkpoints import Checkpoints
 
     start("cpu", seed=0)
-    run = trained(2, moments=moments)
+    run = trained(2, moments=moments, mesh=mesh)
     checkpoints = Checkpoints(folder, keep=1, files={"note.txt": "kept for ever\n"})
     checkpoints.save(*run, step=2, progress=PROGRESS)
     assert checkpoints.finish() == 2
@@ -59,5 +61,6 @@ if __name__ == "__main__":
         "sharded": run_processes(2, write, target / "sharded")[0],
         "bfloat16": run_processes(1, write, target / "bfloat16", "bfloat16")[0],
         "imported": write_imported(target),
+        "version2": run_processes(4, write, target / "version2", "float32", MeshConfig(replicate=2, shard=2))[0],
     }
     target.joinpath("fingerprints.json").write_text(json.dumps(expected, indent=1) + "\n")

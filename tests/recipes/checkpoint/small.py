@@ -14,7 +14,7 @@ from parallel.materialize import plain_name
 from parallel.materialize import whole as gathered
 from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer
-from tests.build import SHARD_ALL, build_model
+from tests.build import SHARD_ALL, build_model, cpu_mesh
 
 SMALL = replace(
     SIZES["llama3_debug"],
@@ -29,12 +29,12 @@ SMALL = replace(
 
 
 def build(
-    *, seed: int, mode: str = "none", mesh: MeshConfig = SHARD_ALL, moments: str = "float32"
+    *, seed: int, mode: str = "none", mesh: MeshConfig = SHARD_ALL, moments: str = "float32", name: str = "adamw"
 ) -> tuple[nn.Module, Optimizer]:
     """The model on a mesh of the current process group, and its optimizer."""
     model, _ = build_model(SMALL, seed=seed, mode=mode, mesh=mesh)
-    config = OptimizerConfig(lr=0.01, state_dtype=moments)
-    return model, build_optimizer(model, config)
+    config = OptimizerConfig(name, lr=0.01, state_dtype=moments)
+    return model, build_optimizer(model, config, cpu_mesh(mesh))
 
 
 def step(model: nn.Module, optimizer: Optimizer, *, seed: int) -> float:
@@ -47,8 +47,10 @@ def step(model: nn.Module, optimizer: Optimizer, *, seed: int) -> float:
     return loss.item()
 
 
-def trained(steps: int = 2, *, mesh: MeshConfig = SHARD_ALL, moments: str = "float32") -> tuple[nn.Module, Optimizer]:
-    model, optimizer = build(seed=0, mesh=mesh, moments=moments)
+def trained(
+    steps: int = 2, *, mesh: MeshConfig = SHARD_ALL, moments: str = "float32", name: str = "adamw"
+) -> tuple[nn.Module, Optimizer]:
+    model, optimizer = build(seed=0, mesh=mesh, moments=moments, name=name)
     for seed in range(steps):
         step(model, optimizer, seed=seed)
     return model, optimizer
@@ -70,6 +72,13 @@ def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     """Names whose values differ in any bit."""
     assert one.keys() == other.keys()
     return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def spoil(shard: Path) -> None:
+    """Flip a bit of the first tensor in this file."""
+    content = bytearray(shard.read_bytes())
+    content[8 + int.from_bytes(content[:8], "little")] ^= 1
+    shard.write_bytes(content)
 
 
 def names(folder: Path) -> list[str]:

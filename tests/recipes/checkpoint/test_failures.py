@@ -18,9 +18,10 @@ from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.checkpoint.files import read_manifest
 from recipes.checkpoint.folder import newest_whole
 from recipes.checkpoint.manifest import Damage
+from recipes.optimization.optimizer import matrices_of
 from recipes.schema import Recipe
 from tests.full_disk import files_of_at_most
-from tests.recipes.checkpoint.small import contents, names, trained
+from tests.recipes.checkpoint.small import contents, names, spoil, trained
 from tests.training import change, training
 
 Run = tuple[nn.Module, Optimizer]
@@ -63,9 +64,7 @@ def test_checkpoint_is_never_overwritten(run: Run, tmp_path: Path) -> None:
 
 
 def damage(path: Path) -> None:
-    """Change the last byte of the shard of a checkpoint."""
-    shard = next(path.glob("*.safetensors"))
-    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    spoil(next(path.glob("*.safetensors")))
 
 
 def look_older(path: Path) -> None:
@@ -188,9 +187,10 @@ def test_left_overs_of_a_kill_count_as_free_space(run: Run, tmp_path: Path, monk
     assert "the disk has space for 1" in logged[0] and (tmp_path / ".partial-00000004" / "shard").exists()
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 def test_logged_size_is_that_of_the_tensors_and_the_small_files(
-    moments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    moments: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The manifest and the headers of shards come on top."""
     sizes: list[int] = []
@@ -200,12 +200,13 @@ def test_logged_size_is_that_of_the_tensors_and_the_small_files(
         return ""
 
     monkeypatch.setattr(folders, "disk_space", note)
-    model, optimizer = trained(1, moments=moments)
+    model, optimizer = trained(1, moments=moments, name=name)
     checkpoints = Checkpoints(tmp_path, keep=2, files={"tokenizer.json": "ä" * 10_000})
-    checkpoints.require_space(model.parameters(), moments=getattr(torch, moments))
+    dtype, matrices = getattr(torch, moments), matrices_of(optimizer)
+    checkpoints.require_space(model.parameters(), moments=dtype, matrices=matrices)
     checkpoints.save(model, optimizer, step=1)
     manifest = read_manifest(checkpoints.path(1))
-    numbers = sum(chunk.bytes for tensor in manifest.tensors.values() for chunk in tensor.chunks)
+    numbers = sum(chunk.bytes for _, contents in manifest.all_contents() for _, chunk in contents.chunks)
     assert sizes == [numbers + 20_000]
 
 

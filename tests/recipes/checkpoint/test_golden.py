@@ -17,9 +17,10 @@ EXPECTED = json.loads((GOLDEN / "fingerprints.json").read_text())
 pytestmark = pytest.mark.usefixtures("alone")
 
 
-@pytest.mark.parametrize(("name", "moments"), [("sharded", "float32"), ("bfloat16", "bfloat16")])
+@pytest.mark.parametrize(
+    ("name", "moments"), [("sharded", "float32"), ("bfloat16", "bfloat16"), ("version2", "float32")]
+)
 def test_golden_run_loads(name: str, moments: str) -> None:
-    """One was saved by two processes; the other has moments in bfloat16."""
     checkpoints = Checkpoints(GOLDEN / name, keep=1)
     assert checkpoints.steps() == [2]
     run = build(seed=3, moments=moments)
@@ -34,6 +35,8 @@ def test_golden_imported_parameters_load() -> None:
     assert fingerprints(found) == EXPECTED["imported"]
 
 
-@pytest.mark.parametrize("name", ["imported", "sharded/step-00000002", "bfloat16/step-00000002"])
+@pytest.mark.parametrize(
+    "name", ["imported", "sharded/step-00000002", "bfloat16/step-00000002", "version2/step-00000002"]
+)
 def test_golden_checkpoint_is_intact(name: str) -> None:
     verify(GOLDEN / name)

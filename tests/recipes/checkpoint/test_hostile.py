@@ -19,12 +19,14 @@ import xxhash
 from torch import nn
 from torch.optim import Optimizer
 
+import recipes.checkpoint.version1  # noqa: F401  not imported while the hook listens
 from parallel.dist import start, stop
 from parallel.errors import UserError
 from recipes.checkpoint import look, manifest
+from recipes.checkpoint.boxes import Hull, overlap
 from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.checkpoint.files import read_manifest, verify
-from recipes.checkpoint.manifest import MANIFEST, Chunk, _overlap, encode
+from recipes.checkpoint.manifest import MANIFEST, encode
 from recipes.checkpoint.parameters import StoredParameters
 from tests.recipes.checkpoint.golden import GOLDEN
 from tests.recipes.checkpoint.small import SMALL, build, names
@@ -145,7 +147,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: [(path / MANIFEST).unlink(), (path / ".metadata").write_bytes(pickle.dumps(Bomb()))],
         "older version of this program",
     ),
-    "a newer version": (editing(lambda content: content.update(version=2)), "use a newer one"),
+    "a newer version": (editing(lambda content: content.update(version=3)), "use a newer one"),
     "another format": (editing(lambda content: content.update(format="x" * 9)), "its format is 'xxxxxxxxx'"),
     "a path upwards": (editing(lambda content: rename_shard(content, "../outside")), "a file called '../outside'"),
     "an absolute path": (editing(lambda content: rename_shard(content, "/etc/passwd")), "a file called '/etc/passwd'"),
@@ -325,27 +327,23 @@ def test_progress_of_another_type_is_refused(progress: dict[str, Any], place: Pa
     refuse_state(place, run, lambda state: state["progress"].update(progress))
 
 
-def box(start: tuple[int, ...], shape: tuple[int, ...]) -> Chunk:
-    return Chunk("shard", 0, 1, start, shape, ())
-
-
 def test_overlaps_of_very_many_boxes_are_found_quickly() -> None:
     """There are too many to compare them pairwise."""
     count = 100_000
-    columns = [box((0, number), (1, 1)) for number in range(count)]
-    assert not _overlap(columns)
-    assert _overlap([*columns, box((0, 5), (1, 1))])
-    assert _overlap([box((0, 0), (1, 1))] * count)
+    columns = [Hull((0, number), (1, 1)) for number in range(count)]
+    assert not overlap(columns)
+    assert overlap([*columns, Hull((0, 5), (1, 1))])
+    assert overlap([Hull((0, 0), (1, 1))] * count)
 
 
 def test_overlapping_boxes_are_found() -> None:
     """The boxes come from random straight cuts."""
     draw = random.Random(0)
 
-    def cut(start: tuple[int, ...], shape: tuple[int, ...], depth: int) -> list[Chunk]:
+    def cut(start: tuple[int, ...], shape: tuple[int, ...], depth: int) -> list[Hull]:
         axis = draw.randrange(len(shape))
         if depth == 0 or shape[axis] < 2:
-            return [box(start, shape)]
+            return [Hull(start, shape)]
         at = draw.randrange(1, shape[axis])
         low, high, rest = list(shape), list(start), list(shape)
         low[axis], high[axis], rest[axis] = at, start[axis] + at, shape[axis] - at
@@ -354,20 +352,26 @@ def test_overlapping_boxes_are_found() -> None:
     for shape in ((60,), (40, 50), (9, 8, 7)) * 20:
         boxes = cut((0,) * len(shape), shape, draw.randrange(6))
         draw.shuffle(boxes)
-        assert not _overlap(boxes)
+        assert not overlap(boxes)
         wrong = draw.choice(boxes)
-        assert _overlap([*boxes, box(wrong.start, (1,) * len(shape))])
+        assert overlap([*boxes, Hull(wrong.start, (1,) * len(shape))])
 
 
 def test_boxes_that_no_straight_cut_separates_are_compared() -> None:
-    pinwheel = [box((0, 0), (1, 2)), box((0, 2), (2, 1)), box((2, 1), (1, 2)), box((1, 0), (2, 1)), box((1, 1), (1, 1))]
-    assert not _overlap(pinwheel)
-    assert _overlap([*pinwheel, box((1, 1), (1, 1))])
+    pinwheel = [
+        Hull((0, 0), (1, 2)),
+        Hull((0, 2), (2, 1)),
+        Hull((2, 1), (1, 2)),
+        Hull((1, 0), (2, 1)),
+        Hull((1, 1), (1, 1)),
+    ]
+    assert not overlap(pinwheel)
+    assert overlap([*pinwheel, Hull((1, 1), (1, 1))])
 
 
 def test_manifest_that_would_be_too_large_to_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = read_manifest(SHARDED / STEP)
-    size = (SHARDED / STEP / MANIFEST).stat().st_size
+    stored = read_manifest(GOLDEN / "version2" / STEP)
+    size = (GOLDEN / "version2" / STEP / MANIFEST).stat().st_size
     monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", size)
     assert len(encode(stored)) == size
     monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", size - 1)

@@ -10,11 +10,14 @@ from torch import Tensor
 from models.hf import parameter_shapes
 from parallel.config import MeshConfig
 from parallel.dist import start, stop
+from recipes.checkpoint import manifest
 from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.checkpoint.files import verify
+from recipes.checkpoint.manifest import Damage
+from recipes.checkpoint.storage import make_plan
 from tests.processes import run_processes
 from tests.recipes.checkpoint.golden import fingerprints
-from tests.recipes.checkpoint.small import SMALL, build, contents, names, snapshot, trained
+from tests.recipes.checkpoint.small import SMALL, build, contents, differences, names, snapshot, spoil, trained
 
 MESHES = {1: [MeshConfig()], 2: [MeshConfig(), MeshConfig(replicate=2, shard=1)], 3: [MeshConfig()]}
 
@@ -57,17 +60,91 @@ def test_checkpoint_of_one_mesh_loads_on_every_other(
     path = tmp_path / "True" / "step-00000002"
     assert contents(path) == contents(tmp_path / "False" / "step-00000002")
     assert names(path)[1:] == [f"shard-{rank:05d}-of-{processes:05d}.safetensors" for rank in range(processes)]
-    manifest = verify(path)
+    stored = verify(path)
     # Every element is stored once, however many replicas there are, and the replicas share the work.
-    assert sum(chunk.bytes for tensor in manifest.tensors.values() for chunk in tensor.chunks) == sum(
+    assert sum(chunk.bytes for _, contents in stored.all_contents() for _, chunk in contents.chunks) == sum(
         12 * prod(shape) + 4
         for _, shape in parameter_shapes(SMALL)  # the parameter, two moments, a count of steps
     )
-    sizes = [file.bytes for file in manifest.files.values()]
+    sizes = [file.bytes for file in stored.files.values()]
     assert max(sizes) < 2 * min(sizes)
     for number in others:
         for found in run_processes(number, load, tmp_path / "True"):
             assert found == [saved] * len(found)
+
+
+def in_folders(folder: Path) -> list[str]:
+    """Save twice, with at most two shards in a folder; load without one of the shards, and with it."""
+    import torch.distributed as dist
+
+    manifest.SHARDS_PER_FOLDER = 2
+    start("cpu", seed=0)
+    run = trained(1)
+    (folder / ".partial-00000009" / "shards-00000").mkdir(parents=True, exist_ok=True)
+    checkpoints = Checkpoints(folder, keep=1, files={"note.txt": "x"}, log=lambda line: None)
+    for step in (1, 2):
+        checkpoints.save(*run, step=step)
+    assert checkpoints.finish() == 2
+    expected = snapshot(*run)
+    fresh = build(seed=5)
+    shard = checkpoints.path(2) / "shards-00001" / "shard-00002-of-00003.safetensors"
+    said = []
+    for name in ("moved", shard.name):
+        dist.barrier()
+        if dist.get_rank() == 0:
+            next(shard.parent.iterdir()).rename(shard.with_name(name))
+        dist.barrier()
+        try:
+            assert checkpoints.load(*fresh, step=2) == {}
+            said.append("loaded")
+        except Damage as damage:
+            said.append(str(damage))
+    assert differences(snapshot(*fresh), expected) == []
+    stop()
+    return said
+
+
+def test_many_shards_are_in_folders_and_each_is_looked_at_by_one_process(tmp_path: Path) -> None:
+    for missing, loaded in run_processes(3, in_folders, tmp_path):
+        assert missing == f"{tmp_path}/step-00000002/shards-00001/shard-00002-of-00003.safetensors is missing"
+        assert loaded == "loaded"
+    assert names(tmp_path) == ["step-00000002"]
+    path = tmp_path / "step-00000002"
+    assert names(path) == ["manifest.json", "note.txt", "shards-00000", "shards-00001"]
+    assert len(names(path / "shards-00000")) == 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manifest, "SHARDS_PER_FOLDER", 2)
+        assert verify(path).step == 2
+    with pytest.raises(Damage, match=r"shard-00000-of-00003\.safetensors in the wrong folder"):
+        verify(path)
+
+
+def only_one_writes(folder: Path) -> None:
+    """Save a state that one of three processes can hold alone: nothing to write, no file."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    start("cpu", seed=0)
+    mesh = init_device_mesh("cpu", (3,))
+    values = distribute_tensor(torch.arange(8.0), mesh, [Replicate()])
+    plan = make_plan({"x": values}, rank=mesh.get_rank(), processes=3)
+    assert bool(plan.pieces) == (mesh.get_rank() == 0)
+    model = torch.nn.Linear(4, 1, bias=False)
+    model.weight = torch.nn.Parameter(distribute_tensor(torch.ones(1, 4), mesh, [Replicate()]))
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=True)
+    checkpoints = Checkpoints(folder, keep=1, log=lambda line: None)
+    for step in (1, 2):
+        checkpoints.save(model, optimizer, step=step)
+        assert checkpoints.finish() == step
+    stop()
+
+
+def test_process_without_anything_to_write_writes_no_file(tmp_path: Path) -> None:
+    run_processes(3, only_one_writes, tmp_path)
+    assert names(tmp_path) == ["step-00000002"]
+    assert names(tmp_path / "step-00000002") == ["manifest.json", "shard-00000-of-00003.safetensors"]
+    assert verify(tmp_path / "step-00000002").step == 2
 
 
 def damaged(folder: Path) -> tuple[dict[str, str], list[str]]:
@@ -96,9 +173,7 @@ def save_two(folder: Path) -> dict[str, str]:
 def test_all_processes_load_the_older_checkpoint_if_one_reads_a_damaged_byte(tmp_path: Path) -> None:
     saved = run_processes(2, save_two, tmp_path)[0]
     shard = tmp_path / "step-00000002" / "shard-00001-of-00002.safetensors"
-    content = bytearray(shard.read_bytes())
-    content[-1] ^= 1
-    shard.write_bytes(content)
+    spoil(shard)
     answers = run_processes(2, damaged, tmp_path)
     for found, _ in answers:
         assert found == saved
@@ -216,7 +291,8 @@ def cut_in_columns(folder: Path) -> None:
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
     from recipes.checkpoint.files import complete, read_manifest, write_shard
-    from recipes.checkpoint.storage import assemble, make_plan, raw, read_tensors, shard_name
+    from recipes.checkpoint.manifest import shard_name
+    from recipes.checkpoint.storage import assemble, raw, read_tensors
 
     start("cpu", seed=0)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
@@ -237,14 +313,16 @@ def cut_in_columns(folder: Path) -> None:
 
     for way in range(4):
         state = spread(wholes, way)
-        plan = make_plan(state, group=dist.group.WORLD)
+        plan = make_plan(state, rank=dist.get_rank(), processes=4)
         place = folder / str(way)
         place.mkdir(exist_ok=True)
-        shard = write_shard(place / shard_name(dist.get_rank(), 4), plan.pieces, map(raw, plan.tensors(state)))
+        name = shard_name(dist.get_rank(), 4)
         shards = [None] * 4
-        dist.all_gather_object(shards, shard)
+        written = plan.pieces and write_shard(place / name, plan.pieces, map(raw, plan.tensors(state)))
+        dist.all_gather_object(shards, {name: written} if written else {})
         if dist.get_rank() == 0:
-            complete(place, assemble(None, {}, plan.layout, shards), {})
+            files = {name: file for shard in shards for name, file in shard.items()}
+            complete(place, assemble(None, {}, plan.stored, files), {})
             verify(place)
         dist.barrier()
         for other in range(4):

@@ -1,0 +1,68 @@
+"""Which checkpoint is the best so far, by a value of its validation that every checkpoint records.
+
+Nothing else remembers it: the best one is never deleted, so that the best of those on the disk is the best so far,
+whatever was killed, damaged or removed in the meantime. Imports no torch.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from parallel.errors import TemporaryError, UserError
+from recipes.checkpoint.config import KEEP_BEST, VALIDATION, Best
+from recipes.checkpoint.files import read_manifest
+from recipes.checkpoint.manifest import Manifest
+
+
+class BestOf:
+    """Finds the best of some checkpoints. Each manifest is read once."""
+
+    def __init__(self, keep_best: str, manifest_of: Callable[[int], Manifest]) -> None:
+        """keep_best: as checkpoint.keep_best has it. manifest_of: reads the manifest of a step."""
+        self._best, self._manifest_of = Best.named(keep_best), manifest_of
+        self._values: dict[int, float | None] = {}
+
+    def step(self, steps: Iterable[int]) -> int | None:
+        """The best of these steps, oldest first; None if none has a value, as a damaged one has none.
+
+        Raises TemporaryError if a manifest cannot be read now: any step may be the best one then.
+        """
+        steps = list(steps)
+        for step in steps:
+            if step not in self._values:
+                self._values[step] = self._value(step)
+        found = self._best.of((step, value) for step in steps if (value := self._values[step]) is not None)
+        return found and found[0]
+
+    def _value(self, step: int) -> float | None:
+        try:
+            return _validated(self._manifest_of(step)).get(self._best.row)
+        except TemporaryError:
+            raise
+        except UserError:  # damaged
+            return None
+
+
+def best_among(paths: Sequence[Path]) -> tuple[Path, str] | None:
+    """The best of these checkpoints, oldest first, by what the run of the newest one keeps, and a remark on it."""
+    found: dict[Path, Manifest] = {}
+    for path in paths:
+        with suppress(UserError, OSError):
+            found[path] = read_manifest(path)
+    kept = _progress([*found.values()][-1]).get(KEEP_BEST) if found else None
+    if not isinstance(kept, str):
+        return None
+    best, values = Best.named(kept), {path: _validated(manifest) for path, manifest in found.items()}
+    first = best.of((number, values[path][best.row]) for number, path in enumerate(found) if best.row in values[path])
+    return first and (list(found)[first[0]], f"best {best.row}: {first[1]:.6g}")
+
+
+def _validated(manifest: Manifest) -> dict[str, float]:
+    values = _progress(manifest).get(VALIDATION)
+    return values if isinstance(values, dict) else {}
+
+
+def _progress(manifest: Manifest) -> dict[str, Any]:
+    progress = manifest.state.get("progress")
+    return progress if isinstance(progress, dict) else {}

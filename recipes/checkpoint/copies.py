@@ -1,0 +1,158 @@
+"""Copies of a run's checkpoints at a server, made in the background while the run trains."""
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+
+from parallel.errors import UserError
+from parallel.messages import Channel, Messages
+from recipes.checkpoint import folder as folders
+from recipes.checkpoint.files import read_manifest, verify_shards
+from recipes.checkpoint.manifest import MANIFEST
+from recipes.checkpoint.remote_folder import RemoteFolder
+from recipes.files import remote
+from recipes.files.layout import CHECKPOINTS, checkpoint_steps, step_folder
+
+SECONDS, SECONDS_AFTER_A_SIGNAL = 1500.0, 120.0
+"""How long the end of a run waits for each of at most two copies: the watchdog waits for an hour."""
+
+
+class NotCopied(Exception):
+    """A copy failed, on this process or on another one."""
+
+
+class Copies:
+    """Each process sends its share of the shards; then process 0 sends everything else, and the manifest last.
+
+    All processes call start() and finish(), in the same order. A copy that fails costs nothing but the copy: the
+    checkpoint on the disk is whole, and the next save tries again, the newest first.
+    """
+
+    _thread: ClassVar[threading.Thread | None] = None
+    """Of all stages of a run, which have one channel: what an earlier one still copies, a later one waits for."""
+
+    def __init__(self, there: RemoteFolder, run_folder: Path, *, note: Callable[[int, str], None]) -> None:
+        """note: receives a step and what became of its copy."""
+        self._there, self._run_folder, self._note = there, run_folder, note
+        self._rank, self._processes = dist.get_rank(), dist.get_world_size()
+        # A channel of its own: copies communicate while saves and training do.
+        self._others = Messages(Channel.COPIES)
+        self._all_there = False
+        self._same: set[int] = set()  # the steps whose copies are known to be of these checkpoints
+        self.step: int | None = None
+        """The step that is being copied, which must not be deleted here."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no copy is under way."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def start(self) -> None:
+        """Copy the checkpoints that are complete here and not there, in the background, once process 0 is free."""
+        if self._thread is not None:
+            self._thread.join()
+        # Not a daemon: see Checkpoints.save().
+        Copies._thread = threading.Thread(target=self._copy_missing)
+        Copies._thread.start()
+
+    def finish(self, *, soon: bool) -> bool:
+        """Wait until the checkpoints are copied, after one more attempt. Returns whether they are. soon: with less
+        patience."""
+        seconds = SECONDS_AFTER_A_SIGNAL if soon else SECONDS
+        for last in (False, True):
+            if self._thread is not None:
+                self._thread.join(seconds)
+            if not self.is_free:
+                self._note(self.step or 0, f"NOT COPIED to {self._there.place} in {seconds:.0f} s")
+                return False
+            if not last:
+                self.start()
+        return self._all_there
+
+    def prune(self) -> None:
+        """Delete there what is kept neither there nor here; called on process 0."""
+        with suppress(UserError):  # the next run does it
+            self._there.prune(besides=checkpoint_steps(self._run_folder / CHECKPOINTS))
+
+    def _copy_missing(self) -> None:
+        """Copy checkpoints with all processes, on a thread, until none is missing there or a copy fails."""
+        self._all_there = False
+        try:
+            while (step := self._together(self._missing, only_main=True)) is not None:
+                self.step = step
+                self._together(partial(self._there.clear, step), only_main=True)
+                self._together(partial(self._send_shards, step))
+                self._together(partial(self._complete, step), only_main=True)
+                self._note(step, f"copied to {self._there.address(step)}")
+            self._all_there = True
+        except NotCopied as error:
+            newest = max(checkpoint_steps(self._run_folder / CHECKPOINTS), default=0)
+            self._note(
+                self.step or newest, f"NOT COPIED: {error}; what is here is whole, and the next save tries again"
+            )
+        except RuntimeError as error:  # gloo: another process has ended
+            self._note(self.step or 0, f"NOT COPIED: {error}".splitlines()[0])
+        finally:
+            self.step = None
+
+    def _together(self, work: Callable[[], Any], *, only_main: bool = False) -> Any:
+        """Run this on all processes, or process 0; it must not communicate. Raises NotCopied on all if it fails on one.
+
+        Returns the result of process 0.
+        """
+        mine: tuple[str, Any] = "", None
+        try:
+            if self._rank == 0 or not only_main:
+                mine = "", work()
+        except Exception as error:
+            mine = folders.reason(error), None
+        problem, result = self._others.from_main(
+            self._others.reduce(mine, lambda one, other: (one[0] or other[0], one[1]))
+        )
+        if problem:
+            raise NotCopied(problem)
+        return result
+
+    def _missing(self) -> int | None:
+        """The newest step that is complete here and not there; None if there is none, and the small files are there."""
+        self._there.require_own(self._run_folder, create=True)
+        here, there = checkpoint_steps(self._run_folder / CHECKPOINTS), self._there.steps()
+        for step in {*here} & {*there} - self._same:  # perhaps from before the run went back to an older one
+            manifest = step_folder(self._run_folder / CHECKPOINTS, step) / MANIFEST
+            if remote.read(self._there.address(step, MANIFEST)) == manifest.read_bytes():
+                self._same.add(step)
+            else:
+                there.remove(step)
+        if missing := [step for step in here if step not in there]:
+            return missing[-1]
+        self._there.copy_small_files(self._run_folder)
+        return None
+
+    def _send_shards(self, step: int) -> None:
+        """Send this process's share of the shards: the one that it wrote, if all wrote one.
+
+        Each is read once more before, because it must be what the manifest says.
+        """
+        path = step_folder(self._run_folder / CHECKPOINTS, step)
+        manifest = read_manifest(path)
+        for name in list(manifest.shards.values())[self._rank :: self._processes]:
+            verify_shards(path, manifest, [name])
+            remote.upload(path / name, self._there.address(step, name))
+
+    def _complete(self, step: int) -> None:
+        """Send what is not a shard, the manifest last, when all shards are there; then delete older checkpoints."""
+        path = step_folder(self._run_folder / CHECKPOINTS, step)
+        manifest, there = folders.check(path.parent, step), self._there.files().get(step, {})
+        for name, file in manifest.files.items():
+            if not file.header_bytes:
+                remote.upload(path / name, self._there.address(step, name))
+            elif name not in there or there[name].state.st_size != file.bytes:
+                raise NotCopied(f"{self._there.address(step, name)} did not arrive whole")
+        self._there.copy_small_files(self._run_folder)
+        remote.upload(path / MANIFEST, self._there.address(step, MANIFEST))
+        self.prune()

@@ -1,0 +1,185 @@
+"""Which process writes which part of which tensor: every process computes the same answer, without a message.
+
+Names, shapes, and how the mesh cuts each tensor are the same on all processes, and that is all the answer depends on.
+Imports no torch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy
+
+from parallel.errors import UserError
+from recipes.checkpoint.boxes import Boxes
+from recipes.checkpoint.files import Piece
+from recipes.checkpoint.manifest import DTYPE_BYTES, StoredTensor
+
+TINY = 64
+"""Bytes of tensors that are together in one file, such as counters of steps: every process reads all of them."""
+Array = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
+
+
+class Cut(NamedTuple):
+    """One axis of the mesh that cuts a tensor: into so many parts, of which rank r has number r // stride % parts."""
+
+    dimension: int
+    """Of the tensor."""
+    parts: int
+    stride: int
+    """Between the ranks of neighbouring parts."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a tensor is spread over all processes."""
+
+    dtype: str
+    """Key of DTYPE_BYTES."""
+    shape: tuple[int, ...]
+    cuts: tuple[Cut, ...] = ()
+    """In the order of cutting. A part is what torch.chunk gives: rounded up, and the last ones shorter or empty.
+    Processes that no cut separates hold the same box."""
+
+    def box_of(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Start and shape of the box that a process holds."""
+        start, shape = [0] * len(self.shape), list(self.shape)
+        for dimension, parts, stride in self.cuts:
+            each = -(-shape[dimension] // parts)
+            begin = min(rank // stride % parts * each, shape[dimension])
+            start[dimension] += begin
+            shape[dimension] = min(each, shape[dimension] - begin)
+        return tuple(start), tuple(shape)
+
+
+@dataclass(frozen=True)
+class Division:
+    """The boxes of a tensor, which are the same for all of its shape that the mesh cuts in the same way."""
+
+    elements: Array
+    """Of each box."""
+    largest: int
+    """The elements of the largest box."""
+    ranks: Array
+    """(boxes, replicas): who holds each box. The distance between two replicas is the same for all boxes."""
+    runs: tuple[Boxes, ...]
+    """The same boxes as regular rows of them, in the files of the first replica."""
+
+
+def plan(tensors: Mapping[str, Spread], processes: int) -> dict[str, StoredTensor]:
+    """The boxes of every tensor, and in which process's file each is: every element once, equal shares for replicas.
+
+    Of a tensor's replicas, one writes all of its boxes: that whose processes have the least to write so far, where the
+    largest boxes come first.
+    """
+    divisions = {name: divide(about.shape, about.cuts, processes) for name, about in tensors.items()}
+    width = {name: DTYPE_BYTES[about.dtype] for name, about in tensors.items()}
+    load = numpy.zeros(processes, numpy.int64)
+    found: dict[str, StoredTensor] = {}
+    for name in sorted(tensors, key=lambda name: -divisions[name].largest * width[name]):
+        division = divisions[name]
+        ranks = division.ranks
+        shared = ranks.size and ranks.shape[1] > 1 and (len(ranks) > 1 or division.elements[0] * width[name] > TINY)
+        replica = int(load[ranks].max(axis=0).argmin()) if shared else 0
+        load[ranks[:, replica]] += division.elements * width[name]
+        away = int(ranks[0, replica] - ranks[0, 0]) if ranks.size else 0
+        runs = tuple(run.moved(away) for run in division.runs) if away else division.runs
+        found[name] = StoredTensor(tensors[name].dtype, tensors[name].shape, runs)
+    return {name: found[name] for name in tensors}
+
+
+def pieces_of(tensors: Mapping[str, StoredTensor], rank: int) -> list[Piece]:
+    """What a process writes, in the order of its file: widest elements first, so that all are aligned."""
+    found = []
+    for name, tensor in tensors.items():
+        for run in tensor.boxes:
+            if (number := run.number_in(rank)) is not None:
+                whole = run.shape == tensor.shape
+                found.append(Piece(name, tensor.dtype, run.start_of(number), run.shape, whole=whole))
+    return sorted(found, key=lambda piece: -DTYPE_BYTES[piece.dtype])
+
+
+@lru_cache(maxsize=64)
+def divide(shape: tuple[int, ...], cuts: tuple[Cut, ...], processes: int) -> Division:
+    """The boxes of a tensor of this shape. Raises UserError if these cuts do not belong to that number of processes."""
+    ranks = numpy.arange(processes, dtype=numpy.int64)
+    starts = numpy.zeros((processes, len(shape)), numpy.int64)
+    shapes = numpy.tile(numpy.array(shape, numpy.int64), (processes, 1))
+    box = numpy.zeros(processes, numpy.int64)
+    for dimension, parts, stride in cuts:
+        part = ranks // stride % parts
+        left = shapes[:, dimension]
+        each = -(-left // parts)
+        begin = numpy.minimum(part * each, left)
+        starts[:, dimension] += begin
+        shapes[:, dimension] = numpy.minimum(each, left - begin)
+        box = box * parts + part
+    number = prod(cut.parts for cut in cuts)
+    if processes % number or (numpy.bincount(box, minlength=number) != processes // number).any():
+        raise UserError(f"a mesh that cuts a tensor {[tuple(cut) for cut in cuts]} does not fit {processes} processes")
+    holders = numpy.argsort(box, kind="stable").reshape(number, -1)
+    if ((holders - holders[:, :1]) != (holders - holders[:, :1])[:1]).any():
+        raise UserError(f"the replicas of a tensor cut {[tuple(cut) for cut in cuts]} are at irregular distances")
+    holders = holders[(shapes[holders[:, 0]] > 0).all(axis=1)]
+    orders = [_in_order(starts[holders[:, 0]], last) for last in range(len(shape))] or [numpy.arange(len(holders))]
+    divisions = [
+        (holders[order], _runs(starts[holders[order][:, 0]], shapes[holders[order][:, 0]], holders[order][:, 0]))
+        for order in orders
+    ]
+    holders, runs = min(divisions, key=lambda pair: len(pair[1]))
+    elements = shapes[holders[:, 0]].prod(axis=1)
+    return Division(elements, int(elements.max(initial=0)), holders, runs)
+
+
+def _in_order(starts: Array, last: int) -> Array:
+    """The order of boxes by their starts, where dimension `last` varies fastest."""
+    others = [dimension for dimension in range(starts.shape[1]) if dimension != last]
+    return numpy.lexsort([starts[:, dimension] for dimension in [last, *reversed(others)]])
+
+
+def _runs(starts: Array, shapes: Array, ranks: Array) -> tuple[Boxes, ...]:
+    """Neighbours with equal shapes, at equal distances in the tensor and among the files, as one row of boxes."""
+    table = numpy.column_stack([ranks, starts, shapes])
+    steps = numpy.diff(table, axis=0)
+    width = starts.shape[1]
+    regular = (steps[:, 0] > 0) & (steps[:, 1 : 1 + width] >= 0).all(axis=1) & ~steps[:, 1 + width :].any(axis=1)
+    changes = numpy.flatnonzero((steps[1:] != steps[:-1]).any(axis=1)) + 1
+    found, begin = [], 0
+    while begin < len(table):
+        end, step = begin + 1, None
+        if begin < len(steps) and regular[begin]:
+            step, after = steps[begin], int(numpy.searchsorted(changes, begin, side="right"))
+            end = int(changes[after]) + 1 if after < len(changes) else len(table)
+        found.append(_row(table[begin], step, end - begin, width))
+        begin = end
+    return tuple(found)
+
+
+def _row(first: Array, step: Array | None, count: int, width: int) -> Boxes:
+    file, *rest = (int(value) for value in first)
+    start, shape = tuple(rest[:width]), tuple(rest[width:])
+    if step is None:
+        return Boxes(file, start, shape)
+    stride, *moves = (int(value) for value in step)
+    return Boxes(file, start, shape, count, stride, tuple(moves[:width]))
+
+
+def strides_of(ranks: Sequence[Any]) -> list[tuple[int, int]]:
+    """The parts of each axis of a mesh, and the distance of neighbours in ranks, from the ranks of one slice of it.
+
+    ranks: nested lists, as DeviceMesh.mesh has them. Raises UserError if they are not at equal distances.
+    """
+    array = numpy.array(ranks, numpy.int64)
+    origin = (0,) * array.ndim
+    axes = []
+    for axis, parts in enumerate(array.shape):
+        neighbour = tuple(int(other == axis) for other in range(array.ndim))
+        axes.append((parts, int(array[neighbour] - array[origin]) if parts > 1 else 1))
+    for axis, (parts, stride) in enumerate(axes):
+        shape = [1] * array.ndim
+        shape[axis] = parts
+        if stride < 1 or (array // stride % parts != numpy.arange(parts).reshape(shape)).any():
+            raise UserError(f"the mesh of a tensor has ranks {array.tolist()}, which are not at equal distances")
+    return axes

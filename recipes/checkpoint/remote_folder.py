@@ -1,0 +1,116 @@
+"""A run's folder at a server, REMOTE/NAME: which checkpoints are there, what belongs to which run, what may go.
+
+run-id.txt                       the id of the one run that writes here; its own folder holds the same in .run-id
+recipe.toml metrics.jsonl ...    the small files of the run's folder, as they were at the last copy
+checkpoints/step-00000100/       a checkpoint; it counts as soon as it has its manifest, which is sent last
+
+Imports no torch.
+"""
+
+import secrets
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from parallel.errors import UserError
+from recipes.checkpoint.best import BestOf
+from recipes.checkpoint.folder import dispensable
+from recipes.checkpoint.manifest import MANIFEST, Manifest, decode
+from recipes.files import remote
+from recipes.files.atomic import write_whole
+from recipes.files.layout import CHECKPOINTS, RUN_ID, checkpoint_step, step_name
+from recipes.files.reading import names_in, read_text
+
+THEIR_ID = "run-id.txt"
+PROBE = "may-be-written.txt"
+
+
+@dataclass(frozen=True)
+class RemoteFolder:
+    """The folder of a run at a server."""
+
+    place: str
+    """Its address: checkpoint.remote and the name of the run."""
+    keep: int
+    keep_every: int
+    keep_best: str = ""
+
+    def address(self, step: int, name: str = "") -> str:
+        """Of a checkpoint, or of a file in it."""
+        return f"{self.place}/{CHECKPOINTS}/{step_name(step)}" + (f"/{name}" if name else "")
+
+    def files(self) -> dict[int, dict[str, remote.RemoteFile]]:
+        """Step -> name -> file of what is there of each checkpoint, whole or not, oldest first.
+
+        Thousands of shards are in folders, which their names begin with.
+        """
+        found: dict[int, dict[str, remote.RemoteFile]] = {}
+        for file in remote.find(f"{self.place}/{CHECKPOINTS}"):
+            for depth in (2, 3):
+                if (step := checkpoint_step(file.parts[-depth])) is not None:
+                    found.setdefault(step, {})["/".join(file.parts[1 - depth :])] = file
+        return dict(sorted(found.items()))
+
+    def steps(self) -> list[int]:
+        """The steps of the whole checkpoints, oldest first."""
+        return [step for step, names in self.files().items() if MANIFEST in names]
+
+    def require_own(self, run_folder: Path, *, create: bool = False) -> None:
+        """Raises UserError if another run writes there. create: make this run the one that does, if none does yet."""
+        theirs = (remote.read(f"{self.place}/{THEIR_ID}") or b"").decode(errors="replace").strip()
+        ours = read_text(run_folder / RUN_ID).strip() if RUN_ID in names_in(run_folder) else ""
+        steps = [] if theirs and theirs == ours else self.steps()
+        if steps and (not theirs or ours or any(names_in(run_folder / CHECKPOINTS))):
+            raise UserError(
+                f"checkpoint.remote: {self.place} holds the checkpoints of another run than {run_folder}: give this run"
+                " another name (--run.name OTHER), or write another checkpoint.remote"
+            )
+        if create and not (theirs and theirs == ours):
+            ours = ours or theirs or secrets.token_hex(16)
+            write_whole(run_folder / RUN_ID, ours, sync=True)
+            remote.write(f"{self.place}/{THEIR_ID}", ours.encode())
+
+    def require_writable(self) -> None:
+        """Raises UserError if nothing may be written there: better now than at the first checkpoint."""
+        remote.write(f"{self.place}/{PROBE}", b"")
+        remote.delete([f"{self.place}/{PROBE}"])
+
+    def clear(self, step: int) -> None:
+        """Delete what is there of a step, and what a killed process left of others."""
+        for other, names in self.files().items():
+            if other == step or MANIFEST not in names:
+                self._delete(other, names)
+
+    def prune(self, *, besides: Collection[int]) -> None:
+        """Delete the checkpoints that need not be kept. besides: those that stay in any case."""
+        files = self.files()
+        whole = [step for step, names in files.items() if MANIFEST in names]
+        doomed = {*dispensable(whole, keep=self.keep, keep_every=self.keep_every)} - {*besides}
+        if doomed and self.keep_best:  # that of a machine that is gone, perhaps
+            doomed -= {BestOf(self.keep_best, self._manifest).step(whole)}
+        for step in sorted(doomed):
+            self._delete(step, files[step])
+
+    def _manifest(self, step: int) -> Manifest:
+        address = self.address(step, MANIFEST)
+        return decode(remote.read(address) or b"", where=Path(address))
+
+    def _delete(self, step: int, names: Collection[str]) -> None:
+        """The manifest first: without it, the rest is no checkpoint."""
+        ordered = sorted(names, key=lambda name: name != MANIFEST)
+        remote.delete([self.address(step, name) for name in ordered])
+
+    def copy_small_files(self, run_folder: Path) -> None:
+        """Send the files directly in the run's folder, such as its recipe and its metrics."""
+        for name in names_in(run_folder):
+            file = run_folder / name
+            if not name.startswith(".") and file.is_file():
+                remote.write(f"{self.place}/{name}", file.read_bytes())
+
+    def fetch_small_files(self, run_folder: Path) -> None:
+        """The reverse."""
+        depth = len(self.place.split("/")) + 1
+        for file in remote.find(f"{self.place}/*"):
+            if len(file.parts) == depth and file.name not in (THEIR_ID, PROBE):
+                remote.download(file, run_folder / file.name)
+        write_whole(run_folder / RUN_ID, (remote.read(f"{self.place}/{THEIR_ID}") or b"").decode(), sync=True)

@@ -1,0 +1,225 @@
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from parallel.errors import UserError
+from recipes.files import remote
+from recipes.files.exit_codes import CANNOT_WRITE, FINISHED
+from recipes.load import LoadedRecipe
+from recipes.schema import Recipe
+from recipes.training import run
+from recipes.weights.locate import find_weights
+from tests.object_server import ObjectServer, object_server
+from tests.processes import run_processes
+from tests.training import change, curve, largest_gap, small_recipe
+
+pytest.importorskip("moto.server", reason="the server that speaks S3 is in the test extra")
+pytest.importorskip("s3fs", reason="the extra `remote` is not installed")
+
+PLACE = "s3://bucket/runs"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ObjectServer]:
+    with object_server() as server:
+        yield server
+
+
+@pytest.fixture
+def recipe(server: ObjectServer, tmp_path: Path) -> Iterator[Recipe]:
+    """A run that is copied to a place of its own, after every second of eight steps."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "a.txt").write_text("\n\n".join(f"Document {n} counts to {n * 7919 % 1000}." for n in range(3000)))
+    recipe = small_recipe(corpus, tmp_path)
+    yield change(recipe, checkpoint={"remote": f"{PLACE}/{tmp_path.name}"})
+    server.heal()
+
+
+def train(recipe: Recipe, processes: int = 1) -> list[Any]:
+    """The exit codes of a run, or its error."""
+    return run_processes(processes, work, recipe)
+
+
+def work(recipe: Recipe) -> int | str:
+    remote.PATIENCE, remote.LONGEST_PAUSE = 2.0, 0.8
+    try:
+        return run.train(LoadedRecipe(recipe), began=0.0)
+    except UserError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def steps_of(recipe: Recipe) -> dict[str, list[str]]:
+    """Name of a checkpoint at the server -> its files."""
+    found: dict[str, list[str]] = {}
+    for file in remote.find(f"{recipe.checkpoint.remote}/{recipe.run.name}/checkpoints"):
+        found.setdefault(file.parts[-2], []).append(file.name)
+    return found
+
+
+def lose_the_disk(recipe: Recipe) -> None:
+    shutil.rmtree(recipe.run.output)
+
+
+def log_of(recipe: Recipe) -> str:
+    return (recipe.run.folder / "log.txt").read_text()
+
+
+def test_run_on_an_empty_disk_goes_on_from_the_copy_on_other_processes(recipe: Recipe) -> None:
+    whole = change(recipe, run={"name": "whole"}, checkpoint={"remote": ""})
+    assert train(whole) == [FINISHED]
+    expected = curve(whole)
+    assert train(change(recipe, run={"steps": 4}), 2) == [FINISHED] * 2
+    assert sorted(steps_of(recipe)) == ["step-00000002", "step-00000004"]
+    lose_the_disk(recipe)
+    assert train(recipe) == [FINISHED]
+    assert f"fetched {recipe.checkpoint.remote}/{recipe.run.name}/checkpoints/step-00000004" in log_of(recipe)
+    assert sorted(steps_of(recipe)) == ["step-00000006", "step-00000008"]
+    assert largest_gap(curve(recipe), expected) < 1e-5
+
+
+def test_copy_is_equal_to_the_byte_and_its_manifest_was_sent_last(server: ObjectServer, recipe: Recipe) -> None:
+    server.requests.clear()
+    assert train(change(recipe, run={"steps": 2}), 2) == [FINISHED] * 2
+    folder = recipe.run.folder / "checkpoints" / "step-00000002"
+    place = f"{recipe.checkpoint.remote}/{recipe.run.name}/checkpoints/step-00000002"
+    for file in folder.iterdir():
+        assert remote.read(f"{place}/{file.name}") == file.read_bytes()
+    sent = [request for request in server.requests if request.startswith("PUT") and "/step-" in request]
+    assert len(sent) == len(list(folder.iterdir()))
+    assert sent[-1].endswith("manifest.json")
+
+
+def test_faults_on_the_way_delay_a_copy_only(server: ObjectServer, recipe: Recipe) -> None:
+    server.faults.extend([("PUT", fault) for fault in ("reset", "503", "", "", "slow", "500", "", "reset")])
+    assert train(change(recipe, run={"steps": 2})) == [FINISHED]
+    assert not server.faults
+    assert "copied to" in log_of(recipe)
+    assert "manifest.json" in steps_of(recipe)["step-00000002"]
+
+
+def test_half_a_copy_of_a_killed_run_is_passed_over_and_deleted(recipe: Recipe) -> None:
+    assert train(change(recipe, run={"steps": 4})) == [FINISHED]
+    place = f"{recipe.checkpoint.remote}/{recipe.run.name}/checkpoints"
+    shard = "shard-00000-of-00001.safetensors"
+    remote.write(f"{place}/step-00000006/{shard}", b"half of a shard")
+    remote.write(f"{place}/step-00000099/{shard}", b"half of a shard")
+    lose_the_disk(recipe)
+    assert train(recipe) == [FINISHED]
+    assert "/step-00000004\n" in log_of(recipe)
+    assert sorted(steps_of(recipe)) == ["step-00000006", "step-00000008"]
+
+
+def test_an_older_copy_from_before_the_run_went_back_is_replaced(recipe: Recipe) -> None:
+    recipe = change(recipe, checkpoint={"keep": 10})
+    assert train(change(recipe, run={"steps": 4})) == [FINISHED]
+    address = f"{recipe.checkpoint.remote}/{recipe.run.name}/checkpoints/step-00000002/manifest.json"
+    manifest = (recipe.run.folder / "checkpoints/step-00000002/manifest.json").read_bytes()
+    remote.write(address, manifest + b" ")
+    assert train(recipe) == [FINISHED]
+    assert remote.read(address) == manifest
+
+
+def test_copy_that_was_damaged_at_the_server_is_passed_over(recipe: Recipe) -> None:
+    assert train(change(recipe, run={"steps": 4})) == [FINISHED]
+    address = f"{recipe.checkpoint.remote}/{recipe.run.name}/checkpoints/step-00000004/shard-00000-of-00001.safetensors"
+    content = bytearray(remote.read(address) or b"")
+    content[-100] ^= 1
+    remote.write(address, bytes(content))
+    lose_the_disk(recipe)
+    assert train(recipe) == [FINISHED]
+    log = log_of(recipe)
+    assert "is damaged" in log
+    assert "step-00000002\n" in log
+    assert len(curve(recipe)) == 8
+
+
+def test_lost_server_stops_no_step_and_the_same_command_copies_later(recipe: Recipe) -> None:
+    assert train(change(recipe, run={"steps": 2})) == [FINISHED]
+    [code] = run_processes(1, work_without_server, recipe)
+    assert code == CANNOT_WRITE
+    assert "NOT COPIED" in log_of(recipe)
+    assert (recipe.run.folder / "checkpoints" / "step-00000008" / "manifest.json").is_file()
+    assert sorted(steps_of(recipe)) == ["step-00000002"]
+    assert train(recipe) == [FINISHED]
+    assert "step-00000008" in steps_of(recipe)
+
+
+def work_without_server(recipe: Recipe) -> int | str:
+    """A run whose server answers until the run is built, and never again."""
+    build = run.build_run
+
+    def build_run(*arguments: Any) -> Any:
+        built = build(*arguments)
+        remote._system = mock.Mock(side_effect=ConnectionRefusedError(111, "Connection refused"))
+        return built
+
+    with mock.patch.object(run, "build_run", build_run):
+        return work(recipe)
+
+
+def test_place_of_another_run_is_refused(recipe: Recipe, tmp_path: Path) -> None:
+    assert train(change(recipe, run={"steps": 2})) == [FINISHED]
+    other = change(recipe, run={"output": str(tmp_path / "elsewhere"), "steps": 2})
+    assert train(change(other, checkpoint={"remote": ""})) == [FINISHED]
+    [error] = train(change(other, run={"steps": 4}))
+    assert "holds the checkpoints of another run" in error
+    [error] = train(change(recipe, run={"output": str(tmp_path / "empty")}, batch={"sequence_length": 16}))
+    assert "belongs to a different recipe" in error
+    assert "batch.sequence_length" in error
+    assert not (tmp_path / "empty").exists()
+
+
+@pytest.mark.parametrize(
+    ("place", "fault", "message"),
+    [
+        ("s3://no-such-bucket/runs", "", "UserError: s3://no-such-bucket/runs"),
+        (PLACE, "403", "may not be used with these credentials"),
+        (PLACE, "reset", "TemporaryError: s3://bucket/runs"),
+    ],
+)
+def test_server_that_cannot_be_written_is_noticed_at_the_start(
+    server: ObjectServer, recipe: Recipe, place: str, fault: str, message: str
+) -> None:
+    server.always = fault
+    [error] = train(change(recipe, checkpoint={"remote": place}))
+    assert message in error
+    assert not recipe.run.folder.exists()
+
+
+def test_copies_are_kept_and_pruned_as_checkpoints_are(recipe: Recipe) -> None:
+    kept = change(recipe, checkpoint={"keep": 1, "keep_every": 4, "asynchronous": False})
+    assert train(change(kept, run={"steps": 6})) == [FINISHED]
+    assert sorted(steps_of(recipe)) == ["step-00000004", "step-00000006"]
+
+
+def test_copy_serves_as_weights_and_a_damaged_one_does_not(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert train(change(recipe, run={"steps": 2})) == [FINISHED]
+    place = f"{recipe.checkpoint.remote}/{recipe.run.name}"
+    weights = find_weights(place)
+    assert weights.is_checkpoint
+    assert weights.model == replace(recipe.model, weights="", config="")
+    shard = f"{place}/checkpoints/step-00000002/shard-00000-of-00001.safetensors"
+    content = bytearray(remote.read(shard) or b"")
+    content[-100] ^= 1
+    remote.write(shard, bytes(content))
+    with pytest.raises(UserError, match="is damaged"):
+        find_weights(place)
+
+
+def test_best_checkpoint_is_kept_at_the_server_after_its_machine_is_lost(recipe: Recipe) -> None:
+    """The highest loss, which the first validation has. Step 4 is the best of those on the new machine's disk."""
+    validation = {"every": 2, "batches": 1}
+    kept = change(recipe, validation=validation, checkpoint={"keep": 1, "keep_best": "max:validation_loss"})
+    assert train(change(kept, run={"steps": 4})) == [FINISHED]
+    shutil.rmtree(recipe.run.folder)
+    assert train(change(kept, run={"steps": 8})) == [FINISHED]
+    assert sorted(steps_of(recipe)) == ["step-00000002", "step-00000004", "step-00000008"]
