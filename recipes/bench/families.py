@@ -161,7 +161,7 @@ def losses(built: Built, data: Sequence[list[MicroBatch]], world: World) -> list
     """The loss of each step of training."""
     clock, guard = RunClock(world.device), StepGuard(built.mesh, device=world.device, max_skipped_steps=1)
     return [
-        train_step(built, batches, step=step, learning_rate=LR, guard=guard, clock=clock)[0].item()
+        train_step(built, batches, step=step, learning_rate=LR, guard=guard, clock=clock).loss.item()
         for step, batches in enumerate(data, 1)
     ]
 

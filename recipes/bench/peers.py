@@ -167,8 +167,8 @@ def _ours(recipe: Recipe, world: World, batch: list[MicroBatch]) -> Loop:
 
     def step() -> float:
         number, rate = next(numbers), recipe.optimizer.lr
-        loss, _ = train_step(built, batch, step=number, learning_rate=rate, guard=guard, clock=clock)
-        return sum_over_group(loss, built.mesh.loss_group).item()
+        found = train_step(built, batch, step=number, learning_rate=rate, guard=guard, clock=clock)
+        return sum_over_group(found.loss, built.mesh.loss_group).item()
 
     return step
 

@@ -9,20 +9,41 @@ from annotated_types import Ge, Gt, Interval
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW, without weight decay on norms and embeddings."""
+    """AdamW, without weight decay on norms and, unless asked for, embeddings; or Muon for matrices of the blocks."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """"muon" orthogonalizes the momentum of the blocks' matrices; embeddings, head, norms and biases keep AdamW."""
     lr: Annotated[float, Gt(0)] = 3e-4
     """Peak learning rate."""
+    matrix_lr: Annotated[float, Ge(0)] = 0.0
+    """Muon: peak learning rate of the blocks' matrices; 0 = lr."""
+    lr_adjust: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Muon: times matrix_lr: 0.2 sqrt(max(rows, columns)), for rates like AdamW's, or sqrt(max(1, rows / columns))."""
+    momentum: Annotated[float, Interval(ge=0, lt=1)] = 0.95
+    """Muon: decay rate of the momentum."""
+    nesterov: bool = True
+    """Muon: mix the gradient into the momentum once more before it is orthogonalized."""
+    ns_steps: Annotated[int, Interval(ge=1, lt=100)] = 5
+    """Muon: Newton-Schulz iterations, each of three matrix products."""
     betas: tuple[Annotated[float, Interval(ge=0, lt=1)], Annotated[float, Interval(ge=0, lt=1)]] = (0.9, 0.95)
-    """Decay rates of the first and second moments."""
+    """AdamW: decay rates of the first and second moments."""
     eps: Annotated[float, Gt(0)] = 1e-8
-    """Added to the denominator of the update."""
+    """AdamW: added to the denominator of the update."""
     weight_decay: Annotated[float, Ge(0)] = 0.1
     """Decoupled weight decay of the weight matrices."""
+    decay_embeddings: bool = False
+    """Weight decay of embeddings as well, with what is tied to them."""
+    z_loss: Annotated[float, Ge(0)] = 0.0
+    """Add this x log(Z)^2 of every token to the loss that is trained on (PaLM: 1e-4); 0 = off."""
     grad_clip: Annotated[float, Ge(0)] = 1.0
     """Clip gradients to this global norm; 0 = off."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Storage precision of both moments; "bfloat16" halves their memory, with updates still computed in float32."""
+    """Storage precision of all moments; "bfloat16" halves their memory, with updates still computed in float32."""
+
+    @property
+    def matrix_share(self) -> float:
+        """The learning rate of Muon's matrices, as a share of lr."""
+        return self.matrix_lr / self.lr if self.matrix_lr else 1.0
 
 
 Phase = Annotated[int, Ge(0)] | Annotated[float, Interval(gt=0, lt=1)]

@@ -1,12 +1,14 @@
-"""AdamW with two parameter groups, one with weight decay and one without."""
+"""The optimizer of a recipe: AdamW with two parameter groups, one with weight decay and one without; Muon beside it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from models.interface import blocks_of
+from parallel.mesh import Mesh
 from recipes.optimization.config import OptimizerConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -14,26 +16,47 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 BATCH = 2**27
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the sharded parameters of `model`, with one fused kernel per dtype and device.
+def build_optimizer(
+    model: nn.Module, config: OptimizerConfig, mesh: Mesh | None = None, *, dtype: torch.dtype = torch.float32
+) -> torch.optim.Optimizer:
+    """AdamW over the sharded parameters of `model`, with one fused kernel per dtype and device, or Muon beside it.
 
-    Matrices decay. Norms and biases do not, nor do embeddings, of tokens, positions or distances, nor an output
-    projection that is tied to one.
+    Matrices decay. Norms and biases do not. Embeddings, of tokens, positions or distances, and an output projection
+    that is tied to one do so only with decay_embeddings. mesh, dtype: for Muon, which shards it, and of its products.
     """
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    matrices = _of_blocks(model, embeddings) if config.name == "muon" else {}
     decayed: list[nn.Parameter] = []
     undecayed: list[nn.Parameter] = []
     for parameter in model.parameters():
-        decays = parameter.dim() >= 2 and parameter not in embeddings
-        (decayed if decays else undecayed).append(parameter)
+        decays = parameter.dim() >= 2 and (config.decay_embeddings or parameter not in embeddings)
+        if parameter not in matrices:
+            (decayed if decays else undecayed).append(parameter)
     kind = torch.optim.AdamW if config.state_dtype == "float32" else BFloat16StateAdamW
-    return kind(
+    adamw = kind(
         [{"params": decayed, "weight_decay": config.weight_decay}, {"params": undecayed, "weight_decay": 0.0}],
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,
         fused=True,
     )
+    if config.name == "adamw":
+        return adamw
+    from recipes.optimization.muon import Muon
+
+    assert mesh is not None, "Muon without the mesh that shards its matrices"
+    return Muon(adamw, [*matrices], config, mesh, dtype=dtype)
+
+
+def matrices_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """The parameters that Muon steps, if any."""
+    return [parameter for group in optimizer.param_groups if "momentum" in group for parameter in group["params"]]
+
+
+def _of_blocks(model: nn.Module, embeddings: Collection[Tensor]) -> dict[nn.Parameter, None]:
+    """The parameters of two dimensions in the blocks, each once, in the order of the model."""
+    found = (parameter for block in blocks_of(model) for parameter in block.parameters())
+    return {parameter: None for parameter in found if parameter.dim() == 2 and parameter not in embeddings}
 
 
 class BFloat16StateAdamW(torch.optim.AdamW):
@@ -41,7 +64,7 @@ class BFloat16StateAdamW(torch.optim.AdamW):
 
     Parameters, gradients and arithmetic stay float32: moments are converted batch by batch, updated by torch's own
     kernel and rounded back to nearest. Rounding keeps 8 bits, so the second moment does not change when a step moves it
-    by less than 2^-9 of its value: recipes/rules.py requires a beta that moves it more.
+    by less than 2^-9 of its value: recipes/optimizer_rules.py requires a beta that moves it more.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

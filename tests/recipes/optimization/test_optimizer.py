@@ -54,6 +54,14 @@ def test_matrices_decay_and_norms_and_embeddings_do_not(size: str, mode: str) ->
     assert len(decayed["params"]) + len(undecayed["params"]) == len(list(model.parameters()))
 
 
+@pytest.mark.parametrize("size", ["smollm3_debug", "llama3_debug"], ids=["tied", "untied"])
+def test_embeddings_decay_where_the_recipe_asks_for_it(size: str) -> None:
+    model = build(size)
+    decayed, undecayed = build_optimizer(model, replace(CONFIG, decay_embeddings=True)).param_groups
+    assert "embedding.weight" in names(model, decayed)
+    assert all(parameter.dim() == 1 for parameter in undecayed["params"])
+
+
 @pytest.mark.parametrize(
     ("family", "embeddings"),
     [

@@ -111,7 +111,7 @@ def steps(recipe: Recipe, kind: str, world: Any) -> dict[str, Any]:
                 trainer.clock.count_step()
                 continue
             undo = spoil(trainer, kind) if number == BAD else None
-            loss, _ = take_step(trainer)
+            loss = take_step(trainer).loss
             if undo:
                 undo()
             trainer.clock.count_step()
@@ -253,7 +253,7 @@ def test_checkpoints_of_skipped_steps_hold_the_weights_before_them(diverged: Pat
 
 
 def tensors_of(checkpoint: Path) -> dict[str, Any]:
-    return json.loads((checkpoint / "manifest.json").read_text())["tensors"]
+    return json.loads((checkpoint / "manifest.json").read_text())["files"]
 
 
 def train_diverging(recipe: Recipe) -> int:

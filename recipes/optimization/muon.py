@@ -1,0 +1,175 @@
+"""Muon for the matrices of the blocks, beside AdamW for all other parameters, on any mesh.
+
+The arithmetic is that of torch.optim.Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; the rate of
+"match_rms_adamw" is from Liu et al. 2025, arXiv 2502.16982). A packed matrix, such as GPT-2's of queries, keys and
+values, is one matrix.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
+
+from parallel.errors import UserError
+from parallel.float8 import without_wrapper
+from parallel.matrices import Matrices
+from parallel.mesh import Mesh
+from parallel.owners import Round, Shape
+from recipes.optimization.config import OptimizerConfig
+
+MOMENTUM = "momentum_buffer"
+"""As torch.optim.Muon calls it."""
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the polynomial of a Newton-Schulz step, as in torch."""
+SMALLEST_NORM = 1e-7
+"""As in torch: a momentum of zeros stays zeros."""
+Group = dict[str, Any]
+
+
+class Muon(torch.optim.Optimizer):
+    """Orthogonalizes the momentum of matrices; another optimizer steps the parameters that are not such matrices.
+
+    Each matrix becomes whole on one process, its owner, which multiplies it there. Momenta are sharded like the
+    parameters. While a batch of matrices is multiplied, the parts of the next one arrive.
+    """
+
+    def __init__(
+        self,
+        rest: torch.optim.AdamW,
+        matrices: list[nn.Parameter],
+        config: OptimizerConfig,
+        mesh: Mesh,
+        *,
+        dtype: torch.dtype,
+    ) -> None:
+        """
+        Args:
+            rest: the optimizer of the other parameters; its groups and states become part of this one's.
+            matrices: of two dimensions each, sharded.
+            config: the section of the recipe.
+            mesh: that shards them.
+            dtype: of the products; the parts of matrices are sent in it.
+        """
+        if not matrices:
+            raise UserError('optimizer.name = "muon": the blocks of this model have no matrix; write name = "adamw"')
+        group = {
+            "params": matrices,
+            "lr": config.lr * config.matrix_share,
+            "lr_share": config.matrix_share,
+            "weight_decay": config.weight_decay,
+            "momentum": config.momentum,
+            "nesterov": config.nesterov,
+            "ns_steps": config.ns_steps,
+            "lr_adjust": config.lr_adjust,
+        }
+        super().__init__([*(group for group in rest.param_groups if group["params"]), group], {})
+        self._rest, self._mesh, self._dtype = rest, mesh, dtype
+        self._state_dtype = getattr(torch, config.state_dtype)
+        self._matrices: Matrices | None = None
+        self._stepped: list[nn.Parameter] = []
+        self.found_inf: Tensor | None = None
+        """A tensor of 1.0 on the device makes the step change nothing, as in torch's own fused optimizers."""
+        # Loading casts momenta to the parameter's dtype, float32; rounding restores the original bfloat16 values.
+        self.register_load_state_dict_post_hook(_round_states)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """As torch.optim.Muon.step and torch.optim.AdamW.step, without closure. All processes call it together."""
+        assert closure is None
+        *others, group = self.param_groups
+        self._rest.state, self._rest.param_groups = self.state, others  # loading has replaced both
+        cast(Any, self._rest).found_inf = self.found_inf
+        self._rest.step()
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if parameters:
+            self._step_matrices(parameters, group)
+
+    @record_function("Muon")
+    def _step_matrices(self, parameters: list[nn.Parameter], group: Group) -> None:
+        if self._matrices is None or [*map(id, parameters)] != [*map(id, self._stepped)]:
+            found = [cast(DTensor, parameter) for parameter in parameters]
+            self._matrices, self._stepped = Matrices(found, self._mesh, dtype=self._dtype), parameters
+            for parameter in parameters:  # in this order, and not that of rounds: checkpoints have it
+                self._make_momentum(parameter)
+        waiting = iter(self._matrices.rounds)
+        running: list[Iterator[bool]] = []
+        while True:
+            # The newest first: its momenta are on their way while the one before it multiplies.
+            if (of := next(waiting, None)) is not None:
+                running.insert(0, self._run(of, self._matrices, group))
+            if not running:
+                return
+            running = [one for one in running if next(one, False)]
+
+    def _run(self, of: Round, matrices: Matrices, group: Group) -> Iterator[bool]:
+        """One round. It stops where it would wait for messages, so that others can go on."""
+        sent = matrices.send(of, self._momenta(of, matrices, group))
+        yield True
+        sent = matrices.send_back(of, orthogonalized(matrices.whole(of, sent.received()), steps=group["ns_steps"]))
+        yield True
+        sent = matrices.share(of, sent.received())
+        if matrices.replicas > 1:
+            yield True
+        for number, update in matrices.shards(of, sent.received()):
+            parameter = self._stepped[number]
+            rate = group["lr"] * adjustment(group["lr_adjust"], (parameter.shape[0], parameter.shape[1]))
+            shard = _local(parameter)
+            self._change(shard, (shard * (1 - group["lr"] * group["weight_decay"])).add_(update, alpha=-rate))
+
+    def _momenta(self, of: Round, matrices: Matrices, group: Group) -> dict[int, Tensor]:
+        """Mix the gradients of a round's matrices into their momenta. Returns what is to be sent, by number."""
+        found, sent = {}, {*matrices.gathered(of)}
+        for number in (number for batch in of for number in batch):
+            parameter = self._stepped[number]
+            gradient, momentum = _local(cast(Tensor, parameter.grad)), _local(self.state[parameter][MOMENTUM])
+            mixed = momentum.to(gradient.dtype).lerp(gradient, 1 - group["momentum"])
+            if number in sent:
+                update = gradient.lerp(mixed, group["momentum"]) if group["nesterov"] else mixed
+                found[number] = update.to(self._dtype)
+            self._change(momentum, mixed)
+        return found
+
+    def _make_momentum(self, parameter: nn.Parameter) -> None:
+        state = self.state[parameter]
+        if MOMENTUM not in state:  # like the gradient: float8 all-gather wraps the parameter in a torchao class
+            state[MOMENTUM] = torch.zeros_like(cast(Tensor, parameter.grad), dtype=self._state_dtype)
+
+    def _change(self, old: Tensor, new: Tensor) -> None:
+        """Replace the values, unless the step is to change nothing. Only the device knows."""
+        old.copy_(new if self.found_inf is None else torch.where(self.found_inf > 0, old.to(new.dtype), new))
+
+
+def orthogonalized(matrices: Tensor, *, steps: int) -> Tensor:
+    """Nearly U V^T of each matrix U S V^T, whose singular values become about 0.7 to 1.2, by Newton-Schulz.
+
+    matrices: (number, short side, long side), which are overwritten; in their type it is computed.
+    """
+    a, b, c = COEFFICIENTS
+    matrices.div_(torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True).clamp(min=SMALLEST_NORM))
+    for _ in range(steps):
+        gram = matrices @ matrices.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        matrices = torch.baddbmm(matrices, polynomial, matrices, beta=a)
+    return matrices
+
+
+def adjustment(kind: str, shape: Shape) -> float:
+    """What the learning rate of a matrix of this shape is multiplied by, as in torch."""
+    rows, columns = shape
+    return math.sqrt(max(1, rows / columns)) if kind == "original" else 0.2 * math.sqrt(max(rows, columns))
+
+
+def _round_states(optimizer: torch.optim.Optimizer) -> None:
+    dtype = cast(Muon, optimizer)._state_dtype
+    for state in optimizer.state.values():
+        state.update({name: value.to(dtype) for name, value in state.items() if name != "step"})
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This process's shard."""
+    plain = without_wrapper(tensor)
+    return plain.to_local() if isinstance(plain, DTensor) else plain

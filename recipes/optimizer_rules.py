@@ -1,0 +1,62 @@
+"""Rules of the sections [optimizer] and [schedule]. Imports no torch."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import fields
+
+from parallel.config import FSDPConfig
+from recipes.fields import toml
+from recipes.mesh_rules import Violation
+from recipes.optimization.config import OptimizerConfig, ScheduleConfig
+
+
+def schedule_fits(schedule: ScheduleConfig, *, steps: int) -> Iterator[Violation]:
+    """Warm-up and decay fit into the run."""
+    warmup, decay = schedule.phases(steps)
+    if decay and schedule.kind != "wsd":
+        yield "schedule.decay_steps", f'is for kind = "wsd" only, not "{schedule.kind}"; write decay_steps = 0'
+    elif warmup + decay > steps:
+        rule = f"warmup_steps {warmup} + decay_steps {decay} = {warmup + decay} must not exceed run.steps = {steps}"
+        shares = sum(phase for phase in (schedule.warmup_steps, schedule.decay_steps) if isinstance(phase, float))
+        fixed = sum(phase for phase in (schedule.warmup_steps, schedule.decay_steps) if isinstance(phase, int))
+        if shares and fixed == 0:
+            remedy = "write shares with a sum of at most 1"
+        elif shares:  # they grow with the run
+            remedy = f"write steps = {math.ceil(fixed / (1 - shares)) + 1} or more, or smaller shares"
+        else:
+            remedy = f"write steps = {fixed} or more, or shares of the run, such as warmup_steps = 0.1"
+        yield f"schedule.{'decay_steps' if decay else 'warmup_steps'}", f"{rule}; {remedy}"
+
+
+def moments_can_move(optimizer: OptimizerConfig) -> Iterator[Violation]:
+    """A bfloat16 moment does not change when an update is below half of its last bit, 1/512 to 1/256 of it."""
+    if optimizer.state_dtype != "bfloat16":
+        return
+    if max(optimizer.betas) > 0.99:
+        rule = f'"bfloat16" would round away the small updates of betas = {toml(optimizer.betas)}'
+        remedy = 'write betas of at most 0.99, such as [0.9, 0.95], or state_dtype = "float32"'
+        yield "optimizer.state_dtype", f"{rule}; {remedy}"
+    elif optimizer.name == "muon" and optimizer.momentum > 0.99:
+        rule = f'"bfloat16" would round away the small updates of momentum = {optimizer.momentum:g}'
+        remedy = 'write a momentum of at most 0.99, such as 0.95, or state_dtype = "float32"'
+        yield "optimizer.state_dtype", f"{rule}; {remedy}"
+
+
+OF_MUON = ("matrix_lr", "lr_adjust", "momentum", "nesterov", "ns_steps")
+"""The fields that only Muon reads."""
+
+
+def muon_fits(optimizer: OptimizerConfig, *, fsdp: FSDPConfig) -> Iterator[Violation]:
+    """Muon's fields have an effect, and its products run on the device."""
+    if optimizer.name == "muon":
+        if fsdp.cpu_offload:
+            rule = 'would leave the matrix products of optimizer.name = "muon" to the host\'s processor'
+            yield "fsdp.cpu_offload", f'{rule}; write false, or name = "adamw"'
+        return
+    for field in fields(optimizer):
+        value = getattr(optimizer, field.name)
+        if field.name in OF_MUON and value != field.default:
+            yield (
+                f"optimizer.{field.name}",
+                f'is for name = "muon" only, not "{optimizer.name}"; remove it, or write name = "muon"',
+            )
