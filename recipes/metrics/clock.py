@@ -28,7 +28,7 @@ class RunClock:
         self.now = START
         self.moved_at = now  # the last progress, by time.monotonic(); the watchdog reads it from another thread
         self.step = 0  # steps completed
-        self.steady = False  # whether this process has completed a step, and so the compilation of the first step
+        self.steady = False  # whether a step of this stage is completed, and so the compilation of the first step
         self.seconds: dict[str, float] = defaultdict(float)
         self._device, self._since = device, self.began
         # Processor time of this thread in steps, without loading data.
@@ -65,8 +65,12 @@ class RunClock:
     def with_progress(self, items: Iterable[Item]) -> Iterator[Item]:
         """The same items; each one counts as progress, in whatever phase it is taken."""
         for item in items:
-            self.moved_at = time.monotonic()
+            self.progressed()
             yield item
+
+    def progressed(self) -> None:
+        """Something was done, in whatever phase."""
+        self.moved_at = time.monotonic()
 
     def count_step(self) -> None:
         self.step += 1
@@ -74,6 +78,11 @@ class RunClock:
         if not self.steady:
             self.steady = True
             self.begin(STEP)
+
+    def rebuild(self) -> None:
+        """Begin to build the next stage, whose first step compiles again."""
+        self.steady = False
+        self.begin(START)
 
     def restart(self) -> None:
         """Restart the means over steps."""

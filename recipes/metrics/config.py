@@ -12,10 +12,16 @@ class MetricsConfig:
 
     every: Annotated[int, Ge(1)] = 10
     """Log every this many steps; only at these steps does the loop wait for the device."""
+    grad_norms: bool = False
+    """Also log the gradient norm of embedding, head, norms, attention and feed-forward, each by itself."""
     wandb: bool = False
     """Also log to Weights & Biases; without an API key or a server the run stays offline, for `wandb sync` later."""
     wandb_project: Annotated[str, MinLen(1)] = "shardwright"
     """Name of the Weights & Biases project."""
+    tensorboard: bool = False
+    """Also write for TensorBoard, to `tensorboard` in the run folder; needs the package tensorboard."""
+    picture: bool = True
+    """Draw curves.png, as scripts/plot.py does, when the run ends."""
     calibrated_by: str = ""
     """File, as of --plan --calibrated-by, for the plan that a finished run is compared with; a CPU has none without."""
 

@@ -1,12 +1,15 @@
-"""What torch's allocator of GPU memory says: how much it holds, and how often a GPU was full. Loaded on GPUs only."""
+"""What GPUs say of themselves: memory, as torch's allocator counts it, load and power. Loaded on GPUs only."""
 
 from collections.abc import Callable, Mapping, Sequence
+from math import nan
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from parallel.dist import World
-from parallel.nodes import abbreviated
+from parallel.nodes import FEW, abbreviated
+from recipes.metrics.throughput import extreme_columns, extremes
 
 PEAK, RESERVED, RETRIES, FAILURES = (
     "allocated_bytes.all.peak",
@@ -16,40 +19,103 @@ PEAK, RESERVED, RETRIES, FAILURES = (
 )
 """As torch.cuda.memory_stats() calls them."""
 GIB = 2**30
+Gauges = Mapping[str, Callable[[], float]]
+"""Column -> what reads it of this process's GPU. It raises where the GPU does not say."""
 
 
 class GpuMemory:
-    """The memory of every process's GPU, at logged steps."""
+    """The memory, the load and the power of every process's GPU, at logged steps."""
 
-    def __init__(self, world: World, statistics: Callable[[], Mapping[str, int]] | None = None) -> None:
-        """statistics: what to read; None = torch.cuda.memory_stats(), which does not wait for the device."""
+    def __init__(
+        self, world: World, statistics: Callable[[], Mapping[str, int]] | None = None, gauges: Gauges | None = None
+    ) -> None:
+        """statistics: what to read; None = torch.cuda.memory_stats(), which does not wait for the device. gauges: the
+        same; None = those of NVIDIA's management library."""
         self._world = world
         self._statistics = statistics or (lambda: torch.cuda.memory_stats(world.device))
-        self._retries: Sequence[float] = [0] * world.size
+        self._gauges = nvml(world.device) if gauges is None else gauges
+        self._silent: dict[str, str] = {}  # gauge -> why this process's GPU does not say
+        self._told = False
+        self._retries = 0
 
     def counts(self) -> list[float]:
-        """How often this process's GPU was full since the start: until its cache was freed, and even then."""
+        """What this process tells the others: how often its GPU was full until its cache was freed, since the last call
+        and in all, and even then; the most GiB allocated and reserved; its gauges, NaN where it does not say."""
         now = self._statistics()
-        return [now[RETRIES], now[FAILURES]]
+        before, self._retries = self._retries, now[RETRIES]
+        memory = now[PEAK] / GIB, now[RESERVED] / GIB
+        return [self._retries - before, self._retries, now[FAILURES], *memory, *map(self._read, self._gauges)]
 
-    def compare(self, retries: Sequence[float], failures: Sequence[float]) -> tuple[dict[str, Any], list[str]]:
-        """Take in what all processes have counted, by rank: the columns for metrics.jsonl, and lines for people.
+    def _read(self, gauge: str) -> float:
+        if gauge in self._silent:
+            return nan
+        try:
+            return self._gauges[gauge]()
+        except Exception as error:  # the library has many: no permission, not on a part of a GPU, not installed
+            self._silent[gauge] = (str(error).strip() or type(error).__name__).splitlines()[0]
+            return nan
 
-        Bytes are those of this process, counts the sums over all. A line names the processes whose GPU was full since
-        the last call.
+    def summary(self, rows: Tensor) -> Tensor:
+        """What the host needs of the counts of all processes, (processes, counts), however many they are. On the device
+        that the counts are on, which is not waited for."""
+        size = len(rows)
+        retries, totals, used, gauges = rows.split([1, 2, 2, len(self._gauges)], dim=1)
+        full = retries[:, 0] > 0
+        ranks = torch.arange(size, device=rows.device)
+        first = torch.where(full, ranks, size).topk(min(FEW, size), largest=False).values
+        named = torch.cat([first, torch.where(full, ranks, 0).amax().view(1)]).clamp(max=size - 1)
+        known = ~gauges.isnan()
+        return torch.cat(
+            [
+                *(totals.sum(0), full.sum().view(1), named, retries[named, 0]),
+                *(used[self._world.rank], extremes(used).t().flatten()),
+                *(known.sum(0), gauges.nan_to_num().sum(0)),
+            ]
+        )
+
+    def compare(self, numbers: Sequence[float]) -> tuple[dict[str, Any], list[str]]:
+        """The columns for metrics.jsonl, and lines for people, from the summary.
+
+        Bytes are those of this process, and the most and least of all; counts are the sums over all, gauges the means.
+        A line names the processes whose GPU was full since the last call.
         """
-        now, before, self._retries = self._statistics(), self._retries, retries
-        full = [
-            f"rank {rank} on {self._world.node_of(rank)} ({count - earlier:.0f} x)"
-            for rank, (earlier, count) in enumerate(zip(before, retries, strict=True))
-            if count > earlier
-        ]
+        found, size = iter(numbers), self._world.size
+        retries, failures, full = (int(next(found)) for _ in range(3))
+        ranks, times = ([int(next(found)) for _ in range(min(FEW, size) + 1)] for _ in range(2))
+        own = [next(found), next(found)]
+        ends = [[next(found) for _ in range(4 if size > 1 else 0)] for _ in own]
+        known, sums = ([next(found) for _ in self._gauges] for _ in range(2))
+        row: dict[str, Any] = {}
+        for column, used, of_all in zip(("peak_memory_gib", "reserved_memory_gib"), own, ends, strict=True):
+            row |= {column: used, **extreme_columns(column, of_all)}
+        row |= {"allocation_retries": retries, "allocation_failures": failures}
+        row |= {name: total / count for name, count, total in zip(self._gauges, known, sums, strict=True) if count}
+        return row, self._full(full, ranks, times) + self._note(known)
+
+    def _full(self, count: int, ranks: Sequence[int], times: Sequence[int]) -> list[str]:
+        """Which GPUs were full. ranks: the first of them and the last; of fewer, the rest means nothing."""
+        if not count:
+            return []
+        named = [f"rank {rank} on {self._world.node_of(rank)} ({n} x)" for rank, n in zip(ranks, times, strict=True)]
+        named = named if count > FEW else named[:count]
         cost = "each time, torch freed its cache and all processes waited; use less memory"
-        lines = [f"FULL: GPU memory ran out on {abbreviated(full)}; {cost}"] if full else []
-        row = {
-            "peak_memory_gib": now[PEAK] / GIB,
-            "reserved_memory_gib": now[RESERVED] / GIB,
-            "allocation_retries": int(sum(retries)),
-            "allocation_failures": int(sum(failures)),
-        }
-        return row, lines
+        return [f"FULL: GPU memory ran out on {abbreviated(named, count=count)}; {cost}"]
+
+    def _note(self, known: Sequence[float]) -> list[str]:
+        """Once, which gauges are missing."""
+        size = self._world.size
+        missing = {name: size - int(count) for name, count in zip(self._gauges, known, strict=True) if count < size}
+        if self._told or not missing:
+            return []
+        self._told = True
+        reasons = "; ".join(dict.fromkeys(self._silent.values())) or "not on rank 0"
+        counts = ", ".join(f"{name} for {count} of {size}" for name, count in missing.items())
+        return [f"not known of GPUs: {counts} ({reasons})"]
+
+
+def nvml(device: torch.device) -> Gauges:
+    """Share of the last moments in which something ran, from 0 to 1, and watts. They need nvidia-ml-py."""
+    return {
+        "gpu_utilization": lambda: torch.cuda.utilization(device) / 100,
+        "gpu_power_watts": lambda: torch.cuda.power_draw(device) / 1000,
+    }

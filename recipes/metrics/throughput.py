@@ -2,10 +2,11 @@
 
 import resource
 import sys
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from models.config import AttentionFlops, ModelConfig
@@ -112,6 +113,50 @@ class Throughput:
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+class HostMemory:
+    """The memory of every process on CPUs, at logged steps."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def counts(self) -> list[float]:
+        """What this process tells the others."""
+        return [peak_memory_gib()]
+
+    def summary(self, rows: Tensor) -> Tensor:
+        """What the host needs of the counts of all processes, (processes, counts), however many they are."""
+        return torch.cat([rows[self._rank], extremes(rows).flatten()])
+
+    def compare(self, numbers: Sequence[float]) -> tuple[dict[str, Any], list[str]]:
+        """The columns for metrics.jsonl, and lines for people, from the summary."""
+        own, *ends = numbers
+        return {"peak_memory_gib": own, **extreme_columns("peak_memory_gib", ends)}, []
+
+
+def extremes(rows: Tensor) -> Tensor:
+    """The most of each column and the first row that has it, the least and the first that has it, (4, columns); empty
+    for a single row."""
+    if len(rows) == 1:
+        return rows.new_empty(4, 0)
+    numbers = torch.arange(len(rows), device=rows.device)[:, None]  # (rows, 1)
+    ends = rows.amax(0), rows.amin(0)
+    first = [torch.where(rows == end, numbers, len(rows)).amin(0) for end in ends]
+    return torch.stack([part for pair in zip(ends, first, strict=True) for part in pair])
+
+
+def extreme_columns(column: str, ends: Sequence[float]) -> dict[str, float]:
+    """The columns that say which process has most and least. ends: of extremes()."""
+    if not ends:
+        return {}
+    most, most_rank, least, least_rank = ends
+    return {
+        f"{column}_most": most,
+        f"{column}_most_rank": int(most_rank),
+        f"{column}_least": least,
+        f"{column}_least_rank": int(least_rank),
+    }
 
 
 def peak_memory_gib() -> float:

@@ -1,4 +1,4 @@
-"""Writes metrics to metrics.jsonl and to Weights & Biases."""
+"""Writes metrics to metrics.jsonl, to Weights & Biases and for TensorBoard."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -10,11 +10,12 @@ from recipes.files.atomic import Lines, sync
 from recipes.files.layout import FLOAT8_SHARES, LOG_FILE, METRICS, QUARANTINE
 
 if TYPE_CHECKING:
+    from recipes.metrics.board import Board
     from recipes.metrics.tracking import Tracker
 
 
 class MetricsWriter:
-    """Writes rows to metrics.jsonl and, if requested, to Weights & Biases. On ranks other than 0 it does nothing."""
+    """Writes rows to metrics.jsonl, and where else they are wanted. On ranks other than 0 it does nothing."""
 
     def __init__(
         self,
@@ -25,6 +26,7 @@ class MetricsWriter:
         run_name: str,
         recipe: dict[str, Any],
         before: Mapping[str, Any],
+        tensorboard: bool = False,
         log: Callable[[str], None] = print,
     ) -> None:
         """
@@ -34,12 +36,15 @@ class MetricsWriter:
             wandb_project: the Weights & Biases project; None = do not use it.
             run_name: the run's name there.
             recipe: shown there as the run's configuration.
-            before: what state() stored in the checkpoint that the run resumes from, if any.
+            before: what state() stored in the checkpoint that the run resumes from, if any, and its "step".
+            tensorboard: also write for TensorBoard.
             log: receives one line of text per message.
         """
         self._folder, self._log = folder, log
         self._lines = Lines(folder / METRICS, log=log)
         self._enabled = enabled
+        self.stage = ""
+        """The name of the run's present stage, for a column of every row; "" = there are no stages."""
         self._wandb_id: str | None = before.get("wandb_id")
         self._tracker: Tracker | None = None
         if enabled and wandb_project is not None:
@@ -49,6 +54,11 @@ class MetricsWriter:
                 folder, project=wandb_project, name=run_name, recipe=recipe, run_id=self._wandb_id, log=log
             )
             self._wandb_id = self._tracker.id
+        self._board: Board | None = None
+        if enabled and tensorboard:
+            from recipes.metrics import board
+
+            self._board = board.Board(folder, done=before.get("step", 0), recipe=recipe, log=log)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint stores, so that a resumed run continues the same run at Weights & Biases."""
@@ -58,23 +68,31 @@ class MetricsWriter:
         """Append one row. NaN and infinity, which JSON does not have, become null in the file."""
         if not self._enabled:
             return
+        if self.stage:
+            row = {**row, "stage": self.stage}
         finite = {
             key: None if isinstance(value, float) and not isfinite(value) else value for key, value in row.items()
         }
         self._lines.append(json.dumps(finite, allow_nan=False))
         if self._tracker is not None:
             self._tracker.write(row)
+        if self._board is not None:
+            self._board.write(row)
 
     def sync(self) -> None:
         """Flush to disk before a checkpoint: a power cut must not leave the checkpoint but lose the rows before it."""
         if not self._enabled:
             return
+        if self._board is not None:
+            self._board.flush()
         try:
             sync(self._folder, (METRICS, FLOAT8_SHARES, QUARANTINE, LOG_FILE))
         except OSError as error:
             self._log(f"{self._folder} cannot be synced: {error.strerror}; a power cut would lose lines")
 
     def close(self) -> None:
-        """Finish sending to Weights & Biases, which takes less than a minute."""
+        """Finish sending to Weights & Biases, which takes less than a minute, and writing for TensorBoard."""
+        if self._board is not None:
+            self._board.close()
         if self._tracker is not None:
             self._tracker.close()

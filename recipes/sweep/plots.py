@@ -1,21 +1,19 @@
 """Plot a sweep: bars of throughput and memory, loss curves and gaps, underflow of float8 casts. Imports no torch."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
+from recipes.curves.style import COLOURS, DOTS_PER_INCH, tidy
 from recipes.sweep.grid import Sweep
 from recipes.sweep.results import Result, baseline_row, loss_gaps, reference_row
 
 BARS = "bars.png"
 LOSS = "loss.png"
 UNDERFLOW = "underflow.png"
-# Okabe and Ito's palette, which most colour-blind readers can distinguish; black is the reference.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#7F7F7F")
-DOTS_PER_INCH = 150
 
 
 def draw(sweep: Sweep, results: dict[str, Result]) -> list[Path]:
@@ -59,7 +57,7 @@ def bars(sweep: Sweep, results: dict[str, Result]) -> Figure:
         axes.set_xlim(0, 1.3 * axes.dataLim.x1 or 1)  # space for the numbers
         axes.set_xlabel(title)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-        _tidy(axes, grid="x")
+        tidy(axes, grid="x")
     return figure
 
 
@@ -94,11 +92,11 @@ def losses(sweep: Sweep, results: dict[str, Result]) -> Figure:
     top.xaxis.set_major_formatter(EngFormatter(sep=""))  # 1500 -> "1.5k"
     top.set_ylabel("training loss, nats per token")
     top.legend(frameon=False, fontsize=9)
-    _tidy(top)
+    tidy(top)
     if base:
         panels[1].set_xlabel("step")
         panels[1].set_ylabel(f"loss minus {base.label}'s")
-        _tidy(panels[1])
+        tidy(panels[1])
     return figure
 
 
@@ -127,7 +125,7 @@ def underflow(sweep: Sweep, results: dict[str, Result]) -> Figure:
             axes.plot(list(worst), list(worst.values()), label=label, **style)
         axes.set_ylabel(f"{words}\nthat become zero, %")
         axes.set_ylim(bottom=0, top=1.05 * most or 1)
-        _tidy(axes)
+        tidy(axes)
     every = -(-len(layers) // 20)  # no more than 20 names
     panels[-1].set_xticks(range(0, len(layers), every), layers[::every])
     panels[-1].set_xlabel("layer")
@@ -151,9 +149,3 @@ def _colours(sweep: Sweep, results: dict[str, Result]) -> dict[str, str]:
 def _layer(linear: str) -> str:
     """The number in the name of a block's linear, such as 3; the whole name of a linear outside of the blocks."""
     return next((part for part in linear.split(".") if part.isdigit()), linear)
-
-
-def _tidy(axes: Axes, *, grid: Literal["x", "both"] = "both") -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis=grid, color="#DDDDDD", linewidth=0.6)
-    axes.set_axisbelow(True)

@@ -165,11 +165,21 @@ def _kill_all(mark: str, process: subprocess.Popen[bytes] | None) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
         return
     end = time.monotonic() + 10
-    while (left := processes_with(mark)) and time.monotonic() < end:
+    killed: set[int] = set()
+    while ((left := processes_with(mark)) or any(map(_exists, killed))) and time.monotonic() < end:
         for number in left:
             with suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)
+        killed.update(left)
         time.sleep(0.05)
+
+
+def _exists(number: int) -> bool:
+    """Whether a process still exists. A dying one gives up its environment before its files, and so its GPU memory."""
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
 
 
 def processes_with(mark: str) -> list[int]:

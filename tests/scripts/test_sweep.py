@@ -439,7 +439,7 @@ def interrupted(home: Path, corpus: Path) -> tuple[list[str], subprocess.Complet
         seen = next(line for line in process.stdout if line.startswith("[2/2]"))
         assert "running" in seen
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     return arguments, subprocess.CompletedProcess(start, process.returncode, out, err)
 
 
@@ -504,7 +504,7 @@ def test_sigterm_leaves_no_process_on_the_device(home: Path, corpus: Path) -> No
     folder = home / "SIGTERM"
     process = sweep_in_training(folder, home, corpus)
     process.terminate()
-    _, err = process.communicate(timeout=90)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 128 + signal.SIGTERM
     assert err.strip() == "interrupted; the same command continues from here"
     assert processes_of(folder) == []
@@ -515,5 +515,5 @@ def test_sigkill_leaves_no_process_on_the_device(home: Path, corpus: Path) -> No
     folder = home / "SIGKILL"
     process = sweep_in_training(folder, home, corpus)
     process.kill()
-    process.communicate(timeout=90)
+    process.communicate(timeout=300)
     wait_for("the launcher to notice", lambda: not processes_of(folder), seconds=120)

@@ -52,7 +52,7 @@ def found(small: Recipe) -> dict[str, list[dict[str, Any]]]:
 def test_a_mesh_writes_the_losses_and_tokens_of_one_process(mesh: str, found: dict[str, list[dict[str, Any]]]) -> None:
     assert len(found[mesh]) == 4 + 2
     for row, alone in zip(found[mesh], found[""], strict=True):
-        assert row.keys() == alone.keys()
+        assert {column for column in row if "_most" not in column and "_least" not in column} == alone.keys()
         for column in row.keys() & EQUAL:
             assert row[column] == alone[column], column
         for column in row.keys() & CLOSE.keys():

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from parallel.errors import UserError
+from recipes.load import load
 from recipes.metrics.writer import MetricsWriter
 
 CPU = torch.device("cpu")
@@ -45,6 +47,64 @@ def test_a_disabled_writer_touches_nothing(tmp_path: Path) -> None:
     silent.close()
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+# TensorBoard
+
+
+def board(folder: Path, *, done: int, said: list[str]) -> MetricsWriter:
+    recipe = {"model": {"layers": 2}, "stages": ()}
+    before = {"step": done} if done else {}
+    given: dict[str, Any] = {"wandb_project": None, "run_name": "r", "before": before, "log": said.append}
+    return MetricsWriter(folder, enabled=True, recipe=recipe, tensorboard=True, **given)
+
+
+def seen(folder: Path) -> Any:
+    """What TensorBoard itself reads."""
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard"
+    )
+    found = accumulator.EventAccumulator(str(folder / "tensorboard"))
+    found.Reload()
+    return found
+
+
+def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="needs tensorboard")
+    said: list[str] = []
+    first = board(tmp_path, done=0, said=said)
+    for step in range(1, 6):
+        first.write({"step": step, "loss": 1.0 * step, "wall_seconds": {"save": 0.5}, "mfu": None, "skipped": True})
+    first.sync()  # and is killed; the checkpoint was that of step 3
+    second = board(tmp_path, done=3, said=said)
+    second.write({"step": 4, "loss": 40.0, "grad_norm": float("nan")})
+    second.write({"step": 4, "validation_loss/a": 3.0})
+    second.close()
+    found = seen(tmp_path)
+    assert [(event.step, event.value) for event in found.Scalars("loss")] == [(1, 1), (2, 2), (3, 3), (4, 40)]
+    assert set(found.Tags()["scalars"]) == {"loss", "wall_seconds/save", "validation_loss/a"}
+    [text] = found.Tensors("recipe/text_summary")[0].tensor_proto.string_val
+    assert b"[model]\n    layers = 2" in text and said == []
+
+
+def test_a_fault_of_tensorboard_turns_it_off_and_loses_no_row(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="needs tensorboard")
+    (tmp_path / "tensorboard").write_text("a file")
+    said: list[str] = []
+    metrics = board(tmp_path, done=0, said=said)
+    metrics.write({"step": 1})
+    metrics.sync()
+    metrics.close()
+    [line] = said
+    assert line.startswith("TensorBoard: off until the next start (") and rows(tmp_path) == [{"step": 1}]
+
+
+def test_a_recipe_with_tensorboard_is_refused_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(
+        UserError, match=r"metrics\.tensorboard = true (?s:.*)tensorboard is not installed; pip install"
+    ):
+        load(ROOT / "configs/smollm3_debug.toml", ["--metrics.tensorboard", "true"])
 
 
 # Weights & Biases

@@ -1,13 +1,12 @@
 """Reading a sweep's file into rows, what is refused, and the shipped sweeps."""
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from parallel.errors import UserError
-from recipes.fields import value_of
+from recipes.fields import sections, value_of
 from recipes.schema import Recipe
 from recipes.sweep.grid import Sweep, dotted, read_sweep, windows
 
@@ -316,4 +315,4 @@ def test_the_gpu_benchmark_changes_one_thing_at_a_time(tmp_path: Path) -> None:
 
 def sections_of(recipe: Recipe) -> dict[str, dict[str, Any]]:
     """Every value by section."""
-    return {field.name: vars(getattr(recipe, field.name)) for field in fields(recipe)}
+    return {name: vars(getattr(recipe, name)) for name in sections()}

@@ -1,0 +1,230 @@
+"""Reads what a run has logged, also of a run that is running, of an older version, or whose files end in the middle of
+a line. Imports no torch."""
+
+import json
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import isfinite, nan
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tomli
+
+from parallel.errors import UserError
+from recipes.files.layout import ENVIRONMENT, METRICS, ORIGIN, RECIPE
+from recipes.files.reading import fault
+
+VALIDATION, TASK = "validation_loss", "validation_task/"
+WALL = "wall_seconds/"
+RESTARTS = WALL + "restarts"
+PLAIN = {
+    *("tokens", "loss", "lr", "grad_norm", "step_seconds", "tokens_per_second", "mfu", "goodput", "gpu_utilization"),
+    *("peak_memory_gib", "peak_memory_gib_most", "reserved_memory_gib", "reserved_memory_gib_most", "gpu_power_watts"),
+}
+"""The columns that are drawn, and those that begin as follows."""
+BEGINNINGS = (VALIDATION, TASK, WALL, "grad_norm/")
+
+LARGE = 2**27
+"""Bytes of metrics.jsonl, about 150,000 logged steps, of which every row is read. Of a file N times as large every Nth
+row is, and the last: no picture takes much longer, or much more memory."""
+RARE = (b'"skipped"', b'"validation_')
+"""What rows contain that are read in any case."""
+LATEST = 2**53
+"""Steps are counted exactly up to here."""
+
+Numbers = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+
+class Column:
+    """The values of one column, by increasing step. A step that was repeated has its last value."""
+
+    def __init__(self) -> None:
+        self._steps, self._values = array("d"), array("d")
+
+    def add(self, step: int, value: float) -> None:
+        self.forget_from(step)
+        self._steps.append(step)
+        self._values.append(value)
+
+    def forget_from(self, step: int) -> None:
+        """Drop the values of this step and of later ones."""
+        while self._steps and self._steps[-1] >= step:
+            self._steps.pop()
+            self._values.pop()
+
+    @property
+    def last(self) -> int | None:
+        """Its last step."""
+        return int(self._steps[-1]) if self._steps else None
+
+    @property
+    def last_value(self) -> float:
+        """0 if it has none."""
+        return self._values[-1] if self._values else 0.0
+
+    @property
+    def steps(self) -> Numbers:
+        return np.array(self._steps)
+
+    @property
+    def values(self) -> Numbers:
+        """NaN where the run had none."""
+        return np.array(self._values)
+
+
+@dataclass
+class Run:
+    """What a run folder says."""
+
+    name: str
+    folder: Path
+    columns: dict[str, Column] = field(default_factory=lambda: defaultdict(Column))
+    restarts: list[int] = field(default_factory=list)
+    """The steps after which the run was started again."""
+    stages: list[tuple[int, str]] = field(default_factory=list)
+    """(the step after which it began, its name), in order."""
+    skipped: list[int] = field(default_factory=list)
+    unreadable: int = 0
+    """How many lines are not rows."""
+    recipe: dict[str, Any] = field(default_factory=dict)
+    """recipe.toml as it is; empty if it cannot be read."""
+    environment: dict[str, Any] = field(default_factory=dict)
+    origin: dict[str, Any] = field(default_factory=dict)
+    """Of a fork, where it began."""
+
+    def has(self, column: str) -> bool:
+        """Whether any step has a value of it."""
+        return column in self.columns and bool(np.isfinite(self.columns[column].values).any())
+
+    def named(self, beginning: str) -> list[str]:
+        """The columns that begin so and have a value, in the order in which they appeared."""
+        return [column for column in self.columns if column.startswith(beginning) and self.has(column)]
+
+    def about(self, *keys: str) -> Any:
+        """A value of the recipe, such as about("run", "steps"); None if it has none."""
+        found: Any = self.recipe
+        for key in keys:
+            found = found.get(key) if isinstance(found, dict) else None
+        return found
+
+    @property
+    def trunk(self) -> tuple[str, int | None] | None:
+        """The run that this one continues from and the step, where it is said; None for a run of its own."""
+        place, at_step = self.origin.get("run_folder"), self.origin.get("step")
+        if isinstance(place, str) and isinstance(at_step, int):
+            return place, at_step
+        source = self.about("run", "continue_from")
+        if not isinstance(source, str) or not source:
+            return None
+        folder, at, step = source.rpartition("@")
+        return (folder, int(step)) if at and step.isdigit() else (source, None)
+
+
+def read_runs(folders: list[Path]) -> list[Run]:
+    """All of these runs, with names of their own. Raises UserError for a folder that has no rows."""
+    once = list(dict.fromkeys(folder.parent if folder.name == METRICS else folder for folder in folders))
+    runs = [read_run(folder) for folder in once]
+    names = [run.name for run in runs]
+    for run in runs:
+        if names.count(run.name) > 1:
+            run.name = str(run.folder)
+    return runs
+
+
+def read_run(folder: Path) -> Run:
+    """Raises UserError if there is nothing to draw."""
+    run = Run(folder.resolve().name, folder)
+    file = folder / METRICS
+    try:
+        with file.open("rb") as lines:
+            apart, line, taken = 1 + file.stat().st_size // LARGE, b"", True
+            for number, line in enumerate(lines):
+                if taken := number % apart == 0 or any(word in line for word in RARE):
+                    _take(run, line)
+            if not taken:
+                _take(run, line)
+    except (FileNotFoundError, NotADirectoryError):
+        what = f"has no {METRICS}: it has not logged a step yet" if folder.is_dir() else "is not the folder of a run"
+        raise UserError(f"{folder} {what}; write the folders of runs, such as runs/NAME") from None
+    except OSError as error:
+        raise fault(f"{file} cannot be read", error) from None
+    if not any(column.last is not None for column in run.columns.values()):
+        raise UserError(f"{file} has no rows: the run has not logged a step yet; draw it later")
+    run.recipe, run.environment = _toml(folder / RECIPE), _json(folder / ENVIRONMENT)
+    run.origin = _json(folder / ORIGIN)
+    return run
+
+
+def _take(run: Run, line: bytes) -> None:
+    """Take in one line of metrics.jsonl; one that is not a row is only counted."""
+    try:
+        row = json.loads(line)
+        step = row["step"]
+        if type(step) is not int or not 0 <= step < LATEST:
+            raise ValueError
+    except (ValueError, KeyError, TypeError, RecursionError):
+        run.unreadable += bool(line.strip())
+        return
+    if row.get("skipped") is True:
+        run.skipped.append(step)
+        return
+    if "loss" in row:
+        _take_logged(run, step, row)
+    for column, value in _numbers(row):
+        run.columns[column].add(step, value)
+
+
+def _take_logged(run: Run, step: int, row: dict[str, Any]) -> None:
+    """What the row of a logged step says of restarts and stages."""
+    last, lost = run.columns["loss"].last, run.columns[RESTARTS].last_value
+    if last is not None and step <= last:  # an older version, or a run that could not cut off its lost rows
+        run.stages = [(at, name) for at, name in run.stages if at < step]
+        run.restarts = [at for at in run.restarts if at < step - 1]
+        run.skipped = [at for at in run.skipped if at < step]
+        for column in run.columns.values():
+            column.forget_from(step)
+        run.restarts.append(step - 1)
+    elif last is not None and dict(_numbers(row)).get(RESTARTS, 0.0) > lost:
+        run.restarts.append(last)
+    stage = row.get("stage")
+    if isinstance(stage, str) and stage and (not run.stages or run.stages[-1][1] != stage):
+        before = run.columns["loss"].last
+        run.stages.append((step - 1 if before is None else before, stage))
+
+
+def _numbers(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """The columns of a row that are drawn; parts as in "wall_seconds/save"."""
+    for column, value in row.items():
+        if isinstance(value, dict):
+            parts = {f"{column}/{part}": number for part, number in value.items()}
+            yield from ((part, _number(number)) for part, number in parts.items() if part.startswith(BEGINNINGS))
+        elif column in PLAIN or column.startswith(BEGINNINGS):
+            yield column, _number(value)
+
+
+def _number(value: object) -> float:
+    """NaN for null, which stands for NaN and infinity in metrics.jsonl, and for whatever else is not a number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return nan
+    try:
+        return float(value) if isfinite(value) else nan
+    except OverflowError:  # an integer of hundreds of digits
+        return nan
+
+
+def _toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomli.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

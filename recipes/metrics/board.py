@@ -1,0 +1,84 @@
+"""Writes rows for TensorBoard, below `tensorboard` in the run folder. Nothing that happens there ends a run.
+
+Imports no torch.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from recipes.files.layout import TENSORBOARD
+
+SECONDS = 30
+"""After which rows that TensorBoard has taken are on the disk; before a checkpoint, they are there at once."""
+
+
+class Board:
+    """One run's numbers by step, of all its starts."""
+
+    def __init__(self, folder: Path, *, done: int, recipe: Mapping[str, Any], log: Callable[[str], None]) -> None:
+        """
+        Args:
+            folder: the run folder.
+            done: completed steps; what earlier starts wrote of later steps is not shown any more.
+            recipe: shown as text, section by section.
+            log: receives one line if something cannot be written.
+        """
+        self._log = log
+        self._writer: Any = None
+        with self._off_after_a_fault():
+            from torch.utils.tensorboard.writer import SummaryWriter
+
+            self._writer = SummaryWriter(str(folder / TENSORBOARD), purge_step=done + 1, flush_secs=SECONDS)
+            self._writer.add_text("recipe", _text(recipe), done)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Add the numbers of one row."""
+        if self._writer is not None:
+            with self._off_after_a_fault():
+                for name, value in scalars(row):
+                    self._writer.add_scalar(name, value, row["step"])
+
+    def flush(self) -> None:
+        """Hand all rows to the file."""
+        if self._writer is not None:
+            with self._off_after_a_fault():
+                self._writer.flush()
+
+    def close(self) -> None:
+        """Finish writing."""
+        if self._writer is not None:
+            with self._off_after_a_fault():
+                self._writer.close()
+            self._writer = None
+
+    @contextmanager
+    def _off_after_a_fault(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # of the disk, often met by the writer's thread and raised by its next call
+            self._writer = None
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+            self._log(f"TensorBoard: off until the next start ({reason}); metrics.jsonl has every row")
+
+
+def scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The finite numbers of a row; those of an object as in "wall_seconds/save"."""
+    for name, value in row.items():
+        if isinstance(value, dict):
+            yield from scalars({f"{name}/{part}": number for part, number in value.items()})
+        elif isinstance(value, int | float) and not isinstance(value, bool) and name != "step" and isfinite(value):
+            yield name, value
+
+
+def _text(recipe: Mapping[str, Any]) -> str:
+    """Markdown, in which lines that begin with four spaces stay as they are."""
+    lines = []
+    for section, fields in recipe.items():
+        if isinstance(fields, dict):
+            lines += [f"    [{section}]", *(f"    {name} = {value!r}" for name, value in fields.items()), "    "]
+        elif fields:
+            lines += [f"    {section} = {fields!r}", "    "]
+    return "\n".join(lines)

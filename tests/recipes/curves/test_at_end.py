@@ -1,0 +1,40 @@
+"""The picture at the end of a run."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from parallel.dist import start, stop
+from recipes.files.layout import CURVES, LOG_FILE
+from recipes.schema import Recipe
+from tests.processes import run_processes
+from tests.training import change, run_all, train
+
+
+@pytest.fixture
+def recipe(small: Recipe) -> Recipe:
+    shutil.rmtree(small.run.output, ignore_errors=True)
+    return change(small, run={"steps": 2}, checkpoint={"every": 0}, metrics={"picture": True})
+
+
+def run_with_a_log(recipe: Recipe) -> int:
+    world = start("cpu", seed=0)
+    code = train(recipe, world, silent=False)
+    stop()
+    return code
+
+
+def test_a_run_ends_with_a_picture(recipe: Recipe) -> None:
+    assert run_processes(1, run_all, [recipe]) == [[0]]
+    assert (recipe.run.folder / CURVES).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_that_cannot_be_drawn_changes_no_exit_code(recipe: Recipe) -> None:
+    first = change(recipe, metrics={"picture": False}, checkpoint={"every": 2})
+    blocked = change(recipe, run={"steps": 4}, checkpoint={"every": 2})
+    assert run_processes(1, run_all, [first]) == [[0]]
+    Path(recipe.run.folder / CURVES).mkdir()
+    assert run_processes(1, run_with_a_log, blocked) == [0]
+    log = (recipe.run.folder / LOG_FILE).read_text()
+    assert f"{CURVES} was not drawn: --out {recipe.run.folder / CURVES} cannot be written" in log

@@ -1,0 +1,120 @@
+"""scripts/plot.py draws runs, as a picture and as a page that needs nothing else."""
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from recipes.curves.at_end import draw
+from tests.recipes.curves.runs import row, run_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def plot(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "plot.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A run with a gap, a skipped step, a restart and two stages, and its fork."""
+    folder = tmp_path_factory.mktemp("plots")
+    trunk = [row(step, stage="short" if step < 60 else "long") for step in range(1, 121)]
+    trunk[30]["loss"] = None
+    rows = [*trunk, {"step": 90, "skipped": True, "documents": {}}, row(100), {"step": 100, "validation_loss": 2.5}]
+    fork = [row(step, lr=1e-4) for step in range(61, 90)]
+    recipe = {"run": {"continue_from": "runs/trunk@60", "steps": 90}, "model": {"name": "<b>&small"}}
+    return [run_folder(folder / "trunk", *rows), run_folder(folder / "fork", *fork, recipe=recipe)]
+
+
+class Page(HTMLParser):
+    """What a page refers to, and whether its elements are closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.addresses: list[str] = []
+        self.count: dict[str, int] = {}
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.count[tag] = self.count.get(tag, 0) + 1
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+        if tag not in ("meta", "input"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_one_run_is_drawn_into_its_folder(folders: list[Path]) -> None:
+    done = plot(folders[0])
+    assert done.returncode == 0, done.stderr
+    assert (folders[0] / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert done.stdout.strip() == str(folders[0] / "curves.png")
+
+
+def test_the_page_of_several_runs_needs_nothing_from_elsewhere(folders: list[Path], tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    done = plot(*folders, "--out", out, "--x", "tokens")
+    assert done.returncode == 0, done.stderr
+    text = out.read_text()
+    page = Page(text)
+    assert page.open == [] and page.count["svg"] == page.count["figure"] == 7
+    assert all(address.startswith("#") for address in page.addresses)
+    assert not re.findall(r"""(?:@import|url\()\s*["']?(?!#)\S*""", text)
+    assert "&lt;b&gt;&amp;small" in text and "<b>" not in text
+    assert page.count["label"] == 2 and 'class="run-1"' in text
+
+
+def test_the_values_below_the_pointer_are_those_of_the_rows(folders: list[Path], tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    assert plot(*folders, "--out", out).returncode == 0
+    texts = re.findall(r'<script type="application/json">(.*?)</script>', out.read_text())
+    validation = next(found for found in map(json.loads, texts) if found["lines"] and found["lines"][0]["y"] == [2.5])
+    assert (validation["lines"][0]["x"], validation["lines"][0]["name"], validation["unit"]) == (
+        [100],
+        "trunk",
+        "steps",
+    )
+    loss = json.loads(texts[0])["lines"]
+    assert [line["name"] for line in loss] == ["trunk", "fork"] and loss[0]["y"][30] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nowhere",), "nowhere is not the folder of a run; write the folders of runs"),
+        (("{run}", "--out", "curves.jpeg"), "--out curves.jpeg: write a name that ends with .png or .html"),
+        (("{run}", "--out", "/nowhere/curves.png"), "--out /nowhere/curves.png cannot be written"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_in_one_line(
+    folders: list[Path], arguments: tuple[str, ...], message: str
+) -> None:
+    done = plot(*(argument.format(run=folders[0]) for argument in arguments))
+    assert done.returncode == 2 and done.stdout == ""
+    assert message in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_the_end_of_a_run_says_in_one_line_why_it_has_no_picture(tmp_path: Path) -> None:
+    said: list[str] = []
+    folder = run_folder(tmp_path / "a")
+    draw(folder, log=said.append)
+    [line] = said
+    assert line.startswith("curves.png was not drawn: ") and "has no rows" in line
+    assert [path.name for path in folder.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("suffix", ["png", "html"])
+def test_odd_names_and_a_single_row_can_be_drawn(tmp_path: Path, suffix: str) -> None:
+    rows = [row(1, stage="$x^"), {"step": 1, "validation_loss/_$\\frac{$": 2.0}]
+    folders = [run_folder(tmp_path / name, *rows) for name in ("_a$b^$", "ä 😀 <i>", *"cdefghij")]
+    done = plot(*folders, "--x", "hours", "--out", tmp_path / f"odd.{suffix}")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / f"odd.{suffix}").stat().st_size > 10_000
