@@ -1,6 +1,7 @@
-"""Print loss, perplexity and bits per byte of a model on a text. --help lists the options.
+"""Print loss, perplexity and bits per byte of a model on a text, or its scores on tasks. --help lists the options.
 
 python scripts/evaluate.py FOLDER_OR_CHECKPOINT SOURCE
+python scripts/evaluate.py FOLDER_OR_CHECKPOINT --tasks hellaswag,my_task.yaml
 python scripts/launch.py --standalone --nproc-per-node=8 scripts/evaluate.py FOLDER_OR_CHECKPOINT SOURCE
 """
 
@@ -26,6 +27,7 @@ from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 explain_wrong_interpreter()
 
 from parallel.errors import TemporaryError, UserError  # noqa: E402
+from recipes.files.atomic import write_whole  # noqa: E402
 from recipes.files.exit_codes import REFUSED, TEMPORARY, leave  # noqa: E402
 
 if TYPE_CHECKING:
@@ -53,24 +55,38 @@ PAIR_OPTIONS = {
 LONGEST = 8192
 # Tokens whose logits are copied in float32 at a time.
 CHUNK_TOKENS = 2048
+# Samples for the standard errors of metrics that are not means: the harness's own number.
+BOOTSTRAPS = 100_000
 
 
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0, 2 for what the user can fix, 71 for a fault that may pass, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
-        description="Print loss, perplexity and bits per byte of a model on a text, as one line of JSON.",
+        description="Print loss, perplexity and bits per byte of a model on a text, as one line of JSON, or, with"
+        " --tasks, a table of its scores.",
         epilog="On several devices: python scripts/launch.py --standalone --nproc-per-node=8 scripts/evaluate.py ...",
         allow_abbrev=False,
     )
     parser.add_argument("model", help="a Hugging Face folder, a checkpoint, or runs/NAME for its newest checkpoint")
-    parser.add_argument("source", help='as data.source in a recipe: "python-stdlib", a file, folder or glob, or hf:ID')
+    parser.add_argument(
+        "source", nargs="?", help='as data.source in a recipe: "python-stdlib", a file, folder or glob, or hf:ID'
+    )
     parser.add_argument("--text-field", help="name of the text field in .jsonl, .parquet and .csv (text)")
-    parser.add_argument("--limit", type=int, default=0, help="evaluate the first N documents only; 0 = all")
+    parser.add_argument(
+        "--limit", type=int, default=0, help="evaluate the first N documents (of each task) only; 0 = all"
+    )
     parser.add_argument(
         "--sequence-length", type=int, help=f"tokens per sequence (the model's own length, at most {LONGEST})"
     )
     parser.add_argument("--micro-batch-size", type=int, default=1, help="sequences per forward pass (%(default)s)")
     parser.add_argument("--document-mask", action="store_true", help="as data.document_mask in a recipe")
+    parser.add_argument(
+        "--bos", action="store_true", help="as data.bos in a recipe (checkpoints that were trained so need no flag)"
+    )
+    tasks = parser.add_argument_group("tasks of the lm-evaluation-harness, instead of a text")
+    tasks.add_argument("--tasks", help="names, YAML files and folders of them, separated by commas")
+    tasks.add_argument("--num-fewshot", "--num_fewshot", type=int, help="examples in each prompt (as the task says)")
+    tasks.add_argument("--output", type=Path, help="also write all results to this file, as JSON")
     pairs = parser.add_argument_group("pairs", "of which only the answers are predicted; defaults are those of the run")
     for name, meaning in PAIR_OPTIONS.items():
         pairs.add_argument(f"--{name.replace('_', '-')}", help=meaning)
@@ -102,7 +118,13 @@ def evaluate(options: argparse.Namespace) -> int:
     weights = find_weights(options.model)
     if isinstance(weights.model, TransformersConfig) and not find_spec("transformers"):
         raise UserError(INSTALL)
+    if options.tasks is not None:
+        return _evaluate_tasks(options, weights)
     tokenizer = weights.tokenizer
+    if options.bos or (weights.is_checkpoint and weights.facts.bos_token_id is not None):
+        from recipes.data.text.beginning import with_beginning
+
+        tokenizer = with_beginning(tokenizer)
     length = options.sequence_length or min(weights.facts.context_length, LONGEST)
     data = _data(options, weights)
     pairing = _pairing(data, weights) if data.has_pairs else None
@@ -140,6 +162,38 @@ def evaluate(options: argparse.Namespace) -> int:
     if world.is_main:
         read = {"rows": text.rows, "bad_rows": text.bad_rows, "sequence_length": length}
         print(json.dumps({"loss": found.loss, "perplexity": found.perplexity} | more | read), flush=True)
+    return 0
+
+
+def _evaluate_tasks(options: argparse.Namespace, weights: "Weights") -> int:
+    """Evaluate tasks and print their table. Returns the exit code. Raises UserError."""
+    import torch
+
+    from parallel.dist import on_main_first, start, stop
+    from recipes.evaluation.tasks import harness, task_names
+
+    tests = harness()
+    world = start(options.device, seed=0)
+    try:
+        names, limit = task_names(options.tasks), options.limit or None
+        tasks = on_main_first(world, lambda: tests.load_tasks(names, limit=limit, examples=options.num_fewshot))
+        longest = options.sequence_length or weights.facts.context_length
+        tokens = min(longest, LONGEST) * options.micro_batch_size
+        model, mesh = _model(weights, world, dtype=options.dtype, tokens=tokens)
+        dtype = getattr(torch, options.dtype)
+        scored = tests.Scored(model, mesh, world.device, dtype, max_length=longest, batch_tokens=tokens)
+        asked = tests.harness_model(scored, weights.description)
+        tests.require_answerable(asked, tasks)
+        results = tests.results_of(asked, tasks, bootstraps=BOOTSTRAPS if world.is_main else 0)
+    finally:
+        stop()
+    if world.is_main:
+        print(tests.tables(results), flush=True)
+        if options.output:
+            try:
+                write_whole(options.output, tests.as_json(results) + "\n")
+            except OSError as error:
+                raise UserError(f"--output {options.output} cannot be written: {error.strerror}") from None
     return 0
 
 
@@ -216,9 +270,18 @@ def _require_possible(options: argparse.Namespace) -> None:
     """Raises UserError for an option out of its range, and for a source that cannot be read."""
     from recipes.data.text.sources import source_problem
 
-    if problem := source_problem(options.source):
+    if (options.source is None) == (options.tasks is None):
+        raise UserError("write either a text to evaluate the model on, or --tasks")
+    if options.output and not options.output.absolute().parent.is_dir():
+        raise UserError(f"--output {options.output}: its folder does not exist; create it, or write another one")
+    if options.tasks is None and (options.output or options.num_fewshot is not None):
+        raise UserError("--output and --num-fewshot are for --tasks")
+    of_text = ("text_field", "document_mask", *PAIR_OPTIONS)
+    if options.tasks is not None and (given := [name for name in of_text if getattr(options, name)]):
+        raise UserError(f"--{given[0].replace('_', '-')} is for a text, not for --tasks")
+    if options.source is not None and (problem := source_problem(options.source)):
         raise UserError(f"{options.source}: {problem}")
-    for name, least in (("sequence_length", 1), ("micro_batch_size", 1), ("limit", 0)):
+    for name, least in (("sequence_length", 1), ("micro_batch_size", 1), ("limit", 0), ("num_fewshot", 0)):
         value = getattr(options, name)
         if value is not None and value < least:
             raise UserError(f"--{name.replace('_', '-')} {value}: must be {least} or more")

@@ -5,6 +5,9 @@ from typing import Annotated
 
 from annotated_types import Ge, MinLen
 
+TASK = "validation_task/"
+"""Before the names of columns of metrics.jsonl with scores on tasks."""
+
 
 @dataclass(frozen=True)
 class ValidationConfig:
@@ -20,6 +23,10 @@ class ValidationConfig:
     """Several texts instead of `source`, each with a name for its loss, such as {web = "web.jsonl", ...}."""
     sample_tokens: Annotated[int, Ge(0)] = 0
     """Tokens of sample text to generate at the end of the run; 0 = none."""
+    tasks: tuple[Annotated[str, MinLen(1)], ...] = ()
+    """Tasks of the lm-evaluation-harness to evaluate at each validation: names, YAML files and folders of them."""
+    task_limit: Annotated[int, Ge(0)] = 0
+    """Documents of each task; 0 = all."""
 
     @property
     def texts(self) -> dict[str, str]:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from recipes.data.text.rows import documents
-from recipes.data.text.tokenizer import load_tokenizer
 from tests.processes import until_the_terminal_closes
+from tests.tiny_llama import save_tiny_llama
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,23 +33,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def folder(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama with random weights and a tokenizer, saved by transformers."""
-    path = tmp_path_factory.mktemp("model")
-    cache = path / "cache"
-    tokenizer = load_tokenizer("train:300", sources=[str(text)], text_field="text", cache=cache, log=lambda line: None)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend, eos_token="<|endoftext|>").save_pretrained(path / "hf")
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=300,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.2,
-        pad_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(path / "hf")
-    return path / "hf"
+    return save_tiny_llama(tmp_path_factory.mktemp("model"), text)
 
 
 def evaluate(*arguments: object, processes: int = 1) -> tuple[int, str, str]:

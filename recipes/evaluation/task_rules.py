@@ -1,0 +1,69 @@
+"""What is wrong with validation.tasks and checkpoint.keep_best, and what to write instead. Imports no torch."""
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+from parallel.errors import UserError, listed
+from recipes.checkpoint.config import Best, CheckpointConfig
+from recipes.evaluation.config import TASK, ValidationConfig
+
+
+def task_problems(validation: ValidationConfig, *, encoder_decoder: bool) -> Iterator[tuple[str, str]]:
+    """(field of [validation], message) of each problem. encoder_decoder: whether the model is one."""
+    tasks = validation.tasks
+    if not tasks:
+        if validation.task_limit:
+            yield "task_limit", 'is for tasks; write tasks = ["NAME"], or 0'
+        return
+    if not validation.every:
+        yield "tasks", "are evaluated at each validation, and there is none; write validation.every = 1000, for example"
+    if encoder_decoder:
+        yield "tasks", "are for models that continue a text, not for encoder-decoder models; omit them"
+    for name in tasks:
+        if (name.endswith((".yaml", ".yml")) or "/" in name) and not Path(name).exists():
+            yield "tasks", f"{name!r} does not exist; write the path of a YAML file or folder, or the name of a task"
+
+
+def best_problems(checkpoint: CheckpointConfig, validation: ValidationConfig) -> Iterator[str]:
+    """What is wrong with checkpoint.keep_best, if it is not empty."""
+    best = Best.named(checkpoint.keep_best)
+    if not checkpoint.every or not validation.every:
+        yield 'needs checkpoints and validations; write checkpoint.every and validation.every, or keep_best = ""'
+        return
+    if checkpoint.every % validation.every:
+        yield (
+            f"needs a validation at every saved step; write a checkpoint.every that is a multiple of"
+            f" validation.every = {validation.every}, instead of {checkpoint.every}"
+        )
+    if best.row.startswith(TASK):
+        if not validation.tasks:
+            yield "names a task, but there are none; write [validation] tasks"
+        if not best.has_direction:
+            yield f'does not say which scores are better; write "max:{best.row}", or "min:" for the lowest'
+        return
+    rows = [f"validation_loss/{name}" if name else "validation_loss" for name in validation.texts]
+    if best.row not in rows:
+        yield f'is not a row of this run; write {_quoted(rows)}, or "max:{TASK}TASK/METRIC"'
+    elif best.highest:
+        yield f'would keep the worst checkpoint: lower losses are better; write "{best.row}"'
+
+
+def require_row(keep_best: str, rows: Mapping[str, bool | None]) -> None:
+    """Raises UserError if keep_best names a score that the tasks do not have, or keeps the worst.
+
+    rows: "TASK/METRIC" -> whether a higher value is better, None where that is not known.
+    """
+    best = Best.named(keep_best)
+    if not best.row.startswith(TASK):
+        return
+    name = best.row.removeprefix(TASK)
+    if name not in rows:
+        raise UserError(f"checkpoint.keep_best = {keep_best!r}: the tasks have {_quoted([TASK + row for row in rows])}")
+    if rows[name] not in (None, best.highest):
+        better = "higher" if rows[name] else "lower"
+        word = "max" if rows[name] else "min"
+        raise UserError(f"checkpoint.keep_best = {keep_best!r}: {better} values are better; write '{word}:{best.row}'")
+
+
+def _quoted(rows: Collection[str]) -> str:
+    return listed((f'"{row}"' for row in rows), last="or")
