@@ -56,7 +56,9 @@ def answer(arguments: Sequence[str]) -> int:
         processes = options.processes[0] if options.processes else None
         recipe = load(path, changes, rules=False)
         world = world_of(recipe, asked, processes=processes, nodes=options.nodes)
-        if isinstance(recipe.model, TransformersConfig):
+        if recipe.stages:
+            found = _staged(path, changes, options, world)
+        elif isinstance(recipe.model, TransformersConfig):
             found = _counted(path, changes, options, world, degrees_of(recipe, world))
         elif options.search:
             found = _searched(path, changes, options, world)
@@ -87,6 +89,27 @@ def _planned(path: str, changes: Sequence[str], options: Options, world: World, 
     return Answer(screen(size.plan, world, options.money, mark=_mark()), as_json(size, options.money), draw)
 
 
+def _staged(path: str, changes: Sequence[str], options: Options, world: World) -> Answer:
+    """A plan for each stage, and their sum; the picture is that of the longest."""
+    from recipes.plan import of_stages
+
+    recipe = load(path, changes, processes=world.processes, nodes=world.nodes, elsewhere=True)
+    if options.search or isinstance(recipe.model, TransformersConfig):
+        what = "--search looks for one mesh" if options.search else "models of transformers are counted for one length"
+        raise UserError(f"{what}, but {recipe.run.name} has stages; write the values of one of them as a recipe")
+    found = of_stages.plans(recipe, world, options.money)
+    longest = max(found, key=lambda part: part.cost(options.money).days)
+
+    def draw(file: Path) -> None:
+        from recipes.plan.pictures import draw_step  # matplotlib
+
+        draw_step(longest.size, file)
+
+    each = [as_json(part.size, part.money(options.money)) for part in found]
+    lines = of_stages.screen(recipe, found, world, options.money)
+    return Answer(lines, of_stages.numbers(found, each, options.money), draw)
+
+
 def _counted(path: str, changes: Sequence[str], options: Options, world: World, degrees: MeshDegrees) -> Answer:
     """The plan of a model of transformers: memory and FLOPs."""
     from recipes.plan import counted
@@ -100,6 +123,8 @@ def _counted(path: str, changes: Sequence[str], options: Options, world: World, 
 def _scaled(path: str, changes: Sequence[str], options: Options, asked: Asked) -> Answer:
     """Several numbers of processes."""
     recipe = load(path, changes, elsewhere=True)
+    if recipe.stages:
+        raise UserError("--processes N,N: compares one mesh and batch, but this recipe has stages; write one N")
     if isinstance(recipe.model, TransformersConfig):
         raise UserError(
             "--processes N,N: compares times, which are not predicted for models of transformers; write one N"

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from parallel.errors import UserError
+from recipes.broken_rules import violations_elsewhere
 from recipes.fields import toml
-from recipes.load import violations_elsewhere
 from recipes.mesh_rules import fitted_mesh
 from recipes.plan.plan import Plan, plan
 from recipes.plan.world import World

@@ -8,7 +8,9 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator
 
 from models.activations import final_norm_per_token
+from recipes.plan.muon import cost
 from recipes.plan.sizes import Pieces, Sizes
+from recipes.plan.work import work_of
 
 MOMENTS_AT_A_TIME = 2**27
 """Elements, as BATCH in recipes/optimization/optimizer.py."""
@@ -259,11 +261,13 @@ def _reduced_embedding(size: Sizes) -> Pieces:
 
 def _optimizer(size: Sizes) -> Pieces:
     """All gradients, each a share; bfloat16 moments are updated in float32, some at a time."""
+    muon = size.recipe.optimizer.name == "muon"  # whose momenta are updated one by one
     groups = size.table.share, size.state["parameters"] // 4 - size.table.share  # as good as without and with decay
-    at_a_time = max(min(share, max(MOMENTS_AT_A_TIME, size.table.share)) for share in groups)
+    at_a_time = max(min(share, max(MOMENTS_AT_A_TIME, size.table.share)) for share in (groups[:1] if muon else groups))
     copies = 8 * at_a_time * (size.recipe.optimizer.state_dtype == "bfloat16")
     return {
         **_gradients(size, 0, head=False, rest=False),
         **_saved(size, 0, rotations=False),
         "moments in float32": copies,
+        "batches of Muon": cost(work_of(size.recipe, size.degrees)).live if muon else 0,
     }

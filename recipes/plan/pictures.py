@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from parallel.errors import UserError
+from recipes.curves.style import BLUE, DOTS_PER_INCH, GREEN, ORANGE, PINK, SKY, VERMILION
 from recipes.plan.memory import FULL
 from recipes.plan.plan import MESSAGES, Plan
 from recipes.plan.scaling import Size
@@ -21,18 +22,17 @@ from recipes.schema import Recipe
 if TYPE_CHECKING:
     from recipes.plan.found import Found
 
-# Okabe and Ito's palette, which most colour-blind readers can distinguish, and some greys.
+# More than a picture of runs needs.
 COLOURS = (
-    *("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442"),
+    *(BLUE, ORANGE, GREEN, PINK, SKY, VERMILION, "#F0E442"),
     *("#8C564B", "#7F7F7F", "#BFBFBF", "#404040", "#17BECF", "#9467BD", "#BCBD22"),
 )
-DOTS_PER_INCH = 150
 TICKS = 6
 LETTERS = 8
 """Points of a search that are named."""
 STEADY = ("CUDA context", "buffers of NCCL")
 """Besides parameters and moments, drawn below all that comes and goes."""
-HIDDEN, EXPOSED = "#BBDDF3", "#D55E00"
+HIDDEN, EXPOSED = "#BBDDF3", VERMILION
 LANES = ("compute", "inside nodes", "between nodes")
 """Of the time of a step, from top to bottom."""
 

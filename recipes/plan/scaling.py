@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from recipes.broken_rules import violations_elsewhere
 from recipes.data.config import BatchConfig
 from recipes.fields import Problem, refusal
-from recipes.load import violations_elsewhere
 from recipes.plan.plan import Plan, plan
 from recipes.plan.world import Asked, World, degrees_of, world_of
 from recipes.schema import Recipe

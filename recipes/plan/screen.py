@@ -39,9 +39,9 @@ def screen(plan: Plan, world: World, money: Money, *, mark: str = "#") -> list[s
     """Lines for one plan. mark: the character that bars are made of."""
     above = [
         *about(plan.recipe, world),
-        *_layout(plan),
+        *layout(plan),
         "",
-        *_answers(plan),
+        *answers(plan),
         *costs(plan, money),
         "",
         *_time(plan, mark),
@@ -67,7 +67,7 @@ def about(recipe: Recipe, world: World, *, number: str = "", timed: bool = True)
     return [part for line in lines for part in wrap(line, COLUMNS, subsequent_indent=" " * 8) or [""]]
 
 
-def _layout(plan: Plan) -> list[str]:
+def layout(plan: Plan) -> list[str]:
     """How the processes share the batch."""
     batch = plan.recipe.batch
     return [
@@ -77,7 +77,7 @@ def _layout(plan: Plan) -> list[str]:
     ]
 
 
-def _answers(plan: Plan) -> list[str]:
+def answers(plan: Plan) -> list[str]:
     """Does it fit, and how fast is it."""
     time, (shortest, longest) = plan.time, plan.range
     mfu, mfu_full = plan.mfu("causal"), plan.mfu("full")

@@ -18,8 +18,9 @@ from recipes.mesh_rules import (
     mesh_fits,
     tensor_can_overlap,
 )
+from recipes.optimizer_rules import moments_can_move
 from recipes.plan.hardware import Gpu
-from recipes.rules import blocks_can_recompute, float8_fits, moments_can_move
+from recipes.rules import blocks_can_recompute, float8_fits
 from recipes.schema import Recipe
 
 SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, "all")

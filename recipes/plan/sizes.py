@@ -184,9 +184,13 @@ class Sizes:
         layers = self.recipe.model.layers
         share = self.tables * self.table.share + layers * self.block.share + self.norm.share
         tensors = self.tables * self.table.tensors + layers * self.block.tensors + self.norm.tensors
-        moments = 8 if self.recipe.optimizer.state_dtype == "float32" else 4
+        one = 4 if self.recipe.optimizer.state_dtype == "float32" else 2
+        moments = 2 * one * share + 4 * tensors
+        if self.recipe.optimizer.name == "muon":  # one moment of matrices, and no step count
+            norms = Unit.of(*[(self.recipe.model.width, 1)] * 2, shards=self.shards)
+            moments -= layers * (one * (self.block.share - norms.share) + 4 * (self.block.tensors - norms.tensors))
         on_device = not self.recipe.fsdp.cpu_offload
-        return {"parameters": on_device * 4 * share, "moments": on_device * (moments * share + 4 * tensors)}
+        return {"parameters": on_device * 4 * share, "moments": on_device * moments}
 
     @cached_property
     def stream(self) -> int:

@@ -7,7 +7,8 @@
     gaps           kernels launched x a gap; where the host cannot keep up, what the device waits for it
     weights        cast and copied for each gather: twice per micro-batch (ZeRO-3), or once per step (ZeRO-2)
     gradients      added up in float32 with each micro-batch, and copied for their reduction
-    optimizer      AdamW, the gradient norm and clipping, once per step
+    optimizer      AdamW or Muon without its products, the gradient norm and clipping, once per step
+    Newton-Schulz  Muon's products of the process with most of them, once per step
     messages       what is sent before the first product and after the last one, and what computation does not hide
 
 rates.py has all constants. Left out: the embedding, the last norm, data, and that attention within documents does less.
@@ -21,6 +22,8 @@ from functools import lru_cache
 from models.config import LINEARS
 from parallel.config import MeshDegrees
 from parallel.errors import UserError
+from parallel.owners import flat, newton_schulz_flops
+from recipes.plan import muon
 from recipes.plan.hardware import Gpu
 from recipes.plan.messages import Messages, messages_of
 from recipes.plan.rates import RATES, Rates
@@ -103,6 +106,10 @@ def time_of(work: Work, *, gpu: Gpu, rates: Rates = RATES) -> StepTime:
     messages = messages_of(work, gpu, rates, forward=forward, backward=backward)
     if rates.host is not None:
         seconds["host"] = sum(vars(rates.host)[name] * times for name, times in host_work(work).items())
+    if work.newton_schulz:
+        seconds["Newton-Schulz"] = _newton_schulz(work, gpu, rates)
+        rounds = muon.cost(work).rounds  # what the first one gathers and the last one sends back waits
+        messages.add(muon.messages(work, gpu, rates), hiding=seconds["Newton-Schulz"] * (rounds - 1) / rounds)
     seconds["products"] += rates.beside * sum(messages.hidden.values())
     return StepTime(
         round(work.tokens_per_process),
@@ -333,12 +340,22 @@ def _states(work: Work, gpu: Gpu, rates: Rates) -> dict[str, float]:
         reduced = ALONE if work.element == 2 and work.micro_batches == 1 else 0
     else:
         reduced = REDUCE * (work.micro_batches if work.reduces_each else 1)
-    update = update_bytes(work.moments) + (CLIPPING if work.clipped else 4)
+    clipping, update = CLIPPING if work.clipped else 4, update_bytes(work.moments)
+    updated = in_blocks * (muon.MOVED if work.newton_schulz else update) + rest * update + (in_blocks + rest) * clipping
     return {
         "weights": moving_seconds(moved, gpu=gpu, rates=rates),
         "gradients": moving_seconds((in_blocks + rest) * (added + reduced), gpu=gpu, rates=rates),
-        "optimizer": moving_seconds((in_blocks + rest) * update / shard, gpu=gpu, rates=rates),
+        "optimizer": moving_seconds(updated / shard, gpu=gpu, rates=rates),
     }
+
+
+def _newton_schulz(work: Work, gpu: Gpu, rates: Rates) -> float:
+    """Seconds of the owner's products that has most FLOPs, as if all matrices were the most common one in them."""
+    flops = muon.cost(work).busiest
+    short, long = max({*map(flat, muon.shapes_of(work))}, key=lambda shape: newton_schulz_flops(shape, steps=1))
+    shapes = (short, short, long), (short, short, short), (short, long, short)  # rows, columns, inner
+    once = sum(product_seconds(*shape, gpu=gpu, rates=rates, element=work.element) for shape in shapes)
+    return flops / newton_schulz_flops((short, long), steps=1) * once
 
 
 def update_bytes(moments: int | str) -> int:

@@ -156,7 +156,8 @@ class _Step:
         self._model.to_empty(device=CPU)
         compute_with_whole_shards(self._model, self._mesh, self._fsdp)
         self._units, self._parameters = units_of(self._model), tuple(self._model.parameters())
-        self._optimizer = build_optimizer(self._model, self._recipe.optimizer)
+        dtype = getattr(torch, self._fsdp.param_dtype)
+        self._optimizer = build_optimizer(self._model, self._recipe.optimizer, self._mesh, dtype=dtype)
         self._reduces = not has_nothing_to_reduce(self._mesh, self._fsdp)
 
     def fullest_moment(self, batches: list[MicroBatch]) -> tuple[str, Pieces]:

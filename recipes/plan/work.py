@@ -63,6 +63,8 @@ class Work:
     """Bytes of an element of gradients that are reduced."""
     moments: int = 8
     """Bytes of both moments."""
+    newton_schulz: int = 0
+    """Steps of Muon for the blocks' matrices; 0 = AdamW for these too."""
     clipped: bool = True
     recompute: Recompute = "none"
     recomputed: float = 0.0
@@ -143,6 +145,7 @@ def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8) -> Work:
         float8_activations=recipe.float8.gather_activations,
         reduced=2 if fsdp.reduce_dtype == "bfloat16" else 4,
         moments=8 if recipe.optimizer.state_dtype == "float32" else 4,
+        newton_schulz=recipe.optimizer.ns_steps if recipe.optimizer.name == "muon" else 0,
         clipped=recipe.optimizer.grad_clip > 0,
         recompute=checkpointing.mode,
         recomputed=_share(checkpointing, model.layers),

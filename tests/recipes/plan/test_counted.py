@@ -12,7 +12,8 @@ from recipes.load import load
 from recipes.plan.command import answer
 from recipes.plan.memory import predict
 from recipes.plan.screen import COLUMNS, LINES
-from recipes.training.check import _parts, _work
+from recipes.stages import stages_of
+from recipes.training.check import _parts, _steps
 
 ROOT = Path(__file__).resolve().parents[3]
 GPT2, T5 = (str(ROOT / "configs" / f"{family}_debug.toml") for family in ("gpt2", "t5"))
@@ -65,5 +66,7 @@ def test_check_warns_of_a_model_of_transformers_that_needs_more_than_its_gpu_has
 
 def test_check_describes_the_pairs_of_an_encoder_decoder() -> None:
     recipe = load(T5, [])
-    assert "of 16 pairs, at most 32 tokens of a prompt and 128 of an answer; learning rate" in _work(recipe)[-1]
+    assert "of 16 pairs, at most 32 tokens of a prompt and 128 of an answer; learning rate" in _steps(
+        stages_of(recipe)[0]
+    )
     assert any(line.endswith("attention inside pairs") for line in _parts(recipe))
