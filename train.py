@@ -12,7 +12,7 @@ from pathlib import Path  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # first: other packages install a top-level `recipes` too
 
-from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
+from recipes.files.interpreter import ShowVersion, explain_wrong_interpreter  # noqa: E402
 
 explain_wrong_interpreter()
 
@@ -26,7 +26,7 @@ usage: train.py RECIPE [--section.field value ...]    (recipes are in configs/)
   train.py RECIPE --optimizer.lr 1e-3   override any field
   train.py RECIPE --check [--processes N [--nodes M]]   print it resolved
   train.py RECIPE --plan [--help]       predict memory, time and cost on GPUs
-  train.py [RECIPE] --help              list all fields with their values"""
+  train.py [RECIPE] --help | --version  list all fields | print the version"""
 
 
 def main(arguments: list[str]) -> int:
@@ -34,6 +34,7 @@ def main(arguments: list[str]) -> int:
     open_missing()
     parser = argparse.ArgumentParser(usage=USAGE.removeprefix("usage: "), add_help=False, allow_abbrev=False)
     parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--version", nargs=0, action=ShowVersion)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--processes", type=int)
     parser.add_argument("--nodes", type=int)
@@ -54,8 +55,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
     if arguments and arguments[0].startswith("-"):
         raise UserError(f"the recipe must come first: train.py RECIPE {' '.join(arguments)}")
-    counts = [count for count in (options.processes, options.nodes) if count is not None]
-    if counts and (min(counts) < 1 or not options.check):
+    if any(count is not None and (count < 1 or not options.check) for count in (options.processes, options.nodes)):
         raise UserError("--processes N and --nodes M, at least 1, need --check; to train on N: NPROC=N scripts/run.sh")
     if options.help:
         from recipes.command_line import print_help

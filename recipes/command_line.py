@@ -3,13 +3,14 @@
 import signal
 from collections.abc import Sequence
 from contextlib import redirect_stderr, suppress
+from dataclasses import field, make_dataclass
 from difflib import get_close_matches
 from io import StringIO
 from typing import Any
 
 import tyro
 
-from recipes.fields import Problem, accept, complaint, field_types, toml, unknown_key, value_of
+from recipes.fields import Problem, accept, complaint, field_types, sections, toml, unknown_key, value_of
 from recipes.schema import Recipe
 
 ORIGIN = "command line"
@@ -87,11 +88,13 @@ def _quietly(words: list[str], defaults: Recipe) -> Recipe | None:
 
 
 def _tyro(words: list[str], defaults: Recipe, **options: Any) -> Recipe:
+    # All but the stages, which are no section: recipes/stage_tables.py reads their arguments.
+    kind = make_dataclass("Recipe", [(name, cls, field()) for name, cls in sections().items()], frozen=True)
     return tyro.cli(
-        Recipe,
+        kind,
         prog="train.py RECIPE",
         args=words,
-        default=defaults,
+        default=kind(**{name: getattr(defaults, name) for name in sections()}),
         use_underscores=True,  # as in recipe files
         config=(tyro.conf.FlagConversionOff,),  # --compile.enabled True, which scripts can generate
         **options,

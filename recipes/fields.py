@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -42,7 +42,7 @@ NO_PIPELINE = (
 def sections() -> dict[str, type]:
     """Section name -> its dataclass, in the order of the recipe."""
     hints = get_type_hints(Recipe)
-    return {section.name: hints[section.name] for section in fields(Recipe)}
+    return {field.name: hints[field.name] for field in fields(Recipe) if is_dataclass(hints[field.name])}
 
 
 @cache

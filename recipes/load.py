@@ -1,17 +1,18 @@
 """Builds one checked Recipe from a TOML file, its bases and the command line. Imports no torch."""
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tomli
 
 from models.config import ModelConfig, of_transformers
 from models.sizes import SIZES
 from parallel.errors import TemporaryError, UserError
+from recipes.broken_rules import Given, broken_rules
 from recipes.fields import (
     Problem,
     accept,
@@ -23,13 +24,13 @@ from recipes.fields import (
     toml,
     unknown_key,
     unknown_section,
-    value_of,
 )
 from recipes.files.reading import fault
-from recipes.mesh_rules import Violation
-from recipes.rules import violations
 from recipes.schema import Recipe, RunConfig
 from recipes.weights.locate import FROM_CONFIG, FROM_WEIGHTS, InitialWeights, Weights
+
+if TYPE_CHECKING:
+    from recipes.stage_tables import Read
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 BENCHMARKS = CONFIGS / "benchmarks"
@@ -37,8 +38,6 @@ BENCHMARKS = CONFIGS / "benchmarks"
 NO_SHAPE = ("name", "weights", "config", "dropout")
 """The fields of [model] that say where its shape comes from, or what else is done with it."""
 
-Given = dict[str, tuple[Any, str]]
-"""Dotted key -> (value, where it was written)."""
 Layer = tuple[str, dict[str, Any]]
 """(where it was written, its sections)."""
 
@@ -93,8 +92,11 @@ def load_run(
     """
     given: Given = {}
     problems: list[Problem] = []
+    written: tuple[Any, str] = ([], "")
     for origin, tables in [*_read_chain(Path(path)), *over]:
-        problems += _take(tables, origin, given)
+        written = (tables["stages"], origin) if "stages" in tables else written
+        problems += _take({name: table for name, table in tables.items() if name != "stages"}, origin, given)
+    arguments, of_stages = _split(arguments)
     if arguments:
         from recipes import command_line  # tyro takes a third of the time that --check needs
 
@@ -106,43 +108,59 @@ def load_run(
     weights = InitialWeights(run_folder=RunConfig(**run).folder, **paths)
     if not any(problem.key == "model.name" for problem in problems):
         problems += _check_size(given, weights)
-    recipe = _assemble(given, weights)
+    stages = _stages(written, of_stages, given, weights)
+    problems += stages.problems if stages else ()
+    recipe = replace(_assemble(given, weights), stages=stages.configs if stages else ())
     if rules:
         keys = {problem.key for problem in problems}
-        broken = {key if key in field_types() else key.partition(".")[0] for key in keys}
-        world = {"processes": processes, "nodes": nodes}
-        if elsewhere:
-            found = violations_elsewhere(recipe, **world, broken=broken)
-        else:
-            found = violations(recipe, weights, **world, broken=broken, written=given.keys())
-        for key, message in found:
-            problems.append(_located(key, message, recipe, given))
+        world: dict[str, Any] = {"elsewhere": elsewhere, "processes": processes, "nodes": nodes}
+        problems += broken_rules(recipe, weights, given, stages.tables if stages else (), keys=keys, **world)
     if problems:
         raise refusal(problems, where=shown(Path(path)))
     needs_weights = rules and not elsewhere and (recipe.model.weights or recipe.data.tokenizer == FROM_WEIGHTS)
     return LoadedRecipe(recipe, weights.find() if needs_weights else None)
 
 
-def violations_elsewhere(
-    recipe: Recipe, *, processes: int | None, nodes: int | None, broken: Collection[str] = frozenset()
-) -> Iterator[Violation]:
-    """The rules that a recipe for another machine breaks: without a look at its data, its weights and other files."""
-    shape = replace(recipe, model=replace(recipe.model, weights="", config=""))
-    unread = InitialWeights("", recipe.run.folder)
-    broken = {*broken, "data.source", "metrics.calibrated_by"}
-    return violations(shape, unread, processes=processes, nodes=nodes, broken=broken)
+def _split(arguments: Sequence[str]) -> tuple[Sequence[str], dict[str, list[str]]]:
+    """The arguments about the whole run, and those of each stage."""
+    if not any(argument.startswith("--stages.") for argument in arguments):
+        return arguments, {}
+    from recipes.stage_tables import split
+
+    return split(arguments)
+
+
+def _stages(
+    written: tuple[Any, str], of_stages: dict[str, list[str]], given: Given, weights: InitialWeights
+) -> "Read | None":
+    """What files and command line say of stages; None if they say nothing. The last one may say run.steps."""
+    if written[0] == [] and not of_stages:
+        return None
+    from recipes.stage_tables import read
+
+    found = read(*written, of_stages, _assemble(given, weights), has_steps="run.steps" in given)
+    if found.steps:
+        given["run.steps"] = found.steps, written[1]
+    return found
 
 
 def to_toml(recipe: Recipe) -> str:
     """The whole recipe with every field in effect, as TOML that loads back to an equal recipe."""
-    tables = asdict(recipe)
+    tables = asdict(replace(recipe, stages=()))
+    del tables["stages"]
     if of_transformers(recipe.model):  # its shape is in its config.json
         tables["model"] = {name: tables["model"][name] for name in NO_SHAPE}
     del tables["data"]["source" if recipe.data.mixture else "mixture"]
     del tables["validation"]["source" if recipe.validation.sources else "sources"]
+    last = recipe.stages[-1:]
+    stages = [
+        {"name": stage.name, **({} if stage in last else {"until": stage.until}), **stage.changes}
+        for stage in recipe.stages
+    ]
     return "\n".join(
-        "\n".join([f"[{section}]", *(f"{name} = {toml(value)}" for name, value in values.items()), ""])
-        for section, values in tables.items()
+        "\n".join([head, *(f"{name} = {toml(value)}" for name, value in values.items()), ""])
+        for head, values in [(f"[{name}]", values) for name, values in tables.items()]
+        + [("[[stages]]", values) for values in stages]
     )
 
 
@@ -211,7 +229,8 @@ def _size(given: Given, weights: InitialWeights | None) -> ModelConfig:
 
 def _shape_is_given(given: Given) -> bool:
     """Whether these values omit no field of the model's shape, as in a resolved recipe."""
-    return all(f"model.{field.name}" in given for field in fields(ModelConfig) if field.name not in NO_SHAPE)
+    known = (*NO_SHAPE, "logit_softcap")  # older versions did not write it
+    return all(f"model.{field.name}" in given for field in fields(ModelConfig) if field.name not in known)
 
 
 def _check_size(given: Given, weights: InitialWeights) -> list[Problem]:
@@ -251,15 +270,6 @@ def _shape_of_transformers(given: Given) -> list[Problem]:
         for key, (value, origin) in given.items()
         if key.startswith("model.") and key.partition(".")[2] not in NO_SHAPE
     ]
-
-
-def _located(key: str, message: str, recipe: Recipe, given: Given) -> Problem:
-    """A broken rule as a Problem, with the value and where it was written."""
-    if key not in field_types():  # a section
-        origins = dict.fromkeys(origin for known, (_, origin) in given.items() if known.startswith(f"{key}."))
-        return Problem(key, message, "", ", ".join(origins) or "default")
-    unwritten = f"size {recipe.model.name}" if key.startswith("model.") else "default"
-    return Problem(key, message, toml(value_of(recipe, key)), given[key][1] if key in given else unwritten)
 
 
 def _read_chain(path: Path) -> list[Layer]:

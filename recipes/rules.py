@@ -1,19 +1,17 @@
 """Rules that span several fields of a recipe, or check what it names on the disk. Imports no torch."""
 
-import math
 import os
 import re
 from collections.abc import Collection, Iterator
-from pathlib import Path
+from importlib.util import find_spec
 
 from models.config import ModelConfig, of_transformers
 from parallel.config import ActivationCheckpointingConfig, AttentionConfig, CompileConfig, Float8Config, FSDPConfig
 from parallel.errors import TemporaryError, UserError
 from recipes.checkpoint.config import CheckpointConfig
-from recipes.data.config import HELD_OUT, DataConfig
+from recipes.data_rules import data_is_there, validation_is_possible
 from recipes.evaluation.config import ValidationConfig
 from recipes.fields import one_line, toml
-from recipes.files.layout import TOKENIZER
 from recipes.mesh_rules import (
     Violation,
     batch_divides,
@@ -24,7 +22,7 @@ from recipes.mesh_rules import (
     tensor_can_overlap,
 )
 from recipes.metrics.config import MetricsConfig, ProfileConfig
-from recipes.optimization.config import OptimizerConfig, ScheduleConfig
+from recipes.optimizer_rules import moments_can_move, muon_fits, schedule_fits
 from recipes.schema import Recipe, RunConfig
 from recipes.weights.locate import FROM_WEIGHTS, InitialWeights, differences
 
@@ -37,15 +35,16 @@ def violations(
     nodes: int | None = None,
     broken: Collection[str] = frozenset(),
     written: Collection[str] = frozenset(),
+    schedule_steps: int | None = None,
 ) -> Iterator[Violation]:
     """Every rule the recipe breaks.
 
     Args:
-        recipe: all of it.
-        weights: what it starts from; looked up only if it names any.
+        recipe, weights: all of it, and what it starts from; looked up only if it names any.
         processes, nodes: their numbers, where they are known.
         broken: fields with invalid values, and sections with unknown keys; rules that read them are skipped.
         written: fields with values of their own, not those of the model size or the schema.
+        schedule_steps: those of the schedule, if a stage has its own; None = run.steps.
     """
     run, model, data, mesh, float8 = recipe.run, recipe.model, recipe.data, recipe.mesh, recipe.float8
     world = {"processes": processes, "nodes": nodes}
@@ -55,8 +54,8 @@ def violations(
         ("model", model_is_consistent(model)),
         ("model", weights_fit(model, weights, written=written)),
         ("model data attention batch", from_elsewhere(recipe, weights, written=written)),
-        ("data model", data_is_there(data, model=model, weights=weights)),
-        ("data validation", validation_has_text(recipe.validation, data=data)),
+        ("data model batch", data_is_there(data, length=recipe.batch.sequence_length, model=model, weights=weights)),
+        ("data validation model", validation_is_possible(recipe.validation, data=data, model=model)),
         ("mesh", mesh_fits(mesh, **world)),
         ("mesh model float8 batch", mesh_divides_model(mesh, model=model, batch=recipe.batch, float8=float8, **world)),
         ("mesh float8", float8_fits_tensor(mesh, float8=float8)),
@@ -77,11 +76,12 @@ def violations(
             float8_can_be_sampled(float8, compiled=recipe.compile.enabled, steps=run.steps),
         ),
         ("float8.recipe float8.exclude model", float8_fits(float8, model=model)),
-        ("checkpoint.export_hf checkpoint.every", export_has_checkpoints(recipe.checkpoint)),
-        ("checkpoint.keep_every checkpoint.every", kept_checkpoints_are_saved(recipe.checkpoint)),
-        ("schedule run.steps", schedule_fits(recipe.schedule, steps=run.steps)),
-        ("optimizer.state_dtype optimizer.betas", moments_can_move(recipe.optimizer)),
-        ("metrics.calibrated_by", calibration_is_there(recipe.metrics)),
+        ("checkpoint.export_hf checkpoint.every model", export_is_possible(recipe.checkpoint, model=model)),
+        ("checkpoint validation", kept_checkpoints_are_saved(recipe.checkpoint, recipe.validation)),
+        ("schedule run.steps", schedule_fits(recipe.schedule, steps=schedule_steps or run.steps)),
+        ("optimizer", moments_can_move(recipe.optimizer)),
+        ("optimizer fsdp.cpu_offload", muon_fits(recipe.optimizer, fsdp=recipe.fsdp)),
+        ("metrics", metrics_find_what_they_need(recipe.metrics)),
         ("profile run.steps", profile_fits(recipe.profile, steps=run.steps)),
     )
     for read, found in rules:
@@ -145,151 +145,37 @@ def from_elsewhere(recipe: Recipe, initial: InitialWeights, *, written: Collecti
         yield from transformers_fits(recipe)
 
 
-def data_is_there(data: DataConfig, *, model: ModelConfig, weights: InitialWeights) -> Iterator[Violation]:
-    """The sources can be read, and the tokenizer fits the model."""
-    from recipes.data.text.plain_text import text_documents_problem
-    from recipes.data.text.sources import is_prepared, source_problem
+def export_is_possible(checkpoint: CheckpointConfig, *, model: ModelConfig) -> Iterator[Violation]:
+    """A failed export, for example on a full disk, must not lose the run; nor may it be of another model."""
+    if checkpoint.export_hf and model.logit_softcap:
+        from models.hf import beyond_hf
 
-    if message := text_documents_problem(data.text_documents):
-        yield "data.text_documents", message
-    for source in data.sources:
-        if is_prepared(source):
-            yield from prepared_fits(source, data)
-        elif message := source_problem(source):
-            yield "data.mixture" if data.mixture else "data.source", message
-    if len({Path(source).expanduser().resolve() for source in data.mixture}) < len(data.mixture):
-        yield "data.mixture", "names the same source twice; give each source one share"
-    if len(data.mixture) > 1:
-        from recipes.data.order import mixture_problem
-
-        if message := mixture_problem(data.mixture):
-            yield "data.mixture", message
-    yield from tokenizer_fits(data.tokenizer, model=model, initial=weights)
-    if data.has_pairs or model.is_encoder_decoder:
-        from recipes.weights.pairing import pairing_problems
-
-        yield from ((f"data.{field}", message) for field, message in pairing_problems(data, model, weights))
-
-
-def tokenizer_fits(tokenizer: str, *, model: ModelConfig, initial: InitialWeights) -> Iterator[Violation]:
-    """The model has a row for every token, and its weights were trained with this tokenizer."""
-    from recipes.data.text.tokenizer import tokenizer_problem
-
-    if model.weights or tokenizer == FROM_WEIGHTS:
-        try:
-            weights = initial.find()
-        except TemporaryError:
-            raise
-        except UserError as error:
-            if not model.weights:
-                yield "data.tokenizer", f"needs model.weights or a checkpoint of this run: {one_line(error)}"
-            return  # weights_fit reports what is wrong with them
-        if tokenizer == FROM_WEIGHTS:
-            try:
-                _ = weights.tokenizer
-            except TemporaryError:
-                raise
-            except UserError as error:
-                yield "data.tokenizer", one_line(error)
-            return
-        if tokenizer.startswith("train:") and (weights.path / TOKENIZER).is_file():
-            problem = "would train a new tokenizer, whose tokens mean nothing to the weights, which have their own"
-            yield "data.tokenizer", f'{problem}; write tokenizer = "{FROM_WEIGHTS}"'
-            return
-    if message := tokenizer_problem(tokenizer, model.vocabulary):
-        if of_transformers(model):
-            message = message.replace("model.vocabulary", "vocab_size in config.json")
-        yield "data.tokenizer", message
-
-
-def prepared_fits(source: str, data: DataConfig) -> Iterator[Violation]:
-    """Prepared tokens were made with this tokenizer and this validation fraction."""
-    from recipes.data.tokens.shards import TOKENIZER as TOKENIZER_FILE
-    from recipes.data.tokens.shards import open_index
-
-    try:
-        index = open_index(source)
-    except TemporaryError:
-        raise
-    except UserError as error:
-        yield "data.source", one_line(error).removeprefix("data.source: ")
-        return
-    if data.tokenizer.startswith("train:"):
-        file = toml(f"{source}/{TOKENIZER_FILE}")
-        yield "data.tokenizer", f"'{source}' is tokenized already; write tokenizer = {file}"
-    if index.validation_fraction != data.validation_fraction:
-        share = index.validation_fraction
-        yield "data.validation_fraction", f"'{source}' was prepared with {share}; write that or prepare it again"
-
-
-def validation_has_text(validation: ValidationConfig, *, data: DataConfig) -> Iterator[Violation]:
-    """There is text to validate on, and its sources can be read."""
-    from recipes.data.text.sources import is_prepared, source_problem
-    from recipes.data.tokens.shards import open_index
-
-    if data.validation_fraction == 0 and HELD_OUT in validation.texts.values():
-        remedy = "write 0, or give a text that is not trained on: [validation] source"
-        for field in ("every", "sample_tokens"):
-            if getattr(validation, field):
-                problem = "needs text, but data.validation_fraction = 0 holds none out"
-                yield f"validation.{field}", f"{problem}; {remedy}"
-    field = "validation.sources" if validation.sources else "validation.source"
-    for name, source in validation.texts.items():
-        if name and not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
-            yield field, f"{toml(name)} names a column of metrics.jsonl; write letters, digits, and any of _ . - only"
-        if source == HELD_OUT:
-            continue
-        try:
-            message = None if is_prepared(source) and open_index(source) else source_problem(source)
-        except TemporaryError:
-            raise
-        except UserError as error:
-            message = one_line(error).removeprefix("data.source: ")
-        if message:
-            yield field, message
-
-
-def export_has_checkpoints(checkpoint: CheckpointConfig) -> Iterator[Violation]:
-    """A failed export, for example on a full disk, must not lose the run."""
+        yield "checkpoint.export_hf", f"cannot export model.{beyond_hf(model)}; write export_hf = false"
     if checkpoint.export_hf and checkpoint.every == 0:
         yield "checkpoint.export_hf", "needs checkpoints, or a failed export loses the run; write every = run.steps"
 
 
-def kept_checkpoints_are_saved(checkpoint: CheckpointConfig) -> Iterator[Violation]:
-    """Checkpoints that are kept forever are among those that are saved."""
-    every, keep_every = checkpoint.every, checkpoint.keep_every
+def kept_checkpoints_are_saved(checkpoint: CheckpointConfig, validation: ValidationConfig) -> Iterator[Violation]:
+    """Checkpoints kept forever are among those that are saved, the best is known, and copies go to a server."""
+    if checkpoint.keep_best:
+        from recipes.evaluation.task_rules import best_problems
+
+        for message in best_problems(checkpoint, validation):
+            yield "checkpoint.keep_best", message
+    every, keep_every, place = checkpoint.every, checkpoint.keep_every, checkpoint.remote
+    if place and not re.match(r"(s3|gs)://[^/]", place):
+        problem = "is not an address at a server; write one such as"
+        yield "checkpoint.remote", f'{problem} "s3://bucket/runs", or "" (run.output names the folder on this disk)'
+    elif place and every == 0:
+        yield "checkpoint.remote", "needs checkpoints to copy; write checkpoint.every = run.steps or less"
     if keep_every and (every == 0 or keep_every % every):
         yield "checkpoint.keep_every", f"must be a multiple of checkpoint.every = {every}, or 0 to keep none forever"
 
 
-def schedule_fits(schedule: ScheduleConfig, *, steps: int) -> Iterator[Violation]:
-    """Warm-up and decay fit into the run."""
-    warmup, decay = schedule.phases(steps)
-    if decay and schedule.kind != "wsd":
-        yield "schedule.decay_steps", f'is for kind = "wsd" only, not "{schedule.kind}"; write decay_steps = 0'
-    elif warmup + decay > steps:
-        rule = f"warmup_steps {warmup} + decay_steps {decay} = {warmup + decay} must not exceed run.steps = {steps}"
-        shares = sum(phase for phase in (schedule.warmup_steps, schedule.decay_steps) if isinstance(phase, float))
-        fixed = sum(phase for phase in (schedule.warmup_steps, schedule.decay_steps) if isinstance(phase, int))
-        if shares and fixed == 0:
-            remedy = "write shares with a sum of at most 1"
-        elif shares:  # they grow with the run
-            remedy = f"write steps = {math.ceil(fixed / (1 - shares)) + 1} or more, or smaller shares"
-        else:
-            remedy = f"write steps = {fixed} or more, or shares of the run, such as warmup_steps = 0.1"
-        yield f"schedule.{'decay_steps' if decay else 'warmup_steps'}", f"{rule}; {remedy}"
-
-
-def moments_can_move(optimizer: OptimizerConfig) -> Iterator[Violation]:
-    """A bfloat16 moment does not change when an update is below half of its last bit, 1/512 to 1/256 of it."""
-    if optimizer.state_dtype == "bfloat16" and max(optimizer.betas) > 0.99:
-        rule = f'"bfloat16" would round away the small updates of betas = {toml(optimizer.betas)}'
-        remedy = 'write betas of at most 0.99, such as [0.9, 0.95], or state_dtype = "float32"'
-        yield "optimizer.state_dtype", f"{rule}; {remedy}"
-
-
-def calibration_is_there(metrics: MetricsConfig) -> Iterator[Violation]:
+def metrics_find_what_they_need(metrics: MetricsConfig) -> Iterator[Violation]:
     """Else the run would end once the model is built."""
+    if metrics.tensorboard and find_spec("tensorboard") is None:
+        yield "metrics.tensorboard", "tensorboard is not installed; pip install -e '.[watch]', or write false"
     if metrics.calibrated_by and not os.path.exists(os.path.expanduser(metrics.calibrated_by)):
         yield "metrics.calibrated_by", 'there is no such file; write one of --plan --calibrated-by, or ""'
 

@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Interval, MinLen
 
@@ -36,6 +36,8 @@ class RunConfig:
     """Folder that holds all runs, relative to the current folder."""
     steps: Annotated[int, Ge(1)] = 100
     """Total number of optimizer steps. Raise it to extend a finished run."""
+    continue_from: str = ""
+    """Fork another run: go on from its newest checkpoint ("runs/trunk") or that of a step ("runs/trunk@12000")."""
     seed: Annotated[int, Interval(ge=0, lt=2**32)] = 0
     """Seed of the initial weights and the data order."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -53,6 +55,17 @@ class RunConfig:
     def folder(self) -> Path:
         """The folder of the run's files."""
         return Path(self.output).expanduser() / self.name
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """One [[stages]] table: a part of the run, and the values that differ in it."""
+
+    name: str
+    until: int
+    """The last step of the stage; in a file also a share of run.steps, rounded. The last stage ends the run."""
+    changes: dict[str, Any]
+    """Dotted key, such as "batch.sequence_length" -> its value in this stage."""
 
 
 @dataclass(frozen=True)
@@ -75,3 +88,5 @@ class Recipe:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    stages: tuple[StageConfig, ...] = ()
+    """In the order of the run; empty if all of it is one stage. Not a section: recipes/stages.py applies them."""

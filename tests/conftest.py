@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -23,21 +24,27 @@ ROOT = Path(__file__).parents[1]
 # Longest first, so that no worker is left alone with one of them at the end; scripts/test.sh hands out whole files in
 # this order. Files that mostly wait for their processes (nodes, slurm) stand beside files that compute.
 SLOW_FILES = (
+    "tests/parallel/test_combinations.py",
     "tests/scripts/test_nodes.py",
     "tests/scripts/test_sweep.py",
-    "tests/parallel/test_combinations.py",
-    "tests/parallel/test_transformers.py",
-    "tests/parallel/test_tensor_plan.py",
-    "tests/recipes/training/test_trainer.py",
     "tests/scripts/test_slurm.py",
-    "tests/test_hangs.py",
+    "tests/scripts/test_slurm_pack.py",
+    "tests/recipes/training/test_trainer.py",
     "tests/test_signals.py",
+    "tests/parallel/test_transformers.py",
+    "tests/test_hangs.py",
+    "tests/parallel/test_tensor_plan.py",
     "tests/test_run.py",
     "tests/recipes/sweep/test_runner.py",
     "tests/parallel/test_float8_casts.py",
     "tests/parallel/test_order.py",
     "tests/models/test_parity.py",
     "tests/recipes/cluster/test_stragglers.py",
+    "tests/recipes/training/test_stages.py",
+    "tests/recipes/evaluation/test_validation_tasks.py",
+    "tests/recipes/optimization/test_muon_meshes.py",
+    "tests/recipes/checkpoint/test_copies.py",
+    "tests/scripts/test_prepare_parts.py",
     "tests/recipes/data/test_training.py",
     "tests/recipes/checkpoint/test_resharding.py",
     "tests/recipes/training/test_resume.py",
@@ -46,7 +53,18 @@ SLOW_FILES = (
     "tests/scripts/test_chaos.py",
     "tests/scripts/test_bench.py",
     "tests/scripts/test_supervise.py",
+    "tests/recipes/training/test_forks.py",
+    "tests/recipes/evaluation/test_harness.py",
+    "tests/recipes/data/test_history.py",
 )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """For `-n auto`, one worker more than cores: many tests wait, for processes, time-outs and schedulers."""
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None  # xdist reads it
+    return 1 + (len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -52,7 +52,7 @@ def environment(home: Path) -> dict[str, str]:
 def run(folder: Path, arguments: list[str]) -> tuple[int, str, str]:
     """Exit code, stdout and stderr. It returns when no process holds them any more."""
     done = subprocess.run(
-        ["bash", *arguments], cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=120
+        ["bash", *arguments], cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=300
     )
     return done.returncode, done.stdout, done.stderr
 
@@ -168,7 +168,7 @@ def interrupted(folder: Path, corpus: Path) -> Interrupted:
         seen = next(line for line in process.stdout if line.startswith("step      2/"))
         assert "loss" in seen
         os.killpg(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=60)  # also waits for every process to end
+        out, err = process.communicate(timeout=300)  # also waits for every process to end
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -245,7 +245,7 @@ def test_a_refusal_by_the_processes_always_has_exit_code_2(tmp_path: Path) -> No
     """Blank text is noticed only by reading it. Normal interpreter shutdown beside gloo's threads may abort instead."""
     blank = tmp_path / "blank.txt"
     blank.write_text(" \n" * 10_000)
-    for _ in range(4):
+    for _ in range(2):
         code, _, err = run(tmp_path, command(blank))
         assert code == 2
         assert err.startswith("data.source") and len(err.splitlines()) == 1
@@ -262,7 +262,7 @@ def test_a_run_whose_text_has_changed_is_refused(whole: str, folder: Path, corpu
     code, _, err = run(folder, [*arguments, "--run.steps", "25"])
     assert code == 2
     assert "runs/grown/checkpoints/step-00000020 was trained on other text behind " in err
-    assert "; another tokenizer (one of " in err  # it was trained on the text
+    assert "another tokenizer" not in err  # that of the checkpoint is used, though it was trained on the text
     assert [row["step"] for row in rows(folder / "runs/grown") if "loss" in row] == list(range(1, 21))
 
 

@@ -39,7 +39,7 @@ def small_recipe(corpus: Path, folder: Path, *, steps: int = 8) -> Recipe:
         schedule={"kind": "constant", "warmup_steps": 2, "decay_steps": 0},
         fsdp={"param_dtype": "float32"},
         checkpoint={"every": 2, "keep": 2},
-        metrics={"every": 1},
+        metrics={"every": 1, "picture": False},
         validation={"every": 0, "sample_tokens": 0},
     )
 
@@ -65,8 +65,8 @@ def train(recipe: Recipe, world: World, *, silent: bool = True) -> int:
         return trainer.run()
 
 
-def take_step(trainer: Any) -> tuple[Any, Any]:
-    """One optimizer step outside of the loop; loss and gradient norm."""
+def take_step(trainer: Any) -> Any:
+    """One optimizer step outside of the loop; what it found."""
     return trainer._train_step()
 
 

@@ -1,7 +1,7 @@
 """From a recipe to a run that is ready for its first step. The order of the calls is the order of the build."""
 
-import json
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,7 @@ from models.build import build_model
 from models.config import of_transformers
 from models.interface import interface_of
 from parallel.dist import World, allocator_settings, on_all, on_main, on_main_first
-from parallel.errors import UserError
-from parallel.float8 import precompute_scales
+from parallel.errors import TemporaryError, UserError
 from parallel.fsdp import compute_with_whole_shards, has_nothing_to_reduce, units_of, without_idle_resharding
 from parallel.kernels import choose_attention
 from parallel.materialize import materialize
@@ -25,28 +24,27 @@ from parallel.nodes import placement
 from parallel.order import parallelize
 from recipes.data.loader import DataLoader
 from recipes.data.text.tokenizer import Tokenizer
-from recipes.files.layout import CHECKPOINTS, DATA, LOG_FILE, PROFILE, SAVED, step_folder
+from recipes.files.layout import LOG_FILE
 from recipes.files.lock import FolderLock
-from recipes.files.reading import names_in, read_text
 from recipes.load import LoadedRecipe
 from recipes.mesh_rules import advice, require_fits_world
 from recipes.metrics.clock import RunClock
-from recipes.metrics.throughput import Throughput
-from recipes.optimization.optimizer import build_optimizer
+from recipes.optimization.optimizer import build_optimizer, matrices_of
 from recipes.optimization.skip_steps import StepGuard
 from recipes.schema import Recipe
+from recipes.stages import Stage, at_several_lengths, stage_of, stages_of
+from recipes.training import surroundings
+from recipes.training.border import FellBack, Kept, Start
 from recipes.training.console import Console, notes, run_header
-from recipes.training.environment import environment
 from recipes.training.interruption import Interruption
 from recipes.training.recorder import Recorder
-from recipes.training.run_folder import check_output_folder, claim_run_folder, require_same_data, resumed_data_state
+from recipes.training.resume import Beginning, find_beginning, open_checkpoints, resume, weights_for
+from recipes.training.run_folder import check_output_folder, claim_run_folder, resumed_data_state
 from recipes.weights.locate import (
     FROM_WEIGHTS,
     Description,
     Weights,
-    checkpoint_files,
     find_weights,
-    initial_weights,
     trained_description,
 )
 
@@ -69,7 +67,10 @@ class Built:
     """Those of the model, as sharding left them."""
     reduces_gradients: bool
     """Whether other processes have a part of the gradients."""
-    # The next three are as in the recipe, but nothing is resharded where that frees nothing.
+    roles: Mapping[str, tuple[nn.Parameter, ...]]
+    """Of these parameters; empty unless the recipe asks for their gradient norms."""
+    # The next four are as in the recipe, but nothing is resharded where that frees nothing.
+    z_loss: float
     grad_clip: float
     reshard_after_forward: bool
     float8_all_gather: bool
@@ -98,90 +99,134 @@ class Run:
     """What the recipe asks to watch steps with; each is entered around every step."""
     description: Description
     """What accompanies the weights wherever they go."""
+    tasks: Callable[[], Mapping[str, float]]
+    """Evaluates the tasks of the validation: "TASK/METRIC" -> value."""
+    stage: Stage
+    """The part of the run that this is, whose steps it takes."""
+    kept: Kept
+    """What the next stage takes over."""
 
 
-def build_run(loaded: LoadedRecipe, world: World, console: Console, clock: RunClock) -> Run:
-    """Build a run, and claim its folder. Raises UserError, on all processes, for whatever keeps it from starting."""
-    recipe, folder = loaded.recipe, loaded.recipe.run.folder
-    require_fits_world(recipe.mesh, recipe.batch, nodes=world.nodes)
+def build_run(
+    loaded: LoadedRecipe, world: World, console: Console, clock: RunClock, *, after: Kept | None = None
+) -> Run:
+    """Build the stage that is due, from the newest checkpoint; the first one of a process claims the run's folder.
+
+    after: what the stage before it left. Raises UserError, on all processes, for whatever keeps it from starting.
+    """
+    recipe, build_stage = loaded.recipe, partial(_build_stage, loaded, world, console, clock)
+    if after:
+        try:
+            return build_stage(Beginning.own(recipe, after.step), after=after)
+        except FellBack as older:
+            where = f"the checkpoint of step {after.step}, the end of a stage, is damaged"
+            raise TemporaryError(f"{where}; the same command resumes from step {older.step}") from None
+    for stage in stages_of(recipe):
+        require_fits_world(stage.recipe.mesh, stage.recipe.batch, nodes=world.nodes)
     on_main_first(world, lambda: check_output_folder(recipe))
     lock = FolderLock()  # held for as long as this process lives
-    on_main(world, lambda: lock.take(folder, log=console.log))
-    resume_step = on_main(world, lambda: _newest_checkpoint(recipe, console))
-    weights = _weights(loaded, resumes=resume_step is not None)
+    on_main(world, lambda: lock.take(recipe.run.folder, log=console.log))
+    begin = on_main(world, lambda: find_beginning(recipe, console))
+    while True:
+        try:
+            return build_stage(begin, lock=lock)
+        except FellBack as older:
+            begin = Beginning.own(recipe, older.step)
+
+
+def _build_stage(
+    loaded: LoadedRecipe,
+    world: World,
+    console: Console,
+    clock: RunClock,
+    begin: Beginning,
+    *,
+    lock: FolderLock | None = None,
+    after: Kept | None = None,
+) -> Run:
+    """Build the stage that follows this beginning. lock: that of the run's folder, which is claimed; None with `after`.
+
+    Raises FellBack if the checkpoint of this step is damaged and the next older one belongs to another stage.
+    """
+    stage = stage_of(loaded.recipe, begin.step)
+    recipe = stage.recipe
+    weights = weights_for(loaded, begin)
     assert weights is not None or not recipe.model.weights, "a recipe whose weights load_run() has not located"
-    starts_from = weights if recipe.model.weights and resume_step is None else None
-    built = build(recipe, world, weights=starts_from)
-    throughput = _throughput(recipe, world)
-    header = run_header(recipe, built.mesh.degrees, throughput, built.report)
-    for line in (*header, *_predicted_memory(recipe, built.mesh, world.device)):
+    starts_from = weights if recipe.model.weights and begin.checkpoint is None else None
+    built = build(recipe, world, weights=starts_from, mesh=_mesh_of(recipe, world, after))
+    throughput = surroundings.throughput(recipe, world)
+    header = run_header(stage, built.mesh.degrees, throughput, built.report)
+    for line in (*header, *surroundings.predicted_memory(recipe, built.mesh, world.device)):
         console.log(line, style=None if line.startswith(" ") else "bold")
     if starts_from is not None:
         console.log(f"weights from {starts_from.path}")
-    loader = _open_data(recipe, world, built.mesh, weights, resume_step, console)
+    several = at_several_lengths(loaded.recipe)
+    loader = _open_data(recipe, world, built.mesh, weights, begin, console, several)
     for line in notes(recipe, entries=loader.tokenizer.vocabulary):
         console.log(line)
-    description = _describe(recipe, loader, weights, resume_step, console)
-    checkpoints = _open_checkpoints(recipe, loader, description, resume_step, console)
+    description = _describe(recipe, loader, weights, begin, console)
+    tasks = _validation_tasks(recipe, built, description, world, clock)
+    checkpoints = open_checkpoints(recipe, loader, description, begin, console)
+    progress = resume(recipe, built, loader, checkpoints, begin, console)
+    if stage_of(loaded.recipe, progress.get("step", 0)).number != stage.number:
+        loader.close()
+        raise FellBack(progress["step"])
+    clock.step = progress.get("step", 0)
+    if checkpoints and recipe.checkpoint.every and clock.step < recipe.run.steps:
+        moments, matrices = getattr(torch, recipe.optimizer.state_dtype), matrices_of(built.optimizer)
+        checkpoints.require_space(built.parameters, moments=moments, matrices=matrices)
+    # Only now: until here a signal ends the process, and a run that could not start leaves nothing behind.
+    interruption = after.interruption if after else Interruption()
+    if lock:
+        _claim_folder(loaded.recipe, world, built.mesh, console, clock, lock)
+        on_main(world, lambda: begin.note_origin(loaded.recipe))
+    if clock.step < recipe.run.steps:  # a finished run reads nothing more, and has its list
+        loader.list_bad_rows_in(recipe.run.folder)
+    guard = _guard(recipe, world, built, progress)
+    measured = (built.mesh, built.model, clock, console, loader, guard, throughput, progress)
+    recorder = Recorder(recipe, world, *measured, after=after)
+    recorder.metrics.stage = stage.name
+    profiler = after.profiler if after else surroundings.profiler_of(recipe, world, clock, console)
+    sampler = surroundings.sampler_of(recipe, world, built, clock, console)
+    observers = tuple(observer for observer in (profiler, sampler) if observer is not None)
+    start = after.start if after else Start(clock.step, recorder.tokens(clock.step), time.perf_counter())
+    kept = Kept(stage.last, built.mesh, interruption, recorder.metrics, recorder.goodput, profiler, start)
+    parts = (built, loader, checkpoints, guard, recorder, interruption, observers, description, tasks)
+    return Run(recipe, world, console, clock, *parts, stage, kept)
+
+
+def _guard(recipe: Recipe, world: World, built: Built, progress: Mapping[str, Any]) -> StepGuard:
     guard = StepGuard(
         built.mesh,
         device=world.device,
         max_skipped_steps=recipe.run.max_skipped_steps,
         loss_spike_z=recipe.run.loss_spike_z,
     )
-    progress = _resume(recipe, built, loader, checkpoints, resume_step)
     guard.restore(progress)
-    clock.step = progress.get("step", 0)
-    if checkpoints and recipe.checkpoint.every and clock.step < recipe.run.steps:
-        checkpoints.require_space(built.parameters, moments=getattr(torch, recipe.optimizer.state_dtype))
-    # Only now: until here a signal ends the process, and a run that could not start leaves nothing behind.
-    interruption = Interruption()
-    about = _environment(world, built.mesh, console)
+    return guard
+
+
+def _validation_tasks(recipe: Recipe, *parts: Any) -> Callable[[], Mapping[str, float]]:
+    if not recipe.validation.tasks:
+        return dict
+    from recipes.training.tasks import validation_tasks
+
+    return validation_tasks(recipe, *parts)
+
+
+def _mesh_of(recipe: Recipe, world: World, after: Kept | None) -> Mesh | None:
+    """The mesh of the stage before, if it fits; None = a new one."""
+    degrees = recipe.mesh.fit(world.size, nodes=len(world.nodes))
+    return after.mesh if after and after.mesh.degrees == degrees else None
+
+
+def _claim_folder(
+    recipe: Recipe, world: World, mesh: Mesh, console: Console, clock: RunClock, lock: FolderLock
+) -> None:
+    about = surroundings.environment_of(world, mesh, console)
     for note in on_main(world, lambda: claim_run_folder(recipe, done=clock.step, environment=about, lock=lock)):
         console.log(note)
-    console.open_log(folder / LOG_FILE)
-    if clock.step < recipe.run.steps:  # a finished run reads nothing more, and has its list
-        loader.list_bad_rows_in(folder)
-    recorder = Recorder(recipe, world, built.mesh, built.model, clock, console, loader, guard, throughput, progress)
-    observers = _observers(recipe, world, built, clock, console)
-    return Run(
-        recipe,
-        world,
-        console,
-        clock,
-        built,
-        loader,
-        checkpoints,
-        guard=guard,
-        recorder=recorder,
-        interruption=interruption,
-        observers=observers,
-        description=description,
-    )
-
-
-def _predicted_memory(recipe: Recipe, mesh: Mesh, device: torch.device) -> list[str]:
-    """Lines for the log about the peak of a step on a GPU."""
-    if device.type != "cuda":
-        return []
-    if of_transformers(recipe.model):
-        return ["memory: as train.py RECIPE --check predicts it, which takes longer than a run should wait"]
-    from recipes.plan.memory import predict, summary
-
-    return summary(predict(recipe, mesh.degrees), torch.cuda.get_device_properties(device).total_memory)
-
-
-def _environment(world: World, mesh: Mesh, console: Console) -> dict[str, Any]:
-    """What environment.json records; with several processes, also the speed of what connects them."""
-    about = environment(world_size=world.size, device=world.device)
-    if world.size == 1:
-        return about
-    from recipes.cluster.axes import measure_axes, summary
-
-    found = measure_axes(world, mesh)
-    for line in summary(found, world):
-        console.log(line)
-    return about | {"preflight": found}
+    console.open_log(recipe.run.folder / LOG_FILE)
 
 
 def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh: Mesh | None = None) -> Built:
@@ -220,12 +265,17 @@ def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh:
         from recipes.weights.convert import load_weights
 
         on_all(world, lambda: load_weights(model, weights))
+    optimizer = build_optimizer(model, recipe.optimizer, mesh, dtype=getattr(torch, fsdp.param_dtype))
+    if matrices := matrices_of(optimizer):
+        report.append(f"muon: {len(matrices)} matrices of the blocks, {fsdp.param_dtype} products")
     return Built(
         mesh,
         model,
         units=units_of(model),
-        optimizer=build_optimizer(model, recipe.optimizer),
+        optimizer=optimizer,
         parameters=tuple(model.parameters()),
+        roles=_roles(model) if recipe.metrics.grad_norms else {},
+        z_loss=recipe.optimizer.z_loss,
         grad_clip=recipe.optimizer.grad_clip,
         reshard_after_forward=fsdp.reshard_after_forward,
         reduces_gradients=not has_nothing_to_reduce(mesh, fsdp),
@@ -235,11 +285,17 @@ def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh:
     )
 
 
+def _roles(model: nn.Module) -> dict[str, tuple[nn.Parameter, ...]]:
+    from models.roles import parameters_by_role
+
+    return parameters_by_role(model)
+
+
 def _plain_model(recipe: Recipe, *, device_type: str) -> nn.Module:
     """The model on the meta device. Raises UserError for one of transformers that cannot be trained as asked."""
     try:
         with torch.device("meta"):
-            model = build_model(recipe.model, loss_chunks=recipe.batch.loss_chunks)
+            model = build_model(recipe.model, loss_chunks=recipe.batch.loss_chunks, z_loss=recipe.optimizer.z_loss)
         if of_transformers(recipe.model):
             from models.assumptions import require_sound_recomputation
             from models.transformers import require_documents_apart, require_kernels
@@ -256,11 +312,11 @@ def _plain_model(recipe: Recipe, *, device_type: str) -> nn.Module:
 
 
 def _describe(
-    recipe: Recipe, loader: DataLoader, weights: Weights | None, resume_step: int | None, console: Console
+    recipe: Recipe, loader: DataLoader, weights: Weights | None, begin: Beginning, console: Console
 ) -> Description:
     start = weights if recipe.model.weights else None
-    if start is None and resume_step is not None:  # weights that an earlier start named, perhaps
-        start = find_weights(step_folder(recipe.run.folder / CHECKPOINTS, resume_step))
+    if start is None and begin.checkpoint is not None:  # weights that an earlier start named, perhaps
+        start = find_weights(begin.checkpoint)
     length = recipe.batch.sequence_length
     found = trained_description(recipe.model, loader.tokenizer, start, length=length, log=console.log)
     if loader.pairing is None or not loader.pairing.format.template:
@@ -270,45 +326,21 @@ def _describe(
     return replace(found, companions={**found.companions, TEMPLATE: loader.pairing.format.template})
 
 
-def _newest_checkpoint(recipe: Recipe, console: Console) -> int | None:
-    """The step of the newest whole checkpoint of this run, None if there never was one. Sets damaged ones aside.
-
-    Raises UserError if there were some but none is whole, TemporaryError if this cannot be determined now.
-    """
-    folder, names = recipe.run.folder / CHECKPOINTS, names_in(recipe.run.folder)
-    if not {CHECKPOINTS, SAVED} & {*names}:
-        return None
-    from recipes.checkpoint.folder import newest_whole, none_left
-
-    step = newest_whole(folder, log=console.log)
-    if SAVED in names:
-        saved = read_text(recipe.run.folder / SAVED, errors="replace")
-        if step is None:
-            known = saved if saved.isdecimal() else "unknown, as .saved is damaged"
-            raise UserError(none_left(folder, [f"the newest was of step {known}"]))
-        if saved.isdecimal() and int(saved) > step:  # a kill between the two leaves an older one
-            console.log(f"the newest checkpoint was of step {saved}; the newest intact one now is of step {step}")
-    return step
-
-
-def _weights(loaded: LoadedRecipe, *, resumes: bool) -> Weights | None:
-    """What load() found; looked up again only if that was a checkpoint of this run that has been set aside since."""
-    found, recipe = loaded.weights, loaded.recipe
-    stale = found is not None and not resumes and recipe.run.folder in found.path.parents
-    return initial_weights(recipe.model.weights, recipe.run.folder) if stale else found
-
-
-def _throughput(recipe: Recipe, world: World) -> Throughput:
-    batch, length = recipe.batch.global_batch_size, recipe.batch.sequence_length
-    sizes = {"tokens_per_step": batch * length, "sequence_length": length, "devices": world.size}
-    return Throughput(recipe.model, **sizes, device=world.device)
-
-
 def _open_data(
-    recipe: Recipe, world: World, mesh: Mesh, weights: Weights | None, resume_step: int | None, console: Console
+    recipe: Recipe,
+    world: World,
+    mesh: Mesh,
+    weights: Weights | None,
+    begin: Beginning,
+    console: Console,
+    several: frozenset[str],
 ) -> DataLoader:
+    """The data of a stage. several: the sources that the whole run reads at several lengths."""
+
     def tokenizer() -> str | Tokenizer:
         spec = recipe.data.tokenizer
+        if begin.checkpoint is not None and spec.startswith("train:"):  # on other text it would be another one
+            return find_weights(begin.checkpoint).tokenizer
         return weights.tokenizer if weights and spec == FROM_WEIGHTS else spec
 
     pairing = None
@@ -325,57 +357,9 @@ def _open_data(
         seed=recipe.run.seed,
         vocabulary=recipe.model.vocabulary,
         tokenizer=tokenizer,
-        resumed_data_state=partial(resumed_data_state, recipe.run.folder, resume_step),
+        resumed_data_state=partial(resumed_data_state, begin.checkpoint),
         log=console.log,
         validation=recipe.validation.texts,
         pairing=pairing,
+        at_several_lengths=several,
     )
-
-
-def _open_checkpoints(
-    recipe: Recipe, loader: DataLoader, description: Description, resume_step: int | None, console: Console
-) -> "Checkpoints | None":
-    if recipe.checkpoint.every == 0 and resume_step is None:
-        return None
-    from recipes.checkpoint.checkpoints import Checkpoints
-
-    return Checkpoints(
-        recipe.run.folder / CHECKPOINTS,
-        keep=recipe.checkpoint.keep,
-        keep_every=recipe.checkpoint.keep_every,
-        asynchronous=recipe.checkpoint.asynchronous,
-        log=console.log,
-        files=checkpoint_files(description) | {DATA: json.dumps(loader.data_state, indent=2) + "\n"},
-        mark=recipe.run.folder / SAVED,
-    )
-
-
-def _resume(
-    recipe: Recipe, built: Built, loader: DataLoader, checkpoints: "Checkpoints | None", step: int | None
-) -> Mapping[str, Any]:
-    """Load the newest checkpoint of this run, if there is one. Returns what it records of the run so far."""
-    if checkpoints is None or step is None:
-        return {}
-    check = partial(require_same_data, data_state=loader.data_state)
-    progress = checkpoints.resume(built.model, built.optimizer, step=step, check=check)
-    if progress["step"] < recipe.run.steps:  # a finished run reads nothing more
-        loader.require_trained_on(progress.get("trained_on", {}), batches=progress["step"])
-    if built.float8_all_gather:
-        precompute_scales(built.model)
-    return progress
-
-
-def _observers(
-    recipe: Recipe, world: World, built: Built, clock: RunClock, console: Console
-) -> "tuple[StepProfiler | CastSampler, ...]":
-    found: list[Any] = []
-    folder, log = recipe.run.folder, console.log
-    if recipe.profile.trace_steps:
-        from recipes.metrics.profile import StepProfiler
-
-        found.append(StepProfiler(recipe.profile, world, folder=folder / PROFILE, clock=clock, log=log))
-    if recipe.float8.sample_every:
-        from recipes.metrics.float8_samples import CastSampler
-
-        found.append(CastSampler(built.model, recipe.float8, world, folder, mesh=built.mesh, clock=clock, log=log))
-    return tuple(found)

@@ -3,17 +3,22 @@
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from parallel.config import MeshDegrees
 from parallel.errors import UserError
+from recipes.files.layout import CHECKPOINTS, checkpoint_steps
 from recipes.files.units import size
 from recipes.load import to_toml
 from recipes.mesh_rules import advice, batch_divides, fitted_mesh, micro_batches
 from recipes.metrics.hardware import Hardware, hardware_of
 from recipes.plan.memory import FULL, Prediction, predict, summary
+from recipes.plan.muon import matrix_params
 from recipes.plan.world import devices
 from recipes.schema import Recipe
+from recipes.stages import Stage, stages_of, tokens_of
 from recipes.training.run_folder import check_output_folder
 
 FORCE = "FORCE"
@@ -28,24 +33,18 @@ def check(recipe: Recipe, *, processes: int | None, nodes: int | None) -> None:
     Also, in a job's check, if the recipe is predicted not to fit the GPUs.
     """
     check_output_folder(recipe)
+    trunk = _trunk(recipe)
     hardware = hardware_of(recipe.run.name) if recipe.run.device != "cpu" else None
-    degrees = _degrees(recipe, processes, nodes, hardware)
-    prediction = _prediction(recipe, degrees, hardware)
-    moments = 8 if recipe.optimizer.state_dtype == "float32" else 4
-    states = recipe.model.num_params() * (8 + moments) // degrees.copy
-    on = "1 process" if degrees.processes == 1 else f"{degrees.processes:,} processes"
+    stages = [_Checked.of(stage, processes, nodes, hardware) for stage in stages_of(recipe)]
     other = "" if processes else "; for other numbers: --check --processes N --nodes M"
-    lines = [
-        *_work(recipe),
-        f"on {on}: {degrees}; parameters, gradients and moments take {size(states)} per process{other}",
-        *_memory(recipe, prediction, hardware),
-        f"batch: {recipe.batch.global_batch_size:,} sequences = {micro_batches(recipe.batch, degrees)}",
-        *_parts(recipe),
-    ]
+    lines = [*_head(recipe), *trunk, *_lines_of_stages(stages, hardware, other)]
+    # The fullest of all stages decides whether the run fits.
+    full = max(stages, key=lambda stage: (stage.prediction.peak if stage.prediction else 0, stage.states))
+    prediction, states, on = full.prediction, full.states, full.on
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
     lines = ["".join(c if c.isprintable() else "?" for c in line) for line in lines]  # as TOML wants comments
     print("".join(f"# {line}\n" for line in lines) + "\n" + to_toml(recipe), end="")
-    for line in advice(recipe.mesh, float8=recipe.float8):
+    for line in dict.fromkeys(line for one in stages for line in advice(one.recipe.mesh, float8=one.recipe.float8)):
         print(line, file=sys.stderr)
     peak = prediction.peak if prediction else 0
     if prediction and os.environ.get(FORCE) == "0":
@@ -62,6 +61,16 @@ def check(recipe: Recipe, *, processes: int | None, nodes: int | None) -> None:
             " has; shard over more of them (--check --processes N tells for N)",
             file=sys.stderr,
         )
+
+
+def _trunk(recipe: Recipe) -> list[str]:
+    """What a fork continues from. Raises UserError if it cannot; a fork with checkpoints of its own resumes."""
+    if not recipe.run.continue_from or checkpoint_steps(recipe.run.folder / CHECKPOINTS):
+        return []
+    from recipes.training.fork import find_trunk
+
+    step, checkpoint = find_trunk(recipe, log=lambda line: print(line, file=sys.stderr))
+    return [f"continues from {checkpoint}, after {step:,} of the steps"]
 
 
 def _refuse_what_cannot_fit(peak: int, hardware: Hardware | None) -> None:
@@ -98,23 +107,89 @@ def _memory(recipe: Recipe, prediction: Prediction | None, hardware: Hardware | 
     return summary(prediction, hardware.memory if hardware else None)
 
 
-def _work(recipe: Recipe) -> list[str]:
-    """What is trained, and how long."""
-    run, batch = recipe.run, recipe.batch
-    size, length = batch.global_batch_size, batch.sequence_length
-    tokens = size * length
-    amount = f"{size:,} x {length:,} = {tokens:,} tokens, {run.steps * tokens:,} in all"
-    if recipe.model.is_encoder_decoder:
-        amount = f"{size:,} pairs, at most {length:,} tokens of a prompt and {recipe.data.answer_length:,} of an answer"
-    elif recipe.data.has_pairs:
-        amount = f"{size:,} x {length:,} tokens with padding"
-    warmup, decay = recipe.schedule.phases(run.steps)
-    schedule = f"warm-up {warmup:,}" + (f", final decay {decay:,}" if recipe.schedule.kind == "wsd" else "")
+@dataclass(frozen=True)
+class _Checked:
+    """A stage, and what a process of it holds."""
+
+    stage: Stage
+    degrees: MeshDegrees
+    prediction: Prediction | None
+    states: int
+    """Bytes of parameters, gradients and moments."""
+
+    @classmethod
+    def of(cls, stage: Stage, processes: int | None, nodes: int | None, hardware: Hardware | None) -> "_Checked":
+        recipe = stage.recipe
+        degrees = _degrees(recipe, processes, nodes, hardware)
+        one = 4 if recipe.optimizer.state_dtype == "float32" else 2
+        momenta = matrix_params(recipe.model) if recipe.optimizer.name == "muon" else 0  # the only moment of these
+        states = (recipe.model.num_params() * (8 + 2 * one) - momenta * one) // degrees.copy
+        return cls(stage, degrees, _prediction(recipe, degrees, hardware), states)
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.stage.recipe
+
+    @property
+    def on(self) -> str:
+        return "1 process" if self.degrees.processes == 1 else f"{self.degrees.processes:,} processes"
+
+
+def _lines_of_stages(stages: Sequence[_Checked], hardware: Hardware | None, other: str) -> list[str]:
+    """What is trained on what; of later stages only what differs from the stage before."""
+    found: list[str] = []
+    before: list[str] = []
+    for checked in stages:
+        recipe, batch = checked.recipe, checked.recipe.batch
+        states = f"parameters, gradients and moments take {size(checked.states)} per process"
+        lines = [
+            f"on {checked.on}: {checked.degrees}; {states}{other}",
+            *_memory(recipe, checked.prediction, hardware),
+            f"batch: {batch.global_batch_size:,} sequences = {micro_batches(batch, checked.degrees)}",
+            *_parts(recipe),
+        ]
+        indent = "  " if checked.stage.name else ""
+        found += [_steps(checked.stage), *(f"{indent}{line}" for line in lines if line not in before)]
+        before = lines
+    return found
+
+
+def _head(recipe: Recipe) -> list[str]:
+    """What is trained."""
+    parameters = f"{recipe.model.num_params():,} parameters"
+    tokens = sum(tokens_of(stage) for stage in stages_of(recipe))
+    total = f"; {recipe.run.steps:,} steps, {tokens:,} tokens in {len(recipe.stages)} stages" if recipe.stages else ""
     return [
-        f"{run.name}: {recipe.model.name} with {recipe.model.num_params():,} parameters",
+        f"{recipe.run.name}: {recipe.model.name} with {parameters}{total}",
         *([f"model: {recipe.model.computed_by}"] if recipe.model.name.startswith("from_") else []),
-        f"steps: {run.steps:,} of {amount}; learning rate {recipe.optimizer.lr:g}, {recipe.schedule.kind}, {schedule}",
     ]
+
+
+def _steps(stage: Stage) -> str:
+    """How long a stage is, and its learning rate."""
+    recipe, count = stage.recipe, stage.last - stage.first
+    batch, optimizer, schedule = recipe.batch, recipe.optimizer, recipe.schedule
+    length = batch.sequence_length
+    amount = f"{batch.global_batch_size:,} x {length:,} = {batch.global_batch_size * length:,} tokens"
+    amount += f", {tokens_of(stage):,} in all"
+    if recipe.model.is_encoder_decoder:
+        pairs = f"{batch.global_batch_size:,} pairs, at most {length:,} tokens of a prompt"
+        amount = f"{pairs} and {recipe.data.answer_length:,} of an answer"
+    elif recipe.data.has_pairs:
+        amount = f"{batch.global_batch_size:,} x {length:,} tokens with padding"
+    warmup, decay = schedule.phases(stage.schedule_span[1])
+    phases = f"warm-up {warmup:,}" + (f", final decay {decay:,}" if schedule.kind == "wsd" else "")
+    share = optimizer.matrix_share
+    matrices = f" ({optimizer.lr * share:g} of matrices, by Muon)" if optimizer.name == "muon" else ""
+    if not stage.name:
+        return f"steps: {count:,} of {amount}; learning rate {optimizer.lr:g}{matrices}, {schedule.kind}, {phases}"
+    rates = f"{stage.learning_rate(stage.first):.3g} to {stage.learning_rate(stage.last - 1):.3g}"
+    rates += f", for matrices {share:g} times that, by Muon" if optimizer.name == "muon" and share != 1 else ""
+    over = "over the stage" if stage.own_schedule else "over the run"
+    return (
+        f"stage {stage.name}: steps {stage.first + 1:,} to {stage.last:,}, each of {amount}; learning rate {rates}"
+        f" ({schedule.kind} {over}, {phases})"
+    )
 
 
 def _parts(recipe: Recipe) -> list[str]:

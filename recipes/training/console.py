@@ -15,6 +15,7 @@ from recipes.files.screen import Screen
 from recipes.mesh_rules import micro_batches
 from recipes.metrics.throughput import Throughput
 from recipes.schema import Recipe
+from recipes.stages import Stage
 
 # An untrained model emits any byte, and the terminal would obey an escape sequence among them.
 CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), 127) if chr(code) not in "\n\t"}
@@ -80,17 +81,20 @@ class Console:
         self.end_progress()
 
 
-def run_header(recipe: Recipe, degrees: MeshDegrees, throughput: Throughput, parts: Sequence[str]) -> list[str]:
-    """The lines that open a run: a headline, and indented below it the mesh, the parallelization, batch and FLOPs.
+def run_header(stage: Stage, degrees: MeshDegrees, throughput: Throughput, parts: Sequence[str]) -> list[str]:
+    """The lines that open a stage: a headline, and indented below it the mesh, the parallelization, batch and FLOPs.
 
     parts: what each part of parallel/ did, one line each.
     """
+    recipe = stage.recipe
     model, data, batch = recipe.model, recipe.data, recipe.batch
     masked, inside = data.document_mask or data.has_pairs, "pairs" if data.has_pairs else "documents"
     encoder_decoder = model.is_encoder_decoder
     sequences = f"pairs, at most {batch.sequence_length} tokens of a prompt and {data.answer_length} of an answer"
     peak = "unknown, so no MFU" if throughput.peak is None else f"{throughput.peak / 1e12:.1f} TFLOP/s (dense bf16)"
     headline = f"{recipe.run.name}: {model.name} with {model.num_params():,} parameters"
+    if stage.name:
+        headline += f"; stage {stage.name}, steps {stage.first + 1} to {stage.last} of {recipe.run.steps}"
     lines = [
         *([f"model: {model.computed_by}"] if model.name.startswith("from_") else []),
         f"mesh: {degrees} = {degrees.processes} {'process' if degrees.processes == 1 else 'processes'}"
@@ -160,6 +164,7 @@ def notes(recipe: Recipe, *, entries: int) -> list[str]:
 
 
 NOT_SAVED = "nothing is saved: checkpoint.every = 0; the weights are gone when the run ends"
+BORDER_UNSAVED = "the stage is done, but its last checkpoint is not saved; the same command resumes from an older one"
 UNSAVED = "all steps are done, but the last checkpoint is not saved; the same command tries again"
 
 

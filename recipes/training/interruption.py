@@ -5,41 +5,59 @@ import signal
 import sys
 import threading
 import time
+from queue import SimpleQueue
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from recipes.files.exit_codes import ECHO_SECONDS, SIGNALS, ended_by
+from parallel.messages import Channel, Messages
+from recipes.files.exit_codes import ECHO_SECONDS, PREEMPTED, SIGNALS, ended_by
 from recipes.files.screen import put
 
+BETWEEN_STAGES = "{}: interrupted between two stages; all steps are saved, and the same command resumes\n"
 SHOW_CURSOR = b"\x1b[?25h\n"
 
 
 class Agreement:
     """Lets all ranks act on one rank's signal at the same step, one step late, without waiting for the device.
 
-    Each step starts a tiny all-reduce between the hosts and reads the result of the one started a step earlier.
+    Each step hands its vote to a thread, which takes it along the tree of messages, and reads the result of the vote of
+    a step earlier. (An all-reduce of gloo would take two hops for every process, one after the other.)
     """
 
     def __init__(self) -> None:
-        self._pending: tuple[dist.Work, Tensor] | None = None
+        self._pending = False
+        self._messages = Messages(Channel.VOTES)
+        self._votes: SimpleQueue[int | None] = SimpleQueue()
+        self._results: SimpleQueue[int | Exception] = SimpleQueue()
+        threading.Thread(target=self._vote, daemon=True, name="votes").start()
 
     def largest(self, mine: int) -> int:
         """The largest number >= 0 that any rank passed to the previous call. All ranks must call it equally often."""
         agreed = self.end()
-        votes = torch.tensor([mine])
-        self._pending = dist.all_reduce(votes, op=dist.ReduceOp.MAX, async_op=True), votes
+        self._votes.put(mine)
+        self._pending = True
         return agreed
 
     def end(self) -> int:
         """Wait for the pending vote, which must not outlive the process group, and return its result."""
-        if self._pending is None:
+        if not self._pending:
             return 0
-        work, votes = self._pending
-        work.wait()
-        self._pending = None
-        return int(votes.item())
+        self._pending = False
+        result = self._results.get()
+        if isinstance(result, Exception):  # another process is gone
+            raise result
+        return result
+
+    def close(self) -> None:
+        """End the thread."""
+        self._votes.put(None)
+
+    def _vote(self) -> None:
+        while (mine := self._votes.get()) is not None:
+            try:
+                self._results.put(self._messages.from_main(self._messages.reduce(mine, max)))
+            except Exception as error:
+                self._results.put(error)
 
 
 class Interruption:
@@ -55,6 +73,8 @@ class Interruption:
         """The signal that asked this process to stop, or 0."""
         self._noted_at = 0.0
         self._ending = False
+        self.can_wait = True
+        """Whether the run goes on until the ranks agree on a step; false where nothing is lost by ending at once."""
         self._agreement = Agreement()
         ours, pythons = os.pipe()
         os.set_blocking(pythons, False)
@@ -77,6 +97,7 @@ class Interruption:
         """Leave together, ignoring signals: when the first rank ends, torchrun may send one to the others."""
         self._ending = True
         self.agreed_now()
+        self._agreement.close()
 
     def _listen(self, pipe: int) -> None:
         while numbers := os.read(pipe, 64):
@@ -86,6 +107,10 @@ class Interruption:
     def _note(self, number: int) -> None:
         if number not in SIGNALS or self._ending:
             return
+        if not self.can_wait:
+            if dist.get_rank() == 0:
+                put(sys.stdout.fileno(), BETWEEN_STAGES.format(signal.Signals(number).name).encode())
+            os._exit(PREEMPTED)
         if self.noted == 0:
             self.noted, self._noted_at = number, time.monotonic()
         elif number != self.noted or time.monotonic() - self._noted_at > ECHO_SECONDS:

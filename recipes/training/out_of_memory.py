@@ -12,14 +12,16 @@ from typing import Any
 import torch
 
 from models.transformers_config import TransformersConfig
-from parallel.dist import Heartbeats, World
+from parallel.dist import World
 from parallel.errors import UserError
+from parallel.heartbeats import is_first_of_all
 from recipes.fields import toml
 from recipes.files.atomic import Lines
 from recipes.files.layout import LOG_FILE, RECIPE
 from recipes.files.screen import tell
 from recipes.mesh_rules import float8_fits_tensor, gather_has_a_kernel, mesh_divides_model, require_fits_world
 from recipes.metrics.clock import START, RunClock
+from recipes.optimizer_rules import moments_can_move
 from recipes.plan.memory import predict
 from recipes.plan.sizes import Sizes
 from recipes.schema import Recipe
@@ -62,7 +64,7 @@ def report(error: BaseException, recipe: Recipe, world: World, clock: RunClock) 
     lines = [f"OUT OF MEMORY: {what} of rank {world.rank} on {world.node_of(world.rank)}, {when}: {said}"]
     first = True
     with suppress(RuntimeError, UserError):  # the store may be gone
-        first = Heartbeats(world).is_first("out of memory")
+        first = is_first_of_all(world, "out of memory")
     if first:  # the other ranks would say the same
         lines += _advice(recipe, world, on_host=on_host, started=clock.now != START)
     for line in lines:
@@ -157,9 +159,10 @@ def remedies(recipe: Recipe, world: World) -> Iterator[Remedy]:
         whole = degrees.data_parallel
         yield "mesh.shard", whole, "with mesh.replicate = 1: each process holds a smaller part of the state"
     yield from _parts(recipe, world)
-    if recipe.optimizer.state_dtype == "float32" and max(recipe.optimizer.betas) <= 0.99:
+    halved = replace(recipe.optimizer, state_dtype="bfloat16")
+    if halved != recipe.optimizer and not any(moments_can_move(halved)):
         yield "optimizer.state_dtype", "bfloat16", f"halves the moments; {OTHER_RUN}"
-    if world.device.type == "cuda" and not fsdp.cpu_offload:
+    if world.device.type == "cuda" and not fsdp.cpu_offload and recipe.optimizer.name != "muon":
         yield "fsdp.cpu_offload", True, "keeps the sharded state in host memory; slow"
     half = batch.sequence_length // 2
     if half and _fits(recipe, world, batch={"sequence_length": half}):

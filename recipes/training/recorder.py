@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from math import isfinite
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -11,11 +12,13 @@ from torch import Tensor, nn
 from models.interface import interface_of
 from parallel.dist import World
 from parallel.mesh import Mesh
-from parallel.reduce import reduce_loss_and_times
+from parallel.reduce import gather_loss_and_numbers
+from recipes.checkpoint.config import KEEP_BEST, VALIDATION
 from recipes.data.loader import DataLoader, MicroBatch
+from recipes.evaluation.config import TASK
 from recipes.metrics.clock import LOADING, LOG, STEP, RunClock
 from recipes.metrics.goodput import SKIPPED, Goodput
-from recipes.metrics.throughput import AttentionLength, Throughput, peak_memory_gib
+from recipes.metrics.throughput import AttentionLength, HostMemory, Throughput
 from recipes.metrics.writer import MetricsWriter
 from recipes.optimization.skip_steps import StepGuard
 from recipes.schema import Recipe
@@ -23,10 +26,12 @@ from recipes.training.console import Console, step_line
 
 if TYPE_CHECKING:
     from models.pairs import EncoderDecoderInputs
-    from recipes.cluster.stragglers import ComputeTime, StepTimes, Stragglers
+    from recipes.cluster.stragglers import ComputeTime, Stragglers
     from recipes.metrics.memory import GpuMemory
     from recipes.metrics.pair_lengths import PairLengths
+    from recipes.training.border import Kept
     from recipes.training.foresight import Foresight
+    from recipes.training.step import Found
 
 
 class Recorder:
@@ -44,11 +49,16 @@ class Recorder:
         guard: StepGuard,
         throughput: Throughput,
         progress: Mapping[str, Any],
+        after: "Kept | None" = None,
     ) -> None:
-        """progress: state() of the run so far, from the checkpoint it continues from; empty for a new run."""
+        """progress: state() of the run so far, from the checkpoint it continues from; empty for a new run.
+
+        after: what the stage before this one left, in the same process.
+        """
         self._world, self._mesh, self._clock, self._console = world, mesh, clock, console
         self._loader, self._guard, self._throughput = loader, guard, throughput
-        self._steps = recipe.run.steps
+        self._steps, self._folder = recipe.run.steps, recipe.run.folder
+        self._draws = recipe.metrics.picture and world.is_main
         self._knows_pace = False  # the first row's step compiled, and says nothing about the others
         self.counts_lengths = recipe.data.document_mask or recipe.data.has_pairs
         """Whether count() must be told of every step."""
@@ -58,8 +68,11 @@ class Recorder:
             from recipes.metrics import pair_lengths
 
             self._pair_lengths = pair_lengths.PairLengths(mesh.data_group, device=world.device)
-        self._logged = clock.step  # the newest step that a row describes
-        self.goodput = Goodput(clock, before=progress)
+        self._logged = self._first_step = clock.step  # the newest step that a row describes
+        self._validated: dict[str, float] = {}  # the columns of the validation at the step that follows
+        self._validated_at = -1
+        self._keep_best = recipe.checkpoint.keep_best
+        self.goodput = after.goodput if after else Goodput(clock, before=progress)
         self._compute: ComputeTime | None = None
         self._stragglers: Stragglers | None = None
         if world.size > 1:
@@ -69,7 +82,7 @@ class Recorder:
             head = model.get_submodule(cast(str, interface.head or interface.tied_head))
             self._compute = stragglers.ComputeTime(clock, world.device, head=head)
             self._stragglers = stragglers.Stragglers(world, clock)
-        self._memory: GpuMemory | None = None
+        self._memory: GpuMemory | HostMemory = HostMemory(world.rank)
         if world.device.type == "cuda":
             from recipes.metrics import memory
 
@@ -80,20 +93,11 @@ class Recorder:
 
             device, nodes = throughput.device_name, len(world.nodes)
             self._foresight = foresight(recipe, mesh.degrees, device=device, nodes=nodes)
-        self._metrics = MetricsWriter(
-            recipe.run.folder,
-            enabled=world.is_main,
-            wandb_project=recipe.metrics.wandb_project if recipe.metrics.wandb else None,
-            run_name=recipe.run.name,
-            recipe=asdict(recipe),
-            before=progress,
-            log=console.log,
-        )
+        self.metrics = after.metrics if after else _writer(recipe, world, progress, console)
 
     def tokens(self, step: int) -> int:
         """Tokens of so many steps."""
-        counted = self._loader.tokens(step)
-        return step * self._throughput.tokens_per_step if counted is None else sum(counted)
+        return self._loader.tokens(step)
 
     def count(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Take in a step's micro-batches, for how many tokens attend to how many."""
@@ -112,27 +116,26 @@ class Recorder:
         attention_length = self._attention_length.take()
         return self._throughput.row(step_seconds, attention_length=attention_length, tokens=tokens / steps)
 
-    def log_step(self, step: int, loss: Tensor, norm: Tensor, *, learning_rate: float) -> None:
+    def log_step(self, step: int, found: "Found", *, learning_rate: float) -> None:
         """Record a step: one row of metrics.jsonl, one line on the screen. The host waits for the device here.
 
-        loss: this process's part of the mean loss. Raises NonFiniteRun after too many skipped steps in a row.
+        Raises NonFiniteRun after too many skipped steps in a row.
         """
-        mean_loss, times, counts = self._reduce(loss)
+        mean_loss, times, memory_numbers = self._reduce(found.loss)
         step_seconds, data_seconds = self._clock.seconds_per_step()
         with self._clock(LOG):
             # Waiting for another process's data is counted as waiting for data here, too.
-            waited = max(times.data) - times.data[self._world.rank] if times else 0.0
+            waited = times[1] - data_seconds if times else 0.0
             self.goodput.move(STEP, LOADING, waited * self._clock.steps)
             self.log_skipped()
-            slow, names = self._stragglers.compare(times) if self._stragglers and times else ({}, [])
-            memory, full = (
-                self._memory.compare(*counts) if self._memory else ({"peak_memory_gib": peak_memory_gib()}, [])
-            )
+            slow, names = self._stragglers.compare(times) if self._stragglers else ({}, [])
+            memory, full = self._memory.compare(memory_numbers)
             row: dict[str, Any] = {
                 "step": step,
                 "tokens": self.tokens(step),
                 "loss": mean_loss,
-                "grad_norm": norm.item(),
+                "grad_norm": found.norm.item(),
+                **{column: value.item() for column, value in found.columns.items()},
                 "lr": learning_rate,
                 "step_seconds": step_seconds,
                 "eta_seconds": (self._steps - step) * step_seconds if self._knows_pace else None,
@@ -146,7 +149,7 @@ class Recorder:
             self._knows_pace = True
             if self._foresight:
                 self._foresight.seconds.append(step_seconds)
-            self._metrics.write(row)
+            self.metrics.write(row)
             self._loader.note_bad_rows()
             self._console.log(step_line(row, self._steps))
             for name in [*names, *full]:
@@ -155,56 +158,91 @@ class Recorder:
             gc.collect()  # here, and not in the middle of a step
         self._clock.restart()
 
-    def _reduce(self, loss: Tensor) -> "tuple[float, StepTimes | None, list[list[float]]]":
-        """The mean loss, every process's times where there are several, and on GPUs what each counted of its memory.
+    def _reduce(self, loss: Tensor) -> tuple[float, list[float], list[float]]:
+        """The mean loss, the summary of all processes' times where there are several, and that of their memory.
 
-        The host waits for the device.
+        The host waits for the device, once, for as many numbers as ever so many processes have.
         """
-        counted = self._memory.counts() if self._memory else []
-        if self._compute is None:
+        if self._compute is None or self._stragglers is None:
             if loss.is_cuda:
                 torch.cuda.synchronize()  # the loss is there before the step is complete
-            return loss.item(), None, [[count] for count in counted]
-        from recipes.cluster.stragglers import StepTimes
-
+            alone = torch.tensor([self._memory.counts()], dtype=torch.float64)
+            return loss.item(), [], self._memory.summary(alone).tolist()
         compute = self._compute.seconds()  # first: on CUDA it waits, and the step is complete only then
-        own = [*self._clock.seconds_per_step(), compute, *counted]
-        mean_loss, found = reduce_loss_and_times(loss, own, loss_group=self._mesh.loss_group)
-        step, data, computing, *counts = found.t().tolist()
-        return mean_loss, StepTimes(step, data, computing), counts
+        times = self._stragglers.counts(*self._clock.seconds_per_step(), compute)
+        own = [*times, *self._memory.counts()]
+        mean_loss, rows = gather_loss_and_numbers(loss, own, loss_group=self._mesh.loss_group)
+        of_times, of_memory = (part for part in rows.tensor_split([len(times)], dim=1))
+        parts = [mean_loss.view(1), self._stragglers.summary(of_times), self._memory.summary(of_memory)]
+        found = torch.cat(parts).tolist()
+        end = 1 + len(parts[1])
+        return found[0], found[1:end], found[end:]
 
     def log_skipped(self) -> None:
         """Record the steps skipped since the last call. Raises NonFiniteRun after too many in a row."""
         for step, norm in self._guard.skipped():
             self.goodput.move(STEP, SKIPPED, self._clock.seconds_per_step()[0])
             row = {"step": step, "tokens": self.tokens(step), "skipped": True, "grad_norm": norm}
-            self._metrics.write(row | {"documents": self._loader.documents(step - 1)})
+            self.metrics.write(row | {"documents": self._loader.documents(step - 1)})
             self._console.log(f"step {step:>6}  SKIPPED, gradient norm {norm:.2f}; metrics.jsonl names its documents")
 
-    def log_validation(self, step: int, name: str, loss: float, *, is_new: bool) -> None:
-        """Record the loss on the validation text of this name, "" for a single text. is_new: it has no row yet, as it
-        has when a finished run is started again."""
-        if is_new:
-            column = f"validation_loss/{name}" if name else "validation_loss"
-            self._metrics.write({"step": step, "tokens": self.tokens(step), column: loss})
+    def log_validation(self, step: int, name: str, loss: float) -> None:
+        """Record the loss on the validation text of this name, "" for a single text."""
+        self._note_validation(step, {f"validation_loss/{name}" if name else "validation_loss": loss})
         self._console.log(f"step {step:>6}  validation loss {f'of {name} ' * bool(name)}{loss:.4f}", style="bold")
+
+    def log_tasks(self, step: int, scores: Mapping[str, float]) -> None:
+        """Record the scores on the tasks of the validation, "TASK/METRIC" -> value."""
+        if not scores:
+            return
+        self._note_validation(step, {f"{TASK}{name}": score for name, score in scores.items()})
+        shown = ", ".join(f"{name} {score:.4f}" for name, score in scores.items())
+        self._console.log(f"step {step:>6}  {shown}", style="bold")
+
+    def _note_validation(self, step: int, columns: dict[str, float]) -> None:
+        """Write a row, and remember its finite values for a checkpoint of this step."""
+        if step > self._first_step:  # a finished run that is started again has the row
+            self.metrics.write({"step": step, "tokens": self.tokens(step), **columns})
+        before = self._validated if step == self._validated_at else {}
+        finite = {name: value for name, value in columns.items() if isfinite(value)}
+        self._validated, self._validated_at = {**before, **finite}, step
 
     def log_plan(self, step: int) -> None:
         """Record how far the plan of the run was off, where there is one."""
         if self._foresight and (row := self._foresight.row()):
             from recipes.training.foresight import line
 
-            self._metrics.write({"step": step, "tokens": self.tokens(step), **row})
+            self.metrics.write({"step": step, "tokens": self.tokens(step), **row})
             self._console.log(line(row))
 
     def sync(self) -> None:
         """Make all rows survive a power cut. Call it before a checkpoint, so that none is newer than its rows."""
-        self._metrics.sync()
+        self.metrics.sync()
 
     def state(self, *, finished: bool) -> dict[str, Any]:
-        """What a checkpoint keeps, as plain JSON. finished: the run has no steps left."""
-        return self._metrics.state() | self.goodput.state(finished=finished)
+        """What a checkpoint of this step keeps, as plain JSON. finished: the run has no steps left."""
+        found = self.metrics.state() | self.goodput.state(finished=finished)
+        if self._validated_at == self._clock.step:
+            found |= {VALIDATION: self._validated}
+        return found | ({KEEP_BEST: self._keep_best} if self._keep_best else {})
 
-    def close(self) -> None:
-        """Finish writing, which may wait for the network."""
-        self._metrics.close()
+    def close(self, *, in_a_hurry: bool = False) -> None:
+        """Finish writing, which may wait for the network, and draw what was written, unless it is in a hurry."""
+        self.metrics.close()
+        if self._draws and not in_a_hurry:
+            from recipes.curves.at_end import draw
+
+            draw(self._folder, log=self._console.log)
+
+
+def _writer(recipe: Recipe, world: World, progress: Mapping[str, Any], console: Console) -> MetricsWriter:
+    return MetricsWriter(
+        recipe.run.folder,
+        enabled=world.is_main,
+        wandb_project=recipe.metrics.wandb_project if recipe.metrics.wandb else None,
+        run_name=recipe.run.name,
+        recipe=asdict(recipe),
+        before=progress,
+        tensorboard=recipe.metrics.tensorboard,
+        log=console.log,
+    )

@@ -8,14 +8,20 @@ from parallel.dist import World, lost_a_peer, start, stop
 from parallel.errors import UserError
 from recipes.cluster.watchdog import SLOW_LIMIT, Watchdog
 from recipes.data.text.sources import is_prepared
-from recipes.files.exit_codes import OUT_OF_MEMORY
+from recipes.files.exit_codes import CANNOT_WRITE, FINISHED, OUT_OF_MEMORY, PREEMPTED
 from recipes.load import LoadedRecipe, to_toml
 from recipes.metrics.clock import RunClock
 from recipes.schema import Recipe
+from recipes.stages import stage_of, stages_of
+from recipes.training.border import free_memory
 from recipes.training.build import build_run
 from recipes.training.console import Console
 from recipes.training.interruption import forget_signals
 from recipes.training.trainer import Trainer
+
+WITHOUT_PEER = 15.0
+"""Seconds until a process that has lost another one shows its traceback, which would hide the other's error: until then
+its launcher ends it. After a signal to another node's, that gives it 10 s to end by itself."""
 
 
 def train(loaded: LoadedRecipe, *, began: float) -> int:
@@ -25,20 +31,18 @@ def train(loaded: LoadedRecipe, *, began: float) -> int:
     A UserError that concerns all ranks is printed once, by rank 0.
     """
     folder, limit = loaded.recipe.run.folder, loaded.recipe.run.hang_timeout
-    world = start(
-        loaded.recipe.run.device,
-        seed=loaded.recipe.run.seed,
-        # The watchdog acts first and knows more: torch's 10 minutes on CUDA are less than a first step may take.
-        timeout=timedelta(seconds=SLOW_LIMIT + 2 * limit) if limit else None,
-        flight_recorder=folder / "flight-recorder-",
-    )
+    world = _join(loaded.recipe)
     clock = RunClock(world.device, began=began)
     watchdog = Watchdog(clock, world, timeout=limit, folder=folder)
     try:
         with Console(silent=not world.is_main) as console:
             if world.size > 1:
                 _preflight(loaded.recipe, world, console)
-            return Trainer(build_run(loaded, world, console, clock)).run()
+            if loaded.recipe.checkpoint.remote:
+                from recipes.training.fetch import fetch_newest
+
+                fetch_newest(loaded.recipe, world, log=console.log)
+            return train_stages(loaded, world, console, clock)
     except UserError as error:
         forget_signals()
         if world.is_main:
@@ -51,21 +55,54 @@ def train(loaded: LoadedRecipe, *, began: float) -> int:
         from recipes.training.out_of_memory import out_of_memory, report
 
         if cause := out_of_memory(error):
-            report(cause, loaded.recipe, world, clock)
+            report(cause, stage_of(loaded.recipe, clock.step).recipe, world, clock)
             return OUT_OF_MEMORY
         if lost_a_peer(error):
-            time.sleep(10)  # the launcher ends this process before a traceback hides the other's error
+            time.sleep(WITHOUT_PEER)
         raise
     finally:
         stop()
         watchdog.close()
 
 
+def _join(recipe: Recipe) -> World:
+    limit = recipe.run.hang_timeout
+    try:
+        return start(
+            recipe.run.device,
+            seed=recipe.run.seed,
+            # The watchdog acts first and knows more: torch's 10 minutes on CUDA are less than a first step may take.
+            timeout=timedelta(seconds=SLOW_LIMIT + 2 * limit) if limit else None,
+            flight_recorder=recipe.run.folder / "flight-recorder-",
+        )
+    except Exception as error:
+        if lost_a_peer(error):
+            time.sleep(WITHOUT_PEER)
+        raise
+
+
+def train_stages(loaded: LoadedRecipe, world: World, console: Console, clock: RunClock) -> int:
+    """Train stage after stage, each from the checkpoint at the end of the one before. Returns the exit code."""
+    run = build_run(loaded, world, console, clock)
+    while (code := Trainer(run).run()) is None:
+        after = run.kept
+        if run.checkpoints:
+            run.checkpoints.finish_copies()
+        del run
+        free_memory()
+        run = build_run(loaded, world, console, clock, after=after)
+        after.interruption.can_wait = True
+    if run.checkpoints and not run.checkpoints.finish_copies(soon=code == PREEMPTED) and code == FINISHED:
+        return CANNOT_WRITE
+    return code
+
+
 def _preflight(recipe: Recipe, world: World, console: Console) -> None:
     from recipes.cluster.links import groups_along
     from recipes.cluster.preflight import preflight
 
-    texts = [*recipe.data.sources, *filter(None, recipe.validation.texts.values())]
+    recipes = [stage.recipe for stage in stages_of(recipe)]
+    texts = [text for one in recipes for text in (*one.data.sources, *filter(None, one.validation.texts.values()))]
     tokenizes = not all(map(is_prepared, texts))
     cache = Path(recipe.data.cache) if tokenizes else None
     groups = groups_along(context=recipe.mesh.context, tensor=recipe.mesh.tensor, processes=world.size)

@@ -9,7 +9,7 @@ from typing import Any
 
 from parallel.errors import TemporaryError, UserError
 from recipes.fields import field_types, toml, value_of
-from recipes.files.atomic import PART, cut_back, write_whole
+from recipes.files.atomic import PART, cut_back, keep_rows, write_whole
 from recipes.files.layout import (
     CHECKPOINTS,
     DATA,
@@ -18,13 +18,14 @@ from recipes.files.layout import (
     METRICS,
     QUARANTINE,
     RECIPE,
+    checkpoint_steps,
     holds_results,
-    step_folder,
 )
 from recipes.files.lock import LOCK, FolderLock
 from recipes.files.reading import fault, is_folder, names_in, read_text
 from recipes.load import load, to_toml
 from recipes.schema import Recipe
+from recipes.stages import stage_of, stages_of
 
 SILLY = ".nfs"
 """Prefix of the names that NFS gives to deleted files that are still open."""
@@ -32,6 +33,7 @@ SILLY = ".nfs"
 # Fields that must not change when a run resumes. Everything else (length, mesh, micro-batches, precision, compile,
 # checkpoints, metrics ...) may.
 IDENTITY = (
+    "run.continue_from",
     "run.seed",
     "model.",
     "data.source",
@@ -44,6 +46,7 @@ IDENTITY = (
     "data.chat_date",
     "data.long_pairs",
     "data.tokenizer",
+    "data.bos",
     "data.document_mask",
     "data.validation_fraction",
     "batch.sequence_length",
@@ -54,13 +57,34 @@ IDENTITY = (
 
 
 def identity_differences(old: Recipe, new: Recipe) -> list[str]:
-    """Why `new` cannot continue in the run folder of `old`: one line per field that must not change and did."""
+    """Why `new` cannot continue in the run folder of `old`: one line per field that must not change and did.
+
+    Of recipes with stages, those that have begun are compared, step by step; those to come may change.
+    """
+    if not old.stages and not new.stages:
+        return _differences(old, new, old.run.steps)
+    done = max([1, *checkpoint_steps(new.run.folder / CHECKPOINTS)])
+    found: dict[str, None] = {}
+    for was in stages_of(old):
+        for now in stages_of(new):
+            first, last = max(was.first, now.first), min(was.last, now.last, done)
+            if first >= last:
+                continue
+            lines = _differences(was.recipe, now.recipe, was.schedule_span[1])
+            if was.own_schedule != now.own_schedule or (was.own_schedule and was.first != now.first):
+                lines.append("schedule: it begins with another step")
+            found |= dict.fromkeys(f"steps {first + 1} to {last}, done already: {line}" for line in lines)
+    return list(found)
+
+
+def _differences(old: Recipe, new: Recipe, steps: int) -> list[str]:
+    """Those between two recipes without stages. steps: those of the old schedule."""
     differences = [
         f"{key}: {toml(was)} in the folder's recipe.toml, {toml(now)} now"
         for key in field_types()
         if key.startswith(IDENTITY) and key not in ("model.weights", "model.config")  # used before the first step
         if (was := value_of(old, key)) != (now := value_of(new, key))
-        if not (key.endswith(("warmup_steps", "decay_steps")) and _same_phases(old, new))
+        if not (key.endswith(("warmup_steps", "decay_steps")) and _same_phases(old, new, steps))
     ]
     was, now = old.data.mixture, new.data.mixture
     if was == now and list(was) != list(now):  # equal as dicts, but the data order follows the order of the lines
@@ -69,9 +93,9 @@ def identity_differences(old: Recipe, new: Recipe) -> list[str]:
     return differences
 
 
-def _same_phases(old: Recipe, new: Recipe) -> bool:
+def _same_phases(old: Recipe, new: Recipe, steps: int) -> bool:
     """Whether a share of the run is now written where its steps were, or the other way round."""
-    return old.schedule.phases(old.run.steps) == new.schedule.phases(old.run.steps)
+    return old.schedule.phases(steps) == new.schedule.phases(steps)
 
 
 def check_output_folder(recipe: Recipe) -> None:
@@ -139,7 +163,10 @@ def claim_run_folder(recipe: Recipe, *, done: int, environment: dict[str, Any], 
                 if not kept.exists():  # if it exists, no step of the recipe in `file` remains
                     write_whole(kept, old, sync=True)
             _update(file, text)
-            (folder / QUARANTINE).unlink(missing_ok=True)  # rewritten up to the present step
+            # Rewritten up to the present step; the stages before had other sources, too.
+            present = set(stage_of(recipe, done).recipe.data.sources)
+            earlier = {name for stage in stages_of(recipe) if stage.last <= done for name in stage.recipe.data.sources}
+            keep_rows(folder / QUARANTINE, (earlier - present).__contains__)
             _update(folder / ENVIRONMENT, json.dumps(environment, indent=2) + "\n")
         for name in (METRICS, FLOAT8_SHARES):
             cut_back(folder / name, done)
@@ -168,12 +195,12 @@ def read_data_state(checkpoint: Path) -> dict[str, Any]:
         raise UserError(f"{file} cannot be read ({error}); remove {checkpoint} to resume from an older one") from None
 
 
-def resumed_data_state(run_folder: Path, step: int | None) -> dict[str, Any]:
-    """The data state at the checkpoint of this step; empty if the run does not resume."""
-    if step is None:
+def resumed_data_state(checkpoint: Path | None) -> dict[str, Any]:
+    """The data state at this checkpoint; empty if the run does not begin from one."""
+    if checkpoint is None:
         return {}
     try:
-        return read_data_state(step_folder(run_folder / CHECKPOINTS, step))
+        return read_data_state(checkpoint)
     except TemporaryError:
         raise
     except UserError:  # loading the checkpoint reports what is wrong with it
@@ -186,7 +213,8 @@ def require_same_data(checkpoint: Path, data_state: dict[str, Any]) -> None:
     same_tokenizer = then.get("tokenizer") == data_state["tokenizer"]
     texts, others = [], []
     for name, now in data_state["sources"].items():
-        was = then["sources"].get(name, {})
+        if (was := then["sources"].get(name)) is None:  # a stage or a fork begins to read it
+            continue
         # Older checkpoints have neither "text" nor "prepared".
         if ("text" in was and was["text"] != now["text"]) or (same_tokenizer and was.get("tokens") != now["tokens"]):
             texts.append(f"other text behind {toml(name)}: {was.get('about')} then, {now['about']} now")
@@ -209,16 +237,17 @@ def _kind(prepared: bool) -> str:
 
 
 def _note_schedule(old: Recipe, new: Recipe, done: int) -> list[str]:
-    """How a change of run.steps changes the learning rate of the next step."""
-    then, now = (
-        recipe.schedule.learning_rate(done, peak=recipe.optimizer.lr, steps=recipe.run.steps)
-        for recipe in (replace(old, run=replace(old.run, steps=max(old.run.steps, done + 1))), new)
-    )
-    if then == now:
+    """How a change of run.steps, or of stages, changes the learning rate of the next step."""
+    before = old if old.stages else replace(old, run=replace(old.run, steps=max(old.run.steps, done + 1)))
+    was, now = stage_of(before, done), stage_of(new, done)
+    rates = [stage.learning_rate(done) for stage in (was, now)]
+    if rates[0] == rates[1]:
         return []
-    (before, _), (warmup, _) = (recipe.schedule.phases(recipe.run.steps) for recipe in (old, new))
-    again = f"; a share of the run, the warm-up lasts until step {warmup} now" if before <= done < warmup else ""
-    return [
-        f"run.steps is {new.run.steps} instead of {old.run.steps}: the learning rate of step {done + 1} is {now:.2e}"
-        f" instead of {then:.2e}{again}"
-    ]
+    warmup, longer = (recipe.schedule.phases(recipe.run.steps)[0] for recipe in (old, new))
+    again = ""
+    if not (old.stages or new.stages) and warmup <= done < longer:
+        again = f"; a share of the run, the warm-up lasts until step {longer} now"
+    what = f"run.steps is {new.run.steps} instead of {old.run.steps}"
+    if new.run.steps == old.run.steps:
+        what = "the stages have changed"
+    return [f"{what}: the learning rate of step {done + 1} is {rates[1]:.2e} instead of {rates[0]:.2e}{again}"]

@@ -1,7 +1,8 @@
 """One optimizer step, from micro-batches to new weights. The training loop and benchmarks call the same function."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,17 @@ from recipes.optimization.skip_steps import StepGuard, backward
 from recipes.training.build import Built
 
 
+class Found(NamedTuple):
+    """What a step found, on the device: the host does not wait for it."""
+
+    loss: Tensor
+    """This process's part of the mean cross-entropy."""
+    norm: Tensor
+    """The gradient norm before clipping."""
+    columns: Mapping[str, Tensor]
+    """Further columns of metrics.jsonl, which a step measures only if it is to be logged, and the recipe asks."""
+
+
 def train_step(
     built: Built,
     micro_batches: Sequence[MicroBatch],
@@ -26,10 +38,9 @@ def train_step(
     learning_rate: float,
     guard: StepGuard,
     clock: RunClock,
-) -> tuple[Tensor, Tensor]:
-    """One optimizer step. Returns this process's part of the mean loss, and the gradient norm before clipping.
-
-    Both stay on the device: the host does not wait for it.
+    is_logged: bool = False,
+) -> Found:
+    """One optimizer step.
 
     Args:
         built: the parallel model, its optimizer, and how they are stepped.
@@ -38,13 +49,14 @@ def train_step(
         learning_rate: of this step.
         guard: decides on the device whether the step changes anything.
         clock: is told of each micro-batch, which is progress.
+        is_logged: whether to measure further columns.
     """
     model, optimizer, parameters = built.model, built.optimizer, built.parameters
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = learning_rate * group.get("lr_share", 1.0)
     counts = torch.stack([(targets != IGNORED).sum() for _, targets, _ in micro_batches])
     target_tokens = sum_over_group(counts.sum(), built.mesh.data_group)
-    loss = torch.zeros((), device=target_tokens.device)
+    losses = torch.zeros(2 if built.z_loss else (), device=target_tokens.device)  # with one, it is the second
     for index, (inputs, targets, documents) in enumerate(clock.with_progress(micro_batches)):
         last = index == len(micro_batches) - 1
         for unit in built.units:
@@ -53,12 +65,14 @@ def train_step(
                 unit.set_reshard_after_backward(last, recurse=False)  # ZeRO-2 gathers the weights once per step
         if built.dropout_seed is not None:
             seed_random(built.dropout_seed, step, built.mesh.data_rank, index)
-        micro_loss = model(inputs, targets, documents=documents) / target_tokens
-        backward(micro_loss)
-        loss += micro_loss.detach()
+        micro_losses = model(inputs, targets, documents=documents) / target_tokens
+        backward(micro_losses.sum() if built.z_loss else micro_losses)
+        losses += micro_losses.detach()
+    loss = losses[0] if built.z_loss else losses
     if not built.reduces_gradients:
         take_gradients(built.units)
     norm = guard.norm_of_all(gradient_norm(parameters))
+    columns = further_columns(built, losses) if is_logged else {}
     if built.mesh.tensor is not None:  # after the norm, which shows what is wrong with any copy
         share_gradients_of_copies(parameters, built.mesh.tensor)
     if built.grad_clip > 0:
@@ -70,7 +84,13 @@ def train_step(
     optimizer.zero_grad()
     if built.float8_all_gather:
         precompute_scales(model)
-    return loss, norm
+    return Found(loss, norm, columns)
+
+
+def further_columns(built: Built, losses: Tensor) -> dict[str, Tensor]:
+    """Columns of metrics.jsonl from what a step has before it clips its gradients, equal on all processes."""
+    norms = {f"grad_norm/{role}": gradient_norm(parameters) for role, parameters in built.roles.items()}
+    return norms | ({"z_loss": sum_over_group(losses[1].clone(), built.mesh.loss_group)} if built.z_loss else {})
 
 
 def seed_random(*numbers: int) -> None:

@@ -4,17 +4,15 @@ import signal
 import time
 from contextlib import ExitStack
 
-from torch import Tensor
-
 from parallel.errors import CorruptState, UserError
 from recipes.files.exit_codes import CANNOT_WRITE, CORRUPTED, FINISHED, POISONED, PREEMPTED, ended_by
-from recipes.files.layout import EXPORT
 from recipes.metrics.clock import END, FIRST_STEP, LOADING, SAVE, VALIDATION
 from recipes.optimization.skip_steps import NonFiniteRun
 from recipes.training.build import Run
-from recipes.training.console import NOT_SAVED, UNSAVED, contents, interrupted_message, summary
+from recipes.training.console import BORDER_UNSAVED, NOT_SAVED, UNSAVED, contents, interrupted_message, summary
 from recipes.training.garbage import without_garbage_collection
-from recipes.training.step import corruption, require_sound_state, train_step
+from recipes.training.results import write_results
+from recipes.training.step import Found, corruption, require_sound_state, train_step
 
 
 class Trainer:
@@ -24,8 +22,10 @@ class Trainer:
         self.recipe, self.world, self.console, self.clock = run.recipe, run.world, run.console, run.clock
         self.built, self.loader, self.checkpoints = run.built, run.loader, run.checkpoints
         self.guard, self.recorder, self.interruption = run.guard, run.recorder, run.interruption
-        self.description, self.observers = run.description, run.observers
+        self.description, self.observers, self.tasks = run.description, run.observers, run.tasks
+        self.stage, self.start = run.stage, run.kept.start
         self.folder, self.first_step = run.recipe.run.folder, run.clock.step
+        self.check_replicas_every = run.recipe.run.check_replicas_every if run.built.mesh.degrees.have_copies else 0
         self.validation_loss: dict[str, float] = {}
 
     @property
@@ -33,15 +33,14 @@ class Trainer:
         """Completed steps."""
         return self.clock.step
 
-    def run(self) -> int:
-        """Train to the last step; returns the exit code."""
-        began = time.perf_counter()
+    def run(self) -> int | None:
+        """Train to the last step; returns the exit code, or None if another stage follows."""
         self.clock.begin(END)  # the phase after the loop, however the loop ends
         try:
             with self.clock(FIRST_STEP), without_garbage_collection():
                 number = self._loop()
             self.console.end_progress()
-            return self._stop_early(number) if number else self._finish(began)
+            return self._stop_early(number) if number else self._finish()
         except (NonFiniteRun, CorruptState) as error:
             return self._give_up(error)
         except Exception as error:
@@ -58,14 +57,14 @@ class Trainer:
             return ended_by(number)
 
     def _loop(self) -> int:
-        """Train to the last step, or until a signal, which is returned."""
+        """Train to the last step of the stage, or until a signal, which is returned."""
         recipe = self.recipe
-        while self.step < recipe.run.steps:
-            loss, norm = self._train_step()
+        while self.step < self.stage.last:
+            found = self._train_step()
             self.clock.count_step()
             if self._due(recipe.metrics.every) or self.step == self.first_step + 1:
-                self.recorder.log_step(self.step, loss, norm, learning_rate=self._learning_rate(self.step - 1))
-            if self._due(recipe.run.check_replicas_every if self.built.mesh.degrees.have_copies else 0):
+                self.recorder.log_step(self.step, found, learning_rate=self.stage.learning_rate(self.step - 1))
+            if self._due(self.check_replicas_every):
                 require_sound_state(self.built, self.world)
             if self._due(recipe.validation.every):
                 self._validate()
@@ -77,8 +76,8 @@ class Trainer:
                 return number
         return self.interruption.agreed_now()
 
-    def _train_step(self) -> tuple[Tensor, Tensor]:
-        """The next step. Returns this process's part of the mean loss, and the gradient norm before clipping."""
+    def _train_step(self) -> Found:
+        """The next step."""
         with ExitStack() as stack:
             for observer in self.observers:
                 stack.enter_context(observer.step(self.step + 1))
@@ -90,18 +89,16 @@ class Trainer:
                 self.built,
                 batches,
                 step=self.step + 1,
-                learning_rate=self._learning_rate(self.step),
+                learning_rate=self.stage.learning_rate(self.step),
                 guard=self.guard,
                 clock=self.clock,
+                is_logged=self._due(self.recipe.metrics.every, ahead=1) or self.step == self.first_step,
             )
 
-    def _learning_rate(self, step: int) -> float:
-        recipe = self.recipe
-        return recipe.schedule.learning_rate(step, peak=recipe.optimizer.lr, steps=recipe.run.steps)
-
-    def _due(self, every: int) -> bool:
-        """Whether something done every so many steps (0 = never) is due after the step just taken."""
-        return every > 0 and (self.step % every == 0 or self.step == self.recipe.run.steps)
+    def _due(self, every: int, *, ahead: int = 0) -> bool:
+        """Whether something done every so many steps (0 = never) is due after the step just taken, or so far ahead."""
+        step = self.step + ahead
+        return every > 0 and (step % every == 0 or step == self.stage.last)
 
     def _validate(self) -> None:
         from recipes.evaluation.evaluate import mean_loss
@@ -111,8 +108,9 @@ class Trainer:
             for name, text in texts.items():
                 batches = self.clock.with_progress(text)
                 loss = mean_loss(self.built.model, batches, mesh=mesh, device=self.world.device)
-                self.recorder.log_validation(self.step, name, loss, is_new=self.step > self.first_step)
+                self.recorder.log_validation(self.step, name, loss)
                 self.validation_loss[name] = loss
+            self.recorder.log_tasks(self.step, self.tasks())
 
     def _save(self) -> None:
         assert self.checkpoints is not None
@@ -120,12 +118,11 @@ class Trainer:
         with self.clock.synchronized(SAVE):
             require_sound_state(self.built, self.world)  # last, so that little happens before it is copied
             self.recorder.sync()
-            progress = {
-                "sequences": self.step * self.recipe.batch.global_batch_size,
-                "tokens": self.recorder.tokens(self.step),
-                "trained_on": self.loader.checksums(self.step) if self.world.is_main else {},  # rank 0's is stored
-            }
-            progress |= self.guard.state() | self.recorder.state(finished=self.step == self.recipe.run.steps)
+            progress = (
+                self.loader.progress(self.step)
+                | self.guard.state()
+                | self.recorder.state(finished=self.step == self.recipe.run.steps)
+            )
             self.checkpoints.save(self.built.model, self.built.optimizer, step=self.step, progress=progress)
 
     def _save_last(self) -> bool:
@@ -157,33 +154,22 @@ class Trainer:
         self._end(f"stopped: {error}; metrics.jsonl names their documents; {place}")
         return POISONED
 
-    def _finish(self, began: float) -> int:
-        """After the last step: log the results and where they are. began: by time.perf_counter()."""
+    def _finish(self) -> int | None:
+        """After the last step of the stage, and of the run: log the results and where they are."""
         self.recorder.log_skipped()
-        recipe, done, saved = self.recipe, self.step - self.first_step, self._save_last()
-        seconds = time.perf_counter() - began
+        recipe, done, saved = self.recipe, self.step - self.start.step, self._save_last()
+        seconds = time.perf_counter() - self.start.seconds
+        if not self.stage.ends_run:
+            return self._hand_over(saved=saved)
         if done == 0:
             self.console.log(f"this run has its {recipe.run.steps} steps already; --run.steps N makes it longer")
             if recipe.validation.every:
                 self._validate()
-        if recipe.validation.sample_tokens:
-            from recipes.evaluation.evaluate import show_sample
-
-            show_sample(
-                self.built.model,
-                self.loader,
-                recipe.batch,
-                recipe.validation.sample_tokens,
-                device=self.world.device,
-                seed=recipe.run.seed,
-                log=self.console.log,
-            )
-        if recipe.checkpoint.export_hf and saved:
-            from recipes.weights.convert import export_model
-
-            export_model(self.built.model, self.folder / EXPORT, self.description, world=self.world)
+        write_results(
+            recipe, self.built.model, self.loader, self.description, world=self.world, log=self.console.log, saved=saved
+        )
         if done:
-            tokens = self.recorder.tokens(self.step) - self.recorder.tokens(self.first_step)
+            tokens = self.recorder.tokens(self.step) - self.start.tokens
             self.console.log(summary(done, tokens, seconds, validation_loss=self.validation_loss), style="bold")
             self.recorder.log_plan(self.step)
             if not recipe.checkpoint.every:
@@ -192,9 +178,22 @@ class Trainer:
         self._end(UNSAVED if unsaved else contents(self.folder))
         return CANNOT_WRITE if unsaved else FINISHED
 
+    def _hand_over(self, *, saved: bool) -> int | None:
+        """After the last step of a stage: end what does not go on. Returns None if the next stage can follow."""
+        self.recorder.log_plan(self.step)
+        if not saved:
+            self._end(BORDER_UNSAVED)
+            return CANNOT_WRITE
+        if number := self.interruption.agreed_now():
+            return self._stop_early(number)
+        self.loader.close()
+        self.interruption.can_wait = False  # until the next stage is built
+        self.clock.rebuild()
+        return None
+
     def _end(self, last_line: str) -> None:
         self.console.log(self.recorder.goodput.line())
         self.console.log(last_line)
         self.loader.close()
-        self.recorder.close()
+        self.recorder.close(in_a_hurry=bool(self.interruption.noted))
         self.interruption.end()

@@ -3,6 +3,9 @@
 import json
 import re
 import runpy
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +26,7 @@ from parallel.mesh import build_mesh
 from parallel.order import parallelize
 from recipes.load import load, to_toml
 from recipes.schema import Recipe
+from recipes.stages import at_several_lengths, stages_of
 from recipes.training.run_folder import identity_differences
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,9 +39,13 @@ SHIPPED = {
     "smollm3_debug_every_axis",
     "smollm3_debug_document_mask",
     "llama3_debug",
+    "llama3_debug_annealing",
+    "smollm3_debug_muon",
+    "smollm3_debug_stages",
     "smollm3_3b_8xh100",
     "smollm3_3b_8xh100_c4",
     "smollm3_3b_48x8h100",
+    "smollm3_3b_48x8h100_pretraining",
     "smollm3_3b_long_32k",
     "smollm3_3b_long_64k",
     "llama3_70b_32x8h100",
@@ -91,7 +99,12 @@ def loaded(path: Path, **hardware: int) -> Recipe:
         changes.append("--model.weights=")
     if path.stem == "gpt2_124m_shakespeare":
         changes.append("--data.source=python-stdlib")
-    return load(path, changes, **hardware)
+    return load(path, changes, **hardware, elsewhere=reads_prepared(path))
+
+
+def reads_prepared(path: Path) -> bool:
+    """Whether the text of a recipe must be prepared before it can be checked."""
+    return path.stem.endswith("_pretraining")
 
 
 def test_names_of_recipes_give_processes_and_nodes() -> None:
@@ -110,7 +123,7 @@ def test_a_recipe_that_trains_a_real_model_saves_and_validates_it_with_a_tokeniz
     recipe = loaded(path)
     assert 0 < recipe.checkpoint.every < recipe.run.steps
     assert 0 < recipe.validation.every < recipe.run.steps
-    if "shakespeare" not in path.stem:  # a small text, which the user brings
+    if "shakespeare" not in path.stem and not reads_prepared(path):  # text which the user brings
         assert recipe.data.tokenizer == f"train:{recipe.model.vocabulary}"
         assert "python-stdlib" not in recipe.data.sources
     # The other models of transformers have no fast kernel for it.
@@ -179,14 +192,15 @@ def test_a_resolved_recipe_resolves_to_itself(path: Path, tmp_path: Path) -> Non
     recipe = loaded(path)
     resolved = tmp_path / "recipe.toml"
     resolved.write_text(to_toml(recipe))
-    assert load(resolved) == recipe
-    assert to_toml(load(resolved)) == to_toml(recipe)
+    again = load(resolved, elsewhere=reads_prepared(path))
+    assert again == recipe
+    assert to_toml(again) == to_toml(recipe)
 
 
 @every_config
 def test_a_recipe_fits_a_screen_and_repeats_nothing_of_its_base(path: Path) -> None:
     text = path.read_text()
-    assert len(text.splitlines()) <= 50
+    assert len(text.splitlines()) <= 50 + 12 * text.count("[[stages]]")
     if base := re.search(r'^base = "(.*)"', text, re.MULTILINE):
         own, inherited = load(path, rules=False), load(path.parent / base[1], rules=False)
         written = {
@@ -220,6 +234,48 @@ def test_smollm3_48x8_has_the_published_hyperparameters() -> None:
     assert (optimizer.lr, optimizer.betas, optimizer.eps) == (2e-4, (0.9, 0.95), 1e-8)
     assert (optimizer.weight_decay, optimizer.grad_clip) == (0.1, 1.0)
     assert recipe.data.document_mask
+
+
+def test_the_whole_pretraining_passes_check_and_has_the_published_stages(tmp_path: Path) -> None:
+    """On copies of one small text, each in the place of a prepared source."""
+    path, hardware = ROOT / "configs/smollm3_3b_48x8h100_pretraining.toml", {"processes": 384, "nodes": 48}
+    stages = stages_of(load(path, elsewhere=True, **hardware))
+    assert {"tokens/dclm", "tokens/reasoning"} <= at_several_lengths(load(path, elsewhere=True, **hardware))
+    sources = list(dict.fromkeys(source for stage in stages for source in stage.recipe.data.sources))
+    rows = (" ".join(map(str, range(first, first + 3000))) for first in range(0, 120_000, 3000))
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{row}"}}\n' for row in rows))
+    prepare = [ROOT / "scripts/prepare_data.py", "text.jsonl", sources[0], "--tokenizer=train:300", "--cores=1"]
+    subprocess.run([sys.executable, *prepare], cwd=tmp_path, check=True, capture_output=True)
+    for source in sources[1:]:
+        shutil.copytree(tmp_path / sources[0], tmp_path / source)
+    check = [ROOT / "train.py", path, "--check", "--processes=384", "--nodes=48"]
+    checked = subprocess.run([sys.executable, *check], cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert all(f"stage {stage.name}: " in checked.stdout for stage in stages)
+    shutil.rmtree(tmp_path / sources[-1])  # which only the last stages read
+
+    def problem() -> str:
+        refused = subprocess.run([sys.executable, *check], cwd=tmp_path, check=False, capture_output=True, text=True)
+        assert refused.returncode == 2 and "stages.long_32k." in refused.stderr
+        return " ".join(refused.stderr.split())
+
+    assert f"'{sources[-1]}'" in problem()
+    (tmp_path / "text.jsonl").write_text('{"text": "one two three"}\n{"text": "three two"}\n' * 50)
+    other = [*prepare[:2], sources[-1], "--tokenizer=train:270", "--cores=1"]
+    subprocess.run([sys.executable, *other], cwd=tmp_path, check=True, capture_output=True)
+    assert "holds tokens of another tokenizer" in problem()
+    assert "but a sequence and its last target need 32,769" in problem()
+
+    published = [(3_450_000, 4096), (4_198_000, 4096), (4_720_000, 4096), (20_000, 32768), (22_000, 65536)]
+    tokens = [stage.recipe.batch.global_batch_size * stage.recipe.batch.sequence_length for stage in stages]
+    assert [stage.last * tokens[0] for stage in stages[:3]] == [steps * 576 * 4096 for steps, _ in published[:3]]
+    long = [(stage.last - stage.first) * amount for stage, amount in zip(stages[3:], tokens[3:], strict=True)]
+    assert long == [20_000 * 72 * 32768, 22_000 * 36 * 65536]
+    assert [stage.recipe.batch.sequence_length for stage in stages] == [length for _, length in published]
+    assert [stage.recipe.model.rope_theta for stage in stages] == [5e4, 5e4, 5e4, 1.5e6, 5e6]
+    rates = [[stage.learning_rate(step) for step in (stage.first, stage.last - 1)] for stage in stages]
+    assert rates[0] == [2e-4 / 2000, 2e-4] and rates[1] == [2e-4, 2e-4]
+    assert rates[2][0] == 2e-4 and rates[2][1] < 1e-9 and max(rates[3][1], rates[4][1]) < 1e-9
+    assert all(stage.recipe.data.document_mask for stage in stages)
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,7 @@ def test_every_field_refuses_a_value_of_the_wrong_type(key: str) -> None:
         ("[batch]\nMicro-Batch-Size = 1\n", "did you mean batch.micro_batch_size?"),
         (
             "[optimizer]\nlearning_rate = 3\n",
-            "unknown key; [optimizer] has lr, betas, eps, weight_decay, grad_clip and state_dtype",
+            "unknown key; [optimizer] has name, lr, matrix_lr, lr_adjust, ",
         ),
         ("[optimizer.nested]\nlr = 3\n", "optimizer.nested = {lr = 3} (x.toml) unknown key"),
         ("[optimiser]\nlr = 3\n", "[optimiser] (x.toml) unknown section; did you mean [optimizer]?"),

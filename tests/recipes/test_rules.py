@@ -279,6 +279,26 @@ def test_moments_are_accepted_where_betas_move_them(dtype: Literal["bfloat16", "
     assert not broken_by(Recipe(optimizer=OptimizerConfig(state_dtype=dtype, betas=(0.9, beta))))
 
 
+@pytest.mark.parametrize(
+    "field", [{"matrix_lr": 0.02}, {"momentum": 0.9}, {"lr_adjust": "original"}, {"nesterov": False}, {"ns_steps": 6}]
+)
+def test_fields_of_muon_are_refused_with_adamw(field: dict[str, Any]) -> None:
+    [name] = field
+    assert 'write name = "muon"' in the_rule(Recipe(optimizer=OptimizerConfig(**field)), f"optimizer.{name}")
+    assert not broken_by(Recipe(optimizer=OptimizerConfig(name="muon", **field)))
+
+
+def test_muon_is_refused_where_the_optimizer_runs_on_the_host() -> None:
+    recipe = Recipe(optimizer=OptimizerConfig(name="muon"), fsdp=FSDPConfig(cpu_offload=True))
+    assert 'write false, or name = "adamw"' in the_rule(recipe, "fsdp.cpu_offload")
+
+
+def test_bfloat16_momentum_that_would_not_move_is_refused() -> None:
+    config = OptimizerConfig(name="muon", state_dtype="bfloat16", momentum=0.995)
+    assert "a momentum of at most 0.99" in the_rule(Recipe(optimizer=config), "optimizer.state_dtype")
+    assert not broken_by(Recipe(optimizer=replace(config, momentum=0.99)))
+
+
 def test_missing_file_that_calibrates_is_named_before_the_run(tmp_path: Path) -> None:
     missing = MetricsConfig(calibrated_by=str(tmp_path / "cpu.json"))
     assert "there is no such file" in the_rule(Recipe(metrics=missing), "metrics.calibrated_by")

@@ -43,12 +43,9 @@ OPERATORS = {
     "lift_fresh",  # torch.tensor(): numbers of the host, whose copy to a device is waited for
 }
 INDEXING = {"index", "index_put", "index_put_"}
-VOTES = "the hosts' votes on a signal are never on a device"
 # DTensor's embedding of a vocabulary in parts, on the way in and out.
 FILLS = "one number of the host wherever a mask is true: on CUDA masked_fill, which does not ask where that is"
 ALLOWED = {
-    ("recipes/training/interruption.py", "largest"): VOTES,
-    ("recipes/training/interruption.py", "end"): VOTES,
     ("torch/distributed/tensor/placement_types.py", "_mask_tensor"): FILLS,
     ("torch/distributed/tensor/_ops/_mask_buffer.py", "apply_mask"): FILLS,
 }
@@ -166,6 +163,7 @@ ALONE: dict[str, dict[str, dict[str, Any]]] = {
     "documents": {"data": {"document_mask": True}},
     "chunks": {"batch": {"loss_chunks": 3}},
     "an untied head": {"model": {"tied_embeddings": False}},
+    "z-loss and softcap": {"optimizer": {"z_loss": 1e-4}, "model": {"logit_softcap": 30.0}},
     "bfloat16 moments": {"optimizer": {"state_dtype": "bfloat16"}},
     "no clipping": {"optimizer": {"grad_clip": 0.0}},
     "loss spikes": {"run": {"loss_spike_z": 5.0}},

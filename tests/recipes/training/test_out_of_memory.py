@@ -75,7 +75,7 @@ def world(kind: str, size: int) -> World:
     from parallel.nodes import arrange
 
     nodes = arrange([("node", 0)] * size)
-    return World(0, size, torch.device(kind), patient=None, nodes=nodes)  # type: ignore[arg-type]
+    return World(0, size, torch.device(kind), messages=None, nodes=nodes)  # type: ignore[arg-type]
 
 
 def test_remedies_are_values_that_a_recipe_accepts_and_end_when_all_are_taken(tmp_path: Path) -> None:
@@ -153,6 +153,12 @@ def test_before_the_first_step_only_what_shrinks_the_state_is_named() -> None:
         change(load(DEBUG), mesh={"replicate": 2, "shard": 2}), world("cuda", 4), on_host=False, started=False
     )
     assert [line.split()[0] for line in lines[1:]] == [*STATE, "NPROC,"]
+
+
+def test_the_host_is_no_place_for_the_state_of_muon() -> None:
+    recipe = change(load(DEBUG), optimizer={"name": "muon"})
+    lines = _advice(recipe, world("cuda", 4), on_host=False, started=False)
+    assert "fsdp.cpu_offload" not in [line.split()[0] for line in lines]
 
 
 def test_remedies_for_a_gpu_say_what_they_are_predicted_to_save() -> None:

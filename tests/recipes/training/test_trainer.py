@@ -17,7 +17,7 @@ from recipes.schema import Recipe
 from tests.processes import run_processes
 from tests.training import DEBUG, change, curve, largest_gap, rows, run_all, take_step, training
 
-STEPS = 20
+STEPS = 12
 # Largest relative gap between two loss curves: compiled and bfloat16 against eager float32, float8 against bfloat16.
 COMPILE_TOLERANCE = 1e-5
 BFLOAT16_TOLERANCE = 2e-3
@@ -26,16 +26,16 @@ FLOAT8_TOLERANCE = 2e-2  # 0.6 to 1.4%, depending on the text, which is of this 
 
 @pytest.fixture(scope="module")
 def debug_run(small: Recipe) -> Recipe:
-    """The debug model on short sequences of a small corpus, 20 steps, every step logged."""
+    """The debug model on short sequences of a small corpus, 12 steps, every step logged."""
     return change(
         small,
         run={"steps": STEPS},
         model=asdict(load(DEBUG).model),
         data={"tokenizer": "train:4096", "validation_fraction": 0.05},
         batch={"sequence_length": 64, "micro_batch_size": 2},
-        schedule={"kind": "wsd", "warmup_steps": 5, "decay_steps": 5},
+        schedule={"kind": "wsd", "warmup_steps": 3, "decay_steps": 3},
         checkpoint={"every": 0},
-        validation={"every": 10, "batches": 2},
+        validation={"every": 6, "batches": 2},
     )
 
 
@@ -77,7 +77,7 @@ def test_the_model_learns(reference: dict[str, list[float]], debug_run: Recipe) 
     found = reference["plain"]
     assert len(found) == STEPS + 2  # two validations among the steps
     assert found[0] == pytest.approx(math.log(4096), rel=0.02)
-    assert found[-1] < 0.85 * found[0]
+    assert found[-1] < 0.9 * found[0]
 
 
 def test_checkpointing_changes_no_bit_of_the_curve(reference: dict[str, list[float]]) -> None:
@@ -345,8 +345,8 @@ def test_a_run_leaves_a_row_of_metrics_for_every_step(finished: Recipe) -> None:
     assert last["tokens_per_second"] == pytest.approx(8 * 64 / last["step_seconds"])
     assert 0 < last["data_seconds"] < last["step_seconds"]
     assert 0 < last["peak_memory_gib"] < 24
-    assert last["lr"] == pytest.approx(3e-3 / 5)
-    assert [row["step"] for row in rows(finished) if "validation_loss" in row] == [10, 20]
+    assert last["lr"] == pytest.approx(3e-3 / 3)
+    assert [row["step"] for row in rows(finished) if "validation_loss" in row] == [6, 12]
 
 
 def test_rows_say_how_long_the_rest_takes_once_a_step_did_not_compile(finished: Recipe) -> None:

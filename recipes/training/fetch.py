@@ -1,0 +1,127 @@
+"""Brings the newest checkpoint of a run back from checkpoint.remote, to a machine that lacks it."""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from parallel.dist import World, from_all, on_all, on_main
+from parallel.errors import UserError
+from recipes.checkpoint import folder as folders
+from recipes.checkpoint.files import read_manifest, verify_shards
+from recipes.checkpoint.manifest import MANIFEST, Damage, decode
+from recipes.checkpoint.remote_folder import RemoteFolder
+from recipes.files import remote
+from recipes.files.atomic import sync_folder, write_whole
+from recipes.files.layout import CHECKPOINTS, RECIPE, SAVED, checkpoint_steps
+from recipes.files.lock import FolderLock
+from recipes.files.reading import named_faults
+from recipes.load import load
+from recipes.schema import Recipe
+from recipes.training.run_folder import identity_differences
+
+
+def remote_folder(recipe: Recipe) -> RemoteFolder:
+    """Where the run's checkpoints are copied to."""
+    place = f"{recipe.checkpoint.remote.rstrip('/')}/{recipe.run.name}"
+    return RemoteFolder(
+        place, recipe.checkpoint.keep, recipe.checkpoint.keep_every, keep_best=recipe.checkpoint.keep_best
+    )
+
+
+def fetch_newest(recipe: Recipe, world: World, *, log: Callable[[str], None]) -> None:
+    """Copy the newest whole checkpoint, and the run's small files, to the run's folder unless it has as new a one.
+
+    Each process fetches and verifies its part of the files. A damaged checkpoint is passed over. Raises UserError, on
+    all processes, if the place belongs to another run, cannot be reached or not be written.
+    """
+    there, folder, lock = remote_folder(recipe), recipe.run.folder, FolderLock()
+    on_main(world, lambda: lock.take(folder, log=log))
+    steps = on_main(world, partial(_newer, recipe, there))
+    for step in steps:
+        names = on_main(world, partial(_begin, there, folder, step, lock, log))
+        mine = on_all(world, partial(_fetch, there, folder, step, names[world.rank :: world.size]))
+        if damage := next(filter(None, from_all(world, mine)), ""):
+            log(f"{damage}; it was copied so to {there.address(step)}, and an older one is fetched")
+            continue
+        on_main(world, partial(_complete, folder, step))
+        log(f"fetched {there.address(step)}")
+        break
+    lock.release()  # the run takes it again
+    if steps and not on_main(world, partial(checkpoint_steps, folder / CHECKPOINTS)):
+        raise UserError(
+            f"checkpoint.remote: no checkpoint in {there.place} is intact; bring one back, or give this run another"
+            " name (--run.name OTHER)"
+        )
+
+
+def _newer(recipe: Recipe, there: RemoteFolder) -> list[int]:
+    """The steps of the checkpoints there that are newer than those here, newest first."""
+    folder = recipe.run.folder
+    there.require_own(folder)
+    there.require_writable()
+    newest = max(checkpoint_steps(folder / CHECKPOINTS), default=-1)
+    steps = [step for step in reversed(there.steps()) if step > newest]
+    if steps and recipe.checkpoint.resume == "never":
+        raise UserError(
+            f'{there.place} already holds this run, and checkpoint.resume = "never"; give this run another name'
+            ' (--run.name OTHER), or continue the run with checkpoint.resume = "auto"'
+        )
+    if steps and (text := remote.read(f"{there.place}/{RECIPE}")):
+        with tempfile.TemporaryDirectory() as place:
+            file = Path(place, RECIPE)
+            file.write_bytes(text)
+            differences = identity_differences(load(file, rules=False), recipe)
+        if differences:
+            lines = "".join(f"\n  {line}" for line in differences)
+            raise UserError(
+                f"{there.place} belongs to a different recipe:{lines}\ngive this run another name (--run.name OTHER),"
+                " or put these keys back"
+            )
+    return steps
+
+
+def _begin(there: RemoteFolder, folder: Path, step: int, lock: FolderLock, log: Callable[[str], None]) -> list[str]:
+    """Fetch the small files and the manifest. Returns the names of the checkpoint's other files."""
+    with named_faults(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.take(folder, log=log)
+        folders.begin(folder / CHECKPOINTS, step, log=log)
+        there.fetch_small_files(folder)
+        path = folders.partial_folder(folder / CHECKPOINTS, step) / MANIFEST
+        content = remote.read(there.address(step, MANIFEST)) or b""
+        path.write_bytes(content)
+    try:
+        return sorted(decode(content, where=path).files)
+    except Damage as damage:
+        log(str(damage))
+        return []
+
+
+def _fetch(there: RemoteFolder, folder: Path, step: int, names: Sequence[str]) -> str:
+    """Fetch and verify these files of a checkpoint. Returns what is damaged, or ""."""
+    part = folders.partial_folder(folder / CHECKPOINTS, step)
+    try:
+        manifest = read_manifest(part)
+        with named_faults(folder):
+            for name in names:
+                files = remote.find(there.address(step, name))
+                if len(files) != 1:
+                    raise Damage(f"{there.address(step, name)} is missing")
+                (part / name).parent.mkdir(exist_ok=True)
+                remote.download(files[0], part / name)
+        verify_shards(part, manifest, names)
+    except Damage as damage:
+        return str(damage)
+    return ""
+
+
+def _complete(folder: Path, step: int) -> None:
+    """Give the checkpoint its name, as a save does."""
+    with named_faults(folder):
+        part = folders.partial_folder(folder / CHECKPOINTS, step)
+        for place in [*part.glob("shards-*/"), part]:
+            sync_folder(place)
+        folders.commit(folder / CHECKPOINTS, step)
+        sync_folder(folder / CHECKPOINTS)
+        write_whole(folder / SAVED, str(step))

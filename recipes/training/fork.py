@@ -1,0 +1,186 @@
+"""Starts a run from a checkpoint of another one, its trunk, which is only read. Imports no torch."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from parallel.errors import TemporaryError, UserError
+from recipes.checkpoint.files import read_manifest
+from recipes.checkpoint.folder import check, left_overs
+from recipes.checkpoint.manifest import Damage
+from recipes.data.history import Segment, Window, to_json
+from recipes.data.text.sources import is_prepared
+from recipes.fields import field_types, toml, value_of
+from recipes.files.atomic import write_whole
+from recipes.files.layout import CHECKPOINTS, ORIGIN, RECIPE, checkpoint_steps, step_folder
+from recipes.files.reading import is_folder, is_remote, names_in, read_text
+from recipes.load import load
+from recipes.schema import Recipe
+from recipes.stages import stage_of
+from recipes.training.run_folder import read_data_state
+
+SETTING = "run.continue_from"
+FREE = ("name", "weights", "config", "init_std", "dropout", "rope_", "logit_softcap")
+"""Beginnings of the fields of a model that a fork may change: its tensors fit all the same."""
+OF_TEXT = ("data.validation_fraction", "data.text_field", "data.text_documents")
+"""Fields that decide which tokens a source consists of."""
+CONTINUED = ("step", "sequences", "tokens", "history", "trained_on", "skipped_in_a_row", "loss_window")
+"""What a fork takes over of the trunk's progress. Its goodput and its page at Weights & Biases begin anew."""
+
+
+def find_trunk(recipe: Recipe, *, log: Callable[[str], None]) -> tuple[int, Path]:
+    """The checkpoint that run.continue_from names, with its step: the same at every start of the fork until it has its
+    own.
+
+    Raises UserError if there is none that is whole, or if the recipe cannot continue from it.
+    """
+    named = recipe.run.continue_from
+    if (begun := _begun_from(recipe)) is not None:
+        if not is_folder(begun):
+            raise UserError(
+                f"{SETTING}: {recipe.run.folder} began from {begun}, which is gone; bring it back, or write another"
+                " run.name to fork from what is left"
+            )
+        _require_whole(begun)
+    elif named.rpartition("@")[2].isdecimal() and not Path(named).expanduser().exists():
+        place, _, step = named.rpartition("@")
+        begun = _of_step(_checkpoints_in(place, recipe), int(step))
+    else:
+        begun = _newest(_checkpoints_in(named, recipe), log)
+    if problems := [*differences(recipe, begun)]:
+        lines = "".join(f"\n  {line}" for line in problems)
+        raise UserError(f"{SETTING}: this recipe cannot continue from {begun}:{lines}")
+    return _step(begun), begun
+
+
+def _begun_from(recipe: Recipe) -> Path | None:
+    """The checkpoint that an earlier start of this fork began from, unless the recipe names another trunk now."""
+    file = recipe.run.folder / ORIGIN
+    if not file.is_file():
+        return None
+    try:
+        origin = json.loads(read_text(file))
+        return Path(origin["checkpoint"]) if origin["continue_from"] == recipe.run.continue_from else None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} is damaged ({error}); remove it, or write another run.name") from None
+
+
+def _checkpoints_in(name: str, recipe: Recipe) -> list[Path]:
+    """The complete checkpoints of a run folder or of its `checkpoints` folder, or the one at this path."""
+    if is_remote(name):
+        raise UserError(f"{SETTING}: {name} is at a server; copy that checkpoint to a disk, and name the copy")
+    folder = Path(name).expanduser()
+    if not is_folder(folder):
+        raise UserError(f"{SETTING}: {folder} {'is not a folder' if folder.exists() else 'does not exist'}")
+    inside = {folder.resolve(), *folder.resolve().parents[:2]}
+    if recipe.run.folder.resolve() in inside:
+        raise UserError(
+            f"{SETTING}: {folder} belongs to this run itself; give the fork another name (--run.name OTHER)"
+        )
+    if folder in (step_folder(folder.parent, step) for step in checkpoint_steps(folder.parent)):
+        return [folder]
+    place = folder / CHECKPOINTS if CHECKPOINTS in names_in(folder) else folder
+    if steps := checkpoint_steps(place):
+        return [step_folder(place, step) for step in steps]
+    writing = f"; {left_overs(place)[0].name} is still being written" if left_overs(place) else ""
+    raise UserError(f"{SETTING}: {folder} holds no complete checkpoint{writing}")
+
+
+def _of_step(checkpoints: list[Path], step: int) -> Path:
+    found = [path for path in checkpoints if path == step_folder(path.parent, step)]
+    if not found:
+        steps = [_step(path) for path in checkpoints]
+        kept = ", ".join(map(str, steps[:20])) + (f" ... {steps[-1]}" if len(steps) > 20 else "")
+        raise UserError(
+            f"{SETTING}: {checkpoints[0].parent} has no checkpoint of step {step}; it has those of {kept}"
+            " (checkpoint.keep_every keeps more)"
+        )
+    _require_whole(found[0])
+    return found[0]
+
+
+def _newest(checkpoints: list[Path], log: Callable[[str], None]) -> Path:
+    """The newest one that shows no damage. Those that do are only named: the trunk will set them aside."""
+    problems = []
+    for path in reversed(checkpoints):
+        try:
+            check(path.parent, _step(path))
+        except Damage as damage:
+            problems.append(str(damage))
+        else:
+            for problem in problems:
+                log(f"{problem}; an older one is used")
+            return path
+    raise UserError(f"{SETTING}: no checkpoint can be used: {'; '.join(problems)}")
+
+
+def _require_whole(path: Path) -> None:
+    try:
+        check(path.parent, _step(path))
+    except Damage as damage:
+        raise UserError(f"{SETTING}: {damage}; name another one with @STEP") from None
+
+
+def trunk_recipe(checkpoint: Path) -> Recipe:
+    """What the step after this checkpoint would have been trained with. Raises UserError if recipe.toml is gone."""
+    file = checkpoint.absolute().parents[1] / RECIPE
+    try:
+        trunk = load(file, rules=False)
+    except TemporaryError:
+        raise
+    except UserError as error:
+        raise UserError(f"{SETTING}: the recipe of the run that made {checkpoint} cannot be read: {error}") from None
+    return stage_of(trunk, _step(checkpoint)).recipe
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def differences(recipe: Recipe, checkpoint: Path) -> Iterator[str]:
+    """Why a recipe cannot continue from a checkpoint of another run, one line each."""
+    trunk = trunk_recipe(checkpoint)
+    reasons = {"run.seed": "the data order follows it"}
+    reasons |= {key: "the weights would not fit" for key in field_types() if key.startswith("model.")}
+    if trunk.data.sources.keys() & recipe.data.sources.keys():
+        reasons |= dict.fromkeys(OF_TEXT, "a source that goes on would be other text")
+    for key, why in reasons.items():
+        was, now = value_of(trunk, key), value_of(recipe, key)
+        if was != now and not key.startswith(tuple(f"model.{name}" for name in FREE)):
+            yield f"{key}: {toml(was)} in the trunk, {toml(now)} now; {why}, so write {toml(was)}"
+    if trunk.optimizer.name != recipe.optimizer.name:
+        yield (
+            f"optimizer.name: {toml(trunk.optimizer.name)} in the trunk, {toml(recipe.optimizer.name)} now; their"
+            f' moments are not the same. To take the weights alone, write model.weights = "{checkpoint}" instead'
+        )
+    if recipe.run.steps <= (done := _step(checkpoint)):
+        yield f"run.steps: {recipe.run.steps} now, but the trunk's {done} steps count; write more than {done}"
+
+
+def taken_over(progress: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """What the fork takes over of the progress in this checkpoint."""
+    found = {key: progress[key] for key in CONTINUED if key in progress}
+    if "history" not in found:  # of an older version, which had neither stages nor forks
+        trunk, entries = trunk_recipe(checkpoint), read_data_state(checkpoint)["sources"]
+        length, sources = trunk.batch.sequence_length, trunk.data.sources
+        window = Window(max(1, trunk.data.shuffle_tokens // length) * length, False)
+        raw = () if trunk.data.has_pairs else sources
+        windows = {name: window for name in raw if not entries.get(name, {}).get("prepared", is_prepared(name))}
+        sequences = progress["step"] * trunk.batch.global_batch_size
+        found["history"] = to_json((Segment(sources, length, sequences, windows),))
+    return found
+
+
+def note_origin(recipe: Recipe, checkpoint: Path) -> None:
+    """Write origin.json, which says what the run is a fork of."""
+    progress: dict[str, Any] = read_manifest(checkpoint).state["progress"]
+    origin = {
+        "continue_from": recipe.run.continue_from,
+        "checkpoint": str(checkpoint.resolve()),
+        "run_folder": str(checkpoint.resolve().parents[1]),
+        "step": _step(checkpoint),
+        "tokens": progress.get("tokens"),
+        "wandb_id": progress.get("wandb_id"),
+    }
+    write_whole(recipe.run.folder / ORIGIN, json.dumps(origin, indent=2) + "\n", sync=True)

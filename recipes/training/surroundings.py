@@ -1,0 +1,72 @@
+"""What surrounds the model of a run: rates, predictions, facts for environment.json, and what watches its steps."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from models.config import of_transformers
+from parallel.dist import World
+from parallel.mesh import Mesh
+from recipes.files.layout import PROFILE
+from recipes.metrics.clock import RunClock
+from recipes.metrics.throughput import Throughput
+from recipes.schema import Recipe
+from recipes.training.console import Console
+from recipes.training.environment import environment
+
+if TYPE_CHECKING:
+    from recipes.metrics.float8_samples import CastSampler
+    from recipes.metrics.profile import StepProfiler
+    from recipes.training.build import Built
+
+
+def predicted_memory(recipe: Recipe, mesh: Mesh, device: torch.device) -> list[str]:
+    """Lines for the log about the peak of a step on a GPU."""
+    if device.type != "cuda":
+        return []
+    if of_transformers(recipe.model):
+        return ["memory: as train.py RECIPE --check predicts it, which takes longer than a run should wait"]
+    from recipes.plan.memory import predict, summary
+
+    return summary(predict(recipe, mesh.degrees), torch.cuda.get_device_properties(device).total_memory)
+
+
+def environment_of(world: World, mesh: Mesh, console: Console) -> dict[str, Any]:
+    """What environment.json records, on rank 0, which writes it; with several processes, also the speed of what
+    connects them."""
+    # git looks at every file of the checkout, which may be on a file system that all nodes share.
+    about = environment(world_size=world.size, device=world.device) if world.is_main else {}
+    if world.size == 1:
+        return about
+    from recipes.cluster.axes import measure_axes, summary
+
+    found = measure_axes(world, mesh)
+    for line in summary(found, world):
+        console.log(line)
+    return about | {"preflight": found}
+
+
+def throughput(recipe: Recipe, world: World) -> Throughput:
+    batch, length = recipe.batch.global_batch_size, recipe.batch.sequence_length
+    sizes = {"tokens_per_step": batch * length, "sequence_length": length, "devices": world.size}
+    return Throughput(recipe.model, **sizes, device=world.device)
+
+
+def profiler_of(recipe: Recipe, world: World, clock: RunClock, console: Console) -> "StepProfiler | None":
+    """What traces steps of this start, if the recipe asks for that."""
+    if not recipe.profile.trace_steps:
+        return None
+    from recipes.metrics.profile import StepProfiler
+
+    folder = recipe.run.folder / PROFILE
+    return StepProfiler(recipe.profile, world, folder=folder, clock=clock, log=console.log)
+
+
+def sampler_of(recipe: Recipe, world: World, built: "Built", clock: RunClock, console: Console) -> "CastSampler | None":
+    """What counts the float8 casts of some steps, if the recipe asks for that."""
+    if not recipe.float8.sample_every:
+        return None
+    from recipes.metrics.float8_samples import CastSampler
+
+    folder, log = recipe.run.folder, console.log
+    return CastSampler(built.model, recipe.float8, world, folder, mesh=built.mesh, clock=clock, log=log)

@@ -1,0 +1,250 @@
+"""Runs of several stages: real processes, killed in each stage and started again on other numbers of processes."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel.dist import World
+from recipes.bench.crash import descendants
+from recipes.checkpoint.files import read_manifest
+from recipes.files.exit_codes import CANNOT_WRITE, FINISHED, PREEMPTED
+from recipes.files.layout import CHECKPOINTS, METRICS, checkpoint_steps, step_folder
+from recipes.load import load_run
+from recipes.metrics.clock import RunClock
+from recipes.training.console import Console
+from recipes.training.run import train_stages
+from tests.processes import wait_for
+
+ROOT = Path(__file__).resolve().parents[3]
+STEPS = 12
+BORDER = 4
+CONTEXT = ("--stages.third.mesh.context", "2")
+RECIPE = """
+base = "{root}/configs/smollm3_debug.toml"
+[run]
+name = "{name}"
+output = "{folder}"
+steps = 12
+device = "cpu"
+[model]
+name = "smollm3_debug"
+layers = 2
+width = 64
+feed_forward_width = 96
+heads = 4
+key_value_heads = 2
+head_width = 16
+vocabulary = 512
+[data]
+mixture = {{ "{one}" = 0.6, "{two}" = 0.4 }}
+tokenizer = "train:512"
+cache = "{cache}"
+shuffle_tokens = 512
+[batch]
+sequence_length = 32
+global_batch_size = 8
+micro_batch_size = 1
+[schedule]
+warmup_steps = 2
+decay_steps = 4
+[checkpoint]
+every = 3
+asynchronous = {asynchronous}
+[metrics]
+every = 1
+[validation]
+every = 0
+sample_tokens = 0
+"""
+STAGES = """
+[[stages]]
+name = "first"
+until = 4
+[[stages]]
+name = "second"
+until = 8
+data.mixture = { "TWO" = 0.5, "THREE" = 0.5 }
+data.document_mask = true
+batch = { sequence_length = 64, global_batch_size = 4 }
+[[stages]]
+name = "third"
+data.source = "ONE"
+"""
+
+
+class Runs:
+    """Starts runs of one recipe, by its name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        texts = sorted((ROOT / "recipes").rglob("*.py"), key=lambda path: path.name)
+        self.sources = [folder / f"{name}.txt" for name in ("one", "two", "three")]
+        for number, source in enumerate(self.sources):
+            source.write_text("\n\n".join(path.read_text() for path in texts[number:30:3]))
+
+    def recipe(self, name: str, stages: str = STAGES, *, asynchronous: bool = False) -> Path:
+        one, two, three = map(str, self.sources)
+        file = self.folder / f"{name}.toml"
+        names = {"root": ROOT, "name": name, "folder": self.folder / "runs", "cache": self.folder / "cache"}
+        head = RECIPE.format(**names, one=one, two=two, asynchronous=str(asynchronous).lower())
+        file.write_text(head + stages.replace("ONE", one).replace("TWO", two).replace("THREE", three))
+        return file
+
+    def start(self, name: str, *overrides: str, processes: int = 1, **options: Any) -> subprocess.Popen[str]:
+        recipe = str(self.recipe(name, **options))
+        words = [sys.executable, str(ROOT / "train.py"), recipe]
+        if processes > 1:
+            words = ["bash", str(ROOT / "scripts" / "run.sh"), recipe]
+        environment = os.environ | {"NPROC": str(processes), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            [*words, *overrides], env=environment, cwd=self.folder, stdout=pipe, stderr=subprocess.STDOUT, text=True
+        )
+
+    def finish(self, name: str, *overrides: str, processes: int = 1, **options: Any) -> str:
+        """Run to the end; what the run said."""
+        process = self.start(name, *overrides, processes=processes, **options)
+        out, _ = process.communicate(timeout=280)
+        assert process.returncode == 0, out
+        return out
+
+    def train(self, name: str, world: World, **options: Any) -> int:
+        """Run in this process; the exit code."""
+        with Console(silent=True) as console:
+            return train_stages(load_run(self.recipe(name, **options)), world, console, RunClock(world.device))
+
+    def kill_after(self, step: int, name: str, *overrides: str, processes: int = 1, **options: Any) -> None:
+        """Start, and kill all processes with SIGKILL once this step is logged."""
+        process = self.start(name, *overrides, processes=processes, **options)
+        wait_for(f"step {step}", lambda: process.poll() is not None or self.logged(name) >= step, seconds=200)
+        assert process.poll() is None, process.communicate()[0]
+        for one in [process.pid, *descendants(process.pid)]:
+            os.kill(one, signal.SIGKILL)
+        process.communicate()
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        file = self.folder / "runs" / name / METRICS
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def logged(self, name: str) -> int:
+        return max((row["step"] for row in self.rows(name)), default=0)
+
+    def curve(self, name: str) -> dict[int, float]:
+        rows = [row for row in self.rows(name) if "loss" in row]
+        assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+        return {row["step"]: row["loss"] for row in rows}
+
+    def consumed(self, name: str) -> dict[str, Any]:
+        """What the last checkpoint says of the data."""
+        manifest = read_manifest(step_folder(self.folder / "runs" / name / CHECKPOINTS, STEPS))
+        progress: Any = manifest.state["progress"]
+        return {key: progress[key] for key in ("sequences", "tokens", "history", "trained_on")}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    found = Runs(tmp_path_factory.mktemp("stages"))
+    found.finish("whole")
+    return found
+
+
+def test_a_run_goes_through_all_its_stages_in_one_process(runs: Runs) -> None:
+    rows = runs.rows("whole")
+    runs.curve("whole")
+    assert [row["stage"] for row in rows if "loss" in row] == ["first"] * 4 + ["second"] * 4 + ["third"] * 4
+    tokens = {row["step"]: row["tokens"] for row in rows}
+    assert (tokens[4], tokens[8], tokens[12]) == (4 * 256, 8 * 256, 12 * 256)
+
+
+def test_the_parts_of_the_wall_time_add_up_over_all_stages(runs: Runs) -> None:
+    last = runs.rows("whole")[-1]["wall_seconds"]
+    log = (runs.folder / "runs" / "whole" / "log.txt").read_text()
+    said = float(log.split(" of ")[-1].split(" s;")[0])
+    assert last["start"] > 0
+    assert sum(last.values()) == pytest.approx(said, abs=2.0)
+    assert log.count("goodput") == 1
+
+
+def test_a_run_killed_in_each_stage_is_the_same_to_the_bit(runs: Runs) -> None:
+    for step in (2, 6, 10):
+        runs.kill_after(step, "killed", asynchronous=step == 6)
+    runs.finish("killed")
+    assert runs.curve("killed") == runs.curve("whole")
+    assert runs.consumed("killed") == runs.consumed("whole")
+
+
+def test_a_run_killed_in_each_stage_goes_on_with_other_numbers_of_processes_and_another_mesh(runs: Runs) -> None:
+    runs.kill_after(2, "elastic")
+    runs.kill_after(6, "elastic", *CONTEXT, processes=2)
+    runs.kill_after(10, "elastic", *CONTEXT, processes=2)  # begins in the second stage, and changes its mesh
+    runs.finish("elastic", *CONTEXT, processes=4)
+    ours, whole = runs.curve("elastic"), runs.curve("whole")
+    assert [ours[step] for step in ours] == pytest.approx([whole[step] for step in whole], rel=1e-5)
+    assert runs.consumed("elastic") == runs.consumed("whole")
+
+
+def test_a_single_stage_is_the_same_to_the_bit_as_none(runs: Runs, alone: World) -> None:
+    assert runs.train("plain", alone, stages="") == FINISHED
+    assert runs.train("single", alone, stages='[[stages]]\nname = "all"\n') == FINISHED
+    assert runs.curve("single") == runs.curve("plain")
+    assert runs.consumed("single") == runs.consumed("plain")
+
+
+def test_a_signal_at_a_border_loses_nothing(runs: Runs) -> None:
+    process = runs.start("signalled")
+    assert process.stdout is not None
+    while "stage second" not in (line := process.stdout.readline()):  # it is being built
+        assert line
+    process.send_signal(signal.SIGTERM)
+    process.communicate()
+    assert process.returncode == PREEMPTED
+    runs.finish("signalled")
+    assert runs.curve("signalled") == runs.curve("whole")
+
+
+def test_a_damaged_checkpoint_at_a_border_leads_back_to_the_stage_before(runs: Runs) -> None:
+    runs.kill_after(9, "damaged")  # so that the border is saved
+    checkpoints = runs.folder / "runs" / "damaged" / CHECKPOINTS
+    for step in checkpoint_steps(checkpoints):
+        if step >= 8:
+            shard = next(step_folder(checkpoints, step).glob("*.safetensors"))
+            content = bytearray(shard.read_bytes())
+            content[-5] ^= 255
+            shard.write_bytes(content)
+    out = runs.finish("damaged")
+    assert f"resumed from {step_folder(checkpoints, 6)}" in out
+    assert out.index("stage third") < out.index("stage second") < out.rindex("stage third")
+    assert runs.curve("damaged") == runs.curve("whole")
+
+
+def test_a_border_that_cannot_be_saved_ends_the_run_before_the_next_stage(
+    runs: Runs, alone: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(folder: Path, step: int, log: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("recipes.checkpoint.folder.begin", fails)
+        assert runs.train("full", alone) == CANNOT_WRITE
+    assert runs.logged("full") == BORDER
+    assert runs.train("full", alone) == FINISHED
+    assert list(runs.curve("full").values()) == pytest.approx(list(runs.curve("whole").values()), rel=1e-6)
+
+
+def test_debug_recipe_learns_through_its_three_stages(tmp_path: Path, alone: World) -> None:
+    """With fewer micro-batches, which do not change the curve."""
+    words = ["--run.output", str(tmp_path), "--data.cache", str(tmp_path / "cache"), "--batch.micro_batch_size", "8"]
+    loaded = load_run(ROOT / "configs" / "smollm3_debug_stages.toml", words)
+    with Console(silent=True) as console:
+        assert train_stages(loaded, alone, console, RunClock(alone.device)) == FINISHED
+    rows = [json.loads(line) for line in (loaded.recipe.run.folder / METRICS).read_text().splitlines()]
+    losses = [row["validation_loss"] for row in rows if "validation_loss" in row]
+    assert [row["stage"] for row in rows if "validation_loss" in row] == ["web", "web", "long", "long", "decay"]
+    assert losses[-1] < losses[0] - 0.5
