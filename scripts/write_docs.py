@@ -1,9 +1,10 @@
 """Write what the documentation takes from the code: the reference of recipes, their memory, what was combined.
 
-docs/recipes.md comes from the schema, docs/benchmarks/memory.md from configs/, the table of docs/parallelism.md from
-its tests, the examples of docs/plan.md from the command. Imports no torch.
+docs/recipes.md and docs/recipe.schema.json come from the schema, docs/benchmarks/memory.md from configs/, the table of
+docs/parallelism.md from its tests, the examples of docs/plan.md from the command. Imports no torch.
 """
 
+import json
 import sys
 from contextlib import chdir, redirect_stdout
 from dataclasses import MISSING, Field, fields
@@ -25,10 +26,12 @@ from recipes.load import CONFIGS, load  # noqa: E402
 from recipes.metrics.hardware import Hardware, hardware_of  # noqa: E402
 from recipes.plan.command import answer  # noqa: E402
 from recipes.plan.memory import CUDA, FULL, NCCL, Prediction, predict  # noqa: E402
+from recipes.recipe_schema import recipe_schema  # noqa: E402
 from recipes.schema import Recipe  # noqa: E402
 from tests.parallel import combinations  # noqa: E402
 
 PAGE = ROOT / "docs" / "recipes.md"
+SCHEMA = ROOT / "docs" / "recipe.schema.json"
 PARALLELISM = ROOT / "docs" / "parallelism.md"
 MEMORY = ROOT / "docs" / "benchmarks" / "memory.md"
 PLAN = ROOT / "docs" / "plan.md"
@@ -52,7 +55,20 @@ A recipe is a TOML file. Each value comes from the first of these layers that se
 `python train.py RECIPE --check` prints a summary and the resolved recipe, or everything that is wrong with it.
 Types are strict: `1` is a valid number, but `1e3` is not an integer, `"3e-4"` is not a number, and an unknown key
 is an error.
+
+`[[stages]]` tables divide a run into parts that differ in some of these values
+([running.md](running.md#stages)); `--stages.NAME.section.field value` and `--stages.NAME.until N` change one.
+
+Editors with a language server for TOML (taplo; in VS Code, the extension Even Better TOML) complete and check recipes
+with [recipe.schema.json](recipe.schema.json), generated from the same classes, if the first line of a file names it,
+relative to the file: `#:schema ../docs/recipe.schema.json`. The schema knows names, types and ranges, and `--check`
+also what spans several fields. It is tested against configs/ with the Python package jsonschema, not in an editor.
 """
+
+
+def schema_text() -> str:
+    """The JSON schema of recipes."""
+    return json.dumps(recipe_schema(), indent=1) + "\n"
 
 
 def page() -> str:
@@ -217,7 +233,8 @@ def _columns(case: str) -> set[str]:
 if __name__ == "__main__":
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page())
+    SCHEMA.write_text(schema_text())
     PARALLELISM.write_text(with_combinations(PARALLELISM.read_text()))
     MEMORY.write_text(memory_page())
     PLAN.write_text(with_plans(PLAN.read_text()))
-    print(f"wrote {PAGE}, {MEMORY}, the table of {PARALLELISM} and the examples of {PLAN}")
+    print(f"wrote {PAGE}, {SCHEMA}, {MEMORY}, the table of {PARALLELISM} and the examples of {PLAN}")
