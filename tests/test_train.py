@@ -139,7 +139,7 @@ def test_a_shorter_trial_of_the_debug_recipe_is_accepted(folder: Path, steps: st
 @pytest.mark.parametrize("script", ["train.py", "scripts/launch.py", "scripts/sweep.py", "scripts/write_docs.py"])
 def test_a_python_without_packages_gets_one_line_that_names_the_right_one(script: str, folder: Path) -> None:
     command = [sys.executable, "-S", "-E", ROOT / script, DEBUG]  # -S: without site-packages
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
     assert " lacks the package " in done.stderr and f"use {ROOT}/.venv/bin/python" in done.stderr
 

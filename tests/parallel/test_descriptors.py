@@ -60,7 +60,7 @@ def test_a_run_with_too_low_a_hard_limit_ends_with_one_message(tmp_path: Path) -
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=300,
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("each of 4 processes needs about") == 1 and len(done.stderr.splitlines()) == 1, done.stderr
@@ -73,7 +73,7 @@ def test_a_limit_too_low_for_the_store_is_refused_by_its_launcher(tmp_path: Path
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=300,
     )
     expected = "launch: the launcher of node 0, which serves 100 processes, needs about 234 open files and connections,"
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(expected), done.stderr

@@ -129,7 +129,7 @@ SlurmdTimeout=10
             for daemon in reversed(self._daemons):
                 daemon.send_signal(signal.SIGTERM)
                 try:
-                    daemon.wait(timeout=30)
+                    daemon.wait(timeout=300)
                 except subprocess.TimeoutExpired:
                     daemon.kill()
                     daemon.wait()
@@ -140,12 +140,12 @@ SlurmdTimeout=10
                 os.kill(process, signal.SIGKILL)
 
     def _ask(self, *command: str) -> str:
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=300)
         return done.stdout
 
     def do(self, *command: str) -> str:
         """Standard output of a SLURM command, which must succeed."""
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -155,7 +155,7 @@ SlurmdTimeout=10
         """Submit a job. Returns its number."""
         command = ["sbatch", "--parsable", *flags, str(script), *words]
         environment = {**variables, "SLURM_CONF": self.environment["SLURM_CONF"]}
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 

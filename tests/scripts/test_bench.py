@@ -106,7 +106,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple
     )
     wait_for("the first step", lambda: list(home.rglob("metrics.jsonl")) or process.poll() is not None, seconds=600)
     process.terminate()
-    out, err = process.communicate(timeout=90)
+    out, err = process.communicate(timeout=300)
     logged = list(home.rglob("metrics.jsonl"))
     assert len(logged) == 1, (out, err)
     return home, process.returncode, err, logged[0].stat().st_size

@@ -18,7 +18,7 @@ SHARD = "shard-00001-of-00002.safetensors"
 
 def checkpoint(*arguments: str | Path) -> tuple[int, str, str]:
     found = subprocess.run(
-        [sys.executable, ROOT / "scripts/checkpoint.py", *arguments], capture_output=True, text=True, timeout=60
+        [sys.executable, ROOT / "scripts/checkpoint.py", *arguments], capture_output=True, text=True, timeout=300
     )
     return found.returncode, found.stdout, found.stderr
 

@@ -141,7 +141,7 @@ def test_a_terminal_shows_progress_while_it_runs_and_the_result_alone_at_the_end
     )
     os.close(follower)
     shown = until_the_terminal_closes(leader)
-    out = process.communicate(timeout=60)[0]
+    out = process.communicate(timeout=300)[0]
     assert process.returncode == 0 and json.loads(out)["documents"] == 40 * 60
     lines = shown.decode().split("\r\x1b[K")
     assert re.fullmatch(r"[\d,]+ documents, [\d,]+ tokens in \d+ s, [\d,]+ tokens/s", lines[1])

@@ -70,7 +70,7 @@ def test_on_a_terminal_the_prompt_is_dim(folder: Path) -> None:
     process = subprocess.Popen(command, stdout=follower, stderr=subprocess.DEVNULL)
     os.close(follower)
     shown = until_the_terminal_closes(leader)
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=300) == 0
     assert shown.startswith(b"\x1b[2mdef main(\x1b[0m")
 
 
@@ -85,7 +85,7 @@ def test_a_reader_that_has_enough_ends_the_text_quietly(folder: Path) -> None:
     process.stdout.close()
     assert process.stderr.read() == b""
     process.stderr.close()
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=300) == 0
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_ctrl_c_ends_the_text_without_a_traceback(folder: Path) -> None:
     assert process.stdout.read(12).startswith(b"def ")  # it has begun to write
     time.sleep(0.2)
     os.kill(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 130
     assert out.endswith(b"\n") and err == b""
 

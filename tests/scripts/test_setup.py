@@ -257,7 +257,7 @@ def wait_until_ready(process: subprocess.Popen[str]) -> None:
 
 def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
     """Output and errors. It returns when no process holds the pipes, which also proves that no worker is left."""
-    return process.communicate(timeout=30)
+    return process.communicate(timeout=300)
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def test_asynchronous_save_writes_the_state_of_its_step(
     go, write = threading.Event(), files.write_shard
 
     def slow(*arguments):
-        assert go.wait(60)
+        assert go.wait(300)
         return write(*arguments)
 
     monkeypatch.setattr("recipes.checkpoint.checkpoints.write_shard", slow)

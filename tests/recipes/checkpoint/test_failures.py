@@ -216,7 +216,7 @@ def goes_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     event, commit = threading.Event(), folders.commit
 
     def commit_later(folder: Path, step: int) -> None:
-        assert event.wait(60)
+        assert event.wait(300)
         commit(folder, step)
 
     monkeypatch.setattr(folders, "commit", commit_later)

@@ -310,7 +310,7 @@ def test_tokenizing_process_ends_with_its_parent(tmp_path: Path) -> None:
     pid = context.Queue()
     parent = context.Process(target=_open_and_wait, args=(tmp_path, pid))
     parent.start()
-    child = pid.get(timeout=60)
+    child = pid.get(timeout=300)
     os.kill(child, 0)  # it exists
     assert parent.pid is not None
     os.kill(parent.pid, signal.SIGKILL)

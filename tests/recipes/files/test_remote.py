@@ -179,10 +179,10 @@ def test_a_block_that_failed_while_nobody_waited_for_it_is_asked_for_again(monke
     blocks = remote._Blocks(remote.RemoteFile("s3://bucket/a.bin", remote.RemoteState(100, "tag")))
     found = blocks.read(10) + blocks.read(10)  # the second asks for those ahead
     for block in blocks._blocks.values():
-        block.result(timeout=20)
+        block.result(timeout=300)
     server.down = True
     found += blocks.read(10)  # is here already; one more is asked for
-    assert isinstance(blocks._blocks[max(blocks._blocks)].exception(timeout=20), TemporaryError)
+    assert isinstance(blocks._blocks[max(blocks._blocks)].exception(timeout=300), TemporaryError)
     server.down = False
     while piece := blocks.read(10):
         found += piece
