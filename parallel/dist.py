@@ -1,7 +1,9 @@
 """This process's rank and device, and messages between processes. Only this file reads the launcher's environment."""
 
+import ctypes
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,6 +28,9 @@ PREFIX = "shardwright/"
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Those that torch reads its allocator's settings from; the first one that is set counts."""
 
+MALLOC_VARIABLES = ("MALLOC_", "GLIBC_TUNABLES")
+TRIM_THRESHOLD, MMAP_MAX = -1, -4
+"""Parameters of mallopt() in glibc's malloc.h: free memory at the heap's end to give back, and pieces outside of it."""
 LAZY = "TORCH_GLOO_LAZY_INIT"
 
 SILENT = "rank 0 failed and reports it"
@@ -89,6 +94,8 @@ def start(device: str, *, seed: int, timeout: timedelta | None = None, flight_re
             )
         let_segments_grow()
         torch.cuda.set_device(local_rank)
+    else:
+        keep_freed_memory()
     own = torch.device(device, local_rank) if device == "cuda" else torch.device("cpu")
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     if launched:
@@ -115,6 +122,20 @@ def let_segments_grow() -> None:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # for other processes
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # the variable may have been read
     allocator_settings()
+
+
+def keep_freed_memory() -> None:
+    """Process-wide: glibc keeps the memory of freed tensors for the next ones, as torch's allocator does on a GPU.
+
+    By default it gives large pieces back to the system at once, which then clears every page of every large tensor of
+    every step anew: a tenth of the time of a step on a CPU. Variables that tune glibc's malloc stay in force.
+    """
+    if sys.platform != "linux" or any(name.startswith(MALLOC_VARIABLES) for name in os.environ):
+        return
+    with suppress(AttributeError):  # another C library than glibc
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(TRIM_THRESHOLD, -1)
+        mallopt(MMAP_MAX, 0)
 
 
 def allocator_settings() -> str:

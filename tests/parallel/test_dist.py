@@ -1,7 +1,10 @@
 """How real processes join the group."""
 
 import os
+import platform
+import resource
 import socket
+import statistics
 from contextlib import suppress
 from datetime import timedelta
 
@@ -120,6 +123,34 @@ def test_settings_of_the_allocator_that_torch_cannot_read_are_refused() -> None:
         [message] = run_processes(1, refusal_of_settings, value)
         assert message.startswith(f'PYTORCH_ALLOC_CONF="{value}" does not say how to allocate GPU memory (')
         assert message.endswith('; unset it, or write "expandable_segments:True"')
+
+
+def pages_cleared_for_a_tensor(variables: dict[str, str]) -> float:
+    """How many of 100 pages the system clears for a large tensor after several of its size were freed; the median."""
+    os.environ.update(variables)
+    start("cpu", seed=0)
+    elements = 1 << 25
+
+    def faults() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(elements)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    found = [faults() for _ in range(12)][5:]
+    stop()
+    return statistics.median(found) / (elements * 4 / resource.getpagesize()) * 100
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="tunes glibc's malloc")
+def test_memory_of_freed_tensors_is_kept_for_the_next_ones_on_a_cpu() -> None:
+    assert run_processes(1, pages_cleared_for_a_tensor, {})[0] < 1
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="tunes glibc's malloc")
+@pytest.mark.parametrize("name", ["MALLOC_TOP_PAD_", "GLIBC_TUNABLES"])
+def test_own_settings_of_malloc_stay(name: str) -> None:
+    value = {"MALLOC_TOP_PAD_": "131072", "GLIBC_TUNABLES": "glibc.malloc.arena_max=8"}[name]
+    assert run_processes(1, pages_cleared_for_a_tensor, {name: value})[0] > 90
 
 
 def settings_without_a_getter() -> str:
