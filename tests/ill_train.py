@@ -54,6 +54,21 @@ def main(fault: str, ill: int, begin: int) -> None:
             pass
         return step(self)
 
+    def slow_at_first(self: Trainer) -> Any:
+        """The model is busy for 7 s in its first step and in its first validation, as one that compiles."""
+
+        def work(*_: Any) -> None:
+            end = time.monotonic() + (0 if torch.is_grad_enabled() in seen else 7)
+            seen.add(torch.is_grad_enabled())
+            while time.monotonic() < end:
+                pass
+
+        if self.step == 0:
+            self.built.model.embedding.register_forward_pre_hook(work)
+        return step(self)
+
+    seen: set[bool] = set()
+
     def flip_once(self: Trainer) -> Any:
         """Flips the lowest bit of a weight, in the first attempt only."""
         if self.step == begin and not Path("struck").exists():
@@ -81,7 +96,15 @@ def main(fault: str, ill: int, begin: int) -> None:
 
     if fault in ("stuck_in_data", "slow_in_data"):
         DataLoader.batch = locals()[fault]  # type: ignore[method-assign]
-    elif fault in ("stuck", "stuck_in_forward", "slow_in_work", "out_of_memory", "out_of_host_memory", "flip_once"):
+    elif fault in (
+        "stuck",
+        "stuck_in_forward",
+        "slow_in_work",
+        "out_of_memory",
+        "out_of_host_memory",
+        "flip_once",
+        "slow_at_first",
+    ):
         Trainer._train_step = locals()[fault]  # type: ignore[method-assign]
     elif fault == "fails_in_validation":
         Trainer._validate = fails  # type: ignore[method-assign]

@@ -26,7 +26,6 @@ FEW = [
     ("import", "SIGINT", "launcher"),
     ("start-up", "SIGUSR1", "launcher"),
     ("start-up", "SIGTERM", "one worker"),
-    ("compile", "SIGINT", "launcher"),
     ("compile", "SIGTERM", "all"),
     ("step", "SIGINT", "launcher"),
     ("step", "SIGTERM", "one worker"),

@@ -53,9 +53,9 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def losses(folder: Path, name: str) -> list[tuple[int, float]]:
-    """Step and loss of each logged step, in the order of the file."""
+    """Step and loss of each logged step, in the order of the file, whose last line may be only begun."""
     path = folder / "runs" / name / "metrics.jsonl"
-    rows = (json.loads(line) for line in path.read_text().splitlines()) if path.exists() else ()
+    rows = (json.loads(line) for line in path.read_text().split("\n")[:-1]) if path.exists() else ()
     return [(row["step"], row["loss"]) for row in rows]
 
 

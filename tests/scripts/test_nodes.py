@@ -210,10 +210,10 @@ def test_a_signal_before_the_first_step_ends_all_nodes(tmp_path: Path, corpus: P
 
 
 def test_nodes_restart_after_a_lost_node_a_frozen_process_and_a_killed_launcher(
-    tmp_path: Path, corpus: Path, per_node: PerNode
+    tmp_path: Path, corpus: Path, whole: list[tuple[int, float]]
 ) -> None:
     """Three failures in one run. The lost node is started again from outside."""
-    job = Nodes(tmp_path, corpus, "--run.hang_timeout", "5", "--mesh.shard", "node", NPROC="2", RESTARTS="3")
+    job = Nodes(tmp_path, corpus, "--run.hang_timeout", "5", RESTARTS="3")
     job.reach(EVERY + 2)
     lost = job.nodes[1]
     for process in [lost.pid, *descendants(lost.pid)]:
@@ -222,15 +222,15 @@ def test_nodes_restart_after_a_lost_node_a_frozen_process_and_a_killed_launcher(
     job.nodes[1] = job.start(1)
     lost.communicate()
     job.reach(2 * EVERY + 2)
-    os.kill(job.worker(2), signal.SIGSTOP)
+    os.kill(job.worker(1), signal.SIGSTOP)
     job.reach(4 * EVERY + 2)
     os.kill(job.launcher(1), signal.SIGKILL)
     (out, err), (_, other_err) = ends(job.nodes)
     assert [node.returncode for node in job.nodes] == [0, 0], err + other_err
     assert "supervise: attempt 1 crashed, exit code " in err and "supervise: attempt 2 crashed, exit code 77; " in err
-    assert f"  rank 2 on {socket.gethostname()}#1: last seen in phase " in err
+    assert f"  rank 1 on {socket.gethostname()}#1: last seen in phase " in err
     assert out.count("\nresumed from ") == 3
-    assert job.losses == per_node.one_node_losses
+    assert job.losses == whole
 
 
 @pytest.mark.skipif(network.missing() is not None, reason=str(network.missing()))

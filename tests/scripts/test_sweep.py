@@ -1,6 +1,7 @@
 """scripts/sweep.py: the CPU variant of every sweep, rows that fail, continuing a sweep, and signals.
 
-Tests that are not about the launcher and its workers run the command in this process and fork the rows.
+Tests that are not about the launcher and its workers run the command in this process and fork the rows. The sweep of
+compiled rows, which takes minutes, runs only with `pytest -m slow_sweeps`: other tests compile, and check its recipes.
 """
 
 import contextlib
@@ -147,7 +148,16 @@ def short_documents(corpus: Path, folder: Path) -> Path:
     return path
 
 
-EVERY = pytest.mark.parametrize("name", CPU_VARIANTS)
+def variants(*without: str) -> list[Any]:
+    return [
+        pytest.param(name, marks=pytest.mark.slow_sweeps) if name == "compile" else name
+        for name in CPU_VARIANTS
+        if name not in without
+    ]
+
+
+EVERY = pytest.mark.parametrize("name", variants())
+SAME_BATCHES = pytest.mark.parametrize("name", variants("sequence_length", "document_mask"))
 
 
 @EVERY
@@ -186,12 +196,12 @@ def test_the_pictures_of_a_cpu_variant_show_something(name: str, finished: Calla
         assert 0.01 < (pixels[..., :3].min(axis=2) < 0.9).mean() < 0.6
 
 
-@pytest.mark.parametrize("name", [name for name in CPU_VARIANTS if name not in ("sequence_length", "document_mask")])
+@SAME_BATCHES
 def test_rows_on_the_same_batches_end_at_nearly_the_same_loss(name: str, finished: Callable[[str], Finished]) -> None:
     assert all(abs(float(line[-1])) < 0.02 for line in list(finished(name).speed.values())[1:])
 
 
-@pytest.mark.parametrize("name", [name for name in CPU_VARIANTS if name not in ("sequence_length", "document_mask")])
+@SAME_BATCHES
 def test_without_document_masks_attention_is_counted_over_whole_sequences(
     name: str, finished: Callable[[str], Finished]
 ) -> None:
