@@ -116,7 +116,7 @@ def object_server() -> Iterator[ObjectServer]:
         return False
 
     try:
-        wait_for("the server", answers, seconds=60)
+        wait_for("the server", answers)
         with mock.patch.dict(os.environ, variables):
             type(remote._system("s3://bucket")).clear_instance_cache()  # of another server
             remote._system("s3://bucket").mkdir("bucket")

@@ -56,11 +56,11 @@ class Cluster:
         options = [f"--{option}={self.folder / 'munge' / name}" for option, name in files.items()]
         # --force: munged rejects folders below one that is writable by all
         self._daemon("munged", "--foreground", "--force", *options)
-        wait_for("munged", (self.folder / "munge" / "socket").exists, seconds=30)
+        wait_for("munged", (self.folder / "munge" / "socket").exists)
         self._daemon("slurmctld", "-D")
         for node in ("node0", "node1"):
             self.start_node(node)
-        wait_for("two idle nodes", lambda: self._ask("sinfo", "-h", "-N", "-o", "%t") == "idle\nidle\n", seconds=60)
+        wait_for("two idle nodes", lambda: self._ask("sinfo", "-h", "-N", "-o", "%t") == "idle\nidle\n")
 
     def start_node(self, node: str) -> None:
         own = [
@@ -134,7 +134,7 @@ SlurmdTimeout=10
                     daemon.kill()
                     daemon.wait()
         try:
-            wait_for("no process left", lambda: not self.processes(), seconds=30)
+            wait_for("no process left", lambda: not self.processes())
         finally:
             for process in self.processes():
                 os.kill(process, signal.SIGKILL)

@@ -57,7 +57,7 @@ def running(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[
         return len(losses(folder, "one")) > 2
 
     try:
-        wait_for("the first steps", trains, seconds=90)
+        wait_for("the first steps", trains)
         yield Running(folder, seen)
     finally:
         end(run)
@@ -87,7 +87,7 @@ def test_garbage_on_every_port_of_a_run_does_not_stop_it(running: Running) -> No
                 with suppress(ConnectionError):  # closed by the other side
                     stack.enter_context(socket.create_connection(place, timeout=5)).sendall(garbage)
         before = running.steps
-        wait_for("more steps", lambda: running.steps > before + 20, seconds=60)
+        wait_for("more steps", lambda: running.steps > before + 20)
 
 
 def test_node_0_of_several_listens_only_at_the_address_that_the_others_are_told(tmp_path: Path, corpus: Path) -> None:
@@ -102,7 +102,7 @@ def test_node_0_of_several_listens_only_at_the_address_that_the_others_are_told(
         return bool(found)
 
     try:
-        wait_for("the store", serves, seconds=60)
+        wait_for("the store", serves)
         assert found == {("127.0.0.2", port)}
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), timeout=5)

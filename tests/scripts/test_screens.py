@@ -32,12 +32,12 @@ def test_a_run_without_screens_restarts_after_a_crash_and_saves_after_a_signal(t
     command = with_streams("<&- >&- 2>/dev/full", "bash", ROOT / "scripts/run.sh", *words)
     process = subprocess.Popen(command, cwd=tmp_path, env=variables)
     try:
-        wait_for("a checkpoint", lambda: process.poll() is not None or reached(tmp_path, "run", EVERY + 2), seconds=60)
+        wait_for("a checkpoint", lambda: process.poll() is not None or reached(tmp_path, "run", EVERY + 2))
         worker = next(child for child in descendants(process.pid) if rank_of(child) is not None)
         os.kill(worker, signal.SIGKILL)
-        wait_for("the restart", lambda: process.poll() is not None or "\nresumed from " in log(tmp_path), seconds=60)
+        wait_for("the restart", lambda: process.poll() is not None or "\nresumed from " in log(tmp_path))
         before = len(losses(tmp_path, "run"))
-        wait_for("steps of it", lambda: len(losses(tmp_path, "run")) > before + EVERY, seconds=20)
+        wait_for("steps of it", lambda: len(losses(tmp_path, "run")) > before + EVERY)
         process.terminate()
         assert process.wait(300) == PREEMPTED
     finally:
@@ -57,7 +57,7 @@ def test_a_run_saves_when_its_terminal_is_closed(tmp_path: Path, corpus: Path) -
         stderr=theirs,
     )
     os.close(theirs)
-    wait_for("a checkpoint", lambda: process.poll() is not None or reached(tmp_path, "run", EVERY + 2), seconds=60)
+    wait_for("a checkpoint", lambda: process.poll() is not None or reached(tmp_path, "run", EVERY + 2))
     os.close(ours)  # the kernel sends SIGHUP
     assert process.wait(300) == PREEMPTED
     assert "SIGTERM: interrupted after step " in log(tmp_path)

@@ -280,7 +280,7 @@ def test_array_of_jobs_prepares_the_bytes_of_one_machine(cluster: Cluster, folde
 
     array = submit(str(folder / "out"), flags=["--array=1-5"])
     join = submit(str(folder / "out"), "--join", flags=[f"--dependency=afterok:{array}"])
-    wait_for("the join", lambda: cluster.job(join)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED"), seconds=90)
+    wait_for("the join", lambda: cluster.job(join)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED"))
     log = folder / f"prepare-{join}.out"
     assert cluster.job(join)["JobState"] == "COMPLETED", log.read_text()
     assert "joined in " in log.read_text()

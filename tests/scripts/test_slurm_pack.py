@@ -82,7 +82,7 @@ class Job:
 
     def end(self) -> tuple[str, str]:
         """State and exit code."""
-        wait_for(f"the end of {self.name}", lambda: self.state in ("COMPLETED", "FAILED", "CANCELLED"), seconds=120)
+        wait_for(f"the end of {self.name}", lambda: self.state in ("COMPLETED", "FAILED", "CANCELLED"))
         return self.state, self.cluster.job(self.number)["ExitCode"]
 
 
@@ -124,7 +124,7 @@ def test_ended_job_leaves_nothing_on_the_disks(
     assert f"slurm: node1: deletes {cluster.folder}/disk/{left.name}, which an ended job has left\n" in job.log
     cluster.do("scancel", job.number)
     assert job.end()[0] == "CANCELLED"
-    wait_for("empty disks", lambda: not any(os.listdir(disk) for disk in disks), seconds=30)
+    wait_for("empty disks", lambda: not any(os.listdir(disk) for disk in disks))
 
 
 @pytest.mark.parametrize(

@@ -307,7 +307,7 @@ def run_until_first_step(command: Sequence[str], **options: Any) -> Ended:
     def wait_for_step(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
         if timeout != options["timeout"]:
             return wait(process, timeout)
-        wait_for("a logged step", lambda: metrics.exists() and b"loss" in metrics.read_bytes(), seconds=120)
+        wait_for("a logged step", lambda: metrics.exists() and b"loss" in metrics.read_bytes())
         raise subprocess.TimeoutExpired(process.args, timeout)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -501,7 +501,7 @@ def sweep_in_training(folder: Path, home: Path, corpus: Path) -> subprocess.Pope
         stderr=subprocess.PIPE,
         text=True,
     )
-    wait_for("the first step", lambda: list(folder.rglob("metrics.jsonl")) or process.poll() is not None, seconds=120)
+    wait_for("the first step", lambda: list(folder.rglob("metrics.jsonl")) or process.poll() is not None)
     assert len(processes_of(folder)) >= 2  # launcher and worker
     return process
 
@@ -526,4 +526,4 @@ def test_sigkill_leaves_no_process_on_the_device(home: Path, corpus: Path) -> No
     process = sweep_in_training(folder, home, corpus)
     process.kill()
     process.communicate(timeout=300)
-    wait_for("the launcher to notice", lambda: not processes_of(folder), seconds=120)
+    wait_for("the launcher to notice", lambda: not processes_of(folder))
