@@ -5,6 +5,7 @@ import pty
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -55,11 +56,17 @@ def test_a_run_saves_when_its_terminal_is_closed(tmp_path: Path, corpus: Path) -
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # ignored if the tests run under nohup
     )
     os.close(theirs)
-    wait_for("a checkpoint", lambda: process.poll() is not None or reached(tmp_path, "run", EVERY + 2))
-    os.close(ours)  # the kernel sends SIGHUP
-    assert process.wait(300) == PREEMPTED
+    try:
+        wait_for("a checkpoint", lambda: process.poll() is not None or reached(tmp_path, "run", EVERY + 2))
+        os.close(ours)  # the kernel sends SIGHUP
+        assert process.wait(300) == PREEMPTED
+    finally:
+        for left in [*descendants(process.pid), process.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(left, signal.SIGKILL)
     assert "SIGTERM: interrupted after step " in log(tmp_path)
 
 
