@@ -86,10 +86,23 @@ def _shards(mesh: Mesh) -> int:
 def _sum_gradients(unit: FSDPModule, mesh: Mesh) -> None:
     # Else a factor of one still takes NCCL's slower pre-multiplied sum, which gloo does not have.
     unit.set_force_sum_reduction_for_comms(True)
-    if mesh.fsdp.size() > 1:  # one process has nothing to divide by, and any factor would cost it a copy
-        unit.set_gradient_divide_factor(1.0)
     if _shards(mesh) == 1:
         unit.set_custom_reduce_scatter(_OneBuffer())  # type: ignore[arg-type]
+    if mesh.fsdp.size() > 1:  # one process has nothing to divide by
+        unit.set_gradient_divide_factor(1.0 if _shards(mesh) > 1 else _One())  # type: ignore[arg-type]
+
+
+class _One:
+    """The factor 1 for FSDP where it has one shard: torch 2.11 to 2.13 divide by that, into another buffer."""
+
+    def __rtruediv__(self, gradients: Tensor) -> Tensor:
+        return gradients
+
+    def __eq__(self, other: object) -> bool:
+        return other == 1
+
+    def __hash__(self) -> int:
+        return hash(1)
 
 
 class _OneBuffer:

@@ -24,6 +24,7 @@ from tests.processes import run_processes
 DEBUG = SIZES["llama3_debug"]
 TOKENS = 7
 """All sizes of activations are multiples of it, and no size of a parameter or of a block is."""
+MESHES = {"shards": MeshConfig(), "replicas": MeshConfig(replicate=2, shard=1)}
 TENSORWISE = Float8Config(recipe="tensorwise", all_gather=True, emulate=True)
 
 
@@ -127,6 +128,21 @@ def test_zero2_casts_each_weight_to_float8_once_a_step(sizes: dict[str, int]) ->
         assert found["_to_copy float8_e4m3fn"] == casts * sizes["matrices"]
 
 
+def written_by_replicas() -> dict[str, int]:
+    start("cpu", seed=0)
+    model, _ = build_model(DEBUG, mesh=MESHES["replicas"])
+    for counted in (Written(), Written()):  # FSDP sets itself up in the first
+        with counted:
+            train(model, micro_batches(1), zero2=False, reduces=True)
+        model.zero_grad()
+    stop()
+    return {name: elements for name, elements in counted.elements.items() if elements > 10_000}
+
+
+def test_replicas_only_copy_their_gradients_into_one_buffer_before_they_sum_them(sizes: dict[str, int]) -> None:
+    assert run_processes(2, written_by_replicas) == [{"chunk_cat float32": sizes["all"]}] * 2
+
+
 # Numbers
 
 
@@ -185,9 +201,6 @@ def test_one_process_repeats_a_loop_without_fsdp_to_the_bit(dtype: str, zero2: b
             assert torch.equal(found[name].to_local(), gradient), name
         optimizer.step()
         optimizer.zero_grad()
-
-
-MESHES = {"shards": MeshConfig(), "replicas": MeshConfig(replicate=2, shard=1)}
 
 
 def different_sums() -> dict[str, list[str]]:
