@@ -127,8 +127,8 @@ def let_segments_grow() -> None:
 def keep_freed_memory() -> None:
     """Process-wide: glibc keeps the memory of freed tensors for the next ones, as torch's allocator does on a GPU.
 
-    By default it gives large pieces back to the system at once, which then clears every page of every large tensor of
-    every step anew: a tenth of the time of a step on a CPU. Variables that tune glibc's malloc stay in force.
+    By default it gives large pieces back to the system at once, which then clears their pages anew in every step
+    (docs/benchmarks/README.md counts them). Variables that tune glibc's malloc stay in force.
     """
     if sys.platform != "linux" or any(name.startswith(MALLOC_VARIABLES) for name in os.environ):
         return

@@ -101,9 +101,6 @@ class _One:
     def __eq__(self, other: object) -> bool:
         return other == 1
 
-    def __hash__(self) -> int:
-        return hash(1)
-
 
 class _OneBuffer:
     """One buffer as input and as output of FSDP's reduce-scatter, where it has one shard.
