@@ -2,14 +2,14 @@
 
 import inspect
 import warnings
-import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -41,22 +41,14 @@ def shard_blocks_and_root(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> s
         ),
     }
     reshard = config.reshard_after_forward
-    shared = _shared_parameters(model)
-    for block in blocks_of(model):
-        fully_shard(block, reshard_after_forward=reshard, **options)
-    if interface.head is not None:
-        # Untied: two large matrices that are never needed at the same time. The backward pass starts with the head.
-        embedding, head = model.get_submodule(interface.embedding), model.get_submodule(interface.head)
-        if shared.isdisjoint(embedding.parameters()):  # an encoder and a decoder may have one in common
-            fully_shard(embedding, reshard_after_forward=reshard, **options)
-            cast(FSDPModule, embedding).set_unshard_in_backward(False)  # its gradient needs the tokens only
-        fully_shard(head, reshard_after_forward=False, **options)
+    if not _root_is_enough(mesh, config):
+        _shard_parts(model, reshard_after_forward=reshard, **options)
     fully_shard(model, reshard_after_forward=False, **options)
 
-    for unit in units_of(model):
-        _sum_gradients(unit, mesh)
+    _sum_gradients(units_of(model), mesh, config)
     for stack in interface.stacks:
-        units = [cast(FSDPModule, model.get_submodule(name)) for name in stack]
+        modules = [model.get_submodule(name) for name in stack]
+        units: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
         for index, unit in enumerate(units):
             # Ask for the next blocks' weights before this one computes, so that a slow host does not expose the gather.
             unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + config.prefetch])
@@ -72,6 +64,19 @@ def shard_blocks_and_root(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> s
     return f"fsdp: {layout}{copies}, {config.param_dtype} compute, {config.reduce_dtype} reduction{ahead}{offload}"
 
 
+def _shard_parts(model: nn.Module, *, reshard_after_forward: bool, **options: Any) -> None:
+    interface, shared = interface_of(model), _shared_parameters(model)
+    for block in blocks_of(model):
+        fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
+    if interface.head is not None:
+        # Untied: two large matrices that are never needed at the same time. The backward pass starts with the head.
+        embedding, head = model.get_submodule(interface.embedding), model.get_submodule(interface.head)
+        if shared.isdisjoint(embedding.parameters()):  # an encoder and a decoder may have one in common
+            fully_shard(embedding, reshard_after_forward=reshard_after_forward, **options)
+            cast(FSDPModule, embedding).set_unshard_in_backward(False)  # its gradient needs the tokens only
+        fully_shard(head, reshard_after_forward=False, **options)
+
+
 def _shared_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Those that several modules have: only a unit around all of these can gather them."""
     found = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
@@ -83,43 +88,86 @@ def _shards(mesh: Mesh) -> int:
     return mesh.degrees.shard * mesh.degrees.context
 
 
-def _sum_gradients(unit: FSDPModule, mesh: Mesh) -> None:
-    # Else a factor of one still takes NCCL's slower pre-multiplied sum, which gloo does not have.
-    unit.set_force_sum_reduction_for_comms(True)
-    if _shards(mesh) == 1:
-        unit.set_custom_reduce_scatter(_OneBuffer())  # type: ignore[arg-type]
-    if mesh.fsdp.size() > 1:  # one process has nothing to divide by
-        unit.set_gradient_divide_factor(1.0 if _shards(mesh) > 1 else _One())  # type: ignore[arg-type]
+def _sum_gradients(units: Sequence[FSDPModule], mesh: Mesh, config: FSDPConfig) -> None:
+    if _shards(mesh) == 1 and not config.cpu_offload:
+        whole = _WholeGradients(mesh.replicate_group if mesh.degrees.replicate > 1 else None)
+        for unit in units:
+            whole.take_from(unit)
+        return
+    for unit in units:
+        # Else a factor of one still takes NCCL's slower pre-multiplied sum, which gloo does not have.
+        unit.set_force_sum_reduction_for_comms(True)
+        if mesh.fsdp.size() > 1:  # one process has nothing to divide by
+            unit.set_gradient_divide_factor(1.0)
 
 
-class _One:
-    """The factor 1 for FSDP where it has one shard: torch 2.11 to 2.13 divide by that, into another buffer."""
+class _WholeGradients:
+    """Hands over gradients where FSDP shards nothing: on one process as they are, of replicas as their sum.
 
-    def __rtruediv__(self, gradients: Tensor) -> Tensor:
-        return gradients
-
-    def __eq__(self, other: object) -> bool:
-        return other == 1
-
-
-class _OneBuffer:
-    """One buffer as input and as output of FSDP's reduce-scatter, where it has one shard.
-
-    torch 2.11 to 2.13 then call no communication, but copy the input to the output: nothing, if they are the same.
+    FSDP's own reduction would copy those of one process into a buffer, and wait on a CPU for each sum of replicas. This
+    waits once, at the end of the backward pass, as DistributedDataParallel does. torch 2.11 to 2.13 have no public name
+    for what happens after a unit's backward pass.
     """
 
-    def __init__(self) -> None:
-        self._input: weakref.ref[Tensor] | None = None
+    def __init__(self, replicas: dist.ProcessGroup | None) -> None:
+        self._replicas = replicas
+        self._sums: list[tuple[dist.Work, list[tuple[Any, Tensor]]]] = []
 
-    def allocate(self, size: tuple[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP asks first for the input, and for the output while it holds the input."""
-        buffer = self._input() if self._input else None
-        if buffer is not None:
-            self._input = None
-            return buffer
-        buffer = torch.empty(size, dtype=dtype, device=device)
-        self._input = weakref.ref(buffer)
-        return buffer
+    def take_from(self, unit: FSDPModule) -> None:
+        """Call this once for a unit."""
+        group: Any = unit._get_fsdp_state()._fsdp_param_group
+        if group is not None:
+            group.post_backward = partial(self._post_backward, group, group.post_backward)
+
+    def _post_backward(self, group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+        is_last = group.reduce_grads  # of the micro-batches
+        gradients = [pair for parameter in group.fsdp_params for pair in _taken(parameter)] if is_last else []
+        post_backward(*unused)  # reshards, and finds nothing to reduce
+        if self._replicas is None:
+            _hand_over(gradients)
+        elif gradients:
+            self._start_sum(gradients, group._reduce_dtype or gradients[0][1].dtype, self._replicas)
+
+    def _start_sum(self, gradients: list[tuple[Any, Tensor]], dtype: torch.dtype, replicas: dist.ProcessGroup) -> None:
+        if not self._sums:
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        sizes = [gradient.numel() for _, gradient in gradients]
+        buffer = torch.empty(sum(sizes), dtype=dtype, device=gradients[0][1].device)
+        parts = [part.view_as(gradient) for part, (_, gradient) in zip(buffer.split(sizes), gradients, strict=True)]
+        torch._foreach_copy_(parts, [gradient for _, gradient in gradients])
+        work = dist.all_reduce(buffer, group=replicas, async_op=True)
+        assert work is not None
+        self._sums.append((work, [(parameter, part) for (parameter, _), part in zip(gradients, parts, strict=True)]))
+
+    def _finish(self) -> None:
+        for work, summed in self._sums:
+            work.wait()  # on a GPU, only the stream waits
+            _hand_over(summed)
+        self._sums = []
+
+
+def _taken(parameter: Any) -> list[tuple[Any, Tensor]]:
+    """FSDP's parameter and the sum of its gradients over micro-batches, if it has any; FSDP forgets it."""
+    if (whole := getattr(parameter, "_unsharded_param", None)) is None:
+        return []
+    parameter.accumulate_unsharded_grad_if_needed()
+    if parameter.unsharded_accumulated_grad is not None:
+        gradient = parameter.unsharded_accumulated_grad_data
+    elif whole.grad is not None:
+        gradient = parameter.unsharded_grad_data
+    else:
+        return []
+    parameter.unsharded_accumulated_grad = whole.grad = None
+    return [(parameter, gradient)]
+
+
+def _hand_over(gradients: list[tuple[Any, Tensor]]) -> None:
+    for parameter, gradient in gradients:
+        gradient, earlier = gradient.to(parameter.orig_dtype), parameter.sharded_param.grad
+        if earlier is None:
+            parameter.sharded_param.grad = parameter.to_sharded_dtensor(gradient)
+        else:  # of a unit that is called twice, or of a micro-batch before
+            earlier._local_tensor += gradient
 
 
 def reshard(model: nn.Module) -> None:
@@ -134,30 +182,15 @@ def without_idle_resharding(mesh: Mesh, config: FSDPConfig, *, float8_gathers: b
     return replace(config, reshard_after_forward=False) if idle else config
 
 
-def has_nothing_to_reduce(mesh: Mesh, config: FSDPConfig) -> bool:
-    """Whether this process computes whole gradients alone, so that take_gradients() replaces FSDP's reduction."""
-    return _shards_are_whole(mesh, config) and mesh.degrees.replicate == 1
+def _root_is_enough(mesh: Mesh, config: FSDPConfig) -> bool:
+    """Whether further units would only cost the host time: one process computes with its float32 weights themselves."""
+    idle = config.param_dtype == "float32" and not config.reshard_after_forward
+    return idle and _shards_are_whole(mesh, config) and mesh.degrees.replicate == 1
 
 
 def units_of(model: nn.Module) -> tuple[FSDPModule, ...]:
     """The modules that fully_shard was called for."""
     return tuple(module for module in model.modules() if isinstance(module, FSDPModule))
-
-
-def take_gradients(units: Iterable[FSDPModule]) -> None:
-    """Give parameters the gradients that FSDP has summed over micro-batches without reducing them, and no copies.
-
-    FSDP's reduction would first copy them into one buffer. torch 2.11 to 2.13 have no public name for any of this.
-    """
-    for unit in units:
-        group = unit._get_fsdp_state()._fsdp_param_group
-        for parameter in cast(Any, group).fsdp_params if group else ():
-            gradient = parameter.unsharded_accumulated_grad
-            if gradient is None:  # it was computed in the type of the sum
-                gradient = parameter._unsharded_param.grad
-            parameter.unsharded_accumulated_grad = parameter._unsharded_param.grad = None
-            if gradient is not None:
-                parameter.sharded_param.grad = parameter.to_sharded_dtensor(gradient.to(parameter.orig_dtype))
 
 
 def _shards_are_whole(mesh: Mesh, config: FSDPConfig) -> bool:

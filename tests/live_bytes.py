@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from models.decoder import Decoder
-from parallel.fsdp import compute_with_whole_shards, has_nothing_to_reduce, units_of, without_idle_resharding
+from parallel.fsdp import compute_with_whole_shards, units_of, without_idle_resharding
 from parallel.mesh import Mesh, build_mesh
 from parallel.order import parallelize
 from recipes.metrics.clock import RunClock
@@ -50,7 +50,6 @@ def build(recipe: Recipe, mesh: Mesh) -> Built:
         z_loss=0.0,
         grad_clip=recipe.optimizer.grad_clip,
         reshard_after_forward=fsdp.reshard_after_forward,
-        reduces_gradients=not has_nothing_to_reduce(mesh, fsdp),
         float8_all_gather=recipe.float8.all_gather,
         dropout_seed=None,
         report=tuple(report),

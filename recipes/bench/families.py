@@ -24,7 +24,6 @@ from models.pairs import EncoderDecoderInputs
 from models.transformers_config import TransformersConfig
 from parallel.dist import World, start, stop
 from parallel.errors import UserError
-from parallel.fsdp import take_gradients
 from parallel.materialize import plain_name
 from recipes.bench.family_configs import FAMILIES, SUPPORTED
 from recipes.data.loader import MicroBatch
@@ -212,11 +211,8 @@ def largest_gap(ours: Sequence[float], theirs: Sequence[float]) -> float:
 def gradient_gap(built: Built, theirs: nn.Module, batches: Sequence[MicroBatch]) -> float:
     """The largest relative difference of the gradient of a parameter, by name, before the first step."""
     count = sum(int((targets != IGNORED).sum()) for _, targets, _ in batches)
-    for unit in built.units:
-        unit.set_requires_gradient_sync(False, recurse=False)
     for inputs, targets, documents in batches:
         (built.model(inputs, targets, documents=documents) / count).backward()
-    take_gradients(built.units)
     ours = {name: parameter.grad for name, parameter in plain_parameters(built)}
     built.optimizer.zero_grad()
     theirs.zero_grad()

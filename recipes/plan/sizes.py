@@ -121,8 +121,8 @@ class Sizes:
 
     @cached_property
     def alone(self) -> bool:
-        """Whether no gradient is reduced, as has_nothing_to_reduce() in parallel/fsdp.py says."""
-        return self.degrees.processes == 1 and not self.recipe.fsdp.cpu_offload
+        """Whether gradients are handed over as they are: no other process has a part of them, or a copy."""
+        return self.shards == self.degrees.replicate == 1 and not self.recipe.fsdp.cpu_offload
 
     @cached_property
     def gathered_block(self) -> int:
@@ -213,8 +213,9 @@ class Sizes:
         return self.waiting(unit.whole) + 4 * unit.share
 
     def waiting(self, whole: int) -> int:
-        """Bytes of what is being summed, beside the sum, which is the same buffer where nothing is sharded."""
-        return self.reduced * whole * (self.shards > 1 or (self.reduced != 4 and not self.alone))
+        """Bytes of what is being summed, beside the sum: where nothing is sharded, replicas sum in one buffer."""
+        apart = self.shards > 1 or self.recipe.fsdp.cpu_offload
+        return self.reduced * whole * (apart or (self.reduced != 4 and not self.alone))
 
     @cached_property
     def new_of_tied_head(self) -> int:

@@ -25,13 +25,7 @@ from models.interface import interface_of
 from models.loss import Kernels, SummedLoss
 from models.pairs import EncoderDecoderInputs
 from parallel.config import CompileConfig, MeshDegrees
-from parallel.fsdp import (
-    compute_with_whole_shards,
-    has_nothing_to_reduce,
-    take_gradients,
-    units_of,
-    without_idle_resharding,
-)
+from parallel.fsdp import compute_with_whole_shards, units_of, without_idle_resharding
 from parallel.materialize import plain_name
 from parallel.mesh import Mesh, build_mesh
 from parallel.order import parallelize
@@ -158,7 +152,6 @@ class _Step:
         self._units, self._parameters = units_of(self._model), tuple(self._model.parameters())
         dtype = getattr(torch, self._fsdp.param_dtype)
         self._optimizer = build_optimizer(self._model, self._recipe.optimizer, self._mesh, dtype=dtype)
-        self._reduces = not has_nothing_to_reduce(self._mesh, self._fsdp)
 
     def fullest_moment(self, batches: list[MicroBatch]) -> tuple[str, Pieces]:
         """See above. The first step makes the moments, the second one finds the peak, the third one what is there."""
@@ -195,12 +188,10 @@ class _Step:
         for index, (inputs, targets, documents) in enumerate(batches):
             last = index == len(batches) - 1
             for unit in self._units:
-                unit.set_requires_gradient_sync(last and self._reduces, recurse=False)
+                unit.set_requires_gradient_sync(last, recurse=False)
                 if not self._fsdp.reshard_after_forward:
                     unit.set_reshard_after_backward(last, recurse=False)
             backward(self._model(inputs, targets, documents=documents) / 1)
-        if not self._reduces:
-            take_gradients(self._units)
         norm = gradient_norm(self._parameters)
         if self._recipe.optimizer.grad_clip > 0:
             clip_gradients(self._parameters, norm=norm, max_norm=self._recipe.optimizer.grad_clip)

@@ -16,7 +16,7 @@ from models.config import of_transformers
 from models.interface import interface_of
 from parallel.dist import World, allocator_settings, on_all, on_main, on_main_first
 from parallel.errors import TemporaryError, UserError
-from parallel.fsdp import compute_with_whole_shards, has_nothing_to_reduce, units_of, without_idle_resharding
+from parallel.fsdp import compute_with_whole_shards, units_of, without_idle_resharding
 from parallel.kernels import choose_attention
 from parallel.materialize import materialize
 from parallel.mesh import Mesh, build_mesh
@@ -65,8 +65,6 @@ class Built:
     optimizer: Optimizer
     parameters: tuple[nn.Parameter, ...]
     """Those of the model, as sharding left them."""
-    reduces_gradients: bool
-    """Whether other processes have a part of the gradients."""
     roles: Mapping[str, tuple[nn.Parameter, ...]]
     """Of these parameters; empty unless the recipe asks for their gradient norms."""
     # The next four are as in the recipe, but nothing is resharded where that frees nothing.
@@ -278,7 +276,6 @@ def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh:
         z_loss=recipe.optimizer.z_loss,
         grad_clip=recipe.optimizer.grad_clip,
         reshard_after_forward=fsdp.reshard_after_forward,
-        reduces_gradients=not has_nothing_to_reduce(mesh, fsdp),
         float8_all_gather=recipe.float8.all_gather,
         dropout_seed=recipe.run.seed if interface_of(model).draws_random else None,
         report=tuple(report),

@@ -11,7 +11,6 @@ from models.loss import IGNORED
 from parallel.dist import World
 from parallel.errors import CorruptState
 from parallel.float8 import precompute_scales
-from parallel.fsdp import take_gradients
 from parallel.reduce import clip_gradients, gradient_norm, share_gradients_of_copies, sum_over_group
 from recipes.data.loader import MicroBatch
 from recipes.metrics.clock import RunClock
@@ -60,7 +59,7 @@ def train_step(
     for index, (inputs, targets, documents) in enumerate(clock.with_progress(micro_batches)):
         last = index == len(micro_batches) - 1
         for unit in built.units:
-            unit.set_requires_gradient_sync(last and built.reduces_gradients, recurse=False)  # only of their sum
+            unit.set_requires_gradient_sync(last, recurse=False)  # only of their sum
             if not built.reshard_after_forward:
                 unit.set_reshard_after_backward(last, recurse=False)  # ZeRO-2 gathers the weights once per step
         if built.dropout_seed is not None:
@@ -69,8 +68,6 @@ def train_step(
         backward(micro_losses.sum() if built.z_loss else micro_losses)
         losses += micro_losses.detach()
     loss = losses[0] if built.z_loss else losses
-    if not built.reduces_gradients:
-        take_gradients(built.units)
     norm = guard.norm_of_all(gradient_norm(parameters))
     columns = further_columns(built, losses) if is_logged else {}
     if built.mesh.tensor is not None:  # after the norm, which shows what is wrong with any copy

@@ -14,10 +14,9 @@ from models.sizes import SIZES
 from parallel.config import Float8Config, FSDPConfig, MeshConfig, MeshDegrees
 from parallel.dist import start, stop
 from parallel.float8 import precompute_scales
-from parallel.fsdp import has_nothing_to_reduce, take_gradients, units_of, without_idle_resharding
+from parallel.fsdp import units_of, without_idle_resharding
 from parallel.materialize import materialize, whole
 from parallel.mesh import build_mesh
-from recipes.plan.live_bytes import fake_processes
 from tests.build import NO_FLOAT8, build_model
 from tests.processes import run_processes
 
@@ -38,6 +37,8 @@ class Written(TorchDispatchMode):
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result, name = operator(*args, **(kwargs or {})), operator.overloadpacket.__name__
         written = (kwargs or {}).get("out") if name == "chunk_cat" else result
+        if name == "_foreach_copy_":
+            self.elements[f"{name} {str(args[0][0].dtype).removeprefix('torch.')}"] += sum(map(Tensor.numel, args[0]))
         moves = name in ("_to_copy", "chunk_cat", "div", "add_") or (name == "copy_" and args[0] is not args[1])
         if moves and not isinstance(written, DTensor) and written.numel() % TOKENS and written.dim():
             self.elements[f"{name} {str(written.dtype).removeprefix('torch.')}"] += written.numel()
@@ -49,22 +50,17 @@ def micro_batches(count: int, *, seed: int = 0) -> list[Tensor]:
     return [torch.randint(DEBUG.vocabulary, (1, TOKENS), generator=generator) for _ in range(count)]
 
 
-def train(model: Any, batch: list[Tensor], *, zero2: bool, reduces: bool = False) -> list[Tensor]:
-    """The losses of the micro-batches, accumulated as in train_step(). Leaves the gradients of their sum.
-
-    reduces: whether FSDP reduces them, as it must where several processes have a part.
-    """
+def train(model: Any, batch: list[Tensor], *, zero2: bool) -> list[Tensor]:
+    """The losses of the micro-batches, accumulated as in train_step(). Leaves the gradients of their sum."""
     losses = []
     for index, tokens in enumerate(batch):
         last = index == len(batch) - 1
-        model.set_requires_gradient_sync(last and reduces)
+        model.set_requires_gradient_sync(last)
         if zero2:
             model.set_reshard_after_backward(last)
         loss = model(tokens, tokens)
         loss.backward()
         losses.append(loss.detach())
-    if not reduces:
-        take_gradients(units_of(model))
     return losses
 
 
@@ -133,14 +129,14 @@ def written_by_replicas() -> dict[str, int]:
     model, _ = build_model(DEBUG, mesh=MESHES["replicas"])
     for counted in (Written(), Written()):  # FSDP sets itself up in the first
         with counted:
-            train(model, micro_batches(1), zero2=False, reduces=True)
+            train(model, micro_batches(1), zero2=False)
         model.zero_grad()
     stop()
     return {name: elements for name, elements in counted.elements.items() if elements > 10_000}
 
 
 def test_replicas_only_copy_their_gradients_into_one_buffer_before_they_sum_them(sizes: dict[str, int]) -> None:
-    assert run_processes(2, written_by_replicas) == [{"chunk_cat float32": sizes["all"]}] * 2
+    assert run_processes(2, written_by_replicas) == [{"_foreach_copy_ float32": sizes["all"]}] * 2
 
 
 # Numbers
@@ -213,7 +209,7 @@ def different_sums() -> dict[str, list[str]]:
     expected, found = gradients(reference), {}
     for name, mesh in MESHES.items():
         model, _ = build_model(DEBUG, mesh=mesh)
-        train(model, micro_batches(1, seed=world.rank), zero2=False, reduces=True)
+        train(model, micro_batches(1, seed=world.rank), zero2=False)
         sums = {key: whole(gradient) for key, gradient in gradients(model).items()}
         assert sums.keys() == expected.keys()
         found[name] = [key for key, gradient in expected.items() if not torch.equal(sums[key], gradient)]
@@ -225,33 +221,67 @@ def test_two_processes_sum_gradients_to_the_bit() -> None:
     assert run_processes(2, different_sums) == [{"shards": [], "replicas": []}] * 2
 
 
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("reduced", ["float32", "bfloat16"])
-def test_one_process_takes_the_gradients_that_a_reduction_would_return(reduced: str) -> None:
+def unlike_those_of_fsdp(processes: int) -> list[str]:
+    """Gradients of whole parameters that are not what FSDP's own reduction returns."""
+    start("cpu", seed=0)
+    different = []
+    for computed, reduced in (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")):
+        found = []
+        for own in (False, True):
+            config = FSDPConfig(param_dtype=computed, reduce_dtype=reduced)  # type: ignore[arg-type]
+            model, _ = build_model(DEBUG, mesh=MeshConfig(replicate=processes, shard=1), fsdp=config)
+            for unit in units_of(model) if own else ():
+                del unit._get_fsdp_state()._fsdp_param_group.post_backward
+                unit.set_force_sum_reduction_for_comms(True)
+                unit.set_gradient_divide_factor(1.0)
+            train(model, micro_batches(3), zero2=False)
+            found.append(gradients(model))
+        ours, theirs = found
+        assert ours.keys() == theirs.keys()
+        for name, one in ours.items():
+            other = theirs[name]
+            assert one.dtype == other.dtype == torch.float32
+            assert one.placements == other.placements and one.device_mesh == other.device_mesh
+            if not torch.equal(one.to_local(), other.to_local()):
+                different.append(f"{name}, {computed}, reduced in {reduced}")
+    stop()
+    return different
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_whole_gradients_are_those_that_fsdps_own_reduction_returns(processes: int) -> None:
+    assert run_processes(processes, unlike_those_of_fsdp, processes) == [[]] * processes
+
+
+def unlike_a_sum(processes: int) -> list[str]:
+    """Gradients that are not twice those of one backward pass after two."""
+    start("cpu", seed=0)
+    model, _ = build_model(DEBUG, mesh=MeshConfig(replicate=processes, shard=1))
+    [tokens] = micro_batches(1)
     found = []
-    for reduces in (False, True):
-        fsdp = FSDPConfig(reduce_dtype=reduced)  # type: ignore[arg-type]
-        model, _ = build_model(DEBUG, fsdp=fsdp)
-        train(model, micro_batches(3), zero2=False, reduces=reduces)
-        found.append(gradients(model))
-    taken, returned = found
-    assert taken.keys() == returned.keys()
-    for name, gradient in returned.items():
-        assert taken[name].dtype == gradient.dtype == torch.float32
-        assert taken[name].placements == gradient.placements and taken[name].device_mesh == gradient.device_mesh
-        assert torch.equal(taken[name].to_local(), gradient.to_local()), name
+    for passes in (1, 2):
+        for _ in range(passes):
+            model(tokens, tokens).backward()
+        found.append({name: gradient.to_local().clone() for name, gradient in gradients(model).items()})
+        model.zero_grad()
+    stop()
+    return [name for name, gradient in found[0].items() if not torch.equal(2 * gradient, found[1][name])]
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_several_backward_passes_sum_whole_gradients(processes: int) -> None:
+    assert run_processes(processes, unlike_a_sum, processes) == [[]] * processes
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
-    ("replicate", "shard", "offloads", "alone"),
-    [(1, 1, False, True), (1, 1, True, False), (2, 1, False, False), (1, 2, False, False)],
+    ("dtype", "zero2", "units"),
+    [("float32", True, 1), ("float32", False, 3 + DEBUG.layers), ("bfloat16", True, 3 + DEBUG.layers)],
 )
-def test_only_a_process_without_others_takes_its_gradients(
-    replicate: int, shard: int, offloads: bool, alone: bool
-) -> None:
-    with fake_processes(replicate * shard):
-        mesh = build_mesh(MeshDegrees(replicate, shard), device_type="cpu")
-        assert has_nothing_to_reduce(mesh, FSDPConfig(cpu_offload=offloads)) is alone
+def test_parts_are_units_only_where_they_are_gathered(dtype: str, zero2: bool, units: int) -> None:
+    config = FSDPConfig(param_dtype=dtype, reshard_after_forward=not zero2)  # type: ignore[arg-type]
+    model, _ = build_model(DEBUG, fsdp=config)
+    assert len(units_of(model)) == units
 
 
 @pytest.mark.usefixtures("alone")
