@@ -238,6 +238,14 @@ def from_all(world: World, value: Result) -> list[Result]:
     return world.messages.from_all(value)
 
 
+def wait_for(work: dist.Work) -> None:
+    """Wait for the end of a collective. On a GPU the device waits, not the host.
+
+    The wait itself is no Python: only by this file does the watchdog see that a process waits for others.
+    """
+    work.wait()
+
+
 def lost_a_peer(error: Exception) -> bool:
     """Whether an error only means that another process has exited."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))

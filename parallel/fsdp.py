@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from models.interface import blocks_of, interface_of
 from parallel.config import FSDPConfig
+from parallel.dist import wait_for
 from parallel.mesh import Mesh
 
 
@@ -141,7 +142,7 @@ class _WholeGradients:
 
     def _finish(self) -> None:
         for work, summed in self._sums:
-            work.wait()  # on a GPU, only the stream waits
+            wait_for(work)
             _hand_over(summed)
         self._sums = []
 

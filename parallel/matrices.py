@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from parallel.dist import wait_for
 from parallel.mesh import Mesh, sharding_group
 from parallel.owners import Round, Shape, deal, flat
 
@@ -28,11 +29,11 @@ class Sent:
         self._of: tuple[Tensor, dist.Work | None] | None = (buffer, work)
 
     def received(self) -> Tensor:
-        """The buffer with all that was sent, which is not held any longer. On a GPU the device waits, not the host."""
+        """The buffer with all that was sent, which is not held any longer."""
         assert self._of is not None, "asked for twice"
         (buffer, work), self._of = self._of, None
         if work is not None:
-            work.wait()
+            wait_for(work)
         return buffer
 
 

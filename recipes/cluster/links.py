@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.dist import World, all_gather_single
+from parallel.dist import World, all_gather_single, wait_for
 from parallel.nodes import Node
 from recipes.files.units import size
 
@@ -262,4 +262,4 @@ def _swap(buffer: Tensor, received: Tensor, partner: int | None) -> None:
         return
     operations = [dist.P2POp(dist.isend, buffer, partner), dist.P2POp(dist.irecv, received, partner)]
     for work in dist.batch_isend_irecv(operations):
-        work.wait()
+        wait_for(work)

@@ -10,10 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from models.sizes import SIZES
+from parallel.config import MeshConfig
 from parallel.dist import on_main, start, stop
 from parallel.heartbeats import ALARM, HUNG, Heartbeats, connect
 from recipes.bench.scale_watch import AT_START, EACH_PERIOD, CountingStore
 from recipes.cluster.watchdog import Report, _place_of, verdict
+from tests.build import build_model
 from tests.processes import run_processes
 
 WAITING = Report(0, "a", "step", 7, 61.0, "parallel/reduce.py:20 sum_over_group", waits=True, answers=True)
@@ -102,6 +105,29 @@ def test_waiting_for_other_processes_is_distinguished_from_own_work() -> None:
     waiting, working = run_processes(2, look_at_a_wait)
     assert waiting[1] and not working[1]
     assert waiting[0].startswith("tests/recipes/cluster/test_watchdog.py:") and waiting[0].endswith(" look_at_a_wait")
+
+
+def look_at_a_sum() -> tuple[str, bool]:
+    """Where rank 0 is at the end of its backward pass, while rank 1 has not begun: replicas sum their gradients."""
+    start("cpu", seed=0)
+    model, _ = build_model(SIZES["llama3_debug"], mesh=MeshConfig(replicate=2, shard=1))
+    tokens = torch.zeros(1, 7, dtype=torch.int64)
+    model(tokens, tokens).backward()  # both have started
+    main, seen = threading.main_thread().ident, list[tuple[str, bool]]()
+    look = threading.Timer(2.0, lambda: seen.append(_place_of(main)))
+    look.start()
+    if dist.get_rank() == 1:
+        threading.Event().wait(4.0)
+    model(tokens, tokens).backward()
+    look.join()
+    dist.barrier()
+    stop()
+    return seen[0]
+
+
+def test_waiting_for_the_gradients_of_other_replicas_is_distinguished_from_own_work() -> None:
+    (place, waits), (_, working) = run_processes(2, look_at_a_sum)
+    assert place.startswith("parallel/fsdp.py:") and waits and not working
 
 
 GENERATED = """
