@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.profiler import record_function
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -112,7 +113,6 @@ class _WholeGradients:
 
     def __init__(self, replicas: dist.ProcessGroup | None) -> None:
         self._replicas = replicas
-        self._sums: list[tuple[dist.Work, list[tuple[Any, Tensor]]]] = []
 
     def take_from(self, unit: FSDPModule) -> None:
         """Call this once for a unit."""
@@ -127,24 +127,26 @@ class _WholeGradients:
         if self._replicas is None:
             _hand_over(gradients)
         elif gradients:
-            self._start_sum(gradients, group._reduce_dtype or gradients[0][1].dtype, self._replicas)
+            with record_function("FSDP::post_backward_reduce"):  # the scope by which profiles know FSDP's own sums
+                _start_sum(gradients, group._reduce_dtype or gradients[0][1].dtype, self._replicas)
 
-    def _start_sum(self, gradients: list[tuple[Any, Tensor]], dtype: torch.dtype, replicas: dist.ProcessGroup) -> None:
-        if not self._sums:
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        sizes = [gradient.numel() for _, gradient in gradients]
-        buffer = torch.empty(sum(sizes), dtype=dtype, device=gradients[0][1].device)
-        parts = [part.view_as(gradient) for part, (_, gradient) in zip(buffer.split(sizes), gradients, strict=True)]
-        torch._foreach_copy_(parts, [gradient for _, gradient in gradients])
-        work = dist.all_reduce(buffer, group=replicas, async_op=True)
-        assert work is not None
-        self._sums.append((work, [(parameter, part) for (parameter, _), part in zip(gradients, parts, strict=True)]))
 
-    def _finish(self) -> None:
-        for work, summed in self._sums:
-            wait_for(work)
-            _hand_over(summed)
-        self._sums = []
+def _start_sum(gradients: list[tuple[Any, Tensor]], dtype: torch.dtype, replicas: dist.ProcessGroup) -> None:
+    sizes = [gradient.numel() for _, gradient in gradients]
+    buffer = torch.empty(sum(sizes), dtype=dtype, device=gradients[0][1].device)
+    parts = [part.view_as(gradient) for part, (_, gradient) in zip(buffer.split(sizes), gradients, strict=True)]
+    torch._foreach_copy_(parts, [gradient for _, gradient in gradients])
+    work = dist.all_reduce(buffer, group=replicas, async_op=True)
+    assert work is not None
+    summed = [(parameter, part) for (parameter, _), part in zip(gradients, parts, strict=True)]
+    # Of this backward pass: if that raises, autograd forgets what it had queued.
+    torch.autograd.Variable._execution_engine.queue_callback(partial(_finish, work, summed))
+
+
+def _finish(work: dist.Work, summed: list[tuple[Any, Tensor]]) -> None:
+    wait_for(work)
+    _hand_over(summed)
+    summed.clear()  # autograd holds the list until the last sum has been handed over
 
 
 def _taken(parameter: Any) -> list[tuple[Any, Tensor]]:
@@ -185,7 +187,7 @@ def without_idle_resharding(mesh: Mesh, config: FSDPConfig, *, float8_gathers: b
 
 def _root_is_enough(mesh: Mesh, config: FSDPConfig) -> bool:
     """Whether further units would only cost the host time: one process computes with its float32 weights themselves."""
-    idle = config.param_dtype == "float32" and not config.reshard_after_forward
+    idle = config.param_dtype == config.reduce_dtype == "float32" and not config.reshard_after_forward
     return idle and _shards_are_whole(mesh, config) and mesh.degrees.replicate == 1
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -271,6 +272,36 @@ def unlike_a_sum(processes: int) -> list[str]:
 @pytest.mark.parametrize("processes", [1, 2])
 def test_several_backward_passes_sum_whole_gradients(processes: int) -> None:
     assert run_processes(processes, unlike_a_sum, processes) == [[]] * processes
+
+
+def gradients_after_a_failed_pass() -> list[int]:
+    """How many parameters have a gradient after each of two backward passes that follow one that raised."""
+    start("cpu", seed=0)
+    model, _ = build_model(DEBUG, mesh=MESHES["replicas"])
+    [tokens] = micro_batches(1)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("in the middle of the backward pass")
+
+    hook = model.blocks[0].register_full_backward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        model(tokens, tokens).backward()
+    hook.remove()
+    model.reset_iter_state()
+    model.zero_grad()
+    found = []
+    for _ in range(2):
+        model(tokens, tokens).backward()
+        found.append(sum(gradient is not None for gradient in gradients(model).values()))
+        model.zero_grad()
+    stop()
+    return found
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="this torch cannot go on after a failed pass")
+def test_replicas_sum_gradients_again_after_a_failed_backward_pass() -> None:
+    [one, other] = run_processes(2, gradients_after_a_failed_pass)
+    assert one == other == [len(list(Decoder(DEBUG).parameters()))] * 2
 
 
 @pytest.mark.usefixtures("alone")
