@@ -59,7 +59,7 @@ def fullest_layers(size: Sizes) -> Collection[int]:
 def _gradients_per_block(size: Sizes) -> list[int]:
     """By how many bytes gradients and gathered weights grow from block to block, in the last micro-batch and before."""
     waiting = size.reduced * size.block.whole
-    share = (size.reduced if size.alone else 4) * size.block.share * (not size.recipe.fsdp.cpu_offload)
+    share = 4 * size.block.share * (not size.recipe.fsdp.cpu_offload)
     last = size.accumulates * waiting - share
     before = [-waiting if size.micro_batches == 2 else 0] * size.accumulates
     return [last + size.keeps_blocks * size.gathered_block, *before]
@@ -79,10 +79,9 @@ def _gradients(size: Sizes, layers: int, *, head: bool, rest: bool = True) -> Pi
     tables = rest + head * (not size.tied)
     whole = layers * size.block.whole + (tables + rest * others) * size.table.whole + rest * size.norm.whole
     done = blocks * size.block.share + (size.tables - tables) * size.table.share + (not rest) * size.norm.share
-    element = size.reduced if size.alone and rest else 4  # alone, they become float32 after the backward pass
     return {
         "accumulated gradients": whole * size.accumulates * size.reduced,
-        "reduced gradients": done * element * (not size.recipe.fsdp.cpu_offload),
+        "reduced gradients": done * 4 * (not size.recipe.fsdp.cpu_offload),
     }
 
 

@@ -207,9 +207,9 @@ class Sizes:
         return 0 if self.accumulates else self.element * unit.whole
 
     def reduction(self, unit: Unit) -> int:
-        """Bytes of what is summed over processes, and of the sum in float32; of one process, of a copy in its type."""
+        """Bytes of what is summed over processes, and of the sum in float32; of one process, of a copy in float32."""
         if self.alone:
-            return self.reduced * unit.whole * (self.element != self.reduced and not self.accumulates)
+            return 4 * unit.whole * ((self.reduced if self.accumulates else self.element) != 4)
         return self.waiting(unit.whole) + 4 * unit.share
 
     def waiting(self, whole: int) -> int:

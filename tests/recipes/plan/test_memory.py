@@ -90,6 +90,17 @@ def test_the_predicted_peak_is_that_of_a_step_with(changes: list[str]) -> None:
     assert_as_tracked(eager(*changes, "--batch.global_batch_size=16", *changes[1:]), 8)
 
 
+@pytest.mark.parametrize("computed", ["bfloat16", "float32"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_predicted_peak_is_that_of_one_process_that_adds_gradients_up_in_bf16(
+    micro_batches: int, computed: str
+) -> None:
+    """Fullest at the gradient of the embedding, when all others have become float32."""
+    changes = ["--fsdp.reduce_dtype=bfloat16", f"--fsdp.param_dtype={computed}", "--activation_checkpointing.mode=full"]
+    sizes = ["--batch.sequence_length=16", f"--batch.global_batch_size={2 * micro_batches}", "--batch.loss_chunks=8"]
+    assert_as_tracked(eager(*LLAMA_DEBUG, *changes, *sizes, "--mesh.shard=1"), 1)
+
+
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("mesh", ["tensor=2", "context=2"])
 def test_the_predicted_peak_is_that_of_a_step_with_parts_of_matrices_or_rows(mesh: str, mode: str) -> None:
