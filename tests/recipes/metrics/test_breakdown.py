@@ -306,8 +306,8 @@ def test_the_parts_of_a_recorded_step_add_up_to_it(found: Breakdown, recorded: t
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_recorded_step_has_every_kind_of_work(kind: str, found: Breakdown) -> None:
-    assert found.seconds[kind] > 0
+def test_a_recorded_step_of_one_process_has_every_kind_of_work_but_packing(kind: str, found: Breakdown) -> None:
+    assert (found.seconds[kind] > 0) is (kind != COPIES)
 
 
 def test_a_recorded_step_on_a_cpu_hides_no_communication(found: Breakdown) -> None:
