@@ -35,9 +35,10 @@ class Trainer:
 
     def run(self) -> int | None:
         """Train to the last step; returns the exit code, or None if another stage follows."""
-        self.clock.begin(END)  # the phase after the loop, however the loop ends
+        self.clock.begin(FIRST_STEP)
         try:
-            with self.clock(FIRST_STEP), without_garbage_collection():
+            with ExitStack() as after, without_garbage_collection():
+                after.callback(self.clock.begin, END)  # however the loop ends
                 number = self._loop()
             self.console.end_progress()
             return self._stop_early(number) if number else self._finish()

@@ -13,6 +13,7 @@ import pytest
 from parallel.config import MeshConfig
 from parallel.dist import start, stop
 from recipes.load import load
+from recipes.metrics.clock import END, FIRST_STEP, STEP
 from recipes.schema import Recipe
 from tests.processes import run_processes
 from tests.training import DEBUG, change, curve, largest_gap, rows, run_all, take_step, training
@@ -368,6 +369,28 @@ def test_rows_say_how_long_the_rest_takes_once_a_step_did_not_compile(finished: 
 
 def test_no_time_counts_as_after_the_last_step_before_it(finished: Recipe) -> None:
     assert all("end" not in row["wall_seconds"] for row in rows(finished) if "loss" in row)
+
+
+def phases_begun(recipe: Recipe) -> list[str]:
+    world, begun = start("cpu", seed=0), []
+    with training(recipe, world) as trainer:
+        begin = trainer.clock.begin
+
+        def noting(phase: str) -> None:
+            begun.append(phase)
+            begin(phase)
+
+        trainer.clock.begin = noting
+        assert trainer.run() == 0
+    stop()
+    return begun
+
+
+def test_the_phase_after_the_loop_begins_after_the_steps(small: Recipe) -> None:
+    """However briefly it began before them, a busy machine could stop the process just there."""
+    [begun] = run_processes(1, phases_begun, change(small, run={"name": "phases", "steps": 2}))
+    last = max(number for number, phase in enumerate(begun) if phase == STEP)
+    assert begun[0] == FIRST_STEP and END not in begun[:last] and END in begun[last:]
 
 
 def end_by_a_signal(recipe: Recipe) -> list[tuple[int, str]]:
