@@ -283,7 +283,7 @@ FAULTS = {"2.1.1.2": 1, "1.1.2.2": 2}
 
 
 def slow_runs(recipe: Recipe) -> None:
-    """A run on each mesh, of which one process works three times as long from a step on, on a slow machine too."""
+    """A run on each mesh, of which one process works at least three times as long from a step on."""
     world, step = start("cpu", seed=0), Trainer._train_step
     for mesh, ill in FAULTS.items():
         replicate, shard, context, tensor = map(int, mesh.split("."))
