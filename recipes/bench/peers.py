@@ -7,6 +7,7 @@ turns in one process, or in the same two, so that a change of the machine's load
 import copy
 import json
 import logging
+import math
 import os
 import statistics
 import subprocess
@@ -17,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import count
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any, cast
 
@@ -63,7 +64,7 @@ Times = dict[str, list[float]]
 
 
 def peers(kinds: Sequence[str], overrides: list[str], *, processes: int, windows: int, steps: int) -> dict[str, Any]:
-    """Kind -> loop -> median seconds per step, ratio to ours (the median over windows) and all windows.
+    """Kind -> loop -> median seconds per step, median of the ratio to ours, its median_interval(), all windows.
 
     Each kind runs in processes of its own, because transformers chooses its compute type once per process.
     """
@@ -79,23 +80,43 @@ def peers(kinds: Sequence[str], overrides: list[str], *, processes: int, windows
             if code:
                 raise UserError(f"the loops in {kind} on {processes} processes failed with exit code {code}, see above")
             times: Times = json.loads((Path(folder) / TIMES).read_text())
-        found[kind] = {
-            name: {
-                "seconds": statistics.median(seconds),
-                "ratio": statistics.median(a / b for a, b in zip(seconds, times["ours"], strict=True)),
-                "windows": seconds,
-            }
-            for name, seconds in times.items()
-        }
+        found[kind] = {name: _compared(seconds, times["ours"]) for name, seconds in times.items()}
     return found
+
+
+def _compared(seconds: list[float], ours: list[float]) -> dict[str, Any]:
+    """What is known of a loop from the seconds per step of its windows, and from those of ours."""
+    ratios = [theirs / mine for theirs, mine in zip(seconds, ours, strict=True)]
+    return {
+        "seconds": statistics.median(seconds),
+        "ratio": statistics.median(ratios),
+        "interval": median_interval(ratios),
+        "windows": seconds,
+    }
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Two of the values, as far from either end, between which the true median lies in at least 95% of cases.
+
+    Whatever their distribution: how many values of n are below the true median is a binomial number with chance 1/2.
+    None for fewer than six values, which cannot tell so much.
+    """
+    ordered, number = sorted(values), len(values)
+    # The k-th smallest and the k-th largest miss the median where fewer than k values are on that side of it.
+    chances = (sum(math.comb(number, below) for below in range(k)) / 2**number for k in count(1))
+    k = sum(1 for _ in takewhile(lambda chance: chance <= 0.025, chances))
+    return (ordered[k - 1], ordered[-k]) if k else None
 
 
 def table(found: dict[str, Any], *, processes: int) -> str:
     """The medians for people: one line per kind and loop."""
     title = "one process" if processes == 1 else f"{processes} processes"
-    lines = [f"{title:<36} {'s/step':>8} {'time / ours':>12}"]
+    lines = [f"{title:<36} {'s/step':>8} {'time / ours':>12} {'95% sure':>16}"]
     for kind, loops in found.items():
-        lines += [f"{f'{kind}, {name}':<36} {row['seconds']:8.3f} {row['ratio']:12.3f}" for name, row in loops.items()]
+        for name, row in loops.items():
+            sure = "{:.3f} to {:.3f}".format(*row["interval"]) if row["interval"] else "too few windows"
+            sure = "" if name == "ours" else sure
+            lines.append(f"{f'{kind}, {name}':<36} {row['seconds']:8.3f} {row['ratio']:12.3f} {sure:>16}".rstrip())
     if processes == 1 and not any(TRAINER in loops for loops in found.values()):
         lines.append(f"{TRAINER}: not measured, because {' and '.join(missing_for_trainer())} cannot be imported")
     return "\n".join(lines)

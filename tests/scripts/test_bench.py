@@ -353,11 +353,12 @@ def test_the_overhead_suite_reports_what_it_measured_before_a_part_failed(
     def only_float32(kinds: list[str], words: list[str], **options: int) -> dict[str, Any]:
         if kinds != ["float32"]:
             raise UserError("no C++ compiler")
-        return {"float32": {"ours": {"seconds": 1.0, "ratio": 1.0}, "plain loop": {"seconds": 0.9, "ratio": 0.9}}}
+        ours = {"seconds": 1.0, "ratio": 1.0, "interval": (1.0, 1.0)}
+        return {"float32": {"ours": ours, "plain loop": {"seconds": 0.9, "ratio": 0.9, "interval": (0.85, 0.95)}}}
 
     monkeypatch.setattr(overhead, "peers", only_float32)
     monkeypatch.setattr(peers, "find_spec", lambda name: None)
     code, out, err = bench_here(tmp_path, "--suite", "overhead", "--parts", "peers")
     assert (code, err) == (2, "no C++ compiler\n")
-    assert "float32, plain loop                     0.900        0.900\n" in out
+    assert "float32, plain loop                     0.900        0.900   0.850 to 0.950\n" in out
     assert "transformers' Trainer: not measured, because transformers and accelerate cannot be imported\n" in out
