@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import count, takewhile
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -85,38 +85,38 @@ def peers(kinds: Sequence[str], overrides: list[str], *, processes: int, windows
 
 
 def _compared(seconds: list[float], ours: list[float]) -> dict[str, Any]:
-    """What is known of a loop from the seconds per step of its windows, and from those of ours."""
+    """One loop's entry of peers(), from the seconds per step of its windows and of the same windows of ours."""
     ratios = [theirs / mine for theirs, mine in zip(seconds, ours, strict=True)]
     return {
         "seconds": statistics.median(seconds),
         "ratio": statistics.median(ratios),
-        "interval": median_interval(ratios),
+        "ratio_interval": median_interval(ratios),
         "windows": seconds,
     }
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Two of the values, as far from either end, between which the true median lies in at least 95% of cases.
+    """The narrowest (k-th smallest, k-th largest value) that holds the true median in at least 95% of cases.
 
-    Whatever their distribution: how many values of n are below the true median is a binomial number with chance 1/2.
-    None for fewer than six values, which cannot tell so much.
+    This is the interval of the sign test, which assumes nothing about how the values are distributed: how many of n are
+    below the median is binomial with probability 1/2. None for fewer than six values: no k reaches 95%.
     """
-    ordered, number = sorted(values), len(values)
-    # The k-th smallest and the k-th largest miss the median where fewer than k values are on that side of it.
-    chances = (sum(math.comb(number, below) for below in range(k)) / 2**number for k in count(1))
-    k = sum(1 for _ in takewhile(lambda chance: chance <= 0.025, chances))
+    ordered, n, k = sorted(values), len(values), 0
+    # The median is beyond the k-th value from an end if fewer than k values are on that side of it.
+    while sum(math.comb(n, fewer) for fewer in range(k + 1)) / 2**n <= 0.025:
+        k += 1
     return (ordered[k - 1], ordered[-k]) if k else None
 
 
 def table(found: dict[str, Any], *, processes: int) -> str:
     """The medians for people: one line per kind and loop."""
     title = "one process" if processes == 1 else f"{processes} processes"
-    lines = [f"{title:<36} {'s/step':>8} {'time / ours':>12} {'95% sure':>16}"]
+    lines = [f"{title:<36} {'s/step':>8} {'time / ours':>12} {'95% interval':>16}"]
     for kind, loops in found.items():
         for name, row in loops.items():
-            sure = "{:.3f} to {:.3f}".format(*row["interval"]) if row["interval"] else "too few windows"
-            sure = "" if name == "ours" else sure
-            lines.append(f"{f'{kind}, {name}':<36} {row['seconds']:8.3f} {row['ratio']:12.3f} {sure:>16}".rstrip())
+            interval = row["ratio_interval"]
+            shown = "{:.3f} to {:.3f}".format(*interval) if interval else "too few windows"
+            lines.append(f"{f'{kind}, {name}':<36} {row['seconds']:8.3f} {row['ratio']:12.3f} {shown:>16}")
     if processes == 1 and not any(TRAINER in loops for loops in found.values()):
         lines.append(f"{TRAINER}: not measured, because {' and '.join(missing_for_trainer())} cannot be imported")
     return "\n".join(lines)

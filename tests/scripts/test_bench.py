@@ -353,8 +353,8 @@ def test_the_overhead_suite_reports_what_it_measured_before_a_part_failed(
     def only_float32(kinds: list[str], words: list[str], **options: int) -> dict[str, Any]:
         if kinds != ["float32"]:
             raise UserError("no C++ compiler")
-        ours = {"seconds": 1.0, "ratio": 1.0, "interval": (1.0, 1.0)}
-        return {"float32": {"ours": ours, "plain loop": {"seconds": 0.9, "ratio": 0.9, "interval": (0.85, 0.95)}}}
+        ours = {"seconds": 1.0, "ratio": 1.0, "ratio_interval": (1.0, 1.0)}
+        return {"float32": {"ours": ours, "plain loop": {"seconds": 0.9, "ratio": 0.9, "ratio_interval": (0.85, 0.95)}}}
 
     monkeypatch.setattr(overhead, "peers", only_float32)
     monkeypatch.setattr(peers, "find_spec", lambda name: None)
