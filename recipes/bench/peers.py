@@ -37,6 +37,7 @@ from parallel.errors import UserError
 from parallel.materialize import materialize
 from parallel.reduce import sum_over_group
 from recipes.data.loader import MicroBatch
+from recipes.files.exit_codes import FINISHED, leave
 from recipes.load import CONFIGS, load
 from recipes.metrics.clock import RunClock
 from recipes.optimization.optimizer import build_optimizer
@@ -346,3 +347,4 @@ def _trainer(
 
 if __name__ == "__main__":
     work(**json.loads(sys.argv[1]))
+    leave(FINISHED)
