@@ -2,6 +2,7 @@
 
 import inspect
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from models.interface import blocks_of, interface_of
-from parallel.config import FSDPConfig
+from parallel.config import SUMMED_TOGETHER, FSDPConfig
 from parallel.dist import wait_for
 from parallel.mesh import Mesh
 
@@ -43,7 +44,7 @@ def shard_blocks_and_root(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> s
         ),
     }
     reshard = config.reshard_after_forward
-    if not _root_is_enough(mesh, config):
+    if _gathers_float8(model) or not _root_is_enough(mesh, config):
         _shard_parts(model, reshard_after_forward=reshard, **options)
     fully_shard(model, reshard_after_forward=False, **options)
 
@@ -106,13 +107,16 @@ def _sum_gradients(units: Sequence[FSDPModule], mesh: Mesh, config: FSDPConfig) 
 class _WholeGradients:
     """Hands over gradients where FSDP shards nothing: on one process as they are, of replicas as their sum.
 
-    FSDP's own reduction would copy those of one process into a buffer, and wait on a CPU for each sum of replicas. This
-    waits once, at the end of the backward pass, as DistributedDataParallel does. torch 2.11 to 2.13 have no public name
-    for what happens after a unit's backward pass.
+    FSDP's own reduction would keep those of a unit until its end, copy those of one process into a buffer, and wait on
+    a CPU for each sum of replicas. This takes each gradient as soon as it is there, and waits for sums once, at the end
+    of the backward pass, as DistributedDataParallel does. torch 2.11 to 2.13 have no public name for what happens after
+    a unit's backward pass.
     """
 
     def __init__(self, replicas: dist.ProcessGroup | None) -> None:
         self._replicas = replicas
+        self._sums: Callable[[], _Sums | None] = lambda: None
+        self._hooked: set[Any] = set()
 
     def take_from(self, unit: FSDPModule) -> None:
         """Call this once for a unit."""
@@ -121,47 +125,99 @@ class _WholeGradients:
             group.post_backward = partial(self._post_backward, group, group.post_backward)
 
     def _post_backward(self, group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
-        is_last = group.reduce_grads  # of the micro-batches
-        gradients = [pair for parameter in group.fsdp_params for pair in _taken(parameter)] if is_last else []
+        if group.reduce_grads:  # what no hook has taken
+            self._take(group, group.fsdp_params, complete=True)
         post_backward(*unused)  # reshards, and finds nothing to reduce
+        if group not in self._hooked:  # now that there are gathered parameters
+            self._hooked.add(group)
+            for parameter in group.fsdp_params:
+                whole, hook = parameter.unsharded_param, partial(self._at_once, group, parameter)
+                as_it_is = group._reduce_dtype is None and whole.dtype == parameter.orig_dtype
+                if self._replicas is not None or not as_it_is:
+                    whole.register_post_accumulate_grad_hook(hook)
+
+    def _at_once(self, group: Any, parameter: Any, whole: Tensor) -> None:
+        if group.reduce_grads:  # of the last micro-batch
+            self._take(group, [parameter], complete=False)
+        else:  # add it up in the type of the sum
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+
+    def _take(self, group: Any, parameters: Sequence[Any], *, complete: bool) -> None:
+        gradients = _taken(parameters)
         if self._replicas is None:
             _hand_over(gradients)
-        elif gradients:
-            with record_function("FSDP::post_backward_reduce"):  # the scope by which profiles know FSDP's own sums
-                _start_sum(gradients, group._reduce_dtype or gradients[0][1].dtype, self._replicas)
+        else:
+            self._of_this_pass().add(gradients, group._reduce_dtype, complete=complete)
+
+    def _of_this_pass(self) -> "_Sums":
+        """autograd alone holds them: where a backward pass raises, it forgets them with all that it had queued."""
+        if (sums := self._sums()) is None:
+            assert self._replicas is not None
+            sums = _Sums(self._replicas)
+            torch.autograd.Variable._execution_engine.queue_callback(sums.finish)
+            self._sums = weakref.ref(sums)
+        return sums
 
 
-def _start_sum(gradients: list[tuple[Any, Tensor]], dtype: torch.dtype, replicas: dist.ProcessGroup) -> None:
-    sizes = [gradient.numel() for _, gradient in gradients]
-    buffer = torch.empty(sum(sizes), dtype=dtype, device=gradients[0][1].device)
-    parts = [part.view_as(gradient) for part, (_, gradient) in zip(buffer.split(sizes), gradients, strict=True)]
-    torch._foreach_copy_(parts, [gradient for _, gradient in gradients])
-    work = dist.all_reduce(buffer, group=replicas, async_op=True)
-    assert work is not None
-    summed = [(parameter, part) for (parameter, _), part in zip(gradients, parts, strict=True)]
-    # Of this backward pass: if that raises, autograd forgets what it had queued.
-    torch.autograd.Variable._execution_engine.queue_callback(partial(_finish, work, summed))
+class _Sums:
+    """The sums over replicas of the gradients of one backward pass."""
+
+    def __init__(self, replicas: dist.ProcessGroup) -> None:
+        self._replicas = replicas
+        self._waiting: list[tuple[Any, Tensor]] = []
+        self._running: list[tuple[dist.Work, list[tuple[Any, Tensor]]]] = []
+
+    def add(self, gradients: list[tuple[Any, Tensor]], dtype: torch.dtype | None, *, complete: bool) -> None:
+        """Start the sum of these, and of those that wait, once they are enough or complete. dtype: of sums if other."""
+        with record_function("FSDP::post_backward_reduce"):  # the scope by which profiles know FSDP's own sums
+            for parameter, gradient in gradients:
+                if gradient.nbytes >= SUMMED_TOGETHER and dtype in (None, gradient.dtype) and gradient.is_contiguous():
+                    self._start([(parameter, gradient)], gradient, [gradient])  # where it is
+                else:
+                    self._waiting.append((parameter, gradient))
+            if complete or sum(gradient.nbytes for _, gradient in self._waiting) >= SUMMED_TOGETHER:
+                self._start_waiting(dtype)
+
+    def _start_waiting(self, dtype: torch.dtype | None) -> None:
+        if not (gradients := self._waiting):
+            return
+        self._waiting = []
+        sizes = [gradient.numel() for _, gradient in gradients]
+        message = gradients[0][1].new_empty(sum(sizes), dtype=dtype)
+        parts = [part.view_as(one) for part, (_, one) in zip(message.split(sizes), gradients, strict=True)]
+        torch._foreach_copy_(parts, [gradient for _, gradient in gradients])
+        self._start(gradients, message, parts)
+
+    def _start(self, gradients: list[tuple[Any, Tensor]], message: Tensor, parts: list[Tensor]) -> None:
+        work = dist.all_reduce(message, group=self._replicas, async_op=True)
+        assert work is not None
+        self._running.append((work, [(parameter, part) for (parameter, _), part in zip(gradients, parts, strict=True)]))
+
+    def finish(self) -> None:
+        """Wait for all sums, and hand them over."""
+        while self._running:
+            work, summed = self._running.pop(0)
+            wait_for(work)
+            _hand_over(summed)
 
 
-def _finish(work: dist.Work, summed: list[tuple[Any, Tensor]]) -> None:
-    wait_for(work)
-    _hand_over(summed)
-    summed.clear()  # autograd holds the list until the last sum has been handed over
-
-
-def _taken(parameter: Any) -> list[tuple[Any, Tensor]]:
-    """FSDP's parameter and the sum of its gradients over micro-batches, if it has any; FSDP forgets it."""
-    if (whole := getattr(parameter, "_unsharded_param", None)) is None:
-        return []
-    parameter.accumulate_unsharded_grad_if_needed()
-    if parameter.unsharded_accumulated_grad is not None:
-        gradient = parameter.unsharded_accumulated_grad_data
-    elif whole.grad is not None:
-        gradient = parameter.unsharded_grad_data
-    else:
-        return []
-    parameter.unsharded_accumulated_grad = whole.grad = None
-    return [(parameter, gradient)]
+def _taken(parameters: Sequence[Any]) -> list[tuple[Any, Tensor]]:
+    """FSDP's parameters and the sums of their gradients over micro-batches, where they have any; FSDP forgets these."""
+    found = []
+    for parameter in parameters:
+        if (whole := getattr(parameter, "_unsharded_param", None)) is None:
+            continue
+        parameter.accumulate_unsharded_grad_if_needed()
+        if parameter.unsharded_accumulated_grad is not None:
+            gradient = parameter.unsharded_accumulated_grad_data
+        elif whole.grad is not None:
+            gradient = parameter.unsharded_grad_data
+        else:
+            continue
+        parameter.unsharded_accumulated_grad = whole.grad = None
+        found.append((parameter, gradient))
+    return found
 
 
 def _hand_over(gradients: list[tuple[Any, Tensor]]) -> None:
@@ -186,9 +242,12 @@ def without_idle_resharding(mesh: Mesh, config: FSDPConfig, *, float8_gathers: b
 
 
 def _root_is_enough(mesh: Mesh, config: FSDPConfig) -> bool:
-    """Whether further units would only cost the host time: one process computes with its float32 weights themselves."""
-    idle = config.param_dtype == config.reduce_dtype == "float32" and not config.reshard_after_forward
-    return idle and _shards_are_whole(mesh, config) and mesh.degrees.replicate == 1
+    """Whether further units would only cost the host time: nothing is gathered, and all weights stay until the end."""
+    return _shards_are_whole(mesh, config) and not config.reshard_after_forward
+
+
+def _gathers_float8(model: nn.Module) -> bool:
+    return any(hasattr(parameter, "fsdp_pre_all_gather") for parameter in model.parameters())
 
 
 def units_of(model: nn.Module) -> tuple[FSDPModule, ...]:

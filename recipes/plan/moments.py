@@ -98,6 +98,8 @@ def _gradients_before(size: Sizes, layers: int) -> Pieces:
 
 def _weights(size: Sizes, layers: int, *, head: bool, buffers: int) -> Pieces:
     """Gathered ones: of so many blocks, of the head if it is tied or not used yet, and what they arrive in."""
+    if size.one_unit:
+        layers, head = size.recipe.model.layers, True
     tables = int(size.tied or head) + int(not size.tied and size.keeps_blocks)
     gathered = size.gathered * (tables * size.table.whole + size.norm.whole) + layers * size.gathered_block
     return {"gathered weights": gathered, "gathering": buffers if size.shards > 1 else 0}
@@ -208,7 +210,10 @@ def _fuller(last: Pieces, before: Pieces) -> Pieces:
 def _inside(size: Sizes, layer: int) -> Pieces:
     """What the backward pass of a block makes where it has most."""
     model, tied = size.recipe.model, size.new_of_tied_head
-    down = size.element * model.width * model.feed_forward_width // size.degrees.tensor
+    element = size.element
+    if size.is_whole:  # the gradient has been added to others, or handed over
+        element = 0 if size.accumulates else 4
+    down = element * model.width * model.feed_forward_width // size.degrees.tensor
     at_swiglu = round(size.tokens * size.beside_saved[layer in size.recomputed])
     gathering = (2 * size.read + size.stream) * size.cut  # the gradient of its output, before all else
     if gathering > at_swiglu + down:
@@ -222,8 +227,8 @@ def _reduced_block(size: Sizes, layer: int) -> Pieces:
         **_gradients(size, layer + 1, head=False),
         **_weights(size, layer * size.keeps_blocks, head=False, buffers=_next_gather(size, layer)),
         **_saved(size, layer),
-        "new gradients": size.new(size.block) + size.stream + size.new_of_tied_head,
-        "reduction": size.reduction(size.block),
+        "new gradients": size.new_of_block() + size.stream + size.new_of_tied_head,
+        "reduction": size.reduction(size.block, earlier=_computed_before(size, layer)),
     }
 
 
@@ -252,10 +257,17 @@ def _reduced_embedding(size: Sizes) -> Pieces:
     """The sum over processes of that."""
     return {
         **_gradients(size, 0, head=False),
+        **(_weights(size, 0, head=False, buffers=0) if size.one_unit else {}),
         **_saved(size, 0, rotations=False),
         "new gradients": size.new(size.table),
-        "reduction": size.reduction(size.table),
+        "reduction": size.reduction(size.table, earlier=_computed_before(size, -1)),
     }
+
+
+def _computed_before(size: Sizes, layer: int) -> int:
+    """Parameters whose gradients are complete before those of this block."""
+    blocks = size.recipe.model.layers - 1 - layer
+    return blocks * size.block.whole + size.norm.whole + (not size.tied) * size.table.whole
 
 
 def _optimizer(size: Sizes) -> Pieces:

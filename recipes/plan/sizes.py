@@ -6,7 +6,7 @@ from functools import cached_property
 from math import gcd
 
 from models.activations import Kept, Widths, at_swiglu_per_token, saved_per_token
-from parallel.config import MeshDegrees
+from parallel.config import SUMMED_TOGETHER, MeshDegrees
 from recipes.plan.work import not_float8
 from recipes.schema import Recipe
 
@@ -120,9 +120,15 @@ class Sizes:
         return 0 if whole and self.element == 4 else self.element
 
     @cached_property
-    def alone(self) -> bool:
-        """Whether gradients are handed over as they are: no other process has a part of them, or a copy."""
-        return self.shards == self.degrees.replicate == 1 and not self.recipe.fsdp.cpu_offload
+    def is_whole(self) -> bool:
+        """Whether FSDP shards nothing: each gradient is handed over, or given to the sums of replicas, at once."""
+        return self.shards == 1 and not self.recipe.fsdp.cpu_offload
+
+    @cached_property
+    def one_unit(self) -> bool:
+        """Whether all weights stay until the backward pass ends."""
+        kept = self.keeps_blocks or self.gathered == 0
+        return self.is_whole and not self.cut and kept and not self.recipe.float8.all_gather
 
     @cached_property
     def gathered_block(self) -> int:
@@ -206,16 +212,27 @@ class Sizes:
         """Bytes of gradients that one micro-batch has computed; accumulation has already added them to the others."""
         return 0 if self.accumulates else self.element * unit.whole
 
-    def reduction(self, unit: Unit) -> int:
-        """Bytes of what is summed over processes, and of the sum in float32; of one process, of a copy in float32."""
-        if self.alone:
-            return 4 * unit.whole * ((self.reduced if self.accumulates else self.element) != 4)
-        return self.waiting(unit.whole) + 4 * unit.share
+    def new_of_block(self) -> int:
+        """The same, of a block, where it has not been handed over in float32 one by one."""
+        return self.new(self.block) if not self.is_whole or self.element == 4 else 0
+
+    def reduction(self, unit: Unit, *, earlier: int = 0) -> int:
+        """Bytes of what is summed over processes, and of the sum in float32; of whole gradients, of copies of them.
+
+        earlier: parameters whose gradients were complete before, of which replicas may keep some for one message.
+        """
+        if not self.is_whole:
+            return self.waiting(unit.whole) + 4 * unit.share
+        gradient = self.reduced if self.accumulates else self.element
+        kept = earlier * self.one_unit
+        if unit == self.block or gradient == 4:  # else the unit's own are counted as new ones
+            kept += unit.whole
+        together = min(SUMMED_TOGETHER, gradient * kept) if self.degrees.replicate > 1 else 0
+        return 4 * unit.whole * (gradient != 4) + together
 
     def waiting(self, whole: int) -> int:
-        """Bytes of what is being summed, beside the sum: where nothing is sharded, replicas sum in one buffer."""
-        apart = self.shards > 1 or self.recipe.fsdp.cpu_offload
-        return self.reduced * whole * (apart or (self.reduced != 4 and not self.alone))
+        """Bytes of what is being summed, beside the sum."""
+        return 0 if self.is_whole else self.reduced * whole
 
     @cached_property
     def new_of_tied_head(self) -> int:

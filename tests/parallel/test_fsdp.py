@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.decoder import Decoder
 from models.sizes import SIZES
+from parallel import fsdp
 from parallel.config import Float8Config, FSDPConfig, MeshConfig, MeshDegrees
 from parallel.dist import start, stop
 from parallel.float8 import precompute_scales
@@ -125,19 +127,36 @@ def test_zero2_casts_each_weight_to_float8_once_a_step(sizes: dict[str, int]) ->
         assert found["_to_copy float8_e4m3fn"] == casts * sizes["matrices"]
 
 
-def written_by_replicas() -> dict[str, int]:
+def written_by_replicas(together: int) -> tuple[dict[str, int], int]:
+    """(as of written(), messages of gradients) of a step of two replicas that sum so many bytes in one message."""
+    fsdp.SUMMED_TOGETHER = together
     start("cpu", seed=0)
-    model, _ = build_model(DEBUG, mesh=MESHES["replicas"])
+    config = FSDPConfig(reshard_after_forward=False, param_dtype="float32")
+    model, _ = build_model(DEBUG, mesh=MESHES["replicas"], fsdp=config)
+    messages, all_reduce = 0, dist.all_reduce
+
+    def counting(*args: Any, **options: Any) -> Any:
+        nonlocal messages
+        messages += 1
+        return all_reduce(*args, **options)
+
+    dist.all_reduce = counting
     for counted in (Written(), Written()):  # FSDP sets itself up in the first
+        messages = 0
         with counted:
-            train(model, micro_batches(1), zero2=False)
+            train(model, micro_batches(1), zero2=True)
         model.zero_grad()
     stop()
-    return {name: elements for name, elements in counted.elements.items() if elements > 10_000}
+    return {name: elements for name, elements in counted.elements.items() if elements > 10_000}, messages
 
 
-def test_replicas_only_copy_their_gradients_into_one_buffer_before_they_sum_them(sizes: dict[str, int]) -> None:
-    assert run_processes(2, written_by_replicas) == [{"_foreach_copy_ float32": sizes["all"]}] * 2
+def test_replicas_copy_small_gradients_into_one_message(sizes: dict[str, int]) -> None:
+    assert run_processes(2, written_by_replicas, 2**30) == [({"_foreach_copy_ float32": sizes["all"]}, 1)] * 2
+
+
+def test_replicas_sum_large_gradients_where_they_are() -> None:
+    matrices = 7 * DEBUG.layers + 2
+    assert run_processes(2, written_by_replicas, 2**15) == [({}, matrices + 1)] * 2  # and all norms together
 
 
 # Numbers
@@ -306,12 +325,11 @@ def test_replicas_sum_gradients_again_after_a_failed_backward_pass() -> None:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
-    ("dtype", "zero2", "units"),
-    [("float32", True, 1), ("float32", False, 3 + DEBUG.layers), ("bfloat16", True, 3 + DEBUG.layers)],
+    ("zero2", "float8", "units"),
+    [(True, NO_FLOAT8, 1), (False, NO_FLOAT8, 3 + DEBUG.layers), (True, TENSORWISE, 3 + DEBUG.layers)],
 )
-def test_parts_are_units_only_where_they_are_gathered(dtype: str, zero2: bool, units: int) -> None:
-    config = FSDPConfig(param_dtype=dtype, reshard_after_forward=not zero2)  # type: ignore[arg-type]
-    model, _ = build_model(DEBUG, fsdp=config)
+def test_parts_are_units_only_where_they_are_gathered_or_freed(zero2: bool, float8: Float8Config, units: int) -> None:
+    model, _ = build_model(DEBUG, fsdp=FSDPConfig(reshard_after_forward=not zero2), float8=float8)
     assert len(units_of(model)) == units
 
 
