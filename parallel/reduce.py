@@ -1,4 +1,4 @@
-"""Sums over named groups of processes: loss, token counts, gradient norm, and clipping."""
+"""Sums over named groups of processes: loss, token counts and gradient norm."""
 
 import math
 from collections import defaultdict
@@ -92,12 +92,9 @@ def share_gradients_of_copies(parameters: Iterable[nn.Parameter], axis: DeviceMe
         torch._foreach_copy_(copies, [part.view_as(copy) for part, copy in zip(parts, copies, strict=True)])
 
 
-@record_function("gradient clipping")
-@torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], *, norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients, in place, so that their global norm is at most `max_norm`. The host does not wait."""
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_([gradient.to_local() for gradient in _gradients(parameters)], scale)
+def clipping_divisor(norm: Tensor, *, max_norm: float) -> Tensor:
+    """What to divide all gradients by, 1 or more, so that their norm is at most `max_norm`. The host does not wait."""
+    return ((norm + 1e-6) / max_norm).clamp(min=1.0)
 
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> list[DTensor]:

@@ -73,6 +73,8 @@ class Muon(torch.optim.Optimizer):
         self._stepped: list[nn.Parameter] = []
         self.found_inf: Tensor | None = None
         """A tensor of 1.0 on the device makes the step change nothing, as in torch's own fused optimizers."""
+        self.grad_scale: Tensor | None = None
+        """What gradients are divided by, in place, on the device; the same in torch's own fused optimizers."""
         # Loading casts momenta to the parameter's dtype, float32; rounding restores the original bfloat16 values.
         self.register_load_state_dict_post_hook(_round_states)
 
@@ -82,7 +84,7 @@ class Muon(torch.optim.Optimizer):
         assert closure is None
         *others, group = self.param_groups
         self._rest.state, self._rest.param_groups = self.state, others  # loading has replaced both
-        cast(Any, self._rest).found_inf = self.found_inf
+        cast(Any, self._rest).found_inf, cast(Any, self._rest).grad_scale = self.found_inf, self.grad_scale
         self._rest.step()
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         if parameters:
@@ -126,6 +128,8 @@ class Muon(torch.optim.Optimizer):
         for number in (number for batch in of for number in batch):
             parameter = self._stepped[number]
             gradient, momentum = _local(cast(Tensor, parameter.grad)), _local(self.state[parameter][MOMENTUM])
+            if self.grad_scale is not None:
+                gradient.div_(self.grad_scale)
             mixed = momentum.to(gradient.dtype).lerp(gradient, 1 - group["momentum"])
             if number in sent:
                 update = gradient.lerp(mixed, group["momentum"]) if group["nesterov"] else mixed

@@ -1,7 +1,8 @@
 """The optimizer of a recipe: AdamW with two parameter groups, one with weight decay and one without; Muon beside it."""
 
+import math
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from parallel.mesh import Mesh
 from recipes.optimization.config import OptimizerConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-# Elements whose moments are in float32 at a time, unless one tensor has more: the copies take 8 bytes per element.
+# Elements whose bfloat16 moments are in float32 at a time, unless one tensor has more: copies take 8 bytes per element.
 BATCH = 2**27
 
 
@@ -32,13 +33,12 @@ def build_optimizer(
         decays = parameter.dim() >= 2 and (config.decay_embeddings or parameter not in embeddings)
         if parameter not in matrices:
             (decayed if decays else undecayed).append(parameter)
-    kind = torch.optim.AdamW if config.state_dtype == "float32" else BFloat16StateAdamW
-    adamw = kind(
+    adamw = ShardedAdamW(
         [{"params": decayed, "weight_decay": config.weight_decay}, {"params": undecayed, "weight_decay": 0.0}],
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,
-        fused=True,
+        state_dtype=getattr(torch, config.state_dtype),
     )
     if config.name == "adamw":
         return adamw
@@ -59,18 +59,22 @@ def _of_blocks(model: nn.Module, embeddings: Collection[Tensor]) -> dict[nn.Para
     return {parameter: None for parameter in found if parameter.dim() == 2 and parameter not in embeddings}
 
 
-class BFloat16StateAdamW(torch.optim.AdamW):
-    """torch's fused AdamW with moments stored in bfloat16: 4 bytes per parameter instead of 8.
+class ShardedAdamW(torch.optim.AdamW):
+    """torch's fused AdamW kernel on the shards themselves, with moments in float32 or bfloat16.
 
-    Parameters, gradients and arithmetic stay float32: moments are converted batch by batch, updated by torch's own
-    kernel and rounded back to nearest. Rounding keeps 8 bits, so the second moment does not change when a step moves it
-    by less than 2^-9 of its value: recipes/optimizer_rules.py requires a beta that moves it more.
+    torch's own step() hands the kernel DTensors, which the host unpacks one by one. Moments in bfloat16 take 4 bytes
+    per parameter instead of 8. Parameters, gradients and arithmetic stay float32: such moments are converted batch by
+    batch, updated, and rounded back to nearest. Rounding keeps 8 bits, so the second moment does not change when a step
+    moves it by less than 2^-9 of its value: recipes/optimizer_rules.py requires a beta that moves it more.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, groups: list[dict[str, Any]], *, state_dtype: torch.dtype, **options: Any) -> None:
+        super().__init__(groups, fused=True, **options)
+        self._state_dtype = state_dtype
         self.found_inf: Tensor | None = None
         """A tensor of 1.0 on the device makes the step change nothing, as in torch's own fused optimizers."""
+        self.grad_scale: Tensor | None = None
+        """What the kernel divides gradients by, in place, on the device; the same in torch's own fused optimizers."""
         # Loading casts moments to the parameter's dtype, float32; rounding restores the original bfloat16 values.
         self.register_load_state_dict_post_hook(_round_moments)
 
@@ -78,14 +82,16 @@ class BFloat16StateAdamW(torch.optim.AdamW):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """As torch.optim.AdamW.step, without closure."""
         assert closure is None
+        at_a_time = BATCH if self._state_dtype != torch.float32 else math.inf
         for group in self.param_groups:
-            for batch in _batches([parameter for parameter in group["params"] if parameter.grad is not None]):
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for batch in _batches(parameters, elements=at_a_time):
                 self._step_batch(batch, group)
 
     def _step_batch(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         states = [self._state_of(parameter) for parameter in parameters]
-        narrow = [[_local(state[name]) for state in states] for name in MOMENTS]
-        first, second = ([moment.to(torch.float32) for moment in moments] for moments in narrow)
+        kept = [[_local(state[name]) for state in states] for name in MOMENTS]
+        first, second = ([moment.to(torch.float32) for moment in moments] for moments in kept)
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1)
         torch._fused_adamw_(
@@ -102,12 +108,14 @@ class BFloat16StateAdamW(torch.optim.AdamW):
             eps=group["eps"],
             amsgrad=False,
             maximize=False,
+            grad_scale=self.grad_scale,
             found_inf=self.found_inf,
         )
         if self.found_inf is not None:  # where it is 1.0 the kernel changed nothing, so the step does not count
             torch._foreach_sub_(steps, [self.found_inf] * len(steps))
-        for moments, results in zip(narrow, (first, second), strict=True):
-            torch._foreach_copy_(moments, results)
+        if self._state_dtype != torch.float32:
+            for moments, results in zip(kept, (first, second), strict=True):
+                torch._foreach_copy_(moments, results)
 
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         state = self.state[parameter]
@@ -115,27 +123,28 @@ class BFloat16StateAdamW(torch.optim.AdamW):
             assert parameter.grad is not None
             state["step"] = torch.zeros((), device=_local(parameter.grad).device)
             for name in MOMENTS:  # like the gradient: float8 all-gather wraps the parameter in a torchao class
-                state[name] = torch.zeros_like(parameter.grad, dtype=torch.bfloat16)
+                state[name] = torch.zeros_like(parameter.grad, dtype=self._state_dtype)
         return state
 
 
 def _round_moments(optimizer: torch.optim.Optimizer) -> None:
+    dtype = cast(ShardedAdamW, optimizer)._state_dtype
     for state in optimizer.state.values():
         for name in MOMENTS:
-            state[name] = state[name].to(torch.bfloat16)
+            state[name] = state[name].to(dtype)
 
 
-def _batches(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """The parameters in order, in lists of at most BATCH elements or of a single tensor."""
+def _batches(parameters: list[nn.Parameter], *, elements: float) -> Iterator[list[nn.Parameter]]:
+    """The parameters in order, in lists of at most so many elements or of a single tensor."""
     batch: list[nn.Parameter] = []
-    elements = 0
+    held = 0
     for parameter in parameters:
         size = _local(parameter).numel()
-        if batch and elements + size > BATCH:
+        if batch and held + size > elements:
             yield batch
-            batch, elements = [], 0
+            batch, held = [], 0
         batch.append(parameter)
-        elements += size
+        held += size
     if batch:
         yield batch
 

@@ -32,8 +32,6 @@ from recipes.schema import Recipe
 
 BACKWARD = 2.5
 """FLOPs of attention's backward pass over those of its forward pass: five products instead of two."""
-CLIPPING = 12
-"""Bytes per parameter: the norm reads gradients of 4 bytes; scaling them reads and writes them."""
 ACCUMULATE = 10
 """Bytes per parameter and micro-batch: a bf16 gradient is added to a float32 one, which is read and written."""
 CAST, CAST_FLOAT8 = 6, 21
@@ -340,8 +338,9 @@ def _states(work: Work, gpu: Gpu, rates: Rates) -> dict[str, float]:
         reduced = ALONE if work.element == 2 and work.micro_batches == 1 else 0
     else:
         reduced = REDUCE * (work.micro_batches if work.reduces_each else 1)
-    clipping, update = CLIPPING if work.clipped else 4, update_bytes(work.moments)
-    updated = in_blocks * (muon.MOVED if work.newton_schulz else update) + rest * update + (in_blocks + rest) * clipping
+    update = update_bytes(work.moments)
+    updated = in_blocks * (muon.MOVED if work.newton_schulz else update) + rest * update
+    updated += (in_blocks + rest) * work.clipping
     return {
         "weights": moving_seconds(moved, gpu=gpu, rates=rates),
         "gradients": moving_seconds((in_blocks + rest) * (added + reduced), gpu=gpu, rates=rates),

@@ -29,7 +29,7 @@ from parallel.fsdp import compute_with_whole_shards, units_of, without_idle_resh
 from parallel.materialize import plain_name
 from parallel.mesh import Mesh, build_mesh
 from parallel.order import parallelize
-from parallel.reduce import clip_gradients, gradient_norm
+from parallel.reduce import clipping_divisor, gradient_norm
 from recipes.optimization.optimizer import build_optimizer
 from recipes.optimization.skip_steps import backward
 from recipes.plan.live_bytes import CPU, LiveBytes, fake_processes
@@ -194,7 +194,8 @@ class _Step:
             backward(self._model(inputs, targets, documents=documents) / 1)
         norm = gradient_norm(self._parameters)
         if self._recipe.optimizer.grad_clip > 0:
-            clip_gradients(self._parameters, norm=norm, max_norm=self._recipe.optimizer.grad_clip)
+            divisor = clipping_divisor(norm, max_norm=self._recipe.optimizer.grad_clip)
+            cast(Any, self._optimizer).grad_scale = divisor
         self._optimizer.step()
         self._optimizer.zero_grad()
 

@@ -65,7 +65,8 @@ class Work:
     """Bytes of both moments."""
     newton_schulz: int = 0
     """Steps of Muon for the blocks' matrices; 0 = AdamW for these too."""
-    clipped: bool = True
+    clipping: int = 12
+    """Bytes that the gradient norm and clipping move per parameter: 4 to read gradients, 8 to scale them in a pass."""
     recompute: Recompute = "none"
     recomputed: float = 0.0
     """Share of the layers that do."""
@@ -146,7 +147,8 @@ def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8) -> Work:
         reduced=2 if fsdp.reduce_dtype == "bfloat16" else 4,
         moments=8 if recipe.optimizer.state_dtype == "float32" else 4,
         newton_schulz=recipe.optimizer.ns_steps if recipe.optimizer.name == "muon" else 0,
-        clipped=recipe.optimizer.grad_clip > 0,
+        # AdamW's kernel scales the gradients that it has read, and writes them; Muon's matrices take a pass.
+        clipping=4 + (0 if recipe.optimizer.grad_clip == 0 else 4 if recipe.optimizer.name == "adamw" else 8),
         recompute=checkpointing.mode,
         recomputed=_share(checkpointing, model.layers),
         compiled=recipe.compile.enabled,

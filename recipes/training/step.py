@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from models.loss import IGNORED
 from parallel.dist import World
 from parallel.errors import CorruptState
 from parallel.float8 import precompute_scales
-from parallel.reduce import clip_gradients, gradient_norm, share_gradients_of_copies, sum_over_group
+from parallel.reduce import clipping_divisor, gradient_norm, share_gradients_of_copies, sum_over_group
 from recipes.data.loader import MicroBatch
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard, backward
@@ -72,11 +72,11 @@ def train_step(
     columns = further_columns(built, losses) if is_logged else {}
     if built.mesh.tensor is not None:  # after the norm, which shows what is wrong with any copy
         share_gradients_of_copies(parameters, built.mesh.tensor)
-    if built.grad_clip > 0:
-        clip_gradients(parameters, norm=norm, max_norm=built.grad_clip)
-    # torch's fused kernels leave parameters, moments and step counters alone where this is 1 (made for GradScaler).
-    skip = guard.should_skip(step, loss=loss, norm=norm).to(parameters[0].device)
-    optimizer.found_inf = skip  # type: ignore[attr-defined]
+    # Two inputs of torch's fused kernels, made for GradScaler. Where found_inf is 1 they leave parameters, moments and
+    # step counters alone. They divide gradients by grad_scale, so that clipping needs no pass of its own.
+    device, scaled = parameters[0].device, cast(Any, optimizer)
+    scaled.found_inf = guard.should_skip(step, loss=loss, norm=norm).to(device)
+    scaled.grad_scale = clipping_divisor(norm, max_norm=built.grad_clip).to(device) if built.grad_clip > 0 else None
     optimizer.step()
     optimizer.zero_grad()
     if built.float8_all_gather:

@@ -89,7 +89,9 @@ def train_case(case: str, recipe: Recipe, world: World) -> dict[str, Any]:
     def keep(*_: Any) -> None:
         if not gradients:
             whole = {name: parameter.grad.full_tensor() for name, parameter in built.model.named_parameters()}
-            gradients.update({name.replace("_checkpoint_wrapped_module.", ""): g.numpy() for name, g in whole.items()})
+            gradients.update(
+                {name.replace("_checkpoint_wrapped_module.", ""): g.numpy().copy() for name, g in whole.items()}
+            )
 
     built.optimizer.register_step_pre_hook(keep)
     guard = StepGuard(mesh, device=world.device, max_skipped_steps=3, loss_spike_z=50.0)

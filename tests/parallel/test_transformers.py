@@ -171,8 +171,9 @@ def train_ours(
     gradients: dict[str, Any] = {}
 
     def keep(*_: Any) -> None:
-        if not gradients:
-            found = {plain_name(name): one.grad.full_tensor() for name, one in built.model.named_parameters()}
+        if not gradients:  # clipped, as the optimizer's kernel does
+            divisor = built.optimizer.grad_scale
+            found = {plain_name(name): one.grad.full_tensor() / divisor for name, one in built.model.named_parameters()}
             gradients.update({name: gradient.numpy().copy() for name, gradient in found.items()})
 
     built.optimizer.register_step_pre_hook(keep)

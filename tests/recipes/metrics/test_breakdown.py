@@ -255,7 +255,7 @@ def test_a_trace_without_steps_is_refused() -> None:
 def record(folder: str) -> list[float]:
     """Trace two real steps in this process. Returns their seconds by the host's clock."""
     from parallel.dist import start, stop
-    from parallel.reduce import clip_gradients, gradient_norm
+    from parallel.reduce import gradient_norm
     from recipes.metrics.clock import RunClock
     from recipes.metrics.profile import StepProfiler
     from recipes.optimization.optimizer import build_optimizer
@@ -275,8 +275,7 @@ def record(folder: str) -> list[float]:
             with profiler.step(step + 1):
                 begin = time.perf_counter()
                 model(tokens, tokens).backward()
-                norm = gradient_norm(model.parameters())
-                clip_gradients(model.parameters(), norm=norm, max_norm=1.0)
+                gradient_norm(model.parameters())
                 optimizer.step()
                 optimizer.zero_grad()
                 seconds.append(time.perf_counter() - begin)

@@ -8,18 +8,20 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from models.sizes import SIZES
 from parallel.config import Float8Config, FSDPConfig
-from parallel.float8 import precompute_scales
+from parallel.float8 import precompute_scales, without_wrapper
 from parallel.materialize import plain_name
 from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer
-from tests.build import build_model
+from tests.build import NO_FLOAT8, build_model, cpu_mesh
 from tests.families import family_config
 
 CONFIG = OptimizerConfig(lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.5)
+TENSORWISE = Float8Config(recipe="tensorwise", all_gather=True, emulate=True)
 MATRICES = [f"attention.{letter}_proj" for letter in "qkvo"] + [
     f"feed_forward.{part}_proj" for part in ("gate", "up", "down")
 ]
@@ -195,10 +197,9 @@ def test_a_checkpoint_restores_bfloat16_moments(tmp_path: Path) -> None:
 
 
 def test_bfloat16_moments_work_with_weights_that_float8_wraps() -> None:
-    float8 = Float8Config(recipe="tensorwise", all_gather=True, emulate=True)
     curves = []
     for config in (HALF, replace(HALF, state_dtype="float32")):
-        model, _ = build_model(replace(SIZES["smollm3_debug"], layers=2), float8=float8, fsdp=FSDPConfig())
+        model, _ = build_model(replace(SIZES["smollm3_debug"], layers=2), float8=TENSORWISE, fsdp=FSDPConfig())
         optimizer = build_optimizer(model, config)
         tokens = torch.randint(4096, (2, 17), generator=torch.Generator().manual_seed(0))
         curve = []
@@ -213,6 +214,59 @@ def test_bfloat16_moments_work_with_weights_that_float8_wraps() -> None:
     assert curves[0][:2] == curves[1][:2]
     assert curves[0] == pytest.approx(curves[1], rel=1e-2)
     assert curves[0][-1] < curves[0][0]
+
+
+@pytest.mark.parametrize("float8", [NO_FLOAT8, TENSORWISE], ids=["plain", "float8"])
+def test_steps_equal_those_of_torchs_adamw_to_the_bit(float8: Float8Config) -> None:
+    states = []
+    for own in (False, True):
+        model, _ = build_model(replace(SIZES["smollm3_debug"], layers=2), float8=float8, fsdp=FSDPConfig())
+        ours = build_optimizer(model, CONFIG)
+        optimizer = ours if own else torch.optim.AdamW(ours.param_groups, lr=0.01, fused=True)
+        tokens = torch.randint(4096, (2, 17), generator=torch.Generator().manual_seed(0))
+        for _ in range(3):
+            (model(tokens[:, :-1], tokens[:, 1:]) / 32).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if float8.all_gather:
+                precompute_scales(model)
+        states.append(optimizer.state_dict())
+    theirs, mine = states
+    assert {key for group in theirs["param_groups"] for key in group} == {
+        key for group in mine["param_groups"] for key in group
+    }
+    assert theirs["state"].keys() == mine["state"].keys()
+    for number, state in theirs["state"].items():
+        assert state.keys() == mine["state"][number].keys()
+        for name, value in state.items():
+            other = mine["state"][number][name]
+            assert (type(other), other.dtype, other.device) == (type(value), value.dtype, value.device), name
+            assert torch.equal(_whole(other), _whole(value)), name
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return without_wrapper(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+
+
+@pytest.mark.parametrize(
+    "config", [CONFIG, HALF, replace(CONFIG, name="muon"), replace(HALF, name="muon")], ids=lambda config: config.name
+)
+def test_gradients_are_divided_by_grad_scale_in_the_step(config: OptimizerConfig) -> None:
+    results = []
+    for inside in (False, True):
+        model, _ = build_model(replace(SIZES["smollm3_debug"], layers=2), fsdp=FSDPConfig())
+        optimizer: Any = build_optimizer(model, config, cpu_mesh())
+        tokens = torch.randint(4096, (2, 17), generator=torch.Generator().manual_seed(0))
+        divisor = torch.tensor(3.0)
+        for _ in range(2):
+            (model(tokens[:, :-1], tokens[:, 1:]) / 32).backward()
+            optimizer.grad_scale = divisor if inside else None
+            for parameter in () if inside else model.parameters():
+                parameter.grad.div_(divisor)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([parameter.to_local().clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])

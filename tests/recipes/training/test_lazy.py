@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 MOST_MODULES = 86
-MOST_LINES = 13_200
-MOST_FILES_OF_A_STEP = 13
+MOST_LINES = 13_250
+MOST_FILES_OF_A_STEP = 14
 NOT_ASKED_FOR = {
     "models.hf",
     "parallel.float8_casts",
@@ -120,7 +120,7 @@ def test_modules_that_a_plain_run_must_not_load_exist() -> None:
     assert not [name for name in NOT_ASKED_FOR if not (ROOT / f"{name.replace('.', '/')}.py").exists()]
 
 
-def test_plain_step_calls_functions_of_at_most_13_files(plain_run: dict[str, Any]) -> None:
+def test_plain_step_calls_functions_of_at_most_14_files(plain_run: dict[str, Any]) -> None:
     files = [str(Path(file).relative_to(ROOT)) for file in plain_run["called"] if is_ours(file)]
     assert any(file.startswith("models/") for file in files), "the trace missed the model"
     assert len(files) <= MOST_FILES_OF_A_STEP, f"{len(files)} files\n" + "\n".join(files)

@@ -50,7 +50,9 @@ def take_to(recipe: Recipe, steps: int, mesh: str, world: Any) -> Seen:
         def keep(*_: Any) -> None:
             if not seen.gradients:
                 parameters = trainer.built.model.named_parameters()
-                seen.gradients = {plain_name(name): whole(parameter.grad).numpy() for name, parameter in parameters}
+                seen.gradients = {
+                    plain_name(name): whole(parameter.grad).numpy().copy() for name, parameter in parameters
+                }
 
         trainer.built.optimizer.register_step_pre_hook(keep)
         trainer.console.log = lambda line, **_: lines.append(line)
