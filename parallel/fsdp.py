@@ -128,9 +128,10 @@ class _WholeGradients:
         if group.reduce_grads:  # what no hook has taken
             self._take(group, group.fsdp_params, complete=True)
         post_backward(*unused)  # reshards, and finds nothing to reduce
-        if group not in self._hooked:  # now that there are gathered parameters
-            self._hooked.add(group)
-            for parameter in group.fsdp_params:
+        for parameter in group.fsdp_params:
+            # Gathered parameters exist since the first forward pass that used them.
+            if parameter not in self._hooked and hasattr(parameter, "_unsharded_param"):
+                self._hooked.add(parameter)
                 whole, hook = parameter.unsharded_param, partial(self._at_once, group, parameter)
                 as_it_is = group._reduce_dtype is None and whole.dtype == parameter.orig_dtype
                 if self._replicas is not None or not as_it_is:
@@ -151,7 +152,7 @@ class _WholeGradients:
             self._of_this_pass().add(gradients, group._reduce_dtype, complete=complete)
 
     def _of_this_pass(self) -> "_Sums":
-        """autograd alone holds them: where a backward pass raises, it forgets them with all that it had queued."""
+        """The sums of the running backward pass. Only autograd holds them: it drops what it queued if one raises."""
         if (sums := self._sums()) is None:
             assert self._replicas is not None
             sums = _Sums(self._replicas)
@@ -169,7 +170,10 @@ class _Sums:
         self._running: list[tuple[dist.Work, list[tuple[Any, Tensor]]]] = []
 
     def add(self, gradients: list[tuple[Any, Tensor]], dtype: torch.dtype | None, *, complete: bool) -> None:
-        """Start the sum of these, and of those that wait, once they are enough or complete. dtype: of sums if other."""
+        """Start the sum of large gradients at once, and of small ones once they are enough.
+
+        dtype: of the sums, unless it is that of the gradients. complete: whether to start that of the small ones now.
+        """
         with record_function("FSDP::post_backward_reduce"):  # the scope by which profiles know FSDP's own sums
             for parameter, gradient in gradients:
                 if gradient.nbytes >= SUMMED_TOGETHER and dtype in (None, gradient.dtype) and gradient.is_contiguous():
@@ -195,7 +199,7 @@ class _Sums:
         self._running.append((work, [(parameter, part) for (parameter, _), part in zip(gradients, parts, strict=True)]))
 
     def finish(self) -> None:
-        """Wait for all sums, and hand them over."""
+        """Wait for each sum and hand it over, which frees its message before the next one."""
         while self._running:
             work, summed = self._running.pop(0)
             wait_for(work)

@@ -177,7 +177,7 @@ def _reduced_head(size: Sizes) -> Pieces:
     layers = size.recipe.model.layers
     return {
         **_gradients(size, layers, head=True),
-        **_weights(size, size.keeps_blocks * layers, head=False, buffers=_next_gather(size, layers)),
+        **_weights(size, size.keeps_blocks * layers, head=size.is_whole, buffers=_next_gather(size, layers)),
         **_saved(size, layers, norm=True),
         "new gradients": size.new(size.table) + size.stream,
         "reduction": size.reduction(size.table),
@@ -223,11 +223,12 @@ def _inside(size: Sizes, layer: int) -> Pieces:
 
 def _reduced_block(size: Sizes, layer: int) -> Pieces:
     """The sum over processes of this block's gradients."""
+    still_gathered = layer * size.keeps_blocks + size.is_whole  # whole gradients are handed over before FSDP reshards
     return {
         **_gradients(size, layer + 1, head=False),
-        **_weights(size, layer * size.keeps_blocks, head=False, buffers=_next_gather(size, layer)),
+        **_weights(size, still_gathered, head=False, buffers=_next_gather(size, layer)),
         **_saved(size, layer),
-        "new gradients": size.new_of_block() + size.stream + size.new_of_tied_head,
+        "new gradients": size.new_of_block + size.stream + size.new_of_tied_head,
         "reduction": size.reduction(size.block, earlier=_computed_before(size, layer)),
     }
 
@@ -257,7 +258,7 @@ def _reduced_embedding(size: Sizes) -> Pieces:
     """The sum over processes of that."""
     return {
         **_gradients(size, 0, head=False),
-        **(_weights(size, 0, head=False, buffers=0) if size.one_unit else {}),
+        **(_weights(size, 0, head=False, buffers=0) if size.is_whole else {}),
         **_saved(size, 0, rotations=False),
         "new gradients": size.new(size.table),
         "reduction": size.reduction(size.table, earlier=_computed_before(size, -1)),

@@ -212,8 +212,9 @@ class Sizes:
         """Bytes of gradients that one micro-batch has computed; accumulation has already added them to the others."""
         return 0 if self.accumulates else self.element * unit.whole
 
+    @cached_property
     def new_of_block(self) -> int:
-        """The same, of a block, where it has not been handed over in float32 one by one."""
+        """Bytes of a block's new gradients at its end, where they have not become float32 one by one."""
         return self.new(self.block) if not self.is_whole or self.element == 4 else 0
 
     def reduction(self, unit: Unit, *, earlier: int = 0) -> int:

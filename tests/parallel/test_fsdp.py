@@ -325,11 +325,20 @@ def test_replicas_sum_gradients_again_after_a_failed_backward_pass() -> None:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
-    ("zero2", "float8", "units"),
-    [(True, NO_FLOAT8, 1), (False, NO_FLOAT8, 3 + DEBUG.layers), (True, TENSORWISE, 3 + DEBUG.layers)],
+    ("dtype", "zero2", "float8", "units"),
+    [
+        ("float32", True, NO_FLOAT8, 1),
+        ("float32", False, NO_FLOAT8, 3 + DEBUG.layers),
+        ("bfloat16", True, NO_FLOAT8, 1),
+        ("bfloat16", False, NO_FLOAT8, 3 + DEBUG.layers),
+        ("bfloat16", True, TENSORWISE, 3 + DEBUG.layers),
+    ],
 )
-def test_parts_are_units_only_where_they_are_gathered_or_freed(zero2: bool, float8: Float8Config, units: int) -> None:
-    model, _ = build_model(DEBUG, fsdp=FSDPConfig(reshard_after_forward=not zero2), float8=float8)
+def test_parts_are_units_only_where_they_are_gathered_or_freed(
+    dtype: str, zero2: bool, float8: Float8Config, units: int
+) -> None:
+    config = FSDPConfig(param_dtype=dtype, reshard_after_forward=not zero2)  # type: ignore[arg-type]
+    model, _ = build_model(DEBUG, fsdp=config, float8=float8)
     assert len(units_of(model)) == units
 
 

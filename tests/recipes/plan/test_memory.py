@@ -101,6 +101,25 @@ def test_the_predicted_peak_is_that_of_one_process_that_adds_gradients_up_in_bf1
     assert_as_tracked(eager(*LLAMA_DEBUG, *changes, *sizes, "--mesh.shard=1"), 1)
 
 
+@pytest.mark.parametrize("file", [DEBUG, LLAMA_DEBUG], ids=["tied", "untied"])
+@pytest.mark.parametrize("computed", ["bfloat16", "float32"])
+@pytest.mark.parametrize("reshard", ["true", "false"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_predicted_peak_is_that_of_a_step_without_shards(
+    file: list[str], computed: str, reshard: str, micro_batches: int, replicas: int
+) -> None:
+    """With so few tokens that gradients, and weights that FSDP has not freed yet, make the peak."""
+    sizes = ["--batch.sequence_length=16", f"--batch.global_batch_size={2 * replicas * micro_batches}"]
+    kinds = [f"--fsdp.param_dtype={computed}", f"--fsdp.reshard_after_forward={reshard}", "--batch.loss_chunks=8"]
+    recipe = eager(*file, *sizes, *kinds, f"--mesh.replicate={replicas}", "--mesh.shard=1")
+    if replicas == 1:
+        assert_as_tracked(recipe, replicas)
+    else:  # which small gradients wait for one message is not followed one by one: at most a little high
+        found = predict(recipe, recipe.mesh.fit(replicas), context=False).peak / tracked_step(recipe, replicas).peak
+        assert 1 - 1e-4 <= found <= 1 + 1e-3
+
+
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("mesh", ["tensor=2", "context=2"])
 def test_the_predicted_peak_is_that_of_a_step_with_parts_of_matrices_or_rows(mesh: str, mode: str) -> None:
