@@ -2,7 +2,6 @@
 
 import inspect
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,7 +22,7 @@ from parallel.mesh import Mesh
 
 
 def shard_blocks_and_root(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> str:
-    """fully_shard every block, then the root, in place. Returns a line for the log.
+    """fully_shard every block, then the root, in place, or the root alone. Returns a line for the log.
 
     Gradients are summed over the data ranks, not averaged: the step divides the loss by the whole batch's targets.
     """
@@ -44,7 +43,8 @@ def shard_blocks_and_root(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> s
         ),
     }
     reshard = config.reshard_after_forward
-    if _gathers_float8(model) or not _root_is_enough(mesh, config):
+    has_parts = _gathers_float8(model) or not _root_is_enough(mesh, config)
+    if has_parts:
         _shard_parts(model, reshard_after_forward=reshard, **options)
     fully_shard(model, reshard_after_forward=False, **options)
 
@@ -63,7 +63,7 @@ def shard_blocks_and_root(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> s
     layout = f"{stage} over {shard}" if shard > 1 else "no sharding"
     copies = f" x {replicate} replicas" if replicate > 1 else ""
     offload = ", offloaded to the host" if config.cpu_offload else ""
-    ahead = f", {config.prefetch} blocks gathered ahead" if config.prefetch > 1 else ""
+    ahead = f", {config.prefetch} blocks gathered ahead" if config.prefetch > 1 and has_parts else ""
     return f"fsdp: {layout}{copies}, {config.param_dtype} compute, {config.reduce_dtype} reduction{ahead}{offload}"
 
 
@@ -109,90 +109,94 @@ class _WholeGradients:
 
     FSDP's own reduction would keep those of a unit until its end, copy those of one process into a buffer, and wait on
     a CPU for each sum of replicas. This takes each gradient as soon as it is there, and waits for sums once, at the end
-    of the backward pass, as DistributedDataParallel does. torch 2.11 to 2.13 have no public name for what happens after
-    a unit's backward pass.
+    of the backward pass, as DistributedDataParallel does. torch 2.11 to 2.13 have no public name for what happens
+    before and after a unit's backward pass.
     """
 
     def __init__(self, replicas: dist.ProcessGroup | None) -> None:
         self._replicas = replicas
-        self._sums: Callable[[], _Sums | None] = lambda: None
+        self._sums: _Sums | None = None
         self._hooked: set[Any] = set()
 
     def take_from(self, unit: FSDPModule) -> None:
         """Call this once for a unit."""
         group: Any = unit._get_fsdp_state()._fsdp_param_group
         if group is not None:
+            group.pre_backward = partial(self._pre_backward, group, group.pre_backward)
             group.post_backward = partial(self._post_backward, group, group.post_backward)
+
+    def _pre_backward(self, group: Any, pre_backward: Callable[..., None], *arguments: Any) -> None:
+        for parameter in group.fsdp_params:
+            if parameter in self._hooked or not hasattr(parameter, "_unsharded_param"):  # no forward pass has used it
+                continue
+            whole = parameter._unsharded_param
+            as_it_is = group._reduce_dtype is None and whole.dtype == parameter.orig_dtype
+            if whole.requires_grad and (self._replicas is not None or not as_it_is):
+                self._hooked.add(parameter)
+                whole.register_post_accumulate_grad_hook(partial(self._at_once, group, parameter))
+        pre_backward(*arguments)
 
     def _post_backward(self, group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
         if group.reduce_grads:  # what no hook has taken
-            self._take(group, group.fsdp_params, complete=True)
+            self._take(group, group.fsdp_params)
         post_backward(*unused)  # reshards, and finds nothing to reduce
-        for parameter in group.fsdp_params:
-            # Gathered parameters exist since the first forward pass that used them.
-            if parameter not in self._hooked and hasattr(parameter, "_unsharded_param"):
-                self._hooked.add(parameter)
-                whole, hook = parameter.unsharded_param, partial(self._at_once, group, parameter)
-                as_it_is = group._reduce_dtype is None and whole.dtype == parameter.orig_dtype
-                if self._replicas is not None or not as_it_is:
-                    whole.register_post_accumulate_grad_hook(hook)
 
     def _at_once(self, group: Any, parameter: Any, whole: Tensor) -> None:
         if group.reduce_grads:  # of the last micro-batch
-            self._take(group, [parameter], complete=False)
+            self._take(group, [parameter])
         else:  # add it up in the type of the sum
             parameter.accumulate_unsharded_grad_if_needed()
             parameter.to_accumulated_grad_if_needed()
 
-    def _take(self, group: Any, parameters: Sequence[Any], *, complete: bool) -> None:
+    def _take(self, group: Any, parameters: Sequence[Any]) -> None:
         gradients = _taken(parameters)
         if self._replicas is None:
             _hand_over(gradients)
-        else:
-            self._of_this_pass().add(gradients, group._reduce_dtype, complete=complete)
+        elif gradients:
+            self._of_this_pass(self._replicas, group._reduce_dtype).add(gradients)
 
-    def _of_this_pass(self) -> "_Sums":
-        """The sums of the running backward pass. Only autograd holds them: it drops what it queued if one raises."""
-        if (sums := self._sums()) is None:
-            assert self._replicas is not None
-            sums = _Sums(self._replicas)
-            torch.autograd.Variable._execution_engine.queue_callback(sums.finish)
-            self._sums = weakref.ref(sums)
-        return sums
+    def _of_this_pass(self, replicas: dist.ProcessGroup, dtype: torch.dtype | None) -> "_Sums":
+        """The sums of the running backward pass, not those of one that has raised."""
+        running = torch._C._current_graph_task_id()
+        if self._sums is None or self._sums.backward_pass != running:
+            self._sums = _Sums(running, replicas, dtype)
+            torch.autograd.Variable._execution_engine.queue_callback(self._sums.finish)
+        return self._sums
 
 
 class _Sums:
     """The sums over replicas of the gradients of one backward pass."""
 
-    def __init__(self, replicas: dist.ProcessGroup) -> None:
-        self._replicas = replicas
+    def __init__(self, backward_pass: int, replicas: dist.ProcessGroup, dtype: torch.dtype | None) -> None:
+        """dtype: of the sums, unless it is that of the gradients."""
+        self.backward_pass = backward_pass
+        self._replicas, self._dtype = replicas, dtype
         self._waiting: list[tuple[Any, Tensor]] = []
         self._running: list[tuple[dist.Work, list[tuple[Any, Tensor]]]] = []
 
-    def add(self, gradients: list[tuple[Any, Tensor]], dtype: torch.dtype | None, *, complete: bool) -> None:
-        """Start the sum of large gradients at once, and of small ones once they are enough.
+    def add(self, gradients: list[tuple[Any, Tensor]]) -> None:
+        """Start the sums of large gradients at once, and those of small ones once they are enough."""
+        for parameter, gradient in gradients:
+            is_sum = self._dtype in (None, gradient.dtype) and gradient.is_contiguous()
+            if gradient.nbytes >= SUMMED_TOGETHER and is_sum:
+                self._start([(parameter, gradient)], gradient, [gradient])  # where it is
+            else:
+                self._waiting.append((parameter, gradient))
+        if sum(gradient.nbytes for _, gradient in self._waiting) >= SUMMED_TOGETHER:
+            self._start_waiting()
 
-        dtype: of the sums, unless it is that of the gradients. complete: whether to start that of the small ones now.
-        """
-        with record_function("FSDP::post_backward_reduce"):  # the scope by which profiles know FSDP's own sums
-            for parameter, gradient in gradients:
-                if gradient.nbytes >= SUMMED_TOGETHER and dtype in (None, gradient.dtype) and gradient.is_contiguous():
-                    self._start([(parameter, gradient)], gradient, [gradient])  # where it is
-                else:
-                    self._waiting.append((parameter, gradient))
-            if complete or sum(gradient.nbytes for _, gradient in self._waiting) >= SUMMED_TOGETHER:
-                self._start_waiting(dtype)
-
-    def _start_waiting(self, dtype: torch.dtype | None) -> None:
+    @record_function("FSDP::post_backward_reduce")  # the scope by which profiles know FSDP's own sums
+    def _start_waiting(self) -> None:
         if not (gradients := self._waiting):
             return
         self._waiting = []
         sizes = [gradient.numel() for _, gradient in gradients]
-        message = gradients[0][1].new_empty(sum(sizes), dtype=dtype)
+        message = gradients[0][1].new_empty(sum(sizes), dtype=self._dtype)
         parts = [part.view_as(one) for part, (_, one) in zip(message.split(sizes), gradients, strict=True)]
         torch._foreach_copy_(parts, [gradient for _, gradient in gradients])
         self._start(gradients, message, parts)
 
+    @record_function("FSDP::post_backward_reduce")
     def _start(self, gradients: list[tuple[Any, Tensor]], message: Tensor, parts: list[Tensor]) -> None:
         work = dist.all_reduce(message, group=self._replicas, async_op=True)
         assert work is not None
@@ -200,6 +204,7 @@ class _Sums:
 
     def finish(self) -> None:
         """Wait for each sum and hand it over, which frees its message before the next one."""
+        self._start_waiting()
         while self._running:
             work, summed = self._running.pop(0)
             wait_for(work)

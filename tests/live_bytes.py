@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 
 from models.decoder import Decoder
 from parallel.fsdp import compute_with_whole_shards, units_of, without_idle_resharding
@@ -56,17 +57,19 @@ def build(recipe: Recipe, mesh: Mesh) -> Built:
     )
 
 
-def tracked_step(recipe: Recipe, processes: int, nodes: int = 1, live: LiveBytes | None = None) -> LiveBytes:
-    """The second step of a run of this recipe; the first one makes the moments."""
+def tracked_step(
+    recipe: Recipe, processes: int, nodes: int = 1, live: LiveBytes | None = None, *, resumed: bool = False
+) -> LiveBytes:
+    """The second step of a run of this recipe, whose first one makes the moments, or the first of a resumed run."""
     live = live or LiveBytes()
     with fake_processes(processes):
         mesh = build_mesh(recipe.mesh.fit(processes, nodes=nodes), device_type="cpu")
         with FakeTensorMode(allow_non_fake_inputs=True):
-            _track(recipe, build(recipe, mesh), live)
+            _track(recipe, build(recipe, mesh), live, resumed=resumed)
     return live
 
 
-def _track(recipe: Recipe, built: Built, live: LiveBytes) -> None:
+def _track(recipe: Recipe, built: Built, live: LiveBytes, *, resumed: bool) -> None:
     _name_moments(built.model, live)
     built.optimizer.register_step_pre_hook(lambda *_: setattr(live, "moment", "optimizer"))
     batch = recipe.batch
@@ -75,7 +78,10 @@ def _track(recipe: Recipe, built: Built, live: LiveBytes) -> None:
     batches = [(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64), None)] * micro
     live.follow(*built.parameters, *batches[0])
     guard = StepGuard(built.mesh, device=CPU, max_skipped_steps=10)
-    for step in (1, 2):
+    if resumed:
+        with live:
+            _init_optim_state(built.optimizer)
+    for step in (2,) if resumed else (1, 2):
         live.restart()
         live.moment = "start"
         with live:

@@ -61,7 +61,7 @@ class Built:
     mesh: Mesh
     model: nn.Module
     units: tuple[FSDPModule, ...]
-    """The modules whose weights FSDP gathers together: the model itself, its blocks, perhaps embedding and head."""
+    """The modules whose weights FSDP gathers together: the model itself, perhaps blocks, embedding and head."""
     optimizer: Optimizer
     parameters: tuple[nn.Parameter, ...]
     """Those of the model, as sharding left them."""

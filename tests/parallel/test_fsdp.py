@@ -219,8 +219,9 @@ def test_one_process_repeats_a_loop_without_fsdp_to_the_bit(dtype: str, zero2: b
         optimizer.zero_grad()
 
 
-def different_sums() -> dict[str, list[str]]:
+def different_sums(zero2: bool, together: int) -> dict[str, list[str]]:
     """By mesh, the gradients that are not the sum of those of all processes, each of which has its own micro-batch."""
+    fsdp.SUMMED_TOGETHER = together
     world = start("cpu", seed=0)
     reference, _ = plain(torch.float32)
     for rank in range(world.size):
@@ -228,8 +229,10 @@ def different_sums() -> dict[str, list[str]]:
         reference(tokens, tokens).backward()
     expected, found = gradients(reference), {}
     for name, mesh in MESHES.items():
-        model, _ = build_model(DEBUG, mesh=mesh)
-        train(model, micro_batches(1, seed=world.rank), zero2=False)
+        model, _ = build_model(
+            DEBUG, mesh=mesh, fsdp=FSDPConfig(param_dtype="float32", reshard_after_forward=not zero2)
+        )
+        train(model, micro_batches(1, seed=world.rank), zero2=zero2)
         sums = {key: whole(gradient) for key, gradient in gradients(model).items()}
         assert sums.keys() == expected.keys()
         found[name] = [key for key, gradient in expected.items() if not torch.equal(sums[key], gradient)]
@@ -237,24 +240,28 @@ def different_sums() -> dict[str, list[str]]:
     return found
 
 
-def test_two_processes_sum_gradients_to_the_bit() -> None:
-    assert run_processes(2, different_sums) == [{"shards": [], "replicas": []}] * 2
+@pytest.mark.parametrize(("zero2", "together"), [(False, 2**30), (True, 2**30), (True, 2**15)])
+def test_two_processes_sum_gradients_to_the_bit(zero2: bool, together: int) -> None:
+    """Replicas in one message for all parameters, or each matrix where it is."""
+    assert run_processes(2, different_sums, zero2, together) == [{"shards": [], "replicas": []}] * 2
 
 
-def unlike_those_of_fsdp(processes: int) -> list[str]:
+def unlike_those_of_fsdp(processes: int, zero2: bool, together: int) -> list[str]:
     """Gradients of whole parameters that are not what FSDP's own reduction returns."""
+    fsdp.SUMMED_TOGETHER = together
     start("cpu", seed=0)
     different = []
     for computed, reduced in (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")):
         found = []
         for own in (False, True):
-            config = FSDPConfig(param_dtype=computed, reduce_dtype=reduced)  # type: ignore[arg-type]
+            config = FSDPConfig(reshard_after_forward=not zero2, param_dtype=computed, reduce_dtype=reduced)  # type: ignore[arg-type]
             model, _ = build_model(DEBUG, mesh=MeshConfig(replicate=processes, shard=1), fsdp=config)
             for unit in units_of(model) if own else ():
-                del unit._get_fsdp_state()._fsdp_param_group.post_backward
+                group = unit._get_fsdp_state()._fsdp_param_group
+                del group.pre_backward, group.post_backward
                 unit.set_force_sum_reduction_for_comms(True)
                 unit.set_gradient_divide_factor(1.0)
-            train(model, micro_batches(3), zero2=False)
+            train(model, micro_batches(3), zero2=zero2)
             found.append(gradients(model))
         ours, theirs = found
         assert ours.keys() == theirs.keys()
@@ -268,9 +275,29 @@ def unlike_those_of_fsdp(processes: int) -> list[str]:
     return different
 
 
+@pytest.mark.parametrize(("zero2", "together"), [(False, 2**30), (True, 2**30), (True, 2**15)])
 @pytest.mark.parametrize("processes", [1, 2])
-def test_whole_gradients_are_those_that_fsdps_own_reduction_returns(processes: int) -> None:
-    assert run_processes(processes, unlike_those_of_fsdp, processes) == [[]] * processes
+def test_whole_gradients_are_those_that_fsdps_own_reduction_returns(processes: int, zero2: bool, together: int) -> None:
+    assert run_processes(processes, unlike_those_of_fsdp, processes, zero2, together) == [[]] * processes
+
+
+def with_gradients(processes: int) -> list[list[str]]:
+    """By dtype, the parameters that have a gradient although they are frozen, or have none although they are not."""
+    start("cpu", seed=0)
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        config = FSDPConfig(reshard_after_forward=False, param_dtype=dtype)  # type: ignore[arg-type]
+        model, _ = build_model(DEBUG, mesh=MeshConfig(replicate=processes, shard=1), fsdp=config)
+        frozen = model.blocks[0].attention.q_proj.weight.requires_grad_(False)
+        train(model, micro_batches(2), zero2=True)
+        found.append([key for key, one in model.named_parameters() if (one.grad is None) != (one is frozen)])
+    stop()
+    return found
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_frozen_parameter_has_no_gradient(processes: int) -> None:
+    assert run_processes(processes, with_gradients, processes) == [[[], []]] * processes
 
 
 def unlike_a_sum(processes: int) -> list[str]:
@@ -293,8 +320,9 @@ def test_several_backward_passes_sum_whole_gradients(processes: int) -> None:
     assert run_processes(processes, unlike_a_sum, processes) == [[]] * processes
 
 
-def gradients_after_a_failed_pass() -> list[int]:
+def gradients_after_a_failed_pass(at: str) -> list[int]:
     """How many parameters have a gradient after each of two backward passes that follow one that raised."""
+    fsdp.SUMMED_TOGETHER = 2**15
     start("cpu", seed=0)
     model, _ = build_model(DEBUG, mesh=MESHES["replicas"])
     [tokens] = micro_batches(1)
@@ -302,10 +330,15 @@ def gradients_after_a_failed_pass() -> list[int]:
     def fail(*_: Any) -> None:
         raise RuntimeError("in the middle of the backward pass")
 
-    hook = model.blocks[0].register_full_backward_pre_hook(fail)
-    with pytest.raises(RuntimeError, match="in the middle"):
-        model(tokens, tokens).backward()
-    hook.remove()
+    with pytest.MonkeyPatch.context() as patch:
+        if at == "a block":
+            hook = model.blocks[0].register_full_backward_pre_hook(fail)
+        else:
+            patch.setattr(fsdp, "wait_for", fail)
+        with pytest.raises(RuntimeError, match="in the middle") as kept:  # with the frames that it was raised in
+            model(tokens, tokens).backward()
+    if at == "a block":
+        hook.remove()
     model.reset_iter_state()
     model.zero_grad()
     found = []
@@ -314,12 +347,14 @@ def gradients_after_a_failed_pass() -> list[int]:
         found.append(sum(gradient is not None for gradient in gradients(model).values()))
         model.zero_grad()
     stop()
+    assert kept.value
     return found
 
 
+@pytest.mark.parametrize("at", ["a block", "the sums"])
 @pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="this torch cannot go on after a failed pass")
-def test_replicas_sum_gradients_again_after_a_failed_backward_pass() -> None:
-    [one, other] = run_processes(2, gradients_after_a_failed_pass)
+def test_replicas_sum_gradients_again_after_a_failed_backward_pass(at: str) -> None:
+    [one, other] = run_processes(2, gradients_after_a_failed_pass, at)
     assert one == other == [len(list(Decoder(DEBUG).parameters()))] * 2
 
 
