@@ -36,9 +36,11 @@ def fullest_layers(size: Sizes) -> Collection[int]:
 
     Between the first ones, which gather less ahead, and the last one, what lives changes by as much from each
     block to the next, as long as they run alike. If some recompute, it grows, or shrinks, from each of a kind to
-    the next of that kind; otherwise these are all.
+    the next of that kind; otherwise these are all. So they are where small gradients wait for a message of replicas.
     """
     layers, ahead = size.recipe.model.layers, size.recipe.fsdp.prefetch
+    if size.is_whole and size.degrees.replicate > 1:
+        return range(layers)
     ends = {0, min(1, layers - 1), min(ahead, layers - 1), max(0, layers - 2), layers - 1}
     recomputed, count = {*size.recomputed}, len(size.recomputed)
     if count in (0, layers):
@@ -62,7 +64,7 @@ def _gradients_per_block(size: Sizes) -> list[int]:
     share = 4 * size.block.share * (not size.recipe.fsdp.cpu_offload)
     last = size.accumulates * waiting - share
     before = [-waiting if size.micro_batches == 2 else 0] * size.accumulates
-    return [last + size.keeps_blocks * size.gathered_block, *before]
+    return [last + (size.keeps_blocks and not size.one_unit) * size.gathered_block, *before]
 
 
 # What several moments share.

@@ -225,7 +225,7 @@ class Sizes:
         if not self.is_whole:
             return self.waiting(unit.whole) + 4 * unit.share
         gradient = self.reduced if self.accumulates else self.element
-        kept = earlier * self.one_unit
+        kept = earlier
         if unit == self.block or gradient == 4:  # else the unit's own are counted as new ones
             kept += unit.whole
         together = min(SUMMED_TOGETHER, gradient * kept) if self.degrees.replicate > 1 else 0

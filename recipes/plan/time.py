@@ -38,7 +38,8 @@ CAST, CAST_FLOAT8 = 6, 21
 """Bytes per parameter to cast float32 weights for a gather: read 4, write 2; to float8 (torchao 0.18, eager) scale 8,
 clamp 8, cast 5."""
 REDUCE = 8
-"""Bytes per parameter to copy gradients of 4 bytes for their reduction; one process has none."""
+"""Bytes per parameter to copy gradients of 4 bytes for their reduction; one process has none, and replicas of large
+matrices fewer."""
 ALONE = 6
 """Bytes per parameter to make a bf16 gradient float32 on one process, where nothing was added up in float32."""
 SCALES = 12

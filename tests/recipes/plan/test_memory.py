@@ -18,8 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.tensor import DTensor
 
+import recipes.plan.sizes
 from models.decoder import Decoder
 from models.sizes import SIZES
+from parallel import fsdp
 from parallel.config import (
     ActivationCheckpointingConfig,
     CompileConfig,
@@ -107,9 +109,11 @@ def test_the_predicted_peak_is_that_of_one_process_that_adds_gradients_up_in_bf1
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_the_predicted_peak_is_that_of_a_step_without_shards(
-    file: list[str], computed: str, reshard: str, micro_batches: int, replicas: int
+    file: list[str], computed: str, reshard: str, micro_batches: int, replicas: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With so few tokens that gradients, and weights that FSDP has not freed yet, make the peak."""
+    for module in (fsdp, recipes.plan.sizes):  # for matrices of this model as large as a real one's are beside it
+        monkeypatch.setattr(module, "SUMMED_TOGETHER", 2**15)
     sizes = ["--batch.sequence_length=16", f"--batch.global_batch_size={2 * replicas * micro_batches}"]
     kinds = [f"--fsdp.param_dtype={computed}", f"--fsdp.reshard_after_forward={reshard}", "--batch.loss_chunks=8"]
     recipe = eager(*file, *sizes, *kinds, f"--mesh.replicate={replicas}", "--mesh.shard=1")
@@ -117,7 +121,21 @@ def test_the_predicted_peak_is_that_of_a_step_without_shards(
         assert_as_tracked(recipe, replicas)
     else:  # which small gradients wait for one message is not followed one by one: at most a little high
         found = predict(recipe, recipe.mesh.fit(replicas), context=False).peak / tracked_step(recipe, replicas).peak
-        assert 1 - 1e-4 <= found <= 1 + 1e-3
+        assert 1 - 1e-4 <= found <= 1 + 2e-3
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("reshard", ["true", "false"])
+def test_the_first_step_of_a_resumed_run_needs_no_more_than_the_others(
+    reshard: str, replicas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has moments, and gradients that nothing adds up must already leave one by one."""
+    monkeypatch.setattr(fsdp, "SUMMED_TOGETHER", 2**15)
+    sizes = ["--batch.sequence_length=16", f"--batch.global_batch_size={2 * replicas}", "--batch.loss_chunks=8"]
+    mesh = [f"--fsdp.reshard_after_forward={reshard}", f"--mesh.replicate={replicas}", "--mesh.shard=1"]
+    recipe = eager(*LLAMA_DEBUG, *sizes, *mesh)
+    others, first = (tracked_step(recipe, replicas, resumed=resumed).peak for resumed in (False, True))
+    assert first == pytest.approx(others, rel=1e-4)
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
@@ -264,16 +282,17 @@ def test_the_predicted_peak_is_that_of_a_step_that_recomputes_some_blocks(mode: 
 
 def random_recipe(choose: random.Random) -> tuple[Recipe, MeshDegrees]:
     """Any shape, also such as nobody would train."""
-    layers = choose.choice([1, 2, 3, 5, 8, 13])
+    layers = choose.choice([1, 2, 3, 5, 8, 13, 34])
     model = replace(
         SIZES["smollm3_debug"],
-        **{"layers": layers, "width": choose.choice([8, 64, 512]), "heads": 8, "key_value_heads": 4},
+        **{"layers": layers, "width": choose.choice([8, 64, 512, 2048]), "heads": 8, "key_value_heads": 4},
         feed_forward_width=8 * choose.randint(1, 400),
-        vocabulary=8 * choose.randint(1, 20_000),
+        vocabulary=8 * choose.choice([4, choose.randint(1, 20_000)]),
         tied_embeddings=choose.random() < 0.5,
     )
     micro = choose.choice([1, 2, 8])
-    degrees = MeshDegrees(*(choose.choice([1, 2, 4]) for _ in range(4)))
+    any_degrees = MeshDegrees(*(choose.choice([1, 2, 4]) for _ in range(4)))
+    degrees = choose.choice([any_degrees, any_degrees, MeshDegrees(1, 1), MeshDegrees(2, 1)])
     recipe = Recipe(
         model=model,
         batch=BatchConfig(
@@ -285,7 +304,7 @@ def random_recipe(choose: random.Random) -> tuple[Recipe, MeshDegrees]:
         mesh=MeshConfig(context_by=choose.choice(["heads", "gather"])),
         activation_checkpointing=ActivationCheckpointingConfig(
             mode=choose.choice(["none", "selective", "full"]),
-            blocks=choose.choice(["all", 0.5, 0.25, choose.randint(1, layers)]),
+            blocks=choose.choice(["all", 0.5, 0.25, choose.randint(1, layers), max(1, layers - 2)]),
         ),
         compile=CompileConfig(enabled=choose.random() < 0.5),
         float8=Float8Config(recipe=choose.choice(["none", "tensorwise"]), all_gather=choose.random() < 0.5),
@@ -302,12 +321,31 @@ def random_recipe(choose: random.Random) -> tuple[Recipe, MeshDegrees]:
 
 def test_the_peak_alone_is_that_of_all_moments() -> None:
     choose, fullest = random.Random(0), set()
-    for _ in range(1500):
+    for _ in range(3000):
         recipe, degrees = random_recipe(choose)
         prediction = predict(recipe, degrees)
         assert peak(recipe, degrees) == prediction.peak, (recipe, degrees, prediction.fullest)
         fullest.add(prediction.fullest)
     assert len(fullest) > 10
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_peak_alone_is_that_of_all_moments_where_gathered_weights_stay(replicas: int) -> None:
+    """With more and more tokens, which move the fullest moment from block to block."""
+    shape = ["--model.layers=24", "--model.width=2048", "--model.feed_forward_width=8192", "--model.vocabulary=4096"]
+    some = ["--activation_checkpointing.mode=full", "--activation_checkpointing.blocks=22"]
+    kinds = [
+        "--fsdp.reshard_after_forward=false",
+        "--batch.loss_chunks=64",
+        f"--batch.global_batch_size={2 * replicas}",
+    ]
+    recipe, fullest = eager(*DEBUG, *shape, *some, *kinds), set()
+    for length in range(512, 2**15, 512):
+        longer = replace(recipe, batch=replace(recipe.batch, sequence_length=length))
+        prediction = predict(longer, MeshDegrees(replicas, 1))
+        assert peak(longer, MeshDegrees(replicas, 1)) == prediction.peak, (length, prediction.fullest)
+        fullest.add(prediction.fullest)
+    assert len(fullest) > 3
 
 
 def test_the_peak_of_a_large_model_takes_a_fraction_of_a_millisecond() -> None:
