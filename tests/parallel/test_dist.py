@@ -126,17 +126,20 @@ def test_settings_of_the_allocator_that_torch_cannot_read_are_refused() -> None:
 
 
 def pages_cleared_for_a_tensor(variables: dict[str, str]) -> float:
-    """How many of 100 pages the system clears for a large tensor after several of its size were freed; the median."""
+    """How many of 100 pages the system clears for a large tensor after larger ones were freed; the median.
+
+    Of one size, glibc 2.36 asks for a little more than it has kept, because of the alignment.
+    """
     os.environ.update(variables)
     start("cpu", seed=0)
     elements = 1 << 25
 
-    def faults() -> int:
+    def faults(fewer: int) -> int:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        torch.ones(elements)
+        torch.ones(elements - fewer * resource.getpagesize())
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-    found = [faults() for _ in range(12)][5:]
+    found = [faults(fewer) for fewer in range(12)][5:]
     stop()
     return statistics.median(found) / (elements * 4 / resource.getpagesize()) * 100
 
