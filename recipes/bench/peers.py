@@ -1,25 +1,21 @@
 """Our training step beside other loops that train the same model: part of `bench.py --suite overhead`.
 
-The model is that of smollm3_debug with 27 million parameters in 8 blocks, on random tokens. All loops of a table take
-turns in one process, or in the same two, so that a change of the machine's load affects them alike.
+The model is that of smollm3_debug with 27 million parameters in 8 blocks, on random tokens. Each loop runs in processes
+of its own, as its users would start it, and all loops of a table take turns, so that a change of the machine's load
+affects them alike.
 """
 
 import copy
-import json
 import logging
 import math
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import count
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -32,12 +28,11 @@ from models.decoder import Decoder
 from models.interface import blocks_of
 from models.loss import IGNORED
 from parallel.config import MeshConfig
-from parallel.dist import World, start, stop
-from parallel.errors import UserError
+from parallel.dist import World, keep_freed_memory, start
 from parallel.materialize import materialize
 from parallel.reduce import sum_over_group
+from recipes.bench.turns import MeasuredLoop, Turns
 from recipes.data.loader import MicroBatch
-from recipes.files.exit_codes import FINISHED, leave
 from recipes.load import CONFIGS, load
 from recipes.metrics.clock import RunClock
 from recipes.optimization.optimizer import build_optimizer
@@ -55,9 +50,9 @@ SHAPE = {
     **{"model.key_value_heads": 8, "model.head_width": 64, "model.no_rope_every": 0, "model.vocabulary": 4096},
     **{"batch.sequence_length": 128, "batch.global_batch_size": 8, "batch.micro_batch_size": 4},
 }
+OURS, SHARDED, PLAIN, DDP = "ours", "ours, sharded", "plain loop", "DDP"
+"""Ours is replicated on two processes, as DDP is."""
 TRAINER = "transformers' Trainer"
-TIMES = "times.json"
-"""What the processes of peers() hand over."""
 Loop = Callable[[], float]
 """Takes one optimizer step; returns its loss."""
 Times = dict[str, list[float]]
@@ -65,23 +60,27 @@ Times = dict[str, list[float]]
 
 
 def peers(kinds: Sequence[str], overrides: list[str], *, processes: int, windows: int, steps: int) -> dict[str, Any]:
-    """Kind -> loop -> median seconds per step, median of the ratio to ours, its median_interval(), all windows.
-
-    Each kind runs in processes of its own, because transformers chooses its compute type once per process.
-    """
+    """Kind -> loop -> median seconds per step, median of the ratio to ours, its median_interval(), all windows."""
     recipe(kinds[0], overrides)  # an error in them is raised here, once
+    names = [OURS, *((PLAIN, TRAINER) if processes == 1 else (SHARDED, DDP))]
+    if missing_for_trainer():
+        names = [name for name in names if name != TRAINER]
     found = {}
     for kind in kinds:
-        with tempfile.TemporaryDirectory() as folder:
-            settings = {"kind": kind, "overrides": overrides, "windows": windows, "steps": steps, "folder": folder}
-            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-            # Not for one process: below a launcher, transformers' Trainer would wrap its model in DDP.
-            command = [sys.executable, *(launcher if processes > 1 else []), "-m", "recipes.bench.peers"]
-            code = subprocess.run([*command, json.dumps(settings)], cwd=CONFIGS.parent).returncode
-            if code:
-                raise UserError(f"the loops in {kind} on {processes} processes failed with exit code {code}, see above")
-            times: Times = json.loads((Path(folder) / TIMES).read_text())
-        found[kind] = {name: _compared(seconds, times["ours"]) for name, seconds in times.items()}
+        with ExitStack() as ending:
+            loops: dict[str, MeasuredLoop] = {}
+            losses = {}
+            for name in names:
+                settings = {"name": name, "kind": kind, "overrides": overrides, "steps": steps}
+                loops[name] = MeasuredLoop(f"{name} in {kind}", _work, settings, processes=processes)
+                ending.callback(loops[name].close)
+                losses[name] = loops[name].first_loss()
+            _require_same_losses({name: loss for name, loss in losses.items() if loss is not None})
+            times: Times = {name: [] for name in names}
+            for window in range(windows):  # the order changes from window to window
+                for name in sorted(names, reverse=window % 2 == 1):
+                    times[name].append(loops[name].turn() / steps)
+        found[kind] = {name: _compared(seconds, times[OURS]) for name, seconds in times.items()}
     return found
 
 
@@ -131,55 +130,44 @@ def recipe(kind: str, overrides: list[str]) -> Recipe:
     return load(CONFIGS / "smollm3_debug.toml", [*options, *overrides])
 
 
-def work(*, kind: str, overrides: list[str], windows: int, steps: int, folder: str) -> None:
-    """Measure in this process, one of those that peers() starts; rank 0 writes the times of its windows to `folder`."""
+def _work(turns: Turns, rank: int, processes: int, *, name: str, kind: str, overrides: list[str], steps: int) -> None:
+    """Take turns of so many steps in this process, one of those that peers() starts and ends."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
     ours = recipe(kind, overrides)
-    world = start("cpu", seed=0)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.size))  # the launcher leaves each only one
-    batch = _batch(ours, world)
-    if world.size == 1:
-        loops = {"ours": _ours(ours, world, batch), "plain loop": _plain(ours, batch)}
+    batch = _batch(ours, rank, processes)
+    if name == TRAINER:
+        return _trainer(ours, batch, turns, steps=steps)
+    if name in (OURS, SHARDED):
+        mesh = ours.mesh if name == SHARDED else MeshConfig(replicate=processes, shard=1)
+        step = _ours(replace(ours, mesh=mesh), start("cpu", seed=0), batch)
+    elif name == PLAIN:
+        keep_freed_memory()  # as ours does; DDP and the Trainer run as their users start them
+        step = _plain(ours, batch)
     else:
-        copies = replace(ours, mesh=MeshConfig(replicate=world.size, shard=1))
-        loops = {"ours": _ours(ours, world, batch), "ours, replicas": _ours(copies, world, batch)}
-        loops["DDP"] = _ddp(ours, world, batch)
-    _require_same_losses({name: loop() for name, loop in loops.items()})
-    for loop in loops.values():
-        loop()  # allocators and thread pools have warmed up after the second
-    times: Times = {name: [] for name in loops}
-
-    def others() -> None:
-        """One window of every loop; the order changes from window to window."""
-        for name in sorted(loops, reverse=len(times["ours"]) % 2 == 1):
-            begin = time.perf_counter()
-            for _ in range(steps):
-                loops[name]()
-            times[name].append((time.perf_counter() - begin) / steps)
-
-    if world.size == 1 and not missing_for_trainer():
-        times[TRAINER] = _trainer(ours, batch, windows=windows, steps=steps, others=others)
-    else:
-        for _ in range(windows):
-            others()
-    if world.is_main:
-        (Path(folder) / TIMES).write_text(json.dumps(times))
-    stop()
+        dist.init_process_group("gloo")
+        step = _ddp(ours, batch)
+    loss = step()
+    step()  # allocators and thread pools have warmed up after the second
+    turns.ready(loss)
+    while True:
+        turns.begin()
+        for _ in range(steps):
+            step()
+        turns.end()
 
 
-def _batch(recipe: Recipe, world: World) -> list[MicroBatch]:
+def _batch(recipe: Recipe, rank: int, processes: int) -> list[MicroBatch]:
     """This process's micro-batches of one global batch."""
     batch, generator = recipe.batch, torch.Generator().manual_seed(0)
     shape = (batch.global_batch_size, batch.sequence_length + 1)
-    mine = torch.randint(recipe.model.vocabulary, shape, generator=generator).chunk(world.size)[world.rank]
+    mine = torch.randint(recipe.model.vocabulary, shape, generator=generator).chunk(processes)[rank]
     return [(part[:, :-1].contiguous(), part[:, 1:].contiguous(), None) for part in mine.split(batch.micro_batch_size)]
 
 
 def _require_same_losses(losses: dict[str, float]) -> None:
     for name, loss in losses.items():
-        if abs(loss / losses["ours"] - 1) > TOLERANCE:
-            raise RuntimeError(
-                f"{name} starts with the loss {loss}, but ours with {losses['ours']}: not the same model"
-            )
+        if abs(loss / losses[OURS] - 1) > TOLERANCE:
+            raise RuntimeError(f"{name} starts with the loss {loss}, but ours with {losses[OURS]}: not the same model")
 
 
 def _ours(recipe: Recipe, world: World, batch: list[MicroBatch]) -> Loop:
@@ -251,7 +239,7 @@ def _add_gradients(weights: list[Tensor], used: list[Tensor]) -> None:
         copied.grad = None
 
 
-def _ddp(recipe: Recipe, world: World, batch: list[MicroBatch]) -> Loop:
+def _ddp(recipe: Recipe, batch: list[MicroBatch]) -> Loop:
     """torch's DistributedDataParallel; in bf16 under autocast. It averages gradients, so losses are scaled."""
     model = _model(recipe)
     optimizer = build_optimizer(model, recipe.optimizer)
@@ -268,7 +256,7 @@ def _ddp(recipe: Recipe, world: World, batch: list[MicroBatch]) -> Loop:
             last = index == len(batch) - 1
             with nullcontext() if last else replicated.no_sync(), torch.autocast("cpu", torch.bfloat16, enabled=low):
                 loss = replicated(inputs, part) / targets
-                (loss * world.size).backward()
+                (loss * dist.get_world_size()).backward()
             total += loss.detach()
         clip_grad_norm_(weights, recipe.optimizer.grad_clip, foreach=True)
         optimizer.step()
@@ -284,10 +272,8 @@ def missing_for_trainer() -> list[str]:
     return [name for name in ("transformers", "accelerate") if find_spec(name) is None]
 
 
-def _trainer(
-    recipe: Recipe, batch: list[MicroBatch], *, windows: int, steps: int, others: Callable[[], None]
-) -> list[float]:
-    """Seconds per step of windows of transformers' Trainer on a Llama of this shape, between windows of the others."""
+def _trainer(recipe: Recipe, batch: list[MicroBatch], turns: Turns, *, steps: int) -> None:
+    """Transformers' Trainer on a Llama of this shape."""
     for name in ("torchao", "torch.utils._pytree", "transformers"):  # notes to their own developers
         logging.getLogger(name).setLevel(logging.ERROR)
     from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
@@ -306,24 +292,19 @@ def _trainer(
         )
     )
     rows = [{"input_ids": row, "labels": row} for inputs, _, _ in batch for row in cast(torch.Tensor, inputs)]
-    found: list[float] = []
-    warm_up = 3
+    warm_up, many = 3, 10_000
 
-    class Turns(TrainerCallback):
-        begin = 0.0
-
+    class InTurns(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             done = state.global_step - warm_up
-            if done > 0 and done % steps == 0:
-                found.append((time.perf_counter() - self.begin) / steps)
-            if done >= 0 and done % steps == 0 and done < windows * steps:
-                others()
-                self.begin = time.perf_counter()
+            if done >= 0 and done % steps == 0:
+                turns.end() if done else turns.ready(None)
+                turns.begin()
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
-            max_steps=warm_up + windows * steps,
+            max_steps=many,
             per_device_train_batch_size=recipe.batch.micro_batch_size,
             gradient_accumulation_steps=len(batch),
             learning_rate=recipe.optimizer.lr,
@@ -338,13 +319,7 @@ def _trainer(
             report_to=[],
             disable_tqdm=True,
         )
-        dataset = rows * (warm_up + windows * steps)
-        trainer = Trainer(model, arguments, train_dataset=dataset, callbacks=[Turns()])
+        dataset = rows * many
+        trainer = Trainer(model, arguments, train_dataset=dataset, callbacks=[InTurns()])
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-    return found
-
-
-if __name__ == "__main__":
-    work(**json.loads(sys.argv[1]))
-    leave(FINISHED)

@@ -171,7 +171,7 @@ def measure(processes: int) -> Phases:
         pipes, workers = [], []
         for rank in range(processes):
             ours, theirs = context.Pipe()
-            environment = _environment(rank, processes, store.port)
+            environment = launcher_environment(rank, processes, store.port)
             workers.append(context.Process(target=_work, args=(theirs, environment, Path(folder)), daemon=True))
             workers[-1].start()
             theirs.close()
@@ -194,7 +194,7 @@ def measure(processes: int) -> Phases:
     return found
 
 
-def _environment(rank: int, processes: int, port: int) -> dict[str, str]:
+def launcher_environment(rank: int, processes: int, port: int) -> dict[str, str]:
     """What the launcher of a node gives to a process."""
     node, place = divmod(rank, NODE)
     given = {"RANK": rank, "LOCAL_RANK": place, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": min(NODE, processes)}

@@ -17,7 +17,7 @@ TINY = [
 ]
 
 
-@pytest.mark.parametrize(("processes", "others"), [(1, ["plain loop"]), (2, ["ours, replicas", "DDP"])])
+@pytest.mark.parametrize(("processes", "others"), [(1, ["plain loop"]), (2, ["ours, sharded", "DDP"])])
 def test_every_loop_is_measured_in_every_window(processes: int, others: list[str]) -> None:
     found = peers.peers(["bf16"], TINY, processes=processes, windows=2, steps=1)
     loops = {name: row for name, row in found["bf16"].items() if name != "transformers' Trainer"}
