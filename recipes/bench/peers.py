@@ -292,13 +292,16 @@ def _trainer(recipe: Recipe, batch: list[MicroBatch], turns: Turns, *, steps: in
         )
     )
     rows = [{"input_ids": row, "labels": row} for inputs, _, _ in batch for row in cast(torch.Tensor, inputs)]
-    warm_up, many = 3, 10_000
+    warm_up, many = 3, 10_000  # steps; peers() ends this process long before the last one
 
     class InTurns(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             done = state.global_step - warm_up
             if done >= 0 and done % steps == 0:
-                turns.end() if done else turns.ready(None)
+                if done:
+                    turns.end()
+                else:
+                    turns.ready(None)
                 turns.begin()
 
     with tempfile.TemporaryDirectory() as folder:

@@ -83,7 +83,12 @@ class MeasuredLoop:
                     raise EOFError
             return cast("float | None", self._connection.recv())
         except (EOFError, ConnectionError):
-            raise UserError(f"{self._name} failed, see above") from None
+            for process in self._processes:
+                process.join(timeout=10)  # it closes its end of the pipe a little before
+            codes = [process.exitcode for process in self._processes if process.exitcode is not None]
+            raise UserError(
+                f"the loop {self._name} failed with exit code {codes[0] if codes else '?'}, see above"
+            ) from None
 
 
 def _work(

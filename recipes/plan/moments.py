@@ -36,7 +36,7 @@ def fullest_layers(size: Sizes) -> Collection[int]:
 
     Between the first ones, which gather less ahead, and the last one, what lives changes by as much from each
     block to the next, as long as they run alike. If some recompute, it grows, or shrinks, from each of a kind to
-    the next of that kind; otherwise these are all. So they are where small gradients wait for a message of replicas.
+    the next of that kind; otherwise these are all blocks, as where small gradients wait for a message of replicas.
     """
     layers, ahead = size.recipe.model.layers, size.recipe.fsdp.prefetch
     if size.is_whole and size.degrees.replicate > 1:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -330,15 +331,12 @@ def gradients_after_a_failed_pass(at: str) -> list[int]:
     def fail(*_: Any) -> None:
         raise RuntimeError("in the middle of the backward pass")
 
-    with pytest.MonkeyPatch.context() as patch:
-        if at == "a block":
-            hook = model.blocks[0].register_full_backward_pre_hook(fail)
-        else:
-            patch.setattr(fsdp, "wait_for", fail)
-        with pytest.raises(RuntimeError, match="in the middle") as kept:  # with the frames that it was raised in
-            model(tokens, tokens).backward()
-    if at == "a block":
-        hook.remove()
+    of_block = at == "a block"
+    failing: Any = (
+        model.blocks[0].register_full_backward_pre_hook(fail) if of_block else patch.object(fsdp, "wait_for", fail)
+    )
+    with failing, pytest.raises(RuntimeError, match="in the middle") as kept:  # with the frames that it was raised in
+        model(tokens, tokens).backward()
     model.reset_iter_state()
     model.zero_grad()
     found = []

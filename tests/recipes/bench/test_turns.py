@@ -22,12 +22,12 @@ def sleep(turns: Turns, rank: int, processes: int, *, seconds: float) -> None:
 
 def die(turns: Turns, rank: int, processes: int, *, broken: int) -> None:
     if rank == broken:
-        raise SystemExit(1)
+        raise SystemExit(3)
     time.sleep(1000)
 
 
 def loop(work: object, processes: int, **settings: float) -> MeasuredLoop:
-    return MeasuredLoop("this loop", work, settings, processes=processes)  # type: ignore[arg-type]
+    return MeasuredLoop("of this test", work, settings, processes=processes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -40,5 +40,6 @@ def test_a_turn_takes_the_time_of_its_loop(processes: int) -> None:
 
 @pytest.mark.parametrize("broken", [0, 1])
 def test_a_loop_of_which_a_process_dies_is_named(broken: int) -> None:
-    with closing(loop(die, 2, broken=broken)) as dying, pytest.raises(UserError, match="this loop failed, see above"):
+    with closing(loop(die, 2, broken=broken)) as dying, pytest.raises(UserError) as refused:
         dying.first_loss()
+    assert str(refused.value) == "the loop of this test failed with exit code 3, see above"
