@@ -1,16 +1,19 @@
 """Fixtures for all tests, and the order of test files."""
 
 import os
+import re
 import signal
 import sys
 import sysconfig
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.quick import only_quick_work
 
 if TYPE_CHECKING:
     from parallel.dist import World
@@ -18,45 +21,52 @@ if TYPE_CHECKING:
 
 # Before torch is imported: pytest's workers and the processes they start share the cores, and OpenMP's threads would
 # wait for each other.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"
+# Whatever the shell, a launcher or a scheduler left behind would reach the commands that tests start.
+LEFT_BEHIND = re.compile(
+    r"((LOCAL_|GROUP_|ROLE_|NODE_)?RANK|(LOCAL_|ROLE_)?WORLD_SIZE|NNODES|NPROC|RESTARTS|HOSTFILE|PACK|COLUMNS|LINES"
+    r"|NO_COLOR|FORCE_COLOR|PYTHONWARNINGS|PYTHONDONTWRITEBYTECODE|CUDA_VISIBLE_DEVICES"
+    r"|(MASTER|PET|TORCH|TORCHELASTIC|TORCHINDUCTOR|NCCL|GLOO|SLURM|HF|WANDB|AWS)_.*)"
+)
+for variable in filter(LEFT_BEHIND.fullmatch, list(os.environ)):
+    if variable != "CUDA_VISIBLE_DEVICES" or not Path("/dev/nvidiactl").exists():
+        del os.environ[variable]
+# nohup and a shell's `&` leave these ignored, which the processes that tests start would inherit.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parents[1]
-# Longest first, so that no worker is left alone with one of them at the end; scripts/test.sh hands out whole files in
-# this order. Files that mostly wait for their processes (nodes, slurm) stand beside files that compute.
-SLOW_FILES = (
-    "tests/parallel/test_combinations.py",
-    "tests/scripts/test_nodes.py",
-    "tests/scripts/test_sweep.py",
-    "tests/scripts/test_slurm.py",
-    "tests/scripts/test_slurm_pack.py",
-    "tests/recipes/training/test_trainer.py",
-    "tests/test_signals.py",
-    "tests/parallel/test_transformers.py",
-    "tests/test_hangs.py",
-    "tests/parallel/test_tensor_plan.py",
-    "tests/test_run.py",
-    "tests/recipes/sweep/test_runner.py",
-    "tests/parallel/test_float8_casts.py",
-    "tests/parallel/test_order.py",
-    "tests/models/test_parity.py",
-    "tests/recipes/cluster/test_stragglers.py",
-    "tests/recipes/training/test_stages.py",
-    "tests/recipes/evaluation/test_validation_tasks.py",
-    "tests/recipes/optimization/test_muon_meshes.py",
-    "tests/recipes/checkpoint/test_copies.py",
-    "tests/scripts/test_prepare_parts.py",
-    "tests/recipes/data/test_training.py",
-    "tests/recipes/checkpoint/test_resharding.py",
-    "tests/recipes/training/test_resume.py",
-    "tests/recipes/training/test_other_models.py",
-    "tests/recipes/training/test_transformers_resume.py",
-    "tests/scripts/test_chaos.py",
-    "tests/scripts/test_bench.py",
-    "tests/scripts/test_supervise.py",
-    "tests/recipes/training/test_forks.py",
-    "tests/recipes/evaluation/test_harness.py",
-    "tests/recipes/data/test_history.py",
-)
+SECONDS = "shardwright/seconds"
+"""In pytest's cache: test -> how long it took when it last ran."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--changed",
+        metavar="COMMIT",
+        help="of the slow tests, run those that the changes since COMMIT can reach; '' = of the newest change",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Find what the change can reach, once: the workers get a copy of these options."""
+    commit = config.getoption("--changed")
+    if hasattr(config, "workerinput"):
+        return
+    config.pluginmanager.register(Durations())
+    if commit is None:
+        return
+    from tests.changes import changed_since, distances, newest_change
+
+    try:
+        commit = commit or newest_change()
+        changed = changed_since(commit)
+    except ValueError as error:
+        raise pytest.UsageError(f"--changed {commit}: {error}") from None
+    config.option.reached = distances(changed)
+    print(f"changed since {commit}: {', '.join(changed) or 'nothing'}")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -67,12 +77,58 @@ def pytest_xdist_auto_num_workers() -> int | None:
     return 1 + (len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the slow files first; the order within a file stays."""
-    if missing := [name for name in SLOW_FILES if not (ROOT / name).is_file()]:
-        raise pytest.UsageError(f"SLOW_FILES of tests/conftest.py names files that do not exist: {missing}")
-    place = {name: number for number, name in enumerate(SLOW_FILES)}
-    items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the slow tests that a change cannot reach, and put the longest files first.
+
+    The order within a file stays. scripts/test.sh hands out whole files, so no worker is left alone with a long one at
+    the end. A file that has never run counts as long as it has slow tests.
+    """
+    for item in items:
+        if any(item.get_closest_marker(mark) for mark in ("gpu", "slurm", "exhaustive")):
+            item.add_marker("slow")
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    reached: dict[str, int] | None = getattr(config.option, "reached", None)
+    if reached is not None:
+        out_of_reach = {item for item in slow if file_of(item) not in reached}
+        config.hook.pytest_deselected(items=[item for item in items if item in out_of_reach])
+        items[:] = [item for item in items if item not in out_of_reach]
+    last = cache.get(SECONDS, {}) if (cache := getattr(config, "cache", None)) else {}
+    seconds: dict[str, float] = {}
+    for item in items:
+        guess = 10.0 if item in slow else 0.1
+        seconds[file_of(item)] = seconds.get(file_of(item), 0.0) + last.get(item.nodeid, guess)
+    items.sort(key=lambda item: ((reached or {}).get(file_of(item), 0), -seconds[file_of(item)], file_of(item)))
+
+
+def file_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
+
+
+class Durations:
+    """Keeps how long every test took, for the order of the next run."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid] = round(self.seconds.get(report.nodeid, 0.0) + report.duration, 2)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if (cache := getattr(session.config, "cache", None)) is not None:
+            cache.set(SECONDS, cache.get(SECONDS, {}) | self.seconds)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    with nullcontext() if item.get_closest_marker("slow") else only_quick_work():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    with nullcontext() if item.get_closest_marker("slow") else only_quick_work():
+        return (yield)
 
 
 @pytest.fixture(autouse=True)

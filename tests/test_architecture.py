@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.sources import ROOT, imports, modules_named, name, nodes, tree
+
 PACKAGES = ("models", "parallel", "recipes")
 TOP = (*PACKAGES, "scripts")
 # The layers from top to bottom. A file may import from its own layer and from those below it, never from one above;
@@ -59,45 +60,12 @@ AS_LAUNCHERS = {"recipes/bench/scale_processes.py"}
 TORCH_FREE = "Imports no torch."
 
 
-def name(file: Path) -> str:
-    return file.relative_to(ROOT).as_posix()
-
-
 EVERY_FILE = [ROOT / "train.py", *(file for top in TOP for file in sorted((ROOT / top).rglob("*.py")))]
 INITS = [file for file in EVERY_FILE if file.name == "__init__.py"]
 FILES = [file for file in EVERY_FILE if file not in INITS]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MODULES = {name(file).removesuffix(".py").replace("/", "."): file for file in FILES}
 """Dotted name -> file."""
-
-
-@cache
-def tree(file: Path) -> ast.Module:
-    return ast.parse(file.read_text(encoding="utf-8"), str(file))
-
-
-@cache
-def nodes(file: Path) -> tuple[ast.AST, ...]:
-    return tuple(ast.walk(tree(file)))
-
-
-def modules_named(nodes: Iterable[ast.AST], file: Path) -> set[str]:
-    """Dotted names of all modules that these import statements may load."""
-    found = set()
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{name(file)}: write imports from the repository root"
-            assert node.module
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
-
-
-@cache
-def imports(file: Path) -> set[str]:
-    """What the file may import, at the top or inside a function."""
-    return modules_named(nodes(file), file)
 
 
 @cache

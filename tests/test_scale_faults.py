@@ -1,6 +1,6 @@
 """Faults among many light processes on one machine, each allowed as few open files as `ulimit -n 256` leaves.
 
-They take minutes, and not in CI: pytest -m slow_scale tests/test_scale_faults.py. SCALE_NODES=3 takes 3 nodes, not 8.
+They take minutes, and not in CI: pytest -m exhaustive tests/test_scale_faults.py. SCALE_NODES=3 takes 3 nodes, not 8.
 """
 
 import os
@@ -22,7 +22,7 @@ from tests.scale.proxy import slow_proxy
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc"),
-    pytest.mark.slow_scale,
+    pytest.mark.exhaustive,
 ]
 HOST = socket.gethostname()
 FROZEN = 19

@@ -1,6 +1,6 @@
 """Models of transformers train as they do without us: losses and gradients of plain transformers and torch's AdamW.
 
-All meshes and options for all families, which takes minutes, are compared by `pytest -m slow_families`.
+All meshes and options for all families, which takes minutes, are compared by `pytest -m exhaustive`.
 """
 
 import math
@@ -249,7 +249,7 @@ def test_a_family_trains_as_in_plain_transformers(name: str, case: str, quick: A
     require_same_training(case, quick[name, case], plain[name])
 
 
-@pytest.mark.slow_families
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "case"), cases_of(SLOW))
 def test_every_mesh_trains_as_in_plain_transformers(name: str, case: str, plain_for_longer: Any) -> None:
     require_same_training(case, slow(case.partition(":")[0])[name, case], plain_for_longer[name])

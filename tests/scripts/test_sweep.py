@@ -1,7 +1,7 @@
 """scripts/sweep.py: the CPU variant of every sweep, rows that fail, continuing a sweep, and signals.
 
 Tests that are not about the launcher and its workers run the command in this process and fork the rows. The sweep of
-compiled rows, which takes minutes, runs only with `pytest -m slow_sweeps`: other tests compile, and check its recipes.
+compiled rows, which takes minutes, runs only with `pytest -m exhaustive`: other tests compile, and check its recipes.
 """
 
 import contextlib
@@ -150,7 +150,7 @@ def short_documents(corpus: Path, folder: Path) -> Path:
 
 def variants(*without: str) -> list[Any]:
     return [
-        pytest.param(name, marks=pytest.mark.slow_sweeps) if name == "compile" else name
+        pytest.param(name, marks=pytest.mark.exhaustive) if name == "compile" else name
         for name in CPU_VARIANTS
         if name not in without
     ]

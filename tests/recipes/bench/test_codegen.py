@@ -177,7 +177,7 @@ def test_each_kernel_that_does_not_compile_is_named_with_its_error(spoilt: list[
 
 @needs_tools
 @needs_torch_of_page
-@pytest.mark.slow_codegen
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("recipe", [SMOLLM3, LLAMA3])
 def test_no_variant_keeps_or_moves_more_bytes_than_the_page_says(recipe: str, tmp_path: Path) -> None:
     cases = [(recipe, *float8, mode) for float8 in codegen.FLOAT8 for mode in codegen.CHECKPOINTING]

@@ -1,0 +1,42 @@
+"""What a test without the mark `slow` may not do: start a process, compile or train a run."""
+
+import multiprocessing.process
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+
+SENTENCE = "mark this test slow: it {}"
+
+
+@contextmanager
+def only_quick_work() -> Iterator[None]:
+    """Fail a test that does slow work; also where its own code, or a thread, swallows the failure."""
+    import torch
+
+    refused: list[str] = []
+
+    def refusing(what: str) -> Callable[..., Any]:
+        def refuse(*_: Any, **__: Any) -> None:
+            refused.append(SENTENCE.format(what))
+            pytest.fail(refused[0])
+
+        return refuse
+
+    start = refusing("starts a process")
+    slow = [(subprocess.Popen, "__init__", start), (multiprocessing.process.BaseProcess, "start", start)]
+    slow += [(os, name, start) for name in ("fork", "forkpty", "posix_spawn") if hasattr(os, name)]
+    slow += [(torch, "compile", refusing("compiles"))]
+    if trainer := sys.modules.get("recipes.training.trainer"):
+        slow += [(trainer.Trainer, "run", refusing("trains a run"))]
+    with ExitStack() as patches:
+        for owner, name, refuse in slow:
+            patches.enter_context(mock.patch.object(owner, name, refuse))
+        yield
+    if refused:
+        pytest.fail(refused[0])
