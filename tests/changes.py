@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from functools import cache
-from pathlib import Path
 
 from tests.sources import ROOT, imports, nodes
 
@@ -19,7 +18,9 @@ FILE_NAME = re.compile(r"[\w./*-]*\.(?:py|sh|sbatch|toml|md|json|csv|txt|lock|ht
 
 def changed_since(commit: str) -> list[str]:
     """Paths of the files that differ from those of a commit, and of new ones. Raises ValueError for no such commit."""
-    found = _git("diff", "--name-only", "--no-renames", commit, "--") + _git("ls-files", "--others", "--exclude-standard")
+    found = _git("diff", "--name-only", "--no-renames", commit, "--") + _git(
+        "ls-files", "--others", "--exclude-standard"
+    )
     return sorted(set(found))
 
 

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -124,6 +124,7 @@ def test_docs_draw_every_entry_of_the_layers() -> None:
     assert not [entry for entry in LEVEL if not re.search(rf"(?<![\w/]){re.escape(entry)}(?![\w.])", drawing)]
 
 
+@pytest.mark.slow
 def test_no_file_imports_from_a_layer_above_its_own() -> None:
     upward = [
         f"{name(file)} imports {name(other)}"
@@ -238,6 +239,7 @@ def test_torch_free_file_imports_only_torch_free_files_of_ours() -> None:
     assert not others, f'their imports must say "{TORCH_FREE}", too: {others}'
 
 
+@pytest.mark.slow
 def test_importing_every_torch_free_file_and_loading_a_recipe_leaves_torch_out() -> None:
     modules = sorted(module for module, file in MODULES.items() if is_torch_free(file))
     assert "recipes.load" in modules
@@ -314,6 +316,7 @@ def test_tests_mirror_the_folders() -> None:
     assert not {str(folder) for folder in folders if folder.name != "gpu" and not (ROOT / folder).is_dir()}
 
 
+@pytest.mark.slow
 def test_our_packages_come_first_whatever_is_installed(tmp_path: Path) -> None:
     for package in PACKAGES:
         (tmp_path / package).mkdir()

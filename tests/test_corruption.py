@@ -26,6 +26,8 @@ from tests.processes import run_processes
 from tests.scripts.nodes import ROOT, arguments, environment, losses
 from tests.training import change, rows, run_all, train, training
 
+pytestmark = pytest.mark.slow
+
 BEFORE = 6
 """The state is corrupted before this step is taken; steps 4 and 8 are saved."""
 

@@ -21,7 +21,7 @@ from tests.test_signals import Started, start, words
 
 __all__ = ["start"]  # a fixture
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc"), pytest.mark.slow]
 TIMEOUT = 5.0
 """Seconds. A step takes some hundredths of a second on an idle machine."""
 SHORT = ("--run.hang_timeout", str(TIMEOUT))

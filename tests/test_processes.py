@@ -9,6 +9,8 @@ import torch
 
 from tests.processes import run_processes
 
+pytestmark = pytest.mark.slow
+
 forked = pytest.mark.skipif(
     sys.platform != "linux" or torch.cuda.is_available(), reason="starts new interpreters instead of forking"
 )

@@ -16,6 +16,8 @@ import torch
 
 from recipes.files.exit_codes import PREEMPTED
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 30
 

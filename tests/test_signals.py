@@ -17,7 +17,7 @@ from recipes.bench.crash import descendants
 from recipes.files.exit_codes import PREEMPTED, SIGNALS, ended_by
 from tests.test_run import ROOT, command, environment
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc"), pytest.mark.slow]
 
 PHASES = ("import", "start-up", "compile", "step", "validation", "save")
 TARGETS = ("one worker", "all", "launcher")

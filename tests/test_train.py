@@ -10,6 +10,8 @@ import tomli
 from recipes.fields import sections
 from recipes.load import load, to_toml
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 DEBUG = str(ROOT / "configs" / "smollm3_debug.toml")
 

@@ -40,6 +40,7 @@ def test_a_llama_of_transformers_has_the_numbers_of_our_decoder(tied: bool) -> N
         assert theirs.flops_per_token(length, attention) == ours.flops_per_token(length, attention)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_the_parameters_of_its_model(family: str) -> None:
     config = family_config(family)

@@ -263,6 +263,7 @@ def compilations() -> int:
     return counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["mask", "lengths"])
 def test_other_documents_do_not_recompile_blocks(path: str, request: pytest.FixtureRequest) -> None:
     """Compiles once with and once without rotary embeddings, and again when the padded lengths first grow."""

@@ -21,6 +21,8 @@ from recipes.optimization.skip_steps import backward
 from tests.build import build_model
 from tests.processes import run_processes
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 TIED = replace(SIZES["smollm3_debug"], layers=2, vocabulary=112, init_std=0.2)
 UNTIED = replace(TIED, tied_embeddings=False)

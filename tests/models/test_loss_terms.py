@@ -58,6 +58,7 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 both = pytest.mark.parametrize("kernels", ["eager", "compiled"], indirect=True)
 
 
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize("terms", TERMS)
 def test_both_terms_and_their_gradient_are_those_of_the_definition(terms: str, kernels: Kernels) -> None:
@@ -75,6 +76,7 @@ def test_both_terms_and_their_gradient_are_those_of_the_definition(terms: str, k
         assert not ours.grad[0].any()  # ignored targets
 
 
+@pytest.mark.slow
 @both
 def test_without_any_target_both_terms_are_zero(kernels: Kernels) -> None:
     logits, targets = batch()[0].requires_grad_(), torch.full((3, 13), IGNORED)

@@ -386,6 +386,7 @@ def test_float8_changes_the_logits_far_beyond_the_tolerance(case: str, recipe: s
     assert relative_norm(in_float8.logits, reference_results(case, masked=masked).logits) > 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True], ids=["one text", "documents"])
 def test_compiled_float8_equals_transformers_in_float8(masked: bool, alone: None) -> None:
     """With rowwise, whose scales are powers of 2: compiled kernels may round sums differently, but not scales.
@@ -407,6 +408,7 @@ def test_compiled_float8_equals_transformers_in_float8(masked: bool, alone: None
     assert worst_gradient(ours, theirs) < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True], ids=["one text", "documents"])
 def test_compiled_and_checkpointed_equals_transformers(masked: bool, alone: None) -> None:
     theirs = reference(SMOLLM3)

@@ -117,6 +117,7 @@ def test_each_further_block_that_recomputes_lowers_the_peak_of_memory(mode: str)
     assert peaks == sorted(set(peaks), reverse=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_blocks_with_and_without_recomputation_compile_once_each(mode: str) -> None:
     from torch._dynamo.utils import counters

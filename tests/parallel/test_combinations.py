@@ -133,6 +133,7 @@ def trained(small: Recipe) -> dict[str, list[dict[str, Any]]]:
     return {case: list(of_processes) for case, of_processes in found.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [case for cases in CASES.values() for case in cases])
 def test_a_mesh_trains_to_the_numbers_of_one_process(case: str, trained: dict[str, list[dict[str, Any]]]) -> None:
     [expected], found = trained[same_numbers(case)], trained[case]

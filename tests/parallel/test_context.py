@@ -27,6 +27,8 @@ from parallel.dist import start, stop
 from tests.lengths_on_cpu import lengths_on_cpu
 from tests.processes import run_processes
 
+pytestmark = pytest.mark.slow
+
 END, VOCABULARY, LENGTH = 96, 97, 24
 # Every second layer has no rotary embeddings; the others have scaled ones.
 TINY = replace(

@@ -13,6 +13,8 @@ from parallel.errors import UserError
 from parallel.messages import children_of
 from tests.processes import run_processes
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

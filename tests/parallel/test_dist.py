@@ -18,6 +18,8 @@ from parallel.errors import UserError
 from parallel.mesh import build_mesh
 from tests.processes import run_processes
 
+pytestmark = pytest.mark.slow
+
 NETWORKS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 

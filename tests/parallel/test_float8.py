@@ -19,6 +19,8 @@ from parallel.config import Float8Config
 from parallel.float8 import convert_linears
 from parallel.graphs import WriteOperandsOnce, graph_passes
 
+pytestmark = pytest.mark.slow
+
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 

@@ -187,6 +187,7 @@ def test_recomputation_of_activation_checkpointing_is_not_counted(sampled, mode:
     assert sampled_step(config, mode=mode) == (bits, shares)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_each_value_is_counted_once(mode: str, alone) -> None:
     model, _ = build_model(SMALL, float8=replace(FP8, recipe="rowwise"), mode=mode, fsdp=FSDPConfig())
@@ -257,6 +258,7 @@ def on_two_processes() -> list[dict[str, dict[str, Shares]]]:
     return [dict(zip(MESHES, found, strict=True)) for found in ranks]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_two_processes_find_the_shares_of_one(mesh: str, variant: str, on_one_process, on_two_processes) -> None:
@@ -269,6 +271,7 @@ def test_two_processes_find_the_shares_of_one(mesh: str, variant: str, on_one_pr
         assert [row[name] for row in found] == pytest.approx([row[name] for row in expected], abs=tolerance)
 
 
+@pytest.mark.slow
 def test_float8_all_gather_underflows_as_often_as_a_cast_after_the_gather(on_one_process) -> None:
     """With float8 all-gather, float32 master weights are cast; otherwise their bfloat16 copies are."""
     gathered, plain = on_one_process["float8 all-gather, first step"], on_one_process["tensorwise, first step"]

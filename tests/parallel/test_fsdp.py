@@ -121,6 +121,7 @@ def test_zero3_casts_blocks_twice_and_everything_else_once_a_micro_batch(sizes: 
     assert found["copy_ bfloat16"] == 3 * (sizes["all"] + sizes["blocks"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_zero2_casts_each_weight_to_float8_once_a_step(sizes: dict[str, int]) -> None:
     for zero2, casts in ((True, 1), (False, 6)):
@@ -151,10 +152,12 @@ def written_by_replicas(together: int) -> tuple[dict[str, int], int]:
     return {name: elements for name, elements in counted.elements.items() if elements > 10_000}, messages
 
 
+@pytest.mark.slow
 def test_replicas_copy_small_gradients_into_one_message(sizes: dict[str, int]) -> None:
     assert run_processes(2, written_by_replicas, 2**30) == [({"_foreach_copy_ float32": sizes["all"]}, 1)] * 2
 
 
+@pytest.mark.slow
 def test_replicas_sum_large_gradients_where_they_are() -> None:
     matrices = 7 * DEBUG.layers + 2
     assert run_processes(2, written_by_replicas, 2**15) == [({}, matrices + 1)] * 2  # and all norms together
@@ -241,6 +244,7 @@ def different_sums(zero2: bool, together: int) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("zero2", "together"), [(False, 2**30), (True, 2**30), (True, 2**15)])
 def test_two_processes_sum_gradients_to_the_bit(zero2: bool, together: int) -> None:
     """Replicas in one message for all parameters, or each matrix where it is."""
@@ -276,6 +280,7 @@ def unlike_those_of_fsdp(processes: int, zero2: bool, together: int) -> list[str
     return different
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("zero2", "together"), [(False, 2**30), (True, 2**30), (True, 2**15)])
 @pytest.mark.parametrize("processes", [1, 2])
 def test_whole_gradients_are_those_that_fsdps_own_reduction_returns(processes: int, zero2: bool, together: int) -> None:
@@ -296,6 +301,7 @@ def with_gradients(processes: int) -> list[list[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_frozen_parameter_has_no_gradient(processes: int) -> None:
     assert run_processes(processes, with_gradients, processes) == [[[], []]] * processes
@@ -316,6 +322,7 @@ def unlike_a_sum(processes: int) -> list[str]:
     return [name for name, gradient in found[0].items() if not torch.equal(2 * gradient, found[1][name])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_several_backward_passes_sum_whole_gradients(processes: int) -> None:
     assert run_processes(processes, unlike_a_sum, processes) == [[]] * processes
@@ -349,6 +356,7 @@ def gradients_after_a_failed_pass(at: str) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", ["a block", "the sums"])
 @pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="this torch cannot go on after a failed pass")
 def test_replicas_sum_gradients_again_after_a_failed_backward_pass(at: str) -> None:

@@ -3,12 +3,15 @@
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor.compile_fx import compile_fx
 from torch.utils.checkpoint import checkpoint
 
 from parallel.graphs import graph_passes
+
+pytestmark = pytest.mark.slow
 
 
 class Residual(nn.Module):

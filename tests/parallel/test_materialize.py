@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -40,6 +41,7 @@ def differing(mesh: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_every_mesh_starts_with_the_same_weights() -> None:
     assert torch.unique(plain_weights(tied=False)["lm_head.weight"]).numel() > 300  # random, and no two alike
     for mesh, processes in on_each_mesh(MESHES, differing).items():

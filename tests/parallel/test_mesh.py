@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
@@ -29,6 +30,8 @@ from recipes.training.build import build
 from recipes.training.step import train_step
 from tests.processes import run_processes
 from tests.training import small_recipe
+
+pytestmark = pytest.mark.slow
 
 IDLE = 2
 """Size of an axis that nothing in the code knows."""

@@ -14,6 +14,8 @@ from parallel.dist import lost_a_peer, start, stop
 from parallel.messages import BRANCHES, FRAME, WIDTH, Channel, Messages, children_of, host_group, parent_of
 from tests.processes import run_processes
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("size", [1, 2, 7, 8, 9, 20, 384, 16_384])
 def test_every_process_has_one_way_to_rank_0_and_few_neighbours(size: int) -> None:

@@ -10,6 +10,8 @@ from parallel.errors import UserError
 from parallel.node_work import on_node
 from tests.processes import run_processes
 
+pytestmark = pytest.mark.slow
+
 PROCESSES, PER_NODE = 4, 2
 
 

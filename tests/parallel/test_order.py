@@ -99,6 +99,7 @@ def everything() -> list[tuple[str, dict]]:
     return [pair for found in run_processes(4, everything_on) for pair in found.items()]
 
 
+@pytest.mark.slow
 def test_fsdp_shards_every_block_and_the_root_within_each_replica(everything: list[tuple[str, dict]]) -> None:
     for _, facts in everything:
         assert facts["root"] and facts["blocks"] == [True] * 4
@@ -107,11 +108,13 @@ def test_fsdp_shards_every_block_and_the_root_within_each_replica(everything: li
         assert facts["local_share"] == pytest.approx(0.5, abs=0.01)
 
 
+@pytest.mark.slow
 def test_every_block_is_checkpointed_and_compiled(everything: list[tuple[str, dict]]) -> None:
     for _, facts in everything:
         assert facts["wrapped"] == facts["compiled"] == [True] * 4
 
 
+@pytest.mark.slow
 def test_float8_converts_every_linear_of_the_blocks_and_leaves_lm_head_alone(
     everything: list[tuple[str, dict]],
 ) -> None:
@@ -121,16 +124,19 @@ def test_float8_converts_every_linear_of_the_blocks_and_leaves_lm_head_alone(
         assert facts["emulated"] and facts["gathered"]
 
 
+@pytest.mark.slow
 def test_wrapping_renames_no_parameter(everything: list[tuple[str, dict]]) -> None:
     assert all(facts["same_keys"] for _, facts in everything)
 
 
+@pytest.mark.slow
 def test_blocks_compute_in_bfloat16_on_float32_parameters_and_gradients(everything: list[tuple[str, dict]]) -> None:
     for _, facts in everything:
         assert facts["master_dtypes"] == {"torch.float32"} == facts["gradient_dtypes"]
         assert facts["compute_dtype"] == "torch.bfloat16"
 
 
+@pytest.mark.slow
 def test_scales_of_sharded_weights_come_from_the_whole_weight(everything: list[tuple[str, dict]]) -> None:
     for _, facts in everything:
         before, after = facts["scales"]
@@ -138,6 +144,7 @@ def test_scales_of_sharded_weights_come_from_the_whole_weight(everything: list[t
         assert after == pytest.approx(facts["expected_scales"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_report_names_every_part(everything: list[tuple[str, dict]]) -> None:
     for name, facts in everything:
         linears = 29 if name == "llama3_debug" else 28
@@ -228,6 +235,7 @@ def initial_states(cases: list[tuple[MeshConfig, str]]) -> list[dict]:
     return states
 
 
+@pytest.mark.slow
 def test_initial_weights_depend_only_on_seed_and_parameter_name() -> None:
     [[reference]] = run_processes(1, initial_states, [(MeshConfig(), "none")])
     for states in run_processes(3, initial_states, [(MeshConfig(), "full"), (MeshConfig(3, 1), "none")]):
@@ -256,6 +264,7 @@ def gathered_ahead(prefetch: int) -> tuple[list[int], list[bytes]]:
     return asked, gradients
 
 
+@pytest.mark.slow
 def test_prefetching_more_blocks_changes_no_bit_of_the_gradients() -> None:
     one, three = run_processes(2, gathered_ahead, 1), run_processes(2, gathered_ahead, 3)
     for (asked_one, gradients_one), (asked_three, gradients_three) in zip(one, three, strict=True):
@@ -263,6 +272,7 @@ def test_prefetching_more_blocks_changes_no_bit_of_the_gradients() -> None:
         assert gradients_one == gradients_three
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_compiled_blocks_cast_an_input_that_several_linears_share_once(recipe: str) -> None:
     """q, k and v read one float8 copy of their input, gate and up another, in the graph for which code is generated."""

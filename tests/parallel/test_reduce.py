@@ -25,6 +25,8 @@ from tests.build import build_model
 from tests.meshes import mesh_config
 from tests.processes import run_processes
 
+pytestmark = pytest.mark.slow
+
 
 def all_norms(meshes: list[MeshConfig]) -> list[dict]:
     world = start("cpu", seed=0)

@@ -20,6 +20,8 @@ from recipes.training.build import build
 from tests.processes import run_processes
 from tests.training import change
 
+pytestmark = pytest.mark.slow
+
 MODEL = {"layers": 4, "width": 64, "feed_forward_width": 128, "heads": 8, "key_value_heads": 4, "head_width": 8}
 ROWS, LENGTH, VOCABULARY = 4, 512, 232
 """No other tensor has a dimension as large as this vocabulary."""

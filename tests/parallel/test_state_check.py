@@ -106,6 +106,7 @@ def problems_of(cases: list[dict[int, tuple[str, float]]]) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_tensors_are_compared_in_the_groups_that_must_share_them_and_the_odd_one_is_named(tmp_path: Path) -> None:
     cases: dict[str, dict[int, tuple[str, float]]] = {
         "": {},

@@ -27,6 +27,8 @@ from parallel.kernels import compile_blocks, compiled_loss_kernels
 from parallel.tensor import VocabularyParallelLoss, split_over
 from tests.processes import run_processes
 
+pytestmark = pytest.mark.slow
+
 MODEL = SIZES["smollm3_debug"]
 TOKENS = 64
 TENSORWISE = Float8Config(recipe="tensorwise", emulate=True)

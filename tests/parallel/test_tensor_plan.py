@@ -121,11 +121,13 @@ def compared() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_cut_in_two_has_the_gradients_of_one_process(family: str, compared: dict[str, Any]) -> None:
     assert compared[family]["loss"] < 1e-6 and compared[family]["gradient"] < 1e-4, compared[family]
 
 
+@pytest.mark.slow
 def test_parts_that_gather_their_features_need_no_heads_that_divide() -> None:
     found = run_processes(4, compare_families, ["olmo2", "phi3", "phi"])[0]
     assert max(one["gradient"] for one in found.values()) < 1e-4, found
@@ -140,6 +142,7 @@ def trained() -> dict[tuple[str, str], Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "mistral"])
 def test_a_run_cut_by_a_plan_follows_plain_transformers(name: str, trained: dict[tuple[str, str], Any]) -> None:
     expected = train_plainly(family_config(name))
@@ -164,6 +167,7 @@ def initial_weights(mesh: str, recipe: Recipe) -> dict[str, np.ndarray]:
     return found
 
 
+@pytest.mark.slow
 def test_initial_weights_do_not_depend_on_how_they_are_cut() -> None:
     found = on_each_mesh(["1.1.1.1", "1.2.1.2"], initial_weights, load(DEBUG))
     for name, expected in found["1.1.1.1"][0].items():
@@ -210,6 +214,7 @@ def build_without_initial_values(recipe: Recipe) -> str:
     return str(refusal.value)
 
 
+@pytest.mark.slow
 def test_model_with_parameters_that_transformers_starts_nowhere_is_refused() -> None:
     [text] = run_processes(1, build_without_initial_values, load(DEBUG))
     assert re.fullmatch(r"model: transformers gives \S+alpha_p no initial values .*", text)

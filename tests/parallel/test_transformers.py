@@ -244,6 +244,7 @@ def require_same_training(case: str, found: list[dict[str, Any]], expected: dict
     assert max(errors.values()) < limits.gradient, errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "case"), [*cases_of(QUICK), *COMPILED])
 def test_a_family_trains_as_in_plain_transformers(name: str, case: str, quick: Any, plain: Any) -> None:
     require_same_training(case, quick[name, case], plain[name])
@@ -255,6 +256,7 @@ def test_every_mesh_trains_as_in_plain_transformers(name: str, case: str, plain_
     require_same_training(case, slow(case.partition(":")[0])[name, case], plain_for_longer[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("name", ["t5", "qwen3"])
 def test_float8_is_torchaos_on_the_plain_model(name: str, recipe: str) -> None:
@@ -292,6 +294,7 @@ def test_a_tied_head_is_never_float8() -> None:
     assert "8 of 8 linears converted" in said and type(model.model.lm_head) is nn.Linear
 
 
+@pytest.mark.slow
 def test_checkpointed_blocks_drop_the_same_again() -> None:
     modes = ("accumulate", "accumulate,selective", "accumulate,full")
     cases = [(name, f"1.1.1.1:{mode}") for name in ("gpt2", "t5") for mode in modes]
@@ -317,6 +320,7 @@ def random_numbers_of(step: int) -> list[float]:
     return drawn
 
 
+@pytest.mark.slow
 def test_dropout_draws_by_step_process_and_micro_batch_alone() -> None:
     first, again, other = (run_processes(2, random_numbers_of, step) for step in (5, 5, 6))
     assert first == again
@@ -348,6 +352,7 @@ def break_a_step() -> dict[str, Any]:
     return {"unchanged": unchanged, "skipped": [step for step, _ in skipped], "said": said}
 
 
+@pytest.mark.slow
 def test_a_step_with_nan_changes_nothing_and_the_tripwire_names_a_flipped_bit() -> None:
     for one in run_processes(2, break_a_step):
         assert one["unchanged"] and one["skipped"] == [2]

@@ -153,6 +153,7 @@ def test_a_recipe_loads_on_the_hardware_of_its_name(path: Path) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @every_config
 @pytest.mark.filterwarnings("error:Slicing a flattened dim")  # each process would print it
 def test_a_recipe_builds_on_meta_and_shards_over_the_hardware_of_its_name(path: Path) -> None:
@@ -238,6 +239,7 @@ def test_smollm3_48x8_has_the_published_hyperparameters() -> None:
     assert recipe.data.document_mask
 
 
+@pytest.mark.slow
 def test_the_whole_pretraining_passes_check_and_has_the_published_stages(tmp_path: Path) -> None:
     """On copies of one small text, each in the place of a prepared source."""
     path, hardware = ROOT / "configs/smollm3_3b_48x8h100_pretraining.toml", {"processes": 384, "nodes": 48}

@@ -26,6 +26,8 @@ from recipes.load import load
 from recipes.schema import Recipe
 from tests.recipes.test_configs import CONFIGS, layout, loaded
 
+pytestmark = pytest.mark.slow
+
 DEBUG = CONFIGS[0].parent / "smollm3_debug.toml"
 FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 ON_GPU = ["--run.device=cuda", "--float8.emulate=false"]

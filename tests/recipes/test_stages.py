@@ -165,6 +165,7 @@ def test_pairs_refuse_stages_that_change_their_batch(tmp_path: Path) -> None:
     assert "pairs cannot change data or batch, as stage long does" in refused(tmp_path, THREE, head=head)
 
 
+@pytest.mark.slow
 def test_started_run_may_change_only_stages_to_come(three: Recipe, tmp_path: Path) -> None:
     output = ["--run.output", str(tmp_path / "runs")]
     (tmp_path / "runs" / three.run.name / "checkpoints" / "step-00000080").mkdir(parents=True)

@@ -112,18 +112,21 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple
     return home, process.returncode, err, logged[0].stat().st_size
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_suite_with_one_line_and_its_exit_code(interrupted: tuple[Path, int, str, int]) -> None:
     _, code, err, _ = interrupted
     assert code == 128 + signal.SIGTERM
     assert err == "\ninterrupted; finished rows are written, and the same command continues\n"
 
 
+@pytest.mark.slow
 def test_an_interrupted_suite_leaves_a_record_to_continue(interrupted: tuple[Path, int, str, int]) -> None:
     record = interrupted[0] / "record"
     assert json.loads((record / "gpu-cpu.json").read_text())["rows"] == {}
     assert "- works_bf16: not run yet\n- works_float8: not run yet\n" in (record / "gpu-cpu.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes through /proc")
 def test_a_signal_ends_the_processes_of_the_full_steps(interrupted: tuple[Path, int, str, int]) -> None:
     home, _, _, size = interrupted
@@ -183,6 +186,7 @@ def measurements(found: dict[str, Any], group: str) -> list[dict[str, Any]]:
     return list(found["rows"][group]["measurements"])
 
 
+@pytest.mark.slow
 def test_the_record_has_every_matrix_product(record: tuple[dict[str, Any], str]) -> None:
     rows = measurements(record[0], "products")
     products = {(row["model"], row["linear"], row["product"], row["kind"]) for row in rows}
@@ -194,6 +198,7 @@ def test_the_record_has_every_matrix_product(record: tuple[dict[str, Any], str])
     assert {tuple(row["shape"]) for row in down} == {(64, 384, 128), (64, 128, 384), (128, 64, 384)}
 
 
+@pytest.mark.slow
 def test_the_record_has_every_attention_backend_and_the_kernels_that_ran(record: tuple[dict[str, Any], str]) -> None:
     rows = measurements(record[0], "attention")
     for row in rows:
@@ -204,6 +209,7 @@ def test_the_record_has_every_attention_backend_and_the_kernels_that_ran(record:
     }
 
 
+@pytest.mark.slow
 def test_the_record_has_losses_copies_casts_and_the_optimizer(record: tuple[dict[str, Any], str]) -> None:
     assert [row["kind"] for row in measurements(record[0], "loss")] == ["eager", "compiled"] * 2
     rows = measurements(record[0], "bandwidth")
@@ -212,6 +218,7 @@ def test_the_record_has_losses_copies_casts_and_the_optimizer(record: tuple[dict
     assert all(0 < row["bytes_per_second"] < math.inf for row in rows[:-1]) and "bytes_per_second" not in rows[-1]
 
 
+@pytest.mark.slow
 def test_what_the_device_cannot_do_is_recorded_with_its_reason(record: tuple[dict[str, Any], str]) -> None:
     rows = measurements(record[0], "documents")
     assert [row["documents"] for row in rows] == [1, 4, 16] * 2
@@ -219,6 +226,7 @@ def test_what_the_device_cannot_do_is_recorded_with_its_reason(record: tuple[dic
     assert record[1].count("| not measured | not measured | Could not run") == 6
 
 
+@pytest.mark.slow
 def test_the_record_has_the_training_runs_with_raw_times(record: tuple[dict[str, Any], str]) -> None:
     found, _ = record
     assert found["environment"]["device"] == "cpu" and found["environment"]["packages"]["torch"]
@@ -228,6 +236,7 @@ def test_the_record_has_the_training_runs_with_raw_times(record: tuple[dict[str,
         assert [window[:2] for window in row["windows"]] == [[step, step + 1] for step in range(2, 6)]
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_record(record: tuple[dict[str, Any], str]) -> None:
     _, page = record
     assert page.startswith("# One cpu\n")
@@ -242,6 +251,7 @@ UNKNOWN_DEVICE = (
 )
 
 
+@pytest.mark.slow
 def test_a_record_of_other_versions_is_not_mixed_with_new_rows_unless_asked(home: Path, tmp_path: Path) -> None:
     record = json.loads((home / "record/gpu-cpu.json").read_text())
     record["environment"]["packages"]["torch"] = "2.11.0"
@@ -258,6 +268,7 @@ def test_a_record_of_other_versions_is_not_mixed_with_new_rows_unless_asked(home
     assert json.loads(file.read_text())["rows"] == {}
 
 
+@pytest.mark.slow
 def test_a_suite_killed_without_notice_goes_on_with_the_next_row(tmp_path: Path, corpus: Path) -> None:
     """It is killed between a record and its page. A group that hangs is ended, too, and its row says so."""
     code = f"""if True:
@@ -291,6 +302,7 @@ def test_a_suite_killed_without_notice_goes_on_with_the_next_row(tmp_path: Path,
     assert [*json.loads(file.read_text())["rows"]] == names
 
 
+@pytest.mark.slow
 def test_a_second_suite_is_refused_and_leaves_the_record_alone(home: Path) -> None:
     code = """if True:
         import sys
@@ -313,6 +325,7 @@ def test_a_second_suite_is_refused_and_leaves_the_record_alone(home: Path) -> No
     assert sorted(file.name for file in (home / "record").iterdir()) == ["gpu-cpu.json", "gpu-cpu.md"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_suite_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*words: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -323,6 +336,7 @@ def test_a_full_disk_ends_the_suite_with_one_line(tmp_path: Path, monkeypatch: p
     assert json.loads((tmp_path / "record/gpu-cpu.json").read_text())["rows"] == {}
 
 
+@pytest.mark.slow
 def test_the_overhead_suite_reports_both_loops_and_the_starts(tmp_path: Path, corpus: Path) -> None:
     """Only that its numbers are there: the speed of this machine is not what is tested."""
     tiny = ["--model.layers", "1", "--batch.sequence_length", "16", "--batch.global_batch_size", "4"]

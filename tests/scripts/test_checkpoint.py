@@ -12,6 +12,8 @@ from recipes.checkpoint import look
 from recipes.checkpoint.manifest import Manifest
 from tests.recipes.checkpoint.golden import GOLDEN
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 SHARD = "shard-00001-of-00002.safetensors"
 

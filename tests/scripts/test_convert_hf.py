@@ -7,7 +7,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from tests.recipes.weights.test_hf_folder import SMALL, contents, write_random
+
+pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "convert_hf.py"
 

@@ -18,6 +18,8 @@ from recipes.data.text.rows import documents
 from tests.processes import until_the_terminal_closes
 from tests.tiny_llama import save_tiny_llama
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

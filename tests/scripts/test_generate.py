@@ -15,6 +15,8 @@ import pytest
 from recipes.data.text.tokenizer import load_tokenizer
 from tests.processes import until_the_terminal_closes
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "scripts" / "generate.py")
 

@@ -18,6 +18,8 @@ from recipes.bench.crash import descendants
 from tests.processes import free_ports, listening, wait_for
 from tests.scripts.nodes import arguments, launch, losses
 
+pytestmark = pytest.mark.slow
+
 if sys.platform != "linux":
     pytest.skip("reads /proc/net", allow_module_level=True)
 

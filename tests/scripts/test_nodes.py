@@ -20,6 +20,8 @@ from tests.scripts import network
 from tests.scripts.network import DEVICE, Network
 from tests.scripts.nodes import EVERY, ROOT, STEPS, arguments, launch, losses, reached
 
+pytestmark = pytest.mark.slow
+
 HANG = 300
 """Seconds that only a hang can take, on a busy machine too."""
 

@@ -12,6 +12,8 @@ import pytest
 from recipes.curves.at_end import draw
 from tests.recipes.curves.runs import row, run_folder
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -12,6 +12,8 @@ import pytest
 from recipes.data.tokens.shards import read_shard
 from tests.recipes.data.texts import contents, write_rows
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "prepare_data.py"
 

@@ -11,6 +11,8 @@ import pytest
 from tests.recipes.data.texts import contents, write_rows
 from tests.scripts.test_prepare_data import SCRIPT, run
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:

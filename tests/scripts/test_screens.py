@@ -15,6 +15,8 @@ from recipes.files.exit_codes import OUT_OF_MEMORY, PREEMPTED, REFUSED
 from tests.processes import rank_of, wait_for
 from tests.scripts.nodes import EVERY, ROOT, arguments, environment, losses, reached
 
+pytestmark = pytest.mark.slow
+
 ENDLESS = ("--run.steps", "100000")
 
 

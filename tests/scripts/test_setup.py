@@ -25,6 +25,7 @@ PINS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [*sorted(ROOT.glob("scripts/*.sh")), ROOT / ".ci/run"], ids=lambda path: path.name)
 def test_bash_parses_every_shell_script(script: Path) -> None:
     subprocess.run(["bash", "-n", script], check=True)
@@ -88,6 +89,7 @@ def source_setup(checkout: Path, **environment: str) -> subprocess.CompletedProc
     )
 
 
+@pytest.mark.slow
 def test_a_current_environment_is_used_as_it_is(checkout: Path) -> None:
     result = source_setup(checkout)
     assert (result.stdout, result.stderr) == (f"{checkout}/.venv/bin/python\n", "")
@@ -107,16 +109,19 @@ def assert_is_set_up_again(checkout: Path) -> None:
     assert "no Python 3.11 to 3.14 found" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_changed_lock_file_causes_a_new_set_up(checkout: Path) -> None:
     (checkout / "requirements.lock").write_text("torch==2.12.0\n")
     assert_is_set_up_again(checkout)
 
 
+@pytest.mark.slow
 def test_an_unfinished_environment_is_set_up_again(checkout: Path) -> None:
     (checkout / ".venv/shardwright-stamp").unlink()
     assert_is_set_up_again(checkout)
 
 
+@pytest.mark.slow
 def test_an_environment_that_setup_did_not_create_is_not_deleted(checkout: Path) -> None:
     for name in ("setup.log", "shardwright-stamp"):
         (checkout / ".venv" / name).unlink()
@@ -126,12 +131,14 @@ def test_an_environment_that_setup_did_not_create_is_not_deleted(checkout: Path)
     assert (checkout / ".venv/bin/python").exists()
 
 
+@pytest.mark.slow
 def test_a_missing_interpreter_is_refused_by_name(checkout: Path) -> None:
     result = source_setup(checkout, PYTHON="/nonexistent")
     assert result.returncode != 0
     assert result.stderr == "set-up failed: PYTHON=/nonexistent does not exist or cannot be executed\n"
 
 
+@pytest.mark.slow
 def test_an_interpreter_that_lacks_packages_is_refused_with_their_names(checkout: Path) -> None:
     venv.create(checkout / "empty", with_pip=False)
     result = source_setup(checkout, PYTHON="empty/bin/python", SETUP_EXTRAS="dev")
@@ -141,6 +148,7 @@ def test_an_interpreter_that_lacks_packages_is_refused_with_their_names(checkout
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_an_interpreter_with_all_packages_is_used(checkout: Path) -> None:
     assert source_setup(checkout, PYTHON=sys.executable).stdout == f"{sys.executable}\n"
 
@@ -169,6 +177,7 @@ def run_sh(checkout: Path, *arguments: str, **environment: str) -> tuple[subproc
     return result, calls.read_text().splitlines() if calls.exists() else []
 
 
+@pytest.mark.slow
 def test_run_checks_the_recipe_and_then_launches(checkout: Path) -> None:
     recipe = checkout / "pyproject.toml"
     result, calls = run_sh(checkout, "pyproject.toml", "--run.steps", "3", NPROC="1024")
@@ -179,6 +188,7 @@ def test_run_checks_the_recipe_and_then_launches(checkout: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_run_passes_nodes_and_their_processes_on(checkout: Path) -> None:
     nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
     _, calls = run_sh(checkout, "pyproject.toml", NPROC="4", **nodes)
@@ -186,16 +196,19 @@ def test_run_passes_nodes_and_their_processes_on(checkout: Path) -> None:
     assert "--nnodes=2 --node-rank=1 --master-addr=127.0.0.1 --master-port=29500 --nproc-per-node=4" in calls[1]
 
 
+@pytest.mark.slow
 def test_run_requires_the_node_rank_with_several_nodes(checkout: Path) -> None:
     result, _ = run_sh(checkout, "pyproject.toml", NPROC="4", NNODES="2")
     assert "set NODE_RANK (0 to NNODES - 1) and MASTER_ADDR" in result.stderr
 
 
+@pytest.mark.slow
 def test_run_does_not_launch_a_bad_recipe(checkout: Path) -> None:
     result, calls = run_sh(checkout, "bad.toml", NPROC="2")
     assert (result.returncode, result.stderr, len(calls)) == (2, "1 problem\n", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [[], ["pyproject.toml", "--check"], ["--help"]], ids=str)
 def test_run_passes_check_and_help_to_train_py_alone(checkout: Path, arguments: list[str]) -> None:
     _, calls = run_sh(checkout, *arguments)
@@ -260,6 +273,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
     return process.communicate(timeout=300)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "code", "last_line"),
     [
@@ -277,6 +291,7 @@ def test_a_workers_exit_code_is_the_launchers(launch, mode: str, code: int, last
     assert "torch/distributed" not in errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 2])
 def test_an_interrupt_and_its_echo_let_workers_save_once(launch, times: int) -> None:
     process = launch("save")
@@ -291,6 +306,7 @@ def test_an_interrupt_and_its_echo_let_workers_save_once(launch, times: int) -> 
     assert len(errors.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_torch_is_imported_prints_nothing(
     launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,6 +318,7 @@ def test_an_interrupt_while_torch_is_imported_prints_nothing(
     assert (*finish(process), process.returncode) == ("", "", 130)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     subprocess.call("setpriv --pdeathsig TERM true", shell=True, stderr=subprocess.DEVNULL) != 0,
     reason="needs a setpriv that can set a parent-death signal",

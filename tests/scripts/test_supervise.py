@@ -15,6 +15,8 @@ from recipes.files.exit_codes import PREEMPTED, REFUSED
 from tests.processes import rank_of, wait_for
 from tests.scripts.nodes import EVERY, ROOT, arguments, launch, losses, reached
 
+pytestmark = pytest.mark.slow
+
 
 def worker(process: int) -> int:
     for child in descendants(process):

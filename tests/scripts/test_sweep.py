@@ -28,6 +28,8 @@ from recipes.sweep.runner import Ended
 from tests.processes import wait_for
 from tests.recipes.sweep.forked import run_forked
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "scripts/sweep.py")
 CPU = ROOT / "configs/sweeps/cpu"

@@ -9,6 +9,8 @@ from recipes.bench import calibrate
 from recipes.bench.calibrate import VARIANTS, Compared, main, misordered, predicted_seconds, table
 from tests.host_record import record
 
+pytestmark = pytest.mark.slow
+
 
 def test_ten_runs_cover_every_number_of_processes_and_every_kind_of_step(tmp_path: Path) -> None:
     rows = [calibrate._row(name, tmp_path, steps=9) for name in VARIANTS]

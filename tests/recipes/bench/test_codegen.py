@@ -90,6 +90,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return counted(cases, tmp_path_factory.mktemp("codegen"), assemble=True)
 
 
+@pytest.mark.slow
 @needs_tools
 @needs_torch_of_page
 def test_smollm3_keeps_and_moves_no_more_bytes_than_the_page_says(rows: list[dict[str, Any]]) -> None:
@@ -97,12 +98,14 @@ def test_smollm3_keeps_and_moves_no_more_bytes_than_the_page_says(rows: list[dic
         require_within_budget(row)
 
 
+@pytest.mark.slow
 @needs_tools
 def test_ptxas_accepts_every_kernel_of_smollm3(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         assert row["refused"] == {} and row["kernels"] >= 10
 
 
+@pytest.mark.slow
 @needs_tools
 def test_every_matrix_product_and_attention_of_a_block_is_counted(rows: list[dict[str, Any]]) -> None:
     """Seven linears, forward and twice backward; attention forward and backward. "full" repeats all but the last."""
@@ -110,17 +113,20 @@ def test_every_matrix_product_and_attention_of_a_block_is_counted(rows: list[dic
     assert found == [*[(21, 2)] * 3, (21 + 6, 2 + 1)]
 
 
+@pytest.mark.slow
 @needs_tools
 def test_attention_that_is_computed_again_keeps_no_state_of_random_numbers(rows: list[dict[str, Any]]) -> None:
     assert [row["random_states"] for row in rows] == [0] * 4
 
 
+@pytest.mark.slow
 @needs_tools
 def test_a_block_keeps_the_residual_sum_instead_of_what_attention_adds(rows: list[dict[str, Any]]) -> None:
     sources = sorted(saved["source"] for saved in rows[0]["saved"] if saved["shape"][-1:] == [2048])
     assert sources == ["add", "convert_element_type", "convert_element_type", "input"]  # and what the norms answer
 
 
+@pytest.mark.slow
 @needs_tools
 def test_saved_tensors_are_what_the_backward_pass_needs(rows: list[dict[str, Any]]) -> None:
     """In bf16, without recomputing: width D, F feed-forward, K keys and values; the attention output once."""
@@ -132,6 +138,7 @@ def test_saved_tensors_are_what_the_backward_pass_needs(rows: list[dict[str, Any
     assert rows[0]["saved_bytes_of_weights"] == 0
 
 
+@pytest.mark.slow
 @needs_tools
 def test_nothing_but_scales_is_kept_of_float8_weights(rows: list[dict[str, Any]]) -> None:
     """One largest magnitude, in bf16, and one reciprocal scale, in float32, of each of 7 weights."""
@@ -154,6 +161,7 @@ trace.graph_passes = dict
     return counted(cases, tmp_path_factory.mktemp("spoilt"), assemble=True, before=before)
 
 
+@pytest.mark.slow
 @needs_tools
 @needs_torch_of_page
 def test_a_cast_to_float32_breaks_the_budget(spoilt: list[dict[str, Any]]) -> None:
@@ -162,12 +170,14 @@ def test_a_cast_to_float32_breaks_the_budget(spoilt: list[dict[str, Any]]) -> No
             require_within_budget(row)
 
 
+@pytest.mark.slow
 @needs_tools
 def test_copies_of_float8_weights_are_kept_where_nothing_forbids_it(spoilt: list[dict[str, Any]]) -> None:
     """Then test_nothing_but_scales_is_kept_of_float8_weights sees no change of its own."""
     assert spoilt[1]["saved_bytes_of_weights"] > 60e6
 
 
+@pytest.mark.slow
 @needs_tools
 def test_each_kernel_that_does_not_compile_is_named_with_its_error(spoilt: list[dict[str, Any]]) -> None:
     for row in spoilt:
@@ -185,6 +195,7 @@ def test_no_variant_keeps_or_moves_more_bytes_than_the_page_says(recipe: str, tm
         require_within_budget(row)
 
 
+@pytest.mark.slow
 def test_the_page_has_a_table_for_each_different_block_of_the_recipes() -> None:
     recipes = [(path, load(path, changes, rules=False)) for path, changes in codegen._all_cases([])]
     for path, recipe in recipes:

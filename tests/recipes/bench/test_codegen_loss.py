@@ -11,6 +11,8 @@ import pytest
 
 from recipes.bench.sm90.machine import missing_tools
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 needs_tools = pytest.mark.skipif(bool(missing_tools()), reason=missing_tools())
 # Pretending an H100 changes a process for good, so counts come from a process of their own.

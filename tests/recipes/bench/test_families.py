@@ -8,6 +8,7 @@ from recipes.bench.families import BEGIN, END, PAGE, main, measure, table
 from recipes.bench.family_configs import FAMILIES, REFUSED, SUPPORTED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["Mistral, sliding window", "BART"])
 def test_a_family_trains_as_in_transformers(family: str) -> None:
     row = measure(family, compiles=False)

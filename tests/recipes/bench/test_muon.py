@@ -75,6 +75,7 @@ def test_the_documents_are_those_of_the_whole_experiment(tmp_path: Path) -> None
         main(["--write-docs", "--steps=20", f"--folder={tmp_path}"])
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_ends_the_suite_and_names_its_log(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"ended with exit code 2; see .*adamw-0\.001-seed0-0\.txt"):
         run(Trial("adamw", 1e-3, steps=0), tmp_path)

@@ -17,6 +17,7 @@ TINY = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("processes", "others"), [(1, ["plain loop"]), (2, ["ours, sharded", "DDP"])])
 def test_every_loop_is_measured_in_every_window(processes: int, others: list[str]) -> None:
     found = peers.peers(["bf16"], TINY, processes=processes, windows=2, steps=1)
@@ -50,6 +51,7 @@ def test_loops_with_different_losses_are_refused() -> None:
         peers._require_same_losses({"ours": 8.0, "plain loop": 8.5})
 
 
+@pytest.mark.slow
 def test_wrong_override_is_refused_before_any_process_starts() -> None:
     with pytest.raises(UserError, match=r"model\.layers"):
         peers.peers(["float32"], ["--model.layers", "none"], processes=2, windows=1, steps=1)

@@ -19,6 +19,7 @@ def rows_of(project: str) -> list[Published]:
     return [row for row in ROWS if row.project == project]
 
 
+@pytest.mark.slow
 def test_the_constants_in_use_are_those_of_the_fit() -> None:
     found = asdict(fit(ROWS, plan.by_sources()))
     for name in SOURCES:
@@ -42,6 +43,7 @@ def test_rows_of_trust_a_are_within_the_goals_where_they_were_fitted() -> None:
         assert np.median(errors[mine]) <= median and np.quantile(errors[mine], 0.9) <= most
 
 
+@pytest.mark.slow
 def test_the_smallest_project_left_out_is_within_its_goal() -> None:
     """Of the two that have several rows and little weight; the command leaves out each."""
     others = fit([row for row in ROWS if row.project != "NVIDIA"], plan.by_sources())

@@ -25,6 +25,7 @@ def neighbours(rank: int, size: int) -> int:
     return len(children_of(rank, size)) + (parent_of(rank) >= 0)
 
 
+@pytest.mark.slow
 def test_a_process_that_has_started_is_connected_to_the_store_and_its_neighbours_in_the_tree(
     runs: dict[int, Phases],
 ) -> None:
@@ -35,6 +36,7 @@ def test_a_process_that_has_started_is_connected_to_the_store_and_its_neighbours
         assert all(one.to_store == 1 for one in phases["start"][0])
 
 
+@pytest.mark.slow
 def test_meshes_and_steps_connect_a_process_to_its_neighbours_in_rings(runs: dict[int, Phases]) -> None:
     for size, phases in runs.items():
         for start, step in zip(phases["start"][0], phases["step"][0], strict=True):
@@ -42,6 +44,7 @@ def test_meshes_and_steps_connect_a_process_to_its_neighbours_in_rings(runs: dic
             assert step.sockets - start.sockets <= groups * 3  # a listener, and both neighbours of the ring
 
 
+@pytest.mark.slow
 def test_saves_and_resumes_connect_nobody_and_ask_the_store_for_nothing(runs: dict[int, Phases]) -> None:
     for phases in runs.values():
         for before, after in pairwise(("step", "save", "resume")):
@@ -49,6 +52,7 @@ def test_saves_and_resumes_connect_nobody_and_ask_the_store_for_nothing(runs: di
             assert phases[after][1].operations.total() == 0
 
 
+@pytest.mark.slow
 def test_the_store_is_asked_as_often_by_each_process_however_many_there_are(runs: dict[int, Phases]) -> None:
     for size, phases in runs.items():
         load = phases["start"][1]
@@ -58,12 +62,14 @@ def test_the_store_is_asked_as_often_by_each_process_however_many_there_are(runs
         assert load.bytes_in + load.bytes_out < 1500 * size
 
 
+@pytest.mark.slow
 def test_files_that_a_process_opens_are_as_few_however_many_processes_there_are(runs: dict[int, Phases]) -> None:
     for phase in ("save", "resume"):
         few, many = ([one.files for one in runs[size][phase][0]] for size in (FEW, MANY))
         assert max(many) <= max(few) + 2, phase  # of the 12 more processes and two nodes: a second shard to read from
 
 
+@pytest.mark.slow
 def test_memory_of_a_process_does_not_grow_with_their_number(runs: dict[int, Phases]) -> None:
     few, many = (runs[size][PHASES[-1]][0][-1].private for size in (FEW, MANY))
     assert many < few + 10_000_000  # before the tree 30 KB per process; the rest is the allocator's
@@ -88,6 +94,7 @@ def test_requests_to_a_store_are_counted_however_they_arrive_in_pieces() -> None
     assert load.operations == {"validate": 1, "set": 1, "wait": 1, "add": 1}
 
 
+@pytest.mark.slow
 def test_a_store_serves_clients_that_speak_its_language() -> None:
     found = cost(40)
     assert found.clients == 40 and found.connection >= 0 and found.operation > 0

@@ -9,11 +9,13 @@ from recipes.load import CONFIGS
 from recipes.sweep.grid import read_sweep
 
 
+@pytest.mark.slow
 def test_the_pages_tables_are_up_to_date() -> None:
     text = step_time.PAGE.read_text(encoding="utf-8")
     assert text == step_time.with_tables(text), "run python scripts/bench.py --suite step_time --write-docs"
 
 
+@pytest.mark.slow
 def test_no_change_to_a_recipe_makes_its_step_slower() -> None:
     for goal in step_time.GOALS:
         speeds = [goal.predicted(number).tokens_per_second for number in range(len(step_time.CHANGES) + 1)]

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from parallel.errors import UserError
 from recipes.bench.turns import MeasuredLoop, Turns
 
+pytestmark = pytest.mark.slow
+
 
 def sleep(turns: Turns, rank: int, processes: int, *, seconds: float) -> None:
     if processes > 1:

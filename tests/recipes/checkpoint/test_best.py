@@ -10,6 +10,8 @@ from recipes.checkpoint.look import find, table
 from recipes.schema import Recipe
 from tests.training import change, rows, train
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("text", "row", "highest"),

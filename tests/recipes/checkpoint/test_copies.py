@@ -18,6 +18,8 @@ from tests.object_server import ObjectServer, object_server
 from tests.processes import run_processes
 from tests.training import change, curve, largest_gap, small_recipe
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("moto.server", reason="the server that speaks S3 is in the test extra")
 pytest.importorskip("s3fs", reason="the extra `remote` is not installed")
 

@@ -18,7 +18,7 @@ from tests.recipes.checkpoint.small import build, contents, differences, names, 
 Run = tuple[nn.Module, Optimizer]
 
 
-pytestmark = pytest.mark.usefixtures("alone")
+pytestmark = [pytest.mark.usefixtures("alone"), pytest.mark.slow]
 
 
 @pytest.fixture

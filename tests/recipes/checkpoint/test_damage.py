@@ -32,6 +32,7 @@ def refusal(path: Path) -> str:
     return str(refused.value)
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_is_found_and_located(copy: Path) -> None:
     draw = random.Random(0)
     originals = contents(copy)
@@ -103,6 +104,7 @@ def test_shard_of_another_step_is_found(tmp_path: Path) -> None:
     assert re.search(r"bytes \d+ to \d+, the checksums of its tensors", refusal(checkpoints.path(1)))
 
 
+@pytest.mark.slow
 def test_run_resumes_from_the_older_checkpoint_if_the_newest_is_damaged(
     alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -234,6 +234,7 @@ def test_a_process_that_fails_does_not_wait_long_for_a_save_that_hangs(
     assert checkpoints.finish() == 3 and checkpoints.steps() == [3]
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_waits_for_its_save(
     goes_on: threading.Event, alone: World, small: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -144,6 +144,7 @@ def resume_with_one_blind_rank(folder: Path, fault: str) -> tuple[str, str]:
     return said, " ".join(names(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["missing", "stale"])
 def test_file_that_only_one_process_cannot_see_is_not_damage(fault: str, tmp_path: Path) -> None:
     before = "step-00000001 step-00000002"

@@ -28,6 +28,8 @@ from tests.meshes import mesh_config, on_each_mesh
 from tests.recipes.checkpoint.golden import fingerprints
 from tests.recipes.checkpoint.small import contents, snapshot
 
+pytestmark = pytest.mark.slow
+
 UNEVEN = replace(SIZES["llama3_debug"], layers=1, width=18, heads=4, key_value_heads=2, head_width=6)
 UNEVEN = replace(UNEVEN, feed_forward_width=26, vocabulary=22)
 ONE = "1.1.1.1"

@@ -19,6 +19,8 @@ from tests.processes import run_processes
 from tests.recipes.checkpoint.golden import fingerprints
 from tests.recipes.checkpoint.small import SMALL, build, contents, differences, names, snapshot, spoil, trained
 
+pytestmark = pytest.mark.slow
+
 MESHES = {1: [MeshConfig()], 2: [MeshConfig(), MeshConfig(replicate=2, shard=1)], 3: [MeshConfig()]}
 
 

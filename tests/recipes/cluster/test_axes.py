@@ -3,6 +3,8 @@
 import math
 from typing import Any
 
+import pytest
+
 from parallel.config import MeshDegrees
 from parallel.dist import start, stop
 from parallel.mesh import build_mesh
@@ -19,6 +21,7 @@ def measured() -> tuple[dict[str, Any], list[str]]:
     return found, lines
 
 
+@pytest.mark.slow
 def test_axes_of_several_processes_are_measured_at_two_sizes_alike_on_all_ranks() -> None:
     answers = run_processes(4, measured)
     assert all(found["links"] == answers[0][0]["links"] for found, _ in answers)

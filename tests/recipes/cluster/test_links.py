@@ -61,12 +61,14 @@ def answers() -> list[Measured]:
     return run_processes(4, measure)
 
 
+@pytest.mark.slow
 def test_bounds_of_clocks_contain_the_true_offset(answers: list[Measured]) -> None:
     clocks = answers[0][0]
     assert all(least <= true <= most for (least, most), true in zip(clocks, (0, AHEAD, 0, 0), strict=True))
     assert all(most - least < AHEAD for least, most in clocks)
 
 
+@pytest.mark.slow
 def test_links_are_correct_and_timed_with_the_neighbouring_node(answers: list[Measured]) -> None:
     for rank, link in enumerate(answers[0][1]):
         assert not link.wrong_sum and not link.wrong_parts
@@ -75,6 +77,7 @@ def test_links_are_correct_and_timed_with_the_neighbouring_node(answers: list[Me
         assert all(math.isfinite(speed) and speed > 0 for speed in speeds)
 
 
+@pytest.mark.slow
 def test_links_inside_tensor_and_context_groups_are_timed(answers: list[Measured]) -> None:
     for rank, link in enumerate(answers[0][1]):
         partners = {axis: list(speeds) for axis, speeds in link.inside.items()}
@@ -82,6 +85,7 @@ def test_links_inside_tensor_and_context_groups_are_timed(answers: list[Measured
         assert all(speed > 0 and math.isfinite(speed) for speeds in link.inside.values() for speed in speeds.values())
 
 
+@pytest.mark.slow
 def test_a_rank_that_sends_wrong_numbers_is_found_by_all(answers: list[Measured]) -> None:
     assert [(link.wrong_sum, link.wrong_parts) for link in answers[0][2]] == [(True, (2,))] * 4
 

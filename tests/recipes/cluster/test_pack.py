@@ -17,6 +17,8 @@ from recipes.cluster import pack as module
 from recipes.cluster.pack import CHECKOUT, UNUSED_SECONDS, Entry, pack
 from tests.processes import wait_for
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[3]
 
 

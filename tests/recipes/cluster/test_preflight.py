@@ -270,6 +270,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Three:
     return folder, run_processes(3, observe, folder)
 
 
+@pytest.mark.slow
 def test_three_nodes_that_agree_log_versions_speeds_and_a_table(three: Three) -> None:
     lines = three[1][0]["log"]
     assert lines[0].startswith("pre-flight: 3 processes on 3 nodes agree: cpu, sources ")
@@ -278,10 +279,12 @@ def test_three_nodes_that_agree_log_versions_speeds_and_a_table(three: Three) ->
     assert [line.split()[:2] for line in lines[2:6]] == [["node", "ranks"], *([f"gpu-{n}", str(n)] for n in range(3))]
 
 
+@pytest.mark.slow
 def test_preflight_leaves_no_file_behind(three: Three) -> None:
     assert all(answer["left"] == answer["left there"] == [] for answer in three[1])
 
 
+@pytest.mark.slow
 def test_another_version_on_one_node_is_refused_on_all(three: Three) -> None:
     expected = (
         "pre-flight: the processes differ; nothing was started\n"
@@ -291,16 +294,19 @@ def test_another_version_on_one_node_is_refused_on_all(three: Three) -> None:
     assert [answer["versions"] for answer in three[1]] == [expected] * 3
 
 
+@pytest.mark.slow
 def test_wrong_numbers_on_one_node_are_refused_on_all(three: Three) -> None:
     [message] = {answer["network"] for answer in three[1]}
     assert "\n  all-reduce: wrong on gpu-1\n" in message
 
 
+@pytest.mark.slow
 def test_another_recipe_on_one_node_is_refused(three: Three) -> None:
     message = three[1][0]["recipe"]
     assert "  the recipe: " in message and " on gpu-2, " in message
 
 
+@pytest.mark.slow
 def test_a_run_folder_that_is_not_shared_is_refused_on_all_nodes(three: Three) -> None:
     folder, answers = three
     message = answers[0]["unshared"]
@@ -309,6 +315,7 @@ def test_a_run_folder_that_is_not_shared_is_refused_on_all_nodes(three: Three) -
     assert "did not appear on gpu-1, gpu-2 within 0.3 s; write a run.output" in message
 
 
+@pytest.mark.slow
 def test_a_token_cache_that_is_not_shared_is_refused(three: Three) -> None:
     message = three[1][0]["cache"]
     assert message.startswith("pre-flight: the nodes do not share the token cache; nothing was started\n")
@@ -323,6 +330,7 @@ def observe_one_node(folder: Path) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_one_node_logs_one_line_at_most(count: int, tmp_path: Path) -> None:
     [lines, *_] = run_processes(count, observe_one_node, tmp_path)

@@ -147,6 +147,7 @@ def test_damaged_attempts_are_reported_and_counted_anew(text: str, tmp_path: Pat
     assert History(path, log=print).attempts == [Attempt(20)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "starts"), [(71, 2), (79, 2), (78, 1)])
 def test_codes_of_passing_faults_restart_and_the_code_of_full_devices_does_not(
     code: int, starts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -167,6 +168,7 @@ def test_faults_that_may_pass_are_waited_for_up_to_the_number_of_restarts() -> N
     assert reason_to_stop(faults, step=10, restarts=3) == "it crashed 4 times, and RESTARTS=3"
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_wait_for_another_start(tmp_path: Path) -> None:
     launcher = Launcher([sys.executable, "-S", "-c", "raise SystemExit(71)"])
     timer = threading.Timer(1, launcher.stop, [signal.SIGTERM, None])
@@ -176,6 +178,7 @@ def test_a_signal_ends_the_wait_for_another_start(tmp_path: Path) -> None:
     assert time.monotonic() - began < 15
 
 
+@pytest.mark.slow
 def test_a_slurm_job_checks_its_recipe_again_after_a_fault_that_may_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

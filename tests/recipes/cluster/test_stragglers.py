@@ -219,6 +219,7 @@ def waiting_steps() -> list[tuple[int, dict[str, Any], list[str]]]:
     return found
 
 
+@pytest.mark.slow
 def test_all_processes_measure_their_links_at_the_same_step() -> None:
     """Otherwise the run would hang."""
     answers = run_processes(3, waiting_steps)
@@ -256,16 +257,19 @@ def rows_of_slow_run(fault: str, phase: str, folder: Path, corpus: Path) -> list
     return rows
 
 
+@pytest.mark.slow
 def test_a_run_names_a_process_that_is_slow_to_read_data(tmp_path: Path, corpus: Path) -> None:
     rows = rows_of_slow_run("slow_in_data", "data", tmp_path, corpus)
     # Rank 0, which keeps the clock, waits for rank 1 in a collective; that time counts as data.
     assert rows[-1]["wall_seconds"]["data"] > 50 * 0.1
 
 
+@pytest.mark.slow
 def test_a_run_names_a_process_that_computes_slowly(tmp_path: Path, corpus: Path) -> None:
     rows_of_slow_run("slow_in_work", "compute", tmp_path, corpus)
 
 
+@pytest.mark.slow
 def test_a_run_without_faults_names_no_process(tmp_path: Path, corpus: Path) -> None:
     code, err = ill_run(tmp_path, corpus, "well", "--run.steps", "150", "--checkpoint.every", "0")
     assert (code, err) == (0, "")
@@ -316,6 +320,7 @@ def slow_rows(small: Recipe) -> dict[str, list[dict[str, Any]]]:
     return {mesh: rows(change(recipe, run={"name": mesh})) for mesh in FAULTS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", FAULTS)
 def test_a_slow_process_is_named_and_those_that_wait_for_it_in_its_group_are_not(
     mesh: str, slow_rows: dict[str, list[dict[str, Any]]]
@@ -324,6 +329,7 @@ def test_a_slow_process_is_named_and_those_that_wait_for_it_in_its_group_are_not
     assert len(named) >= 4 and set(named) == {(FAULTS[mesh], COMPUTE)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", FAULTS)
 def test_a_mesh_without_a_slow_process_names_nobody(mesh: str, slow_rows: dict[str, list[dict[str, Any]]]) -> None:
     assert not any("stragglers" in row for row in slow_rows[mesh][:WELL])
@@ -352,6 +358,7 @@ def collectives_around_heads(recipe: Recipe) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.slow
 def test_no_collective_interrupts_what_stands_for_computing_on_a_gpu(small: Recipe) -> None:
     for found in run_processes(2, collectives_around_heads, small):
         assert all(collectives > 0 and inside == 0 for collectives, inside in found), found

@@ -101,6 +101,7 @@ def look_at_a_wait() -> tuple[str, bool]:
     return seen[0]
 
 
+@pytest.mark.slow
 def test_waiting_for_other_processes_is_distinguished_from_own_work() -> None:
     waiting, working = run_processes(2, look_at_a_wait)
     assert waiting[1] and not working[1]
@@ -125,6 +126,7 @@ def look_at_a_sum() -> tuple[str, bool]:
     return seen[0]
 
 
+@pytest.mark.slow
 def test_waiting_for_the_gradients_of_other_replicas_is_distinguished_from_own_work() -> None:
     (place, waits), (_, working) = run_processes(2, look_at_a_sum)
     assert place.startswith("parallel/fsdp.py:") and waits and not working
@@ -155,6 +157,7 @@ def look_at_generated_code() -> bool:
     return seen[0]
 
 
+@pytest.mark.slow
 def test_waiting_inside_compiled_code_is_distinguished_from_own_work() -> None:
     assert run_processes(2, look_at_generated_code) == [True, False]
 
@@ -185,6 +188,7 @@ def exchange(per_node: int) -> list[object]:
     return found
 
 
+@pytest.mark.slow
 def test_every_process_reads_all_heartbeats_and_the_alarm() -> None:
     answers = run_processes(4, exchange, 2)
     assert sorted(answer[2] for answer in answers) == [False] * 3 + [True]

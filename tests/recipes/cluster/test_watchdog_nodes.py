@@ -24,7 +24,7 @@ from recipes.files.exit_codes import HUNG
 from recipes.metrics.clock import STEP, RunClock
 from tests.processes import process_context, run_processes, wait_for
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="stops processes one by one")
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="stops processes one by one"), pytest.mark.slow]
 TIMEOUT = 4.0
 NODES, PER_NODE = 2, 3
 SIZE = NODES * PER_NODE

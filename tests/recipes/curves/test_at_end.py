@@ -11,6 +11,8 @@ from recipes.schema import Recipe
 from tests.processes import run_processes
 from tests.training import change, run_all, train
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def recipe(small: Recipe) -> Recipe:

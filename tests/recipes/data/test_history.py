@@ -48,6 +48,7 @@ def rest_of_unit(position: Continuation, after: int, *, total: int) -> tuple[lis
     return inputs_of(position, position.joined, total=total), position.fresh.origin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(60))
 def test_every_token_is_an_input_once_per_epoch_whatever_the_lengths_and_windows(seed: int) -> None:
     draw = random.Random(seed)
@@ -195,6 +196,7 @@ def documents_of(sequences: Sequences, numbers: range) -> list[Any]:
     return [piece for number in numbers for piece in sequences.pieces(number)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_documents_of_random_stages_are_read_once_per_epoch_on_any_number_of_processes(
     seed: int, folders: dict[str, Path]

@@ -145,6 +145,7 @@ def mixture_of(kinds: list[str], folder: Path) -> tuple[dict[str, float], str]:
     return {str(source): 1.0 + index for index, source in enumerate(sources)}, tokenizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", [*([kind] for kind in ALONE), *TOGETHER])
 def test_changing_numbers_of_processes_read_what_one_process_reads(tmp_path: Path, kinds: list[str]) -> None:
     mixture, tokenizer = mixture_of(kinds, tmp_path)
@@ -183,6 +184,7 @@ def inputs_of(data: Data, pieces: list[Piece]) -> int:
     return sum(piece.end - piece.begin for piece in pieces)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lines", "prepared"])
 def test_two_epochs_contain_every_token_of_every_document_twice(tmp_path: Path, kind: str) -> None:
     mixture, tokenizer = mixture_of([kind], tmp_path)
@@ -206,6 +208,7 @@ def test_two_epochs_contain_every_token_of_every_document_twice(tmp_path: Path, 
     data.training.close()
 
 
+@pytest.mark.slow
 def test_held_out_documents_are_never_trained_on(tmp_path: Path) -> None:
     mixture, _ = mixture_of(["lines", "parquet"], tmp_path)
     data = opened(tmp_path / "cache", mixture)
@@ -224,6 +227,7 @@ def test_held_out_documents_are_never_trained_on(tmp_path: Path) -> None:
     reader.close()
 
 
+@pytest.mark.slow
 def test_held_out_text_is_read_once(tmp_path: Path) -> None:
     data = opened(tmp_path / "cache", {str(as_lines(tmp_path)): 1.0}, shuffle_tokens=10**6)
     available = data.validation[""].available
@@ -257,6 +261,7 @@ def test_prepared_shards_are_shuffled_as_a_whole_and_read_from_anywhere(tmp_path
 # -------------------------------------------------------------------------------------------------- while it is written
 
 
+@pytest.mark.slow
 def test_training_starts_before_the_source_is_tokenized_and_waits_for_the_rest(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 4000)
     work = work_on(tmp_path / "rows.jsonl", fraction=0.2)
@@ -282,6 +287,7 @@ def test_training_starts_before_the_source_is_tokenized_and_waits_for_the_rest(t
         reader.close()
 
 
+@pytest.mark.slow
 def test_held_out_text_does_not_depend_on_how_much_is_tokenized(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 2000)
     source = {str(tmp_path / "rows.jsonl"): 1.0}
@@ -293,6 +299,7 @@ def test_held_out_text_does_not_depend_on_how_much_is_tokenized(tmp_path: Path) 
     assert np.array_equal(second.validation[""].rows(0, second.validation[""].available), rows)
 
 
+@pytest.mark.slow
 def test_opening_data_again_tokenizes_nothing(tmp_path: Path) -> None:
     source = {str(as_lines(tmp_path)): 1.0}
     first = opened(tmp_path / "cache", source, shuffle_tokens=10**6)
@@ -304,6 +311,7 @@ def test_opening_data_again_tokenizes_nothing(tmp_path: Path) -> None:
     assert second.training.sources[0].background is None
 
 
+@pytest.mark.slow
 def test_tokenizing_process_ends_with_its_parent(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 4000)
     context = multiprocessing.get_context("spawn")
@@ -343,6 +351,7 @@ def kill_each_time(background: Background, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(background, "check", kill)
 
 
+@pytest.mark.slow
 def test_all_processes_notice_when_the_tokenizing_process_keeps_dying(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -371,6 +380,7 @@ def spoil(path: Path, lines: list[int]) -> None:
     path.write_text("\n".join(rows) + "\n")
 
 
+@pytest.mark.slow
 def test_broken_file_counts_as_all_its_rows_in_the_budget(tmp_path: Path) -> None:
     """Nine of ten files are cut off. Counted as nine bad rows among a thousand, that would look like a small loss."""
     (tmp_path / "in").mkdir()
@@ -386,6 +396,7 @@ def test_broken_file_counts_as_all_its_rows_in_the_budget(tmp_path: Path) -> Non
     data.training.close()
 
 
+@pytest.mark.slow
 def test_unreadable_file_is_tried_again_by_another_run(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     for name in ("a", "b", "c"):
@@ -425,6 +436,7 @@ def test_process_that_sees_different_text_than_rank_0_is_refused_at_once(rows: P
         opened(tmp_path / "cache", {str(rows): 1.0}, resumed_data_state=facts, writes=False)
 
 
+@pytest.mark.slow
 def test_processes_that_do_not_look_read_the_same_tokens_without_the_text(rows: Path, tmp_path: Path) -> None:
     folder = tmp_path / "prepared"
     list(write_shards(folder, work := work_on(rows)))
@@ -454,6 +466,7 @@ def test_fingerprint_of_an_index_depends_on_what_unreadable_files_left_out(tmp_p
     assert len({index.fingerprint, *(other.fingerprint for other in without)}) == 3
 
 
+@pytest.mark.slow
 def test_tokenizing_stays_a_bounded_amount_ahead_after_a_resume(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 6000)
     tokenizer = tokenizer_for(tmp_path / "rows.jsonl")
@@ -469,6 +482,7 @@ def test_tokenizing_stays_a_bounded_amount_ahead_after_a_resume(tmp_path: Path) 
     assert there[0] == there[1] == there[2]
 
 
+@pytest.mark.slow
 def test_small_sources_of_a_mixture_repeat_in_validation(tmp_path: Path) -> None:
     write_rows(tmp_path / "large.jsonl", 600, name="Large")
     write_rows(tmp_path / "small.jsonl", 60, name="Small")
@@ -481,6 +495,7 @@ def test_small_sources_of_a_mixture_repeat_in_validation(tmp_path: Path) -> None
     data.training.close()
 
 
+@pytest.mark.slow
 def test_run_stops_beyond_the_bad_row_budget_at_the_same_step_on_any_number_of_processes(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 2000)
     spoil(tmp_path / "rows.jsonl", [5, *range(1500, 1700)])
@@ -503,6 +518,7 @@ def test_run_stops_beyond_the_bad_row_budget_at_the_same_step_on_any_number_of_p
     assert len(steps) // 2 > 20
 
 
+@pytest.mark.slow
 def test_quarantine_lists_each_bad_row_of_used_text_once(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 2000)
     spoil(tmp_path / "rows.jsonl", [5, *range(1500, 1700)])
@@ -531,6 +547,7 @@ def rows(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "rows.jsonl"
 
 
+@pytest.mark.slow
 def test_too_few_documents_for_the_held_out_share_names_a_share_that_works(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     write_rows(path, 4)
@@ -545,6 +562,7 @@ def test_too_few_documents_for_the_held_out_share_names_a_share_that_works(tmp_p
     opened(tmp_path / "cache", **options, validation_fraction=allowed)
 
 
+@pytest.mark.slow
 def test_documents_that_are_all_equal_cannot_be_split(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "always the same"}\n' * 3)
@@ -555,11 +573,13 @@ def test_documents_that_are_all_equal_cannot_be_split(tmp_path: Path) -> None:
         opened(tmp_path / "cache", **options, validation_fraction=0.5)
 
 
+@pytest.mark.slow
 def test_training_text_shorter_than_one_sequence_is_refused(rows: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"batch.sequence_length: the training text .* or give more text"):
         opened(tmp_path / "cache", {str(rows): 1.0}, sequence_length=100_000)
 
 
+@pytest.mark.slow
 def test_held_out_text_shorter_than_one_sequence_is_refused(rows: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"the held-out text .* write at most \d+, or raise data.validation_fraction"):
         opened(tmp_path / "cache", {str(rows): 1.0}, sequence_length=800)
@@ -594,6 +614,7 @@ def test_unwritable_cache_for_tokens_is_reported(rows: Path, tmp_path: Path) -> 
         opened(tmp_path / "cache", {str(rows): 1.0}, tokenizer=tokenizer)
 
 
+@pytest.mark.slow
 def test_source_without_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": ""}\n' * 5)
     write_rows(tmp_path / "other.jsonl", 50)
@@ -603,6 +624,7 @@ def test_source_without_text_is_refused(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_problem_of_the_tokenizing_process_reaches_waiting_processes(rows: Path, tmp_path: Path) -> None:
     data = opened(tmp_path / "cache", {str(rows): 1.0})
     folder = data.training.sources[0].shards.folder
@@ -621,6 +643,7 @@ def test_problem_of_the_tokenizing_process_reaches_waiting_processes(rows: Path,
         follower.training.sources[0].require(10**6)
 
 
+@pytest.mark.slow
 def test_problem_of_another_run_does_not_stop_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rows(tmp_path / "rows.jsonl", 4000)
     source = {str(tmp_path / "rows.jsonl"): 1.0}
@@ -639,6 +662,7 @@ def test_problem_of_another_run_does_not_stop_this_one(tmp_path: Path, monkeypat
     data.training.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["in/cache", "in/deep/cache"])
 def test_cache_inside_the_source_is_refused_before_anything_is_written(tmp_path: Path, place: str) -> None:
     (tmp_path / "in").mkdir()
@@ -650,6 +674,7 @@ def test_cache_inside_the_source_is_refused_before_anything_is_written(tmp_path:
     opened(tmp_path / "in" / ".cache", {str(tmp_path / "in"): 1.0}).training.close()  # hidden: no source reads it
 
 
+@pytest.mark.slow
 def test_file_that_changes_while_it_is_tokenized_stops_the_run(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 6000)
     source = {str(tmp_path / "rows.jsonl"): 1.0}

@@ -20,6 +20,8 @@ from tests.families import family_config
 from tests.models.test_cache import SMALL
 from tests.recipes.data.test_pairs import PACKED, PADDED, batches, opened, source, tokenizers
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["source", "tokenizers"]  # fixtures
 
 CAUSAL = {

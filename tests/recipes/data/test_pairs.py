@@ -131,6 +131,7 @@ def test_runs_of_similar_pairs_are_a_permutation_with_less_padding() -> None:
     assert (np.diff(firsts) < 0).any(), "the runs are not shuffled"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pairing", [PACKED, PADDED])
 def test_each_epoch_has_every_pair_once_in_another_order(
     source: Path, tokenizers: tuple[Tokenizer, object], pairing: Pairing
@@ -151,6 +152,7 @@ def test_each_epoch_has_every_pair_once_in_another_order(
     data.training.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pairing", [PACKED, PADDED])
 def test_one_two_and_three_processes_read_what_one_reads(
     source: Path, tokenizers: tuple[Tokenizer, object], pairing: Pairing
@@ -165,6 +167,7 @@ def test_one_two_and_three_processes_read_what_one_reads(
     data.training.close()
 
 
+@pytest.mark.slow
 def test_resumed_reader_gets_the_same_batch(source: Path, tokenizers: tuple[Tokenizer, object]) -> None:
     for pairing in (PACKED, PADDED):
         data = opened(source, tokenizers[0], pairing)
@@ -180,6 +183,7 @@ def test_resumed_reader_gets_the_same_batch(source: Path, tokenizers: tuple[Toke
 # ------------------------------------------------------------------------------------------- packed batches
 
 
+@pytest.mark.slow
 def test_packed_row_holds_whole_pairs_each_a_document_and_learns_only_answers(
     source: Path, tokenizers: tuple[Tokenizer, Any]
 ) -> None:
@@ -209,6 +213,7 @@ def test_packed_row_holds_whole_pairs_each_a_document_and_learns_only_answers(
     data.training.close()
 
 
+@pytest.mark.slow
 def test_tokens_are_counted_without_padding(source: Path, tokenizers: tuple[Tokenizer, object]) -> None:
     for pairing in (PACKED, PADDED):
         data = opened(source, tokenizers[0], pairing)
@@ -236,6 +241,7 @@ def _used(positions: torch.Tensor, targets: torch.Tensor) -> int:
 # ------------------------------------------------------------------------------------------- padded batches
 
 
+@pytest.mark.slow
 def test_padded_batch_is_that_of_transformers_collator(source: Path, tokenizers: tuple[Tokenizer, Any]) -> None:
     ours, theirs = tokenizers
     data = opened(source, ours, PADDED)
@@ -261,6 +267,7 @@ def test_padded_batch_is_that_of_transformers_collator(source: Path, tokenizers:
     data.training.close()
 
 
+@pytest.mark.slow
 def test_processes_of_a_step_get_similarly_long_pairs(
     source: Path, tokenizers: tuple[Tokenizer, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,6 +289,7 @@ def _longest(inputs: object) -> int:
 # ------------------------------------------------------------------------------------------- long pairs
 
 
+@pytest.mark.slow
 def test_long_pairs_are_refused_above_the_budget_and_otherwise_listed(
     source: Path, tokenizers: tuple[Tokenizer, object], tmp_path: Path
 ) -> None:
@@ -302,6 +310,7 @@ def test_long_pairs_are_refused_above_the_budget_and_otherwise_listed(
     data.training.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("long", ["cut_prompt_start", "cut_prompt_end"])
 @pytest.mark.parametrize("pairing", [PACKED, PADDED])
 def test_long_prompt_is_cut_and_its_answer_is_whole(
@@ -327,6 +336,7 @@ def test_long_prompt_is_cut_and_its_answer_is_whole(
     data.training.close()
 
 
+@pytest.mark.slow
 def test_long_answer_is_left_out_even_where_prompts_are_cut(
     source: Path, tokenizers: tuple[Tokenizer, object], tmp_path: Path
 ) -> None:
@@ -343,6 +353,7 @@ def test_long_answer_is_left_out_even_where_prompts_are_cut(
 # ------------------------------------------------------------------------------------------- held out, prepared
 
 
+@pytest.mark.slow
 def test_held_out_pairs_are_not_trained_on(source: Path, tokenizers: tuple[Tokenizer, object]) -> None:
     data = opened(source, tokenizers[0], validation_fraction=0.2)
     held = data.validation[""]
@@ -359,6 +370,7 @@ def test_held_out_pairs_are_not_trained_on(source: Path, tokenizers: tuple[Token
     data.training.close()
 
 
+@pytest.mark.slow
 def test_prepared_pairs_are_read_and_refused_with_other_settings(
     source: Path, tokenizers: tuple[Tokenizer, object], tmp_path: Path
 ) -> None:
@@ -406,6 +418,7 @@ def test_mistake_in_the_fields_of_pairs_names_its_field(data: DataConfig, encode
     assert [name for name, _ in pair_problems(data, encoder_decoder=encoder_decoder)] == [field]
 
 
+@pytest.mark.slow
 def test_sources_of_a_mixture_share_the_steps_by_pairs(
     source: Path, tokenizers: tuple[Tokenizer, object], tmp_path: Path
 ) -> None:
@@ -417,6 +430,7 @@ def test_sources_of_a_mixture_share_the_steps_by_pairs(
     data.training.close()
 
 
+@pytest.mark.slow
 def test_pairs_go_on_only_with_unchanged_sources_and_length(source: Path, tokenizers: tuple[Tokenizer, object]) -> None:
     data = opened(source, tokenizers[0], PADDED)
     history = data.training.history(12)

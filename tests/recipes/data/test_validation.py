@@ -40,6 +40,7 @@ def documents_in(data: Data, name: str) -> set[str]:
     return {document for row in read for document in data.tokenizer.decode(row).split(END)[1:-1]}
 
 
+@pytest.mark.slow
 def test_validation_sources_are_read_whole_and_not_trained_on(text: Path) -> None:
     names = {}
     for name in ("web", "code"):
@@ -58,6 +59,7 @@ def test_validation_sources_are_read_whole_and_not_trained_on(text: Path) -> Non
     data.training.close()
 
 
+@pytest.mark.slow
 def test_one_document_is_enough_for_a_run_that_does_not_validate(tmp_path: Path) -> None:
     for fraction in (0.0, 0.01):
         data = opened_with(one_document(tmp_path / "one.jsonl"), {}, validation_fraction=fraction)
@@ -66,6 +68,7 @@ def test_one_document_is_enough_for_a_run_that_does_not_validate(tmp_path: Path)
         data.training.close()
 
 
+@pytest.mark.slow
 def test_one_document_cannot_be_split_and_every_remedy_works(tmp_path: Path) -> None:
     path = one_document(tmp_path / "one.jsonl")
     with pytest.raises(UserError, match=r"no two are different, .*; or validate on another text .*, or not at all"):
@@ -90,6 +93,7 @@ def test_prepared_text_without_a_split_gets_a_remedy_that_works(text: Path, shar
     assert data.validation[""].available
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -104,6 +108,7 @@ def test_validation_source_without_a_sequence_is_refused(text: Path, content: st
         opened_with(text, {"": str(path)})
 
 
+@pytest.mark.slow
 def test_validation_source_of_another_tokenizer_is_refused(text: Path) -> None:
     write_rows(text.with_name("other.jsonl"), 100, name="other")
     work = work_on(text.with_name("other.jsonl"))
@@ -115,6 +120,7 @@ def test_validation_source_of_another_tokenizer_is_refused(text: Path) -> None:
     data.training.close()
 
 
+@pytest.mark.slow
 def test_validation_on_text_that_is_trained_on_is_called_that(text: Path) -> None:
     work = work_on(text)
     shards_in(text.with_name("prepared"), work)
@@ -124,6 +130,7 @@ def test_validation_on_text_that_is_trained_on_is_called_that(text: Path) -> Non
         assert any("WARNING: the run also trains on the validation source" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_named_validation_losses_have_rows_and_their_texts_may_change(
     small: Recipe, text: Path, alone: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,6 +157,7 @@ def test_named_validation_losses_have_rows_and_their_texts_may_change(
     assert "validation_loss" in rows(other)[-1]
 
 
+@pytest.mark.slow
 def test_run_without_validation_trains_as_the_same_run_with_it(small: Recipe, text: Path, alone: World) -> None:
     without = change(
         small,

@@ -80,6 +80,7 @@ def share_of_the_loss() -> float:
     return loss
 
 
+@pytest.mark.slow
 def test_the_mean_over_processes_weighs_tokens_and_not_processes(alone: None) -> None:
     whole = loss_of_rows(0, ROWS, micro_batch=3)
     halves = [loss_of_rows(0, ROWS // 2, micro_batch=3), loss_of_rows(ROWS // 2, ROWS, micro_batch=3)]
@@ -130,6 +131,7 @@ def on_text(characters: int, *, length: int, spoil: bool = False) -> list[tuple[
         stop()
 
 
+@pytest.mark.slow
 def test_the_last_forward_pass_is_as_short_as_the_rest_of_the_text() -> None:
     assert on_text(21, length=8) == [(2, 8), (1, 5)]
     assert on_text(5, length=2048) == [(1, 5)]

@@ -73,6 +73,7 @@ def small_model() -> Decoder:
 # Against transformers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [512, 8])
 @pytest.mark.parametrize("family", ["smollm3", "llama"])
 def test_greedy_tokens_equal_those_of_transformers(family: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:

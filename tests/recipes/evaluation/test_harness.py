@@ -98,6 +98,7 @@ def require_equal(found: dict[str, list[Any]], expected: dict[str, list[Any]]) -
     assert found[KINDS[2]] == expected[KINDS[2]]
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_the_harness_itself_on_any_number_of_processes(folder: Path) -> None:
     pytest.importorskip("accelerate", reason="the harness's own model class needs accelerate, which is not installed")
     from lm_eval.models.huggingface import HFLM
@@ -119,6 +120,7 @@ def test_batches_of_any_size_give_the_same_answers(folder: Path, alone: None) ->
     require_equal(first, second)
 
 
+@pytest.mark.slow
 def test_results_are_those_of_the_harness_on_tasks(folder: Path, tasks: Path, alone: None) -> None:
     pytest.importorskip("accelerate", reason="the harness's own model class needs accelerate, which is not installed")
     from lm_eval import simple_evaluate

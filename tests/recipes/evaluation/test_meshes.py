@@ -14,6 +14,8 @@ from recipes.evaluation.evaluate import continuation, mean_loss
 from tests.build import build_model, cpu_mesh
 from tests.meshes import mesh_config, on_each_mesh
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 MODEL = replace(
     SIZES["smollm3_debug"], layers=2, width=32, no_rope_every=2, feed_forward_width=48, vocabulary=64, init_std=0.3

@@ -87,6 +87,7 @@ def test_the_loss_is_that_of_each_pair_alone(expected: tuple[str, float, int]) -
         assert found.nats == pytest.approx(summed, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_pairs(expected: tuple[str, float, int]) -> None:
     name, summed, count = expected
     for found in run_processes(2, partial(evaluated, name, micro=1)):

@@ -16,6 +16,8 @@ from tests.processes import run_processes
 from tests.tasks import write_tasks
 from tests.training import change, rows, run_all, train
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("lm_eval", reason="the lm-evaluation-harness is not installed: pip install -e '.[evaluation]'")
 
 ROOT = Path(__file__).parents[3]

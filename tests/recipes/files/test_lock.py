@@ -46,6 +46,7 @@ def take(folder: Path, *, here: float = 0.0, elsewhere: float = 0.0) -> tuple[Fo
     return lock, logged
 
 
+@pytest.mark.slow
 def test_error_names_the_process_that_holds_the_lock(tmp_path: Path) -> None:
     named = f"is in use: process [0-9]+ on {platform.node()} has locked it; end that first, or give this run another"
     with holder(tmp_path) as process, pytest.raises(UserError, match=named) as refused:
@@ -53,6 +54,7 @@ def test_error_names_the_process_that_holds_the_lock(tmp_path: Path) -> None:
     assert f"process {process.pid} on" in str(refused.value)
 
 
+@pytest.mark.slow
 def test_lock_ends_with_its_process_though_a_child_is_alive_and_the_file_names_it(tmp_path: Path) -> None:
     with holder(tmp_path) as process:
         process.kill()
@@ -61,6 +63,7 @@ def test_lock_ends_with_its_process_though_a_child_is_alive_and_the_file_names_i
     assert (tmp_path / LOCK).read_text().startswith("process ")
 
 
+@pytest.mark.slow
 def test_take_waits_for_a_process_that_is_about_to_end(tmp_path: Path) -> None:
     with holder(tmp_path, seconds=1) as process:
         _, logged = take(tmp_path, here=60)
@@ -68,12 +71,14 @@ def test_take_waits_for_a_process_that_is_about_to_end(tmp_path: Path) -> None:
     assert logged == [f"{tmp_path} is in use by {name}; waiting up to 60 s for it to end"]
 
 
+@pytest.mark.slow
 def test_take_waits_longer_for_a_process_on_another_host(tmp_path: Path) -> None:
     with holder(tmp_path, seconds=1):
         (tmp_path / LOCK).write_text("process 1 on another-host\n")
         assert "waiting up to 61 s" in take(tmp_path, elsewhere=61)[1][0]
 
 
+@pytest.mark.slow
 def test_removing_the_file_frees_the_folder(tmp_path: Path) -> None:
     with holder(tmp_path):
         (tmp_path / LOCK).unlink()
@@ -84,6 +89,7 @@ def test_take_does_nothing_without_a_folder(tmp_path: Path) -> None:
     assert take(tmp_path / "none")[1] == [] and not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_lock_may_be_taken_again_and_follows_the_name_of_the_folder(tmp_path: Path) -> None:
     lock, logged = FolderLock(), list[str]()
     folder = tmp_path / "r"

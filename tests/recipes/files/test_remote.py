@@ -12,6 +12,8 @@ from recipes.files import remote
 from recipes.files.local_copy import local_copy
 from tests.object_server import ObjectServer, hurried, object_server
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("moto.server", reason="the server that speaks S3 is in the test extra")
 pytest.importorskip("s3fs", reason="the extra `remote` is not installed")
 

@@ -11,6 +11,8 @@ import pytest
 
 from recipes.files.version import ROOT, commit, version
 
+pytestmark = pytest.mark.slow
+
 NUMBER = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 

@@ -296,6 +296,7 @@ def found(recorded: tuple[Path, list[float]]) -> Breakdown:
     return break_down(read_trace(recorded[0] / "trace.json.gz"))
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_recorded_step_add_up_to_it(found: Breakdown, recorded: tuple[Path, list[float]]) -> None:
     assert found.steps == 2
     assert sum(found.seconds.values()) == pytest.approx(found.step_seconds, rel=1e-6)
@@ -304,15 +305,18 @@ def test_the_parts_of_a_recorded_step_add_up_to_it(found: Breakdown, recorded: t
     assert found.step_seconds == pytest.approx(by_the_clock, rel=0.02, abs=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_recorded_step_of_one_process_has_every_kind_of_work_but_packing(kind: str, found: Breakdown) -> None:
     assert (found.seconds[kind] > 0) is (kind != COPIES)
 
 
+@pytest.mark.slow
 def test_a_recorded_step_on_a_cpu_hides_no_communication(found: Breakdown) -> None:
     assert found.hidden_communication == 0
 
 
+@pytest.mark.slow
 def test_a_recorded_step_has_one_product_per_linear_forward_and_two_backward(
     found: Breakdown, recorded: tuple[Path, list[float]]
 ) -> None:
@@ -327,10 +331,12 @@ def test_a_recorded_step_has_one_product_per_linear_forward_and_two_backward(
     assert [(name, calls) for name, _, calls in found.kernels[MATMUL]] == [("aten::mm", 45)]
 
 
+@pytest.mark.slow
 def test_a_recorded_step_names_its_attention_kernel(found: Breakdown) -> None:
     assert "aten::_scaled_dot_product_flash_attention_for_cpu" in [name for name, _, _ in found.kernels[ATTENTION]]
 
 
+@pytest.mark.slow
 def test_the_profiler_writes_trace_table_and_numbers(found: Breakdown, recorded: tuple[Path, list[float]]) -> None:
     folder = recorded[0]
     assert sorted(path.name for path in folder.iterdir()) == ["breakdown.json", "breakdown.md", "trace.json.gz"]
@@ -385,6 +391,7 @@ def on_meshes(small: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CALLS)
 def test_a_recorded_step_on_a_mesh_counts_the_collectives_of_each_axis(case: str, on_meshes: Path) -> None:
     found = break_down(read_trace(on_meshes / case / "trace.json.gz"))

@@ -10,6 +10,8 @@ from recipes.schema import Recipe
 from tests.processes import run_processes
 from tests.training import change, rows, train
 
+pytestmark = pytest.mark.slow
+
 MESHES = {
     "tensor": {"shard": 2, "tensor": 2},
     "context and tensor": {"context": 2, "tensor": 2},

@@ -15,6 +15,8 @@ from recipes.schema import Recipe
 from tests.processes import run_processes
 from tests.training import change, run_all, train
 
+pytestmark = pytest.mark.slow
+
 TINY = Path(__file__).parents[3] / "configs/sweeps/cpu/tiny.toml"
 ROWS = 14 * 6  # per sampled step: the linears of two blocks, with six casts each
 Rows = list[dict[str, Any]]

@@ -110,6 +110,7 @@ def attempt(recipe: Recipe, *, breaks_at: int | None) -> tuple[float, float, dic
     return began, ended, parts
 
 
+@pytest.mark.slow
 def test_the_parts_add_up_to_the_wall_time_over_two_attempts(corpus: Path, tmp_path: Path) -> None:
     recipe = change(
         load(DEBUG),

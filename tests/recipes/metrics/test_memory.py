@@ -49,6 +49,7 @@ def train_while_gpus_are_full(recipe: Recipe) -> int:
     return code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_names_processes_whose_gpu_was_full_at_the_step_where_it_was(small: Recipe, processes: int) -> None:
     recipe = change(small, run={"steps": 5, "name": f"full-{processes}"})
@@ -103,6 +104,7 @@ def test_gauges_that_a_machine_does_not_have_are_named_once_and_asked_once(alone
     assert len(asked) == 1
 
 
+@pytest.mark.slow
 def test_the_most_and_the_least_of_several_processes_are_named(small: Recipe) -> None:
     recipe = change(small, run={"steps": 2, "name": "resident"}, checkpoint={"every": 0})
     assert run_processes(2, run_all, [recipe]) == [[0], [0]]

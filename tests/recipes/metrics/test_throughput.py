@@ -86,6 +86,7 @@ def attention_lengths() -> list[float | None]:
     return lengths
 
 
+@pytest.mark.slow
 def test_attention_length_is_the_mean_over_all_processes_since_the_last_logged_step() -> None:
     assert run_processes(2, attention_lengths) == [[1.5, 3.5, None]] * 2
 
@@ -129,11 +130,13 @@ def count_pairs() -> list[Lengths]:
     return found
 
 
+@pytest.mark.slow
 def test_the_lengths_of_pairs_are_summed_over_processes_without_padding() -> None:
     expected = Lengths(decoder=14, decoder_squared=66, encoder=17, encoder_squared=93, crossed=15 + 8 + 12 + 8)
     assert run_processes(2, count_pairs) == [[expected] * 2] * 2
 
 
+@pytest.mark.slow
 def test_pairs_are_measured_in_the_tokens_and_flops_that_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "device_name", lambda device: "NVIDIA H100 80GB HBM3")
     model, lengths = family_config("t5"), Lengths(14, 66, 17, 93, 43)

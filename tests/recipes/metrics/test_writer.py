@@ -127,6 +127,7 @@ print(state["wandb_id"])
 """
 
 
+@pytest.mark.slow
 def test_wandb_without_a_key_stays_offline_and_continues_the_same_run(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         # Any request of wandb, to its own server or to another, would arrive here.

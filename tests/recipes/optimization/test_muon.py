@@ -68,6 +68,7 @@ def plain_copy(model: nn.Module, config: ModelConfig) -> nn.Module:
     return plain
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone", "float32_products")
 @pytest.mark.parametrize(
     ("size", "config"),

@@ -23,6 +23,8 @@ from tests.processes import run_processes
 from tests.recipes.checkpoint.small import differences, snapshot
 from tests.training import change, curve, largest_gap, run_all, train
 
+pytestmark = pytest.mark.slow
+
 UNEVEN = {"width": 36, "feed_forward_width": 54, "heads": 4, "key_value_heads": 2, "head_width": 10}
 """Rows that do not divide by 4 or 8: FSDP's shards are unequal."""
 SAME_CURVE = 1e-5

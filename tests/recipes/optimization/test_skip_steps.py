@@ -22,6 +22,8 @@ from recipes.training import step as step_module  # where a step finds gradient_
 from tests.processes import run_processes
 from tests.training import change, take_step, training
 
+pytestmark = pytest.mark.slow
+
 BAD = 2
 """Index of the bad step, the third."""
 

@@ -56,6 +56,7 @@ def refused(*arguments: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -81,6 +82,7 @@ def test_plan_is_one_screen_on_standard_output_without_torch(options: list[str],
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*written, "torch"])
 
 
+@pytest.mark.slow
 def test_examples_of_the_page_are_what_the_command_prints() -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "write_docs.py"))
     text = script["PLAN"].read_text()
@@ -209,6 +211,7 @@ def test_picture_is_drawn_beside_the_numbers(
     assert (height > 500, width > 1000) == (True, True)
 
 
+@pytest.mark.slow
 def test_search_says_what_is_faster_what_it_costs_and_writes_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -229,6 +232,7 @@ def test_numbers_of_a_search_hold_whole_plans(capsys: pytest.CaptureFixture[str]
     )
 
 
+@pytest.mark.slow
 def test_a_search_in_which_nothing_fits_says_so_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -255,6 +259,7 @@ def test_a_recipe_is_not_written_over_another(tmp_path: Path) -> None:
     assert file.read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_numbers_that_cannot_be_printed_are_an_error() -> None:
     with open("/dev/full", "w") as full:
         command_line = [sys.executable, ROOT / "train.py", NODE, "--plan", "--json"]

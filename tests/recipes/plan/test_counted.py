@@ -15,6 +15,8 @@ from recipes.plan.screen import COLUMNS, LINES
 from recipes.stages import stages_of
 from recipes.training.check import _parts, _steps
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[3]
 GPT2, T5 = (str(ROOT / "configs" / f"{family}_debug.toml") for family in ("gpt2", "t5"))
 

@@ -20,6 +20,7 @@ def fitted() -> tuple[Gpu, Rates]:
     return calibrated(record(), FILE, None, processes=2)
 
 
+@pytest.mark.slow
 def test_rates_of_operators_are_those_that_they_were_measured_with(fitted: tuple[Gpu, Rates]) -> None:
     cpu, rates = fitted
     for field in ("bandwidth", "float32_peak", "link", "memory", "per_node"):
@@ -47,11 +48,13 @@ def test_nothing_hides_on_a_cpu(fitted: tuple[Gpu, Rates]) -> None:
     assert not found.hidden and found.seconds["host"] > 0 and found.seconds["gaps"] == 0
 
 
+@pytest.mark.slow
 def test_number_of_processes_that_was_not_measured_is_refused() -> None:
     with pytest.raises(UserError, match=r"measured with 2 processes, not with 4.*--processes 4"):
         calibrated(record(), FILE, None, processes=4)
 
 
+@pytest.mark.slow
 def test_record_of_a_cpu_is_refused_for_a_gpu() -> None:
     with pytest.raises(UserError, match="measured on a CPU, not on H100"):
         calibrated(record(), FILE, GPUS["H100"], processes=2)

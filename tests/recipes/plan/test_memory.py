@@ -58,6 +58,7 @@ def assert_as_tracked(recipe: Recipe, processes: int) -> None:
     assert predicted.peak == pytest.approx(live.peak, rel=1e-4), f"{predicted.fullest} here, {live.fullest} there"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize(
     ("chunks", "reshard", "micro_batches"),
@@ -74,6 +75,7 @@ def test_the_predicted_peak_is_that_of_a_step(mode: str, chunks: int, reshard: s
     assert_as_tracked(recipe, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -92,6 +94,7 @@ def test_the_predicted_peak_is_that_of_a_step_with(changes: list[str]) -> None:
     assert_as_tracked(eager(*changes, "--batch.global_batch_size=16", *changes[1:]), 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("computed", ["bfloat16", "float32"])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_the_predicted_peak_is_that_of_one_process_that_adds_gradients_up_in_bf16(
@@ -103,6 +106,7 @@ def test_the_predicted_peak_is_that_of_one_process_that_adds_gradients_up_in_bf1
     assert_as_tracked(eager(*LLAMA_DEBUG, *changes, *sizes, "--mesh.shard=1"), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", [DEBUG, LLAMA_DEBUG], ids=["tied", "untied"])
 @pytest.mark.parametrize("computed", ["bfloat16", "float32"])
 @pytest.mark.parametrize("reshard", ["true", "false"])
@@ -124,6 +128,7 @@ def test_the_predicted_peak_is_that_of_a_step_without_shards(
         assert 1 - 1e-4 <= found <= 1 + 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", [DEBUG, LLAMA_DEBUG], ids=["tied", "untied"])
 @pytest.mark.parametrize("computed", ["bfloat16", "float32"])
 @pytest.mark.parametrize("reshard", ["true", "false"])
@@ -140,6 +145,7 @@ def test_replicas_whose_gradients_fit_into_one_message_need_no_more_than_predict
     assert -1e-4 * live.peak <= predicted.peak - live.peak <= weights + 1e-3 * live.peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("reshard", ["true", "false"])
 def test_the_first_step_of_a_resumed_run_needs_no_more_than_the_others(
@@ -154,6 +160,7 @@ def test_the_first_step_of_a_resumed_run_needs_no_more_than_the_others(
     assert first == pytest.approx(others, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("mesh", ["tensor=2", "context=2"])
 def test_the_predicted_peak_is_that_of_a_step_with_parts_of_matrices_or_rows(mesh: str, mode: str) -> None:
@@ -161,6 +168,7 @@ def test_the_predicted_peak_is_that_of_a_step_with_parts_of_matrices_or_rows(mes
     assert_as_tracked(recipe, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -175,6 +183,7 @@ def test_the_predicted_peak_is_that_of_a_step_with_parts_of_both_or(changes: lis
     assert_as_tracked(eager(*changes), 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "mode"), [("tensor=2", "selective"), ("context=2", "none")])
 def test_a_compiled_block_with_parts_of_matrices_or_rows_keeps_what_is_predicted(
     mesh: str, mode: str, monkeypatch: pytest.MonkeyPatch
@@ -233,6 +242,7 @@ def memory_of(tensor: Any) -> int:
     return local(tensor).untyped_storage().data_ptr()
 
 
+@pytest.mark.slow
 def test_gathered_keys_need_a_mask_that_is_not_predicted_where_no_kernel_takes_lengths() -> None:
     recipe = eager(*DEBUG, "--mesh.context=2", "--mesh.context_by=gather", "--batch.loss_chunks=8")
     predicted = predict(recipe, recipe.mesh.fit(8), context=False).peak
@@ -240,6 +250,7 @@ def test_gathered_keys_need_a_mask_that_is_not_predicted_where_no_kernel_takes_l
     assert tracked_step(recipe, 8).peak - predicted == pytest.approx(layers * 2 * chunk * length, abs=100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_predicted_peak_is_that_of_a_step_of_one_process(dtype: str, micro_batches: int) -> None:
@@ -247,6 +258,7 @@ def test_the_predicted_peak_is_that_of_a_step_of_one_process(dtype: str, micro_b
     assert_as_tracked(eager(*DEBUG, *changes), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["smollm3_debug.toml", "llama3_debug.toml"])
 def test_the_predicted_peak_of_one_process_is_right_where_it_is_at_the_embedding(file: str) -> None:
     short = ["--batch.sequence_length=32", "--batch.global_batch_size=2", "--batch.micro_batch_size=2"]
@@ -255,6 +267,7 @@ def test_the_predicted_peak_of_one_process_is_right_where_it_is_at_the_embedding
     assert_as_tracked(recipe, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -269,6 +282,7 @@ def test_the_predicted_peak_is_that_of_a_step_in_the_shapes_of_real_models(chang
     assert_as_tracked(eager(*changes), 8)
 
 
+@pytest.mark.slow
 def test_counted_storages_are_those_of_the_memory_tracker_of_torch() -> None:
     recipe = eager(*DEBUG, "--batch.loss_chunks=4", "--optimizer.grad_clip=0")
     live = tracked_step(recipe, 8)
@@ -290,6 +304,7 @@ def test_counted_storages_are_those_of_the_memory_tracker_of_torch() -> None:
     assert live.peak == pytest.approx(peak, abs=64)  # the sums of a step: losses, targets, norm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_the_predicted_peak_is_that_of_a_step_that_recomputes_some_blocks(mode: str) -> None:
     some = [f"--activation_checkpointing.mode={mode}", "--activation_checkpointing.blocks=2"]
@@ -335,6 +350,7 @@ def random_recipe(choose: random.Random) -> tuple[Recipe, MeshDegrees]:
     return recipe, degrees
 
 
+@pytest.mark.slow
 def test_the_peak_alone_is_that_of_all_moments() -> None:
     choose, fullest = random.Random(0), set()
     for _ in range(3000):
@@ -405,6 +421,7 @@ def check(*arguments: str) -> tuple[str, str]:
     return ended.stdout, ended.stderr
 
 
+@pytest.mark.slow
 def test_check_says_how_much_memory_of_the_gpu_a_recipe_needs() -> None:
     out, err = check("configs/benchmarks/smollm3_3b_8xh100.toml")
     recipe = load(ROOT / "configs/benchmarks/smollm3_3b_8xh100.toml")
@@ -413,11 +430,13 @@ def test_check_says_how_much_memory_of_the_gpu_a_recipe_needs() -> None:
     assert f"# memory {peak / 1e9:.1f} of {MEMORY['H100'] / 1e9:.1f} GB (predicted), fullest at the " in out
 
 
+@pytest.mark.slow
 def test_check_warns_of_a_recipe_that_needs_more_memory_than_its_gpu_has() -> None:
     _, err = check("configs/benchmarks/smollm3_3b_8xh100.toml", "--batch.micro_batch_size=4")
     assert err.startswith("warning: 1") and "more than 94% of the 85.5 GB of an H100" in err
 
 
+@pytest.mark.slow
 def test_check_predicts_no_memory_for_a_recipe_that_is_not_made_for_a_gpu() -> None:
     assert "GB (predicted)" not in check("configs/smollm3_debug.toml")[0]
 
@@ -431,6 +450,7 @@ def job(folder: Path, *arguments: str, **variables: str) -> subprocess.Completed
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_a_job_refuses_a_recipe_that_cannot_fit_unless_it_is_forced(tmp_path: Path) -> None:
     recipe = str(ROOT / "configs/benchmarks/smollm3_3b_8xh100.toml")
     assert job(tmp_path, recipe).returncode == 0
@@ -442,6 +462,7 @@ def test_a_job_refuses_a_recipe_that_cannot_fit_unless_it_is_forced(tmp_path: Pa
     assert forced.returncode == 0 and forced.stderr.startswith("warning: ")
 
 
+@pytest.mark.slow
 def test_a_job_compares_with_the_gpu_that_its_node_has(tmp_path: Path) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 'NVIDIA A100-SXM4-40GB, 40960'\n")
@@ -458,6 +479,7 @@ def test_a_peak_that_is_more_than_enough_is_said_to_be_more() -> None:
     assert all(share * whole < peak(recipe, degrees, enough=share * whole) <= whole for share in (0.1, 0.5, 0.99))
 
 
+@pytest.mark.slow
 def test_check_and_plan_predict_the_same_peak() -> None:
     recipe = "configs/benchmarks/smollm3_3b_8xh100.toml"
     command = [sys.executable, ROOT / "train.py", recipe, "--plan", "--json"]

@@ -84,6 +84,7 @@ def test_a_step_with_muon_takes_longer_by_its_products_and_exposed_messages() ->
 SMALL = ("--run.device=cpu", "--optimizer.name=muon", "--fsdp.param_dtype=bfloat16", "--batch.micro_batch_size=1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(shard=2, replicate=4)], ids=["fsdp", "hsdp"])
 def test_the_predicted_peak_is_that_of_a_step_with_muon(mesh: MeshConfig, state_dtype: str) -> None:
@@ -93,6 +94,7 @@ def test_the_predicted_peak_is_that_of_a_step_with_muon(mesh: MeshConfig, state_
     assert predicted.peak == pytest.approx(tracked_step(recipe, 8).peak, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "processes", "mesh"),
     [

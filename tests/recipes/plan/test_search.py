@@ -100,6 +100,7 @@ CASES = {
 """Recipe, changes, processes, nodes, GB, what is fixed."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_search_finds_what_brute_force_finds(case: str) -> None:
     path, arguments, processes, nodes, memory, fixed = CASES[case]
@@ -169,6 +170,7 @@ def check(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_check_accepts_the_recipe_that_is_written_and_finds_what_the_screen_says(tmp_path: Path) -> None:
     recipe = load(DEBUG, ["--batch.global_batch_size=48", "--mesh.overlap_tensor=false"])
     found = found_for(recipe, 8, 2, gpu_with(2.5))
@@ -189,6 +191,7 @@ def test_pasted_into_the_recipe_the_difference_gives_the_fastest(tmp_path: Path)
     assert found.difference() and load(pasted, processes=4, nodes=1) == found.best.recipe
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "processes", "nodes"), [(DEBUG, 6, 1), (SMOLLM, 4, 2)])
 def test_the_rules_of_check_accept_everything_that_is_printed(path: Path, processes: int, nodes: int) -> None:
     batch = {"global_batch_size": 24, "micro_batch_size": 1}
@@ -295,6 +298,7 @@ def test_numerics_are_listed_apart_and_never_win() -> None:
     assert best.optimizer.state_dtype == best.fsdp.reduce_dtype == "bfloat16"
 
 
+@pytest.mark.slow
 def test_a_recipe_of_405b_on_16384_gpus_is_searched_without_torch_in_half_a_minute() -> None:
     code = f"""
 import sys

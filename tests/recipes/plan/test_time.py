@@ -87,6 +87,7 @@ def test_flash_attention_runs_relatively_faster_on_the_gpu_that_it_was_written_f
     assert seconds["A100"] * GPUS["A100"].bf16_peak < seconds["H100"] * H100.bf16_peak
 
 
+@pytest.mark.slow
 def test_full_checkpointing_computes_products_and_attention_again() -> None:
     full = step("--activation_checkpointing.mode", "full")
     assert full.seconds["products"] / step().seconds["products"] == pytest.approx(1.24, abs=0.02)

@@ -23,6 +23,8 @@ from recipes.training.step import train_step
 from tests.families import family_config
 from tests.processes import run_processes
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[3]
 DEBUG = [
     "--run.device=cpu",

@@ -10,6 +10,8 @@ from parallel.errors import UserError
 from recipes.sweep.grid import read_sweep
 from recipes.sweep.loop import run_sweep
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[3]
 TINY = ROOT / "configs/sweeps/cpu/tiny.toml"
 HOLD = """

@@ -194,6 +194,7 @@ def test_the_underflow_picture_shows_the_worst_cast_of_each_layer(sweep: Sweep) 
     assert [line.get_color() for line in loss] == ["black", inputs.get_color()]
 
 
+@pytest.mark.slow
 def test_the_underflow_picture_is_drawn_only_if_casts_were_sampled(sweep: Sweep) -> None:
     sweep.folder.mkdir(parents=True)
     speed = {"final_loss": 4.0, "tokens_per_second_per_device": 1.0, "peak_memory_gib": 1.0}

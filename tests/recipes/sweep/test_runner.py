@@ -38,6 +38,7 @@ def finish(tmp_path: Path, code: str, timeout: float = 60) -> Ended:
     )
 
 
+@pytest.mark.slow
 def test_a_run_with_exit_code_0_is_done_and_its_output_is_kept(tmp_path: Path) -> None:
     ended = finish(tmp_path, "import sys; print('fine'); print('warning', file=sys.stderr)")
     assert (ended.outcome, ended.reason) == ("done", "")
@@ -46,11 +47,13 @@ def test_a_run_with_exit_code_0_is_done_and_its_output_is_kept(tmp_path: Path) -
     assert (tmp_path / "err").read_text() == "warning\n"
 
 
+@pytest.mark.slow
 def test_a_run_that_raises_has_crashed_with_its_last_exception_as_reason(tmp_path: Path) -> None:
     ended = finish(tmp_path, "raise RuntimeError('the lights went out')")
     assert (ended.outcome, ended.reason) == ("crashed", "RuntimeError: the lights went out")
 
 
+@pytest.mark.slow
 def test_a_run_without_enough_memory_is_out_of_memory(tmp_path: Path) -> None:
     ended = finish(tmp_path, "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**30,) * 2); b'x' * 2**31")
     assert (ended.outcome, ended.reason) == ("out of memory", "MemoryError")
@@ -133,6 +136,7 @@ def alive(folder: Path) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes through /proc")
 def test_a_run_that_hangs_leaves_no_process_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -144,6 +148,7 @@ def test_a_run_that_hangs_leaves_no_process_behind(tmp_path: Path, monkeypatch: 
     assert alive(tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes through /proc")
 def test_a_second_interrupt_kills_a_run_that_ignores_the_first(tmp_path: Path) -> None:
     code = f"""
@@ -170,6 +175,7 @@ def test_a_second_interrupt_kills_a_run_that_ignores_the_first(tmp_path: Path) -
     assert alive(tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes through /proc")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_signal_asks_the_run_to_stop_and_kills_its_other_processes(number: signal.Signals, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from recipes.schema import Recipe
 from tests.recipes.checkpoint.test_faults import break_calls
 from tests.training import change, rows, small_recipe, train
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,8 @@ from tests.families import family_config
 from tests.processes import run_processes
 from tests.training import SMALL_MODEL, change, train
 
+pytestmark = pytest.mark.slow
+
 MESHES = {1: ("1.1.1.1",), 2: ("1.2.1.1", "2.1.1.1", "1.1.2.1", "1.1.1.2")}
 """Processes -> degrees of replicate, shard, context and tensor."""
 ROLES = ["embedding", "norms", "attention", "mlp", "head"]

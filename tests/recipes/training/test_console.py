@@ -94,6 +94,7 @@ with Console(silent=False) as console:
 """
 
 
+@pytest.mark.slow
 def test_there_is_no_live_line_without_a_terminal(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", TWO_STEPS, tmp_path / "log.txt"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -102,6 +103,7 @@ def test_there_is_no_live_line_without_a_terminal(tmp_path: Path) -> None:
     assert (tmp_path / "log.txt").read_text() == "step 1\nstep 2\n"
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_a_live_line_and_wipes_it_at_the_end(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     environment = {"TERM": "xterm", "COLUMNS": "80", "PATH": os.environ["PATH"]}
@@ -140,6 +142,7 @@ print("the end", file=sys.stderr)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("full", ["log", "screen", "both"])
 def test_training_goes_on_when_screen_or_log_cannot_be_written(full: str, tmp_path: Path) -> None:
     log = tmp_path / "log.txt" if full == "screen" else Path("/dev/full")
@@ -158,6 +161,7 @@ def test_training_goes_on_when_screen_or_log_cannot_be_written(full: str, tmp_pa
 SCREEN_LOST = "standard output cannot be written: {}; its lines are in this file only until it can"
 
 
+@pytest.mark.slow
 def test_training_goes_on_when_the_reader_of_a_pipe_ends(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
@@ -169,6 +173,7 @@ def test_training_goes_on_when_the_reader_of_a_pipe_ends(tmp_path: Path) -> None
     assert (tmp_path / "log.txt").read_text() == f"step 1\n{SCREEN_LOST.format('Broken pipe')}\nstep 2\n"
 
 
+@pytest.mark.slow
 def test_training_goes_on_when_the_reader_of_a_pipe_stops_reading(tmp_path: Path) -> None:
     """As `less` does at the end of its page. What it missed is counted when it goes on."""
     lines = "".join(f"step {step} {'x' * 2000}\n" for step in range(1, 101))
@@ -194,6 +199,7 @@ def test_training_goes_on_when_the_reader_of_a_pipe_stops_reading(tmp_path: Path
     assert rest == f"{missing} lines are missing here, which could not be written)\nagain\n"
 
 
+@pytest.mark.slow
 def test_training_goes_on_when_its_terminal_goes_away(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     code = TWO_STEPS.replace("(1, 2)", "range(1, 8)").replace("    for", "    import time\n    for") + (
@@ -218,6 +224,7 @@ def test_training_goes_on_when_its_terminal_goes_away(tmp_path: Path) -> None:
     assert SCREEN_LOST.format("Input/output error") in log
 
 
+@pytest.mark.slow
 def test_training_goes_on_when_the_screen_lacks_a_character(tmp_path: Path) -> None:
     code = FULL.replace("step {step}", "\u2192 {step}")
     environment = {"PATH": os.environ["PATH"], "PYTHONIOENCODING": "ascii"}

@@ -3,9 +3,12 @@
 import json
 import sys
 
+import pytest
 import torch
 
 from recipes.training.environment import PACKAGES, environment
+
+pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 

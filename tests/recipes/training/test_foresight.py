@@ -13,6 +13,8 @@ from tests.host_record import record
 from tests.processes import run_processes
 from tests.training import change, rows, run_all
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:

@@ -21,6 +21,8 @@ from recipes.training.fork import find_trunk, taken_over
 from tests.processes import run_processes
 from tests.training import change, curve, largest_gap, rows, run_all, take_step, train, training
 
+pytestmark = pytest.mark.slow
+
 STEPS = 8
 
 

@@ -16,6 +16,8 @@ from recipes.schema import Recipe
 from tests.processes import run_processes
 from tests.training import DEBUG, change, curve, rows, training
 
+pytestmark = pytest.mark.slow
+
 STEPS, BAD, GOOD = 24, 4, 18
 """The disk cannot be written from step BAD on, and can be written again from step GOOD on."""
 

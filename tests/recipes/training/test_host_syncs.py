@@ -32,6 +32,8 @@ from recipes.training.build import build
 from tests.processes import run_processes
 from tests.training import change, training
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 METHODS = (
     *("item", "tolist", "cpu", "numpy", "nonzero", "argwhere", "unique", "masked_select", "equal", "is_nonzero"),

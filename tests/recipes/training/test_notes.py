@@ -9,6 +9,8 @@ from recipes.schema import Recipe
 from tests.processes import run_processes
 from tests.training import change, train
 
+pytestmark = pytest.mark.slow
+
 NOTHING_IS_SAVED = "nothing is saved: checkpoint.every = 0"
 
 

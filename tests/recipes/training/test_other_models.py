@@ -20,6 +20,8 @@ from recipes.training.build import build
 from tests.families import family_config
 from tests.training import rows, train
 
+pytestmark = pytest.mark.slow
+
 CONFIGS = Path(__file__).parents[3] / "configs"
 NAMES = ("gpt2_debug", "qwen3_debug", "t5_debug")
 GREEDY: dict[str, Any] = {"max_tokens": 6, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0}

@@ -13,6 +13,8 @@ from recipes.schema import Recipe
 from tests.processes import run_processes
 from tests.training import DEBUG, change, training
 
+pytestmark = pytest.mark.slow
+
 STEPS, WARMUP, DECAY = 20, 5, 6
 PEAK = 3e-3
 BATCH, LENGTH = 8, 64  # sequences, tokens

@@ -12,6 +12,8 @@ from tests.full_disk import files_of_at_most
 from tests.processes import run_processes
 from tests.training import change, curve, largest_gap, rows, run_all, train, training
 
+pytestmark = pytest.mark.slow
+
 HALF, STEPS = 4, 8
 RESHARDING_TOLERANCE = 1e-6
 """Relative, in float32: sums over another number of processes are rounded differently."""

@@ -9,6 +9,8 @@ import pytest
 
 from recipes.files.exit_codes import REFUSED
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[3]
 # Killed right before the n-th change of a file, for n = 0, 1, ... until there are no more; then it starts again.
 KILLED = """

@@ -22,6 +22,8 @@ from recipes.training.console import Console
 from recipes.training.run import train_stages
 from tests.processes import wait_for
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[3]
 STEPS = 12
 BORDER = 4

@@ -18,6 +18,8 @@ from recipes.schema import Recipe
 from tests.processes import run_processes
 from tests.training import DEBUG, change, curve, largest_gap, rows, run_all, take_step, training
 
+pytestmark = pytest.mark.slow
+
 STEPS = 12
 # Largest relative gap between two loss curves: compiled and bfloat16 against eager float32, float8 against bfloat16.
 COMPILE_TOLERANCE = 1e-5

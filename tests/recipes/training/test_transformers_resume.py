@@ -17,6 +17,8 @@ from tests.processes import run_processes
 from tests.recipes.training.test_resume import RESHARDING_TOLERANCE, folder_of, run_and_copy
 from tests.training import change, curve, largest_gap, run_all, small_recipe
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[3]
 HALF, STEPS = 2, 4
 MODELS = ("gpt2", "t5")

@@ -74,6 +74,7 @@ def tuned(small: Recipe, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict
     return before, Path(first.run.folder)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_an_export_after_training_and_resumes_reads_like_the_folder_it_came_from(
     tuned: tuple[dict[str, Any], Path], tmp_path: Path

@@ -230,6 +230,7 @@ def test_a_plain_model_is_filled_with_the_weights(tied: bool, tmp_path: Path) ->
             assert torch.equal(value, whole.to(torch.bfloat16)), name
 
 
+@pytest.mark.slow
 def test_three_processes_load_uneven_shards_and_export_them_unchanged(folder: Path, tmp_path: Path) -> None:
     few_rows = replace(SMALL, key_value_heads=1, heads=1, head_width=2, layers=1, width=3)  # k_proj: 2 x 3
     jobs: list[Job] = [
@@ -243,6 +244,7 @@ def test_three_processes_load_uneven_shards_and_export_them_unchanged(folder: Pa
     assert contents(tmp_path / "out") == contents(folder)
 
 
+@pytest.mark.slow
 def test_every_mesh_of_four_processes_loads_the_same_weights(folder: Path, tmp_path: Path) -> None:
     import_folder(folder, tmp_path / "checkpoint")
     jobs = [
@@ -730,6 +732,7 @@ def big_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.rmtree(path)
 
 
+@pytest.mark.slow
 def test_import_and_export_need_the_memory_of_two_tensors_at_most(big_folder: Path) -> None:
     largest = big().vocabulary * big().width * 4 / 2**20
     whole = big().num_params() * 4 / 2**20

@@ -94,6 +94,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_hostile_folder_is_refused_at_once_and_nothing_is_written(case: str, folder: Path, tmp_path: Path) -> None:
     spoil, said = HOSTILE[case]
@@ -135,6 +136,7 @@ def read_as_nobody(folder: Path) -> str:
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 @pytest.mark.parametrize(("mode", "name"), [(0o000, ""), (0o700, ""), (0o600, "config.json")])
 def test_a_folder_that_this_user_may_not_read_is_refused(mode: int, name: str, folder: Path) -> None:

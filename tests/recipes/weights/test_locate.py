@@ -141,6 +141,7 @@ def test_an_export_at_the_end_needs_checkpoints(folder: Path) -> None:
     assert recipe_of("--checkpoint.export_hf", "True", "--checkpoint.every", "100").checkpoint.export_hf
 
 
+@pytest.mark.slow
 def test_loading_weights_into_a_recipe_does_not_import_torch(folder: Path) -> None:
     recipe_of()
     code = "import sys, recipes.load; recipes.load.load('r.toml'); print('torch' in sys.modules)"
@@ -180,6 +181,7 @@ def test_weights_that_were_loaded_with_the_recipe_are_not_read_again(folder: Pat
     assert len(weights.stored_tensors) == len(list(parameter_shapes(SMALL)))
 
 
+@pytest.mark.slow
 def test_a_recipe_without_weights_imports_nothing_that_reads_them(folder: Path) -> None:
     Path("plain.toml").write_text('[model]\nname = "smollm3_debug"\n')
     code = "import sys, recipes.load; recipes.load.load('plain.toml'); print(*sys.modules)"
@@ -224,18 +226,22 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
+@pytest.mark.slow
 def test_a_run_from_a_run_equals_one_from_its_export(runs: Path) -> None:
     assert losses(runs / "from-run") == losses(runs / "from-folder")[:2]
 
 
+@pytest.mark.slow
 def test_a_run_resumes_from_its_checkpoint_instead_of_its_weights(runs: Path) -> None:
     assert losses(runs / "whole") == losses(runs / "from-folder")
 
 
+@pytest.mark.slow
 def test_trained_weights_start_with_a_lower_loss_than_random_ones(runs: Path) -> None:
     assert losses(runs / "from-folder")[0] < losses(runs / "anew")[0] - 0.02
 
 
+@pytest.mark.slow
 def test_a_run_keeps_the_context_length_of_the_weights_it_started_from(runs: Path) -> None:
     weights = find_weights(runs / "first")
     assert weights.path.name == "step-00000003" and weights.facts.context_length == 32
@@ -243,6 +249,7 @@ def test_a_run_keeps_the_context_length_of_the_weights_it_started_from(runs: Pat
     assert find_weights(runs / "from-run").model == weights.model
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_are_skipped_until_the_weights_themselves(runs: Path, tmp_path: Path) -> None:
     run, hf = shutil.copytree(runs / "from-folder", tmp_path / "from-folder"), str(runs / "first" / "hf")
     for newest, expected in (("step-00000004", "checkpoints/step-00000002"), ("step-00000002", "hf")):
@@ -255,11 +262,13 @@ def test_damaged_checkpoints_are_skipped_until_the_weights_themselves(runs: Path
         initial_weights("", run)
 
 
+@pytest.mark.slow
 def test_an_export_at_the_end_equals_one_of_the_checkpoint(runs: Path, tmp_path: Path) -> None:
     export_checkpoint(runs / "first", tmp_path / "out")
     for file in (tmp_path / "out").iterdir():
         assert file.read_bytes() == (runs / "first" / "hf" / file.name).read_bytes(), file.name
 
 
+@pytest.mark.slow
 def test_a_run_exports_only_if_asked(runs: Path) -> None:
     assert not (runs / "anew" / "hf").exists()

@@ -20,6 +20,8 @@ from tests.build import build_model
 from tests.meshes import mesh_config, on_each_mesh
 from tests.recipes.weights.test_hf_folder import FACTS, SMALL, TOKENIZER, contents, random_tensor, write_random
 
+pytestmark = pytest.mark.slow
+
 # FSDP's parts of these sizes are unequal.
 EVEN_HEADS = replace(SMALL, heads=4, key_value_heads=2, feed_forward_width=50, vocabulary=70)
 MESHES = ("1.1.1.2", "1.2.1.2", "1.1.2.2", "2.1.1.2")

@@ -26,10 +26,12 @@ def capped(small: Recipe) -> Recipe:
     return recipe
 
 
+@pytest.mark.slow
 def test_a_checkpoint_keeps_the_softcap(capped: Recipe) -> None:
     assert find_weights(capped.run.folder).model.logit_softcap == 4.0
 
 
+@pytest.mark.slow
 def test_the_export_of_a_checkpoint_is_refused_and_leaves_nothing(capped: Recipe, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"logit_softcap = 4\.0: a Llama or SmolLM3 .* uncapped logits"):
         export_checkpoint(capped.run.folder, tmp_path / "hf")

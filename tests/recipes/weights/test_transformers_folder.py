@@ -177,6 +177,7 @@ ON_TWO = [("gpt2", 1), ("t5", 1), ("bart, with a buffer", 1), ("qwen3", 2)]
 """(case, mesh.tensor)"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "tensor"), ON_TWO)
 def test_each_process_reads_its_part_and_all_write_the_same_folder_again(
     case: str, tensor: int, tmp_path: Path

@@ -46,6 +46,7 @@ def write_repeated(path: Path, value: str, rows: int) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_value_that_a_dictionary_repeats_is_read_in_bounded_memory(tmp_path: Path) -> None:
     path = write_repeated(tmp_path / "a.parquet", "word " * 4_000_000, 200)
     assert path.stat().st_size < 5000
@@ -54,6 +55,7 @@ def test_value_that_a_dictionary_repeats_is_read_in_bounded_memory(tmp_path: Pat
     assert peak < 1000  # 128 rows of 20 MB, and as many strings, take 5 GB
 
 
+@pytest.mark.slow
 def test_value_that_prefixes_repeat_is_read_in_bounded_memory(tmp_path: Path) -> None:
     value = "word " * 2_000_000
     table = pyarrow.table({"text": [value + str(number) for number in range(128)]})
@@ -111,6 +113,7 @@ def test_word_without_end_is_a_bad_row(tmp_path: Path, name: str, character: str
     assert bad.problem.startswith("too long: a word of 10000")
 
 
+@pytest.mark.slow
 def test_gzip_bomb_is_one_bad_row_in_bounded_memory(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "a.jsonl.gz", "wb", compresslevel=1) as file:
         for _ in range(300):

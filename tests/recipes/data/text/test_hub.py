@@ -113,6 +113,7 @@ def check_every_cursor(source: str, every: int = 7) -> list[Row]:
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("declared", [False, True])
 def test_c4_in_a_folder_gives_the_same_rows_from_every_cursor(tmp_path: Path, declared: bool) -> None:
     folder = c4(tmp_path / "allenai" / "c4", declared=declared)
@@ -154,6 +155,7 @@ LONG = [c4_row(number, text=f"{number} " + "x" * 50_000) for number in range(240
 ODD = [{"text": 5}, {"text": ["z"]}, {"text": None}, {"url": "no text"}, {"text": 'last, "quoted" and ü'}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [[], LONG], ids=["from the first block", "in a later block"])
 def test_values_that_are_not_text_in_json_of_a_dataset_are_bad_rows(tmp_path: Path, before: list[Any]) -> None:
     write_shard(tmp_path / "train.json.gz", [*before, *ODD])
@@ -181,6 +183,7 @@ BROKEN = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [[], LONG], ids=["in the first block", "in a later block"])
 @pytest.mark.parametrize("shard", [1, 2])
 def test_broken_rows_of_json_in_a_folder_are_bad_rows(tmp_path: Path, before: list[Any], shard: int) -> None:
@@ -210,6 +213,7 @@ def test_broken_rows_of_json_in_a_folder_are_bad_rows(tmp_path: Path, before: li
     assert (text, last[-1]) == (c4_row(0)["text"], ODD[-1]["text"])  # never quoted, though its types are mixed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", [1, 2])
 def test_rest_of_a_broken_json_file_in_a_folder_is_one_bad_row(tmp_path: Path, shard: int) -> None:
     write_shard(tmp_path / "train-1.json.gz", LONG)
@@ -320,6 +324,7 @@ def failure(source: str, text_field: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offline", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}])
 def test_unreachable_hub_gives_one_clear_message(tmp_path: Path, offline: dict[str, str]) -> None:
     code = (
@@ -352,6 +357,7 @@ def test_unreachable_hub_gives_one_clear_message(tmp_path: Path, offline: dict[s
     assert found.stderr == ""
 
 
+@pytest.mark.slow
 def test_dataset_on_a_hub_is_streamed_pinned_and_resumed(tmp_path: Path) -> None:
     code = (
         "import json, sys; from parallel.errors import UserError; from recipes.data.text import rows, sources\n"
@@ -389,6 +395,7 @@ def test_dataset_on_a_hub_is_streamed_pinned_and_resumed(tmp_path: Path) -> None
     assert not any("realnewslike/" in path or "validation" in path for path in asked)  # only what is read is fetched
 
 
+@pytest.mark.slow
 def test_broken_file_on_a_hub_stops_reading_and_offers_two_remedies(tmp_path: Path) -> None:
     file = c4(tmp_path / "hub") / "en" / "c4-train.00002-of-00003.json.gz"
     write_shard(file, [c4_row(140), '{"text": "cut\n'])

@@ -104,6 +104,7 @@ def test_text_without_blank_lines_is_cut_between_words(tmp_path: Path) -> None:
         assert len(texts_of(tmp_path / "a.txt", "pieces")) == len(documents)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["auto", "line", "blank_line", END, "\r\n--\r\n", "pieces"])
 def test_documents_are_the_same_from_every_cursor_and_piece_size(
     tmp_path: Path, setting: str, monkeypatch: pytest.MonkeyPatch

@@ -16,6 +16,8 @@ from recipes.files import remote
 from tests.object_server import ObjectServer, hurried, object_server, upload_folder
 from tests.recipes.data.texts import tokenizer_for, work_on, write_rows
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("moto.server", reason="the server that speaks S3 is in the test extra")
 pytest.importorskip("s3fs", reason="the extra `remote` is not installed")
 

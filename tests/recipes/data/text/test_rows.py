@@ -316,6 +316,7 @@ def test_missing_file_is_one_bad_row_that_counts_as_many(tmp_path: Path) -> None
     assert [row.lost for row in rows[1:4]] == [70_000 // 4096, 3 * 100_000 // 4096, 90_000 // 4096]
 
 
+@pytest.mark.slow
 def test_endless_line_is_skipped_in_bounded_memory(tmp_path: Path) -> None:
     with (tmp_path / "a.jsonl").open("wb") as file:
         file.write(b'{"text": "before"}\n{"text": "')
@@ -337,6 +338,7 @@ def test_endless_line_is_skipped_in_bounded_memory(tmp_path: Path) -> None:
     assert int(peak) < readers.LONGEST_ROW * 1.3  # what grows doubles nothing
 
 
+@pytest.mark.slow
 def test_large_row_group_is_read_in_bounded_memory(tmp_path: Path) -> None:
     texts = [f"{number * 7919 % 65_521:06}" * 5000 for number in range(2000)]  # 60 MB
     write_parquet(
@@ -405,6 +407,7 @@ def nasty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_rows_are_the_same_from_every_cursor(nasty: Path) -> None:
     stream = open_rows(str(nasty), text_field="text")
     rows, cursors = [], [stream.cursor]

@@ -126,6 +126,7 @@ def test_a_package_of_the_library_is_a_source_and_another_name_lists_them() -> N
         assert "it has asyncio, collections, " in str(sources.source_problem(wrong))
 
 
+@pytest.mark.slow
 def test_checking_and_reading_plain_text_import_neither_heavy_libraries_nor_unused_files() -> None:
     code = (
         "import sys; from recipes.data.text import tokenizer; from recipes.data.text import rows, sources\n"

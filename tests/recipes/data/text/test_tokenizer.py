@@ -134,6 +134,7 @@ def test_damaged_tokenizer_in_the_cache_is_trained_again(source: Path) -> None:
     assert len(reports) == 1
 
 
+@pytest.mark.slow
 def test_training_gives_the_same_tokenizer_for_any_number_of_threads(source: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from recipes.data.text.tokenizer import load_tokenizer\n"
@@ -172,6 +173,7 @@ def test_training_sample_is_bounded_and_does_not_depend_on_the_order() -> None:
     assert training_sample(["longer than asked for"], characters=3) == ["longer than asked for"]
 
 
+@pytest.mark.slow
 def test_forked_child_can_tokenize_without_a_warning(source: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path; from recipes.data.text.tokenizer import load_tokenizer\n"

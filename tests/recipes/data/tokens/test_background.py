@@ -18,6 +18,8 @@ from recipes.data.tokens.workspace import Preparation, whole_shards
 from recipes.files import reading
 from tests.recipes.data.texts import contents, shards_in, work_on, write_rows
 
+pytestmark = pytest.mark.slow
+
 KILLS = 4
 
 

@@ -89,6 +89,7 @@ def test_held_out_documents_depend_only_on_their_text(tmp_path: Path) -> None:
     assert held_out[1] < held_out[2] < set(more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cores", [1, 2, 5])
 def test_shards_do_not_depend_on_the_number_of_cores(tmp_path: Path, cores: int) -> None:
     write_rows(tmp_path / "rows.jsonl", 300)
@@ -120,6 +121,7 @@ def test_interrupted_preparation_continues_after_the_last_whole_shard(tmp_path: 
     assert shards_in(tmp_path / "broken", work) == []
 
 
+@pytest.mark.slow
 def test_killed_preparation_leaves_no_shard_that_looks_whole(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 3000)
     work = work_on(tmp_path / "rows.jsonl")
@@ -356,6 +358,7 @@ def test_fingerprint_depends_on_everything_that_changes_the_tokens(tmp_path: Pat
     assert len(fingerprints) == 4
 
 
+@pytest.mark.slow
 def test_standard_library_is_prepared_completely(tmp_path: Path) -> None:
     options = {"text_field": "text", "cache": tmp_path, "log": lambda line: None}
     tokenizer = load_tokenizer("train:1000", sources=[STDLIB], **options)

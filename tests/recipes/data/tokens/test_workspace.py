@@ -38,6 +38,7 @@ def end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
+@pytest.mark.slow
 def test_only_the_files_of_killed_processes_are_removed(tmp_path: Path) -> None:
     """Whatever hosts and containers are called: where names begin alike, a name does not tell the process id."""
     (tmp_path / ".part-n1-4-left").mkdir()  # as an older version made them
@@ -58,6 +59,7 @@ def test_only_the_files_of_killed_processes_are_removed(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".part-*"))
 
 
+@pytest.mark.slow
 def test_folder_is_for_one_kind_of_tokens_while_a_process_works_there(tmp_path: Path) -> None:
     process, _ = hold(tmp_path)
     with claimed(tmp_path, fingerprint="ours", tokenizer="T"):  # the same work at once
@@ -71,6 +73,7 @@ def test_folder_is_for_one_kind_of_tokens_while_a_process_works_there(tmp_path: 
     end(process)
 
 
+@pytest.mark.slow
 def test_folder_of_a_killed_process_passes_to_other_tokens_if_none_were_made(tmp_path: Path) -> None:
     process, _ = hold(tmp_path)
     end(process)
