@@ -7,13 +7,14 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from functools import cache
+from pathlib import Path
 
 from tests.sources import ROOT, imports, nodes
 
 REACH_EVERYTHING = {"pyproject.toml", "requirements.lock", "tests/conftest.py"}
 STARTERS = ("tests/", "scripts/", "configs/", "recipes/bench/", "recipes/sweep/", ".ci/")
 """Where a file's name stands in the code because the file is started or read; elsewhere it is mostly for messages."""
-FILE_NAME = re.compile(r"[\w./*-]*\.(?:py|sh|sbatch|toml|md|json|csv|txt|lock|html)\b")
+FILE_NAME = re.compile(r"[\w./*-]*\.(?:py|sh|sbatch|toml|json|csv|txt|lock)\b")
 
 
 def changed_since(commit: str) -> list[str]:
@@ -45,6 +46,7 @@ def distances(changed: Iterable[str]) -> dict[str, int]:
     return found
 
 
+@cache
 def _users() -> dict[str, set[str]]:
     """File -> the files that import it or name it in a string."""
     files = _files()
@@ -54,7 +56,7 @@ def _users() -> dict[str, set[str]]:
         used = {modules[module] for module in _modules(file) if module in modules}
         for text in _strings(file) if file.startswith(STARTERS) else ():
             used |= {modules[text]} if "." in text and text in modules else set()
-            if FILE_NAME.fullmatch(text) and ("*" not in text or file.startswith("tests/")):
+            if FILE_NAME.fullmatch(text) and not text.endswith("*.py"):
                 used |= _named(text, tuple(files))
         for other in used - {file}:
             users.setdefault(other, set()).add(file)
@@ -82,18 +84,22 @@ def _strings(file: str) -> Iterator[str]:
 
 @cache
 def _named(name: str, files: tuple[str, ...]) -> set[str]:
-    """The files of this path; else those that match it as a pattern, or the only one whose path ends with it."""
-    name = name.lstrip("./")
-    if name in files:
-        return {name}
+    """The file of this path below any folder; else those that match it as a pattern, or the only one of this name."""
     if "*" in name:
-        return {file for file in files if fnmatch(file, f"*{name}")}
-    found = {file for file in files if file.endswith(f"/{name}")}
+        return {file for file in files if fnmatch(file, f"*/{name}")}
+    parts = Path(name).parts
+    for first in range(len(parts)):
+        if (path := "/".join(parts[first:])) in files:
+            return {path}
+    found = {file for file in files if file.endswith(f"/{parts[-1]}")}
     return found if len(found) == 1 else set()
 
 
 def _git(*words: str) -> list[str]:
-    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+    try:
+        done = subprocess.run(["git", "-c", "core.quotePath=off", *words], cwd=ROOT, capture_output=True, text=True)
+    except OSError as error:
+        raise ValueError(f"git cannot be started: {error}") from None
     if done.returncode:
         raise ValueError(done.stderr.strip())
     return done.stdout.splitlines()
