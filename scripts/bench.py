@@ -13,7 +13,7 @@ explain_wrong_interpreter()
 
 SUITES = (
     *("calibrate", "checkpoint", "codegen", "data", "families", "gpu", "kernels", "operators", "overhead"),
-    *("muon", "plan", "plan_memory", "scale", "step_time"),
+    *("muon", "plan", "plan_memory", "step_time"),
 )
 
 

@@ -55,7 +55,7 @@ ONLY_IMPORTER = {
 # Set by the launcher for each process; and where the nodes meet, set for the launcher.
 PROCESS_ENVIRONMENT = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
 MEETING_ENVIRONMENT = {"NODE_RANK", "MASTER_ADDR", "MASTER_PORT"}
-AS_LAUNCHERS = {"recipes/bench/scale_processes.py"}
+AS_LAUNCHERS = {"recipes/bench/turns.py"}
 """What sets these variables for processes that it starts without a launcher."""
 TORCH_FREE = "Imports no torch."
 
@@ -276,10 +276,10 @@ def test_no_file_is_longer_than_400_lines() -> None:
     assert not long, long
 
 
-def test_python_outside_tests_has_at_most_43000_lines() -> None:
+def test_python_outside_tests_has_at_most_44100_lines() -> None:
     """A new capability raises this limit in the same change, here and in docs/architecture.md."""
     total = sum(lines for file, lines in lines_outside_tests().items() if file.endswith(".py"))
-    assert total <= 46_000
+    assert total <= 44_100
 
 
 def test_entry_has_fewer_than_80_lines() -> None:

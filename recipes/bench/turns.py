@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -11,7 +12,9 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from parallel.errors import UserError
-from recipes.bench.scale_processes import launcher_environment
+
+NODE = 8
+"""Processes of a node."""
 
 
 class Turns:
@@ -102,3 +105,12 @@ def _work(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that measures, which ends this one
     os.environ |= environment
     work(Turns(connection), rank, processes, **settings)
+
+
+def launcher_environment(rank: int, processes: int, port: int) -> dict[str, str]:
+    """What the launcher of a node gives to a process."""
+    node, place = divmod(rank, NODE)
+    given = {"RANK": rank, "LOCAL_RANK": place, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": min(NODE, processes)}
+    given |= {"GROUP_RANK": node, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    loopback = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": socket.if_indextoname(1)}
+    return {name: str(value) for name, value in given.items()} | loopback | {"TORCHELASTIC_USE_AGENT_STORE": "True"}

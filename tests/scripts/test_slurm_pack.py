@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from recipes.bench.scale_start import HOOK, looked_at
 from recipes.cluster.pack import CHECKOUT
 from tests.processes import wait_for
 from tests.scripts.cluster import Cluster, cannot_mount, missing
+from tests.scripts.looked_at import HOOK, looked_at
 from tests.scripts.nodes import EVERY, ROOT, arguments, environment, losses, reached
 
 pytestmark = [

@@ -10,16 +10,13 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy
 import torch
 import torch.distributed.fsdp
 from torch import nn
@@ -27,27 +24,20 @@ from torch import nn
 from parallel.config import MeshConfig
 from parallel.dist import start, stop
 from parallel.mesh import build_mesh
-from parallel.messages import children_of
-from recipes.bench.scale_rows import Row
-from recipes.bench.scale_store import CountingStore, Load, seconds_of
+from recipes.bench.turns import NODE, launcher_environment
 from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.cluster.watchdog import Watchdog
 from recipes.metrics.clock import RunClock
 from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer
+from tests.processes import PATIENCE
+from tests.scale.store import CountingStore, Load
 
 FILE_EVENTS = {
     *("open", "os.listdir", "os.scandir", "os.mkdir", "os.link", "os.symlink", "os.rename", "os.remove", "os.rmdir")
 }
 """Audit events of Python; looks at files (stat) have none."""
-NODE = 8
-"""Processes of a node."""
 PHASES = ("start", "mesh", "step", "save", "resume", "watchdog")
-MEASURED = (8, 24, 32, 48, 64)
-FITTED_FROM = 24
-"""Processes; with fewer, a ring of nodes has no two different neighbours."""
-MINUTES = 5.0
-"""How long the processes may take to a phase."""
 
 
 @dataclass(frozen=True)
@@ -74,94 +64,6 @@ Phases = dict[str, tuple[list[Seen], Load]]
 """What all processes have at the end of a phase, by rank, and what the store has done in it."""
 
 
-class Quantity(NamedTuple):
-    """One number of a run of so many processes."""
-
-    what: str
-    unit: str
-    value: float
-    total: bool = False
-    """Whether it is a sum over all processes, so that a share per process is what may grow with their number."""
-    tree: bool = False
-    """Whether the neighbours of rank 0 in the tree of host messages are among it, which are counted and not fitted."""
-
-
-class Line(NamedTuple):
-    """value = base + slope x processes; of a total, first + that x processes."""
-
-    quantity: Quantity
-    base: float
-    slope: float
-    measured: Mapping[int, float]
-    first: float = 0.0
-
-    def at(self, ranks: int) -> float:
-        """Measured at that size, or extrapolated."""
-        if ranks in self.measured:
-            return self.measured[ranks]
-        fitted = self.base + self.slope * ranks
-        if self.quantity.total:
-            fitted = self.first + fitted * ranks
-        return fitted + (len(children_of(0, ranks)) if self.quantity.tree else 0)
-
-
-def process_rows(ranks: int) -> list[Row]:
-    """What nobody else counts: sockets, memory, the store and what passes through rank 0."""
-    found = {line.quantity: line.at(ranks) for line in lines()}
-    rows = [Row(quantity.what, value, quantity.unit, "run") for quantity, value in found.items()]
-    named = {quantity.what: value for quantity, value in found.items()}
-    seconds = seconds_of(named["connections to the store"], named["store operations at start"])
-    return [*rows, Row("CPU time of the store at start", seconds, "s", "run")]
-
-
-@cache
-def lines() -> tuple[Line, ...]:
-    """Measured on up to 64 processes; slopes fitted to MEASURED from three nodes on, where all rings are closed."""
-    found = {processes: quantities(measure(processes)) for processes in MEASURED}
-    return tuple(fitted({size: all_of[place] for size, all_of in found.items()}) for place in range(len(found[8])))
-
-
-def fitted(found: Mapping[int, Quantity]) -> Line:
-    """The line through one quantity of runs of several sizes."""
-    sizes = [size for size in found if size >= FITTED_FROM]
-    values = [found[size].value - (len(children_of(0, size)) if found[size].tree else 0) for size in sizes]
-    last = found[max(found)]
-    *first, base, slope = numpy.polynomial.polynomial.polyfit(sizes, values, 2 if last.total else 1)
-    slope = 0.0 if abs(slope) < 1e-6 * max(values) / max(sizes) else slope  # what rounding leaves
-    measured = {size: quantity.value for size, quantity in found.items()}
-    return Line(last, float(base), float(slope), measured, float(sum(first)))
-
-
-def quantities(phases: Phases) -> list[Quantity]:
-    """What a run of some size holds, and what has passed through its store and through rank 0."""
-    last, load = phases[PHASES[-1]][0], {phase: phases[phase][1] for phase in PHASES}
-    starting = [load[phase] for phase in ("start", "mesh", "step")]
-    through = {phase: seen[0].sent + seen[0].received for phase, (seen, _) in phases.items()}
-    of_save, of_resume = load["save"], load["resume"]
-    return [
-        Quantity("sockets of rank 0", "", last[0].sockets, tree=True),
-        Quantity("sockets of a process, median", "", median(one.sockets for one in last)),
-        Quantity("private memory of a process, median", "MB", median(one.private for one in last) / 1e6),
-        Quantity("resident memory of a process, median", "MB", median(one.resident for one in last) / 1e6),
-        Quantity("connections to the store", "", sum(one.to_store for one in last), total=True),
-        Quantity("store operations at start", "", sum(one.operations.total() for one in starting), total=True),
-        Quantity("store bytes at start", "B", sum(one.bytes_in + one.bytes_out for one in starting), total=True),
-        Quantity("store operations of a save", "", of_save.operations.total(), total=True),
-        Quantity("store operations of a resume", "", of_resume.operations.total(), total=True),
-        Quantity("bytes through rank 0 at start", "B", through["start"]),
-        Quantity("bytes through rank 0 of a save", "B", through["save"] - through["step"]),
-        Quantity("bytes through rank 0 of a resume", "B", through["resume"] - through["save"]),
-        *(_files(phases, phase) for phase in ("save", "resume")),
-        *(_files(phases, phase, of_main=True) for phase in ("save", "resume")),
-    ]
-
-
-def _files(phases: Phases, phase: str, *, of_main: bool = False) -> Quantity:
-    counts = [one.files for one in phases[phase][0]]
-    whose = "rank 0" if of_main else "a process, median"
-    return Quantity(f"file operations of a {phase}, {whose}", "", counts[0] if of_main else median(counts))
-
-
 def measure(processes: int) -> Phases:
     """Run so many processes through all phases."""
     context: Any = multiprocessing.get_context("forkserver")
@@ -186,7 +88,7 @@ def measure(processes: int) -> Phases:
                 for pipe in pipes:
                     pipe.send(phase)
             for worker in workers:
-                worker.join(60)
+                worker.join(PATIENCE)
         finally:
             for worker in workers:
                 worker.kill()
@@ -194,18 +96,9 @@ def measure(processes: int) -> Phases:
     return found
 
 
-def launcher_environment(rank: int, processes: int, port: int) -> dict[str, str]:
-    """What the launcher of a node gives to a process."""
-    node, place = divmod(rank, NODE)
-    given = {"RANK": rank, "LOCAL_RANK": place, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": min(NODE, processes)}
-    given |= {"GROUP_RANK": node, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-    loopback = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": socket.if_indextoname(1)}
-    return {name: str(value) for name, value in given.items()} | loopback | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-
-
 def _answer(pipe: Connection, rank: int, phase: str) -> Seen:
-    if not pipe.poll(MINUTES * 60):
-        raise RuntimeError(f"rank {rank} did not finish the phase {phase} within {MINUTES:g} minutes")
+    if not pipe.poll(PATIENCE):
+        raise RuntimeError(f"rank {rank} did not finish the phase {phase} within {PATIENCE:g} s")
     try:
         seen: Seen = pipe.recv()
     except EOFError:

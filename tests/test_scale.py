@@ -1,16 +1,12 @@
-"""What may not grow with the number of processes, counted on real ones, and the table of the scale suite."""
+"""What may not grow with the number of processes, counted on real ones."""
 
 from itertools import pairwise
 
 import pytest
 
-from parallel.errors import UserError
 from parallel.messages import children_of, parent_of
-from recipes.bench.scale import main
-from recipes.bench.scale_page import number, table
-from recipes.bench.scale_processes import PHASES, Phases, Quantity, fitted, measure
-from recipes.bench.scale_rows import Row
-from recipes.bench.scale_store import Load, cost, requests
+from tests.scale.processes import PHASES, Phases, measure
+from tests.scale.store import Load, requests
 
 FEW, MANY = 4, 16
 
@@ -92,52 +88,3 @@ def test_requests_to_a_store_are_counted_however_they_arrive_in_pieces() -> None
         piece, stream = stream[:needed], stream[needed:]
         needed = parser.send(piece)
     assert load.operations == {"validate": 1, "set": 1, "wait": 1, "add": 1}
-
-
-@pytest.mark.slow
-def test_a_store_serves_clients_that_speak_its_language() -> None:
-    found = cost(40)
-    assert found.clients == 40 and found.connection >= 0 and found.operation > 0
-
-
-def test_slopes_are_fitted_without_the_tree_and_per_process_for_sums() -> None:
-    sizes = (8, 24, 48, 64)
-    sockets = fitted({n: Quantity("sockets", "", 5 + len(children_of(0, n)), tree=True) for n in sizes})
-    assert sockets.base == pytest.approx(5) and sockets.slope == 0
-    assert sockets.at(64) == 5 + 14 and sockets.at(16_384) == pytest.approx(5 + 23)
-    total = fitted({n: Quantity("operations", "", n * (3 + 2 * n) - 6, total=True) for n in sizes})
-    assert total.at(1000) == pytest.approx(1000 * 2003 - 6)
-
-
-def test_the_table_has_before_above_now_and_how_each_number_was_got() -> None:
-    now = {"8": [Row("sockets", 13, "", "run"), Row("plan", 0.25, "s", "simulated")]}
-    now["384"] = [Row("sockets", 28, "", "run"), Row("plan", 0.5, "s", "simulated")]
-    before = {"8": [["sockets", 31, "", "run"]], "384": [["sockets", 1234, "", "run"]]}
-    assert list(table(now, before)) == [
-        "| | | 8 | 384 |",
-        "|---|---|---:|---:|",
-        "| sockets | before | 31 *r* | 1,234 *f* |",
-        "|  | now | 13 *r* | 28 *f* |",
-        "| plan | now | 0.25 s *s* | 0.5 s *s* |",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("value", "unit", "text"),
-    [
-        (1183, "", "1,183"),
-        (16_100_000_000, "B", "16.1 GB"),
-        (12.5, "MB", "12.5 MB"),
-        (1.61e9, "", "1.61 G"),
-        (0, "", "0"),
-        (0.0312, "s", "31.2 ms"),
-        (3.5e-05, "s", "35 µs"),
-    ],
-)
-def test_numbers_are_short(value: float, unit: str, text: str) -> None:
-    assert number(value, unit) == text
-
-
-def test_a_page_of_some_parts_is_not_written() -> None:
-    with pytest.raises(UserError, match="leave --only out"):
-        main(["--only", "processes", "--write-docs"])

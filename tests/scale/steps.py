@@ -9,9 +9,8 @@ from parallel.dist import World
 from parallel.messages import FRAME, Channel, Messages, children_of, packed, unpacked
 from parallel.nodes import FEW, Node, arrange
 from parallel.state_check import _first_lines
-from recipes.bench.scale_rows import Row, median_seconds
 from recipes.cluster.findings import Measured, Room, report, wrong_results
-from recipes.cluster.links import Links, groups_along, pairings, wrong_ranks
+from recipes.cluster.links import Links
 from recipes.cluster.preflight import Facts, differences, places_of, together
 from recipes.cluster.stragglers import WINDOW, Stragglers
 from recipes.metrics.clock import RunClock
@@ -23,21 +22,19 @@ CPU = torch.device("cpu")
 PER_NODE = 8
 TENSORS = 1000
 """Weights and moments of a model of 36 layers, by name."""
-NUMBER = 8
-"""Bytes."""
 GB = 10**9
 
 
-def step_rows(ranks: int) -> list[Row]:
-    """The rows for a cluster of so many processes, eight to a node."""
-    return [*_logged_step(ranks), *_vote(ranks), *_preflight(ranks), *_check(ranks)]
+def counts(ranks: int) -> dict[str, float]:
+    """What it is -> the number, for a cluster of so many processes, eight to a node."""
+    return _logged_step(ranks) | _vote(ranks) | _preflight(ranks) | _check(ranks)
 
 
 def _nodes(ranks: int) -> tuple[Node, ...]:
     return arrange([(f"gpu-{rank // PER_NODE:04d}", 0) for rank in range(ranks)])
 
 
-def _logged_step(ranks: int) -> list[Row]:
+def _logged_step(ranks: int) -> dict[str, float]:
     world = World(0, ranks, CPU, cast(Messages, None), _nodes(ranks))  # nothing is sent
     stragglers = Stragglers(world, RunClock(CPU))
     counts = {RETRIES: 0, FAILURES: 0, PEAK: 60 * GB, RESERVED: 70 * GB}
@@ -48,33 +45,22 @@ def _logged_step(ranks: int) -> list[Row]:
         own = [*stragglers.counts(*times), *memory.counts()]
     split = len(own) - len(memory.counts())
     rows = torch.tensor(own, dtype=torch.float64) * (1 + torch.rand(ranks, 1, dtype=torch.float64) / 100)
-    read = 0
-
-    def summarize() -> None:
-        nonlocal read
-        parts = [stragglers.summary(rows[:, :split]), memory.summary(rows[:, split:])]
-        numbers = torch.cat(parts).tolist()
-        stragglers.compare(numbers[: len(parts[0])])
-        memory.compare(numbers[len(parts[0]) :])
-        read = 1 + len(numbers)  # the loss, too
-
-    seconds = median_seconds(summarize)
-    return [
-        Row("logged step: numbers that each host reads", read, "numbers", "simulated"),
-        Row("logged step: seconds of each host, the device's part included", seconds, "s", "simulated"),
-        Row("logged step: bytes to each device", ranks * (2 + len(own)) * NUMBER, "B", "counted"),
-    ]
+    parts = [stragglers.summary(rows[:, :split]), memory.summary(rows[:, split:])]
+    numbers = torch.cat(parts).tolist()
+    stragglers.compare(numbers[: len(parts[0])])
+    memory.compare(numbers[len(parts[0]) :])
+    return {"logged step: numbers that each host reads": 1 + len(numbers)}  # the loss, too
 
 
-def _vote(ranks: int) -> list[Row]:
+def _vote(ranks: int) -> dict[str, float]:
     neighbours = children_of(0, ranks)
     frame = sum(part.numel() for part in packed(int(Channel.VOTES)))
     assert frame == FRAME
-    return [
-        Row("vote on signals: messages one after the other", _up(0, ranks) + _down(0, ranks), "messages", "counted"),
-        Row("vote on signals: messages through rank 0's host", 2 * len(neighbours), "messages", "counted"),
-        Row("vote on signals: bytes through rank 0's host", 2 * len(neighbours) * frame, "B", "counted"),
-    ]
+    return {
+        "vote on signals: messages one after the other": _up(0, ranks) + _down(0, ranks),
+        "vote on signals: messages through rank 0's host": 2 * len(neighbours),
+        "vote on signals: bytes through rank 0's host": 2 * len(neighbours) * frame,
+    }
 
 
 def _up(rank: int, ranks: int) -> int:
@@ -91,8 +77,8 @@ def _down(rank: int, ranks: int) -> int:
     return max((sent + _down(child, ranks) for sent, child in enumerate(children, 1)), default=0)
 
 
-def _at_main(values: Sequence[Value], merge: Callable[[Value, Value], Value]) -> tuple[Value, int, float]:
-    """Along the tree of messages: (what rank 0 has at the end, the bytes that reach it, the seconds of its host)."""
+def _at_main(values: Sequence[Value], merge: Callable[[Value, Value], Value]) -> tuple[Value, int]:
+    """Along the tree of messages: what rank 0 has at the end, and the bytes that reach it."""
 
     def merged(rank: int) -> Value:
         value = values[rank]
@@ -101,40 +87,23 @@ def _at_main(values: Sequence[Value], merge: Callable[[Value, Value], Value]) ->
         return value
 
     received = [packed(merged(child)) for child in children_of(0, len(values))]
-
-    def work() -> Value:
-        value = values[0]
-        for frame in received:
-            value = merge(value, unpacked(frame))
-        return value
-
-    return work(), sum(part.numel() for frame in received for part in frame), median_seconds(work)
+    value = values[0]
+    for frame in received:
+        value = merge(value, unpacked(frame))
+    return value, sum(part.numel() for frame in received for part in frame)
 
 
-def _preflight(ranks: int) -> list[Row]:
+def _preflight(ranks: int) -> dict[str, float]:
     nodes = _nodes(ranks)
     facts = Facts("0" * 8, "1" * 8, "3.12.3", "2.13.0", "0.18", "13.0", "2.29.3", "580.65", "NVIDIA H100 80GB HBM3")
-    places, first_bytes, first_seconds = _at_main([places_of(facts, rank) for rank in range(ranks)], together)
-    everyone, bytes_in, seconds = _at_main([{rank: _measured(rank, ranks)} for rank in range(ranks)], _both)
+    places, first_bytes = _at_main([places_of(facts, rank) for rank in range(ranks)], together)
+    everyone, bytes_in = _at_main([{rank: _measured(rank, ranks)} for rank in range(ranks)], _both)
     by_rank = [everyone[rank] for rank in range(ranks)]
 
-    def judge() -> None:
-        assert not differences(places, nodes)
-        assert not wrong_results([link for *_, link in by_rank], nodes)
-        report(by_rank, nodes, device="cuda")
-
-    def own_part() -> None:  # each process has it
-        groups = groups_along(context=1, tensor=PER_NODE, processes=ranks)["tensor"]
-        pairings([next(group for group in groups if 0 in group)], most=PER_NODE - 1)
-        wrong_ranks(gathered, ranks)
-
-    gathered = torch.zeros(ranks * (2**20 // ranks))  # as on CPUs: on CUDA the device compares 16 times as much
-    spent = first_seconds + seconds + median_seconds(judge)
-    return [
-        Row("pre-flight: bytes to rank 0's host", first_bytes + bytes_in, "B", "simulated"),
-        Row("pre-flight: seconds of rank 0's host", spent, "s", "simulated"),
-        Row("pre-flight: seconds of each host and device", median_seconds(own_part), "s", "simulated"),
-    ]
+    assert not differences(places, nodes)
+    assert not wrong_results([link for *_, link in by_rank], nodes)
+    report(by_rank, nodes, device="cuda")
+    return {"pre-flight: bytes to rank 0's host": first_bytes + bytes_in}
 
 
 def _both(one: dict[int, Measured], other: dict[int, Measured]) -> dict[int, Measured]:
@@ -151,15 +120,11 @@ def _measured(rank: int, ranks: int) -> Measured:
     return room, (-0.001, 0.001), links
 
 
-def _check(ranks: int) -> list[Row]:
+def _check(ranks: int) -> dict[str, float]:
     """With one copy of the model on each node."""
     lines = [(0, 0, n, f"model.layers.{n}.weight has NaN or infinite values on rank 0 on gpu") for n in range(TENSORS)]
     own = _first_lines(([], 0), (lines, TENSORS))
 
-    (kept, _), bytes_in, seconds = _at_main([own] * ranks, _first_lines)
+    (kept, _), bytes_in = _at_main([own] * ranks, _first_lines)
     assert len(kept) == FEW
-    return [
-        Row("check before a save: bytes to each process", 2 * TENSORS * NUMBER, "B", "counted"),
-        Row("NaN everywhere: bytes to rank 0's host", bytes_in, "B", "simulated"),
-        Row("NaN everywhere: seconds of rank 0's host", seconds, "s", "simulated"),
-    ]
+    return {"NaN everywhere: bytes to rank 0's host": bytes_in}

@@ -2,20 +2,19 @@
 
 import pytest
 
-from recipes.bench.scale_steps import step_rows
+from tests.scale.steps import counts
 
 CONSTANT = (
     "logged step: numbers that each host reads",
     "vote on signals: messages through rank 0's host",
     "vote on signals: bytes through rank 0's host",
-    "check before a save: bytes to each process",
     "NaN everywhere: bytes to rank 0's host",
 )
 
 
 @pytest.fixture(scope="module")
 def rows() -> dict[int, dict[str, float]]:
-    return {ranks: {row.what: row.value for row in step_rows(ranks)} for ranks in (256, 1024)}
+    return {ranks: counts(ranks) for ranks in (256, 1024)}
 
 
 @pytest.mark.parametrize("what", CONSTANT)

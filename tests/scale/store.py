@@ -1,21 +1,14 @@
 """The launcher's store under many clients: what each of them asks at a start, counted on the way to a real store."""
 
 import asyncio
-import multiprocessing
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from functools import cache
-from multiprocessing.connection import Connection
-from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
-
-from parallel.descriptors import raise_limit
 
 # What follows the first byte of each request, as torch 2.11 to 2.13 send it (TCPStore.cpp): s a key or a value with its
 # length before it, 4 and 8 a number of so many bytes, [s] and [ss] a list of so many keys, or keys and values.
@@ -130,76 +123,6 @@ class CountingStore:
             await writer.drain()
 
 
-class Cost(NamedTuple):
-    """What clients cost the process that serves a store, in its CPU seconds."""
-
-    clients: int
-    connection: float
-    operation: float
-    wall: float
-    """Seconds until all clients had done everything."""
-
-
-CLIENTS = (1000, 2000, 4000)
-PROCESSES, ROUNDS = 4, 5
-OPERATIONS = 4
-"""Of a client in a round: set, wait, get, add."""
-BLOB = b"x" * 97
-"""As large as the address that a process leaves for its peers."""
-MAGIC = 0x3C85F7CE
-"""The first message to a TCPStore."""
-
-
-@cache
-def costs() -> tuple[Cost, ...]:
-    """Of real stores with so many clients each."""
-    return tuple(cost(clients) for clients in CLIENTS)
-
-
-def seconds_of(connections: float, operations: float) -> float:
-    """CPU seconds of a store for these: each costs the same with 1,000 clients and with 4,000, so also with more."""
-    connection, operation = (median(getattr(one, name) for one in costs()) for name in ("connection", "operation"))
-    return connections * connection + operations * operation
-
-
-def cost(clients: int) -> Cost:
-    """Of a store in a process of its own, whose clients connect at once and then do what a start does."""
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    server, end = context.Pipe()
-    processes = [context.Process(target=_serve, args=(end,), daemon=True)]
-    processes[0].start()
-    port = server.recv()
-    pipes = []
-    try:
-        for place in range(PROCESSES):
-            ours, theirs = context.Pipe()
-            processes.append(
-                context.Process(target=_be_clients, args=(theirs, port, place, clients // PROCESSES), daemon=True)
-            )
-            processes[-1].start()
-            pipes.append(ours)
-        began, used = time.perf_counter(), [_cpu_seconds(server)]
-        for _ in ("connected", "asked"):
-            for pipe in pipes:
-                pipe.send("go")
-            for pipe in pipes:
-                pipe.recv()
-            used.append(_cpu_seconds(server))
-        wall = time.perf_counter() - began
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    return Cost(clients, (used[1] - used[0]) / clients, (used[2] - used[1]) / (clients * ROUNDS * OPERATIONS), wall)
-
-
-def _cpu_seconds(server: Connection) -> float:
-    server.send("how long?")
-    seconds: float = server.recv()
-    return seconds
-
-
 def serve_store() -> Any:
     """A store as launchers serve it: on a listener for IPv4. On torch's own, which takes both families, it asks the
     name server for the name of each client, one after the other."""
@@ -209,54 +132,3 @@ def serve_store() -> Any:
     port = listener.getsockname()[1]
     options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
     return dist.TCPStore("127.0.0.1", port, **options)
-
-
-def _serve(pipe: Connection) -> None:
-    raise_limit()
-    pipe.send((store := serve_store()).port)
-    while pipe.recv():
-        pipe.send(time.process_time())
-    del store
-
-
-def _be_clients(pipe: Connection, port: int, place: int, count: int) -> None:
-    """Speak the store's language on bare sockets: torch's client asks the name server for its peer's name first."""
-    raise_limit()
-    assert pipe.recv()
-    clients = [_connected(port) for _ in range(count)]
-    pipe.send("connected")
-    assert pipe.recv()
-    for turn in range(ROUNDS):
-        for number, client in enumerate(clients):
-            key = _text(f"{place}/{number // 2}/{turn}".encode())
-            client.sendall(b"\1" + _text(f"{place}/{number}/{turn}".encode()) + _text(BLOB))
-            client.sendall(b"\6" + _long(1) + key)
-            _read(client, 1)
-            client.sendall(b"\3" + key)
-            _read(client, 8 + len(BLOB))
-            client.sendall(b"\4" + _text(b"started") + _long(1))
-            _read(client, 8)
-    pipe.send("asked")
-
-
-def _connected(port: int) -> socket.socket:
-    client = socket.create_connection(("127.0.0.1", port))
-    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    client.sendall(b"\0" + MAGIC.to_bytes(4, "little") + b"\x0d" + MAGIC.to_bytes(4, "little"))
-    _read(client, 4)
-    return client
-
-
-def _read(client: socket.socket, length: int) -> None:
-    while length:
-        piece = len(client.recv(length))
-        assert piece, "the store has closed a connection"
-        length -= piece
-
-
-def _long(number: int) -> bytes:
-    return number.to_bytes(8, "little")
-
-
-def _text(text: bytes) -> bytes:
-    return _long(len(text)) + text
