@@ -63,7 +63,7 @@ BREAKS: dict[str, Callable[[pytest.MonkeyPatch, int, int], None]] = {
 
 
 @pytest.mark.parametrize("broken", BREAKS)
-@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EACCES])
 def test_fault_that_stays_stops_the_resume_for_later_and_changes_nothing(
     broken: str, number: int, saved: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
