@@ -150,11 +150,13 @@ def broken_pipes_raise() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def nobody_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Fail a test file that leaves processes running. (Reads /proc, so it finds none on macOS.)"""
+    from tests.processes import PATIENCE
+
     yield
     folder = str(tmp_path_factory.getbasetemp())
-    end = time.monotonic() + 20
+    end = time.monotonic() + PATIENCE / 10
     while (left := processes_in(folder)) and time.monotonic() < end:
-        time.sleep(0.2)
+        time.sleep(0.05)
     assert not left, left
 
 

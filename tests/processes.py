@@ -137,8 +137,7 @@ def _wait(results: Any, processes: list[Any], timeout: float) -> bool:
         if not results.empty():
             return True
         if any(process.exitcode not in (None, 0) for process in processes):
-            time.sleep(0.5)
-            return not results.empty()
+            return not results.empty()  # what it sent before it ended is there
         time.sleep(0.02)
     return False
 
