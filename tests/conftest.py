@@ -120,6 +120,23 @@ class Durations:
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """End a test that hangs, with its stack, whatever it waits for."""
+    from tests.processes import PATIENCE
+
+    def give_up(*_: object) -> None:
+        pytest.fail(f"not at its end within {2 * PATIENCE:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, 2 * PATIENCE)
+    try:
+        return (yield)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     with nullcontext() if item.get_closest_marker("slow") else only_quick_work():
         return (yield)
