@@ -14,7 +14,7 @@ from torch._inductor import compile_fx
 
 @contextmanager
 def compiling_in_turn() -> Iterator[None]:
-    """Let one process of this machine compile at a time: the next then finds the same graph in torch's cache on disk."""
+    """Let one process compile at a time: the next one finds the same graph in torch's cache on disk."""
     compile_graph = compile_fx._compile_fx_inner
 
     def in_turn(*arguments: Any, **options: Any) -> Any:
