@@ -97,19 +97,20 @@ def multiply(recipe: Recipe, degrees: MeshDegrees, *, tokens: int | None = None)
 
 
 def test_every_recipe_can_be_multiplied_in_float8(products: Products) -> None:
-    found: dict[str, tuple[Path, Recipe, MeshDegrees]] = {}
+    found: dict[tuple[object, ...], tuple[Path, Recipe, MeshDegrees]] = {}
     for path in CONFIGS:
         recipe = loaded(path, **layout(path.stem))
         degrees = recipe.mesh.fit(layout(path.stem)["processes"], nodes=layout(path.stem)["nodes"])
-        batch = (recipe.batch.micro_batch_size, recipe.batch.sequence_length, recipe.batch.loss_chunks)
-        cut = (recipe.mesh.context_by, degrees.context, degrees.tensor)
-        float8 = replace(recipe.float8, recipe="none", all_gather=False, emulate=False)  # gathered weights are alike
-        same = repr((replace(recipe.model, layers=1), batch, cut, float8))
-        found.setdefault(same, (path, replace(recipe, float8=float8), degrees))
+        model, batch = recipe.model, recipe.batch
+        widths = (model.width, model.feed_forward_width, model.heads, model.key_value_heads, model.head_width)
+        tokens = batch.micro_batch_size * batch.sequence_length
+        cut = (recipe.mesh.context_by, degrees.context, degrees.tensor, recipe.float8.gather_activations)
+        found.setdefault((widths, tokens, cut, recipe.float8.exclude), (path, recipe, degrees))
     for path, recipe, degrees in found.values():
         for name in FLOAT8:
             products.count = 0
-            multiply(replace(recipe, float8=replace(recipe.float8, recipe=name)), degrees)
+            float8 = replace(recipe.float8, recipe=name, all_gather=False, emulate=False)  # gathered weights are alike
+            multiply(replace(recipe, float8=float8), degrees)
             assert products.count == 7 * (2 if name == "rowwise_with_gw_hp" else 3), (path.stem, name)
 
 
