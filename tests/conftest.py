@@ -31,6 +31,8 @@ LEFT_BEHIND = re.compile(
 for variable in filter(LEFT_BEHIND.fullmatch, list(os.environ)):
     if variable != "CUDA_VISIBLE_DEVICES" or not Path("/dev/nvidiactl").exists():
         del os.environ[variable]
+# Compile in the process that asks: a worker is a new interpreter, and every process of a test would start its own.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 # nohup and a shell's `&` leave these ignored, which the processes that tests start would inherit.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)

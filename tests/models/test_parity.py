@@ -387,14 +387,13 @@ def test_float8_changes_the_logits_far_beyond_the_tolerance(case: str, recipe: s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("masked", [False, True], ids=["one text", "documents"])
-def test_compiled_float8_equals_transformers_in_float8(masked: bool, alone: None) -> None:
-    """With rowwise, whose scales are powers of 2: compiled kernels may round sums differently, but not scales.
+def test_compiled_float8_equals_transformers_in_float8(alone: None) -> None:
+    """On documents; with rowwise, whose scales are powers of 2: compiled kernels may round sums, but not scales.
 
     A value between two float8 numbers may still be rounded to the other one; the tolerance allows a few such values.
     On the machine this was written on, no bit differs. Without float8 the logits differ by 0.1.
     """
-    theirs = float8_reference_results(LLAMA, "rowwise", masked=masked)
+    theirs = float8_reference_results(LLAMA, "rowwise", masked=True)
     model, report = build_model(
         shape_of(reference(LLAMA)),
         float8=Float8Config(recipe="rowwise", emulate=True),
@@ -402,20 +401,19 @@ def test_compiled_float8_equals_transformers_in_float8(masked: bool, alone: None
         compiled=True,
     )
     assert not any(line.endswith(": off") for line in report)
-    ours = our_results(with_weights(model, reference(LLAMA)), reference(LLAMA), masked=masked)
+    ours = our_results(with_weights(model, reference(LLAMA)), reference(LLAMA), masked=True)
     assert relative_norm(ours.logits, theirs.logits) < 0.01
     assert abs(ours.loss - theirs.loss) / theirs.loss < 1e-4
     assert worst_gradient(ours, theirs) < 0.1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("masked", [False, True], ids=["one text", "documents"])
-def test_compiled_and_checkpointed_equals_transformers(masked: bool, alone: None) -> None:
+def test_compiled_and_checkpointed_equals_transformers(alone: None) -> None:
     theirs = reference(SMOLLM3)
     model, report = build_model(shape_of(theirs), mode="full", compiled=True)
     assert not any(line.endswith(": off") for line in report[1:])
-    ours = our_results(with_weights(model, theirs), theirs, masked=masked)
-    assert max(differences(ours, reference_results(SMOLLM3, masked=masked)).values()) < TOLERANCE
+    ours = our_results(with_weights(model, theirs), theirs)
+    assert max(differences(ours, reference_results(SMOLLM3)).values()) < TOLERANCE
 
 
 @pytest.mark.parametrize("case", [SMOLLM3, LLAMA])

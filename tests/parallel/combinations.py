@@ -84,13 +84,13 @@ _CASES = """
 1.1.2.1  llama3,documents bf16 tensorwise tensorwise,all_gather rowwise rowwise_with_gw_hp
 1.1.2.1  rowwise,accumulate,documents gather gather,documents gather,untied,full gather,masked gather,bf16,selective
 1.1.2.1  gather,rowwise_with_gw_hp gather,tensorwise gather,accumulate,zero2 gather,offload
-1.1.2.1  compile,rope,documents compile,rope,gather,documents
+1.1.2.1  compile,rope,bf16 compile,rope,gather,documents
 1.1.1.3  nine,documents
 1.1.3.1  nine,documents nine,gather
-1.2.1.2  plain full,prefetch untied,zero2,accumulate documents,offload bf16,reduce16 tensorwise compile,rope
+1.2.1.2  plain full,prefetch untied,zero2,accumulate documents,offload bf16,reduce16 tensorwise
 2.1.1.2  plain documents,full rowwise,documents
 1.2.2.1  plain untied,documents,zero2 gather,chunks offload,prefetch bf16,prefetch tensorwise,all_gather
-1.2.2.1  compile,rope,bf16
+1.2.2.1  compile,rope,documents
 2.1.2.1  plain documents,selective bf16,reduce16
 1.1.2.2  plain untied,documents gather,documents,chunks masked last zero2,accumulate,documents offload,untied
 1.1.2.2  llama3,documents selective,chunks full,prefetch bf16 tensorwise rowwise rowwise_with_gw_hp

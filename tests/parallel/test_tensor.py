@@ -25,6 +25,7 @@ from parallel.errors import UserError
 from parallel.float8 import convert_linears
 from parallel.kernels import compile_blocks, compiled_loss_kernels
 from parallel.tensor import VocabularyParallelLoss, split_over
+from tests.compiling import compiling_in_turn
 from tests.processes import run_processes
 
 pytestmark = pytest.mark.slow
@@ -248,7 +249,9 @@ def without_compiling() -> dict[str, Any]:
             found = gradients_of_a_block(gathered.blocks[0], rows)
         equal |= {f"{name}, {rows}": torch.equal(found[name], gradient) for name, gradient in expected.items()}
     kernels = {"eager": EAGER, "compiled": compiled_loss_kernels()}
-    losses = {case: loss_in_parts(*case[:2], kernels[case[2]]) for case in itertools.product(CHUNKS, DTYPES, kernels)}
+    cases = itertools.product(CHUNKS, DTYPES, kernels)
+    with compiling_in_turn():
+        losses = {case: loss_in_parts(*case[:2], kernels[case[2]]) for case in cases}
     excluded = Float8Config(recipe="tensorwise", emulate=True, gather_activations=True, exclude=("q_proj",))
     with pytest.raises(UserError) as refusal:
         split_model(excluded)

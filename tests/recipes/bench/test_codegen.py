@@ -18,6 +18,7 @@ from recipes.bench.sm90.count import read_code
 from recipes.bench.sm90.machine import missing_tools
 from recipes.load import load
 from recipes.sweep import runner
+from tests.processes import PATIENCE
 
 ROOT = Path(__file__).parents[3]
 SMOLLM3, LLAMA3 = "configs/benchmarks/smollm3_3b_h100.toml", "configs/benchmarks/llama3_8b_8xh100.toml"
@@ -58,7 +59,7 @@ def counted(
         env={**os.environ, **caches, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout.splitlines()[-1])

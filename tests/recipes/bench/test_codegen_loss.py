@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from recipes.bench.sm90.machine import missing_tools
+from tests.processes import PATIENCE
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +55,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     caches = {name: str(folder / name) for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
     environment = {**os.environ, **caches, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", COUNT]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert isinstance(found, dict)

@@ -1,12 +1,13 @@
 """The predicted memory of a step, against steps whose storages are counted and against the page of generated code."""
 
+import cProfile
 import json
 import os
+import pstats
 import random
 import runpy
 import subprocess
 import sys
-import timeit
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -59,10 +60,16 @@ def assert_as_tracked(recipe: Recipe, processes: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize(
-    ("chunks", "reshard", "micro_batches"),
-    [(1, "true", 1), (8, "true", 1), (8, "false", 1), (8, "true", 2), (8, "false", 2), (1, "false", 2)],
+    ("mode", "chunks", "reshard", "micro_batches"),
+    [
+        ("none", 1, "true", 1),
+        ("selective", 8, "true", 1),
+        ("full", 8, "false", 1),
+        ("full", 8, "true", 2),
+        ("none", 8, "false", 2),
+        ("selective", 1, "false", 2),
+    ],
 )
 def test_the_predicted_peak_is_that_of_a_step(mode: str, chunks: int, reshard: str, micro_batches: int) -> None:
     recipe = eager(
@@ -83,10 +90,8 @@ def test_the_predicted_peak_is_that_of_a_step(mode: str, chunks: int, reshard: s
         [*DEBUG, "--fsdp.param_dtype=float32", "--activation_checkpointing.mode=full"],
         [*DEBUG, "--fsdp.prefetch=3", "--batch.loss_chunks=8"],
         [*DEBUG, "--fsdp.reduce_dtype=bfloat16", "--batch.global_batch_size=32"],
-        [*LLAMA_DEBUG, "--batch.loss_chunks=8"],
         [*LLAMA_DEBUG, "--batch.loss_chunks=8", "--batch.global_batch_size=32"],
         [*LLAMA_DEBUG, "--batch.loss_chunks=8", "--fsdp.reshard_after_forward=false"],
-        [*LLAMA_DEBUG, "--batch.loss_chunks=8", "--activation_checkpointing.mode=full"],
     ],
     ids=lambda changes: " ".join(changes),
 )
@@ -95,8 +100,7 @@ def test_the_predicted_peak_is_that_of_a_step_with(changes: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("computed", ["bfloat16", "float32"])
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(("micro_batches", "computed"), [(1, "bfloat16"), (2, "float32")])
 def test_the_predicted_peak_is_that_of_one_process_that_adds_gradients_up_in_bf16(
     micro_batches: int, computed: str
 ) -> None:
@@ -107,11 +111,17 @@ def test_the_predicted_peak_is_that_of_one_process_that_adds_gradients_up_in_bf1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", [DEBUG, LLAMA_DEBUG], ids=["tied", "untied"])
-@pytest.mark.parametrize("computed", ["bfloat16", "float32"])
-@pytest.mark.parametrize("reshard", ["true", "false"])
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    ("file", "computed", "reshard", "micro_batches", "replicas"),
+    [  # every pair of values once
+        (DEBUG, "bfloat16", "true", 1, 1),
+        (LLAMA_DEBUG, "float32", "true", 1, 2),
+        (LLAMA_DEBUG, "bfloat16", "false", 2, 1),
+        (LLAMA_DEBUG, "bfloat16", "true", 2, 2),
+        (DEBUG, "float32", "false", 1, 2),
+        (DEBUG, "float32", "false", 2, 1),
+    ],
+)
 def test_the_predicted_peak_is_that_of_a_step_without_shards(
     file: list[str], computed: str, reshard: str, micro_batches: int, replicas: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,10 +139,16 @@ def test_the_predicted_peak_is_that_of_a_step_without_shards(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", [DEBUG, LLAMA_DEBUG], ids=["tied", "untied"])
-@pytest.mark.parametrize("computed", ["bfloat16", "float32"])
-@pytest.mark.parametrize("reshard", ["true", "false"])
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(
+    ("file", "computed", "reshard", "micro_batches"),
+    [  # every pair of values once
+        (DEBUG, "bfloat16", "true", 1),
+        (DEBUG, "float32", "false", 2),
+        (LLAMA_DEBUG, "bfloat16", "false", 2),
+        (LLAMA_DEBUG, "float32", "true", 2),
+        (LLAMA_DEBUG, "float32", "false", 1),
+    ],
+)
 def test_replicas_whose_gradients_fit_into_one_message_need_no_more_than_predicted(
     file: list[str], computed: str, reshard: str, micro_batches: int
 ) -> None:
@@ -146,8 +162,7 @@ def test_replicas_whose_gradients_fit_into_one_message_need_no_more_than_predict
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("reshard", ["true", "false"])
+@pytest.mark.parametrize(("reshard", "replicas"), [("true", 2), ("false", 1)])
 def test_the_first_step_of_a_resumed_run_needs_no_more_than_the_others(
     reshard: str, replicas: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,8 +176,7 @@ def test_the_first_step_of_a_resumed_run_needs_no_more_than_the_others(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
-@pytest.mark.parametrize("mesh", ["tensor=2", "context=2"])
+@pytest.mark.parametrize(("mesh", "mode"), [("tensor=2", "selective"), ("context=2", "none"), ("context=2", "full")])
 def test_the_predicted_peak_is_that_of_a_step_with_parts_of_matrices_or_rows(mesh: str, mode: str) -> None:
     recipe = eager(*DEBUG, f"--mesh.{mesh}", f"--activation_checkpointing.mode={mode}", "--batch.loss_chunks=8")
     assert_as_tracked(recipe, 8)
@@ -172,7 +186,7 @@ def test_the_predicted_peak_is_that_of_a_step_with_parts_of_matrices_or_rows(mes
 @pytest.mark.parametrize(
     "changes",
     [
-        [*LLAMA_DEBUG, "--mesh.tensor=4", "--model.key_value_heads=4", "--batch.loss_chunks=1"],
+        [*LLAMA_DEBUG, "--mesh.tensor=4", "--model.key_value_heads=4", "--activation_checkpointing.mode=full"],
         [*DEBUG, "--mesh.context=2", "--mesh.context_by=gather", "--activation_checkpointing.mode=selective"],
         # Fullest at the gradient of the embedding, of all its parts.
         [*LLAMA_DEBUG, "--mesh.tensor=2", "--batch.sequence_length=16", "--batch.global_batch_size=16"],
@@ -251,8 +265,7 @@ def test_gathered_keys_need_a_mask_that_is_not_predicted_where_no_kernel_takes_l
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("dtype", "micro_batches"), [("bfloat16", 1), ("float32", 2)])
 def test_the_predicted_peak_is_that_of_a_step_of_one_process(dtype: str, micro_batches: int) -> None:
     changes = ["--batch.loss_chunks=8", f"--fsdp.param_dtype={dtype}", f"--batch.global_batch_size={2 * micro_batches}"]
     assert_as_tracked(eager(*DEBUG, *changes), 1)
@@ -380,11 +393,13 @@ def test_the_peak_alone_is_that_of_all_moments_where_gathered_weights_stay(repli
     assert len(fullest) > 3
 
 
-def test_the_peak_of_a_large_model_takes_a_fraction_of_a_millisecond() -> None:
+def test_the_peak_of_a_large_model_takes_a_few_hundred_calls() -> None:
     recipe = load(ROOT / "configs/llama3_405b_128x8h100.toml")
     degrees = recipe.mesh.fit(1024)
-    seconds = min(timeit.repeat(lambda: peak(recipe, degrees), number=10, repeat=5)) / 10
-    assert seconds < 0.5e-3, "the search asks for tens of thousands"
+    peak(recipe, degrees)  # fills caches
+    profile = cProfile.Profile()
+    profile.runcall(peak, recipe, degrees)
+    assert pstats.Stats(profile).total_calls < 1000, "the search asks for tens of thousands"
 
 
 SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "scripts/write_docs.py"))
