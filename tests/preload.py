@@ -3,12 +3,15 @@
 import gc
 
 import pytest  # noqa: F401
+import tokenizers  # noqa: F401
 import torch._inductor.compile_fx
 import torch.distributed.fsdp
 import torch.utils.flop_counter  # noqa: F401
 
 import parallel.order  # noqa: F401
+import recipes.command_line
 import recipes.training.build
+import recipes.training.run
 import recipes.training.trainer  # noqa: F401
 
 # Only imports: a thread or an operator that ran here would not survive the fork.

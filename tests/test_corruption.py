@@ -3,7 +3,6 @@
 import json
 import math
 import platform
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from recipes.load import load
 from recipes.optimization.optimizer import _local
 from recipes.schema import Recipe
 from recipes.training.trainer import Trainer
+from tests.commands import run_command
 from tests.processes import run_processes
 from tests.scripts.nodes import ROOT, arguments, environment, losses
 from tests.training import change, rows, run_all, train, training
@@ -237,19 +237,12 @@ def test_a_restart_after_a_flipped_bit_gives_the_losses_of_an_undisturbed_run(tm
     words = [str(ROOT / config), *overrides, "--run.name"]
     recipe = load(words[0], [*words[1:], "well"])
     assert run_processes(2, run_all, [recipe]) == [[FINISHED]] * 2
-    launcher = [str(ROOT / "scripts/launch.py"), "--standalone", "--nproc-per-node=2"]
-    ill = [str(ROOT / "tests/ill_train.py"), "flip_once", "1", "6", str(ROOT / "train.py")]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts/supervise.py"), sys.executable, *launcher, *ill, *words, "flip_once"],
-        cwd=tmp_path,
-        env=environment(RESTARTS="2"),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == FINISHED, done.stderr
-    assert f"attempt 1 crashed, exit code {CORRUPTED}; newest checkpoint: step 4" in done.stderr
-    assert done.stdout.count("CORRUPTED after step 8: model.embedding.weight differs between ") == 1
+    launcher = [sys.executable, ROOT / "scripts/launch.py", "--standalone", "--nproc-per-node=2"]
+    ill = [ROOT / "tests/ill_train.py", "flip_once", "1", "6", ROOT / "train.py", *words, "flip_once"]
+    code, out, err = run_command("scripts/supervise.py", *launcher, *ill, cwd=tmp_path, env=environment(RESTARTS="2"))
+    assert code == FINISHED, err
+    assert f"attempt 1 crashed, exit code {CORRUPTED}; newest checkpoint: step 4" in err
+    assert out.count("CORRUPTED after step 8: model.embedding.weight differs between ") == 1
     assert losses(tmp_path, "flip_once") == losses(tmp_path, "well")
     ends = [
         json.loads((tmp_path / "runs" / name / "checkpoints/step-00000012/manifest.json").read_text())["files"]

@@ -4,7 +4,6 @@ import json
 import os
 import platform
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import pytest
 
 from recipes.bench.crash import descendants
 from recipes.files.exit_codes import HUNG
-from tests.processes import rank_of
+from tests.commands import rank_of_fork, run_command
 from tests.scripts.nodes import ROOT, arguments
 from tests.scripts.nodes import environment as plain_environment
 from tests.test_signals import Started, start, words
@@ -32,7 +31,7 @@ def test_a_frozen_process_is_named_and_ended(ill: int, axis: str, start: Callabl
     run = start(*SHORT, "--run.steps", "100000", f"--mesh.{axis}", "2")
     run.read_until("step      2/")
     family = [run.process.pid, *descendants(run.process.pid)]
-    [frozen] = [process for process in run.workers() if rank_of(process) == ill]
+    [frozen] = [process for process in run.workers() if rank_of_fork(process) == ill]
     os.kill(frozen, signal.SIGSTOP)
     code, _, err = run.end()
     assert code == HUNG, err
@@ -68,16 +67,10 @@ def test_a_run_continues_after_all_its_processes_were_stopped_and_continued(star
 
 def ill_run(folder: Path, corpus: Path, fault: str, *overrides: str) -> tuple[int, str]:
     """Exit code and standard error of a run of two processes with a fault on rank 1 from step 6 on."""
-    launcher = [sys.executable, str(ROOT / "scripts/launch.py"), "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*launcher, str(ROOT / "tests/ill_train.py"), fault, "1", "5", *arguments(folder, corpus, "ill", *overrides)],
-        cwd=ROOT,
-        env=plain_environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    return done.returncode, done.stderr
+    launcher = ["scripts/launch.py", "--standalone", "--nproc-per-node=2"]
+    train = [ROOT / "tests/ill_train.py", fault, "1", "5", *arguments(folder, corpus, "ill", *overrides)]
+    code, _, err = run_command(*launcher, *train, env=plain_environment())
+    return code, err
 
 
 @pytest.mark.parametrize(("fault", "phase"), [("stuck_in_data", "data"), ("stuck", "step")])

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,14 @@ import pytest
 import torch
 
 from recipes.files.exit_codes import PREEMPTED
+from tests.commands import Command
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 30
+FEW = ("--schedule.warmup_steps", "0", "--schedule.decay_steps", "0", "--validation.sample_tokens", "0")
+"""For a run of few steps."""
 
 
 def command(corpus: Path, *overrides: str) -> list[str]:
@@ -53,10 +57,21 @@ def environment(home: Path) -> dict[str, str]:
 
 def run(folder: Path, arguments: list[str]) -> tuple[int, str, str]:
     """Exit code, stdout and stderr. It returns when no process holds them any more."""
-    done = subprocess.run(
-        ["bash", *arguments], cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=300
-    )
+    done = subprocess.run(["bash", *arguments], cwd=folder, env=environment(folder), capture_output=True, text=True)
     return done.returncode, done.stdout, done.stderr
+
+
+def start_here(folder: Path, arguments: list[str]) -> Command:
+    """Start what scripts/run.sh starts once it has checked the recipe, in forks."""
+    variables = environment(folder) | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+    train = [ROOT / "train.py", ROOT / arguments[1], *arguments[2:]]
+    return Command("scripts/launch.py", "--standalone", "--nproc-per-node=2", *train, cwd=folder, env=variables)
+
+
+def run_here(folder: Path, arguments: list[str]) -> tuple[int, str, str]:
+    """As run(), in forks and without the check of the recipe."""
+    out, err = (process := start_here(folder, arguments)).communicate()
+    return process.wait(), out, err
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -122,7 +137,7 @@ def test_a_run_saves_checkpoints_when_due_and_after_the_last_step(whole: str, fo
 
 def test_repeating_a_finished_run_changes_no_result(whole: str, folder: Path, corpus: Path) -> None:
     before = contents(folder / "runs/whole")
-    code, out, err = run(folder, command(corpus))
+    code, out, err = run_here(folder, command(corpus))
     assert (code, err) == (0, "")
     assert "this run has its 30 steps already" in out
     assert "written to runs/whole: " in out
@@ -156,24 +171,14 @@ class Interrupted:
 
 @pytest.fixture(scope="module")
 def interrupted(folder: Path, corpus: Path) -> Interrupted:
-    process = subprocess.Popen(
-        ["bash", *command(corpus, "--run.name", "interrupted")],
-        cwd=folder,
-        env=environment(folder),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # with a process group of its own, as a terminal gives to each command
-    )
+    process = start_here(folder, command(corpus, "--run.name", "interrupted"))
     try:
-        assert process.stdout is not None
         seen = next(line for line in process.stdout if line.startswith("step      2/"))
         assert "loss" in seen
-        os.killpg(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=300)  # also waits for every process to end
+        process.send_signal(signal.SIGINT)  # the workers are in sessions of their own
+        out, err = process.communicate()  # also waits for every process to end
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
     saved = [path.name for path in (folder / "runs/interrupted/checkpoints").iterdir()]
     return Interrupted(process.returncode, out, err, saved, rows(folder / "runs/interrupted")[-1]["step"])
 
@@ -193,7 +198,7 @@ def test_an_interrupted_run_resumes_with_the_losses_of_an_uninterrupted_one(
     whole: str, interrupted: Interrupted, folder: Path, corpus: Path
 ) -> None:
     stopped = interrupted.stopped_after
-    code, out, err = run(folder, command(corpus, "--run.name", "interrupted"))
+    code, out, err = run_here(folder, command(corpus, "--run.name", "interrupted"))
     assert (code, err) == (0, "")
     assert f"resumed from runs/interrupted/checkpoints/step-{stopped:08d}\n" in out
     assert f"done: {STEPS - stopped} steps" in out
@@ -202,7 +207,7 @@ def test_an_interrupted_run_resumes_with_the_losses_of_an_uninterrupted_one(
 
 @pytest.mark.parametrize("module", ["torch", "pydantic"], ids=["of the trainer", "of the recipe"])
 def test_ctrl_c_during_an_import_prints_nothing(module: str, tmp_path: Path) -> None:
-    (tmp_path / f"{module}.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
+    (tmp_path / f"{module}.py").write_text("import time; print('importing', flush=True); time.sleep(600)")
     process = subprocess.Popen(
         [sys.executable, ROOT / "train.py", ROOT / "configs/smollm3_debug.toml"],
         cwd=tmp_path,
@@ -214,11 +219,11 @@ def test_ctrl_c_during_an_import_prints_nothing(module: str, tmp_path: Path) -> 
     assert process.stdout is not None
     assert process.stdout.readline() == "importing\n"
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=30) == ("", "")
+    assert process.communicate() == ("", "")
     assert process.returncode == -signal.SIGINT  # 130 in a shell
 
 
-def refused(folder: Path, arguments: list[str]) -> str:
+def refused(folder: Path, arguments: list[str], run: Callable[..., tuple[int, str, str]] = run) -> str:
     """The message of a command that must be refused and write nothing."""
     before = contents(folder / "runs") if (folder / "runs").exists() else None
     code, out, err = run(folder, arguments)
@@ -237,7 +242,7 @@ def test_float8_on_cpu_is_refused_before_a_process_starts(tmp_path: Path, corpus
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine whose device is a CPU")
 def test_float8_on_a_device_found_to_be_a_cpu_is_refused_once(tmp_path: Path, corpus: Path) -> None:
-    message = refused(tmp_path, command(corpus, "--float8.recipe", "tensorwise", "--run.device", "auto"))
+    message = refused(tmp_path, command(corpus, "--float8.recipe", "tensorwise", "--run.device", "auto"), run_here)
     assert message.count("\n") == 1
     assert "a cpu device has no float8 matrix units; write float8.emulate = true" in message
     assert not (tmp_path / "runs").exists()
@@ -248,7 +253,7 @@ def test_a_refusal_by_the_processes_always_has_exit_code_2(tmp_path: Path) -> No
     blank = tmp_path / "blank.txt"
     blank.write_text(" \n" * 10_000)
     for _ in range(2):
-        code, _, err = run(tmp_path, command(blank))
+        code, _, err = run_here(tmp_path, command(blank))
         assert code == 2
         assert err.startswith("data.source") and len(err.splitlines()) == 1
         assert not (tmp_path / "runs").exists()
@@ -257,29 +262,27 @@ def test_a_refusal_by_the_processes_always_has_exit_code_2(tmp_path: Path) -> No
 def test_a_run_whose_text_has_changed_is_refused(whole: str, folder: Path, corpus: Path) -> None:
     grown = folder / "grown.txt"
     grown.write_text(corpus.read_text())
-    arguments = command(grown, "--run.name", "grown", "--run.steps", "20", "--validation.sample_tokens", "0")
-    assert run(folder, arguments)[0] == 0
+    arguments = command(grown, "--run.name", "grown", *FEW, "--run.steps", "2")
+    assert run_here(folder, arguments)[0] == 0
     with grown.open("a") as file:
         file.write("\n\nOne more line, and both the tokenizer and the tokens are others." * 50)
-    code, _, err = run(folder, [*arguments, "--run.steps", "25"])
+    code, _, err = run_here(folder, [*arguments, "--run.steps", "4"])
     assert code == 2
-    assert "runs/grown/checkpoints/step-00000020 was trained on other text behind " in err
+    assert "runs/grown/checkpoints/step-00000002 was trained on other text behind " in err
     assert "another tokenizer" not in err  # that of the checkpoint is used, though it was trained on the text
-    assert [row["step"] for row in rows(folder / "runs/grown") if "loss" in row] == list(range(1, 21))
+    assert [row["step"] for row in rows(folder / "runs/grown") if "loss" in row] == [1, 2]
 
 
 def test_results_without_a_checkpoint_are_set_aside(whole: str, folder: Path, corpus: Path) -> None:
-    arguments = command(
-        corpus, "--run.name", "again", "--run.steps", "8", "--checkpoint.every", "0", "--validation.sample_tokens", "0"
-    )
-    assert run(folder, arguments)[0] == 0
+    arguments = command(corpus, "--run.name", "again", *FEW, "--run.steps", "4", "--checkpoint.every", "0")
+    assert run_here(folder, arguments)[0] == 0
     first = contents(folder / "runs/again")
-    code, out, _ = run(folder, arguments)
+    code, out, _ = run_here(folder, arguments)
     assert code == 0
     assert "runs/again held results but no checkpoint to resume from; they are in runs/again.1 now" in out
     assert contents(folder / "runs/again.1") == first
     curves = [[row["loss"] for row in rows(folder / "runs" / name) if "loss" in row] for name in ("again", "again.1")]
-    assert len(curves[0]) == 8 and curves[0] == curves[1]
+    assert len(curves[0]) == 4 and curves[0] == curves[1]
 
 
 def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:

@@ -4,18 +4,17 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
 
 import pytest
 
 from recipes.bench.crash import descendants
 from recipes.files.exit_codes import PREEMPTED, SIGNALS, ended_by
-from tests.test_run import ROOT, command, environment
+from tests.commands import rank_of_fork
+from tests.test_run import command, start_here
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc"), pytest.mark.slow]
 
@@ -53,21 +52,11 @@ class Started:
         small |= {"schedule.decay_steps": "0", "data.cache": str(corpus.parent / "signals-cache")}
         options = [part for key, value in small.items() for part in (f"--{key}", value)]
         self.folder = folder / "runs" / "run"
-        self.process = subprocess.Popen(
-            ["bash", *command(corpus, *options, *overrides)],
-            cwd=folder,
-            env=environment(folder) | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        assert self.process.stdout is not None
-        self.screen: IO[str] = self.process.stdout
+        self.process = start_here(folder, command(corpus, *options, *overrides))
         self.seen = ""
 
     def read_until(self, beginning: str) -> None:
-        while not (line := self.screen.readline()).startswith(beginning):
+        while not (line := self.process.stdout.readline()).startswith(beginning):
             assert line, f"{self.seen}\n{self.process.communicate()[1]}"
             self.seen += line
         self.seen += line
@@ -79,9 +68,8 @@ class Started:
             time.sleep(0.001)
 
     def workers(self) -> list[int]:
-        """The processes that run train.py; empty while run.sh checks the recipe."""
-        found = {pid: words(pid) for pid in descendants(self.process.pid)}
-        return [pid for pid, line in found.items() if str(ROOT / "train.py") in line and "--check" not in line]
+        """The processes that run train.py."""
+        return [pid for pid in descendants(self.process.pid) if rank_of_fork(pid) is not None]
 
     def send(self, number: int, target: str) -> None:
         workers = self.workers()
@@ -100,7 +88,7 @@ class Started:
 
     def end(self) -> tuple[int, str, str]:
         """Exit code, all screen output, and errors, when no process holds them any more."""
-        out, err = self.process.communicate(timeout=300)  # a compilation on a busy machine
+        out, err = self.process.communicate()
         return self.process.returncode, self.seen + out, err
 
     def saved_step(self) -> int:

@@ -8,7 +8,7 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
-from tests.processes import free_ports, wait_for
+from tests.processes import PATIENCE, free_ports, wait_for
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
@@ -124,12 +124,12 @@ SlurmdTimeout=10
         """End all jobs, then the daemons in reverse order, and check that no process is left."""
         try:
             self._ask("scancel", "--user=root")
-            wait_for("an empty queue", lambda: not self._ask("squeue", "-h"), seconds=KILL_WAIT + 40)
+            wait_for("an empty queue", lambda: not self._ask("squeue", "-h"))
         finally:
             for daemon in reversed(self._daemons):
                 daemon.send_signal(signal.SIGTERM)
                 try:
-                    daemon.wait(timeout=300)
+                    daemon.wait(timeout=PATIENCE)
                 except subprocess.TimeoutExpired:
                     daemon.kill()
                     daemon.wait()
@@ -140,12 +140,12 @@ SlurmdTimeout=10
                 os.kill(process, signal.SIGKILL)
 
     def _ask(self, *command: str) -> str:
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True)
         return done.stdout
 
     def do(self, *command: str) -> str:
         """Standard output of a SLURM command, which must succeed."""
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -155,7 +155,7 @@ SlurmdTimeout=10
         """Submit a job. Returns its number."""
         command = ["sbatch", "--parsable", *flags, str(script), *words]
         environment = {**variables, "SLURM_CONF": self.environment["SLURM_CONF"]}
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 

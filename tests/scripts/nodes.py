@@ -4,10 +4,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.cluster.restarts import newest_step
+from tests.commands import Command
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 40
@@ -65,10 +65,23 @@ def reached(folder: Path, name: str, step: int) -> bool:
     return len(losses(folder, name)) >= step and newest_step(folder / "runs" / name) >= due
 
 
-def launch(folder: Path, words: list[str], *, on: Sequence[str] = (), **variables: str) -> "subprocess.Popen[str]":
-    """Start scripts/run.sh with these arguments. on: a command that runs it, on another host for example."""
+def launch(folder: Path, words: list[str], *, network: Path | None = None, **variables: str) -> Command:
+    """Start what scripts/run.sh starts once it has checked the recipe, in forks. See test_setup.py for its words."""
+    script, place = [str(ROOT / "scripts/launch.py")], ["--standalone"]
+    if "NNODES" in variables:
+        place = [f"--nnodes={variables['NNODES']}", f"--node-rank={variables['NODE_RANK']}"]
+        place += [f"--master-addr={variables['MASTER_ADDR']}", f"--master-port={variables['MASTER_PORT']}"]
+    if "RESTARTS" in variables:
+        script = [str(ROOT / "scripts/supervise.py"), sys.executable, *script]
+    train = [str(ROOT / "train.py"), str(ROOT / words[0]), *words[1:]]
+    command = [*script, *place, f"--nproc-per-node={variables['NPROC']}", *train]
+    return Command(*command, cwd=folder, env=environment(**variables), network=network)
+
+
+def run_sh(folder: Path, words: list[str], **variables: str) -> "subprocess.Popen[str]":
+    """Start scripts/run.sh with these arguments."""
     return subprocess.Popen(
-        [*on, "bash", str(ROOT / "scripts/run.sh"), *words],
+        ["bash", str(ROOT / "scripts/run.sh"), *words],
         cwd=folder,
         env=environment(**variables),
         stdout=subprocess.PIPE,

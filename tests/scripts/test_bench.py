@@ -19,6 +19,7 @@ import torch
 from parallel.errors import UserError
 from recipes.bench import gpu, gpu_plan, kernels, overhead, peers
 from recipes.sweep import loop, runner
+from tests.commands import run_command
 from tests.processes import wait_for
 from tests.recipes.sweep.forked import run_forked
 
@@ -30,20 +31,8 @@ def environment(home: Path) -> dict[str, str]:
     return {"PATH": os.environ["PATH"], "HOME": str(home), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def bench(home: Path, *arguments: str) -> tuple[int, str, str]:
-    done = subprocess.run(
-        [sys.executable, SCRIPT, *arguments],
-        cwd=home,
-        env=environment(home),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    return done.returncode, done.stdout, done.stderr
-
-
 def bench_here(home: Path, *arguments: str) -> tuple[int, str, str]:
-    """The same without a process of its own."""
+    """Exit code, output and errors of scripts/bench.py, called in this process."""
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
@@ -104,9 +93,9 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple
         stderr=subprocess.PIPE,
         text=True,
     )
-    wait_for("the first step", lambda: list(home.rglob("metrics.jsonl")) or process.poll() is not None, seconds=600)
+    wait_for("the first step", lambda: list(home.rglob("metrics.jsonl")) or process.poll() is not None)
     process.terminate()
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate()
     logged = list(home.rglob("metrics.jsonl"))
     assert len(logged) == 1, (out, err)
     return home, process.returncode, err, logged[0].stat().st_size
@@ -290,13 +279,13 @@ def test_a_suite_killed_without_notice_goes_on_with_the_next_row(tmp_path: Path,
     """
     start = [sys.executable, "-c", code, "--tiny", "--output", "record", "--data.source", str(corpus), "--no-steps"]
     options: dict[str, Any] = {"cwd": tmp_path, "env": environment(tmp_path), "text": True, "capture_output": True}
-    assert subprocess.run([*start, "die"], **options, timeout=300).returncode == -signal.SIGKILL
+    assert subprocess.run([*start, "die"], **options).returncode == -signal.SIGKILL
     file, names = tmp_path / "record/gpu-cpu.json", list(gpu_plan.GROUPS)
     rows = json.loads(file.read_text())["rows"]
     assert [*rows] == names[:2] and {row["outcome"] for row in rows.values()} == {"timed out"}
     line = "- bandwidth: timed out: no end after 0.3 s; all its processes were killed\n"
     assert line in (tmp_path / "record/gpu-cpu.md").read_text()  # which is written after the JSON file
-    again = subprocess.run([*start, "live"], **options, timeout=300)
+    again = subprocess.run([*start, "live"], **options)
     assert (again.returncode, again.stderr) == (0, "")
     assert f"[1/{len(names) - 2}] {names[2]}: running" in again.stdout
     assert [*json.loads(file.read_text())["rows"]] == names
@@ -342,7 +331,8 @@ def test_the_overhead_suite_reports_both_loops_and_the_starts(tmp_path: Path, co
     tiny = ["--model.layers", "1", "--batch.sequence_length", "16", "--batch.global_batch_size", "4"]
     tiny += ["--schedule.warmup_steps", "1", "--schedule.decay_steps", "0", "--data.source", str(corpus)]
     short = ["--parts", "loop", "starts", "--rounds", "2", "--steps", "30", "--out", "overhead.json"]
-    code, out, err = bench(tmp_path, "--suite", "overhead", *short, *tiny)
+    words = ["--suite", "overhead", *short, *tiny]
+    code, out, err = run_command(SCRIPT, *words, cwd=tmp_path, env=environment(tmp_path))
     assert (code, err) == (0, "")
     found = json.loads((tmp_path / "overhead.json").read_text())
     assert json.loads(out) == {name: found[name] for name in found if name not in ("windows", "environment")}

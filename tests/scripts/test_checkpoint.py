@@ -2,27 +2,22 @@
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from recipes.checkpoint import look
 from recipes.checkpoint.manifest import Manifest
+from tests.commands import run_command
 from tests.recipes.checkpoint.golden import GOLDEN
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
 SHARD = "shard-00001-of-00002.safetensors"
 
 
 def checkpoint(*arguments: str | Path) -> tuple[int, str, str]:
-    found = subprocess.run(
-        [sys.executable, ROOT / "scripts/checkpoint.py", *arguments], capture_output=True, text=True, timeout=300
-    )
-    return found.returncode, found.stdout, found.stderr
+    return run_command("scripts/checkpoint.py", *arguments)
 
 
 @pytest.fixture

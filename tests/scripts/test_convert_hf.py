@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import run_command
 from tests.recipes.weights.test_hf_folder import SMALL, contents, write_random
 
 pytestmark = pytest.mark.slow
@@ -17,8 +18,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "convert_hf.py"
 
 
 def convert(folder: Path, *arguments: str) -> tuple[int, str, str]:
-    done = subprocess.run([sys.executable, SCRIPT, *arguments], cwd=folder, capture_output=True, text=True)
-    return done.returncode, done.stdout, done.stderr
+    return run_command(SCRIPT, *arguments, cwd=folder)
 
 
 def test_import_and_export_keep_the_folder_and_refuse_mistakes(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_ctrl_c_leaves_no_files(tmp_path: Path) -> None:
             assert process.poll() is None
             time.sleep(0.001)
         process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=300)[1] == b"" and process.returncode == 130
+        assert process.communicate()[1] == b"" and process.returncode == 130
         assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "hf"]
 
 

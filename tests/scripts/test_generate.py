@@ -7,12 +7,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from recipes.data.text.tokenizer import load_tokenizer
+from tests.commands import Command, run_command
 from tests.processes import until_the_terminal_closes
 
 pytestmark = pytest.mark.slow
@@ -44,9 +44,9 @@ def folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def generate(*arguments: str, cwd: Path | None = None) -> tuple[int, str, str]:
     """Exit code, stdout, stderr."""
-    done = subprocess.run([sys.executable, SCRIPT, *arguments], cwd=cwd, capture_output=True, text=True)
-    assert "Traceback" not in done.stderr, done.stderr
-    return done.returncode, done.stdout, done.stderr
+    code, out, err = run_command(SCRIPT, *arguments, cwd=cwd or ROOT)
+    assert "Traceback" not in err, err
+    return code, out, err
 
 
 def test_the_same_seed_prints_the_same_text(folder: Path) -> None:
@@ -72,7 +72,7 @@ def test_on_a_terminal_the_prompt_is_dim(folder: Path) -> None:
     process = subprocess.Popen(command, stdout=follower, stderr=subprocess.DEVNULL)
     os.close(follower)
     shown = until_the_terminal_closes(leader)
-    assert process.wait(timeout=300) == 0
+    assert process.wait() == 0
     assert shown.startswith(b"\x1b[2mdef main(\x1b[0m")
 
 
@@ -87,7 +87,7 @@ def test_a_reader_that_has_enough_ends_the_text_quietly(folder: Path) -> None:
     process.stdout.close()
     assert process.stderr.read() == b""
     process.stderr.close()
-    assert process.wait(timeout=300) == 0
+    assert process.wait() == 0
 
 
 @pytest.mark.parametrize(
@@ -117,18 +117,12 @@ def test_a_text_longer_than_the_context_is_announced(folder: Path, tmp_path: Pat
 
 
 def test_ctrl_c_ends_the_text_without_a_traceback(folder: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, SCRIPT, str(folder), "def ", "--max-tokens", "30000", "--top-k", "20"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    assert process.stdout.read(12).startswith(b"def ")  # it has begun to write
-    time.sleep(0.2)
-    os.kill(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=300)
+    process = Command(SCRIPT, folder, "def ", "--max-tokens", "30000", "--top-k", "20")
+    assert process.stdout.read(12).startswith("def ")  # it has begun to write
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
     assert process.returncode == 130
-    assert out.endswith(b"\n") and err == b""
+    assert out.endswith("\n") and err == ""
 
 
 def test_a_run_continues_from_its_newest_checkpoint(corpus: Path, tmp_path: Path) -> None:
@@ -153,7 +147,7 @@ def test_a_run_continues_from_its_newest_checkpoint(corpus: Path, tmp_path: Path
         "validation.sample_tokens": "0",
     }
     flags = [word for key, value in changes.items() for word in (f"--{key}", value)]
-    subprocess.run([sys.executable, ROOT / "train.py", recipe, *flags], cwd=tmp_path, check=True, capture_output=True)
+    assert run_command("train.py", recipe, *flags, cwd=tmp_path)[0] == 0
     shutil.rmtree(tmp_path / "cache")
     text.unlink()
     code, out, err = generate("runs/small", "def ", "--max-tokens", "5", "--greedy", cwd=tmp_path)

@@ -5,8 +5,6 @@ import re
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,27 +12,28 @@ from pathlib import Path
 import pytest
 
 from recipes.bench.crash import descendants
-from recipes.files.exit_codes import HUNG, PREEMPTED, is_there
-from tests.processes import free_ports, rank_of
+from recipes.files.exit_codes import PREEMPTED, is_there
+from tests.commands import Command, rank_of_fork
+from tests.processes import free_ports, wait_for
 from tests.scripts import network
 from tests.scripts.network import DEVICE, Network
-from tests.scripts.nodes import EVERY, ROOT, STEPS, arguments, launch, losses, reached
+from tests.scripts.nodes import EVERY, STEPS, arguments, launch, losses, reached, run_sh
 
 pytestmark = pytest.mark.slow
 
-HANG = 300
-"""Seconds that only a hang can take, on a busy machine too."""
+Node = subprocess.Popen[str] | Command
 
 
 def run(folder: Path, words: list[str], **variables: str) -> tuple[int, str, str]:
-    out, err = (process := launch(folder, words, **variables)).communicate(timeout=HANG)
-    return process.returncode, out, err
+    """A run, in forks."""
+    out, err = (process := launch(folder, words, **variables)).communicate()
+    return process.wait(), out, err
 
 
-def ends(nodes: list[subprocess.Popen[str]]) -> list[tuple[str, str]]:
+def ends(nodes: list[Node]) -> list[tuple[str, str]]:
     """Standard output and standard error of each launcher."""
     try:
-        return [process.communicate(timeout=HANG) for process in nodes]
+        return [process.communicate() for process in nodes]
     finally:
         for process in nodes:
             process.kill()
@@ -80,9 +79,9 @@ def per_node(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> PerNode:
     hosts.write_text("# the first node\n127.0.0.1 slots=2\n\nlocalhost\n")
     words, port = arguments(folder, corpus, "two", "--mesh.shard", "node"), free_port()
     short = [*words, "--run.steps", "20"]
-    nodes = [
-        launch(folder, short, NPROC="2", NODE_RANK="0", HOSTFILE=str(hosts), MASTER_PORT=port),
-        launch(folder, short, NPROC="2", NODE_RANK="1", NNODES="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
+    nodes = [  # a real start of both
+        run_sh(folder, short, NPROC="2", HOSTFILE=str(hosts), MASTER_PORT=port),
+        run_sh(folder, short, NPROC="2", NODE_RANK="1", NNODES="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
     ]
     outputs = ends(nodes)
     codes = [process.returncode for process in nodes]
@@ -140,43 +139,42 @@ class Nodes:
             self.variables |= {"MASTER_ADDR": network.address(0), "GLOO_SOCKET_IFNAME": DEVICE}
         self.nodes = [self.start(0), self.start(1)]
 
-    def start(self, rank: int) -> "subprocess.Popen[str]":
-        on = self.network.command(rank, []) if self.network else ()
-        return launch(self.folder, self.words, on=on, NODE_RANK=str(rank), **self.variables)
+    def start(self, rank: int) -> Command:
+        network = self.network.namespace(rank) if self.network else None
+        return launch(self.folder, self.words, network=network, NODE_RANK=str(rank), **self.variables)
 
     @property
     def losses(self) -> list[tuple[int, float]]:
         return losses(self.folder, "two")
 
     def reach(self, step: int) -> None:
-        end = time.monotonic() + HANG
-        while not reached(self.folder, "two", step):
-            assert time.monotonic() < end and self.nodes[0].poll() is None, ends(self.nodes)
-            time.sleep(0.05)
+        def is_there() -> bool:
+            assert self.nodes[0].poll() is None, ends(self.nodes)
+            return reached(self.folder, "two", step)
+
+        wait_for(f"step {step}", is_there)
 
     def worker(self, rank: int) -> int:
         """The process of this rank, as soon as it exists."""
-        return self._process(lambda process: rank_of(process) == rank)
+        found: list[int] = []
 
-    def launcher(self, node: int) -> int:
-        """The process that started the workers of this node."""
-        script, rank = str(ROOT / "scripts/launch.py").encode(), f"--node-rank={node}".encode()
-        return self._process(lambda process: script in (found := words_of(process))[:3] and rank in found)
-
-    def _process(self, wanted: Callable[[int], bool]) -> int:
-        end = time.monotonic() + HANG
-        while time.monotonic() < end:
+        def is_there() -> bool:
             for process in (process for node in self.nodes for process in descendants(node.pid)):
                 with suppress(OSError):  # it has ended meanwhile
-                    if wanted(process):
-                        return process
-            time.sleep(0.05)
-        raise AssertionError("no such process")
+                    if rank_of_fork(process) == rank:
+                        found.append(process)
+            return bool(found)
+
+        wait_for(f"rank {rank}", is_there)
+        return found[0]
+
+    def launcher(self, node: int) -> int:
+        """The process that started the workers of this node, under its supervisor."""
+        return parent_of(self.worker(node))
 
 
-def words_of(process: int) -> list[bytes]:
-    """The command line of a process."""
-    return Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+def parent_of(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def test_a_signal_to_one_node_stops_all_and_loses_no_step(
@@ -231,6 +229,7 @@ def test_nodes_restart_after_a_lost_node_a_frozen_process_and_a_killed_launcher(
     assert [node.returncode for node in job.nodes] == [0, 0], err + other_err
     assert "supervise: attempt 1 crashed, exit code " in err and "supervise: attempt 2 crashed, exit code 77; " in err
     assert f"  rank 1 on {socket.gethostname()}#1: last seen in phase " in err
+    assert "launch: HUNG: workers of this node were frozen" in other_err
     assert out.count("\nresumed from ") == 3
     assert job.losses == whole
 
@@ -246,10 +245,7 @@ def test_a_node_that_is_disconnected_is_waited_for(
         job.reach(EVERY + 2)
         first = job.worker(0)
         hosts.disconnect(1)
-        end = time.monotonic() + HANG
-        while is_there(first) and time.monotonic() < end:
-            time.sleep(0.1)
-        assert not is_there(first)
+        wait_for("the end of rank 0", lambda: not is_there(first))
         hosts.reconnect(1)
         (out, err), (_, other_err) = ends(job.nodes)
     finally:
@@ -266,11 +262,15 @@ def test_a_process_that_cannot_start_ends_the_other_nodes(tmp_path: Path, corpus
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "sitecustomize.py").write_text(
-        "import os, sys\nif os.environ.get('RANK') == '1' and sys.argv[0].endswith('train.py'): os._exit(2)"
+        "import os, sys, time\n"
+        "if 'RANK' in os.environ and sys.argv[0].endswith('train.py'):\n"
+        "    os._exit(2) if os.environ['RANK'] == '1' else time.sleep(600)"
     )
-    job = Nodes(tmp_path, corpus, RESTARTS="2", PYTHONPATH=str(broken))
-    (_, err), (_, other_err) = ends(job.nodes)
-    assert [node.returncode for node in job.nodes] == [2, 2], err + other_err
+    words, variables = arguments(tmp_path, corpus, "two"), {"NPROC": "1", "RESTARTS": "2", "PYTHONPATH": str(broken)}
+    variables |= {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    nodes = [run_sh(tmp_path, words, NODE_RANK=rank, **variables) for rank in ("0", "1")]
+    (_, err), (_, other_err) = ends(nodes)
+    assert [node.returncode for node in nodes] == [2, 2], err + other_err
     assert err == "launch: node 1 ended with exit code 2\n"
 
 
@@ -291,26 +291,10 @@ def test_a_run_folder_that_differs_between_nodes_is_refused(tmp_path: Path, corp
     assert not list((tmp_path / "0").iterdir()) and not list((tmp_path / "1").iterdir())
 
 
-def test_a_node_with_all_processes_frozen_ends_with_the_others(tmp_path: Path, corpus: Path) -> None:
-    port = free_port()
-    words = [*arguments(tmp_path, corpus, "frozen", "--run.steps", "100000"), "--run.hang_timeout", "5"]
-    shared = {"NPROC": "1", "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    nodes = [launch(tmp_path, words, NODE_RANK=rank, **shared) for rank in ("0", "1")]
-    try:
-        assert nodes[0].stdout is not None
-        while not (line := nodes[0].stdout.readline()).startswith("step      2/"):
-            assert line
-        family = [process for node in nodes for process in descendants(node.pid)]
-        for process in descendants(nodes[1].pid):
-            os.kill(process, signal.SIGSTOP)
-        (_, err), (_, other_err) = (process.communicate(timeout=HANG) for process in nodes)
-    finally:
-        for node in nodes:
-            node.kill()
-    assert [node.returncode for node in nodes] == [HUNG, HUNG], err + other_err
-    assert f"  rank 1 on {socket.gethostname()}#1: last seen in phase " in err
-    assert other_err.startswith("launch: HUNG: workers of this node were frozen")
-    assert not [process for process in family if is_there(process)]
+def checked(folder: Path, words: list[str], **variables: str) -> tuple[int, str, str]:
+    """What scripts/run.sh says before it starts a launcher."""
+    out, err = (process := run_sh(folder, words, **variables)).communicate()
+    return process.returncode, out, err
 
 
 @pytest.mark.parametrize(
@@ -332,7 +316,7 @@ def test_inconsistent_variables_of_nodes_are_refused(
 ) -> None:
     (tmp_path / "empty").write_text("# no name\n")
     (tmp_path / "others").write_text("this.invalid\nthat.invalid\n")
-    code, out, err = run(tmp_path, arguments(tmp_path, corpus, "none"), NPROC="2", **variables)
+    code, out, err = checked(tmp_path, arguments(tmp_path, corpus, "none"), NPROC="2", **variables)
     assert (code, out) == (2, "")
     assert message in err
     assert not (tmp_path / "runs").exists()
@@ -341,18 +325,17 @@ def test_inconsistent_variables_of_nodes_are_refused(
 def test_a_node_finds_its_number_in_the_host_file(tmp_path: Path, corpus: Path) -> None:
     """Only node 1 of two is started, and waits for the other."""
     (tmp_path / "hosts").write_text(f"127.9.9.9\n{socket.gethostname()}\n")
-    process = launch(
+    process = run_sh(
         tmp_path, arguments(tmp_path, corpus, "none"), NPROC="2", HOSTFILE="hosts", MASTER_PORT=free_port()
     )
+
+    def words() -> set[bytes]:
+        assert process.poll() is None
+        return set(Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0"))
+
     try:
-        for _ in range(600):
-            words = words_of(process.pid)
-            if b"--node-rank=1" in words:
-                break
-            assert process.poll() is None
-            with pytest.raises(subprocess.TimeoutExpired):
-                process.wait(timeout=0.1)
-        assert {b"--nnodes=2", b"--node-rank=1", b"--master-addr=127.9.9.9"} <= set(words)
+        wait_for("the launcher", lambda: b"--node-rank=1" in words())
+        assert {b"--nnodes=2", b"--node-rank=1", b"--master-addr=127.9.9.9"} <= words()
     finally:
         process.kill()
         process.communicate()
@@ -361,18 +344,18 @@ def test_a_node_finds_its_number_in_the_host_file(tmp_path: Path, corpus: Path) 
 @pytest.mark.parametrize("variables", [{}, {"NPROC": "4", "NNODES": "2"}], ids=str)
 def test_check_accepts_a_recipe_that_fits(variables: dict[str, str], tmp_path: Path, corpus: Path) -> None:
     """For any number of processes if none is given."""
-    assert run(tmp_path, [*arguments(tmp_path, corpus, "none"), "--check"], **variables)[0] == 0
+    assert checked(tmp_path, [*arguments(tmp_path, corpus, "none"), "--check"], **variables)[0] == 0
 
 
 def test_check_refuses_replicate_beside_shard_node(tmp_path: Path, corpus: Path) -> None:
     words = arguments(tmp_path, corpus, "none", "--check", "--mesh.shard", "node", "--mesh.replicate", "3")
-    code, out, err = run(tmp_path, words, NPROC="4", NNODES="2")
+    code, out, err = checked(tmp_path, words, NPROC="4", NNODES="2")
     assert (code, out) == (2, "")
     assert 'shard = "node" makes one replica per node, and there are 2; omit replicate' in err
 
 
 def test_check_refuses_a_batch_that_does_not_fit_the_processes_of_all_nodes(tmp_path: Path, corpus: Path) -> None:
-    code, out, err = run(tmp_path, [*arguments(tmp_path, corpus, "none"), "--check"], NPROC="4", NNODES="3")
+    code, out, err = checked(tmp_path, [*arguments(tmp_path, corpus, "none"), "--check"], NPROC="4", NNODES="3")
     assert (code, out) == (2, "")
     assert re.search(r"multiple of\s+micro_batch_size 1 x 12 data-parallel\s+processes", err)
 
@@ -381,25 +364,23 @@ def test_check_refuses_a_batch_that_does_not_fit_the_processes_of_all_nodes(tmp_
 def test_a_node_whose_link_becomes_slow_is_named(tmp_path: Path, corpus: Path) -> None:
     """All processes wait longer; only measuring the links shows for which one."""
     hosts, nodes = Network(3), []
-    words = arguments(tmp_path, corpus, "slow", "--batch.global_batch_size", "12", "--checkpoint.every", "0")
+    long = ("--batch.global_batch_size", "12", "--checkpoint.every", "0", "--run.steps", "100000")
+    words = arguments(tmp_path, corpus, "slow", *long)
     shared = {"NPROC": "1", "NNODES": "3", "MASTER_ADDR": hosts.address(0), "MASTER_PORT": free_port()}
 
-    def logged_by(time_limit: float, *, steps: int = 0, line: str = "STRAGGLER") -> int:
-        """Wait for this many logged steps, or else for the line. Returns the number of logged steps."""
-        end, log = time.monotonic() + time_limit, tmp_path / "runs/slow/log.txt"
-        while not (len(losses(tmp_path, "slow")) >= steps if steps else line in log.read_text()):
-            assert time.monotonic() < end and nodes[0].poll() is None, ends(nodes)
-            time.sleep(0.05)
+    def logged() -> int:
+        assert nodes[0].poll() is None, ends(nodes)
         return len(losses(tmp_path, "slow"))
 
     try:
         for rank in hosts.hosts:
             variables = shared | {"NODE_RANK": str(rank), "GLOO_SOCKET_IFNAME": DEVICE}
-            nodes.append(launch(tmp_path, [*words, "--run.steps", "100000"], on=hosts.command(rank, []), **variables))
-        before = logged_by(HANG, steps=30)
+            nodes.append(launch(tmp_path, words, network=hosts.namespace(rank), **variables))
+        wait_for("30 steps", lambda: logged() >= 30)
+        before = logged()
         hosts.slow_down(1, "100mbit")
-        after = logged_by(1, steps=30)
-        logged_by(HANG)
+        after, log = logged(), tmp_path / "runs/slow/log.txt"
+        wait_for("its name", lambda: logged() and "STRAGGLER" in log.read_text())
         for node in nodes:
             node.terminate()
         said = ends(nodes)
@@ -409,9 +390,8 @@ def test_a_node_whose_link_becomes_slow_is_named(tmp_path: Path, corpus: Path) -
                 os.kill(process, signal.SIGKILL)
         hosts.close()
     assert [node.returncode for node in nodes] == [128 + signal.SIGTERM] * 3, said
-    log = (tmp_path / "runs/slow/log.txt").read_text()
     host = socket.gethostname()
-    [(step, name)] = re.findall(r"^step +(\d+)  STRAGGLER: (.*)$", log, re.M)
+    [(step, name)] = re.findall(r"^step +(\d+)  STRAGGLER: (.*)$", log.read_text(), re.M)
     assert re.fullmatch(
         rf"rank 1 on {host}#1 reaches [\d.]+ \wB/s in communication, the median process [\d.]+ \wB/s", name
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from recipes.curves.at_end import draw
+from tests.commands import run_command
 from tests.recipes.curves.runs import row, run_folder
 
 pytestmark = pytest.mark.slow
@@ -17,9 +18,8 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def plot(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "plot.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+def plot(*arguments: object) -> tuple[int, str, str]:
+    return run_command("scripts/plot.py", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,8 @@ class Page(HTMLParser):
 
 
 def test_one_run_is_drawn_into_its_folder(folders: list[Path]) -> None:
-    done = plot(folders[0])
+    command = [sys.executable, ROOT / "scripts/plot.py", folders[0]]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (folders[0] / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert done.stdout.strip() == str(folders[0] / "curves.png")
@@ -63,8 +64,8 @@ def test_one_run_is_drawn_into_its_folder(folders: list[Path]) -> None:
 
 def test_the_page_of_several_runs_needs_nothing_from_elsewhere(folders: list[Path], tmp_path: Path) -> None:
     out = tmp_path / "page.html"
-    done = plot(*folders, "--out", out, "--x", "tokens")
-    assert done.returncode == 0, done.stderr
+    code, _, err = plot(*folders, "--out", out, "--x", "tokens")
+    assert code == 0, err
     text = out.read_text()
     page = Page(text)
     assert page.open == [] and page.count["svg"] == page.count["figure"] == 7
@@ -76,7 +77,7 @@ def test_the_page_of_several_runs_needs_nothing_from_elsewhere(folders: list[Pat
 
 def test_the_values_below_the_pointer_are_those_of_the_rows(folders: list[Path], tmp_path: Path) -> None:
     out = tmp_path / "page.html"
-    assert plot(*folders, "--out", out).returncode == 0
+    assert plot(*folders, "--out", out)[0] == 0
     texts = re.findall(r'<script type="application/json">(.*?)</script>', out.read_text())
     validation = next(found for found in map(json.loads, texts) if found["lines"] and found["lines"][0]["y"] == [2.5])
     assert (validation["lines"][0]["x"], validation["lines"][0]["name"], validation["unit"]) == (
@@ -99,9 +100,9 @@ def test_the_values_below_the_pointer_are_those_of_the_rows(folders: list[Path],
 def test_what_cannot_be_drawn_is_refused_in_one_line(
     folders: list[Path], arguments: tuple[str, ...], message: str
 ) -> None:
-    done = plot(*(argument.format(run=folders[0]) for argument in arguments))
-    assert done.returncode == 2 and done.stdout == ""
-    assert message in done.stderr and len(done.stderr.splitlines()) == 1
+    code, out, err = plot(*(argument.format(run=folders[0]) for argument in arguments))
+    assert (code, out) == (2, "")
+    assert message in err and len(err.splitlines()) == 1
 
 
 def test_the_end_of_a_run_says_in_one_line_why_it_has_no_picture(tmp_path: Path) -> None:
@@ -117,6 +118,6 @@ def test_the_end_of_a_run_says_in_one_line_why_it_has_no_picture(tmp_path: Path)
 def test_odd_names_and_a_single_row_can_be_drawn(tmp_path: Path, suffix: str) -> None:
     rows = [row(1, stage="$x^"), {"step": 1, "validation_loss/_$\\frac{$": 2.0}]
     folders = [run_folder(tmp_path / name, *rows) for name in ("_a$b^$", "ä 😀 <i>", *"cdefghij")]
-    done = plot(*folders, "--x", "hours", "--out", tmp_path / f"odd.{suffix}")
-    assert done.returncode == 0, done.stderr
+    code, _, err = plot(*folders, "--x", "hours", "--out", tmp_path / f"odd.{suffix}")
+    assert code == 0, err
     assert (tmp_path / f"odd.{suffix}").stat().st_size > 10_000

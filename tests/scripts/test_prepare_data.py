@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from recipes.data.tokens.shards import read_shard
+from tests.commands import run_command
 from tests.recipes.data.texts import contents, write_rows
 
 pytestmark = pytest.mark.slow
@@ -19,11 +20,9 @@ SCRIPT = ROOT / "scripts" / "prepare_data.py"
 
 
 def run(*arguments: object, code: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *map(str, arguments)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout if code == 0 else done.stderr
+    ended, out, err = run_command(SCRIPT, *arguments)
+    assert ended == code, out + err
+    return out if code == 0 else err
 
 
 def test_prepared_folder_is_read_by_a_recipe(tmp_path: Path) -> None:
@@ -54,17 +53,15 @@ def test_prepared_folder_is_read_by_a_recipe(tmp_path: Path) -> None:
         "[schedule]\nwarmup_steps = 0\ndecay_steps = 0\n[checkpoint]\nevery = 0\n[validation]\nevery = 0\n"
         "sample_tokens = 0\n"
     )
-    done = subprocess.run([sys.executable, ROOT / "train.py", recipe], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "done: 2 steps" in done.stdout
+    code, out, err = run_command("train.py", recipe)
+    assert code == 0, out + err
+    assert "done: 2 steps" in out
     recipe.write_text(
         recipe.read_text().replace("0.1", "0.2").replace(f'"{tmp_path / "out" / "tokenizer.json"}"', '"train:300"')
     )
-    done = subprocess.run(
-        [sys.executable, ROOT / "train.py", recipe, "--check"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    said = " ".join(done.stderr.split())
+    code, _, err = run_command("train.py", recipe, "--check")
+    assert code == 2
+    said = " ".join(err.split())
     assert "is tokenized already; write tokenizer =" in said
     assert "was prepared with 0.1; write that" in said
 

@@ -42,7 +42,7 @@ def test_a_run_without_screens_restarts_after_a_crash_and_saves_after_a_signal(t
         before = len(losses(tmp_path, "run"))
         wait_for("steps of it", lambda: len(losses(tmp_path, "run")) > before + EVERY)
         process.terminate()
-        assert process.wait(300) == PREEMPTED
+        assert process.wait() == PREEMPTED
     finally:
         process.kill()
     assert "SIGTERM: interrupted after step " in log(tmp_path).splitlines()[-1]
@@ -64,7 +64,7 @@ def test_a_run_saves_when_its_terminal_is_closed(tmp_path: Path, corpus: Path) -
     try:
         wait_for("a checkpoint", lambda: process.poll() is not None or reached(tmp_path, "run", EVERY + 2))
         os.close(ours)  # the kernel sends SIGHUP
-        assert process.wait(300) == PREEMPTED
+        assert process.wait() == PREEMPTED
     finally:
         for left in [*descendants(process.pid), process.pid]:
             with suppress(ProcessLookupError):
@@ -76,7 +76,7 @@ def test_a_run_saves_when_its_terminal_is_closed(tmp_path: Path, corpus: Path) -
 def test_a_run_out_of_memory_has_its_exit_code_without_screens(streams: str, tmp_path: Path, corpus: Path) -> None:
     ill = [sys.executable, ROOT / "tests/ill_train.py", "out_of_memory", "0", "2"]
     command = with_streams(streams, *ill, *arguments(tmp_path, corpus, "run"))
-    assert subprocess.run(command, cwd=ROOT, env=environment(), timeout=300).returncode == OUT_OF_MEMORY
+    assert subprocess.run(command, cwd=ROOT, env=environment()).returncode == OUT_OF_MEMORY
     assert "\nOUT OF MEMORY: " in log(tmp_path)
 
 
@@ -86,5 +86,5 @@ def test_a_refusal_has_its_exit_code_without_screens(streams: str, tmp_path: Pat
     train = [sys.executable, ROOT / "train.py", *bad]
     supervise = [sys.executable, ROOT / "scripts/supervise.py", ROOT / "train.py", *bad]
     for command in (train, [*train, "--check"], supervise):
-        done = subprocess.run(with_streams(streams, *command), cwd=tmp_path, env=environment(RESTARTS="1"), timeout=300)
+        done = subprocess.run(with_streams(streams, *command), cwd=tmp_path, env=environment(RESTARTS="1"))
         assert done.returncode == REFUSED, command

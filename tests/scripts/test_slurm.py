@@ -3,18 +3,18 @@
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from tests.commands import run_command
 from tests.processes import rank_of, wait_for
 from tests.recipes.data.texts import contents, write_rows
 from tests.recipes.training.test_full_disk import fill
 from tests.scripts.cluster import Cluster, missing
-from tests.scripts.nodes import EVERY, ROOT, STEPS, arguments, environment, losses, reached
+from tests.scripts.nodes import EVERY, ROOT, STEPS, arguments, environment, launch, losses, reached
 
 pytestmark = [
     pytest.mark.slurm,
@@ -42,17 +42,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(folder: Path, corpus: Path) -> list[tuple[int, float]]:
-    """The losses of four processes on one node, without SLURM."""
-    done = subprocess.run(
-        ["bash", str(ROOT / "scripts/run.sh"), *arguments(folder, corpus, "whole")],
-        cwd=folder,
-        env=environment(NPROC="4"),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    found = losses(folder, "whole")
+    """The losses of two processes on one node, without SLURM."""
+    return without_slurm(folder, corpus, processes=2)
+
+
+def without_slurm(folder: Path, corpus: Path, *, processes: int) -> list[tuple[int, float]]:
+    name = f"whole-{processes}"
+    _, err = (run := launch(folder, arguments(folder, corpus, name), NPROC=str(processes))).communicate()
+    assert (run.wait(), err) == (0, "")
+    found = losses(folder, name)
     assert [step for step, _ in found] == list(range(1, STEPS + 1))
     return found
 
@@ -60,11 +58,17 @@ def whole(folder: Path, corpus: Path) -> list[tuple[int, float]]:
 class Job:
     """A run on both nodes."""
 
-    def __init__(self, cluster: Cluster, folder: Path, corpus: Path, name: str, *overrides: str) -> None:
+    def __init__(
+        self, cluster: Cluster, folder: Path, corpus: Path, name: str, *overrides: str, processes: int = 1
+    ) -> None:
+        """processes: on each node."""
         self.cluster, self.folder, self.name = cluster, folder, name
-        words = arguments(folder, corpus, name, *overrides)
         self.number = cluster.submit(
-            ROOT / "scripts/slurm.sbatch", words, folder=folder, flags=["--nodes=2"], variables=environment(NPROC="2")
+            ROOT / "scripts/slurm.sbatch",
+            arguments(folder, corpus, name, *overrides),
+            folder=folder,
+            flags=["--nodes=2"],
+            variables=environment(NPROC=str(processes)),
         )
 
     @property
@@ -95,8 +99,9 @@ class Job:
         return job["JobState"], job["ExitCode"]
 
 
-def test_two_nodes_train_like_one(cluster: Cluster, folder: Path, corpus: Path, whole: list[tuple[int, float]]) -> None:
-    job = Job(cluster, folder, corpus, "two")
+def test_two_nodes_train_like_one(cluster: Cluster, folder: Path, corpus: Path) -> None:
+    whole = without_slurm(folder, corpus, processes=4)
+    job = Job(cluster, folder, corpus, "two", processes=2)
     assert job.finish() == ("COMPLETED", "0:0"), job.log
     assert "attempt 1 on node[0-1], from the beginning\n" in job.log
     assert "= 4 processes on cpu" in job.log
@@ -108,10 +113,10 @@ def test_two_nodes_train_like_one(cluster: Cluster, folder: Path, corpus: Path, 
     assert (logs / "node1.log").read_text() == ""
 
 
-def test_a_preempted_job_resumes_by_itself_and_loses_no_step(
+def test_a_preempted_job_resumes_by_itself_and_a_cancelled_one_does_not_but_no_step_is_lost(
     cluster: Cluster, folder: Path, corpus: Path, whole: list[tuple[int, float]]
 ) -> None:
-    """First by the signal before the time limit, then by SLURM taking the nodes."""
+    """First the signal before the time limit, then SLURM takes the nodes, then the job is cancelled."""
     job = Job(cluster, folder, corpus, "preempted")
     job.reach(SEEN)
     cluster.do("scancel", "--signal=USR1", job.number)
@@ -121,13 +126,19 @@ def test_a_preempted_job_resumes_by_itself_and_loses_no_step(
     assert f"attempt 1 preempted; newest checkpoint: step {first[0]}\n" in job.log
     job.reach(first[0] + 2)
     cluster.do("scontrol", "requeue", job.number)
-    assert job.finish() == ("COMPLETED", "0:0"), job.log
-    first, second = saved(job.log), saved(job.log)[1:]
-    assert len(first) == 2, job.log
-    assert "ended by SLURM, which cancels the job or requeues it\n" in job.log
-    assert f"attempt 2 on node[0-1], from step {first[0]}\n" in job.log
-    assert f"attempt 3 on node[0-1], from step {second[0]}\n" in job.log
-    assert job.losses == whole
+    wait_for("the second requeue", lambda: cluster.job(job.number)["Restarts"] == "2")
+    wait_for("the third attempt", lambda: "attempt 3 " in job.log)
+    [_, second] = saved(job.log)
+    job.reach(second + 2)
+    cluster.do("scancel", job.number)
+    assert job.finish()[0] == "CANCELLED", job.log
+    wait_for("no process of the job", lambda: not cluster.processes("node0") and not cluster.processes("node1"))
+    [first, second, third] = saved(job.log)
+    assert job.log.count("ended by SLURM, which cancels the job or requeues it\n") == 2
+    assert f"attempt 2 on node[0-1], from step {first}\n" in job.log
+    assert f"attempt 3 on node[0-1], from step {second}\n" in job.log and "attempt 4" not in job.log
+    assert cluster.job(job.number)["Restarts"] == "2"
+    assert job.losses == whole[:third]
 
 
 def saved(log: str) -> list[int]:
@@ -137,21 +148,28 @@ def saved(log: str) -> list[int]:
     return [int(line.split()[4].rstrip(";")) for line in lines]
 
 
-def test_a_job_restarts_on_its_nodes_after_all_processes_of_one_are_killed(
+def test_a_job_restarts_on_its_nodes_after_a_process_is_frozen_and_all_of_a_node_are_killed(
     cluster: Cluster, folder: Path, corpus: Path, whole: list[tuple[int, float]]
 ) -> None:
-    job = Job(cluster, folder, corpus, "lost")
+    job = Job(cluster, folder, corpus, "lost", "--run.hang_timeout", "5")
     job.reach(SEEN)
+    [worker] = [process for process in cluster.processes("node1") if rank_of(process) is not None]
+    os.kill(worker, signal.SIGSTOP)
+    wait_for("the restart", lambda: "attempt 2 on node[0-1], from step " in job.log)
+    assert "HUNG: no progress for " in job.log and "  rank 1 on node1: last seen in phase " in job.log
+    assert "slurm: attempt 1 crashed; newest checkpoint: step " in job.log
+    assert "slurm:   exit code 77: node" in job.log
+    job.reach(len(job.losses) + 2 * EVERY)
     killed = cluster.processes("node1")
-    assert len(killed) >= 4  # the task of srun, the launcher and two workers
+    assert len(killed) >= 3  # the task of srun, the launcher and a worker
     for process in killed:
         with suppress(ProcessLookupError):  # some end when others are killed
             os.kill(process, signal.SIGKILL)
     assert job.finish() == ("COMPLETED", "0:0"), job.log
     assert cluster.job(job.number)["Restarts"] == "0"  # on the nodes it had
-    assert "slurm: attempt 1 crashed; newest checkpoint: step " in job.log
+    assert "slurm: attempt 2 crashed; newest checkpoint: step " in job.log
     assert "slurm:   lost: killed, or the node failed: node1\n" in job.log
-    assert "attempt 2 on node[0-1], from step " in job.log and "attempt 3 " not in job.log
+    assert "attempt 3 on node[0-1], from step " in job.log and "attempt 4 " not in job.log
     assert job.losses == whole
 
 
@@ -170,7 +188,7 @@ def test_a_job_whose_logs_are_on_a_full_disk_restarts_and_ends_as_with_logs(
             arguments(folder, corpus, "full"),
             folder=disk,
             flags=["--nodes=2"],
-            variables=environment(NPROC="2"),
+            variables=environment(NPROC="1"),
         )
         wait_for("steps", lambda: cluster.job(number)["JobState"] == "FAILED" or reached(folder, "full", SEEN))
         killed = [process for process in cluster.processes("node1") if rank_of(process) is not None]
@@ -201,33 +219,6 @@ def test_a_job_whose_node_does_not_answer_waits_in_the_queue(
     assert job.losses == whole
 
 
-def test_a_frozen_process_is_named_and_the_job_restarts(
-    cluster: Cluster, folder: Path, corpus: Path, whole: list[tuple[int, float]]
-) -> None:
-    job = Job(cluster, folder, corpus, "frozen", "--run.hang_timeout", "5")
-    job.reach(SEEN)
-    workers = [pid for pid in cluster.processes("node1") if rank_of(pid) is not None]
-    os.kill(workers[0], signal.SIGSTOP)
-    ill = rank_of(workers[0])
-    assert job.finish() == ("COMPLETED", "0:0"), job.log
-    assert "HUNG: no progress for " in job.log and f"  rank {ill} on node1: last seen in phase " in job.log
-    assert "slurm: attempt 1 crashed; newest checkpoint: step " in job.log
-    assert "slurm:   exit code 77: node" in job.log
-    assert "attempt 2 on node[0-1], from step " in job.log and "attempt 3 " not in job.log
-    assert job.losses == whole
-
-
-def test_a_cancelled_job_saves_and_does_not_restart(cluster: Cluster, folder: Path, corpus: Path) -> None:
-    job = Job(cluster, folder, corpus, "cancelled")
-    job.reach(SEEN)
-    cluster.do("scancel", job.number)
-    assert job.finish()[0] == "CANCELLED"
-    wait_for("no process of the job", lambda: not cluster.processes("node0") and not cluster.processes("node1"))
-    [step] = saved(job.log)
-    assert job.losses[-1][0] == step
-    assert cluster.job(job.number)["Restarts"] == "0" and "attempt 2" not in job.log
-
-
 def test_a_crash_loop_stops_the_job_with_the_reason(cluster: Cluster, folder: Path, corpus: Path) -> None:
     """Workers crash at once, although the recipe is valid."""
     broken = folder / "broken"
@@ -238,7 +229,7 @@ def test_a_crash_loop_stops_the_job_with_the_reason(cluster: Cluster, folder: Pa
         arguments(folder, corpus, "loop"),
         folder=folder,
         flags=["--nodes=2"],
-        variables=environment(NPROC="2", PYTHONPATH=str(broken)),
+        variables=environment(NPROC="1", PYTHONPATH=str(broken)),
     )
     wait_for("the end", lambda: cluster.job(number)["JobState"] == "FAILED")
     log = (folder / f"slurm-{number}.out").read_text()
@@ -251,7 +242,7 @@ def test_a_crash_loop_stops_the_job_with_the_reason(cluster: Cluster, folder: Pa
 
 
 def test_a_bad_recipe_is_refused_before_anything_starts(cluster: Cluster, folder: Path, corpus: Path) -> None:
-    job = Job(cluster, folder, corpus, "bad", "--batch.global_batch_size", "6")
+    job = Job(cluster, folder, corpus, "bad", "--batch.global_batch_size", "6", processes=2)
     assert job.finish() == ("FAILED", "2:0")
     assert "multiple of micro_batch_size 1 x 4 data-parallel" in job.log
     assert job.log.endswith("slurm: refused: nothing was started\n")
@@ -270,8 +261,7 @@ def test_check_only_checks_the_recipe_for_the_allocation(cluster: Cluster, folde
 def test_array_of_jobs_prepares_the_bytes_of_one_machine(cluster: Cluster, folder: Path) -> None:
     write_rows(folder / "rows.jsonl", 40_000)
     common = [str(folder / "rows.jsonl"), "--tokenizer", "train:300", "--cache", str(folder / "cache")]
-    command = [sys.executable, ROOT / "scripts" / "prepare_data.py", *common]
-    subprocess.run([*command, folder / "whole"], check=True, capture_output=True)
+    assert run_command("scripts/prepare_data.py", *common, folder / "whole")[0] == 0
     assert (folder / "rows.jsonl").stat().st_size > 2 << 20  # three slices
 
     def submit(*words: str, flags: list[str]) -> str:

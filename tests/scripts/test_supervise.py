@@ -12,8 +12,9 @@ import pytest
 
 from recipes.bench.crash import descendants
 from recipes.files.exit_codes import PREEMPTED, REFUSED
-from tests.processes import rank_of, wait_for
-from tests.scripts.nodes import EVERY, ROOT, arguments, launch, losses, reached
+from tests.commands import rank_of_fork
+from tests.processes import wait_for
+from tests.scripts.nodes import EVERY, ROOT, arguments, launch, losses, reached, run_sh
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.slow
 def worker(process: int) -> int:
     for child in descendants(process):
         with suppress(OSError):
-            if rank_of(child) == 1:
+            if rank_of_fork(child) == 1:
                 return child
     raise AssertionError("no process of rank 1")
 
@@ -35,7 +36,7 @@ def test_a_run_restarts_after_a_crash_but_not_after_a_signal(tmp_path: Path, cor
     wait_for("the restart", lambda: "resumed from " in log.read_text())
     wait_for("steps of it", lambda: len(losses(tmp_path, "run")) >= 3 * EVERY)
     process.terminate()
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate()
     assert process.returncode == PREEMPTED, err
     assert "SIGTERM: interrupted after step " in out
     killed, crashed, stopped = err.splitlines()
@@ -48,8 +49,8 @@ def test_a_run_restarts_after_a_crash_but_not_after_a_signal(tmp_path: Path, cor
 def test_a_crash_loop_stops_with_the_reason(tmp_path: Path, corpus: Path) -> None:
     """The worker crashes when it imports torch, which the check of the recipe does not."""
     (tmp_path / "torch.py").write_text("raise SystemExit(3)")
-    process = launch(tmp_path, arguments(tmp_path, corpus, "loop"), NPROC="1", RESTARTS="9", PYTHONPATH=str(tmp_path))
-    out, err = process.communicate(timeout=300)
+    process = run_sh(tmp_path, arguments(tmp_path, corpus, "loop"), NPROC="1", RESTARTS="9", PYTHONPATH=str(tmp_path))
+    out, err = process.communicate()
     assert (process.returncode, out) == (3, "")
     assert err.splitlines() == [
         *(f"supervise: attempt {n} crashed, exit code 3; newest checkpoint: step 0" for n in (1, 2, 3)),
@@ -59,20 +60,20 @@ def test_a_crash_loop_stops_with_the_reason(tmp_path: Path, corpus: Path) -> Non
 
 def test_a_refused_run_is_not_restarted(tmp_path: Path, corpus: Path) -> None:
     words = arguments(tmp_path, corpus, "once", "--run.steps", "2", "--data.source", "no-such-file")
-    process = launch(tmp_path, words, NPROC="1", RESTARTS="9")
-    _, err = process.communicate(timeout=300)
+    process = run_sh(tmp_path, words, NPROC="1", RESTARTS="9")
+    _, err = process.communicate()
     assert process.returncode == 2 and "supervise: " not in err, err
 
 
 def test_a_finished_run_is_not_restarted(tmp_path: Path, corpus: Path) -> None:
-    process = launch(tmp_path, arguments(tmp_path, corpus, "once", "--run.steps", "2"), NPROC="1", RESTARTS="9")
-    out, err = process.communicate(timeout=300)
+    process = run_sh(tmp_path, arguments(tmp_path, corpus, "once", "--run.steps", "2"), NPROC="1", RESTARTS="9")
+    out, err = process.communicate()
     assert (process.returncode, err) == (0, "") and "done: 2 steps" in out
 
 
 def test_restarts_that_is_not_a_number_is_refused(tmp_path: Path, corpus: Path) -> None:
-    process = launch(tmp_path, arguments(tmp_path, corpus, "none"), NPROC="1", RESTARTS="many")
-    out, err = process.communicate(timeout=300)
+    process = run_sh(tmp_path, arguments(tmp_path, corpus, "none"), NPROC="1", RESTARTS="many")
+    out, err = process.communicate()
     assert (process.returncode, out) == (2, "")
     assert err == "RESTARTS=many: must be a number of restarts, 0 or more\n"
 

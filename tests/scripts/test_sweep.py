@@ -1,7 +1,8 @@
-"""scripts/sweep.py: the CPU variant of every sweep, rows that fail, continuing a sweep, and signals.
+"""scripts/sweep.py: CPU variants of sweeps, rows that fail, continuing a sweep, and signals.
 
-Tests that are not about the launcher and its workers run the command in this process and fork the rows. The sweep of
-compiled rows, which takes minutes, runs only with `pytest -m exhaustive`: other tests compile, and check its recipes.
+Tests that are not about the launcher and its workers run the command in this process and fork the rows. Of the CPU
+variants, those that say most are trained; all others are with `pytest -m exhaustive`, which takes minutes.
+tests/recipes/sweep/test_grid.py reads and checks every row of all.
 """
 
 import contextlib
@@ -25,6 +26,7 @@ from matplotlib.image import imread
 
 from recipes.sweep import loop, runner
 from recipes.sweep.runner import Ended
+from tests.commands import Command, run_command
 from tests.processes import wait_for
 from tests.recipes.sweep.forked import run_forked
 
@@ -34,6 +36,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "scripts/sweep.py")
 CPU = ROOT / "configs/sweeps/cpu"
 CPU_VARIANTS = sorted(path.stem for path in CPU.glob("*.toml") if path.stem not in ("tiny", "gpu_bench"))
+TRAINED = ("document_mask", "numerics", "zero")
+"""Masks; every float8 recipe, sampled and compared; two processes, and a profile."""
 NUMBERS = (
     "step_seconds",
     "data_seconds",
@@ -152,7 +156,7 @@ def short_documents(corpus: Path, folder: Path) -> Path:
 
 def variants(*without: str) -> list[Any]:
     return [
-        pytest.param(name, marks=pytest.mark.exhaustive) if name == "compile" else name
+        name if name in TRAINED else pytest.param(name, marks=pytest.mark.exhaustive)
         for name in CPU_VARIANTS
         if name not in without
     ]
@@ -224,7 +228,7 @@ def test_profiled_rows_have_a_breakdown_that_adds_up_to_the_step(finished: Calla
     assert numbers["steps"] == 2 and numbers["seconds"]["communication, exposed"] > 0
 
 
-@pytest.mark.parametrize("name", ["fp8", "numerics"])
+@pytest.mark.parametrize("name", [pytest.param("fp8", marks=pytest.mark.exhaustive), "numerics"])
 def test_every_float8_row_is_compared_with_bf16_and_passes(name: str, finished: Callable[[str], Finished]) -> None:
     sweep = finished(name)
     assert list(sweep.numerics) == [result["label"] for result in sweep.results[1:]]
@@ -294,11 +298,21 @@ launched = loop.run
 
 
 def run_failing(command: Sequence[str], **options: Any) -> Ended:
-    """Failing rows as processes of their own; the others forked."""
+    """The endless row in processes of its own, the other failing ones in forks, and those that train as in others."""
     label = Path(command[-1]).stem
     if label == "endless":
         return run_until_first_step(command, **options)
-    return (launched if label in FAILING else run_forked)(command, **options)
+    return (run_light if label in FAILING else run_forked)(command, **options)
+
+
+def run_light(
+    command: Sequence[str], *, stdout: Path, stderr: Path, timeout: float, environment: dict[str, str]
+) -> Ended:
+    """recipes.sweep.runner.run in forks (tests/commands.py), without a time-out."""
+    code, out, err = run_command(*command[1:], cwd=Path.cwd(), env=environment)
+    stdout.write_text(out)
+    stderr.write_text(err)
+    return Ended(*runner.outcome_and_reason(code, err), 0.0)
 
 
 def run_until_first_step(command: Sequence[str], **options: Any) -> Ended:
@@ -433,39 +447,39 @@ base = "{CPU / "tiny.toml"}"
 processes = 2
 skip_steps = 2
 
+[fixed]
+run.steps = 6
+metrics.every = 1
+
 [axes]
 batch.micro_batch_size = [1, 2]
 """
 
 
 @pytest.fixture(scope="module")
-def interrupted(home: Path, corpus: Path) -> tuple[list[str], subprocess.CompletedProcess[str]]:
-    """A sweep that Ctrl-C has ended in its second row: its arguments, and how it ended."""
+def interrupted(home: Path, corpus: Path) -> tuple[list[str], int, str, str]:
+    """A sweep that Ctrl-C has ended in its second row: its arguments, exit code, and what it printed after that."""
     (home / "two_rows.toml").write_text(TWO_ROWS)
     arguments = ["two_rows.toml", "--output", "interrupted", "--data.source", str(corpus)]
-    start = command(*arguments)
-    with subprocess.Popen(
-        start, cwd=home, env=environment(home), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        seen = next(line for line in process.stdout if line.startswith("[2/2]"))
-        assert "running" in seen
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=300)
-    return arguments, subprocess.CompletedProcess(start, process.returncode, out, err)
+    process = Command("scripts/sweep.py", *arguments, cwd=home, env=environment(home))
+    seen = next(line for line in process.stdout if line.startswith("[2/2]"))
+    assert "running" in seen
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
+    return arguments, process.wait(), out, err
 
 
 def test_an_interrupted_sweep_keeps_the_rows_that_have_ended(
-    interrupted: tuple[list[str], subprocess.CompletedProcess[str]], home: Path
+    interrupted: tuple[list[str], int, str, str], home: Path
 ) -> None:
-    ended = interrupted[1]
-    assert (ended.returncode, ended.stdout) == (130, "")
-    assert ended.stderr.strip() == "interrupted; the same command continues from here"
+    _, code, out, err = interrupted
+    assert (code, out) == (130, "")
+    assert err.strip() == "interrupted; the same command continues from here"
     assert results(home / "interrupted/two_rows")[0]["label"] == "micro_batch_size=1"
 
 
 def test_the_command_of_an_interrupted_sweep_runs_the_other_rows(
-    interrupted: tuple[list[str], subprocess.CompletedProcess[str]], home: Path
+    interrupted: tuple[list[str], int, str, str], home: Path
 ) -> None:
     before = results(home / "interrupted/two_rows")
     assert [result["label"] for result in before] == ["micro_batch_size=1"]
@@ -516,7 +530,7 @@ def test_sigterm_leaves_no_process_on_the_device(home: Path, corpus: Path) -> No
     folder = home / "SIGTERM"
     process = sweep_in_training(folder, home, corpus)
     process.terminate()
-    _, err = process.communicate(timeout=300)
+    _, err = process.communicate()
     assert process.returncode == 128 + signal.SIGTERM
     assert err.strip() == "interrupted; the same command continues from here"
     assert processes_of(folder) == []
@@ -527,5 +541,5 @@ def test_sigkill_leaves_no_process_on_the_device(home: Path, corpus: Path) -> No
     folder = home / "SIGKILL"
     process = sweep_in_training(folder, home, corpus)
     process.kill()
-    process.communicate(timeout=300)
+    process.communicate()
     wait_for("the launcher to notice", lambda: not processes_of(folder))

@@ -10,7 +10,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from recipes.cluster.rendezvous import ENDED, Cause, Launchers, serve, serve_alone
-from tests.processes import free_ports, wait_for
+from tests.processes import PATIENCE, free_ports, wait_for
 
 
 def store() -> TCPStore:
@@ -42,7 +42,7 @@ def test_a_restarted_node_ends_the_run_it_was_in_and_waits_for_a_new_store() -> 
     wait_for("the end", ended.is_set)
     assert waits.is_alive()
     kept.clear()  # node 0's launcher ends
-    waits.join(timeout=300)
+    waits.join(timeout=PATIENCE)
     assert not waits.is_alive()
     assert lines == ["node 0 is still in the run that this node was in before: waiting for that to end"]
 
@@ -114,7 +114,7 @@ def test_what_no_launcher_wrote_ends_no_node(written: bytes, monkeypatch: pytest
     other.watch(ended.set, grace=0)
     assert not ended.wait(0.3)
     kept.set(ENDED, '["node 2 ended", 2, true]')
-    assert ended.wait(300) and other.cause == Cause("node 2 ended", 2, crashed=True)
+    assert ended.wait(PATIENCE) and other.cause == Cause("node 2 ended", 2, crashed=True)
 
 
 def test_a_node_reaches_a_store_that_is_served_later_and_gets_its_address() -> None:
@@ -124,7 +124,7 @@ def test_a_node_reaches_a_store_that_is_served_later_and_gets_its_address() -> N
     waits = threading.Thread(target=lambda: found.append(other.reach()))
     waits.start()
     served = serve("127.0.0.1", port, remote=True)
-    waits.join(timeout=300)
+    waits.join(timeout=PATIENCE)
     assert served and found == ["127.0.0.1"]
 
 

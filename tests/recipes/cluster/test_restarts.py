@@ -12,6 +12,7 @@ import pytest
 from recipes.cluster.restarts import Attempt, End, History, Launcher, end_of, pause_after, reason_to_stop, supervise
 from recipes.cluster.slurm import Job
 from tests.full_disk import files_of_at_most
+from tests.processes import PATIENCE
 
 CRASHED, PREEMPTED, TAKEN = End.CRASHED, End.PREEMPTED, End.TAKEN
 
@@ -169,13 +170,15 @@ def test_faults_that_may_pass_are_waited_for_up_to_the_number_of_restarts() -> N
 
 
 @pytest.mark.slow
-def test_a_signal_ends_the_wait_for_another_start(tmp_path: Path) -> None:
+def test_a_signal_ends_the_wait_for_another_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipes.cluster.restarts.FAULT_SECONDS", 4 * PATIENCE)
+    monkeypatch.setattr("recipes.cluster.restarts.LONGEST_PAUSE", 4 * PATIENCE)
     launcher = Launcher([sys.executable, "-S", "-c", "raise SystemExit(71)"])
     timer = threading.Timer(1, launcher.stop, [signal.SIGTERM, None])
     timer.start()
     began = time.monotonic()
     assert supervise(launcher, tmp_path, steps=10, restarts=1) == 71
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < PATIENCE
 
 
 @pytest.mark.slow

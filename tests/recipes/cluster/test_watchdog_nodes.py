@@ -78,7 +78,7 @@ class Run:
     def end(self, living: Sequence[int]) -> tuple[float, str]:
         """Seconds until all of these have ended by themselves, and what was printed without stacks."""
         began = time.monotonic()
-        wait_for("the end", lambda: all(self.processes[rank].exitcode is not None for rank in living), seconds=100)
+        wait_for("the end", lambda: all(self.processes[rank].exitcode is not None for rank in living))
         seconds = time.monotonic() - began
         assert {self.processes[rank].exitcode for rank in living} == {HUNG}
         said = [(self.folder / f"rank-{rank}.txt").read_text() for rank in range(SIZE)]
@@ -108,7 +108,7 @@ def test_frozen_processes_are_named_wherever_they_are(frozen: list[int], tmp_pat
     assert named == frozen
     assert f"  {len(living)} of {SIZE} processes wait for it, rank {living[0]} on " in said
     assert cause == [WORKERS_HUNG, HUNG, False]
-    assert TIMEOUT / 2 < seconds < 4 * TIMEOUT + 10  # on a machine with other work
+    assert seconds > TIMEOUT / 2
 
 
 def test_a_lost_store_ends_every_node_and_says_so_once_per_node(tmp_path: Path) -> None:
@@ -140,4 +140,4 @@ def test_processes_with_other_time_outs_go_on_to_pre_flight_which_refuses_them()
 
 def test_a_process_that_never_comes_to_its_watchdog_ends_the_one_that_waits() -> None:
     with pytest.raises(AssertionError, match="did not answer"):
-        run_processes(2, meet, True, timeout=30)
+        run_processes(2, meet, True)

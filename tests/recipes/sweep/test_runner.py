@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from recipes.sweep.runner import Ended, Stopped, outcome_and_reason, processes_with, run, stop_signals
+from tests.processes import PATIENCE, wait_for
 
 ROOT = Path(__file__).resolve().parents[3]
 # A worker as torchrun starts one, in its own session, that ignores SIGINT and SIGTERM; with children of its own.
@@ -24,11 +25,11 @@ if len(sys.argv) > 1:
     subprocess.Popen([sys.executable, __file__], start_new_session=True)
     subprocess.Popen([sys.executable, __file__])
 open(f"pid-{os.getpid()}", "w").close()
-time.sleep(120)
+time.sleep(600)
 """
 
 
-def finish(tmp_path: Path, code: str, timeout: float = 60) -> Ended:
+def finish(tmp_path: Path, code: str, timeout: float = PATIENCE) -> Ended:
     return run(
         [sys.executable, "-c", textwrap.dedent(code)],
         stdout=tmp_path / "out",
@@ -42,7 +43,7 @@ def finish(tmp_path: Path, code: str, timeout: float = 60) -> Ended:
 def test_a_run_with_exit_code_0_is_done_and_its_output_is_kept(tmp_path: Path) -> None:
     ended = finish(tmp_path, "import sys; print('fine'); print('warning', file=sys.stderr)")
     assert (ended.outcome, ended.reason) == ("done", "")
-    assert 0 < ended.seconds < 60
+    assert ended.seconds > 0
     assert (tmp_path / "out").read_text() == "fine\n"
     assert (tmp_path / "err").read_text() == "warning\n"
 
@@ -139,12 +140,21 @@ def alive(folder: Path) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes through /proc")
 def test_a_run_that_hangs_leaves_no_process_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = subprocess.Popen.wait
+
+    def wait_for_start(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        """The time-out passes when all run, however fast or slow this machine is."""
+        if timeout != 5:
+            return wait(process, timeout)
+        wait_for("three processes", lambda: len(list(tmp_path.glob("pid-*"))) == 3)
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess.Popen, "wait", wait_for_start)
     ended = run(
         stubborn(tmp_path), stdout=tmp_path / "out", stderr=tmp_path / "err", timeout=5, environment=dict(os.environ)
     )
     assert (ended.outcome, ended.reason) == ("timed out", "no end after 5 s; all its processes were killed")
-    assert len(list(tmp_path.glob("pid-*"))) == 3  # otherwise the machine was too slow to start them all
     assert alive(tmp_path) == []
 
 
@@ -157,21 +167,18 @@ def test_a_second_interrupt_kills_a_run_that_ignores_the_first(tmp_path: Path) -
         sys.path.insert(0, {str(ROOT)!r})
         from pathlib import Path
         from recipes.sweep.runner import run
-        run({stubborn(tmp_path)!r}, stdout=Path("out"), stderr=Path("err"), timeout=60, environment=dict(os.environ))
+        run({stubborn(tmp_path)!r}, stdout=Path("out"), stderr=Path("err"), timeout=600, environment=dict(os.environ))
     """
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, stderr=subprocess.PIPE, text=True
     )
-    end = time.monotonic() + 60
-    while len(list(tmp_path.glob("pid-*"))) < 3 and time.monotonic() < end:
-        time.sleep(0.05)
+    wait_for("three processes", lambda: len(list(tmp_path.glob("pid-*"))) == 3)
     process.send_signal(signal.SIGINT)
     time.sleep(1)
     assert process.poll() is None  # still waiting for a clean exit
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate()
     assert err.rstrip().endswith("KeyboardInterrupt")
-    assert len(list(tmp_path.glob("pid-*"))) == 3
     assert alive(tmp_path) == []
 
 
@@ -187,7 +194,7 @@ def test_a_signal_asks_the_run_to_stop_and_kills_its_other_processes(number: sig
         "for _ in range(2):\n"
         "    subprocess.Popen([sys.executable, 'stubborn.py'], start_new_session=True)\n"
         "try:\n"
-        "    time.sleep(120)\n"
+        "    time.sleep(600)\n"
         "except KeyboardInterrupt:\n"
         "    open('asked', 'w').close()\n"
     )
@@ -201,18 +208,15 @@ def test_a_signal_asks_the_run_to_stop_and_kills_its_other_processes(number: sig
         try:
             with stop_signals():
                 command = [sys.executable, "polite.py"]
-                run(command, stdout=Path("out"), stderr=Path("err"), timeout=60, environment=dict(os.environ))
+                run(command, stdout=Path("out"), stderr=Path("err"), timeout=600, environment=dict(os.environ))
         except Stopped as stop:
             sys.exit(100 + stop.number)
     """
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path)
-    end = time.monotonic() + 60
-    while len(list(tmp_path.glob("pid-*"))) < 2 and time.monotonic() < end:
-        time.sleep(0.05)
+    wait_for("both children", lambda: len(list(tmp_path.glob("pid-*"))) == 2)
     process.send_signal(number)
-    assert process.wait(30) == 100 + number
+    assert process.wait() == 100 + number
     assert (tmp_path / "asked").exists()
-    assert len(list(tmp_path.glob("pid-*"))) == 2
     assert alive(tmp_path) == []
 
 
