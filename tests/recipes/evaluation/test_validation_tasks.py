@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -54,12 +56,14 @@ def on_mesh(mesh: str, recipe: Recipe) -> Recipe:
 
 def evaluated(model: Path, recipe: Recipe, *, processes: int) -> dict[str, float]:
     """What scripts/evaluate.py finds."""
-    command = ["scripts/evaluate.py", str(model), "--tasks", recipe.validation.tasks[0], "--limit", "4"]
-    command += ["--device", "cpu", "--output", str(model.parent / "found.json")]
+    words = [str(model), "--tasks", recipe.validation.tasks[0], "--limit", "4", "--device", "cpu"]
+    words += ["--output", str(model.parent / "found.json")]
     if processes > 1:
-        command = ["scripts/launch.py", "--standalone", f"--nproc-per-node={processes}", *command]
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT, timeout=200)
-    assert done.returncode == 0, done.stderr
+        (code, said), *_ = run_processes(processes, evaluate, words)
+        assert code == 0
+    else:
+        command = [sys.executable, ROOT / "scripts/evaluate.py", *words]
+        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     results = json.loads((model.parent / "found.json").read_text())["results"]
     found = {
         f"validation_task/{task}/{key.removesuffix(',none')}": value
@@ -67,8 +71,16 @@ def evaluated(model: Path, recipe: Recipe, *, processes: int) -> dict[str, float
         for key, value in metrics.items()
         if key.endswith(",none") and "stderr" not in key
     }
-    assert all(f"|{task}" in done.stdout for task in results), "the table"
+    assert all(f"|{task}" in said for task in results), "the table"
     return found
+
+
+def evaluate(words: list[str]) -> tuple[int, str]:
+    """What scripts/evaluate.py does in this process: its exit code, and what it prints."""
+    from scripts.evaluate import main
+
+    with redirect_stdout(StringIO()) as said:
+        return main(words), said.getvalue()
 
 
 def test_rows_are_those_of_the_exported_model_and_of_the_checkpoint(recipe: Recipe, alone: World) -> None:

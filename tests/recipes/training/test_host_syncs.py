@@ -171,7 +171,6 @@ ALONE: dict[str, dict[str, dict[str, Any]]] = {
     "loss spikes": {"run": {"loss_spike_z": 5.0}},
     "a skipped step": {},
     "ZeRO-2": {"fsdp": {"reshard_after_forward": False}},
-    "compiled": BFLOAT16 | {"compile": {"enabled": True}},
     "compiled with everything": BFLOAT16 | {"compile": {"enabled": True}} | EVERYTHING,
 }
 BESIDE_ANOTHER = {

@@ -155,7 +155,7 @@ def interrupt_every_step(recipe: Recipe) -> dict[str, str]:
     world = start("cpu", seed=0)
     assert train(change(recipe, run={"name": "uninterrupted"}), world) == 0
     interrupted = change(recipe, run={"name": "interrupted"})
-    for step in range(1, STEPS + 1):
+    for step in range(1, recipe.run.steps + 1):
         with training(interrupted, world) as trainer:
             assert trainer.step == max(0, step - 2)  # the step before is repeated and saved; then the run stops
             trainer.built.model.register_forward_pre_hook(
@@ -166,7 +166,7 @@ def interrupt_every_step(recipe: Recipe) -> dict[str, str]:
             trainer.checkpoints.finish()
     assert train(interrupted, world) == 0
     stop()
-    last = f"checkpoints/step-{STEPS:08d}/shard-00000-of-00001.safetensors"
+    last = f"checkpoints/step-{recipe.run.steps:08d}/shard-00000-of-00001.safetensors"
     return {
         name: xxhash.xxh3_128_hexdigest((folder_of(recipe, name) / last).read_bytes())
         for name in ("uninterrupted", "interrupted")
@@ -174,7 +174,7 @@ def interrupt_every_step(recipe: Recipe) -> dict[str, str]:
 
 
 def test_a_run_interrupted_in_every_step_is_bit_equal(small: Recipe) -> None:
-    recipe = change(small, checkpoint={"every": 1, "keep": 2})
+    recipe = change(small, run={"steps": 4}, checkpoint={"every": 1, "keep": 2})
     [found] = run_processes(1, interrupt_every_step, recipe)
     assert found["uninterrupted"] == found["interrupted"]
     assert curve(change(recipe, run={"name": "uninterrupted"})) == curve(change(recipe, run={"name": "interrupted"}))
