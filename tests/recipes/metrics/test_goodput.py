@@ -126,10 +126,10 @@ def test_the_parts_add_up_to_the_wall_time_over_two_attempts(corpus: Path, tmp_p
     assert before - began - 0.02 < sum(parts.values()) < after - began + 0.02  # the clock of os.times() is coarse
     assert parts["data"] > 30 * 0.02
     assert {"start", "first step", "step", "data", "log", "validation", "save"} <= parts.keys()
-    time.sleep(2.0)
+    time.sleep(0.5)
     _, (before, after), parts = attempt(recipe, breaks_at=None)
     assert before - began - 0.02 < sum(parts.values()) < after - began + 0.02
-    assert parts["restarts"] > 2.0 + 10 * 0.02  # the pause, and at least ten lost steps
+    assert parts["restarts"] > 0.5 + 10 * 0.02  # the pause, and at least ten lost steps
     rows = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
     logged = [row for row in rows if "loss" in row]
     for row in logged:
