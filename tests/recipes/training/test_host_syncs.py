@@ -30,7 +30,7 @@ from recipes.schema import Recipe
 from recipes.training import step as steps
 from recipes.training.build import build
 from tests.processes import run_processes
-from tests.training import change, training
+from tests.training import SMALL_MODEL, change, training
 
 pytestmark = pytest.mark.slow
 
@@ -144,7 +144,7 @@ def test_the_error_names_the_place() -> None:
 # Each option of a step
 
 
-SMALL = {"layers": 2, "width": 64, "feed_forward_width": 128, "heads": 4, "key_value_heads": 2, "head_width": 16}
+SMALL = SMALL_MODEL | {"feed_forward_width": 128, "vocabulary": 512}
 BFLOAT16 = {"fsdp": {"param_dtype": "bfloat16"}}
 TENSORWISE = {"recipe": "tensorwise", "emulate": True}
 EVERYTHING = {
@@ -155,22 +155,23 @@ EVERYTHING = {
 }
 ALONE: dict[str, dict[str, dict[str, Any]]] = {
     "plain": {},
-    "bfloat16": BFLOAT16,
-    "full checkpointing": {"activation_checkpointing": {"mode": "full"}},
-    "selective checkpointing": {"activation_checkpointing": {"mode": "selective"}},
-    "tensorwise": BFLOAT16 | {"float8": TENSORWISE},
+    "options": {
+        "activation_checkpointing": {"mode": "selective"},
+        "batch": {"loss_chunks": 3},
+        "data": {"document_mask": True},
+        "model": {"tied_embeddings": False, "logit_softcap": 30.0},
+        "optimizer": {"z_loss": 1e-4, "state_dtype": "bfloat16"},
+        "run": {"loss_spike_z": 5.0},
+    },
+    "other options": {
+        "activation_checkpointing": {"mode": "full"},
+        "fsdp": {"param_dtype": "bfloat16", "reshard_after_forward": False},
+        "optimizer": {"grad_clip": 0.0},
+    },
+    "tensorwise, gathered as float8": BFLOAT16 | {"float8": TENSORWISE | {"all_gather": True}},
     "rowwise": BFLOAT16 | {"float8": TENSORWISE | {"recipe": "rowwise"}},
     "rowwise_with_gw_hp": BFLOAT16 | {"float8": TENSORWISE | {"recipe": "rowwise_with_gw_hp"}},
-    "gathered as float8": BFLOAT16 | {"float8": TENSORWISE | {"all_gather": True}},
-    "documents": {"data": {"document_mask": True}},
-    "chunks": {"batch": {"loss_chunks": 3}},
-    "an untied head": {"model": {"tied_embeddings": False}},
-    "z-loss and softcap": {"optimizer": {"z_loss": 1e-4}, "model": {"logit_softcap": 30.0}},
-    "bfloat16 moments": {"optimizer": {"state_dtype": "bfloat16"}},
-    "no clipping": {"optimizer": {"grad_clip": 0.0}},
-    "loss spikes": {"run": {"loss_spike_z": 5.0}},
     "a skipped step": {},
-    "ZeRO-2": {"fsdp": {"reshard_after_forward": False}},
     "compiled with everything": BFLOAT16 | {"compile": {"enabled": True}} | EVERYTHING,
 }
 BESIDE_ANOTHER = {
