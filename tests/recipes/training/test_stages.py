@@ -257,9 +257,9 @@ def test_a_border_that_cannot_be_saved_ends_the_run_before_the_next_stage(
 
 
 def test_debug_recipe_learns_through_its_three_stages(tmp_path: Path, alone: World) -> None:
-    """With half the steps, and fewer micro-batches, which do not change the curve."""
+    """With one block, half the steps, and fewer micro-batches, which do not change the curve."""
     words = ["--run.output", str(tmp_path), "--data.cache", str(tmp_path / "cache"), "--batch.micro_batch_size", "8"]
-    words += ["--run.steps", "45", "--validation.every", "15"]
+    words += ["--model.layers", "1", "--run.steps", "45", "--validation.every", "15"]
     loaded = load_run(ROOT / "configs" / "smollm3_debug_stages.toml", words)
     with Console(silent=True) as console:
         assert run.train_stages(loaded, alone, console, RunClock(alone.device)) == FINISHED
