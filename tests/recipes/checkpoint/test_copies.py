@@ -39,7 +39,8 @@ def recipe(server: ObjectServer, tmp_path: Path) -> Iterator[Recipe]:
     corpus.mkdir()
     (corpus / "a.txt").write_text("\n\n".join(f"Document {n} counts to {n * 7919 % 1000}." for n in range(3000)))
     recipe = small_recipe(corpus, tmp_path)
-    yield change(recipe, checkpoint={"remote": f"{PLACE}/{tmp_path.name}"})
+    small = change(recipe, model={"vocabulary": 512}, batch={"global_batch_size": 2})
+    yield change(small, checkpoint={"remote": f"{PLACE}/{tmp_path.name}"})
     server.heal()
 
 

@@ -166,8 +166,8 @@ ALONE: dict[str, dict[str, dict[str, Any]]] = {
     "rowwise": BFLOAT16 | {"float8": TENSORWISE | {"recipe": "rowwise"}},
     "rowwise_with_gw_hp": BFLOAT16 | {"float8": TENSORWISE | {"recipe": "rowwise_with_gw_hp"}},
     "a skipped step": {},
-    "compiled": BFLOAT16 | {"compile": {"enabled": True}, "data": {"document_mask": True}},
 }
+COMPILED = BFLOAT16 | {"compile": {"enabled": True}, "data": {"document_mask": True}}
 BESIDE_ANOTHER = {
     "shards": ("1.2.1.1", BFLOAT16),
     "shards, ZeRO-2": ("1.2.1.1", {"fsdp": {"reshard_after_forward": False}}),
@@ -256,6 +256,13 @@ def waits_beside_another(recipe: Recipe) -> dict[str, str]:
     return found
 
 
+def waits_if_compiled(recipe: Recipe) -> str:
+    world = start("cpu", seed=0)
+    found = waits_in_a_step("compiled", "1.1.1.1", COMPILED, recipe, world)
+    stop()
+    return found
+
+
 @pytest.fixture(scope="module")
 def alone_waits(small: Recipe) -> dict[str, str]:
     [found] = run_processes(1, waits_alone, small)
@@ -270,6 +277,11 @@ def beside_another(small: Recipe) -> list[dict[str, str]]:
 @pytest.mark.parametrize("case", ALONE)
 def test_a_step_of_one_process_does_not_wait(case: str, alone_waits: dict[str, str]) -> None:
     assert alone_waits[case] == ""
+
+
+@pytest.mark.exhaustive
+def test_a_compiled_step_does_not_wait(small: Recipe) -> None:
+    assert run_processes(1, waits_if_compiled, small) == [""]
 
 
 @pytest.mark.parametrize("case", BESIDE_ANOTHER)

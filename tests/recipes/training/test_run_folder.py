@@ -2,9 +2,10 @@
 
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -92,7 +93,7 @@ def start_again(arguments: list[str]) -> tuple[int, str]:
     """What train.py does in this process: its exit code, and what it says."""
     import train
 
-    with redirect_stdout(StringIO()) as said, redirect_stderr(said):
+    with redirect_stdout(StringIO()) as said, mock.patch.object(train, "tell", print):
         return train.main(arguments), said.getvalue()
 
 

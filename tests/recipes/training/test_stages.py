@@ -21,7 +21,7 @@ from recipes.metrics.clock import RunClock
 from recipes.training import run
 from recipes.training.console import Console
 from recipes.training.recorder import Recorder
-from tests.processes import run_processes
+from tests.processes import process_context, run_processes
 
 pytestmark = pytest.mark.slow
 
@@ -100,8 +100,8 @@ def run_until_killed(file: Path, overrides: tuple[str, ...], step: int) -> int:
     return run_recipe(file, overrides)
 
 
-def run_until_second_stage(file: Path) -> int:
-    """The same, with SIGTERM while the second stage is built."""
+def run_until_second_stage(file: Path) -> None:
+    """The same, with SIGTERM while the second stage is built, which ends the process."""
     log = Console.log
 
     def log_and_stop(self: Console, text: str = "", **style: Any) -> None:
@@ -110,7 +110,7 @@ def run_until_second_stage(file: Path) -> int:
             os.kill(os.getpid(), signal.SIGTERM)
 
     Console.log = log_and_stop  # type: ignore[method-assign]
-    return run_recipe(file, ())
+    run_recipe(file, ())
 
 
 class Runs:
@@ -221,7 +221,10 @@ def test_a_single_stage_is_the_same_to_the_bit_as_none(runs: Runs, alone: World)
 
 
 def test_a_signal_at_a_border_loses_nothing(runs: Runs) -> None:
-    assert run_processes(1, run_until_second_stage, runs.recipe("signalled")) == [PREEMPTED]
+    process = process_context().Process(target=run_until_second_stage, args=(runs.recipe("signalled"),))
+    process.start()
+    process.join()
+    assert process.exitcode == PREEMPTED
     runs.finish("signalled")
     assert runs.curve("signalled") == runs.curve("whole")
 
