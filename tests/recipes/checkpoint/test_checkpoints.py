@@ -17,6 +17,7 @@ from recipes.checkpoint import files, storage
 from recipes.checkpoint import folder as folders
 from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.checkpoint.files import read_manifest, verify
+from tests.processes import PATIENCE
 from tests.recipes.checkpoint.small import build, contents, differences, names, snapshot, spoil, step, trained
 
 Run = tuple[nn.Module, Optimizer]
@@ -145,7 +146,7 @@ def test_asynchronous_save_writes_the_state_of_its_step(
     go, write = threading.Event(), files.write_shard
 
     def slow(*arguments):
-        assert go.wait(300)
+        assert go.wait(PATIENCE)
         return write(*arguments)
 
     monkeypatch.setattr("recipes.checkpoint.checkpoints.write_shard", slow)

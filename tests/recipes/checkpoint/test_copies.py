@@ -15,7 +15,7 @@ from recipes.schema import Recipe
 from recipes.training import run
 from recipes.weights.locate import find_weights
 from tests.object_server import ObjectServer, object_server
-from tests.processes import run_processes
+from tests.processes import PATIENCE, run_processes
 from tests.training import change, curve, largest_gap, small_recipe
 
 pytestmark = pytest.mark.slow
@@ -39,21 +39,22 @@ def recipe(server: ObjectServer, tmp_path: Path) -> Iterator[Recipe]:
     corpus.mkdir()
     (corpus / "a.txt").write_text("\n\n".join(f"Document {n} counts to {n * 7919 % 1000}." for n in range(3000)))
     recipe = small_recipe(corpus, tmp_path)
-    yield change(recipe, checkpoint={"remote": f"{PLACE}/{tmp_path.name}"})
+    small = change(recipe, model={"vocabulary": 512}, batch={"global_batch_size": 2})
+    yield change(small, checkpoint={"remote": f"{PLACE}/{tmp_path.name}"})
     server.heal()
 
 
-def train(recipe: Recipe, processes: int = 1) -> list[Any]:
-    """The exit codes of a run, or its error."""
-    return run_processes(processes, work, recipe)
+def train(recipe: Recipe, processes: int = 1, *, patience: float = PATIENCE) -> list[Any]:
+    """The exit codes of a run, or its error. patience: seconds for which a request is sent again."""
+    return run_processes(processes, work, recipe, patience) if processes > 1 else [work(recipe, patience)]
 
 
-def work(recipe: Recipe) -> int | str:
-    remote.PATIENCE, remote.LONGEST_PAUSE = 2.0, 0.8
-    try:
-        return run.train(LoadedRecipe(recipe), began=0.0)
-    except UserError as error:
-        return f"{type(error).__name__}: {error}"
+def work(recipe: Recipe, patience: float) -> int | str:
+    with mock.patch.multiple(remote, PATIENCE=patience, LONGEST_PAUSE=0.8):
+        try:
+            return run.train(LoadedRecipe(recipe), began=0.0)
+        except UserError as error:
+            return f"{type(error).__name__}: {error}"
 
 
 def steps_of(recipe: Recipe) -> dict[str, list[str]]:
@@ -143,8 +144,7 @@ def test_copy_that_was_damaged_at_the_server_is_passed_over(recipe: Recipe) -> N
 
 def test_lost_server_stops_no_step_and_the_same_command_copies_later(recipe: Recipe) -> None:
     assert train(change(recipe, run={"steps": 2})) == [FINISHED]
-    [code] = run_processes(1, work_without_server, recipe)
-    assert code == CANNOT_WRITE
+    assert work_without_server(recipe) == CANNOT_WRITE
     assert "NOT COPIED" in log_of(recipe)
     assert (recipe.run.folder / "checkpoints" / "step-00000008" / "manifest.json").is_file()
     assert sorted(steps_of(recipe)) == ["step-00000002"]
@@ -158,11 +158,12 @@ def work_without_server(recipe: Recipe) -> int | str:
 
     def build_run(*arguments: Any) -> Any:
         built = build(*arguments)
-        remote._system = mock.Mock(side_effect=ConnectionRefusedError(111, "Connection refused"))
+        patch.setattr(remote, "_system", mock.Mock(side_effect=ConnectionRefusedError(111, "Connection refused")))
         return built
 
-    with mock.patch.object(run, "build_run", build_run):
-        return work(recipe)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "build_run", build_run)
+        return work(recipe, patience=1.0)
 
 
 def test_place_of_another_run_is_refused(recipe: Recipe, tmp_path: Path) -> None:
@@ -189,7 +190,7 @@ def test_server_that_cannot_be_written_is_noticed_at_the_start(
     server: ObjectServer, recipe: Recipe, place: str, fault: str, message: str
 ) -> None:
     server.always = fault
-    [error] = train(change(recipe, checkpoint={"remote": place}))
+    [error] = train(change(recipe, checkpoint={"remote": place}), patience=1.0)
     assert message in error
     assert not recipe.run.folder.exists()
 

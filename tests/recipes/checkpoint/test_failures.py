@@ -21,6 +21,7 @@ from recipes.checkpoint.manifest import Damage
 from recipes.optimization.optimizer import matrices_of
 from recipes.schema import Recipe
 from tests.full_disk import files_of_at_most
+from tests.processes import PATIENCE
 from tests.recipes.checkpoint.small import contents, names, spoil, trained
 from tests.training import change, training
 
@@ -216,7 +217,7 @@ def goes_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     event, commit = threading.Event(), folders.commit
 
     def commit_later(folder: Path, step: int) -> None:
-        assert event.wait(300)
+        assert event.wait(PATIENCE)
         commit(folder, step)
 
     monkeypatch.setattr(folders, "commit", commit_later)

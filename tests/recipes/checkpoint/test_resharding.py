@@ -221,7 +221,7 @@ def no_common_folder(folder: Path) -> tuple[int | None, list[str], list[str]]:
 
     from recipes.checkpoint import folder as folders
 
-    folders.PATIENCE = 0.3
+    patience, folders.PATIENCE = folders.PATIENCE, 0.3
     start("cpu", seed=0)
     run = trained(1)
     logged: list[str] = []
@@ -234,6 +234,7 @@ def no_common_folder(folder: Path) -> tuple[int | None, list[str], list[str]]:
     own.rmdir()
     (folder / "common").mkdir(exist_ok=True)
     own.symlink_to(folder / "common")
+    folders.PATIENCE = patience
     checkpoints.save(*run, step=3)
     checkpoints.finish()
     stop()

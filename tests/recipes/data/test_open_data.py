@@ -1,9 +1,9 @@
 """From the [data] section to batches: the same tokens in the same order for any process at any time."""
 
 import json
-import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -22,10 +22,11 @@ from parallel.errors import TemporaryError, UserError
 from recipes.data.config import DataConfig
 from recipes.data.loader import Batches
 from recipes.data.open_data import Data, Launch, open_data
-from recipes.data.sequences import Piece, Quarantine, Sequences
+from recipes.data.sequences import Piece, Quarantine, Sequences, Source
 from recipes.data.tokens.background import Background
 from recipes.data.tokens.prepare import write_shards
 from recipes.data.tokens.shards import array_path, problem_path, read_index, shard_path
+from tests.processes import PATIENCE, process_context, wait_for
 from tests.recipes.data.text.test_hub import c4, tiny_stories
 from tests.recipes.data.texts import SMALL, shards_in, tokenizer_for, work_on, write_rows
 
@@ -65,7 +66,7 @@ def batches(sequences: Sequences, *, rank: int = 0, ranks: int = 1, mask: int | 
 
 def as_text(folder: Path) -> Path:
     path = folder / "plain.txt"
-    path.write_text("\n\n".join(f"Chapter {n}. " + "It goes on for a while. " * 90 for n in range(60)))
+    path.write_text("\n\n".join(f"Chapter {n}. " + "It goes on for a while. " * 90 for n in range(12)))
     return path
 
 
@@ -129,10 +130,10 @@ KINDS: dict[str, Callable[[Path], Path | str]] = {
     "folder": as_folder,
     "glob": as_glob,
 }
-ALONE = ("hub, JSON", "hub, parquet", "text", "parquet", "lines", "prepared")
-TOGETHER = (
+MIXTURES = (
+    ["lines"],
     ["lines", "parquet", "prepared"],
-    ["hub, JSON", "hub, parquet", "text"],
+    ["text", "hub, parquet", "hub, JSON"],
     ["gzip", "folder"],
     ["zstd", "glob"],
 )
@@ -146,10 +147,10 @@ def mixture_of(kinds: list[str], folder: Path) -> tuple[dict[str, float], str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kinds", [*([kind] for kind in ALONE), *TOGETHER])
+@pytest.mark.parametrize("kinds", MIXTURES)
 def test_changing_numbers_of_processes_read_what_one_process_reads(tmp_path: Path, kinds: list[str]) -> None:
     mixture, tokenizer = mixture_of(kinds, tmp_path)
-    steps = 240  # beyond the first epoch of each source
+    steps = 150  # beyond the first epoch of each source
     data = opened(tmp_path / "whole", mixture, tokenizer=tokenizer)
     end = data.tokenizer.end_of_document
     reader = batches(data.training, mask=end)
@@ -159,7 +160,7 @@ def test_changing_numbers_of_processes_read_what_one_process_reads(tmp_path: Pat
     reader.close()
 
     begin = 0
-    for world, until in ((1, 7), (2, 31), (4, 64), (3, 150), (1, steps)):
+    for world, until in ((2, 20), (4, 64), (3, steps)):
         # Every process opens the data anew, as after a restart; the first alone writes.
         opened_by = [
             opened(tmp_path / "elastic", mixture, tokenizer=tokenizer, writes=rank == 0) for rank in range(world)
@@ -188,20 +189,21 @@ def inputs_of(data: Data, pieces: list[Piece]) -> int:
 @pytest.mark.parametrize("kind", ["lines", "prepared"])
 def test_two_epochs_contain_every_token_of_every_document_twice(tmp_path: Path, kind: str) -> None:
     mixture, tokenizer = mixture_of([kind], tmp_path)
-    data = opened(tmp_path / "cache", mixture, tokenizer=tokenizer)
+    length = 8
+    data = opened(tmp_path / "cache", mixture, tokenizer=tokenizer, sequence_length=length)
     (source,) = data.training.sources
     source.require(10**6)  # until the whole source is there
     assert source.tokens is not None
-    count = LENGTH * 2 * source.tokens // LENGTH  # as many sequences as it takes to end with an epoch: S epochs
+    count = length * 2 * source.tokens // length  # as many sequences as it takes to end with an epoch: S epochs
     seen: Counter[tuple[int, int, int]] = Counter()
     for number in range(count // 2):
         for piece in data.training.pieces(number):
             seen.update((piece.file, piece.row, token) for token in range(piece.begin, piece.end))
-    assert count // 2 * LENGTH == source.tokens * LENGTH
+    assert count // 2 * length == source.tokens * length
     assert len(seen) == source.tokens
-    assert set(seen.values()) == {LENGTH}
+    assert set(seen.values()) == {length}
     twice: Counter[tuple[int, int]] = Counter()
-    for number in range(2 * source.tokens // LENGTH):
+    for number in range(2 * source.tokens // length):
         twice.update((piece.file, piece.row) for piece in data.training.pieces(number) if piece.begin == 0)
     missing = [document for document, times in twice.items() if times != 2]
     assert len(missing) <= 3  # those in the last tokens of the second epoch, which fill no sequence
@@ -272,7 +274,7 @@ def test_training_starts_before_the_source_is_tokenized_and_waits_for_the_rest(t
     assert source.tokens is None
     assert reports[-1].endswith("; the rest follows while the model trains")
     follower = opened(tmp_path / "cache", {str(tmp_path / "rows.jsonl"): 1.0}, tokenizer=work.tokenizer, writes=False)
-    time.sleep(1.5)
+    time.sleep(0.5)  # there is time to tokenize too much
     early = follower.training.sources[0].shards
     early.refresh()
     assert early.tokens < 2 * 5000 + 4000 + 2000  # the window, one ahead, and the shard in which that ends
@@ -282,7 +284,7 @@ def test_training_starts_before_the_source_is_tokenized_and_waits_for_the_rest(t
             reader.take(step)
     source.require(10**6)
     assert source.tokens is not None
-    assert read_index(folder) is not None or not time.sleep(1)
+    wait_for("the index", lambda: read_index(folder) is not None)
     for reader in readers:
         reader.close()
 
@@ -314,20 +316,23 @@ def test_opening_data_again_tokenizes_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_tokenizing_process_ends_with_its_parent(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 4000)
-    context = multiprocessing.get_context("spawn")
+    context = process_context()
     pid = context.Queue()
     parent = context.Process(target=_open_and_wait, args=(tmp_path, pid))
     parent.start()
-    child = pid.get(timeout=300)
+    child = pid.get(timeout=PATIENCE)
     os.kill(child, 0)  # it exists
     assert parent.pid is not None
     os.kill(parent.pid, signal.SIGKILL)
     parent.join()
-    for _ in range(200):
-        if not Path("/proc", str(child)).exists() or " Z " in Path("/proc", str(child), "stat").read_text():
-            return
-        time.sleep(0.05)
-    pytest.fail("it is still there")
+    wait_for("the end of the child", lambda: has_ended(child))
+
+
+def has_ended(process: int) -> bool:
+    try:
+        return " Z " in Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return True
 
 
 def _open_and_wait(folder: Path, pid: Any) -> None:
@@ -335,7 +340,7 @@ def _open_and_wait(folder: Path, pid: Any) -> None:
     background = data.training.sources[0].background
     assert background is not None
     pid.put(background._process.pid)
-    time.sleep(600)
+    threading.Event().wait()
 
 
 def kill_each_time(background: Background, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -473,13 +478,19 @@ def test_tokenizing_stays_a_bounded_amount_ahead_after_a_resume(tmp_path: Path) 
     there = []
     for _ in range(3):
         data = opened(tmp_path / "cache", {str(tmp_path / "rows.jsonl"): 1.0}, tokenizer=tokenizer)
-        time.sleep(2)
+        (source,) = data.training.sources
+        wait_for("the tokens that are wanted", partial(has_wanted, source))
+        time.sleep(0.5)  # there is time to tokenize too much
         data.training.close()
-        shards = data.training.sources[0].shards
-        shards.refresh()
-        there.append(shards.tokens)
+        source.shards.refresh()
+        there.append(source.shards.tokens)
     assert there[0] < 2 * 5000 + 2 * 4000
     assert there[0] == there[1] == there[2]
+
+
+def has_wanted(source: Source) -> bool:
+    source.shards.refresh()
+    return source.background is not None and source.shards.tokens >= source.background._wanted.value
 
 
 @pytest.mark.slow

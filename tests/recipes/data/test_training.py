@@ -9,15 +9,29 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from parallel.dist import start, stop
 from recipes.data.config import DataConfig
 from recipes.data.tokens.prepare import write_shards
 from recipes.schema import Recipe
 from tests.processes import run_processes
 from tests.recipes.data.text.test_hub import c4, tiny_stories
 from tests.recipes.data.texts import shards_in, tokenizer_for, work_on, write_rows
-from tests.training import change, rows, run_all
+from tests.training import change, rows, run_all, train
 
 pytestmark = pytest.mark.slow
+
+
+def run_on(processes: int, *recipes: Recipe) -> None:
+    """Run recipes one after the other; one process is this one, which keeps the locks of its run folders."""
+    if processes > 1:
+        run_processes(processes, run_all, [*recipes])
+        return
+    world = start("cpu", seed=0)
+    try:
+        for recipe in recipes:
+            train(recipe, world)
+    finally:
+        stop()
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +61,7 @@ def test_run_trains_on_every_kind_of_source(small: Recipe, sources: dict[str, st
         )
         for name, source in sources.items()
     ]
-    run_processes(2, run_all, recipes)
+    run_on(2, *recipes)
     for recipe in recipes:
         assert [row["step"] for row in rows(recipe)] == [1, 2]
         assert math.isfinite(rows(recipe)[-1]["loss"])
@@ -75,9 +89,9 @@ def test_masked_mixture_resumes_on_other_numbers_of_processes(small: Recipe, sou
         schedule={"kind": "constant", "warmup_steps": 2},
     )
     elastic = change(whole, run={"name": "elastic"})
-    run_processes(1, run_all, [whole])
-    for processes, until in ((1, 2), (2, 5), (4, 6), (3, 9), (1, 10)):
-        run_processes(processes, run_all, [change(elastic, run={"steps": until})])
+    run_on(1, whole)
+    for processes, until in ((4, 3), (3, 7), (1, 10)):
+        run_on(processes, change(elastic, run={"steps": until}))
     expected, found = rows(whole), rows(elastic)
     assert [row["step"] for row in found] == [row["step"] for row in expected] == list(range(1, 11))
     for row, then in zip(found, expected, strict=True):
@@ -113,9 +127,8 @@ def test_chats_resume_on_other_numbers_of_processes_and_keep_their_template(smal
         validation={"every": 3},
     )
     elastic = change(whole, run={"name": "elastic_chats"})
-    run_processes(1, run_all, [whole, change(elastic, run={"steps": 2})])
-    for processes, until in ((2, 4), (3, 6)):
-        run_processes(processes, run_all, [change(elastic, run={"steps": until})])
+    run_on(3, change(elastic, run={"steps": 2}))
+    run_on(1, whole, change(elastic, run={"steps": 6}))
     expected, found = rows(whole), rows(elastic)
     assert [row["step"] for row in found if "loss" in row] == list(range(1, 7))
     for name in ("loss", "validation_loss", "tokens", "epochs"):
@@ -134,11 +147,11 @@ def test_resume_refuses_a_source_that_changed(small: Recipe, tmp_path: Path) -> 
         data={"source": str(tmp_path / "rows.jsonl"), "tokenizer": "train:300", "validation_fraction": 0.2},
         checkpoint={"every": 2},
     )
-    run_processes(1, run_all, [recipe])
+    run_on(1, recipe)
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write('{"text": "one more"}\n')
     with pytest.raises(Exception, match=r"trained on other text behind .*rows\.jsonl.* then, .* now\."):
-        run_processes(1, run_all, [change(recipe, run={"steps": 4})])
+        run_on(1, change(recipe, run={"steps": 4}))
     from recipes.data.text.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(
@@ -146,13 +159,13 @@ def test_resume_refuses_a_source_that_changed(small: Recipe, tmp_path: Path) -> 
     )
     (tmp_path / "tokenizer.json").write_text(tokenizer.json)
     fixed = change(recipe, run={"name": "fixed"}, data={"tokenizer": str(tmp_path / "tokenizer.json")})
-    run_processes(1, run_all, [fixed])
+    run_on(1, fixed)
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write('{"text": "and another"}\n')
     with pytest.raises(
         Exception, match=r"other text behind .*: 1 files with [\d,]+ bytes then, 1 files with [\d,]+ byt"
     ):
-        run_processes(1, run_all, [change(fixed, run={"steps": 4})])
+        run_on(1, change(fixed, run={"steps": 4}))
 
 
 def test_resume_refuses_text_that_was_prepared_in_the_meantime(small: Recipe, tmp_path: Path) -> None:
@@ -172,11 +185,11 @@ def test_resume_refuses_text_that_was_prepared_in_the_meantime(small: Recipe, tm
         },
         checkpoint={"every": 2},
     )
-    run_processes(1, run_all, [recipe])
+    run_on(1, recipe)
     (tmp_path / "text").rename(tmp_path / "raw")
     shards_in(tmp_path / "text", work_on(tmp_path / "raw", tokenizer=tokenizer))
     with pytest.raises(Exception, match=r"another order of .*: text that is tokenized .* then, prepared shards now"):
-        run_processes(1, run_all, [change(recipe, run={"steps": 4})])
+        run_on(1, change(recipe, run={"steps": 4}))
 
 
 def test_resume_refuses_tokens_that_differ_when_made_again(small: Recipe, tmp_path: Path) -> None:
@@ -212,15 +225,15 @@ def test_resume_refuses_tokens_that_differ_when_made_again(small: Recipe, tmp_pa
             (tmp_path / "b.jsonl").rename(tmp_path / "in" / "b.jsonl")
         assert len(found) > 2 and any(shard.unread for shard in found) == lacking
 
-    for until in (2, 4):
+    for processes, until in ((2, 2), (1, 4)):
         make(lacking=False)
-        run_processes(until // 2, run_all, [change(recipe, run={"steps": until})])
+        run_on(processes, change(recipe, run={"steps": until}))
     other = change(recipe, run={"name": "other"})
     make(lacking=True)
-    run_processes(1, run_all, [other])
+    run_on(1, other)
     gives = r"the {} global batches that this run .* have changed: .*/in' gives different tokens, .* A file {}"
     with pytest.raises(Exception, match=gives.format(4, "cannot be read now: repair it, remove .*tokens/")):
-        run_processes(1, run_all, [change(recipe, run={"steps": 6})])
+        run_on(1, change(recipe, run={"steps": 6}))
     make(lacking=False)
     with pytest.raises(Exception, match=gives.format(2, "could not be read then, or .*: restore the old data.cache")):
-        run_processes(1, run_all, [change(other, run={"steps": 6})])
+        run_on(1, change(other, run={"steps": 6}))

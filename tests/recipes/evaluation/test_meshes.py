@@ -23,8 +23,6 @@ MODEL = replace(
 ROWS, LENGTH, END = 8, 16, 63
 MESHES = (
     ("1.1.1.2", "heads"),
-    ("1.1.2.1", "heads"),
-    ("1.1.2.1", "gather"),
     ("1.1.2.2", "heads"),
     ("1.2.2.1", "gather"),
 )

@@ -13,6 +13,7 @@ import pytest
 
 from parallel.errors import UserError
 from recipes.files.lock import LOCK, FolderLock, NoLocks, open_locked
+from tests.processes import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[3]
 HOLDER = """
@@ -23,7 +24,7 @@ lock = FolderLock()
 lock.take(Path(sys.argv[1]), log=print)
 if os.fork():
     print("taken", flush=True)
-    time.sleep(float(sys.argv[2]))
+    sys.stdin.read()
     os._exit(0)
 os.close(1)
 time.sleep(3)  # a child that lives longer
@@ -31,18 +32,19 @@ time.sleep(3)  # a child that lives longer
 
 
 @contextmanager
-def holder(folder: Path, seconds: float = 60) -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds the lock until it is killed, or for this many seconds."""
-    command = [sys.executable, "-c", HOLDER, str(folder), str(seconds)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the lock until it is killed."""
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", HOLDER, str(folder)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "taken\n"
         yield process
         process.kill()
 
 
-def take(folder: Path, *, here: float = 0.0, elsewhere: float = 0.0) -> tuple[FolderLock, list[str]]:
+def take(folder: Path) -> tuple[FolderLock, list[str]]:
     lock, logged = FolderLock(), list[str]()
-    lock.take(folder, log=logged.append, here=here, elsewhere=elsewhere)
+    lock.take(folder, log=logged.append, here=0.0, elsewhere=0.0)
     return lock, logged
 
 
@@ -65,17 +67,29 @@ def test_lock_ends_with_its_process_though_a_child_is_alive_and_the_file_names_i
 
 @pytest.mark.slow
 def test_take_waits_for_a_process_that_is_about_to_end(tmp_path: Path) -> None:
-    with holder(tmp_path, seconds=1) as process:
-        _, logged = take(tmp_path, here=60)
+    with holder(tmp_path) as process:
+        logged = take_when_it_ends(tmp_path, process)
     name = f"process {process.pid} on {platform.node()}"
-    assert logged == [f"{tmp_path} is in use by {name}; waiting up to 60 s for it to end"]
+    assert logged == [f"{tmp_path} is in use by {name}; waiting up to {PATIENCE:.0f} s for it to end"]
+
+
+def take_when_it_ends(folder: Path, holder: subprocess.Popen[str]) -> list[str]:
+    """Take the lock from a process that is ended once this one says that it waits; what it says."""
+    logged: list[str] = []
+
+    def log(line: str) -> None:
+        logged.append(line)
+        holder.kill()
+
+    FolderLock().take(folder, log=log, here=PATIENCE, elsewhere=PATIENCE + 1)
+    return logged
 
 
 @pytest.mark.slow
 def test_take_waits_longer_for_a_process_on_another_host(tmp_path: Path) -> None:
-    with holder(tmp_path, seconds=1):
+    with holder(tmp_path) as process:
         (tmp_path / LOCK).write_text("process 1 on another-host\n")
-        assert "waiting up to 61 s" in take(tmp_path, elsewhere=61)[1][0]
+        assert f"waiting up to {PATIENCE + 1:.0f} s" in take_when_it_ends(tmp_path, process)[0]
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 import random
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from parallel.errors import TemporaryError, UserError
 from recipes.files import remote
 from recipes.files.local_copy import local_copy
 from tests.object_server import ObjectServer, hurried, object_server
+from tests.processes import PATIENCE
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ def running() -> Iterator[ObjectServer]:
 
 @pytest.fixture
 def server(running: ObjectServer) -> Iterator[ObjectServer]:
-    with hurried(running, block=1 << 15, patience=3.0) as server:
+    with hurried(running, block=1 << 15, patience=PATIENCE) as server:
         yield server
 
 
@@ -65,12 +65,11 @@ def test_server_that_is_lost_for_a_moment_costs_only_time(server: ObjectServer) 
         assert begin + content.read() == CONTENT
 
 
-def test_server_that_stays_away_is_a_temporary_error(server: ObjectServer) -> None:
+def test_server_that_stays_away_is_a_temporary_error(server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "PATIENCE", 1.0)
     server.down = True
-    began = time.monotonic()
     with pytest.raises(TemporaryError, match="cannot be reached now"):
         read_all()
-    assert time.monotonic() - began < 10
 
 
 def test_wrong_key_is_told_from_a_fault(server: ObjectServer) -> None:
@@ -89,11 +88,10 @@ def test_wrong_key_is_told_from_a_fault(server: ObjectServer) -> None:
     ],
 )
 def test_bad_address_is_refused_at_once(server: ObjectServer, address: str, message: str) -> None:
-    began = time.monotonic()
+    """Faults that may pass would be tried again until the test is stopped."""
     with pytest.raises(UserError, match=message) as raised:
         remote.write(address, b"")
     assert not isinstance(raised.value, TemporaryError)
-    assert time.monotonic() - began < 2
 
 
 def test_missing_package_is_named(server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,10 +179,10 @@ def test_a_block_that_failed_while_nobody_waited_for_it_is_asked_for_again(monke
     blocks = remote._Blocks(remote.RemoteFile("s3://bucket/a.bin", remote.RemoteState(100, "tag")))
     found = blocks.read(10) + blocks.read(10)  # the second asks for those ahead
     for block in blocks._blocks.values():
-        block.result(timeout=300)
+        block.result(timeout=PATIENCE)
     server.down = True
     found += blocks.read(10)  # is here already; one more is asked for
-    assert isinstance(blocks._blocks[max(blocks._blocks)].exception(timeout=300), TemporaryError)
+    assert isinstance(blocks._blocks[max(blocks._blocks)].exception(timeout=PATIENCE), TemporaryError)
     server.down = False
     while piece := blocks.read(10):
         found += piece

@@ -37,7 +37,7 @@ def found(small: Recipe) -> dict[str, list[dict[str, Any]]]:
     """Mesh -> its rows, with attention inside documents and validation; "" is one process."""
     recipe = change(
         small,
-        run={"steps": 4},
+        run={"steps": 2},
         data={"document_mask": True, "validation_fraction": 0.05},
         batch={"global_batch_size": 4},
         checkpoint={"every": 0},
@@ -45,14 +45,16 @@ def found(small: Recipe) -> dict[str, list[dict[str, Any]]]:
     )
     recipes = {name: change(recipe, run={"name": f"columns {name}"}) for name in ("", *MESHES)}
     on_meshes = [change(recipes[name], mesh=mesh) for name, mesh in MESHES.items()]
-    assert run_processes(1, run_on_known_devices, [recipes[""]]) == [[0]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(throughput, "bf16_peak", throughput.bf16_peak)
+        assert run_on_known_devices([recipes[""]]) == [0]
     assert run_processes(4, run_on_known_devices, on_meshes) == [[0] * len(MESHES)] * 4
     return {name: rows(recipe) for name, recipe in recipes.items()}
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_mesh_writes_the_losses_and_tokens_of_one_process(mesh: str, found: dict[str, list[dict[str, Any]]]) -> None:
-    assert len(found[mesh]) == 4 + 2
+    assert len(found[mesh]) == 2 + 1
     for row, alone in zip(found[mesh], found[""], strict=True):
         assert {column for column in row if "_most" not in column and "_least" not in column} == alone.keys()
         for column in row.keys() & EQUAL:

@@ -63,13 +63,13 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         recipe,
         run=replace(recipe.run, name="sampled", steps=4, output=str(folder / "runs")),
         data=replace(recipe.data, source=str(corpus), cache=str(folder / "cache")),
-        batch=replace(recipe.batch, micro_batch_size=2),
+        batch=replace(recipe.batch, sequence_length=32, global_batch_size=4, micro_batch_size=2),
         float8=Float8Config("rowwise", emulate=True, sample_every=2),
         checkpoint=replace(recipe.checkpoint, every=2),
         metrics=replace(recipe.metrics, every=1),
     )
     plain = change(sampled, run={"name": "plain"}, float8={"sample_every": 0})
-    [found] = run_processes(1, all_on_one_process, sampled, plain)
+    found = all_on_one_process(sampled, plain)
     two = change(sampled, run={"name": "two"})
     assert run_processes(2, run_all, [two]) == [[0], [0]]
     return Runs(*found, rows(two, "float8.jsonl"))

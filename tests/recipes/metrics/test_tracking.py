@@ -10,34 +10,42 @@ from typing import Any
 
 import pytest
 
+from tests.processes import PATIENCE
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[3]
 KEY = "0123456789" * 4
 
-# Writes six rows. After the third one it waits until wandb has taken them, and then for the test to do harm.
+# Writes six rows. After the third one it waits until wandb has taken them, and then for the test to do harm. It says
+# which threads called wandb, of which a server or a process may keep them waiting.
 RUN = """
-import os, sys, time
+import os, sys, threading, time
+from contextlib import suppress
 from pathlib import Path
 from recipes.metrics import tracking
 from recipes.metrics.writer import MetricsWriter
 tracking.END_SECONDS = float(os.environ.get("END_SECONDS", tracking.END_SECONDS))
 folder = Path(sys.argv[1])
-said = []
+said, callers = [], set()
+with suppress(ImportError):
+    import wandb
+    def noting(work):
+        def call(*arguments, **options):
+            callers.add(threading.current_thread().name)
+            return work(*arguments, **options)
+        return call
+    wandb.init, wandb.Run.log, wandb.Run.finish = map(noting, (wandb.init, wandb.Run.log, wandb.Run.finish))
 writer = MetricsWriter(folder, enabled=True, wandb_project="p", run_name="r", recipe={}, before={}, log=said.append)
-slowest = 0.0
 for step in range(1, 7):
-    began = time.perf_counter()
     writer.write({"step": step, "loss": 1.5, "tried": step})
-    slowest = max(slowest, time.perf_counter() - began)
     if step == 3 and len(sys.argv) > 2:
         while not writer._tracker._rows.empty():
             time.sleep(0.05)
         print("ready", flush=True)
         sys.stdin.readline()
-began = time.perf_counter()
 writer.close()
-print(f"{slowest:.3f} {time.perf_counter() - began:.3f}", *said, sep="\\n", flush=True)
+print(*callers, *said, sep="\\n", flush=True)
 os._exit(0)  # as a run ends
 """
 
@@ -50,15 +58,14 @@ def start(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen
     return subprocess.Popen(command, cwd=ROOT, env=home | environment, text=True, **pipes)
 
 
-def ended(run: subprocess.Popen[str], folder: Path) -> tuple[str, float, float]:
-    """What the run said, the seconds of its slowest row, and those of its end. Every row must be in metrics.jsonl."""
-    out, err = run.communicate("\n", timeout=120)
+def ended(run: subprocess.Popen[str], folder: Path) -> str:
+    """What the run said. Every row must be in metrics.jsonl, and only a thread of its own may have called wandb."""
+    out, err = run.communicate("\n", timeout=PATIENCE)
     assert run.returncode == 0, err
     rows = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert rows == [1, 2, 3, 4, 5, 6]
-    first, *said = out.splitlines()
-    slowest, end = map(float, first.split())
-    return "\n".join(said), slowest, end
+    assert "MainThread" not in out
+    return out.removeprefix("Weights & Biases\n").rstrip("\n")
 
 
 def recorded(folder: Path) -> bytes:
@@ -76,10 +83,10 @@ def core(run: subprocess.Popen[str]) -> int:
 def test_an_unreachable_server_leaves_the_run_tracked_offline(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     environment = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "1"}
-    said, slowest, _ = ended(start(folder, WANDB_HTTP_TIMEOUT="1", **environment), folder)
+    said = ended(start(folder, WANDB_HTTP_TIMEOUT="1", **environment), folder)
     assert "Weights & Biases: offline, because it cannot start (Timed out while retrying" in said
     assert f"`wandb sync {folder}/wandb/offline-run-*` sends it later" in said
-    assert recorded(folder).count(b"tried") >= 6 and slowest < 0.5
+    assert recorded(folder).count(b"tried") >= 6
 
 
 @pytest.mark.parametrize(
@@ -93,15 +100,15 @@ def test_a_key_that_cannot_work_leaves_the_run_tracked_offline(
     variables: dict[str, str], reason: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    said, _, _ = ended(start(folder, **variables), folder)
+    said = ended(start(folder, **variables), folder)
     assert f"offline, because it cannot start ({reason}" in said
     assert recorded(folder).count(b"tried") >= 6
 
 
 def test_settings_that_wandb_refuses_turn_tracking_off(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    said, _, end = ended(start(folder, WANDB_MODE="rubbish"), folder)
-    assert "tracking is off, and metrics.jsonl has every row" in said and end < 20
+    said = ended(start(folder, WANDB_MODE="rubbish"), folder)
+    assert "tracking is off, and metrics.jsonl has every row" in said
     assert len(said.splitlines()) <= 5
 
 
@@ -109,8 +116,8 @@ def test_tracking_starts_again_after_its_process_was_killed(tmp_path: Path) -> N
     folder = tmp_path / "run"
     run = start(folder, "wait")
     os.kill(core(run), signal.SIGKILL)
-    said, slowest, _ = ended(run, folder)
-    assert "tracking starts again, and metrics.jsonl has every row" in said and slowest < 0.5
+    said = ended(run, folder)
+    assert "tracking starts again, and metrics.jsonl has every row" in said
     files = [path.name for path in folder.glob("wandb/offline-run-*/run-*.wandb")]
     assert len(files) == 2 and len(set(files)) == 1  # of one run
     assert recorded(folder).count(b"tried") >= 6
@@ -119,14 +126,14 @@ def test_tracking_starts_again_after_its_process_was_killed(tmp_path: Path) -> N
 def test_a_missing_wandb_turns_tracking_off(tmp_path: Path) -> None:
     (tmp_path / "wandb.py").write_text("raise ImportError('No module named wandb')\n")
     folder = tmp_path / "run"
-    said, _, end = ended(start(folder, PYTHONPATH=str(tmp_path)), folder)
+    said = ended(start(folder, PYTHONPATH=str(tmp_path)), folder)
     assert said == "Weights & Biases: off, because wandb cannot be imported (No module named wandb);" + (
         " metrics.jsonl has every row"
     )
-    assert end < 1
 
 
 def test_a_silent_wandb_process_delays_neither_a_row_nor_the_end_for_long(tmp_path: Path) -> None:
+    """The run ends while it is still silent."""
     folder = tmp_path / "run"
     run = start(folder, "wait", END_SECONDS="2")
     process = core(run)
@@ -134,7 +141,7 @@ def test_a_silent_wandb_process_delays_neither_a_row_nor_the_end_for_long(tmp_pa
     assert run.stdin is not None
     run.stdin.write("\n")
     run.stdin.flush()
-    run.wait(300)
+    run.wait(PATIENCE)
     os.kill(process, signal.SIGKILL)  # it holds the pipes open
-    said, slowest, end = ended(run, folder)
-    assert "no answer within 2 s" in said and "wandb sync" in said and slowest < 0.5 and end < 4
+    said = ended(run, folder)
+    assert "no answer within 2 s" in said and "wandb sync" in said

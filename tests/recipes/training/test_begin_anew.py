@@ -13,7 +13,7 @@ from recipes.files import reading
 from recipes.files.layout import SAVED
 from recipes.schema import Recipe
 from tests.recipes.checkpoint.test_faults import break_calls
-from tests.training import change, rows, small_recipe, train
+from tests.training import change, rows, run_all, small_recipe, train
 
 pytestmark = pytest.mark.slow
 
@@ -23,12 +23,19 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "PAUSES", (0, 0))
 
 
+@pytest.fixture(scope="module")
+def four_steps(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with a run that has checkpoints of steps 2 and 4."""
+    recipe = small_recipe(corpus, tmp_path_factory.mktemp("trained"), steps=4)
+    assert run_all([recipe]) == [0]
+    return Path(recipe.run.output)
+
+
 @pytest.fixture
-def trained(corpus: Path, tmp_path: Path, alone: World) -> Recipe:
-    """The recipe of a run with checkpoints of steps 2 and 4, to be trained to step 6."""
-    recipe = small_recipe(corpus, tmp_path, steps=4)
-    assert train(recipe, alone) == 0
-    return change(recipe, run={"steps": 6})
+def trained(four_steps: Path, corpus: Path, tmp_path: Path, alone: World) -> Recipe:
+    """The recipe of a copy of this run, to be trained to step 6."""
+    shutil.copytree(four_steps, tmp_path / "runs")
+    return small_recipe(corpus, tmp_path, steps=6)
 
 
 def state(folder: Path) -> dict[str, bytes]:

@@ -85,7 +85,6 @@ def forks(small: Recipe, corpus: Path, tmp_path_factory: pytest.TempPathFactory)
         "mixture": change(at_4, data=from_text),
         "batch": change(at_4, batch={"global_batch_size": 4}, optimizer={"lr": 1e-3, "betas": (0.8, 0.9)}),
         "long": change(at_4, batch={"sequence_length": 48}, optimizer={"state_dtype": "bfloat16"}),
-        "first_half": change(at_4, run={"steps": 6}),
         "whole": change(at_4, batch={"sequence_length": 48}),
         "of_long": change(at_4, run={"steps": 10}),
         "stopped": change(at_4, batch={"sequence_length": 48}, run={"steps": 6}),

@@ -14,11 +14,11 @@ from recipes.files.exit_codes import CANNOT_WRITE
 from recipes.load import load
 from recipes.schema import Recipe
 from tests.processes import run_processes
-from tests.training import DEBUG, change, curve, rows, training
+from tests.training import DEBUG, SMALL_MODEL, change, curve, rows, training
 
 pytestmark = pytest.mark.slow
 
-STEPS, BAD, GOOD = 24, 4, 18
+STEPS, BAD, GOOD = 12, 4, 9
 """The disk cannot be written from step BAD on, and can be written again from step GOOD on."""
 
 
@@ -86,7 +86,7 @@ def recipe_of(corpus: Path, folder: Path, output: Path, name: str) -> Recipe:
     return change(
         load(DEBUG),
         run={"name": name, "steps": STEPS, "output": str(output)},
-        model={"layers": 2, "width": 64, "feed_forward_width": 96, "heads": 4, "key_value_heads": 2, "head_width": 16},
+        model=SMALL_MODEL | {"vocabulary": 512},
         data={"source": str(corpus), "tokenizer": "train:512", "cache": str(folder / "cache")},
         batch={"sequence_length": 32, "global_batch_size": 2, "micro_batch_size": 2},
         schedule={"kind": "constant", "warmup_steps": 2, "decay_steps": 0},

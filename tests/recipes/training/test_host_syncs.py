@@ -30,7 +30,7 @@ from recipes.schema import Recipe
 from recipes.training import step as steps
 from recipes.training.build import build
 from tests.processes import run_processes
-from tests.training import change, training
+from tests.training import SMALL_MODEL, change, training
 
 pytestmark = pytest.mark.slow
 
@@ -144,36 +144,30 @@ def test_the_error_names_the_place() -> None:
 # Each option of a step
 
 
-SMALL = {"layers": 2, "width": 64, "feed_forward_width": 128, "heads": 4, "key_value_heads": 2, "head_width": 16}
+SMALL = SMALL_MODEL | {"feed_forward_width": 128, "vocabulary": 512}
 BFLOAT16 = {"fsdp": {"param_dtype": "bfloat16"}}
 TENSORWISE = {"recipe": "tensorwise", "emulate": True}
-EVERYTHING = {
-    "activation_checkpointing": {"mode": "selective"},
-    "data": {"document_mask": True},
-    "batch": {"loss_chunks": 3},
-    "float8": TENSORWISE,
-}
 ALONE: dict[str, dict[str, dict[str, Any]]] = {
     "plain": {},
-    "bfloat16": BFLOAT16,
-    "full checkpointing": {"activation_checkpointing": {"mode": "full"}},
-    "selective checkpointing": {"activation_checkpointing": {"mode": "selective"}},
-    "tensorwise": BFLOAT16 | {"float8": TENSORWISE},
+    "options": {
+        "activation_checkpointing": {"mode": "selective"},
+        "batch": {"loss_chunks": 3},
+        "data": {"document_mask": True},
+        "model": {"tied_embeddings": False, "logit_softcap": 30.0},
+        "optimizer": {"z_loss": 1e-4, "state_dtype": "bfloat16"},
+        "run": {"loss_spike_z": 5.0},
+    },
+    "other options": {
+        "activation_checkpointing": {"mode": "full"},
+        "fsdp": {"param_dtype": "bfloat16", "reshard_after_forward": False},
+        "optimizer": {"grad_clip": 0.0},
+    },
+    "tensorwise, gathered as float8": BFLOAT16 | {"float8": TENSORWISE | {"all_gather": True}},
     "rowwise": BFLOAT16 | {"float8": TENSORWISE | {"recipe": "rowwise"}},
     "rowwise_with_gw_hp": BFLOAT16 | {"float8": TENSORWISE | {"recipe": "rowwise_with_gw_hp"}},
-    "gathered as float8": BFLOAT16 | {"float8": TENSORWISE | {"all_gather": True}},
-    "documents": {"data": {"document_mask": True}},
-    "chunks": {"batch": {"loss_chunks": 3}},
-    "an untied head": {"model": {"tied_embeddings": False}},
-    "z-loss and softcap": {"optimizer": {"z_loss": 1e-4}, "model": {"logit_softcap": 30.0}},
-    "bfloat16 moments": {"optimizer": {"state_dtype": "bfloat16"}},
-    "no clipping": {"optimizer": {"grad_clip": 0.0}},
-    "loss spikes": {"run": {"loss_spike_z": 5.0}},
     "a skipped step": {},
-    "ZeRO-2": {"fsdp": {"reshard_after_forward": False}},
-    "compiled": BFLOAT16 | {"compile": {"enabled": True}},
-    "compiled with everything": BFLOAT16 | {"compile": {"enabled": True}} | EVERYTHING,
 }
+COMPILED = BFLOAT16 | {"compile": {"enabled": True}, "data": {"document_mask": True}}
 BESIDE_ANOTHER = {
     "shards": ("1.2.1.1", BFLOAT16),
     "shards, ZeRO-2": ("1.2.1.1", {"fsdp": {"reshard_after_forward": False}}),
@@ -262,6 +256,13 @@ def waits_beside_another(recipe: Recipe) -> dict[str, str]:
     return found
 
 
+def waits_if_compiled(recipe: Recipe) -> str:
+    world = start("cpu", seed=0)
+    found = waits_in_a_step("compiled", "1.1.1.1", COMPILED, recipe, world)
+    stop()
+    return found
+
+
 @pytest.fixture(scope="module")
 def alone_waits(small: Recipe) -> dict[str, str]:
     [found] = run_processes(1, waits_alone, small)
@@ -276,6 +277,11 @@ def beside_another(small: Recipe) -> list[dict[str, str]]:
 @pytest.mark.parametrize("case", ALONE)
 def test_a_step_of_one_process_does_not_wait(case: str, alone_waits: dict[str, str]) -> None:
     assert alone_waits[case] == ""
+
+
+@pytest.mark.exhaustive
+def test_a_compiled_step_does_not_wait(small: Recipe) -> None:
+    assert run_processes(1, waits_if_compiled, small) == [""]
 
 
 @pytest.mark.parametrize("case", BESIDE_ANOTHER)

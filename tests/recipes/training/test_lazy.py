@@ -78,7 +78,6 @@ def plain_run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=300,
     )
     assert run.returncode == 0, run.stderr
     found: dict[str, Any] = json.loads(result.read_text())

@@ -23,7 +23,7 @@ def run_aloud(recipe: Recipe) -> int:
 
 
 def log_of(recipe: Recipe) -> list[str]:
-    assert run_processes(1, run_aloud, recipe, timeout=120) == [0]
+    assert run_processes(1, run_aloud, recipe) == [0]
     return [line.strip() for line in Path(recipe.run.folder / "log.txt").read_text().splitlines()]
 
 

@@ -19,7 +19,7 @@ from tests.training import DEBUG, change
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["out_of_memory", "out_of_host_memory"])
+@pytest.mark.parametrize("fault", ["out_of_memory", pytest.param("out_of_host_memory", marks=pytest.mark.exhaustive)])
 def test_a_rank_out_of_memory_ends_the_run_with_its_own_code_and_says_what_to_write(
     fault: str, tmp_path: Path, corpus: Path
 ) -> None:

@@ -2,12 +2,15 @@
 
 import subprocess
 import sys
-import time
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from recipes.files.exit_codes import REFUSED
+from tests.processes import run_processes
 
 pytestmark = pytest.mark.slow
 
@@ -86,7 +89,15 @@ def test_a_run_starts_again_after_a_kill_at_any_moment_of_claiming_its_folder(
     assert kills(tmp_path / kind, kind) >= least
 
 
-def command(corpus: Path, folder: Path, *more: str) -> list[str]:
+def start_again(arguments: list[str]) -> tuple[int, str]:
+    """What train.py does in this process: its exit code, and what it says."""
+    import train
+
+    with redirect_stdout(StringIO()) as said, mock.patch.object(train, "tell", print):
+        return train.main(arguments), said.getvalue()
+
+
+def words(corpus: Path, folder: Path) -> list[str]:
     values = {
         "run.name": "twice",
         "run.output": str(folder / "runs"),
@@ -112,29 +123,28 @@ def command(corpus: Path, folder: Path, *more: str) -> list[str]:
         "validation.sample_tokens": "0",
     }
     options = [part for key, value in values.items() for part in (f"--{key}", value)]
-    return [sys.executable, str(ROOT / "train.py"), "configs/smollm3_debug.toml", *options, *more]
+    return [str(ROOT / "configs/smollm3_debug.toml"), *options]
 
 
 def test_a_second_start_is_refused_while_the_first_runs(corpus: Path, tmp_path: Path) -> None:
-    def again(*more: str) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(command(corpus, tmp_path, *more), cwd=ROOT, capture_output=True, text=True, timeout=120)
+    def again(*more: str) -> tuple[int, str]:
+        [answer] = run_processes(1, start_again, [*words(corpus, tmp_path), *more])
+        return answer
 
     folder = tmp_path / "runs" / "twice"
-    with subprocess.Popen(command(corpus, tmp_path), cwd=ROOT, stdout=subprocess.PIPE, text=True) as first:
+    command = [sys.executable, ROOT / "train.py", *words(corpus, tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as first:
         try:
             assert first.stdout is not None
             while not first.stdout.readline().startswith("step      2"):
                 assert first.poll() is None
             before = (folder / "recipe.toml").read_bytes()
-            second = again()
-            assert second.returncode == REFUSED, second.stderr
-            assert f"{folder} is in use: process {first.pid} on " in second.stderr
+            code, said = again()
+            assert code == REFUSED and f"{folder} is in use: process {first.pid} on " in said
             assert first.poll() is None and (folder / "recipe.toml").read_bytes() == before
             assert [path.name for path in folder.parent.iterdir()] == ["twice"]  # it was not moved aside
-            assert again("--check").returncode == 0
+            assert again("--check")[0] == 0
         finally:
             first.kill()
-    began = time.monotonic()
-    after = again("--run.steps", "2")
-    assert after.returncode == 0, (after.stderr, time.monotonic() - began)
-    assert f"they are in {folder}.1 now" in after.stdout and "is in use" not in after.stdout
+    code, said = again("--run.steps", "2")
+    assert code == 0 and f"they are in {folder}.1 now" in said and "is in use" not in said

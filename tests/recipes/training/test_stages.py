@@ -6,21 +6,22 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from parallel.dist import World
-from recipes.bench.crash import descendants
 from recipes.checkpoint.files import read_manifest
 from recipes.files.exit_codes import CANNOT_WRITE, FINISHED, PREEMPTED
-from recipes.files.layout import CHECKPOINTS, METRICS, checkpoint_steps, step_folder
+from recipes.files.layout import CHECKPOINTS, LOG_FILE, METRICS, checkpoint_steps, step_folder
 from recipes.load import load_run
 from recipes.metrics.clock import RunClock
+from recipes.training import run
 from recipes.training.console import Console
-from recipes.training.run import train_stages
-from tests.processes import wait_for
+from recipes.training.recorder import Recorder
+from tests.processes import process_context, run_processes
 
 pytestmark = pytest.mark.slow
 
@@ -81,6 +82,37 @@ data.source = "ONE"
 """
 
 
+def run_recipe(file: Path, overrides: tuple[str, ...]) -> int:
+    """Train in this process, as train.py does; the exit code."""
+    return run.train(load_run(file, overrides), began=time.monotonic())
+
+
+def run_until_killed(file: Path, overrides: tuple[str, ...], step: int) -> int:
+    """The same, killed with SIGKILL right after this step is logged."""
+    log_step = Recorder.log_step
+
+    def log_and_die(self: Recorder, number: int, *arguments: Any, **options: Any) -> None:
+        log_step(self, number, *arguments, **options)
+        if number == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Recorder.log_step = log_and_die  # type: ignore[method-assign]
+    return run_recipe(file, overrides)
+
+
+def run_until_second_stage(file: Path) -> None:
+    """The same, with SIGTERM while the second stage is built, which ends the process."""
+    log = Console.log
+
+    def log_and_stop(self: Console, text: str = "", **style: Any) -> None:
+        log(self, text, **style)
+        if "stage second" in text:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    Console.log = log_and_stop  # type: ignore[method-assign]
+    run_recipe(file, ())
+
+
 class Runs:
     """Starts runs of one recipe, by its name."""
 
@@ -99,43 +131,30 @@ class Runs:
         file.write_text(head + stages.replace("ONE", one).replace("TWO", two).replace("THREE", three))
         return file
 
-    def start(self, name: str, *overrides: str, processes: int = 1, **options: Any) -> subprocess.Popen[str]:
-        recipe = str(self.recipe(name, **options))
-        words = [sys.executable, str(ROOT / "train.py"), recipe]
-        if processes > 1:
-            words = ["bash", str(ROOT / "scripts" / "run.sh"), recipe]
-        environment = os.environ | {"NPROC": str(processes), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-        pipe = subprocess.PIPE
-        return subprocess.Popen(
-            [*words, *overrides], env=environment, cwd=self.folder, stdout=pipe, stderr=subprocess.STDOUT, text=True
-        )
-
     def finish(self, name: str, *overrides: str, processes: int = 1, **options: Any) -> str:
-        """Run to the end; what the run said."""
-        process = self.start(name, *overrides, processes=processes, **options)
-        out, _ = process.communicate(timeout=280)
-        assert process.returncode == 0, out
-        return out
+        """Run to the end; what this start of the run said."""
+        log = self.folder / "runs" / name / LOG_FILE
+        before = log.read_text() if log.exists() else ""
+        file = self.recipe(name, **options)
+        assert run_processes(processes, run_recipe, file, overrides) == [FINISHED] * processes
+        return log.read_text().removeprefix(before)
 
     def train(self, name: str, world: World, **options: Any) -> int:
         """Run in this process; the exit code."""
         with Console(silent=True) as console:
-            return train_stages(load_run(self.recipe(name, **options)), world, console, RunClock(world.device))
+            return run.train_stages(load_run(self.recipe(name, **options)), world, console, RunClock(world.device))
 
     def kill_after(self, step: int, name: str, *overrides: str, processes: int = 1, **options: Any) -> None:
         """Start, and kill all processes with SIGKILL once this step is logged."""
-        process = self.start(name, *overrides, processes=processes, **options)
-        wait_for(f"step {step}", lambda: process.poll() is not None or self.logged(name) >= step, seconds=200)
-        assert process.poll() is None, process.communicate()[0]
-        for one in [process.pid, *descendants(process.pid)]:
-            os.kill(one, signal.SIGKILL)
-        process.communicate()
+        file = self.recipe(name, **options)
+        with pytest.raises(AssertionError, match=f"{processes} of {processes} processes did not answer"):
+            run_processes(processes, run_until_killed, file, overrides, step, patience=0)
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         file = self.folder / "runs" / name / METRICS
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
-    def logged(self, name: str) -> int:
+    def last_step(self, name: str) -> int:
         return max((row["step"] for row in self.rows(name)), default=0)
 
     def curve(self, name: str) -> dict[int, float]:
@@ -153,7 +172,8 @@ class Runs:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     found = Runs(tmp_path_factory.mktemp("stages"))
-    found.finish("whole")
+    words = [sys.executable, str(ROOT / "train.py"), str(found.recipe("whole"))]
+    subprocess.run(words, cwd=found.folder, check=True)
     return found
 
 
@@ -166,11 +186,12 @@ def test_a_run_goes_through_all_its_stages_in_one_process(runs: Runs) -> None:
 
 
 def test_the_parts_of_the_wall_time_add_up_over_all_stages(runs: Runs) -> None:
-    last = runs.rows("whole")[-1]["wall_seconds"]
+    rows = [row for row in runs.rows("whole") if "loss" in row]
+    sums = [sum(row["wall_seconds"].values()) for row in rows]
     log = (runs.folder / "runs" / "whole" / "log.txt").read_text()
     said = float(log.split(" of ")[-1].split(" s;")[0])
-    assert last["start"] > 0
-    assert sum(last.values()) == pytest.approx(said, abs=2.0)
+    assert all(row["wall_seconds"]["start"] > 0 for row in rows)
+    assert sums == sorted(sums) and sum(row["step_seconds"] for row in rows) < sums[-1] < said + 0.1
     assert log.count("goodput") == 1
 
 
@@ -200,19 +221,16 @@ def test_a_single_stage_is_the_same_to_the_bit_as_none(runs: Runs, alone: World)
 
 
 def test_a_signal_at_a_border_loses_nothing(runs: Runs) -> None:
-    process = runs.start("signalled")
-    assert process.stdout is not None
-    while "stage second" not in (line := process.stdout.readline()):  # it is being built
-        assert line
-    process.send_signal(signal.SIGTERM)
-    process.communicate()
-    assert process.returncode == PREEMPTED
+    process = process_context().Process(target=run_until_second_stage, args=(runs.recipe("signalled"),))
+    process.start()
+    process.join()
+    assert process.exitcode == PREEMPTED
     runs.finish("signalled")
     assert runs.curve("signalled") == runs.curve("whole")
 
 
 def test_a_damaged_checkpoint_at_a_border_leads_back_to_the_stage_before(runs: Runs) -> None:
-    keep = "--checkpoint.keep=4"  # the save of step 9 may be done before the kill
+    keep = "--checkpoint.keep=4"
     runs.kill_after(9, "damaged", keep)  # so that the border is saved
     checkpoints = runs.folder / "runs" / "damaged" / CHECKPOINTS
     for step in checkpoint_steps(checkpoints):
@@ -236,17 +254,18 @@ def test_a_border_that_cannot_be_saved_ends_the_run_before_the_next_stage(
     with monkeypatch.context() as patch:
         patch.setattr("recipes.checkpoint.folder.begin", fails)
         assert runs.train("full", alone) == CANNOT_WRITE
-    assert runs.logged("full") == BORDER
+    assert runs.last_step("full") == BORDER
     assert runs.train("full", alone) == FINISHED
     assert list(runs.curve("full").values()) == pytest.approx(list(runs.curve("whole").values()), rel=1e-6)
 
 
 def test_debug_recipe_learns_through_its_three_stages(tmp_path: Path, alone: World) -> None:
-    """With fewer micro-batches, which do not change the curve."""
+    """With one block, half the steps, and fewer micro-batches, which do not change the curve."""
     words = ["--run.output", str(tmp_path), "--data.cache", str(tmp_path / "cache"), "--batch.micro_batch_size", "8"]
+    words += ["--model.layers", "1", "--run.steps", "45", "--validation.every", "15"]
     loaded = load_run(ROOT / "configs" / "smollm3_debug_stages.toml", words)
     with Console(silent=True) as console:
-        assert train_stages(loaded, alone, console, RunClock(alone.device)) == FINISHED
+        assert run.train_stages(loaded, alone, console, RunClock(alone.device)) == FINISHED
     rows = [json.loads(line) for line in (loaded.recipe.run.folder / METRICS).read_text().splitlines()]
     losses = [row["validation_loss"] for row in rows if "validation_loss" in row]
     assert [row["stage"] for row in rows if "validation_loss" in row] == ["web", "web", "long", "long", "decay"]

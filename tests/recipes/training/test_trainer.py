@@ -4,7 +4,7 @@ import json
 import math
 import signal
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,18 +27,14 @@ BFLOAT16_TOLERANCE = 2e-3
 FLOAT8_TOLERANCE = 2e-2  # 0.6 to 1.4%, depending on the text, which is of this Python's standard library
 
 
-SHALLOW = {"layers": 2, "no_rope_every": 2}
-
-
 @pytest.fixture(scope="module")
 def debug_run(small: Recipe) -> Recipe:
-    """Two layers of the debug model, the second without RoPE, on short sequences of a small corpus; 12 steps, every
-    step logged."""
+    """The small model, whose second layer has no RoPE, on short sequences of a small corpus; 12 steps, all logged."""
     return change(
         small,
         run={"steps": STEPS},
-        model=asdict(load(DEBUG).model) | SHALLOW,
-        data={"tokenizer": "train:4096", "validation_fraction": 0.05},
+        model={"no_rope_every": 2, "vocabulary": 512},
+        data={"validation_fraction": 0.05},
         batch={"sequence_length": 64, "micro_batch_size": 2},
         schedule={"kind": "wsd", "warmup_steps": 3, "decay_steps": 3},
         checkpoint={"every": 0},
@@ -49,7 +45,7 @@ def debug_run(small: Recipe) -> Recipe:
 def curves(processes: int, recipes: dict[str, Recipe]) -> dict[str, list[float]]:
     """The curves of named variants of a recipe, run on that many processes."""
     named = [change(recipe, run={"name": f"{name}-{processes}"}) for name, recipe in recipes.items()]
-    assert run_processes(processes, run_all, named, timeout=400) == [[0] * len(named)] * processes
+    assert run_processes(processes, run_all, named) == [[0] * len(named)] * processes
     return {name: curve(recipe) for name, recipe in zip(recipes, named, strict=True)}
 
 
@@ -83,7 +79,7 @@ def reference(debug_run: Recipe) -> dict[str, list[float]]:
 def test_the_model_learns(reference: dict[str, list[float]], debug_run: Recipe) -> None:
     found = reference["plain"]
     assert len(found) == STEPS + 2  # two validations among the steps
-    assert found[0] == pytest.approx(math.log(4096), rel=0.02)
+    assert found[0] == pytest.approx(math.log(512), rel=0.02)
     assert found[-1] < 0.9 * found[0]
 
 
@@ -121,16 +117,13 @@ def test_two_processes_repeat_the_curve_of_one(reference: dict[str, list[float]]
 
 
 def test_four_processes_repeat_the_curve_of_one(reference: dict[str, list[float]], debug_run: Recipe) -> None:
-    found = curves(
-        4,
-        {
-            "FSDP": debug_run,
-            "HSDP": change(debug_run, mesh={"replicate": 2, "shard": 2}, batch={"micro_batch_size": 1}),
-            "ZeRO-2": change(debug_run, fsdp={"reshard_after_forward": False}),
-        },
+    hybrid = change(
+        debug_run,
+        mesh={"replicate": 2, "shard": 2},
+        fsdp={"reshard_after_forward": False},
+        batch={"micro_batch_size": 1},
     )
-    for name, losses in found.items():
-        assert largest_gap(losses, reference["plain"]) < 1e-5, name
+    assert largest_gap(curves(4, {"HSDP with ZeRO-2": hybrid})["HSDP with ZeRO-2"], reference["plain"]) < 1e-5
 
 
 def count_collectives(recipe: Recipe) -> dict[str, int]:
@@ -167,28 +160,21 @@ def test_gradients_are_reduced_once_a_step_however_many_micro_batches(debug_run:
             assert counts["allreduce_"] == 2, counts  # target tokens, gradient norm
 
 
-def test_a_run_with_every_part_on_stays_close_to_float8(reference: dict[str, list[float]], debug_run: Recipe) -> None:
-    """Float8 with float8 all-gather, selective checkpointing, compile, 2 x 2 hybrid sharding and bf16 at once."""
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_a_run_with_every_part_on_stays_close_to_float8(
+    compiled: bool, reference: dict[str, list[float]], debug_run: Recipe
+) -> None:
+    """Float8 with float8 all-gather, selective checkpointing, 2 x 2 hybrid sharding and bf16 at once. The recipe also
+    compiles, which takes four processes a minute and a half."""
     everything = load(DEBUG.with_name("smollm3_debug_everything.toml"))
     assert everything.float8.all_gather and everything.compile.enabled
     assert everything.activation_checkpointing.mode == "selective"
     assert everything.mesh == MeshConfig(replicate=2, shard=2)
+    kept = ("model", "data", "batch", "schedule", "checkpoint", "metrics", "validation")
     run = replace(debug_run.run, check_replicas_every=1)
-    keep = {
-        "run": run,
-        "model": debug_run.model,
-        "data": debug_run.data,
-        "batch": debug_run.batch,
-        "schedule": debug_run.schedule,
-    }
-    keep |= {"checkpoint": debug_run.checkpoint, "metrics": debug_run.metrics, "validation": debug_run.validation}
-    found = curves(4, {"everything": replace(everything, **keep)})
-    assert largest_gap(found["everything"], reference["tensorwise"]) < FLOAT8_TOLERANCE
-
-
-def test_compiled_runs_stay_close_to_eager(reference: dict[str, list[float]], debug_run: Recipe) -> None:
-    compiled = curves(1, {"compiled": change(debug_run, compile={"enabled": True})})["compiled"]
-    assert 0 < largest_gap(compiled, reference["plain"]) < COMPILE_TOLERANCE
+    recipe = replace(everything, run=run, **{section: getattr(debug_run, section) for section in kept})
+    found = curves(4, {"everything": change(recipe, compile={"enabled": compiled})})["everything"]
+    assert largest_gap(found, reference["tensorwise"]) < FLOAT8_TOLERANCE
 
 
 # Documents
@@ -203,6 +189,7 @@ def masked(debug_run: Recipe, corpus: Path, tmp_path_factory: pytest.TempPathFac
     return change(
         debug_run,
         run={"name": "masked", "steps": 6},
+        model={"no_rope_every": 0},  # one kind of block to compile
         data={"source": str(path), "document_mask": True},
         schedule={"warmup_steps": 2, "decay_steps": 2},
         validation={"every": 3},
@@ -272,49 +259,7 @@ def test_the_mean_document_length_does_not_depend_on_how_documents_are_distribut
     assert "attention_length" not in rows(change(masked, run={"name": "masked, no mask-1"}))[0]
 
 
-# Saving and resuming
-
-
-@pytest.fixture(scope="module")
-def interrupted(debug_run: Recipe) -> dict[str, Recipe]:
-    """Two processes: 12 steps at once ("whole"), and 7 and then 5 ("halves"); checkpoints every 4 steps."""
-    # A schedule that does not depend on the number of steps, so that stopping early changes only where the run ends.
-    saving = change(
-        debug_run,
-        run={"steps": 12, "name": "whole"},
-        checkpoint={"every": 4, "keep": 2},
-        schedule={"kind": "constant", "decay_steps": 0},
-        validation={"every": 0},
-    )
-    halves = [change(saving, run={"name": "halves", "steps": steps}) for steps in (7, 12)]
-    assert run_processes(2, run_all, [saving, *halves]) == [[0, 0, 0]] * 2
-    return {"whole": saving, "halves": halves[1]}
-
-
-def test_a_resumed_run_repeats_the_curve_to_the_bit(interrupted: dict[str, Recipe]) -> None:
-    assert rows(interrupted["whole"])[0]["tokens"] == 8 * 64
-    assert curve(interrupted["halves"]) == curve(interrupted["whole"])
-    assert [row["step"] for row in rows(interrupted["halves"])] == list(range(1, 13))
-
-
-def test_a_run_keeps_only_its_newest_checkpoints(interrupted: dict[str, Recipe]) -> None:
-    checkpoints = interrupted["halves"].run.folder / "checkpoints"
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000008", "step-00000012"]
-
-
-def test_a_finished_run_goes_on_with_another_mesh_sharding_stage_and_checkpointing(
-    interrupted: dict[str, Recipe],
-) -> None:
-    longer = change(
-        interrupted["halves"],
-        run={"steps": 14},
-        fsdp={"reshard_after_forward": False},
-        mesh={"replicate": 1, "shard": 1},
-        activation_checkpointing={"mode": "full"},
-    )
-    whole = change(interrupted["whole"], run={"name": "whole-14", "steps": 14})
-    assert run_processes(1, run_all, [longer, whole]) == [[0, 0]]
-    assert largest_gap(curve(longer), curve(whole)) < 1e-5
+# What a run leaves
 
 
 @pytest.fixture(scope="module")

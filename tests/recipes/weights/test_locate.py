@@ -20,7 +20,6 @@ from recipes.schema import Recipe
 from recipes.training.run_folder import identity_differences
 from recipes.weights.convert import export_checkpoint, import_folder
 from recipes.weights.locate import find_weights, initial_weights
-from tests.processes import run_processes
 from tests.recipes.weights.test_hf_folder import SMALL, edit_config, files, truncate, write_random
 from tests.training import DEBUG, change, run_all
 
@@ -222,7 +221,7 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     anew = change(from_run, run={"name": "anew"}, model={"weights": ""}, checkpoint={"export_hf": False})
     extended = from_weights("from-folder", output / "first" / "hf", steps=4)
     whole = change(extended, run={"name": "whole"}, checkpoint={"every": 4})
-    assert run_processes(2, run_all, [first, from_run, from_folder, anew, extended, whole]) == [[0] * 6] * 2
+    assert run_all([first, from_run, from_folder, anew, extended, whole]) == [0] * 6
     return output
 
 

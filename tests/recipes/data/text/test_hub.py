@@ -184,8 +184,9 @@ BROKEN = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("before", [[], LONG], ids=["in the first block", "in a later block"])
-@pytest.mark.parametrize("shard", [1, 2])
+@pytest.mark.parametrize(
+    ("before", "shard"), [([], 1), (LONG, 2)], ids=["in the first block", "in a later block of the second file"]
+)
 def test_broken_rows_of_json_in_a_folder_are_bad_rows(tmp_path: Path, before: list[Any], shard: int) -> None:
     for number in (1, 2):
         rows = [*before, "\n", *BROKEN, *ODD] if number == shard else [c4_row(0), *ODD]

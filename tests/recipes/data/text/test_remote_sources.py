@@ -14,6 +14,7 @@ from recipes.data.tokens.prepare import write_shards
 from recipes.data.tokens.workspace import prepared_folder
 from recipes.files import remote
 from tests.object_server import ObjectServer, hurried, object_server, upload_folder
+from tests.processes import PATIENCE
 from tests.recipes.data.texts import tokenizer_for, work_on, write_rows
 
 pytestmark = pytest.mark.slow
@@ -53,7 +54,7 @@ def running(corpus: Path) -> Iterator[ObjectServer]:
 
 @pytest.fixture
 def server(running: ObjectServer) -> Iterator[ObjectServer]:
-    with hurried(running, block=1 << 13, patience=2.0) as server:
+    with hurried(running, block=1 << 13, patience=PATIENCE) as server:
         yield server
 
 
@@ -90,13 +91,14 @@ def test_tokens_of_a_folder_at_a_server_are_equal_to_the_byte_whatever_fails(
 
 
 def test_server_that_stays_away_ends_the_reading_with_a_temporary_error(
-    server: ObjectServer, corpus: Path, tmp_path: Path
+    server: ObjectServer, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = work_on("s3://bucket/corpus/", tokenizer=tokenizer_for(corpus / "a.jsonl"))  # type: ignore[arg-type]
     shards = write_shards(tmp_path / "tokens", work)
     before = next(shards)
     server.down = True
-    with pytest.raises(TemporaryError, match="cannot be reached now"):
+    with monkeypatch.context() as patch, pytest.raises(TemporaryError, match="cannot be reached now"):
+        patch.setattr(remote, "PATIENCE", 1.0)
         list(shards)
     server.down = False
     after = list(write_shards(tmp_path / "tokens", work))

@@ -189,7 +189,6 @@ def test_forked_child_can_tokenize_without_a_warning(source: Path) -> None:
         env={name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"},
         capture_output=True,
         text=True,
-        timeout=300,
     )
     assert (done.returncode, done.stderr) == (0, "")
 
