@@ -20,7 +20,7 @@ import torch.multiprocessing
 from torch.distributed import TCPStore
 
 ROOT = Path(__file__).parents[1]
-PATIENCE = 600 * float(os.environ.get("TEST_PATIENCE", "1"))
+PATIENCE = 1200 * float(os.environ.get("TEST_PATIENCE", "1"))
 """Seconds after which a test stops waiting: only a hang takes as long, on a machine ten times slower than ours too."""
 
 
