@@ -76,32 +76,29 @@ BFLOAT16 = Limits(2e-3, 2e-2, 2e-2, 2e-2)
 FLOAT8_LIMITS = Limits(5e-3, 3e-2, 5e-2, 1e-2)
 
 _CASES = """
-1.1.1.2  plain untied documents chunks accumulate,zero2 full selective,half,untied offload masked last llama3 bf16
+1.1.1.2  plain untied,documents,chunks accumulate,zero2,full selective,half,untied offload,masked,llama3 last bf16
 1.1.1.2  bf16,reduce16,prefetch,chunks tensorwise tensorwise,full,half,untied rowwise rowwise_with_gw_hp
 1.1.1.2  tensorwise,gather_activations
 1.1.1.2  compile,rope,selective,documents compile,rope,full,half,untied compile,rope,tensorwise
-1.1.2.1  plain untied documents chunks accumulate,zero2 full,half selective,documents offload masked last
-1.1.2.1  llama3,documents bf16 tensorwise tensorwise,all_gather rowwise rowwise_with_gw_hp
-1.1.2.1  rowwise,accumulate,documents gather gather,documents gather,untied,full gather,masked gather,bf16,selective
-1.1.2.1  gather,rowwise_with_gw_hp gather,tensorwise gather,accumulate,zero2 gather,offload
-1.1.2.1  compile,rope,bf16 compile,rope,gather,documents
+1.1.2.1  plain untied,documents,chunks accumulate,zero2,offload full,half selective,documents masked,llama3,documents
+1.1.2.1  last bf16 tensorwise tensorwise,all_gather rowwise rowwise_with_gw_hp rowwise,accumulate,documents
+1.1.2.1  gather gather,documents gather,untied,full,offload gather,masked,accumulate,zero2 gather,bf16,selective
+1.1.2.1  gather,rowwise_with_gw_hp gather,tensorwise compile,rope,bf16 compile,rope,gather,documents
 1.1.1.3  nine,documents
 1.1.3.1  nine,documents nine,gather
-1.2.1.2  plain full,prefetch untied,zero2,accumulate documents,offload bf16,reduce16 tensorwise
+1.2.1.2  plain full,prefetch untied,zero2,accumulate,documents,offload bf16,reduce16 tensorwise
 2.1.1.2  plain documents,full rowwise,documents
-1.2.2.1  plain untied,documents,zero2 gather,chunks offload,prefetch bf16,prefetch tensorwise,all_gather
-1.2.2.1  compile,rope,documents
+1.2.2.1  plain untied,zero2,offload,prefetch gather,chunks bf16,prefetch tensorwise,all_gather compile,rope,documents
 2.1.2.1  plain documents,selective bf16,reduce16
-1.1.2.2  plain untied,documents gather,documents,chunks masked last zero2,accumulate,documents offload,untied
-1.1.2.2  llama3,documents selective,chunks full,prefetch bf16 tensorwise rowwise rowwise_with_gw_hp
-1.1.2.2  tensorwise,gather_activations,documents compile,rope,documents
-1.1.4.1  plain documents gather,untied,documents tensorwise
-1.1.1.4  eight eight,documents,chunks,untied
-1.2.2.2  documents gather,documents
+1.1.2.2  plain untied,documents,zero2,accumulate gather,documents,chunks masked,selective,chunks last,offload,untied
+1.1.2.2  llama3,documents,full,prefetch bf16 rowwise rowwise_with_gw_hp tensorwise,gather_activations,documents
+1.1.2.2  compile,rope,documents
+1.1.4.1  documents gather,untied,documents tensorwise
+1.1.1.4  eight,documents,chunks,untied
+1.2.2.2  gather,documents
 2.1.2.2  untied,chunks,offload
 2.2.2.1  documents,zero2
 2.2.1.2  accumulate,selective
-1.4.1.2  plain
 1.1.2.4  eight,documents
 1.1.4.2  eight,untied
 """

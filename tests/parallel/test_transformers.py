@@ -322,24 +322,30 @@ def test_checkpointed_blocks_drop_the_same_again() -> None:
                 np.testing.assert_allclose(other["gradients"][full], gradient, rtol=1e-5, atol=1e-7)
 
 
-def random_numbers_of(step: int) -> list[float]:
-    """What two processes' two micro-batches lose in a step with dropout, in a run that did not take those before it."""
-    world, config = start("cpu", seed=0), family_config("gpt2", dropout=True)
+def random_numbers_of(steps: tuple[int, ...]) -> list[list[float]]:
+    """What this process's two micro-batches draw in these steps with dropout, each in a run that takes no other."""
+    world = start("cpu", seed=0)
+    drawn = [random_numbers_of_run(step, world, state=number) for number, step in enumerate(steps)]
+    stop()
+    return drawn
+
+
+def random_numbers_of_run(step: int, world: World, *, state: int) -> list[float]:
+    config = family_config("gpt2", dropout=True)
     built = built_for(config, "1.2.1.1:", load(DEBUG), world)
-    torch.manual_seed(step)  # whatever the state was
+    torch.manual_seed(state)  # another one in each run
     guard = StepGuard(built.mesh, device=world.device, max_skipped_steps=3, loss_spike_z=50.0)
     drawn: list[float] = []
     built.model.register_forward_pre_hook(lambda *_: drawn.append(torch.get_rng_state().sum().item()))
     step_of(built, config, step, guard, RunClock(world.device), parts=2)
-    stop()
     return drawn
 
 
 @pytest.mark.slow
 def test_dropout_draws_by_step_process_and_micro_batch_alone() -> None:
-    first, again, other = (run_processes(2, random_numbers_of, step) for step in (5, 5, 6))
-    assert first == again
-    assert len({number for run in (first, other) for process in run for number in process}) == 8
+    found = run_processes(2, random_numbers_of, (5, 5, 6))
+    assert all(first == again for first, again, _ in found)
+    assert len({number for first, _, other in found for number in (*first, *other)}) == 8
 
 
 def break_a_step() -> dict[str, Any]:

@@ -29,11 +29,11 @@ BAD = 2
 
 
 @pytest.fixture
-def five_steps(small: Recipe, tmp_path: Path) -> Recipe:
-    """Five steps of two micro-batches on two processes, in a folder of the test's own; nothing is saved."""
+def four_steps(small: Recipe, tmp_path: Path) -> Recipe:
+    """Four steps of two micro-batches on two processes, in a folder of the test's own; nothing is saved."""
     return change(
         small,
-        run={"steps": 5, "output": str(tmp_path / "runs"), "name": "small"},
+        run={"steps": 4, "output": str(tmp_path / "runs"), "name": "small"},
         batch={"micro_batch_size": 2},
         schedule={"warmup_steps": 0},
         checkpoint={"every": 0},
@@ -150,40 +150,40 @@ def assert_bad_step_left_no_trace(answers: list[dict[str, dict[str, Any]]]) -> N
             assert len(set(hashes)) == len(hashes) - 1
 
 
-def test_a_bad_step_changes_no_bit_on_two_processes(five_steps: Recipe) -> None:
-    assert_bad_step_left_no_trace(run_processes(2, all_kinds, five_steps, ("left out", *KINDS)))
+def test_a_bad_step_changes_no_bit_on_two_processes(four_steps: Recipe) -> None:
+    assert_bad_step_left_no_trace(run_processes(2, all_kinds, four_steps, ("left out", *KINDS)))
 
 
-def test_a_bad_step_changes_no_bit_in_bfloat16_with_replicas_and_float8_all_gather(five_steps: Recipe) -> None:
+def test_a_bad_step_changes_no_bit_in_bfloat16_with_replicas_and_float8_all_gather(four_steps: Recipe) -> None:
     """2 x 2 processes: a NaN in a shard of one replica must skip the step in the other replica too."""
     hybrid = change(
-        five_steps,
+        four_steps,
         mesh={"replicate": 2, "shard": 2},
         batch={"micro_batch_size": 1},
         fsdp={"param_dtype": "bfloat16"},
         float8={"recipe": "tensorwise", "emulate": True, "all_gather": True},
     )
-    answers = run_processes(4, all_kinds, hybrid, ("left out", "embedding", "gradient", "shard", "loss"))
+    answers = run_processes(4, all_kinds, hybrid, ("left out", "gradient", "shard", "loss"))
     assert all(answer["left out"]["scales"][0] for answer in answers)
     assert_bad_step_left_no_trace(answers)
 
 
-def test_a_bad_step_changes_no_bit_without_clipping_on_one_process(five_steps: Recipe) -> None:
-    alone = change(five_steps, optimizer={"grad_clip": 0.0})
+def test_a_bad_step_changes_no_bit_without_clipping_on_one_process(four_steps: Recipe) -> None:
+    alone = change(four_steps, optimizer={"grad_clip": 0.0})
     assert_bad_step_left_no_trace(run_processes(1, all_kinds, alone, ("left out", *KINDS)))
 
 
 # The shard of the head's norm is a copy on each process of a tensor group, and only one of them is spoiled.
 ON_ONE_RANK = ("embedding", "infinite gradient", "shard", "shard of a norm", "infinite shard of a norm", "loss")
-MESHES = {2: ("1.1.1.2", "1.1.2.1"), 4: ("1.2.1.2", "2.1.1.2", "1.1.2.2")}
+MESHES = ("1.2.1.2", "2.1.1.2", "1.1.2.2")
 
 
-def bad_and_good_steps(recipe: Recipe, meshes: tuple[str, ...]) -> dict[str, tuple[list[str], dict[int, float]]]:
+def bad_and_good_steps(recipe: Recipe) -> dict[str, tuple[list[str], dict[int, float]]]:
     """By mesh: hashes after a good step and then after a bad and a good one for each kind, and the skipped steps."""
     from parallel.dist import start, stop
 
     world, found = start("cpu", seed=0), {}
-    for axes in meshes:
+    for axes in MESHES:
         degrees = dict(zip(AXES, map(int, axes.split(".")), strict=True))
         with training(change(recipe, mesh=degrees, run={"name": axes}), world) as trainer:
             hashes = []
@@ -199,9 +199,8 @@ def bad_and_good_steps(recipe: Recipe, meshes: tuple[str, ...]) -> dict[str, tup
     return found
 
 
-@pytest.mark.parametrize("processes", MESHES)
-def test_a_step_that_is_bad_on_one_rank_of_any_axis_changes_no_bit_on_any(processes: int, five_steps: Recipe) -> None:
-    for answer in run_processes(processes, bad_and_good_steps, five_steps, MESHES[processes]):
+def test_a_step_that_is_bad_on_one_rank_of_any_axis_changes_no_bit_on_any(four_steps: Recipe) -> None:
+    for answer in run_processes(4, bad_and_good_steps, four_steps):
         for axes, (hashes, skipped) in answer.items():
             for number, kind in enumerate(ON_ONE_RANK):
                 before, bad, good = hashes[2 * number : 2 * number + 3]
@@ -272,9 +271,9 @@ def train_diverging(recipe: Recipe) -> int:
     return code
 
 
-def test_looking_for_bad_steps_never_waits_for_the_device(five_steps: Recipe) -> None:
-    spikes = change(five_steps, run={"loss_spike_z": 5.0, "name": "spikes"})
-    assert run_processes(1, count_waits, [five_steps, spikes]) == [[0, 0]]
+def test_looking_for_bad_steps_never_waits_for_the_device(four_steps: Recipe) -> None:
+    spikes = change(four_steps, run={"loss_spike_z": 5.0, "name": "spikes"})
+    assert run_processes(1, count_waits, [four_steps, spikes]) == [[0, 0]]
 
 
 def count_waits(recipes: list[Recipe]) -> list[int]:

@@ -1,19 +1,17 @@
 """--plan and --check for models of transformers."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from parallel.errors import UserError
-from recipes.load import load
+from recipes.load import load, load_run
 from recipes.plan.command import answer
 from recipes.plan.memory import predict
 from recipes.plan.screen import COLUMNS, LINES
 from recipes.stages import stages_of
-from recipes.training.check import _parts, _steps
+from recipes.training.check import _parts, _steps, check
 
 pytestmark = pytest.mark.slow
 
@@ -57,13 +55,15 @@ def test_what_needs_a_time_is_refused_by_name(options: list[str]) -> None:
         answer([GPT2, "--plan", *options])
 
 
-def test_check_warns_of_a_model_of_transformers_that_needs_more_than_its_gpu_has() -> None:
+def test_check_warns_of_a_model_of_transformers_that_needs_more_than_its_gpu_has(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     recipe = ROOT / "configs/gpt2_124m_8xh100.toml"
     more = ["--batch.micro_batch_size=128", "--batch.global_batch_size=1024", "--compile.enabled=false"]
-    command = [sys.executable, ROOT / "train.py", recipe, *more, "--check"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert " of 85.5 GB (predicted), fullest at " in ended.stdout
-    assert "of memory are predicted, more than 94% of the 85.5 GB of an H100" in ended.stderr
+    check(load_run(str(recipe), more).recipe, processes=None, nodes=None)
+    said = capfd.readouterr()
+    assert " of 85.5 GB (predicted), fullest at " in said.out
+    assert "of memory are predicted, more than 94% of the 85.5 GB of an H100" in said.err
 
 
 def test_check_describes_the_pairs_of_an_encoder_decoder() -> None:
