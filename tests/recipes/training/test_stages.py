@@ -101,7 +101,7 @@ def run_until_killed(file: Path, overrides: tuple[str, ...], step: int) -> int:
 
 
 def run_until_second_stage(file: Path) -> None:
-    """The same, with SIGTERM while the second stage is built, which ends the process."""
+    """End this process as train.py ends, which gets SIGTERM while it builds the second stage."""
     log = Console.log
 
     def log_and_stop(self: Console, text: str = "", **style: Any) -> None:
@@ -110,7 +110,7 @@ def run_until_second_stage(file: Path) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
     Console.log = log_and_stop  # type: ignore[method-assign]
-    run_recipe(file, ())
+    sys.exit(run_recipe(file, ()))
 
 
 class Runs:
