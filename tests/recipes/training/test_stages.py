@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ data.source = "ONE"
 """
 
 
-def run_recipe(file: Path, overrides: tuple[str, ...]) -> int:
+def run_recipe(file: Path, overrides: Sequence[str]) -> int:
     """Train in this process, as train.py does; the exit code."""
     return run.train(load_run(file, overrides), began=time.monotonic())
 
@@ -259,14 +260,13 @@ def test_a_border_that_cannot_be_saved_ends_the_run_before_the_next_stage(
     assert list(runs.curve("full").values()) == pytest.approx(list(runs.curve("whole").values()), rel=1e-6)
 
 
-def test_debug_recipe_learns_through_its_three_stages(tmp_path: Path, alone: World) -> None:
+def test_debug_recipe_learns_through_its_three_stages(tmp_path: Path) -> None:
     """With one block, half the steps, and fewer micro-batches, which do not change the curve."""
     words = ["--run.output", str(tmp_path), "--data.cache", str(tmp_path / "cache"), "--batch.micro_batch_size", "8"]
     words += ["--model.layers", "1", "--run.steps", "45", "--validation.every", "15"]
-    loaded = load_run(ROOT / "configs" / "smollm3_debug_stages.toml", words)
-    with Console(silent=True) as console:
-        assert run.train_stages(loaded, alone, console, RunClock(alone.device)) == FINISHED
-    rows = [json.loads(line) for line in (loaded.recipe.run.folder / METRICS).read_text().splitlines()]
+    file = ROOT / "configs" / "smollm3_debug_stages.toml"
+    assert run_processes(1, run_recipe, file, words) == [FINISHED]
+    rows = [json.loads(line) for line in (load_run(file, words).recipe.run.folder / METRICS).read_text().splitlines()]
     losses = [row["validation_loss"] for row in rows if "validation_loss" in row]
     assert [row["stage"] for row in rows if "validation_loss" in row] == ["web", "web", "long", "long", "decay"]
     assert losses[-1] < losses[0] - 0.5
