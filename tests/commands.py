@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,7 @@ def in_this_checkout(command: str | Sequence[str | Path]) -> tuple[list[str], st
 def _become(command: list[str], number: str, unbuffered: bool, env: dict[str, str] | None) -> None:
     """Between fork and exec: become the new process, and end."""
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the parent's store and connections end with it
+    resource_tracker._resource_tracker._fd = resource_tracker._resource_tracker._pid = None  # type: ignore[attr-defined]
     signal.set_wakeup_fd(-1)
     for stop in (*SIGNALS, signal.SIGHUP):
         signal.signal(stop, signal.SIG_DFL)
