@@ -6,6 +6,7 @@ each command has a real start in its tests, too.
 """
 
 import ctypes
+import multiprocessing
 import os
 import runpy
 import signal
@@ -101,6 +102,7 @@ def _begin(command: list[str], cwd: Path, env: dict[str, str], writers: list[Any
     for number, writer in enumerate(writers, start=1):
         os.dup2(writer.fileno(), number)
         writer.close()
+    multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]  # a new Python has not chosen one
     start = subprocess.Popen.__init__
 
     def start_forked(process: Any, args: Any, *more: Any, **options: Any) -> None:
