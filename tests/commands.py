@@ -6,6 +6,7 @@ each command has a real start in its tests, too.
 """
 
 import ctypes
+import multiprocessing
 import os
 import runpy
 import signal
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,7 @@ def _begin(command: list[str], cwd: Path, env: dict[str, str], writers: list[Any
     for number, writer in enumerate(writers, start=1):
         os.dup2(writer.fileno(), number)
         writer.close()
+    multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]  # a new Python has not chosen one
     start = subprocess.Popen.__init__
 
     def start_forked(process: Any, args: Any, *more: Any, **options: Any) -> None:
@@ -130,6 +133,7 @@ def in_this_checkout(command: str | Sequence[str | Path]) -> tuple[list[str], st
 def _become(command: list[str], number: str, unbuffered: bool, env: dict[str, str] | None) -> None:
     """Between fork and exec: become the new process, and end."""
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the parent's store and connections end with it
+    resource_tracker._resource_tracker._fd = resource_tracker._resource_tracker._pid = None  # type: ignore[attr-defined]
     signal.set_wakeup_fd(-1)
     for stop in (*SIGNALS, signal.SIGHUP):
         signal.signal(stop, signal.SIG_DFL)

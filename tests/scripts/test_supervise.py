@@ -39,6 +39,7 @@ def test_a_run_restarts_after_a_crash_but_not_after_a_signal(tmp_path: Path, cor
     out, err = process.communicate()
     assert process.returncode == PREEMPTED, err
     assert "SIGTERM: interrupted after step " in out
+    assert len(err.splitlines()) == 3, err
     killed, crashed, stopped = err.splitlines()
     assert killed == "launch: rank 1 was killed by SIGKILL (often: out of memory)"
     assert crashed.startswith("supervise: attempt 1 crashed, exit code 137; newest checkpoint: step ")
