@@ -94,8 +94,8 @@ def test_help_shows_the_values_of_a_recipe(folder: Path) -> None:
 
 
 def test_a_closed_pipe_is_not_an_error(folder: Path) -> None:
-    command = f"{sys.executable} {ROOT / 'train.py'} --help | head -1"
-    done = subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True)
+    command = [sys.executable, str(ROOT / "train.py"), "--help"]
+    done = subprocess.run(["bash", "-c", '"$0" "$@" | head -1', *command], cwd=folder, capture_output=True, text=True)
     assert done.stdout.startswith("usage") and done.stderr == ""
 
 
