@@ -3,7 +3,6 @@
 import os
 import pickle
 import threading
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 
 from parallel.dist import lost_a_peer, start, stop
 from parallel.messages import BRANCHES, FRAME, WIDTH, Channel, Messages, children_of, host_group, parent_of
+from recipes.schema import Recipe, RunConfig
 from tests.processes import run_processes, wait_for
 
 pytestmark = pytest.mark.slow
@@ -146,8 +146,11 @@ def joined_without_rank_2(seconds: float) -> str:
     """How a process ends when another one never joins, though messages are waited for much longer."""
     if os.environ["RANK"] == "2":
         return "absent"
+    from recipes.training import run
+
+    run.SLOW_LIMIT = run.WITHOUT_PEER = 0
     with pytest.raises(RuntimeError) as raised:
-        start("cpu", seed=0, timeout=timedelta(seconds=seconds))
+        run._join(Recipe(run=RunConfig(device="cpu", hang_timeout=seconds / 2)))
     return "gave up" if lost_a_peer(raised.value) else str(raised.value)
 
 

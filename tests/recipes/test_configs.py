@@ -239,6 +239,13 @@ def test_smollm3_48x8_has_the_published_hyperparameters() -> None:
     assert recipe.data.document_mask
 
 
+def test_gpt2_has_the_published_hyperparameters() -> None:
+    recipe = load(ROOT / "configs" / "gpt2_124m_8xh100.toml", processes=8)
+    optimizer = recipe.optimizer
+    assert (optimizer.lr, optimizer.betas, optimizer.weight_decay) == (6e-4, (0.9, 0.95), 0.1)
+    assert recipe.schedule.phases(recipe.run.steps)[0] == 700
+
+
 @pytest.mark.slow
 def test_the_whole_pretraining_passes_check_and_has_the_published_stages(tmp_path: Path) -> None:
     """On copies of one small text, each in the place of a prepared source."""

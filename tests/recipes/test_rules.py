@@ -682,7 +682,7 @@ def test_only_the_fields_that_identify_a_run_count_as_differences() -> None:
     old = Recipe()
     new = Recipe(
         run=RunConfig(seed=1),
-        data=DataConfig(source="a", text_field="b", tokenizer="train:300", validation_fraction=0.5),
+        data=DataConfig(source="a", text_field="b", tokenizer="train:300", bos=True, validation_fraction=0.5),
         batch=BatchConfig(sequence_length=1, global_batch_size=1),
     )
     assert [line.split(":")[0] for line in identity_differences(old, new)] == [
@@ -690,6 +690,7 @@ def test_only_the_fields_that_identify_a_run_count_as_differences() -> None:
         "data.source",
         "data.text_field",
         "data.tokenizer",
+        "data.bos",
         "data.validation_fraction",
         "batch.sequence_length",
         "batch.global_batch_size",

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -325,7 +326,9 @@ def test_a_token_cache_that_is_not_shared_is_refused(three: Three) -> None:
 def observe_one_node(folder: Path) -> list[str]:
     world = start("cpu", seed=0)
     lines: list[str] = []
-    preflight(folder / "runs" / "name", world, recipe="", log=lines.append)
+    with mock.patch.object(module, "hash_of_sources", return_value="0") as read:
+        preflight(folder / "runs" / "name", world, recipe="", log=lines.append)
+    assert read.call_count == (world.size > 1 and world.leads_node)
     stop()
     return lines
 

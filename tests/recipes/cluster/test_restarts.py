@@ -170,7 +170,9 @@ def test_faults_that_may_pass_are_waited_for_up_to_the_number_of_restarts() -> N
 
 
 @pytest.mark.slow
-def test_a_signal_ends_the_wait_for_another_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_ends_the_wait_for_another_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("recipes.cluster.restarts.FAULT_SECONDS", 4 * PATIENCE)
     monkeypatch.setattr("recipes.cluster.restarts.LONGEST_PAUSE", 4 * PATIENCE)
     launcher = Launcher([sys.executable, "-S", "-c", "raise SystemExit(71)"])
@@ -179,6 +181,7 @@ def test_a_signal_ends_the_wait_for_another_start(tmp_path: Path, monkeypatch: p
     began = time.monotonic()
     assert supervise(launcher, tmp_path, steps=10, restarts=1) == 71
     assert time.monotonic() - began < PATIENCE
+    assert f"starts again in {4 * PATIENCE:g} s" in capfd.readouterr().err
 
 
 @pytest.mark.slow

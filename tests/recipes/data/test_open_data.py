@@ -610,7 +610,11 @@ def test_damaged_prepared_shards_are_refused(rows: Path, tmp_path: Path) -> None
     work = work_on(rows, fraction=0.2)
     shards_in(tmp_path / "out", work)
     prepared = {str(tmp_path / "out"): 1.0}
-    (tmp_path / "out" / "00000-train.npy").write_bytes(b"nothing")
+    file = tmp_path / "out" / "00000-train.npy"
+    file.write_bytes((content := file.read_bytes())[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(UserError, match=r"data.source: .*out' is damaged: 00000-train.npy does not have the checksum"):
+        opened(tmp_path / "cache", prepared, tokenizer=work.tokenizer)
+    file.write_bytes(b"nothing")
     with pytest.raises(UserError, match=r"data.source: .*out' is damaged: 00000-train.npy cannot be read"):
         opened(tmp_path / "cache", prepared, tokenizer=work.tokenizer)
     (tmp_path / "out" / "index.json").write_text("{}")

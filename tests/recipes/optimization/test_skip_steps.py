@@ -78,6 +78,9 @@ def spoil(trainer: Any, kind: str) -> Callable[[], None]:
 
     def spoil_shard(parameters: list[Any]) -> Tensor:
         gradient = parameters[-1 if "norm" in kind else 0].grad  # of the head's norm, or of the embedding
+        if kind == "rounded shard of a norm":
+            gradient.to_local().mul_(1 + 1e-6)
+            return whole(parameters)
         gradient.to_local().view(-1)[0] = math.inf if "infinite" in kind else math.nan
         return whole(parameters)
 
@@ -194,6 +197,10 @@ def bad_and_good_steps(recipe: Recipe) -> dict[str, tuple[list[str], dict[int, f
                     undo()
                 trainer.clock.count_step()
                 hashes.append(state(trainer))
+            undo = spoil(trainer, "rounded shard of a norm")
+            take_step(trainer)
+            undo()
+            step_module.require_sound_state(trainer.built, world)
             found[axes] = hashes, dict(trainer.guard.skipped())
     stop()
     return found

@@ -5,6 +5,7 @@ between host and device looks like none here. cpu_offload is left out: with it t
 waits.
 """
 
+import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -226,6 +227,7 @@ def waits_between_logged_steps(recipe: Recipe, world: World) -> str:
 
         def log_and_watch(step: int, *arguments: Any, **options: Any) -> None:
             watched.close()
+            assert not gc.isenabled()
             log_step(step, *arguments, **options)
             if step < recipe.run.steps:
                 watched.enter_context(no_waiting())

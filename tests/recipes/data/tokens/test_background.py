@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from parallel.errors import TemporaryError, UserError
+from recipes.data.order import SequenceOrder
+from recipes.data.sequences import Source
 from recipes.data.tokens import background as module
 from recipes.data.tokens.background import EVERYTHING, Background
-from recipes.data.tokens.shards import array_path, read_index, read_problem, shard_path
+from recipes.data.tokens.shards import Shards, array_path, read_index, read_problem, shard_path
 from recipes.data.tokens.workspace import Preparation, whole_shards
 from recipes.files import reading
 from tests.processes import PATIENCE
@@ -94,11 +96,13 @@ def test_process_that_dies_again_and_again_is_a_fault_that_may_pass(tmp_path: Pa
 
 def test_dead_process_is_started_again_before_its_tokens_are_needed(tmp_path: Path, work: Preparation) -> None:
     background = started(tmp_path / "out", work)
+    source = Source("rows", Shards(tmp_path / "out"), SequenceOrder(32, 0, None))
+    source.background = background
     for _ in range(6):  # more often than while training waits
         first = background._process
         first.kill()
         first.join()
-        wait_until(lambda dead=first: background.check(needed=False) or background._process is not dead)
+        wait_until(lambda dead=first: source._wait(0) or background._process is not dead)
     background.want(None)
     wait_until(lambda: background.check() or finished(background))
     assert whole_shards(tmp_path / "out")[-1].last
