@@ -4,7 +4,7 @@ import ast
 import re
 import subprocess
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -30,10 +30,14 @@ def newest_change() -> str:
     return "HEAD" if changed_since("HEAD") else "HEAD~1"
 
 
-def distances(changed: Iterable[str]) -> dict[str, int]:
-    """Every file that the changed files can reach, with the number of imports between them; 0 for a changed file."""
+def distances(changed: Sequence[str]) -> dict[str, int]:
+    """Every file that the changed files can reach, with the number of imports between them.
+
+    It is 0 for a changed file, and for the test that has its name.
+    """
     users = _users()
-    found = dict.fromkeys(changed, 0)
+    mirrors = [Path("tests", file).with_name(f"test_{Path(file).name}").as_posix() for file in changed]
+    found = dict.fromkeys([*changed, *(file for file in mirrors if (ROOT / file).is_file())], 0)
     if not found.keys().isdisjoint(REACH_EVERYTHING):
         found |= {file: 1 for file in _files() if file.startswith("tests/")}
     queue = deque(found)

@@ -1,5 +1,7 @@
 """The command line of train.py: exit codes, output, and what is imported."""
 
+import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +9,7 @@ from pathlib import Path
 import pytest
 import tomli
 
+from parallel.errors import TemporaryError, UserError
 from recipes.fields import sections
 from recipes.load import load, to_toml
 from tests.commands import run_command
@@ -158,3 +161,17 @@ def test_every_script_explains_a_wrong_interpreter_before_it_imports_ours() -> N
     for script in [ROOT / "train.py", *ROOT.glob("scripts/*.py")]:
         ours = [line for line in script.read_text().splitlines() if line.startswith(("from recipes", "explain_wrong"))]
         assert ours[1] == "explain_wrong_interpreter()", script
+
+
+@pytest.mark.parametrize(("error", "code"), [(TemporaryError("EIO"), 71), (UserError("wrong"), 2)])
+def test_a_fault_that_may_pass_and_a_refusal_have_their_exit_codes(
+    error: UserError, code: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def load_run(*_: object, **__: object) -> None:
+        raise error
+
+    for name in ("signal", "pthread_sigmask"):  # what train.py sets at its start is for a process of its own
+        monkeypatch.setattr(signal, name, lambda *_: None)
+    monkeypatch.setattr("recipes.load.load_run", load_run)
+    assert runpy.run_path(str(ROOT / "train.py"))["main"](["recipe.toml"]) == code
+    assert str(error) in capfd.readouterr().err

@@ -153,6 +153,28 @@ def test_file_that_only_one_process_cannot_see_is_not_damage(fault: str, tmp_pat
         assert left == before
 
 
+def save_with_one_blind_rank(folder: Path) -> list[str]:
+    """The names left after a save of which one of two processes cannot read its shard back."""
+    start("cpu", seed=0)
+    checkpoints = Checkpoints(folder, keep=1)
+    checkpoints.save(*trained(1), step=1)
+    checkpoints.finish()
+    reading.PAUSES = (0,)
+    patch = pytest.MonkeyPatch()
+    if os.environ["RANK"] == "1":
+        break_calls(patch, "preadv", errno.EIO, on="step-00000002/shard")
+    checkpoints.save(*trained(2), step=2)
+    checkpoints.finish()
+    patch.undo()
+    stop()
+    return names(folder)
+
+
+@pytest.mark.slow
+def test_older_checkpoint_stays_until_every_process_has_read_its_shard_of_the_new_one(tmp_path: Path) -> None:
+    assert run_processes(2, save_with_one_blind_rank, tmp_path) == [["step-00000001", "step-00000002"]] * 2
+
+
 def test_mark_holds_the_newest_step_and_a_save_does_not_need_it(saved: Checkpoints, tmp_path: Path) -> None:
     logged: list[str] = []
     for mark in (tmp_path / "mark", tmp_path / "no" / "folder" / "mark"):

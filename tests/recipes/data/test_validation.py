@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from parallel.dist import World
 from parallel.errors import UserError
 from recipes.data.open_data import Data
+from recipes.data.order import SequenceOrder
+from recipes.data.sequences import Source
 from recipes.evaluation.config import ValidationConfig
 from recipes.load import load, to_toml
 from recipes.rules import violations
@@ -223,3 +226,11 @@ def test_one_validation_source_and_several_replace_each_other(text: Path, monkey
     Path("both.toml").write_text(f'{start}[validation]\nsource = "{text}"\nsources = {{web = "{text}"}}\n')
     with pytest.raises(UserError, match=r"cannot be given together with validation\.source in the same place"):
         load("both.toml")
+
+
+@pytest.mark.parametrize("tokens", [9, 16, 17, 23, 24, 25])
+def test_a_text_that_is_read_once_is_cut_to_whole_sequences_with_their_last_target(tokens: int, tmp_path: Path) -> None:
+    shards: Any = SimpleNamespace(tokens=tokens, complete=True, folder=tmp_path)
+    cut = Source("held out", shards, SequenceOrder(8, 0, None), read_once=True).tokens
+    assert cut is not None and cut % 8 == 0
+    assert cut + 1 <= tokens < cut + 8 + 1  # the target of the last token exists, and no further sequence does
