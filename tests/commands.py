@@ -35,7 +35,9 @@ class Command:
     def __init__(
         self, *command: object, cwd: Path = ROOT, env: dict[str, str] | None = None, network: Path | None = None
     ) -> None:
-        """A command in a fork. What Python reads at its start, such as PYTHONPATH, has no effect.
+        """A command in a fork. It must not start others once it has run torch.
+
+        What Python reads at its start and torch at its import, such as PYTHONPATH and CXX, has no effect.
 
         command: a script and its arguments. env: all variables; None = this process's. network: its namespace.
         """
