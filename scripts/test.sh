@@ -45,7 +45,9 @@ cat "$types"
 # run once more, alone, and are named; whatever fails again has failed.
 repeat_at_most=3 unstable=()
 if [ -n "${CI:-}" ] && [[ ${failed[*]-} == *"tests (pytest)"* ]]; then
-    mapfile -t again < <("$PYTHON" -c 'import json; print(*json.load(open(".pytest_cache/v/cache/lastfailed")), sep="\n")')
+    # Nothing where pytest itself broke down: an empty name would mean all tests.
+    mapfile -t again < <("$PYTHON" -c 'import json
+for test in json.load(open(".pytest_cache/v/cache/lastfailed")): print(test)')
     if [ "${#again[@]}" -ge 1 ] && [ "${#again[@]}" -le "$repeat_at_most" ]; then
         printf '\n== once more, alone: %s that failed\n' "${#again[@]}"
         if "$PYTHON" -m pytest -v "${again[@]}"; then

@@ -39,7 +39,6 @@ signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-ROOT = Path(__file__).parents[1]
 SECONDS = "shardwright/seconds"
 """In pytest's cache: test -> how long it took when it last ran."""
 

@@ -11,8 +11,6 @@ from unittest import mock
 
 import pytest
 
-SENTENCE = "mark this test slow: it {}"
-
 
 @contextmanager
 def only_quick_work() -> Iterator[None]:
@@ -23,7 +21,7 @@ def only_quick_work() -> Iterator[None]:
 
     def refusing(what: str) -> Callable[..., Any]:
         def refuse(*_: Any, **__: Any) -> None:
-            refused.append(SENTENCE.format(what))
+            refused.append(f"mark this test slow: it {what}")
             pytest.fail(refused[0])
 
         return refuse

@@ -1,6 +1,6 @@
 """Models of transformers train as they do without us: losses and gradients of plain transformers and torch's AdamW.
 
-All meshes and options for all families, which takes minutes, are compared by `pytest -m exhaustive`.
+All meshes and options for all families, which takes minutes, are compared by `pytest -m exhaustive` on this file.
 """
 
 import math

@@ -1,7 +1,7 @@
 """scripts/sweep.py: CPU variants of sweeps, rows that fail, continuing a sweep, and signals.
 
 Tests that are not about the launcher and its workers run the command in this process and fork the rows. Of the CPU
-variants, those that say most are trained; all others are with `pytest -m exhaustive`, which takes minutes.
+variants, those that say most are trained; `pytest -m exhaustive` on this file trains the others, in minutes.
 tests/recipes/sweep/test_grid.py reads and checks every row of all.
 """
 
