@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--nodes", type=int)
     try:
         if "--plan" in arguments:
-            from recipes.plan.command import answer
+            from recipes.lab.plan.command import answer
 
             return answer(arguments)
         return run(*parser.parse_known_args(arguments, argparse.Namespace(began=time.monotonic())))

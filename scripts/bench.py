@@ -1,4 +1,4 @@
-"""Run a benchmark: `python scripts/bench.py --suite NAME [options]`, implemented in recipes/bench/NAME.py."""
+"""Run a benchmark: `python scripts/bench.py --suite NAME [options]`, implemented in recipes/lab."""
 
 import importlib
 import sys
@@ -21,7 +21,8 @@ def main(arguments: list[str]) -> int:
     if len(arguments) < 2 or arguments[0] != "--suite" or arguments[1] not in SUITES:
         print(f"usage: bench.py --suite {{{','.join(SUITES)}}} [options]", file=sys.stderr)
         return 2
-    suite = importlib.import_module(f"recipes.bench.{arguments[1]}")
+    room = "codegen" if arguments[1] == "codegen" else "bench"
+    suite = importlib.import_module(f"recipes.lab.{room}.{arguments[1]}")
     return suite.main(arguments[2:])
 
 

@@ -1,4 +1,4 @@
-"""Kills a run again and again and checks that it ends as if it had not been killed; see recipes/bench/crash.py."""
+"""Kills a run again and again and checks that it ends as if it had not been killed; see recipes/lab/bench/crash.py."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 
 explain_wrong_interpreter()
 
-from recipes.bench.crash import main  # noqa: E402
+from recipes.lab.bench.crash import main  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

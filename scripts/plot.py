@@ -51,8 +51,8 @@ def _plot(options: argparse.Namespace) -> None:
     out: Path = options.out or (options.runs[0] if len(options.runs) == 1 else Path()) / CURVES
     if out.suffix not in (".png", ".html"):
         raise UserError(f"--out {out}: write a name that ends with .png or .html")
-    from recipes.curves.panels import curves
-    from recipes.curves.reading import read_runs
+    from recipes.lab.curves.panels import curves
+    from recipes.lab.curves.reading import read_runs
 
     found = curves(read_runs(options.runs), options.x)
     for run in found.runs:
@@ -63,11 +63,11 @@ def _plot(options: argparse.Namespace) -> None:
     part = out.with_name(f".part-{os.getpid()}-{out.name}")
     try:
         if out.suffix == ".png":
-            from recipes.curves.picture import write_png
+            from recipes.lab.curves.picture import write_png
 
             write_png(found, part)
         else:
-            from recipes.curves.page import write_page
+            from recipes.lab.curves.page import write_page
 
             write_page(found, part)
         part.replace(out)

@@ -14,7 +14,7 @@ explain_wrong_interpreter()
 
 from parallel.errors import UserError  # noqa: E402
 from recipes.files.screen import Screen, open_missing  # noqa: E402
-from recipes.sweep.runner import exit_code_of  # noqa: E402
+from recipes.lab.sweep.runner import exit_code_of  # noqa: E402
 
 EPILOG = """\
 Every row is a separate run, started as scripts/run.sh starts one. A row that runs out of memory, crashes, is refused or
@@ -48,9 +48,9 @@ def main(arguments: list[str]) -> int:
 
 def sweep(options: argparse.Namespace, overrides: list[str]) -> int:
     """Run the sweep; returns the exit code. Raises UserError."""
-    from recipes.sweep.grid import device_count, read_sweep
-    from recipes.sweep.loop import run_sweep
-    from recipes.sweep.results import TABLE, current_results
+    from recipes.lab.sweep.grid import device_count, read_sweep
+    from recipes.lab.sweep.loop import run_sweep
+    from recipes.lab.sweep.results import TABLE, current_results
 
     path = options.sweep if options.sweep.exists() or not (ROOT / options.sweep).exists() else ROOT / options.sweep
     devices = device_count()

@@ -22,9 +22,9 @@ explain_wrong_interpreter()
 from models.sizes import SIZES  # noqa: E402
 from recipes.fields import describe, field_docs, field_types, sections, toml  # noqa: E402
 from recipes.files.marks import between  # noqa: E402
+from recipes.lab.plan.command import answer  # noqa: E402
 from recipes.load import CONFIGS, load  # noqa: E402
 from recipes.metrics.hardware import Hardware, hardware_of  # noqa: E402
-from recipes.plan.command import answer  # noqa: E402
 from recipes.plan.memory import CUDA, FULL, NCCL, Prediction, predict  # noqa: E402
 from recipes.recipe_schema import recipe_schema  # noqa: E402
 from recipes.schema import Recipe  # noqa: E402

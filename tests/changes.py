@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.sources import ROOT, imports, nodes
 
 REACH_EVERYTHING = {"pyproject.toml", "requirements.lock", "tests/conftest.py"}
-STARTERS = ("tests/", "scripts/", "configs/", "recipes/bench/", "recipes/sweep/", ".ci/")
+STARTERS = ("tests/", "scripts/", "configs/", "recipes/lab/", ".ci/")
 """Where a file's name stands in the code because the file is started or read; elsewhere it is mostly for messages."""
 FILE_NAME = re.compile(r"[\w./*-]*\.(?:py|sh|sbatch|toml|json|csv|txt|lock)\b")
 

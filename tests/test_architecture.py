@@ -21,7 +21,7 @@ TOP = (*PACKAGES, "scripts")
 # inside a layer, folders may import each other as long as no circle comes of it.
 LAYERS = (
     ("train.py", "scripts"),
-    ("recipes/bench", "recipes/bench/sm90", "recipes/sweep"),
+    ("recipes/lab/bench", "recipes/lab/codegen", "recipes/lab/curves", "recipes/lab/plan", "recipes/lab/sweep"),
     ("recipes/training",),
     ("recipes/plan",),
     ("recipes/load.py",),
@@ -37,7 +37,7 @@ LAYERS = (
     ("recipes/schema.py",),
     ("recipes/evaluation",),
     ("recipes/weights", "recipes/cluster"),
-    ("recipes/data", "recipes/checkpoint", "recipes/metrics", "recipes/curves"),
+    ("recipes/data", "recipes/checkpoint", "recipes/metrics"),
     ("recipes/data/tokens",),
     ("recipes/data/text",),
     ("recipes/optimization", "recipes/files"),
@@ -55,7 +55,7 @@ ONLY_IMPORTER = {
 # Set by the launcher for each process; and where the nodes meet, set for the launcher.
 PROCESS_ENVIRONMENT = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
 MEETING_ENVIRONMENT = {"NODE_RANK", "MASTER_ADDR", "MASTER_PORT"}
-AS_LAUNCHERS = {"recipes/bench/turns.py"}
+AS_LAUNCHERS = {"recipes/lab/bench/turns.py"}
 """What sets these variables for processes that it starts without a launcher."""
 TORCH_FREE = "Imports no torch."
 
@@ -177,13 +177,15 @@ def test_model_and_its_parallelization_meet_in_one_file_of_training() -> None:
 def test_decoder_is_built_only_by_training_and_evaluation() -> None:
     """And by benchmarks: without FSDP, to compare with it, and without numbers, to count the generated code."""
     builders = {place(file) for file in FILES if "models.decoder" in imports(file)}
-    benchmarks = {"recipes/bench", "recipes/bench/sm90"}
+    benchmarks = {"recipes/lab/bench", "recipes/lab/codegen"}
     assert builders <= {"models", "recipes/training", "recipes/evaluation", *benchmarks, "scripts"}
 
 
 @pytest.mark.parametrize(("library", "importer"), ONLY_IMPORTER.items())
 def test_library_has_only_one_importer(library: str, importer: str) -> None:
-    compared = {f"recipes/bench/{file}.py" for file in ("peers", "families")} if library == "transformers" else set()
+    compared = (
+        {f"recipes/lab/bench/{file}.py" for file in ("peers", "families")} if library == "transformers" else set()
+    )
     assert {name(file) for file in FILES if library in libraries(imports(file))} - compared <= {importer}
 
 
@@ -298,7 +300,8 @@ def test_training_loop_imports_at_most_20_files_of_ours() -> None:
 
 
 def test_every_folder_of_code_is_a_package() -> None:
-    assert {file.parent for file in INITS} == {file.parent for file in FILES if file.parent.name != "scripts"} - {ROOT}
+    folders = {file.parent for file in FILES if file.parent.name != "scripts"} - {ROOT}
+    assert {file.parent for file in INITS} == folders | {folder.parent for folder in folders} - {ROOT}
 
 
 def test_packages_do_no_work_at_import() -> None:

@@ -35,7 +35,7 @@ def test_a_change_reaches_what_imports_starts_or_reads_the_file(changed: str, re
 @pytest.mark.parametrize(
     ("changed", "spared"),
     [
-        ("recipes/sweep/grid.py", "tests/models/test_parity.py"),
+        ("recipes/lab/sweep/grid.py", "tests/models/test_parity.py"),
         ("recipes/cluster/slurm.py", "tests/recipes/training/test_resume.py"),
         ("docs/data.md", "tests/recipes/data/test_training.py"),
         ("tests/scripts/test_generate.py", "tests/scripts/test_evaluate.py"),

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.bench.crash import descendants
 from recipes.files.exit_codes import HUNG
+from recipes.lab.bench.crash import descendants
 from tests.commands import rank_of_fork, run_command
 from tests.scripts.nodes import ROOT, arguments
 from tests.scripts.nodes import environment as plain_environment

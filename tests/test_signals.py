@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.bench.crash import descendants
 from recipes.files.exit_codes import PREEMPTED, SIGNALS, ended_by
+from recipes.lab.bench.crash import descendants
 from tests.commands import rank_of_fork
 from tests.test_run import command, start_here
 

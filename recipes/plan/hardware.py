@@ -1,7 +1,9 @@
 """GPUs that a plan can be made for, with what their makers promise of them. Imports no torch."""
 
 import re
+import subprocess
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from parallel.errors import UserError, listed
@@ -10,6 +12,9 @@ from recipes.metrics.hardware import MEMORY, bf16_peak
 NVIDIA_A100 = "NVIDIA A100 data sheet, SXM"
 NVIDIA_H100 = "NVIDIA H100 data sheet, SXM"
 NVIDIA_H200 = "NVIDIA H200 data sheet, SXM"
+
+LIKE = 0.05
+"""How far the memory of a device may be from that of a known GPU with its name, as a share of it."""
 
 Family = Literal["hopper", "hopper, HBM3e", "hopper, 500 W", "ampere", "measured"]
 
@@ -105,3 +110,25 @@ def gpu_named(name: str) -> Gpu:
     if found is None:
         raise UserError(f"--gpu {name}: unknown; write {listed(list(GPUS), last='or')}")
     return found
+
+
+def known(device: str, memory: int) -> Gpu | None:
+    """The GPU with this name, as its driver says it, and about as many bytes; None if it is none of GPUS."""
+    named = gpu_of(device)
+    for gpu in GPUS.values():
+        same = named is not None and gpu.name.partition("-")[0] == named.name.partition("-")[0]
+        if same and abs(memory - gpu.memory) <= LIKE * gpu.memory:
+            return gpu
+    return None
+
+
+@cache
+def devices() -> tuple[tuple[str, int], ...]:
+    """Name and bytes of each GPU of this machine, from its driver's own tool, because torch takes a second."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    lines = re.findall(r"^(.+), (\d+)\s*$", found.stdout, flags=re.MULTILINE)
+    return tuple((name, int(mebibytes) * 2**20) for name, mebibytes in lines)

@@ -2,7 +2,7 @@
 
 A constant marked (fitted) begins at the number that its source gives, or that is assumed where none is named. It is
 then fitted to published measurements by `python scripts/bench.py --suite plan`, with the uncertainty that
-recipes/bench/fit.py states. The others are counted or assumed. Calibration replaces fields. Imports no torch.
+recipes/lab/bench/fit.py states. The others are counted or assumed. Calibration replaces fields. Imports no torch.
 """
 
 from dataclasses import dataclass

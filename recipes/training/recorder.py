@@ -23,6 +23,7 @@ from recipes.metrics.writer import MetricsWriter
 from recipes.optimization.skip_steps import StepGuard
 from recipes.schema import Recipe
 from recipes.training.console import Console, step_line
+from recipes.training.run_folder import draw_curves
 
 if TYPE_CHECKING:
     from models.pairs import EncoderDecoderInputs
@@ -230,9 +231,7 @@ class Recorder:
         """Finish writing, which may wait for the network, and draw what was written, unless it is in a hurry."""
         self.metrics.close()
         if self._draws and not in_a_hurry:
-            from recipes.curves.at_end import draw
-
-            draw(self._folder, log=self._console.log)
+            draw_curves(self._folder, log=self._console.log)
 
 
 def _writer(recipe: Recipe, world: World, progress: Mapping[str, Any], console: Console) -> MetricsWriter:

@@ -2,6 +2,9 @@
 
 import json
 import os
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -12,6 +15,7 @@ from recipes.fields import field_types, toml, value_of
 from recipes.files.atomic import PART, cut_back, keep_rows, write_whole
 from recipes.files.layout import (
     CHECKPOINTS,
+    CURVES,
     DATA,
     ENVIRONMENT,
     FLOAT8_SHARES,
@@ -27,6 +31,9 @@ from recipes.load import load, to_toml
 from recipes.schema import Recipe
 from recipes.stages import stage_of, stages_of
 
+PLOT = Path(__file__).resolve().parents[2] / "scripts/plot.py"
+DRAWING_SECONDS = 60.0
+"""Seconds. On a machine that has never drawn, matplotlib first looks for fonts."""
 SILLY = ".nfs"
 """Prefix of the names that NFS gives to deleted files that are still open."""
 
@@ -251,3 +258,26 @@ def _note_schedule(old: Recipe, new: Recipe, done: int) -> list[str]:
     if new.run.steps == old.run.steps:
         what = "the stages have changed"
     return [f"{what}: the learning rate of step {done + 1} is {rates[1]:.2e} instead of {rates[0]:.2e}{again}"]
+
+
+def draw_curves(folder: Path, *, log: Callable[[str], None]) -> None:
+    """Draw a run's curves.png. In a process of its own: whatever happens there, the run ends as it does without."""
+    command = [sys.executable, str(PLOT), str(folder), "--out", str(folder / CURVES)]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=DRAWING_SECONDS,
+            start_new_session=True,
+        )
+        failure = (
+            "" if done.returncode == 0 else (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+        )
+    except subprocess.TimeoutExpired:
+        failure = f"it took more than {DRAWING_SECONDS:.0f} s"
+    except OSError as error:
+        failure = str(error)
+    if failure:
+        log(f"{CURVES} was not drawn: {failure}; scripts/plot.py {folder} draws it later")

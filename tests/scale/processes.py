@@ -24,9 +24,9 @@ from torch import nn
 from parallel.config import MeshConfig
 from parallel.dist import start, stop
 from parallel.mesh import build_mesh
-from recipes.bench.turns import NODE, launcher_environment
 from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.cluster.watchdog import Watchdog
+from recipes.lab.bench.turns import NODE, launcher_environment
 from recipes.metrics.clock import RunClock
 from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer

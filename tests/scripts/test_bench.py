@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from parallel.errors import UserError
-from recipes.bench import gpu, gpu_plan, kernels, overhead, peers
-from recipes.sweep import loop, runner
+from recipes.lab.bench import gpu, gpu_plan, kernels, overhead, peers
+from recipes.lab.sweep import loop, runner
 from tests.commands import run_command
 from tests.processes import wait_for
-from tests.recipes.sweep.forked import run_forked
+from tests.recipes.lab.sweep.forked import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "scripts/bench.py")
@@ -144,7 +144,7 @@ def measured_here(home: Path, *arguments: str) -> tuple[int, str, str]:
 def kernels_here(
     command: Sequence[str], *, stdout: Path, stderr: Path, timeout: float, environment: dict[str, str]
 ) -> runner.Ended:
-    """recipes.sweep.runner.run for a group of kernels."""
+    """recipes.lab.sweep.runner.run for a group of kernels."""
     assert command[2:4] == ["--suite", "kernels"]
     with stderr.open("w", encoding="utf-8") as file, contextlib.redirect_stderr(file):
         code = kernels.main(list(command[4:]))
@@ -263,7 +263,7 @@ def test_a_suite_killed_without_notice_goes_on_with_the_next_row(tmp_path: Path,
     code = f"""if True:
         import os, signal, sys
         sys.path.insert(0, {str(ROOT)!r})
-        from recipes.bench import gpu, gpu_plan
+        from recipes.lab.bench import gpu, gpu_plan
         gpu_plan.GROUP_LIMIT = 0.3
         facts = {{"device": "cpu", "python": "3", "cuda": None, "packages": {{}}}}
         gpu._environment = lambda tiny: facts | {{"git_commit": "abc", "git_uncommitted_changes": False}}

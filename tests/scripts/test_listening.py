@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.bench.crash import descendants
+from recipes.lab.bench.crash import descendants
 from tests.processes import free_ports, listening, wait_for
 from tests.scripts.nodes import arguments, launch, losses
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.bench.crash import descendants
 from recipes.files.exit_codes import PREEMPTED, is_there
+from recipes.lab.bench.crash import descendants
 from tests.commands import Command, rank_of_fork
 from tests.processes import free_ports, wait_for
 from tests.scripts import network

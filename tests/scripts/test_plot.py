@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from recipes.curves.at_end import draw
+from recipes.training.run_folder import draw_curves
 from tests.commands import run_command
-from tests.recipes.curves.runs import row, run_folder
+from tests.recipes.lab.curves.runs import row, run_folder
 
 pytestmark = pytest.mark.slow
 
@@ -108,7 +108,7 @@ def test_what_cannot_be_drawn_is_refused_in_one_line(
 def test_the_end_of_a_run_says_in_one_line_why_it_has_no_picture(tmp_path: Path) -> None:
     said: list[str] = []
     folder = run_folder(tmp_path / "a")
-    draw(folder, log=said.append)
+    draw_curves(folder, log=said.append)
     [line] = said
     assert line.startswith("curves.png was not drawn: ") and "has no rows" in line
     assert [path.name for path in folder.iterdir()] == ["metrics.jsonl"]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.bench.crash import descendants
 from recipes.files.exit_codes import OUT_OF_MEMORY, PREEMPTED, REFUSED
+from recipes.lab.bench.crash import descendants
 from tests.processes import rank_of, wait_for
 from tests.scripts.nodes import EVERY, ROOT, arguments, environment, losses, reached
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.bench.crash import descendants
 from recipes.files.exit_codes import PREEMPTED, REFUSED
+from recipes.lab.bench.crash import descendants
 from tests.commands import rank_of_fork
 from tests.processes import wait_for
 from tests.scripts.nodes import EVERY, ROOT, arguments, launch, losses, reached, run_sh

@@ -2,7 +2,7 @@
 
 Tests that are not about the launcher and its workers run the command in this process and fork the rows. Of the CPU
 variants, those that say most are trained; `pytest -m exhaustive` on this file trains the others, in minutes.
-tests/recipes/sweep/test_grid.py reads and checks every row of all.
+tests/recipes/lab/sweep/test_grid.py reads and checks every row of all.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ from typing import Any
 import pytest
 from matplotlib.image import imread
 
-from recipes.sweep import loop, runner
-from recipes.sweep.runner import Ended
+from recipes.lab.sweep import loop, runner
+from recipes.lab.sweep.runner import Ended
 from tests.commands import Command, run_command
 from tests.processes import wait_for
-from tests.recipes.sweep.forked import run_forked
+from tests.recipes.lab.sweep.forked import run_forked
 
 pytestmark = pytest.mark.slow
 
@@ -310,7 +310,7 @@ def run_failing(command: Sequence[str], **options: Any) -> Ended:
 def run_light(
     command: Sequence[str], *, stdout: Path, stderr: Path, timeout: float, environment: dict[str, str]
 ) -> Ended:
-    """recipes.sweep.runner.run in forks (tests/commands.py), without a time-out."""
+    """recipes.lab.sweep.runner.run in forks (tests/commands.py), without a time-out."""
     code, out, err = run_command(*command[1:], cwd=Path.cwd(), env=environment)
     stdout.write_text(out)
     stderr.write_text(err)

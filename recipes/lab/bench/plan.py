@@ -1,0 +1,227 @@
+"""Fit the model of a step's time to published measurements and show how far off it is: `bench.py --suite plan`.
+
+A project's rows are predicted three ways: fitted with all others, left out (the whole project is, as a program would be
+that nobody has measured), and left out but for three rows that calibrate. Imports no torch.
+"""
+
+import argparse
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from recipes.files.marks import between
+from recipes.lab.bench.fit import ROW, SOURCES, fit, residuals_of
+from recipes.lab.bench.published import TABLE, Published, projects, read_published
+from recipes.lab.sweep.runner import exit_code_of
+from recipes.load import CONFIGS, shown
+from recipes.plan import rates as rates_module
+from recipes.plan.rates import RATES, Rates
+
+PAGE = CONFIGS.parent / "docs/plan.md"
+ALL_ROWS = CONFIGS.parent / "docs/benchmarks/published.md"
+BEGIN = "<!-- Written by scripts/bench.py --suite plan --write-docs. -->\n"
+END = "<!-- Written by scripts/bench.py --suite plan --write-docs: end. -->\n"
+GOALS = {"left out": (0.10, 0.20), "three rows": (0.08, 0.15), "compiled FSDP, fitted": (0.05, 0.12)}
+"""Median and 90th percentile of the errors of rows of trust A."""
+CALIBRATING = 3
+TRIES = 5
+"""Draws of calibrating rows."""
+MOVES = 0.6
+"""How far rows of one program may move a constant from the fit to others, relative to how sure its source is."""
+WITHIN = 0.9
+"""Share of the rows that the range of a prediction holds."""
+SHOWN = 25
+"""Rows of the largest errors that the page shows."""
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Of all rows: predicted over measured tokens per second, less 1."""
+
+    rows: Sequence[Published]
+    fitted: np.ndarray
+    left_out: np.ndarray
+    calibrated: Sequence[tuple[Published, float]]
+    """Of rows of trust A that did not calibrate, for each draw."""
+
+
+def main(arguments: list[str]) -> int:
+    """Print constants and errors. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="bench.py --suite plan", description=__doc__.removesuffix("Imports no torch.\n"), allow_abbrev=False
+    )
+    parser.add_argument("--table", type=Path, default=TABLE, help="measurements (%(default)s)")
+    parser.add_argument(
+        "--predict", type=Path, metavar="TABLE", help="only predict these rows, by the constants in use"
+    )
+    parser.add_argument(
+        "--write-docs", action="store_true", help=f"write recipes/plan/rates.py, {shown(PAGE)} and {shown(ALL_ROWS)}"
+    )
+    options = parser.parse_args(arguments)
+    return exit_code_of(lambda: _run(options), interrupted="interrupted")
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.predict:
+        kept_back = read_published(options.predict)
+        found_errors = np.expm1(residuals_of(kept_back, RATES))
+        print("\n".join(predictions(kept_back, found_errors)))
+        return 0
+    rows = read_published(options.table)
+    found = fit(rows, by_sources())
+    errors = errors_of(rows, found)
+    found = replace(found, spread=spread_of(errors))
+    if not options.write_docs:
+        print("\n".join([*summary(errors), "", *constants(found), "", *table(errors, len(rows))]))
+        return 0
+    write_rates(found)
+    text = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(with_tables(text, "\n".join(generated(errors, found))), encoding="utf-8")
+    ALL_ROWS.write_text("\n".join(all_rows(errors)) + "\n", encoding="utf-8")
+    print(f"written: recipes/plan/rates.py, {shown(PAGE)}, {shown(ALL_ROWS)}")
+    return 0
+
+
+def by_sources() -> Rates:
+    """The constants before any fit."""
+    return replace(RATES, **{name: value for name, (value, _) in SOURCES.items()})  # type: ignore[arg-type]
+
+
+def errors_of(rows: Sequence[Published], fitted: Rates) -> Errors:
+    """With all fits that it takes."""
+    left_out, calibrated = np.empty(len(rows)), list[tuple[Published, float]]()
+    for project in projects(rows):
+        own = np.array([row.project == project for row in rows])
+        mine = [row for row in rows if row.project == project]
+        others = fit([row for row in rows if row.project != project], by_sources())
+        left_out[own] = np.expm1(residuals_of(mine, others))
+        calibrated += _calibrated([row for row in mine if row.trust == "A"], others)
+    return Errors(rows, np.expm1(residuals_of(rows, fitted)), left_out, calibrated)
+
+
+def _calibrated(rows: Sequence[Published], others: Rates) -> Iterator[tuple[Published, float]]:
+    """Errors of the rows of one project that did not calibrate; nothing if there are too few of them."""
+    if len(rows) <= 2 * CALIBRATING:
+        return
+    draw = random.Random(0)
+    for _ in range(TRIES):
+        chosen = draw.sample(rows, CALIBRATING)
+        rates = fit(chosen, others, widths=MOVES, row=ROW, equal=True)
+        rest = [row for row in rows if row not in chosen]
+        yield from zip(rest, map(float, np.expm1(residuals_of(rest, rates))), strict=True)
+
+
+def spread_of(errors: Errors) -> float:
+    """The size of the left-out errors below which WITHIN of them are, each project with several the same."""
+    several = {row.project for row, _ in errors.calibrated}
+    pairs = zip(errors.rows, errors.left_out, strict=True)
+    found = sorted(((abs(error), row.project) for row, error in pairs if row.trust == "A" and row.project in several))
+    counts = Counter(project for _, project in found)
+    reached = np.cumsum([1 / counts[project] / len(counts) for _, project in found])
+    return round(float(found[int(np.searchsorted(reached, WITHIN))][0]), 2)
+
+
+def compiled_fsdp(row: Published) -> bool:
+    """Whether the row is of torch.compile and fully sharded data parallelism alone."""
+    work = row.work
+    return work.compiled and row.project != "NVIDIA" and work.tensor == work.context == work.pipeline == 1
+
+
+def summary(errors: Errors) -> list[str]:
+    """Median and 90th percentile by project, of rows of trust A."""
+    lines = ["| rows of trust A | rows | fitted | left out | three rows |", "|---|---:|---:|---:|---:|"]
+    trusted = np.array([row.trust == "A" for row in errors.rows])
+    for project in (*projects(errors.rows), ""):
+        here = np.array([project in ("", row.project) for row in errors.rows]) & trusted
+        if here.any():
+            three = [error for row, error in errors.calibrated if project in ("", row.project)]
+            cells = [_two(errors.fitted[here]), _two(errors.left_out[here]), _two(three) if three else ""]
+            lines.append(f"| {project or '**all**'} | {here.sum()} | {' | '.join(cells)} |")
+    goals = [_goal(*GOALS[name]) for name in ("left out", "three rows")]
+    lines.append(f"| goal | | | {' | '.join(goals)} |")
+    fsdp = np.array([compiled_fsdp(row) for row in errors.rows]) & trusted
+    lines += [
+        f"| compiled FSDP alone | {fsdp.sum()} | {_two(errors.fitted[fsdp])} | {_two(errors.left_out[fsdp])} | |",
+        f"| goal | | {_goal(*GOALS['compiled FSDP, fitted'])} | | |",
+    ]
+    return lines
+
+
+def _two(errors: np.ndarray | Sequence[float]) -> str:
+    sizes = np.abs(errors)
+    return f"{np.median(sizes):.1%}, {np.quantile(sizes, 0.9):.1%}"
+
+
+def _goal(median: float, most: float) -> str:
+    return f"{median:.0%}, {most:.0%}"
+
+
+def predictions(rows: Sequence[Published], errors: np.ndarray) -> Iterator[str]:
+    """Median and 90th percentile by project, and all rows, the largest errors first."""
+    for project in projects(rows):
+        for trust in "AB":
+            mine = [
+                error for row, error in zip(rows, errors, strict=True) if (row.project, row.trust) == (project, trust)
+            ]
+            if mine:
+                yield f"{project}, trust {trust}: {len(mine)} rows, {_two(mine)}"
+    for index in np.argsort(-np.abs(errors)):
+        yield f"{errors[index]:+.1%} {rows[index].trust} {rows[index].project}: {rows[index].name}"
+
+
+def constants(found: Rates) -> list[str]:
+    """The fitted ones beside what their sources give."""
+    lines = ["| constant | by its source | how sure | fitted |", "|---|---:|---:|---:|"]
+    for name, (value, deviation) in SOURCES.items():
+        lines.append(f"| `{name}` | {value:.3g} | {deviation:.0%} | {getattr(found, name):.3g} |")
+    return lines
+
+
+def table(errors: Errors, count: int) -> list[str]:
+    """So many rows, the largest left-out errors first."""
+    lines = ["| left out | fitted | trust | measured tokens/s | row |", "|---:|---:|---|---:|---|"]
+    for index in np.argsort(-np.abs(errors.left_out))[:count]:
+        row = errors.rows[index]
+        cells = f"{errors.left_out[index]:+.1%} | {errors.fitted[index]:+.1%} | {row.trust} | {row.measured:,.0f}"
+        lines.append(f"| {cells} | {row.project}: {row.name} |")
+    return lines
+
+
+def generated(errors: Errors, found: Rates) -> Iterator[str]:
+    """The part of the page between its marks."""
+    yield from ("", "Median and 90th percentile of the sizes of the errors:", "", *summary(errors), "")
+    yield from (*constants(found), "")
+    yield f"The {SHOWN} largest errors; [benchmarks/published.md](benchmarks/published.md) has all."
+    yield from ("", *table(errors, SHOWN), "")
+
+
+def all_rows(errors: Errors) -> Iterator[str]:
+    """The page of all rows."""
+    yield from ("# Published measurements, predicted", "")
+    yield "Written by `python scripts/bench.py --suite plan --write-docs` from"
+    yield "[published_throughput.csv](published_throughput.csv), which names every source; [plan.md](../plan.md)"
+    yield "explains the model. An error is predicted over measured tokens per second, less 1; the largest first. Trust"
+    yield "A is as published, B has an assumption in the table's column `note`."
+    yield from ("", *table(errors, len(errors.rows)))
+
+
+def with_tables(text: str, tables: str) -> str:
+    """The page with new tables between its marks."""
+    return between(text, BEGIN, END, tables + "\n")
+
+
+def write_rates(found: Rates) -> None:
+    """Replace the fitted numbers in the source of Rates."""
+    assert rates_module.__file__
+    file = Path(rates_module.__file__)
+    text = file.read_text(encoding="utf-8")
+    for name in (*SOURCES, "spread"):
+        line = f"    {name}: float = {getattr(found, name)}"
+        text, count = re.subn(rf"^    {name}: float = .*$", line, text, flags=re.M)
+        assert count == 1, name
+    file.write_text(text, encoding="utf-8")

@@ -1,0 +1,243 @@
+"""The predicted memory of other programs' runs beside what they published: `bench.py --suite plan_memory`.
+
+Each row of the table that has a memory is stated as a recipe, and then what its program does otherwise. The programs'
+sources, of the weeks of the measurements, say what. Imports no torch.
+"""
+
+import argparse
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from textwrap import wrap
+
+from models.config import ModelConfig
+from models.sizes import SIZES
+from parallel.config import (
+    ActivationCheckpointingConfig,
+    CompileConfig,
+    Float8Config,
+    FSDPConfig,
+    MeshConfig,
+    MeshDegrees,
+)
+from recipes.data.config import BatchConfig
+from recipes.files.marks import between
+from recipes.lab.bench.published import TABLE
+from recipes.lab.sweep.runner import exit_code_of
+from recipes.load import CONFIGS, shown
+from recipes.plan.memory import predict
+from recipes.plan.sizes import Pieces, Sizes
+from recipes.schema import Recipe
+
+PAGE = CONFIGS.parent / "docs/plan.md"
+BEGIN = "<!-- Written by scripts/bench.py --suite plan_memory --write-docs. -->\n"
+END = "<!-- Written by scripts/bench.py --suite plan_memory --write-docs: end. -->\n"
+AT = "the gradient of the logits"
+"""Where all of them are the fullest: a loss that is not chunked has several copies of the logits."""
+GOAL = 0.05
+"""Largest error of a compiled row with one axis and a known loss."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What it does otherwise. Every one keeps embedding and head gathered, in one unit of FSDP with the last norm."""
+
+    per_logit: int
+    """Bytes of all that its loss makes of one logit, at the fullest moment."""
+    parameters: int = 4
+    """Bytes of each."""
+    moments: int = 8
+    """Bytes of both, of each parameter."""
+    known: bool = True
+    """Whether its loss and its batch are known."""
+    whole_logits: bool = False
+    """Each process of a tensor group gathers all logits."""
+    keeps_last: bool = True
+    """The last block is not resharded after the forward pass."""
+    one_graph: bool = False
+    """Without FSDP, torch.compile makes one graph, which is the fullest at its end: no gradient leaves it before."""
+
+
+TITAN_2024 = Program(16)
+"""Its train.py says that compiling the loss caused errors. Of the logits in float32, their log-softmax and gradients 12
+bytes live at once; it publishes what the allocator had reserved, and the rows say 16."""
+TITAN_2025 = Program(4)
+"""A compiled loss: the logits and their gradient, in bfloat16."""
+OLDER = replace(TITAN_2024, known=False)
+KEMPNER = Program(8, parameters=2, moments=4, whole_logits=True, keeps_last=False, one_graph=True)
+"""Everything in bfloat16: logits, log-softmax, two gradients. It publishes what was allocated, in units of 2**30."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement."""
+
+    name: str
+    program: Program
+    recipe: Recipe
+    degrees: MeshDegrees
+    second_products: bool
+    """Recomputes what torchtitan's "selective" does: every second product is kept."""
+    measured: float
+    """Bytes."""
+    trust: str
+
+    @property
+    def counts(self) -> bool:
+        """Whether the goal is about it."""
+        axes = sum(degree > 1 for degree in (self.degrees.shard, self.degrees.context, self.degrees.tensor))
+        return axes <= 1 and self.recipe.compile.enabled and self.program.known
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less 1."""
+        return peak_of(self) / self.measured - 1
+
+
+def main(arguments: list[str]) -> int:
+    """Print the table. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="bench.py --suite plan_memory", description=__doc__.removesuffix("Imports no torch.\n"), allow_abbrev=False
+    )
+    parser.add_argument("--table", type=Path, default=TABLE, help="measurements (%(default)s)")
+    parser.add_argument("--write-docs", action="store_true", help=f"write it into {shown(PAGE)}")
+    options = parser.parse_args(arguments)
+    return exit_code_of(lambda: _run(options), interrupted="interrupted")
+
+
+def _run(options: argparse.Namespace) -> int:
+    found = "\n".join(table(*read(options.table)))
+    if not options.write_docs:
+        print(found)
+        return 0
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
+    print(f"written: {shown(PAGE)}")
+    return 0
+
+
+def with_table(text: str, found: str) -> str:
+    """The page with this table."""
+    return between(text, BEGIN, END, f"\n{found}\n\n")
+
+
+def read(path: Path = TABLE) -> tuple[list[Row], int]:
+    """The rows with a memory that a recipe can state, and how many it cannot: those with pipeline stages."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["memory_gib"]]
+    found = [_row(row) for row in rows if row["pp"] == "1"]
+    return found, len(rows) - len(found)
+
+
+def _row(row: dict[str, str]) -> Row:
+    degrees = MeshDegrees(*(int(row[axis]) for axis in ("replicate", "shard", "cp", "tp")))
+    batch = BatchConfig(
+        sequence_length=int(row["seq"]),
+        micro_batch_size=int(row["micro_batch"]),
+        global_batch_size=int(row["micro_batch"]) * int(row["accum"]) * degrees.data_parallel,
+    )
+    second = row["ac"] == "selective_op2"
+    recipe = Recipe(
+        model=_model(row),
+        batch=batch,
+        mesh=MeshConfig(context=degrees.context, tensor=degrees.tensor, context_by="gather"),
+        activation_checkpointing=ActivationCheckpointingConfig(mode="selective" if second else row["ac"]),  # type: ignore[arg-type]
+        compile=CompileConfig(enabled=row["compile"] == "1"),
+        float8=Float8Config(
+            recipe="tensorwise" if row["float8"].startswith("tensorwise") else "none",
+            all_gather=row["float8"].endswith("fp8ag"),
+        ),
+        fsdp=FSDPConfig(reshard_after_forward=True),
+    )
+    layout = {"FSDP": degrees.shard, "tensor": degrees.tensor, "context": degrees.context}
+    axes = [f"{axis} {degree}" for axis, degree in layout.items() if degree > 1] or ["one GPU"]
+    how = "compiled" if recipe.compile.enabled else "eager"
+    recompute = "every second product" if second else row["ac"]
+    tokens = f"{row['micro_batch']} x {row['seq']}"
+    name = f"{_who(row)}, {row['model']}, {', '.join(axes)}, {tokens}, {how}, {recompute}"
+    program, measured = _program(row), float(row["memory_gib"]) * 2**30
+    return Row(name, program, recipe, degrees, second, measured, row["trust"])
+
+
+def _model(row: dict[str, str]) -> ModelConfig:
+    return replace(
+        SIZES["llama3_8b"],
+        layers=int(row["layers"]),
+        width=int(row["hidden"]),
+        heads=int(row["heads"]),
+        key_value_heads=int(row["kv_heads"]),
+        head_width=int(row["hidden"]) // int(row["heads"]),
+        feed_forward_width=int(row["ffn"]),
+        vocabulary=int(row["vocab"]),
+        tied_embeddings=row["tied"] == "1",
+    )
+
+
+def _who(row: dict[str, str]) -> str:
+    return row["framework"].split()[0] + (" (torchao)" if "pytorch/ao" in row["source"] else "")
+
+
+def _program(row: dict[str, str]) -> Program:
+    if row["framework"].startswith("KempnerForge"):
+        return KEMPNER
+    if "float8nocompile" in row["source"]:
+        return OLDER
+    return TITAN_2025 if "pytorch/ao" in row["source"] else TITAN_2024
+
+
+def peak_of(row: Row) -> int:
+    """Bytes, without the CUDA context."""
+    size, program = Sizes(row.recipe, row.degrees), row.program
+    at_loss = sum(_at_loss(row, size).values())
+    if size.shards > 1 or not program.one_graph:
+        return at_loss
+    gradients = program.parameters * (1 + size.accumulates)  # new ones, beside those that are added up
+    states = (program.parameters + program.moments + gradients) * size.state["parameters"] // 4
+    return max(at_loss, states + 2 * size.element * _logits(row, size))  # the caller holds them and their gradient
+
+
+def _logits(row: Row, size: Sizes) -> int:
+    """How many a process has."""
+    model = row.recipe.model
+    return size.tokens * model.vocabulary // (1 if row.program.whole_logits else row.degrees.tensor)
+
+
+def _at_loss(row: Row, size: Sizes) -> Pieces:
+    """What is predicted to live at the gradient of the logits."""
+    program, parameters = row.program, size.state["parameters"] // 4
+    found = dict(predict(row.recipe, row.degrees, context=False).moments[AT])
+    found["parameters"], found["moments"] = program.parameters * parameters, program.moments * parameters
+    found["logits"], found["loss"] = program.per_logit * _logits(row, size), 0
+    if size.shards > 1:
+        found["gathered weights"] += size.element * size.table.whole + program.keeps_last * size.gathered_block
+    elif program.one_graph:
+        found |= {"gathered weights": 0, "gathering": 0}
+        found["accumulated gradients"] = program.parameters * parameters * size.accumulates
+    if row.second_products:
+        kept = size.widths.stream * (1 if row.recipe.compile.enabled else 2)
+        kept += 2 * size.widths.query + size.widths.key + size.widths.inner
+        per_token = size.element * kept + 4 * size.widths.heads - size.saved[1]
+        found["activations"] += round(row.recipe.model.layers * size.tokens * per_token)
+    return found
+
+
+def table(rows: list[Row], pipelines: int) -> Iterator[str]:
+    """Markdown: the largest errors first."""
+    counted = [abs(row.error) for row in rows if row.counts]
+    met = sum(error <= GOAL for error in counted)
+    all_errors = median(abs(row.error) for row in rows)
+    summary = (
+        f"Compiled, at most one axis, a known loss: {met} of {len(counted)} rows are within {GOAL:.0%}; median"
+        f" {median(counted):.1%}, largest {max(counted):.1%}. All {len(rows)} rows that a recipe can state: median"
+        f" {all_errors:.1%}. The other {pipelines} have pipeline stages."
+    )
+    yield from wrap(summary, 120)
+    yield ""
+    yield "| run | GiB published | predicted | error |"
+    yield "|---|---:|---:|---:|"
+    for row in sorted(rows, key=lambda row: -abs(row.error)):
+        cells = f"{row.measured / 2**30:.1f} | {peak_of(row) / 2**30:.1f} | {row.error:+.1%}"
+        yield f"| {row.name}{'' if row.counts else ' *'} | {cells} |"
+    yield ""
+    yield "\\* several axes, eager, or a loss or a batch that is only assumed."

@@ -1,0 +1,94 @@
+"""Writes panels as one HTML page with values below the pointer, which needs nothing else. Imports no torch."""
+
+import html
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+from recipes.lab.curves.panels import Curves, Panel
+from recipes.lab.curves.picture import colour_of, described, draw, heading
+from recipes.lab.curves.reading import Numbers
+from recipes.lab.curves.style import BLUE, COLOURS, FAINT, GRID, INK
+
+TEMPLATE = Path(__file__).with_name("page.html")
+# Colours that page.html gives other values where the page is dark.
+VARIABLES = {INK: "var(--ink)", FAINT: "var(--faint)", GRID: "var(--grid)", BLUE: "var(--blue)"}
+DIGITS = 5
+"""Of values below the pointer."""
+
+
+def write_page(curves: Curves, file: Path) -> None:
+    """Raises OSError."""
+    runs = "\n".join(
+        f'<label style="--run: {_themed(COLOURS[number % len(COLOURS)])}">'
+        f'<input type="checkbox" checked data-run="{number}">{html.escape(described(run, among=curves.runs))}</label>'
+        for number, run in enumerate(curves.runs)
+    )
+    parts = {
+        "TITLE": html.escape(heading(curves)),
+        "RUNS": runs if len(curves.runs) > 1 else "",
+        "PANELS": "\n".join(_figure(panel, curves) for panel in curves.panels),
+    }
+    page = TEMPLATE.read_text(encoding="utf-8")
+    file.write_text(re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], page), encoding="utf-8")
+
+
+@matplotlib.rc_context({"text.parse_math": False, "svg.fonttype": "none"})  # text stays text, in the page's font
+def _figure(panel: Panel, curves: Curves) -> str:
+    """One panel: its SVG, and its values for the script of the page."""
+    figure = Figure(figsize=(6.4, 3.0), layout="constrained")
+    axes = figure.subplots()
+    draw(axes, panel, curves)
+    out = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": panel.title}):  # the same runs give the same page
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    picture = out.getvalue()
+    picture = picture[picture.index("<svg") :].replace('id="run-', 'class="run-')
+    box = axes.get_position()
+    about = {
+        "unit": curves.unit,
+        "box": [round(float(side), 5) for side in (box.x0, box.x1, 1 - box.y1, 1 - box.y0)],  # as shares of the SVG
+        "x": [float(end) for end in axes.get_xlim()],
+        "y": [float(end) for end in axes.get_ylim()],
+        "logarithmic": panel.is_logarithmic,
+        "share": panel.unit == "share",
+        "lines": _lines(panel, curves),
+    }
+    values = json.dumps(about, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return f'<figure>{_themed(picture)}<script type="application/json">{values}</script></figure>'
+
+
+def _lines(panel: Panel, curves: Curves) -> list[dict[str, Any]]:
+    """Names, colours and points of what the pointer can ask for."""
+    if panel.shares:
+        x = panel.shares.x[1:]
+        return [{"run": 0, "name": part, "x": _short(x), "y": _short(y)} for part, y in panel.shares.parts.items()]
+    several = len(curves.runs) > 1
+    return [
+        {
+            "run": line.run,
+            "name": " ".join(filter(None, (curves.runs[line.run].name if several else "", line.name))),
+            "colour": _themed(colour_of(line, curves)),
+            "x": _short(line.x),
+            "y": _short(line.y),
+        }
+        for line in panel.lines
+    ]
+
+
+def _short(values: Numbers) -> list[float | None]:
+    """None for NaN."""
+    return [float(f"{value:.{DIGITS}g}") if np.isfinite(value) else None for value in values]
+
+
+def _themed(text: str) -> str:
+    """The text with variables of the page in the place of colours."""
+    for colour, variable in VARIABLES.items():
+        text = re.sub(colour, variable, text, flags=re.IGNORECASE)
+    return text

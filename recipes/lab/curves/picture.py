@@ -1,0 +1,208 @@
+"""Draws panels with matplotlib: all in one PNG, or one by one. Imports no torch."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.typing import LineStyleType
+
+from recipes.lab.curves.panels import SKIPPED, STEP, Curves, Line, Panel
+from recipes.lab.curves.reading import Run
+from recipes.lab.curves.style import BLUE, COLOURS, FAINT, INK, short, tidy
+
+COLUMNS = 2
+DASHES: tuple[LineStyleType, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 2, 1, 2)))
+PARTS = {
+    **{STEP: BLUE, SKIPPED: "#D55E00", "restarts": FAINT, "start": "#E69F00", "first step": "#F0E442"},
+    **{"data": "#CC79A7", "save": "#009E73", "validation": "#56B4E9", "log": "#8C564B", "end": "#BFBFBF"},
+}
+"""Colours of the parts of the wall time."""
+MARKS: dict[str, LineStyleType] = {"stage": (0, (6, 3)), "restart": (0, (1, 2))}
+RED = "#B00020"
+SMALL = 8
+
+
+@matplotlib.rc_context({"text.parse_math": False})  # names may have dollars
+def write_png(curves: Curves, file: Path) -> None:
+    """All panels in one picture. Raises OSError."""
+    rows = -(-len(curves.panels) // COLUMNS)
+    figure = Figure(figsize=(12, 0.9 + 2.7 * rows), layout="constrained")
+    grid = figure.subplots(rows, COLUMNS, squeeze=False)
+    for axes, panel in zip(grid.flat, curves.panels, strict=False):
+        draw(axes, panel, curves)
+    for axes in grid.flat[len(curves.panels) :]:
+        axes.set_visible(False)
+    figure.suptitle(heading(curves), fontsize=11, color=INK)
+    if len(curves.runs) > 1:
+        labels = [described(run, among=curves.runs) for run in curves.runs]
+        handles = [
+            Line2D([], [], color=COLOURS[number % len(COLOURS)], linewidth=2, label=label)
+            for number, label in enumerate(labels)
+        ]
+        columns = max(1, min(4, 180 // (6 + max(map(len, labels)))))
+        figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=SMALL, frameon=False)
+    figure.savefig(file, dpi=110, format="png")
+
+
+def heading(curves: Curves) -> str:
+    """The title above all panels."""
+    if len(curves.runs) == 1:
+        return described(curves.runs[0])
+    shared = _place(curves.runs[0]) if _share_a_place(curves.runs) else ""
+    return f"{len(curves.runs)} runs{': ' * bool(shared)}{shared}"
+
+
+def described(run: Run, *, among: Sequence[Run] = ()) -> str:
+    """As in "base: llama3_8b on 8 x NVIDIA H100, 900 of 1,000 steps". among: runs that may have the model in common,
+    which is then left out."""
+    steps, last = run.about("run", "steps"), run.columns["loss"].last or 0
+    done = f"{last:,} of {steps:,} steps" if isinstance(steps, int) and steps != last else f"{last:,} steps"
+    facts = [
+        "" if _share_a_place(among) else _place(run),
+        done,
+        f"from {run.about('run', 'continue_from')}" if run.trunk else "",
+        f"{len(run.restarts)} x restarted" if run.restarts else "",
+        f"{len(run.skipped)} skipped" if run.skipped else "",
+    ]
+    return f"{run.name}: {', '.join(filter(None, facts))}"
+
+
+def _share_a_place(runs: Sequence[Run]) -> bool:
+    return len({_place(run) for run in runs}) == 1
+
+
+def _place(run: Run) -> str:
+    """Its model, and what it runs on, as far as they are known."""
+    model, device, processes = (
+        run.about("model", "name"),
+        run.environment.get("device"),
+        run.environment.get("world_size"),
+    )
+    where = f"{processes} x {device}" if device and processes else ""
+    return " on ".join(filter(None, (model if isinstance(model, str) else "", where)))
+
+
+def draw(axes: Axes, panel: Panel, curves: Curves) -> None:
+    """One panel."""
+    tidy(axes)
+    axes.set_title(panel.title, fontsize=9.5, loc="left", color=INK)
+    axes.tick_params(labelsize=SMALL, colors=INK)
+    axes.spines[["left", "bottom"]].set_color(INK)
+    if panel.bars is not None:
+        _draw_bars(axes, panel, curves)
+    else:
+        _draw_over_axis(axes, panel, curves)
+    _, labels = axes.get_legend_handles_labels()
+    if labels:
+        below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "columnspacing": 1.0}
+        columns = -(-len(labels) // 6) if panel.lines else min(8, len(labels))
+        place = {} if panel.lines else below | {"handlelength": 1.0}
+        axes.legend(fontsize=SMALL - 1, frameon=False, labelcolor=INK, ncols=columns, **place)
+
+
+def _draw_over_axis(axes: Axes, panel: Panel, curves: Curves) -> None:
+    axes.set_xlabel(curves.unit, fontsize=SMALL, color=INK)
+    axes.xaxis.set_major_locator(MaxNLocator(7, integer=curves.unit == "steps"))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    if panel.unit == "share":
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}%"))
+    else:
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    if panel.shares:
+        names, x = list(panel.shares.parts), panel.shares.x
+        stacks = [np.append(share, share[-1]) for share in panel.shares.parts.values()]
+        colours = [PARTS.get(name, INK) for name in names]
+        axes.stackplot(x, stacks, labels=names, colors=colours, step="post", alpha=0.85, linewidth=0)
+        axes.set_ylim(0, 1)
+        axes.set_xlim(0, curves.end)
+        return
+    seen: set[str] = set()
+    for line in panel.lines:
+        _draw_line(axes, line, colour_of(line, curves), is_alone=len(curves.runs) == 1, seen=seen)
+    for joint in panel.joints:
+        colour = COLOURS[joint.run % len(COLOURS)]
+        axes.plot(joint.x, joint.y, color=colour, linewidth=1, linestyle=":", marker="o", markersize=3)
+    if panel.is_logarithmic:
+        axes.set_yscale("log")
+    bottom, top = panel.ends
+    if bottom is not None:
+        axes.set_ylim(bottom, bottom + (1.08 * (axes.dataLim.y1 - bottom) or 1.0) if top is None else top)
+    axes.set_xlim(0, 1.01 * curves.end)
+    _draw_marks(axes, curves, named=panel is curves.panels[0])
+
+
+def colour_of(line: Line, curves: Curves) -> str:
+    """Of its run, or, of a single run, of its name."""
+    return COLOURS[(line.kind if len(curves.runs) == 1 else line.run) % len(COLOURS)]
+
+
+def _draw_line(axes: Axes, line: Line, colour: str, *, is_alone: bool, seen: set[str]) -> None:
+    group = f"run-{line.run}"
+    if line.raw:
+        mean, low, high = line.raw
+        axes.plot(line.x, mean, color=colour, linewidth=0.8, alpha=0.35, gid=group)
+        if not np.array_equal(low, high, equal_nan=True):
+            axes.fill_between(line.x, low, high, color=colour, alpha=0.15, linewidth=0, gid=group)
+    dash = "-" if is_alone else DASHES[line.kind % len(DASHES)]
+    known = int(np.isfinite(line.y).sum())
+    marker = "o" if known < 2 or (line.dots and known < 60) else ""
+    axes.plot(line.x, line.y, color=colour, linewidth=1.5, linestyle=dash, marker=marker, markersize=3.5, gid=group)
+    if line.name and line.name not in seen:  # one entry for a name, of whatever runs
+        seen.add(line.name)
+        axes.plot([], [], color=colour if is_alone else FAINT, linewidth=1.5, linestyle=dash, label=line.name)
+
+
+def _draw_marks(axes: Axes, curves: Curves, *, named: bool) -> None:
+    """Borders of stages, restarts and skipped steps; named: with the names of the stages, and a legend."""
+    in_height = axes.get_xaxis_transform()  # x on the axis, y as a share of the panel's height
+    explained: set[str] = set()
+    texts: list[tuple[str, float]] = []
+    for mark in curves.marks:
+        colour = FAINT if len(curves.runs) == 1 else COLOURS[mark.run % len(COLOURS)]
+        style: dict[str, Any] = {"color": colour, "linewidth": 0.8, "linestyle": MARKS.get(mark.what, "")}
+        if mark.what == "skipped":
+            style |= {"color": RED if len(curves.runs) == 1 else colour, "marker": "x", "markersize": 4}
+            axes.plot([mark.x], [0.02], transform=in_height, clip_on=False, gid=f"run-{mark.run}", **style)
+        else:
+            axes.axvline(mark.x, zorder=0.9, gid=f"run-{mark.run}", **style)
+        if not named:
+            continue
+        if mark.what == "stage":
+            near = [text for text, x in texts if abs(x - mark.x) < curves.end / 8]
+            if mark.text in near:  # of another run
+                continue
+            texts.append((mark.text, mark.x))
+            below = (3, -2 - 9 * len(near))
+            place: dict[str, Any] = {"xycoords": in_height, "xytext": below, "textcoords": "offset points", "va": "top"}
+            axes.annotate(mark.text, (mark.x, 1.0), fontsize=SMALL - 1, color=INK, gid=f"run-{mark.run}", **place)
+        elif mark.what not in explained:
+            explained.add(mark.what)
+            axes.plot(
+                [], [], label=mark.what, **(style | {"color": style["color"] if len(curves.runs) == 1 else FAINT})
+            )
+
+
+def _draw_bars(axes: Axes, panel: Panel, curves: Curves) -> None:
+    """One bar per run, of its time by part."""
+    assert panel.bars is not None
+    seen: set[str] = set()
+    for number, parts in enumerate(panel.bars):
+        end = 0.0
+        for part, time in parts.items():
+            name = "" if part in seen else part
+            seen.add(part)
+            axes.barh(number, time, left=end, height=0.62, color=PARTS.get(part, INK), alpha=0.85, label=name or None)
+            end += time
+        if end:
+            text = f" {parts.get(STEP, 0.0) / end:.1%}"
+            axes.text(end, number, text, va="center", fontsize=SMALL, color=INK)
+    axes.set_yticks(range(len(curves.runs)), [run.name for run in curves.runs], fontsize=SMALL)
+    axes.set_ylim(len(curves.runs) - 0.4, -0.6)
+    axes.set_xlim(0, 1.12 * max((sum(parts.values()) for parts in panel.bars), default=1.0) or 1)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))

@@ -1,0 +1,265 @@
+"""What a search has found: as a screen, as TOML to paste, as a recipe file and as a picture. Imports no torch."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import wrap
+
+from parallel.config import MeshDegrees
+from parallel.errors import UserError
+from recipes.fields import toml
+from recipes.files.reading import fault
+from recipes.lab.plan.plan import Plan
+from recipes.lab.plan.screen import number
+from recipes.lab.plan.search_space import SEARCHED, Changes, changes
+from recipes.load import load
+from recipes.plan.hardware import Gpu
+from recipes.plan.memory import FULL
+from recipes.schema import Recipe
+
+COLUMNS = 100
+"""Of a screen; a table is as wide as it must be."""
+WORTH = 1.01
+"""What does not fit is shown if it is so many times as fast."""
+TOO_LARGE = "does not fit in memory"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One candidate."""
+
+    recipe: Recipe
+    degrees: MeshDegrees
+    peak: int
+    """Bytes."""
+    seconds: float
+    """Of a step."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a search."""
+
+    recipe: Recipe
+    """That it started from."""
+    processes: int
+    nodes: int
+    gpu: Gpu
+    fixed: frozenset[str]
+    """Fields that had to stay."""
+    best: Plan | None
+    """The fastest that fits; None if nothing does."""
+    others: tuple[Plan, ...]
+    """The next best of other kinds, the fastest first."""
+    apart: dict[str, Plan]
+    """The fastest with other numerics, by what they are."""
+    original: Plan | None
+    """Of the recipe as it is; None if it cannot run on these processes."""
+    settings: int
+    """How many were looked at."""
+    too_large: int
+    """How many of them do not fit in memory."""
+    refused: dict[str, int]
+    """Why the recipe's rules refuse meshes or micro-batches -> how many."""
+    nearly: Point | None
+    """The fastest that nearly fits."""
+    least: Point
+    """What needs the least memory."""
+    front: tuple[Point, ...]
+    """From the fastest to the leanest: none is both slower and larger than another."""
+    remedies: tuple[str, ...]
+    """What would make it fit, if nothing does."""
+
+    @property
+    def rejected(self) -> dict[str, int]:
+        """Why -> how many."""
+        return {TOO_LARGE: self.too_large, **self.refused}
+
+    def difference(self) -> str:
+        """The fastest recipe's difference to the one the search started from, as TOML; empty if there is none."""
+        return as_toml(changes(self.recipe, self.best.recipe)) if self.best else ""
+
+    def points(self) -> list[tuple[float, float, str]]:
+        """Of the front: (bytes that are left of the memory, tokens per second and device, what it is)."""
+        memory = self.gpu.memory
+        return [(memory - at.peak, self._speed(at), described(at.recipe, at.degrees, self.recipe)) for at in self.front]
+
+    def lines(self) -> list[str]:
+        """For the screen."""
+        fixed = [key for key in SEARCHED if key in self.fixed]
+        kept = f"; kept as given: {', '.join(fixed)}" if fixed else ""
+        lines = [f"searched {self.settings:,} settings of checkpointing, ZeRO, micro-batch and mesh{kept}", ""]
+        lines += [*(self._fitting() if self.best else self._unfit()), "", *self._numerics()]
+        return lines + [wrapped for line in self._rejected() for wrapped in wrap(line, COLUMNS, subsequent_indent="  ")]
+
+    def _rejected(self) -> list[str]:
+        """Why, and how many; and what a little more memory would give."""
+        lines = [f"rejected: {_several(self.too_large, 'setting')} for memory"]
+        if self.refused:
+            reasons = "; ".join(f"{reason}: {count:,}" for reason, count in self.refused.items())
+            lines[0] += f", and {_several(sum(self.refused.values()), 'mesh', 'meshes')} for rules ({reasons})"
+        if self.nearly and self.best and WORTH * self.nearly.seconds < self.best.time.step_seconds:
+            speed, memory = number(self._speed(self.nearly)), self.nearly.peak / 1e9
+            what = described(self.nearly.recipe, self.nearly.degrees, self.recipe)
+            lines += [f"the fastest of those that nearly fit: {speed} tokens/s with {memory:.1f} GB; {what}"]
+        return lines
+
+    def _fitting(self) -> list[str]:
+        """The table, and the difference to paste."""
+        assert self.best
+        rows = [("as it is", self.original)] if self.original else []
+        rows += [("fastest", self.best)] * (self.best.recipe != self.recipe)
+        rows += [("next best", other) for other in self.others]
+        lines = [*self._table(rows), ""]
+        if self.original is None:
+            lines += [f"As it is, the recipe cannot run on {self.processes:,} processes."]
+        if difference := self.difference():
+            lines += ["The fastest, to paste into the recipe (--write FILE makes one of it):", *_indented(difference)]
+        else:
+            lines += ["As it is, the recipe is the fastest."]
+        return lines
+
+    def _numerics(self) -> list[str]:
+        """What is faster, or fits, with other numerics."""
+        if not self.apart:
+            return []
+        fastest = max(self.apart.values(), key=lambda plan: plan.time.tokens_per_second)
+        return [
+            *("With numerics that change what is trained:", *self._table(list(self.apart.items())), ""),
+            *("The fastest of these, to paste:", *_indented(as_toml(changes(self.recipe, fastest.recipe))), ""),
+        ]
+
+    def _table(self, rows: list[tuple[str, Plan]]) -> list[str]:
+        """One line each: speed, also relative to the recipe as it is or else to the fastest, memory, and settings."""
+        against = self.original or self.best or rows[0][1]
+        memory = f"of {self.gpu.memory / 1e9:.1f} GB"
+        mesh = ("replicate", "shard", "context", "tensor")
+        cells = [["", "tokens/s", "", memory, *mesh, "micro", "recompute", "ZeRO", ""]]
+        for name, at in rows:
+            gain = at.time.tokens_per_second / against.time.tokens_per_second - 1
+            cells += [
+                [
+                    name,
+                    number(at.time.tokens_per_second),
+                    "" if at is against else f"{gain:+.1%}",
+                    f"{at.memory.peak / 1e9:.1f}" + "!" * (not at.fits),
+                    *(str(getattr(at.degrees, axis)) for axis in mesh),
+                    str(at.recipe.batch.micro_batch_size),
+                    _recomputed(at.recipe),
+                    "3" if at.recipe.fsdp.reshard_after_forward else "2",
+                    _tuning(at.recipe, self.recipe),
+                ]
+            ]
+            cells[-1][6] += " gather" * (at.degrees.context > 1 and at.recipe.mesh.context_by == "gather")
+        wide = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        left = {0, 9, 11}
+        lines = [
+            "  ".join(f"{cell:{'<' if at in left else '>'}{wide[at]}}" for at, cell in enumerate(row)) for row in cells
+        ]
+        return [line.rstrip() for line in lines] + ["!: does not fit"] * any(not at.fits for _, at in rows)
+
+    def _unfit(self) -> list[str]:
+        """What is nearest, and what would fit."""
+        limit = FULL * self.gpu.memory / 1e9
+        lines = [
+            f"Nothing fits: the least takes {self.least.peak / 1e9:.1f} GB, and a recipe may use {limit:.1f} of the"
+            f" {self.gpu.memory / 1e9:.1f} GB:",
+            f"  {described(self.least.recipe, self.least.degrees, self.recipe)}",
+        ]
+        if self.remedies:
+            lines += ["This would fit with one of:", *(f"  {remedy}" for remedy in self.remedies)]
+        return lines
+
+    def _speed(self, point: Point) -> float:
+        """Tokens per second and device."""
+        batch = self.recipe.batch
+        return batch.global_batch_size * batch.sequence_length / self.processes / point.seconds
+
+
+def described(recipe: Recipe, degrees: MeshDegrees, original: Recipe) -> str:
+    """What a search chooses, as in "shard 128 x tensor 8, micro-batch 8, full 63/126, ZeRO-3".
+
+    Loss chunks and prefetch only where they differ from those of the original.
+    """
+    axes = {axis: getattr(degrees, axis) for axis in ("replicate", "shard", "context", "tensor")}
+    parts = [f"{axis} {degree}" for axis, degree in axes.items() if degree > 1] or ["shard 1"]
+    if degrees.context > 1:
+        parts[-1 - (degrees.tensor > 1)] += f" by {recipe.mesh.context_by}"
+    kept = "" if recipe.fsdp.reshard_after_forward else ", weights kept"
+    sharded = degrees.shard * degrees.context > 1
+    stage = f", ZeRO-{3 if recipe.fsdp.reshard_after_forward else 2}" if sharded else kept
+    tuning = f", {_tuning(recipe, original)}".rstrip(", ")
+    return f"{' x '.join(parts)}, micro-batch {recipe.batch.micro_batch_size}, {_recomputed(recipe)}{stage}{tuning}"
+
+
+def _recomputed(recipe: Recipe) -> str:
+    """As in "full" or "selective 9/36"."""
+    way, layers = recipe.activation_checkpointing, recipe.model.layers
+    count = len(way.recomputed(layers))
+    return f"{way.mode} {count}/{layers}" if 0 < count < layers else way.mode
+
+
+def _tuning(recipe: Recipe, original: Recipe) -> str:
+    """What is not that of the original."""
+    chunks, ahead = recipe.batch.loss_chunks, recipe.fsdp.prefetch
+    parts = [f"loss chunks {chunks}"] * (chunks != original.batch.loss_chunks)
+    return ", ".join(parts + [f"prefetch {ahead}"] * (ahead != original.fsdp.prefetch))
+
+
+def as_toml(changed: Changes) -> str:
+    """Sections with their changed fields, to paste into a recipe."""
+    return "\n".join(
+        f"[{section}]\n" + "".join(f"{name} = {toml(value)}\n" for name, value in values.items())
+        for section, values in changed.items()
+    )
+
+
+def _several(count: int, one: str, several: str = "") -> str:
+    """As in "1 mesh" or "2,850 settings"."""
+    return f"{count:,} {one if count == 1 else several or one + 's'}"
+
+
+def as_keys(changed: Changes) -> str:
+    """As in "fsdp.prefetch = 2, optimizer.lr = 0.1"."""
+    keys = {f"{section}.{name}": value for section, fields in changed.items() for name, value in fields.items()}
+    return ", ".join(f"{key} = {toml(value)}" for key, value in keys.items())
+
+
+def _indented(text: str) -> list[str]:
+    return [f"    {line}".rstrip() for line in text.splitlines()]
+
+
+def write(found: Found, file: Path, *, base: Path) -> None:
+    """Write the fastest recipe to a file of its own, based on the one that the search started from.
+
+    The run is named after the file, so that it does not continue another one's. What the command line changed is
+    written, too. Raises UserError, and leaves no file behind, if there is nothing to write, if the file exists, or if
+    it would not load.
+    """
+    if found.best is None:
+        raise UserError(f"--write {file}: nothing fits, so there is no recipe to write")
+    best = found.best.recipe
+    changed = changes(load(base, rules=False), best)
+    if "run.name" not in found.fixed:
+        changed = {"run": changed.pop("run", {}) | {"name": file.stem}, **changed}
+    for section, one, several in (("data", "source", "mixture"), ("validation", "source", "sources")):
+        if section in changed and getattr(getattr(best, section), several):
+            changed[section].pop(one, None)  # loading refuses both
+    speed = found.best.time.tokens_per_second
+    head = (
+        f"# Found by train.py --plan --search for {found.processes} x {found.gpu.name}: {number(speed)} tokens/s per"
+        f" GPU and {found.best.memory.peak / 1e9:.1f} GB (predicted).\n"
+    )
+    text = f"{head}base = {toml(os.path.relpath(base.resolve(), file.parent.resolve()))}\n\n{as_toml(changed)}"
+    try:
+        with file.open("x", encoding="utf-8") as out:
+            out.write(text)
+    except FileExistsError:
+        raise UserError(f"--write {file}: exists; write another name, or remove it") from None
+    except OSError as error:
+        raise fault(f"--write {file}: cannot be written", error) from None
+    try:
+        load(file, processes=found.processes, nodes=found.nodes, elsewhere=True)
+    except UserError:
+        file.unlink()
+        raise

@@ -1,0 +1,59 @@
+"""The one setting that helps a recipe most, found at once; recipes/lab/plan/search.py looks at them together.
+
+Imports no torch.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from parallel.errors import UserError
+from recipes.broken_rules import violations_elsewhere
+from recipes.fields import toml
+from recipes.lab.plan.plan import Plan, plan
+from recipes.lab.plan.world import World
+from recipes.mesh_rules import fitted_mesh
+from recipes.schema import Recipe
+
+WORTH_IT = 0.01
+"""Less of a gain is not worth a line."""
+FURTHER = "--plan --search looks further"
+
+
+def hint(found: Plan, world: World) -> str:
+    """What to try next."""
+    better = max(_others(found, world), key=lambda other: other[1].time.tokens_per_second, default=None)
+    speed = found.time.tokens_per_second
+    if better is None and not found.fits:
+        return f"no setting alone makes it fit; {FURTHER}, and --processes N at more GPUs"
+    if better is None or (found.fits and better[1].time.tokens_per_second < (1 + WORTH_IT) * speed):
+        return f"no setting alone makes it {WORTH_IT:.0%} faster; {FURTHER}"
+    setting, other = better
+    gain = other.time.tokens_per_second / speed - 1
+    what = f"{abs(gain):.0%} {'faster' if gain > 0 else 'slower'}, {other.memory.peak / 1e9:.1f} GB"
+    return f"{'' if found.fits else 'it fits with '}{setting}: {what}; {FURTHER}"
+
+
+def _others(found: Plan, world: World) -> Iterator[tuple[str, Plan]]:
+    """Plans that fit and differ in one setting, which changes nothing of what is trained."""
+    for key, value in _settings(found.recipe):
+        section, _, name = key.partition(".")
+        changed = replace(getattr(found.recipe, section), **{name: value})
+        recipe = replace(found.recipe, **{section: changed})
+        if not any(violations_elsewhere(recipe, processes=world.processes, nodes=world.nodes)):
+            degrees = fitted_mesh(recipe.mesh, world.processes, world.nodes)
+            with suppress(UserError):  # of what the model of time does not know
+                other = plan(recipe, degrees, gpu=found.gpu, rates=world.rates)
+                if other.fits:
+                    yield f"{key} = {toml(value)}", other
+
+
+def _settings(recipe: Recipe) -> Iterator[tuple[str, Any]]:
+    """Each with one other value."""
+    micro, way = recipe.batch.micro_batch_size, recipe.activation_checkpointing
+    yield "compile.enabled", not recipe.compile.enabled
+    yield from (("activation_checkpointing.mode", mode) for mode in ("none", "selective", "full") if mode != way.mode)
+    yield "fsdp.reshard_after_forward", not recipe.fsdp.reshard_after_forward
+    yield from (("batch.micro_batch_size", size) for size in (micro // 2, 2 * micro) if size)
+    yield from (("mesh.tensor", degree) for degree in (recipe.mesh.tensor // 2, 2 * recipe.mesh.tensor) if degree)

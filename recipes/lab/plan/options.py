@@ -1,0 +1,164 @@
+"""The options of `train.py RECIPE --plan`. Imports no torch."""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import NoReturn
+
+from parallel.errors import UserError
+from recipes.lab.plan.screen import Money
+from recipes.plan.hardware import GPUS
+
+USAGE = f"""\
+usage: train.py RECIPE [--section.field value ...] --plan [option ...]
+
+  --processes N          for N GPUs; N,N,... compares several numbers
+  --nodes M              on M nodes
+  --gpu NAME             one of {", ".join(GPUS)}
+  --tokens 11T           time and cost of so many tokens, not of run.steps
+  --price 2.5            of one GPU for an hour, in any currency
+  --calibrated-by FILE   what was measured on such GPUs (docs/plan.md)
+  --search               look for the fastest recipe that fits
+  --search --numerics    among those that round differently, too
+  --search --write FILE  write that recipe
+  --picture FILE.png     draw what is printed
+  --json                 print numbers for scripts
+
+docs/plan.md explains every number."""
+PICTURES = (".png", ".svg", ".pdf")
+MULTIPLES = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+MOST_PROCESSES = 2**20
+MOST_TOKENS = 1e18
+
+
+@dataclass(frozen=True)
+class Options:
+    """As read; None and empty: not given."""
+
+    processes: tuple[int, ...]
+    nodes: int | None
+    gpu: str | None
+    money: Money
+    calibrated_by: Path | None
+    search: bool
+    numerics: bool
+    write: Path | None
+    picture: Path | None
+    json: bool
+
+
+class Parser(ArgumentParser):
+    """Its errors are ours: one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message.removeprefix('argument ')}; python train.py --plan --help lists the options")
+
+
+def read(arguments: Sequence[str]) -> tuple[Options | None, list[str]]:
+    """The options, None if help is asked for, and the other arguments. Raises UserError for what cannot be read."""
+    parser = Parser(add_help=False, allow_abbrev=False)
+    for switch in ("--plan", "--check", "--json", "--search", "--numerics"):
+        parser.add_argument(switch, action="store_true")
+    parser.add_argument("--help", "-h", action="store_true")
+    for name in ("--processes", "--nodes", "--gpu", "--tokens", "--price", "--picture", "--calibrated-by", "--write"):
+        parser.add_argument(name)
+    given, others = parser.parse_known_args(list(arguments))
+    return None if given.help else _checked(given), others
+
+
+def _checked(given: Namespace) -> Options:
+    """The options, each with its type."""
+    processes = () if given.processes is None else _several("--processes", given.processes)
+    if given.check:
+        raise UserError("--check and --plan: write one of them")
+    if given.nodes is not None and len(processes) > 1:
+        raise UserError("--nodes: goes with one number of processes; without it, nodes are full")
+    if given.search and len(processes) > 1:
+        raise UserError("--search: goes with one number of processes; write as in --processes 64")
+    for name in ("numerics", "write"):
+        if getattr(given, name) and not given.search:
+            raise UserError(f"--{name}: needs --search")
+    return Options(
+        processes=processes,
+        nodes=None if given.nodes is None else _whole("--nodes", given.nodes),
+        gpu=given.gpu,
+        money=Money(_tokens(given.tokens), _price(given.price)),
+        calibrated_by=None if given.calibrated_by is None else Path(given.calibrated_by).expanduser(),
+        search=given.search,
+        numerics=given.numerics,
+        write=None if given.write is None else _new(given.write),
+        picture=None if given.picture is None else _picture(given.picture),
+        json=given.json,
+    )
+
+
+def _several(name: str, text: str) -> tuple[int, ...]:
+    """Whole numbers with commas between them."""
+    found = tuple(int(part) if part.strip().isdecimal() else 0 for part in text.split(","))
+    if not all(1 <= number <= MOST_PROCESSES for number in found):
+        raise UserError(f"{name} {text}: must be whole numbers from 1 to {MOST_PROCESSES:,}; write as in 8 or 8,64,512")
+    return found
+
+
+def _whole(name: str, text: str) -> int:
+    """A number of nodes."""
+    value = int(text) if text.strip().isdecimal() else 0
+    if not 1 <= value <= MOST_PROCESSES:
+        raise UserError(f"{name} {text}: must be a whole number from 1 to {MOST_PROCESSES:,}")
+    return value
+
+
+def _tokens(text: str | None) -> int | None:
+    """A number with a unit, such as "11T"; None for None."""
+    if text is None:
+        return None
+    plain = text.strip().replace(",", "").replace("_", "").upper()
+    number, unit = (plain[:-1], plain[-1]) if plain[-1:].isalpha() else (plain, "")
+    value = _number(number) * MULTIPLES.get(unit, float("nan"))
+    if not 1 <= value <= MOST_TOKENS:
+        raise UserError(f"--tokens {text}: must be a number from 1 to 1,000,000T; write as in 500M, 1.5B or 11T")
+    return round(value)
+
+
+def _price(text: str | None) -> float | None:
+    """What a GPU costs for an hour; None for None."""
+    value = None if text is None else _number(text)
+    if value is not None and not (isfinite(value) and value >= 0):
+        raise UserError(f"--price {text}: must be a number, what one GPU costs for an hour; write as in 2.5")
+    return value
+
+
+def _number(text: str) -> float:
+    """Not a number if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
+
+
+def _new(text: str) -> Path:
+    """Where to write a recipe."""
+    path = _in_a_folder("--write", text)
+    if path.suffix != ".toml":
+        raise UserError(f"--write {text}: must end in .toml")
+    if path.exists():
+        raise UserError(f"--write {text}: exists; write another name, or remove it")
+    return path
+
+
+def _picture(text: str) -> Path:
+    """Where to draw."""
+    path = _in_a_folder("--picture", text)
+    if path.suffix.lower() not in PICTURES:
+        raise UserError(f"--picture {text}: must end in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}")
+    return path
+
+
+def _in_a_folder(name: str, text: str) -> Path:
+    """A path in a folder that there is."""
+    path = Path(text).expanduser()
+    if not path.parent.is_dir():
+        raise UserError(f"{name} {text}: there is no folder {path.parent}; make it first")
+    return path

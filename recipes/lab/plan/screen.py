@@ -1,0 +1,235 @@
+"""A plan on one screen, of at most 40 lines and 100 columns, and several as a table. Imports no torch."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from textwrap import wrap
+
+from recipes.lab.plan.hints import hint
+from recipes.lab.plan.plan import DAY, MESSAGES, Cost, Plan
+from recipes.lab.plan.scaling import Size
+from recipes.lab.plan.world import World
+from recipes.mesh_rules import micro_batches
+from recipes.plan.hardware import Gpu
+from recipes.plan.memory import FULL, Prediction
+from recipes.schema import Recipe
+
+LINES, COLUMNS = 40, 100
+"""Of a screen."""
+ROWS = 8
+"""Pieces of time or memory in a table; the smaller ones share a row."""
+SMALLEST = 0.005
+"""Share of the whole below which a piece gets no row of its own."""
+BAR = 30
+"""Characters of a bar for the whole."""
+OTHERS = "others"
+
+
+@dataclass(frozen=True)
+class Money:
+    """What the cost is in_units from; None: the tokens of the recipe's steps, or no price."""
+
+    tokens: int | None = None
+    price: float | None = None
+
+    def of(self, plan: Plan) -> Cost:
+        return plan.cost(tokens=self.tokens, price=self.price)
+
+
+def screen(plan: Plan, world: World, money: Money, *, mark: str = "#") -> list[str]:
+    """Lines for one plan. mark: the character that bars are made of."""
+    above = [
+        *about(plan.recipe, world),
+        *layout(plan),
+        "",
+        *answers(plan),
+        *costs(plan, money),
+        "",
+        *_time(plan, mark),
+        "",
+        *_messages(plan),
+    ]
+    below = wrap(f"next: {hint(plan, world)}", COLUMNS, subsequent_indent=" " * 8)
+    left = LINES - len(above) - len(["head of memory", ""]) - len(below)
+    return [*above, *memory_table(plan.memory, mark, rows=min(ROWS, left)), "", *below]
+
+
+def about(recipe: Recipe, world: World, *, number: str = "", timed: bool = True) -> list[str]:
+    """What is planned, on what, and how sure its times are. number: of GPUs, if it is not that of the world."""
+    by = f"calibrated {world.rates.calibrated}" if world.rates.calibrated else "not calibrated (--calibrated-by FILE)"
+    nodes = "1 node" if world.nodes == 1 else f"{world.nodes:,} nodes"
+    lines = [
+        f"{recipe.run.name}: {recipe.model.name}, {in_units(recipe.model.num_params())} parameters; all predicted",
+        "",
+        f"device  {world.gpu.name} with {world.gpu.memory / 1e9:.1f} GB ({world.kind_from})",
+        number or f"number  {world.processes:,} in {nodes} ({world.number_from})",
+        *([f"rates   {by}; ranges are {world.rates.spread:.0%} to both sides"] if timed else []),
+    ]
+    return [part for line in lines for part in wrap(line, COLUMNS, subsequent_indent=" " * 8) or [""]]
+
+
+def layout(plan: Plan) -> list[str]:
+    """How the processes share the batch."""
+    batch = plan.recipe.batch
+    return [
+        f"mesh    {plan.degrees}",
+        f"batch   {batch.global_batch_size:,} x {batch.sequence_length:,} tokens ="
+        f" {micro_batches(batch, plan.degrees)}",
+    ]
+
+
+def answers(plan: Plan) -> list[str]:
+    """Does it fit, and how fast is it."""
+    time, (shortest, longest) = plan.time, plan.range
+    mfu, mfu_full = plan.mfu("causal"), plan.mfu("full")
+    share = f"; MFU {mfu:.1%} (causal attention), {mfu_full:.1%} (full)" if mfu and mfu_full else ""
+    return [
+        memory_line(plan.memory, plan.gpu),
+        f"speed   {number(time.tokens_per_second)} tokens/s per {one(plan)} ({number(time.tokens / longest)} to"
+        f" {number(time.tokens / shortest)}), {number(time.tokens_per_second * plan.degrees.processes)} in all",
+        f"step    {seconds(time.step_seconds)} ({between(seconds(shortest), seconds(longest))}){share}",
+    ]
+
+
+def one(plan: Plan) -> str:
+    """What there are several of."""
+    return "process" if plan.gpu.family == "measured" else "GPU"
+
+
+def costs(plan: Plan, money: Money) -> list[str]:
+    """How long it takes, and what it costs."""
+    cost, (shortest, longest) = money.of(plan), (end / plan.time.step_seconds for end in plan.range)
+    paid = "" if cost.money is None else f": {number(cost.money)} at {money.price:g} each"
+    return [
+        f"time    {in_units(cost.tokens)} tokens in {duration(cost.days)}"
+        f" ({between(duration(cost.days * shortest), duration(cost.days * longest))})",
+        f"cost    {number(cost.gpu_hours)} {one(plan)}-hours{paid}",
+    ]
+
+
+def memory_line(memory: Prediction, gpu: Gpu) -> str:
+    """The peak, and whether it fits."""
+    share = memory.peak / gpu.memory
+    verdict = f"fits ({share:.0%})" if share <= FULL else f"DOES NOT FIT ({share:.1%} > {FULL:.0%})"
+    return f"memory  {memory.peak / 1e9:.1f} of {gpu.memory / 1e9:.1f} GB, {verdict}; fullest at {memory.fullest}"
+
+
+def _time(plan: Plan, mark: str) -> list[str]:
+    """What computes, by piece, and the messages that nothing hides, as one."""
+    computing = {name: amount for name, amount in plan.time.seconds.items() if not name.startswith(MESSAGES)}
+    rows = _largest(computing, ROWS) | ({"messages not hidden": plan.exposed} if plan.exposed else {})
+    whole = plan.time.step_seconds
+    head = f"{'where the time goes':<28}{'of a step':>10}{'share':>8}"
+    return [head, *(_row(name, seconds(amount), amount / whole, mark) for name, amount in rows.items())]
+
+
+def _messages(plan: Plan) -> list[str]:
+    """How long messages take by axis and place, and how much of it computation hides."""
+    exposed, hidden = plan.time.seconds, plan.time.hidden
+    names = [name for name in dict.fromkeys([*exposed, *hidden]) if name.startswith(MESSAGES)]
+    rows = [
+        f"{name.removeprefix(MESSAGES):<28}{seconds(hidden.get(name, 0) + exposed.get(name, 0)):>10}"
+        f"{seconds(hidden.get(name, 0)):>10}{seconds(exposed.get(name, 0)):>12}"
+        f"{exposed.get(name, 0) / plan.time.step_seconds:>8.1%}"
+        for name in names
+    ]
+    return [f"{'messages':<28}{'in all':>10}{'hidden':>10}{'not hidden':>12}{'share':>8}", *rows, ""] if rows else []
+
+
+def memory_table(memory: Prediction, mark: str, *, rows: int) -> list[str]:
+    """The pieces at the fullest moment."""
+    whole, pieces = memory.peak, {name: float(amount) for name, amount in memory.pieces.items()}
+    head = f"{'memory at that moment':<28}{'GB':>10}{'share':>8}"
+    shown = _largest(pieces, rows).items()
+    return [head, *(_row(name, f"{amount / 1e9:.2f}", amount / whole, mark) for name, amount in shown)]
+
+
+def _row(name: str, amount: str, share: float, mark: str) -> str:
+    return f"{name:<28}{amount:>10}{share:>8.1%}  {mark * round(share * BAR)}".rstrip()
+
+
+def _largest(pieces: dict[str, float], rows: int) -> dict[str, float]:
+    """The largest first; the smallest, and those beyond so many, as one."""
+    ordered = sorted(((amount, name) for name, amount in pieces.items() if amount), reverse=True)
+    large = [(amount, name) for amount, name in ordered if amount >= SMALLEST * sum(pieces.values())]
+    kept = ordered if len(ordered) - len(large) <= 1 and len(ordered) <= rows else large[: rows - 1]
+    shown = {name: amount for amount, name in kept}
+    rest = sum(amount for amount, name in ordered if name not in shown)
+    return {**shown, OTHERS: rest} if rest else shown
+
+
+HEADS = {"GPUs": 7, "batch": 8, "micro": 6, "tokens/s/GPU": 13, "step": 9, "waits": 7, "GB": 9, "time": 12}
+"""Of a table of several sizes: head -> width."""
+
+
+def table(recipe: Recipe, sizes: Sequence[Size], money: Money) -> list[str]:
+    """One line for each number of GPUs, below what they share, above what it means."""
+    first, in_node = sizes[0].plan, max(found.plan.gpu.per_node for found in sizes)
+    heads = [f"{head:>{width}}" for head, width in (*HEADS.items(), ("GPU-hours", 12), ("cost", 13))]
+    priced = money.price is not None
+    lines = [
+        *about(recipe, sizes[0].world, number=f"number  as below, up to {in_node} in a node"),
+        f"tokens  {in_units(money.of(first).tokens)}" + (f", at {money.price:g} for a GPU and hour" if priced else ""),
+        "",
+        "".join(heads if priced else heads[:-1]),
+        *("".join(_cells(recipe, found, money)).rstrip() for found in sizes),
+        "",
+        "waits: the share of a step in which a GPU waits for messages",
+    ]
+    if any(not found.plan.fits for found in sizes):
+        lines.append("!: does not fit the memory of the GPU; --plan --search --processes N looks for what does")
+    if any(found.plan.recipe.batch != recipe.batch for found in sizes):
+        asked = f"{recipe.batch.global_batch_size:,} in micro-batches of {recipe.batch.micro_batch_size:,}"
+        lines.append(f"*: the recipe's {asked} cannot be divided like that; the nearest that can")
+    return lines
+
+
+def _cells(recipe: Recipe, found: Size, money: Money) -> Iterator[str]:
+    """The columns of one number of GPUs."""
+    plan, cost, batch = found.plan, money.of(found.plan), found.plan.recipe.batch
+    changed = "*" if batch.global_batch_size != recipe.batch.global_batch_size else " "
+    smaller = "*" if batch.micro_batch_size != recipe.batch.micro_batch_size else " "
+    values = [
+        f"{found.world.processes:,}",
+        f"{batch.global_batch_size:,}{changed}",
+        f"{batch.micro_batch_size}{smaller}",
+        number(plan.time.tokens_per_second),
+        seconds(plan.time.step_seconds),
+        f"{plan.exposed / plan.time.step_seconds:.1%}",
+        f"{plan.memory.peak / 1e9:.1f}{' ' if plan.fits else '!'}",
+        duration(cost.days),
+    ]
+    yield from (f"{value:>{width}}" for value, width in zip(values, HEADS.values(), strict=True))
+    yield f"{number(cost.gpu_hours):>12}"
+    yield "" if cost.money is None else f"{number(cost.money):>13}"
+
+
+def number(amount: float) -> str:
+    """With three digits or all before the point, such as "24,130" or "0.0123"."""
+    return f"{amount:,.0f}" if amount >= 100 else f"{amount:.3g}"
+
+
+def between(low: str, high: str) -> str:
+    """The range of two amounts; the unit once if both have the same, as in "5.4 to 7.9 s"."""
+    amount, _, unit = low.partition(" ")
+    return f"{amount if high.endswith(f' {unit}') else low} to {high}"
+
+
+def in_units(tokens: int) -> str:
+    """Such as "10.5 B"."""
+    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if tokens >= scale:
+            return f"{tokens / scale:.4g} {unit}"
+    return f"{tokens:,}"
+
+
+def seconds(amount: float) -> str:
+    """Such as "5.43 s" or "812 ms"."""
+    return f"{number(amount)} s" if amount >= 1 else f"{number(amount * 1e3)} ms"
+
+
+def duration(days: float) -> str:
+    """Such as "23.4 days" or "15.1 hours"."""
+    for unit, scale, least in (("days", 1, 2), ("hours", 24, 1 / 24), ("minutes", 24 * 60, 1 / 24 / 60)):
+        if days >= least:
+            return f"{number(days * scale)} {unit}"
+    return f"{number(days * DAY)} seconds"

@@ -1,0 +1,319 @@
+"""The fastest recipe that fits: every mesh, micro-batch, checkpointing and ZeRO stage, by prediction alone.
+
+A setting is one of these; its tuning is its loss chunks and prefetch. A box holds the settings that differ in nothing
+but how many blocks recompute: eighths of them, and the fewest with which it fits. Of a box, the first or the last
+tuning of the fewest blocks is the fastest, whether it fits or not; of a setting, the last one needs the least memory.
+So the memory of each setting and a time of each box say which boxes can hold the fastest recipe or a point of the
+front, and only these are tried in full. Imports no torch.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import inf
+
+from parallel.config import MeshDegrees
+from parallel.errors import UserError, listed
+from recipes.lab.plan.found import Found, Point, as_keys
+from recipes.lab.plan.plan import Plan, plan
+from recipes.lab.plan.search_space import (
+    BATCH,
+    SEARCHED,
+    SEQUENCE,
+    Layout,
+    Space,
+    changes,
+    number_of_changes,
+    numerics_of,
+    tuned,
+)
+from recipes.plan.hardware import Gpu
+from recipes.plan.memory import FULL, peak
+from recipes.plan.rates import Rates
+from recipes.plan.sizes import Sizes
+from recipes.plan.time import step_time
+from recipes.schema import Recipe
+
+TIE = 1.001
+"""Recipes whose times differ by less are equally fast: the one with the fewest changes wins."""
+KINDS = 5
+"""How many of different kinds are looked for, the fastest included."""
+SLOWEST = 2.0
+"""The front ends where a step takes so many times as long as the fastest."""
+GRAIN = 0.01
+"""Points of the front differ by at least this share of the device's memory."""
+NEARLY = 1.25
+"""A setting that needs at most so many times the memory that there is nearly fits."""
+MORE = (2, 4, 8, 16, 32, 64, 128, 256)
+"""Times as many GPUs are looked at where nothing fits."""
+
+
+Kind = tuple[int, int, bool, str]
+"""Degrees of tensor and context, whether there are replicas, and how at least half of the blocks recompute, if so."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """Settings that differ in nothing but how many blocks recompute."""
+
+    settings: list[Recipe]
+    """From the one with the fewest blocks that fits on, with ever more."""
+    degrees: MeshDegrees
+    needs: list[int]
+    """Bytes, in the leanest tuning."""
+    bound: float
+    """Seconds: no step is shorter."""
+
+
+def search(
+    recipe: Recipe,
+    *,
+    processes: int,
+    nodes: int,
+    gpu: Gpu,
+    rates: Rates,
+    numerics: bool = False,
+    fixed: frozenset[str] = frozenset(),
+) -> Found:
+    """The fastest that fits, and what else there is to say.
+
+    Args:
+        recipe: where the search starts; its mesh need not fit the processes.
+        processes, nodes: their numbers.
+        gpu, rates: what each process has, and what it reaches of that.
+        numerics: also try what changes the numbers of the training: float8, and bfloat16 moments and gradient sums.
+        fixed: dotted keys that stay as they are.
+
+    Raises:
+        UserError: no mesh of these processes can run the recipe.
+    """
+    space = Space(recipe, processes, nodes, fixed)
+    gpu = replace(gpu, per_node=processes // nodes if nodes > 1 else max(gpu.per_node, processes))
+    whole = Search(space, gpu=gpu, rates=rates).run()
+    if whole.least is None:
+        raise _refusal(whole)
+
+    def planned(point: Point) -> Plan:
+        return plan(point.recipe, point.degrees, gpu=gpu, rates=rates)
+
+    apart = {}
+    for name, changed in numerics_of(recipe, gpu=gpu, fixed=fixed) if numerics else ():
+        if best := Search(replace(space, recipe=changed), gpu=gpu, rates=rates).run().best_of_each_kind():
+            apart[name] = planned(best[0])
+    best = whole.best_of_each_kind()
+    original = space.own_degrees if space.refusal(recipe) is None else None
+    return Found(
+        recipe=recipe,
+        processes=processes,
+        nodes=nodes,
+        gpu=gpu,
+        fixed=fixed,
+        best=planned(best[0]) if best else None,
+        others=tuple(map(planned, best[1:])),
+        apart=apart,
+        original=plan(recipe, original, gpu=gpu, rates=rates) if original else None,
+        settings=whole.settings,
+        too_large=whole.too_large,
+        refused=dict(whole.refused.most_common()),
+        nearly=whole.nearly,
+        least=whole.least,
+        front=tuple(whole.front),
+        remedies=() if best else tuple(what_would_fit(whole)),
+    )
+
+
+class Search:
+    """One space, gone through once."""
+
+    def __init__(self, space: Space, *, gpu: Gpu, rates: Rates) -> None:
+        self.space, self.gpu, self.rates = space, gpu, rates
+        self.limit = FULL * gpu.memory
+        self.refused: Counter[str] = Counter()
+        """Why -> meshes."""
+        self.settings = self.too_large = 0
+        """How many there are, and how many of them do not fit."""
+        self.nearly: Point | None = None
+        """The fastest that nearly fits."""
+        self.least: Point | None = None
+        """What needs the least memory."""
+        self.points: list[Point] = []
+        """All of the boxes that can hold one of the fastest."""
+        self._fastest: dict[Kind, float] = {}
+        """Seconds."""
+        self.front: list[Point] = []
+        """From the fastest to the leanest: none is both slower and larger than another."""
+
+    def run(self) -> "Search":
+        """Go through all of it."""
+        for box in sorted(self._boxes(), key=lambda box: box.bound):
+            kind = kind_of(box.settings[0], box.degrees)
+            if not self._can_matter(kind, box.bound, min(box.needs)):
+                continue
+            for setting, need in zip(box.settings, box.needs, strict=True):
+                if self._can_matter(kind, self._bound(setting, box.degrees), need):
+                    self._try([tuned(setting, tuning) for tuning in self.space.own_tuning_first], box.degrees)
+        first = min(self._fastest.values(), default=inf)
+        self.front = _thinned([at for at in self.front if at.seconds <= SLOWEST * first], GRAIN * self.gpu.memory)
+        return self
+
+    def fits(self) -> bool:
+        """Whether anything does where all blocks recompute, or none."""
+        for layout in self.space.layouts():
+            if isinstance(layout, Layout) and self._state(layout) <= self.limit:
+                leanest = self.space.tunings[-1]
+                for *_, setting in self.space.settings(layout):
+                    if peak(tuned(setting, leanest), layout.degrees) <= self.limit:
+                        return True
+        return False
+
+    def _state(self, layout: Layout) -> int:
+        """Bytes that are always there: no step needs less."""
+        return sum(Sizes(layout.recipe, layout.degrees).state.values())
+
+    def best_of_each_kind(self) -> list[Point]:
+        """The fastest of all, and those of other kinds. Of equally fast ones, that with the fewest changes."""
+        kinds: dict[Kind, list[Point]] = {}
+        for point in sorted(self.points, key=lambda point: point.seconds):
+            points = kinds.setdefault(kind_of(point.recipe, point.degrees), [point])
+            if point.seconds <= TIE * points[0].seconds:
+                points.append(point)
+        return [min(points, key=self._changes) for points in list(kinds.values())[:KINDS]]
+
+    def _changes(self, point: Point) -> tuple[int, int]:
+        """Less is better: how many fields change, and the memory."""
+        return number_of_changes(self.space.recipe, point.recipe), point.peak
+
+    def _boxes(self) -> Iterator[Box]:
+        """Those with settings that fit."""
+        for layout in self.space.layouts():
+            if isinstance(layout, str):
+                self.refused[layout] += 1
+                continue
+            hopeless = self._state(layout) > self._enough
+            for settings in self.space.settings(layout):
+                self.settings += len(settings)
+                if hopeless:
+                    self.too_large += len(settings)
+                elif box := self._box(settings, layout.degrees):
+                    yield box
+
+    @property
+    def _enough(self) -> float:
+        """Bytes: what needs more is neither near the limit nor the leanest, however much more it needs."""
+        return max(NEARLY * self.limit, self.least.peak if self.least else inf)
+
+    def _box(self, settings: list[Recipe], degrees: MeshDegrees) -> Box | None:
+        """The settings that fit, if there are any."""
+        lean = [tuned(setting, self.space.tunings[-1]) for setting in settings]
+        needs = [peak(recipe, degrees, enough=self._enough) for recipe in lean]
+        least = min(needs)
+        if self.least is None or least < self.least.peak:
+            self.least = self._point(lean[needs.index(least)], degrees, least)
+        fitting = [index for index, need in enumerate(needs) if need <= self.limit]
+        self.too_large += len(settings) - len(fitting)
+        for recipe, need in zip(lean, needs, strict=True):
+            if self.limit < need <= NEARLY * self.limit:
+                point = self._point(recipe, degrees, need)
+                self.nearly = min(self.nearly or point, point, key=lambda point: point.seconds)
+                break  # further ones recompute more blocks
+        if not fitting:
+            return None
+        settings, needs, finer = settings[fitting[0] :], needs[fitting[0] :], self.space.finer(settings, fitting[0])
+        at = bisect_left(finer, True, key=lambda setting: self._least_of(setting, degrees) <= self.limit)
+        if at < len(finer):
+            settings, needs = [finer[at], *settings], [self._least_of(finer[at], degrees), *needs]
+        return Box(settings, degrees, needs, self._bound(settings[0], degrees))
+
+    def _least_of(self, setting: Recipe, degrees: MeshDegrees) -> int:
+        """Bytes, in its leanest tuning."""
+        return peak(tuned(setting, self.space.tunings[-1]), degrees)
+
+    def _bound(self, setting: Recipe, degrees: MeshDegrees) -> float:
+        """Seconds: none of its tunings is faster."""
+        first, *_, last = *self.space.tunings, self.space.tunings[-1]
+        return min(self._point(tuned(setting, tuning), degrees, 0).seconds for tuning in (first, last))
+
+    def _point(self, recipe: Recipe, degrees: MeshDegrees, need: int) -> Point:
+        return Point(recipe, degrees, need, step_time(recipe, degrees, gpu=self.gpu, rates=self.rates).step_seconds)
+
+    def _can_matter(self, kind: Kind, bound: float, leanest: float) -> bool:
+        """Whether what is no faster and no leaner can be the fastest of one of the fastest kinds, or on the front."""
+        first = min(self._fastest.values(), default=inf)
+        faster = min((point.peak for point in self.front if point.seconds <= bound), default=inf)
+        if leanest < faster - GRAIN * self.gpu.memory and bound <= SLOWEST * first:
+            return True
+        kinds = sum(seconds < bound for seconds in self._fastest.values())
+        return bound <= TIE * self._fastest.get(kind, inf) and (kinds < KINDS or bound <= TIE * first)
+
+    def _try(self, candidates: list[Recipe], degrees: MeshDegrees) -> None:
+        """Note those that fit."""
+        needs = [peak(recipe, degrees) for recipe in candidates]
+        fitting = zip(candidates, needs, strict=True)
+        found = [self._point(recipe, degrees, need) for recipe, need in fitting if need <= self.limit]
+        kind = kind_of(candidates[0], degrees)
+        self.points += found
+        self.front = _front([*self.front, *found])
+        self._fastest[kind] = min([self._fastest.get(kind, inf), *(point.seconds for point in found)])
+
+
+def _refusal(whole: Search) -> UserError:
+    """No mesh can run the recipe."""
+    why = ", ".join(f"{reason} ({count})" for reason, count in whole.refused.most_common())
+    processes, fixed = f"{whole.space.processes:,}", [key for key in SEARCHED if key in whole.space.fixed]
+    remedies = [
+        *[f"write a batch.global_batch_size that is a multiple of {processes}"] * (BATCH in whole.refused),
+        *["write another batch.sequence_length"] * (SEQUENCE in whole.refused),
+        *[f"do not fix {' and '.join(fixed)}"] * bool(fixed),
+        "change --processes",
+    ]
+    tried = f"no mesh of {processes} processes can run this recipe; of those tried: {why}"
+    return UserError(f"--search: {tried}; {listed(remedies, last='or')}")
+
+
+def kind_of(recipe: Recipe, degrees: MeshDegrees) -> Kind:
+    """Recipes of one kind differ in numbers only."""
+    way, layers = recipe.activation_checkpointing, recipe.model.layers
+    mode = way.mode if 2 * len(way.recomputed(layers)) >= layers else "none"
+    return degrees.tensor, degrees.context, degrees.replicate > 1, mode
+
+
+def _front(points: list[Point]) -> list[Point]:
+    """Those that need less memory than all faster ones, the fastest first."""
+    found: list[Point] = []
+    for point in sorted(points, key=lambda point: (point.seconds, point.peak)):
+        if not found or point.peak < found[-1].peak:
+            found.append(point)
+    return found
+
+
+def _thinned(front: list[Point], grain: float) -> list[Point]:
+    """Without those that need hardly less than the one before."""
+    found: list[Point] = []
+    for point in front:
+        if not found or point.peak <= found[-1].peak - grain:
+            found.append(point)
+    return found
+
+
+def what_would_fit(whole: Search) -> Iterator[str]:
+    """What would make a recipe fit that does not fit at all."""
+    space, least = whole.space, whole.least
+    assert least is not None
+    without_float8 = replace(whole.gpu, float8_peak=None)
+    for _, changed in numerics_of(least.recipe, gpu=without_float8, fixed=space.fixed):
+        if peak(changed, least.degrees) <= whole.limit:
+            yield f"{as_keys(changes(least.recipe, changed))}, which changes what is trained"
+            break
+    offloaded = replace(least.recipe, fsdp=replace(least.recipe.fsdp, cpu_offload=True))
+    if peak(offloaded, least.degrees) <= whole.limit and least.recipe.optimizer.name != "muon":
+        yield "fsdp.cpu_offload = true, which is slow: its time is not predicted"
+    for times in MORE:
+        processes = times * space.processes
+        nodes = -(-processes // (whole.gpu.per_node if space.nodes == 1 else space.processes // space.nodes))
+        if (
+            processes % nodes == 0
+            and Search(replace(space, processes=processes, nodes=nodes), gpu=whole.gpu, rates=whole.rates).fits()
+        ):
+            yield f"{processes:,} GPUs on {nodes:,} node{'s' * (nodes > 1)}"
+            return

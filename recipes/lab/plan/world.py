@@ -1,0 +1,102 @@
+"""Which GPU a plan is made for, and how many: asked for, in the recipe's name, in this machine, or assumed.
+
+Imports no torch.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from parallel.config import MeshDegrees
+from parallel.errors import UserError
+from recipes.fields import one_line
+from recipes.mesh_rules import fitted_mesh
+from recipes.metrics.hardware import hardware_of
+from recipes.plan.hardware import GPUS, Gpu, devices, gpu_named, known
+from recipes.plan.rates import RATES, Rates
+from recipes.schema import Recipe
+
+ASSUMED = "H100"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the user said about the GPU."""
+
+    file: str
+    """The name of the recipe's file, which may hold a kind of GPU and a number."""
+    gpu: str | None = None
+    calibrated_by: Path | None = None
+
+
+@dataclass(frozen=True)
+class World:
+    """The GPUs of a plan, what is known of their speed, and why these."""
+
+    gpu: Gpu
+    """Its per_node is that of this world."""
+    rates: Rates
+    processes: int
+    nodes: int
+    kind_from: str
+    """Where the kind of GPU comes from."""
+    number_from: str
+    """Where their number comes from."""
+
+
+def world_of(recipe: Recipe, asked: Asked, *, processes: int | None = None, nodes: int | None = None) -> World:
+    """The GPUs to plan for. Raises UserError if the processes cannot be divided among the nodes.
+
+    Args:
+        recipe: its name may hold a kind of GPU and a number, or else its mesh decides about the number.
+        asked: about the kind of GPU.
+        processes: as asked.
+        nodes: as asked.
+    """
+    named = hardware_of(recipe.run.name) or hardware_of(asked.file)
+    if processes is None and nodes is not None:
+        per_node = _device(recipe, asked, processes=1)[0].per_node
+        processes, number_from = nodes * per_node, f"--nodes, {per_node} in each"
+    elif processes is not None:
+        number_from = "--processes"
+    elif named:
+        processes, nodes, number_from = named.processes, named.nodes, "from the recipe's name"
+    else:
+        processes, number_from = fitted_mesh(recipe.mesh, None, None).processes, "the fewest that the mesh allows"
+    gpu, rates, kind_from = _device(recipe, asked, processes=processes)
+    nodes = nodes or -(-processes // gpu.per_node)
+    if processes % nodes:
+        raise UserError(
+            f"--processes {processes}: cannot be divided equally among {nodes} nodes; write a multiple of {nodes}, or"
+            " the number of nodes: --nodes M"
+        )
+    if nodes > 1 or processes > gpu.per_node:
+        gpu = replace(gpu, per_node=processes // nodes)
+    return World(gpu, rates, processes, nodes, kind_from, number_from)
+
+
+def degrees_of(recipe: Recipe, world: World) -> MeshDegrees:
+    """The mesh of the recipe in this world. Raises UserError, in one line, if it does not fit."""
+    try:
+        return fitted_mesh(recipe.mesh, world.processes, world.nodes)
+    except UserError as error:
+        raise UserError(f"{world.processes:,} {world.gpu.name}: {one_line(error)}") from None
+
+
+def _device(recipe: Recipe, asked: Asked, *, processes: int) -> tuple[Gpu, Rates, str]:
+    """The GPU, its rates on so many processes, and where it comes from."""
+    gpu = None if asked.gpu is None else gpu_named(asked.gpu)
+    if asked.calibrated_by is not None:
+        from recipes.plan.calibration import calibrated
+
+        return *calibrated(asked.calibrated_by, gpu, processes=processes), f"measured: {asked.calibrated_by.name}"
+    if gpu is not None:
+        return gpu, RATES, "--gpu"
+    if named := hardware_of(recipe.run.name) or hardware_of(asked.file):
+        return GPUS[named.gpu], RATES, "from the recipe's name"
+    if recipe.run.device == "cpu":
+        return GPUS[ASSUMED], RATES, 'assumed: run.device is "cpu", which --calibrated-by FILE describes'
+    for device, memory in devices()[:1]:
+        if found := known(device, memory):
+            return found, RATES, "this machine has it"
+        return GPUS[ASSUMED], RATES, f"assumed: this machine's {device} is unknown"
+    return GPUS[ASSUMED], RATES, "assumed: neither the recipe's name nor this machine has one"

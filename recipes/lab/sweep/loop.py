@@ -1,0 +1,89 @@
+"""Run the rows of a sweep one after another, skipping those with a result. Imports no torch."""
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from itertools import count
+from pathlib import Path
+
+from parallel.errors import UserError
+from recipes.files.lock import FolderLock
+from recipes.lab.sweep.grid import Row, Sweep
+from recipes.lab.sweep.numerics import numerics_table
+from recipes.lab.sweep.results import TABLE, Result, append, current_results, result_of, table
+from recipes.lab.sweep.runner import run
+from recipes.load import to_toml
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def run_sweep(sweep: Sweep, *, retry: bool, log: Callable[[str], None]) -> dict[str, Result]:
+    """Run the rows without a result (retry: also those that failed); returns label -> result, in the order of the rows.
+
+    Writes table and pictures after every row. Raises UserError if the folder is not writable or is in use.
+    """
+    with ExitStack() as stack:
+        lock = FolderLock()  # two sweeps would measure each other, and move each other's folders
+        stack.callback(lock.release)
+        try:
+            (sweep.folder / "recipes").mkdir(parents=True, exist_ok=True)
+            (sweep.folder / "logs").mkdir(exist_ok=True)
+            lock.take(sweep.folder, log=log, remedy="write another --output", here=0, elsewhere=0)
+            write_page(sweep)
+        except OSError as error:
+            raise UserError(f"{sweep.folder} cannot be written: {error.strerror}; write another --output") from None
+        for number, row in enumerate(sweep.rows, 1):
+            place = f"[{number}/{len(sweep.rows)}] {row.label}"
+            known = current_results(sweep).get(row.label)
+            if known is not None and (known["outcome"] == "done" or not retry):
+                log(f"{place}: as before, {one_line(known)}")
+                continue
+            log(f"{place}: running, at most {row.timeout:g} s")
+            result = run_row(row, folder=sweep.folder)
+            append(sweep.folder, result)
+            log(f"{place}: {one_line(result)}")
+            write_page(sweep)
+        return current_results(sweep)
+
+
+def run_row(row: Row, *, folder: Path) -> Result:
+    """Train a row in processes of its own, started as scripts/run.sh starts them; returns its line of results.jsonl."""
+    recipe = folder / "recipes" / f"{row.label}.toml"
+    recipe.write_text(to_toml(row.recipe), encoding="utf-8")
+    _set_aside(row.recipe.run.folder)
+    launch = [sys.executable, str(ROOT / "scripts/launch.py"), "--standalone", f"--nproc-per-node={row.processes}"]
+    threads = max(1, (os.cpu_count() or 1) // row.processes)
+    ended = run(
+        [*launch, str(ROOT / "train.py"), str(recipe)],
+        stdout=folder / "logs" / f"{row.label}.out",
+        stderr=folder / "logs" / f"{row.label}.err",
+        timeout=row.timeout,
+        environment={"OMP_NUM_THREADS": str(threads), **os.environ},
+    )
+    return result_of(row, ended)
+
+
+def write_page(sweep: Sweep) -> None:
+    """Write the table and the pictures from results.jsonl."""
+    from recipes.lab.sweep.plots import draw  # matplotlib
+
+    results = current_results(sweep)
+    page = [table(sweep, results), numerics_table(sweep, results)]
+    (sweep.folder / TABLE).write_text("\n".join(filter(None, page)), encoding="utf-8")
+    draw(sweep, results)
+
+
+def one_line(result: Result) -> str:
+    if result["outcome"] != "done":
+        return f"{result['outcome']}: {result['reason']}"
+    return (
+        f"{result['tokens_per_second_per_device']:,.0f} tokens/s/device, {result['step_seconds']:.4g} s per step,"
+        f" {result['peak_memory_gib']:.2f} GiB ({result['seconds']:.0f} s in total)"
+    )
+
+
+def _set_aside(folder: Path) -> None:
+    """Rename the folder of an earlier run, interrupted or of another recipe, so that its files are kept."""
+    if folder.exists():
+        folder.rename(next(path for n in count(1) if not (path := folder.with_name(f"{folder.name}.{n}")).exists()))

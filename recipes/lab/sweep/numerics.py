@@ -1,0 +1,143 @@
+"""Compare float8 rows with the reference on the same batches, and apply the pass rule. Imports no torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from recipes.lab.sweep.grid import Row, Sweep
+from recipes.lab.sweep.results import Result, last_quarter, loss_gaps, reference_row
+
+LARGEST_LOSS_GAP = 0.005
+"""Of the mean over the last quarter of the logged steps, as a share of the reference's. DeepSeek-V3 (arXiv 2412.19437,
+section 3.3) reports float8 within 0.25% of bf16; runs of a few hundred steps are noisier."""
+LARGEST_NOISE = 0.05
+"""If a bf16 row that rounds elsewhere is further from the reference than this, it is no yardstick."""
+NORM_RATIO = (0.9, 1.1)
+"""Range of the median, over the logged steps, of the gradient norm divided by the reference's."""
+RULE = (
+    "A row passes if no step was skipped, all its losses and gradient norms are finite, the magnitude of its loss gap"
+    " is at most the limit, the median over the logged steps of its gradient norm divided by the reference's is between"
+    f" {NORM_RATIO[0]:g} and {NORM_RATIO[1]:g}, and no sampled cast overflowed. Loss gap: the mean loss over the last"
+    " quarter of the logged steps, relative to the reference's. A row without float8 is a yardstick without a verdict:"
+    " it sees the same batches and rounds elsewhere, so its gap is the effect of rounding alone. Limit:"
+    f" {100 * LARGEST_LOSS_GAP:g}%, or the largest gap of a yardstick if that is larger; a yardstick is ignored if it"
+    " skipped a step, is not finite, leaves the range of gradient norms or is more than"
+    f" {100 * LARGEST_NOISE:g}% away. Underflow has no limit of its own: its cost shows in the loss. Overflow: the"
+    " largest share of values beyond the range of float8 among all casts of sampled steps. Underflow: the largest share"
+    " of nonzero values that became zero, and where."
+)
+YARDSTICK = "yardstick"
+MOST_NAMED = 5
+"""How many skipped steps a verdict lists."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A row against the reference. None: unknown, because numbers are missing or not finite."""
+
+    label: str
+    loss_gap: float | None
+    """Mean over the last quarter of the logged steps, as a share of the reference's mean loss."""
+    largest_loss_gap: tuple[int, float] | None
+    """(step, loss minus the reference's) where the difference is largest in magnitude."""
+    norm_ratio: float | None
+    """Median of the gradient norm's ratio to the reference's."""
+    overflow: float | None
+    """The largest share among the sampled casts; None if none was sampled."""
+    underflow: tuple[float, str, str] | None
+    """(share, linear, tensor) of the sampled cast with the largest share."""
+    limit: float | None
+    """The largest magnitude of loss_gap that passes; None for a yardstick."""
+    verdict: str
+    """By RULE: "pass", or what failed."""
+
+
+def compare(sweep: Sweep, results: dict[str, Result]) -> list[Comparison]:
+    """Every finished row on the reference's batches except the reference; empty if none of them uses float8."""
+    base = reference_row(sweep, results)
+    gaps = loss_gaps(sweep, results)
+    rows = [row for row in sweep.rows if base is not None and row.label in gaps and row != base]
+    if base is None or all(row.recipe.float8.recipe == "none" for row in rows):
+        return []
+    limit = LARGEST_LOSS_GAP
+    found = {}
+    # Yardsticks first: they set the limit of the others.
+    for row in sorted(rows, key=lambda row: row.recipe.float8.recipe != "none"):
+        found[row.label] = one = _compared(results[base.label], results[row.label], gaps[row.label], row, limit=limit)
+        if one.verdict == YARDSTICK and one.loss_gap is not None:
+            limit = max(limit, abs(one.loss_gap))
+    return [found[row.label] for row in rows]
+
+
+def _compared(base: Result, result: Result, gap: Sequence[tuple[int, float]], row: Row, *, limit: float) -> Comparison:
+    expected = {step: loss for step, _, loss in base["curve"]}
+    last = last_quarter(gap)
+    loss_gap = fmean(loss for _, loss in last) / fmean(expected[step] for step, _ in last) if last else None
+    norms = dict(base.get("grad_norms", []))
+    own = result.get("grad_norms", [])
+    ratios = [norm / norms[step] for step, norm in own if norm is not None and norms.get(step)]
+    ratio = median(ratios) if ratios else None
+    casts = result.get("float8", [])
+    overflow = max((overflow for _, _, overflow, _ in casts), default=None)
+    float8 = row.recipe.float8.recipe != "none"
+    wrong = {
+        **_skipped(base, "the reference skipped"),
+        **_skipped(result, "skipped"),
+        "not finite": None in [loss for _, _, loss in result["curve"]] + [norm for _, norm in own],
+        "loss": loss_gap is None or abs(loss_gap) > (limit if float8 else LARGEST_NOISE),
+        "gradient norm": ratio is None or not NORM_RATIO[0] <= ratio <= NORM_RATIO[1],
+        "overflow": overflow is not None and overflow > 0,
+    }
+    failures = ", ".join(name for name, failed in wrong.items() if failed)
+    if float8:
+        verdict = f"FAIL: {failures}" if failures else "pass" if overflow is not None else "pass, casts not sampled"
+    else:
+        verdict = f"no {YARDSTICK}: {failures}" if failures else YARDSTICK
+    return Comparison(
+        label=row.label,
+        loss_gap=loss_gap,
+        largest_loss_gap=max(gap, key=lambda point: abs(point[1]), default=None),
+        norm_ratio=ratio,
+        overflow=overflow,
+        underflow=max(((share, linear, tensor) for linear, tensor, _, share in casts), default=None),
+        limit=limit if float8 else None,
+        verdict=verdict,
+    )
+
+
+def _skipped(result: Result, prefix: str) -> dict[str, bool]:
+    """{message: True} for a run that skipped steps; empty for others."""
+    steps = result.get("skipped_steps", [])
+    words = f"{prefix} step{'s' * (len(steps) > 1)} {', '.join(map(str, steps[:MOST_NAMED]))}"
+    return {words + f" and {len(steps) - MOST_NAMED} more" * (len(steps) > MOST_NAMED): True} if steps else {}
+
+
+def numerics_table(sweep: Sweep, results: dict[str, Result]) -> str:
+    """The "Numerics" section of the sweep's page, with the rule; empty if there is nothing to compare."""
+    found = compare(sweep, results)
+    base = reference_row(sweep, results)
+    if not found or base is None:
+        return ""
+    lines = [
+        "## Numerics",
+        "",
+        f"| against {base.label} | loss gap, % | limit, % | largest gap | gradient-norm ratio | overflow | underflow, %"
+        " | verdict |",
+        "|---|---:|---:|---:|---:|---:|---:|---|",
+        *(f"| {row.label} | {' | '.join(_cells(row))} |" for row in found),
+    ]
+    return "\n".join([*lines, "", RULE, ""])
+
+
+def _cells(row: Comparison) -> list[str]:
+    step, gap = row.largest_loss_gap or (0, None)
+    share, linear, tensor = row.underflow or (None, "", "")
+    return [
+        "not finite" if row.loss_gap is None else f"{100 * row.loss_gap:+.3f}",
+        "none" if row.limit is None else f"{100 * row.limit:.3f}",
+        "not finite" if gap is None else f"{gap:+.4f} at step {step}",
+        "unknown" if row.norm_ratio is None else f"{row.norm_ratio:.3f}",
+        "not sampled" if row.overflow is None else f"{row.overflow:.2g}",
+        "not sampled" if share is None else f"{100 * share:.3g} in {linear}, {tensor}",
+        row.verdict,
+    ]

@@ -1,0 +1,58 @@
+"""The line of a plan that says what to try next."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from parallel.errors import UserError
+from recipes.lab.plan.hints import hint
+from recipes.lab.plan.plan import Plan, plan
+from recipes.lab.plan.world import Asked, World, world_of
+from recipes.load import load
+from recipes.plan.hardware import GPUS
+
+CONFIGS = Path(__file__).resolve().parents[4] / "configs"
+
+
+def planned(*changes: str) -> tuple[Plan, World]:
+    recipe = load(CONFIGS / "smollm3_3b_8xh100.toml", changes, rules=False)
+    return plan(recipe, recipe.mesh.fit(8), gpu=GPUS["H100"]), world_of(recipe, Asked(""))
+
+
+def test_the_setting_that_is_fastest_alone_is_named_with_what_it_gains() -> None:
+    found, world = planned("--compile.enabled", "false")
+    faster, _ = planned()
+    gain = faster.time.tokens_per_second / found.time.tokens_per_second - 1
+    said = hint(found, world)
+    assert said.startswith(
+        f"compile.enabled = true: {gain:.0%} faster, {faster.memory.peak / 1e9:.1f} GB; --plan --sea"
+    )
+
+
+def test_what_makes_a_recipe_fit_comes_first_though_it_is_slower() -> None:
+    found, world = planned("--batch.micro_batch_size", "4")
+    assert not found.fits
+    assert hint(found, world).startswith("it fits with ")
+
+
+def test_a_recipe_that_no_setting_helps_is_told_so() -> None:
+    found, world = planned("--model.layers", "400", "--model.width", "8192")
+    assert not found.fits
+    assert hint(found, world).startswith("no setting alone makes it fit; ")
+
+
+def test_a_setting_whose_time_is_unknown_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, world = planned()
+
+    def unknown(*_: object, **__: object) -> Plan:
+        raise UserError("unknown")
+
+    monkeypatch.setattr("recipes.lab.plan.hints.plan", unknown)
+    assert hint(found, world).startswith("no setting alone makes it 1% faster; ")
+
+
+def test_a_setting_that_the_rules_refuse_is_not_named() -> None:
+    found, world = planned("--batch.global_batch_size", "8")
+    slow = replace(found, time=replace(found.time, seconds={"products": 1e9}))
+    assert "micro_batch_size = 2" not in hint(slow, world)
