@@ -51,14 +51,14 @@ def main(arguments: list[str]) -> int:
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
     """Train, check or print help; arguments: the recipe and its overrides. Returns the exit code. Raises UserError."""
-    from recipes.load import load, load_run
+    from recipes.recipe.load import load, load_run
 
     if arguments and arguments[0].startswith("-"):
         raise UserError(f"the recipe must come first: train.py RECIPE {' '.join(arguments)}")
     if any(count is not None and (count < 1 or not options.check) for count in (options.processes, options.nodes)):
         raise UserError("--processes N and --nodes M, at least 1, need --check; to train on N: NPROC=N scripts/run.sh")
     if options.help:
-        from recipes.command_line import print_help
+        from recipes.recipe.command_line import print_help
 
         print_help(load(arguments[0], arguments[1:], rules=False) if arguments else None, usage=USAGE)
         return FINISHED

@@ -171,7 +171,7 @@ class ActivationCheckpointingConfig:
         count = layers if self.blocks == "all" else self.blocks
         if isinstance(count, float):
             count = max(1, round(count * layers))
-        assert count <= layers, "recipes/rules.py refuses more blocks than there are"
+        assert count <= layers, "recipes/recipe/rules.py refuses more blocks than there are"
         return tuple(index * layers // count for index in range(count))
 
 

@@ -53,7 +53,7 @@ def own_chunks(length: int, group: ProcessGroup, *, by: str) -> list[slice]:
     rank, degree = group.rank(), group.size()
     count = degree if by == "heads" else 2 * degree
     size = length // count
-    assert size * count == length, "recipes/mesh_rules.py refuses such rows"
+    assert size * count == length, "recipes/recipe/rules_mesh.py refuses such rows"
     own = (rank,) if by == "heads" else (rank, count - 1 - rank)
     return [slice(index * size, (index + 1) * size) for index in own]
 

@@ -56,7 +56,7 @@ def require_like_nodes(nodes: Sequence[Node]) -> None:
 def require_neighbours(nodes: Sequence[Node], *, tensor: int) -> None:
     """Raise UserError, with the hosts, if a tensor group crosses nodes only because their ranks are scattered."""
     node_of = {rank: node.name for node in nodes for rank in node.ranks}
-    if any(len(node.ranks) % tensor for node in nodes):  # recipes/mesh_rules.py reports it
+    if any(len(node.ranks) % tensor for node in nodes):  # recipes/recipe/rules_mesh.py reports it
         return
     for rank in range(len(node_of)):
         first = rank - rank % tensor

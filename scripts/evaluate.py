@@ -231,7 +231,7 @@ def _model(weights: "Weights", world: "World", *, dtype: Any, tokens: int) -> "t
 def _data(options: argparse.Namespace, weights: "Weights") -> "DataConfig":
     """How rows are read: as by the run that made the weights, but for what the command line says."""
     from recipes.data.config import DataConfig
-    from recipes.fields import complaint
+    from recipes.recipe.fields import complaint
     from recipes.training.origin import data_of_run
     from recipes.weights.locate import FROM_WEIGHTS
 

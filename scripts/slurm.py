@@ -25,7 +25,7 @@ from recipes.cluster.pack import CACHE, Pack, pack  # noqa: E402
 from recipes.cluster.slurm import Job, Local, log, run_node  # noqa: E402
 from recipes.files.exit_codes import REFUSED  # noqa: E402
 from recipes.files.screen import open_missing  # noqa: E402
-from recipes.schema import RunConfig  # noqa: E402
+from recipes.recipe.schema import RunConfig  # noqa: E402
 
 
 def main(arguments: list[str]) -> int:

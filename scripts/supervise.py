@@ -19,7 +19,7 @@ from recipes.cluster.launcher import handle_stop_signals  # noqa: E402
 from recipes.cluster.restarts import Launcher, number_of_restarts, supervise  # noqa: E402
 from recipes.files.exit_codes import REFUSED, TEMPORARY, with_parent  # noqa: E402
 from recipes.files.screen import open_missing, tell  # noqa: E402
-from recipes.load import load  # noqa: E402
+from recipes.recipe.load import load  # noqa: E402
 
 
 def main(command: list[str]) -> int:

@@ -17,7 +17,7 @@ from tests.quick import only_quick_work
 
 if TYPE_CHECKING:
     from parallel.dist import World
-    from recipes.schema import Recipe
+    from recipes.recipe.schema import Recipe
 
 # Before torch is imported: pytest's workers and the processes they start share the cores, and OpenMP's threads would
 # wait for each other.

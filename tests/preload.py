@@ -9,7 +9,7 @@ import torch.distributed.fsdp
 import torch.utils.flop_counter  # noqa: F401
 
 import parallel.order  # noqa: F401
-import recipes.command_line
+import recipes.recipe.command_line
 import recipes.training.build
 import recipes.training.run
 import recipes.training.trainer  # noqa: F401

@@ -24,17 +24,7 @@ LAYERS = (
     ("recipes/lab/bench", "recipes/lab/codegen", "recipes/lab/curves", "recipes/lab/plan", "recipes/lab/sweep"),
     ("recipes/training",),
     ("recipes/plan",),
-    ("recipes/load.py",),
-    ("recipes/broken_rules.py",),
-    (
-        *("recipes/rules.py", "recipes/mesh_rules.py", "recipes/data_rules.py"),
-        *("recipes/optimizer_rules.py", "recipes/transformers_rules.py"),
-        "recipes/command_line.py",
-        "recipes/stage_tables.py",
-        "recipes/recipe_schema.py",
-    ),
-    ("recipes/fields.py", "recipes/stages.py"),
-    ("recipes/schema.py",),
+    ("recipes/recipe",),
     ("recipes/evaluation",),
     ("recipes/weights", "recipes/cluster"),
     ("recipes/data", "recipes/checkpoint", "recipes/metrics"),
@@ -151,12 +141,11 @@ def test_config_of_a_section_imports_nothing_of_recipes() -> None:
     assert not [name(file) for file in configs if "recipes" in libraries(imports(file))]
 
 
-def test_no_folder_below_load_takes_a_whole_recipe() -> None:
-    """The files of recipes/ itself define what a recipe is, so they may."""
+def test_no_folder_below_recipe_takes_a_whole_recipe() -> None:
     takers = [
         f"{name(file)}:{node.lineno}"
         for file in FILES
-        if place(file) != name(file) and LEVEL[place(file)] > LEVEL["recipes/load.py"]
+        if LEVEL[place(file)] > LEVEL["recipes/recipe"]
         for node in nodes(file)
         if isinstance(node, ast.arg) and node.annotation
         if re.search(r"\bRecipe\b", ast.unparse(node.annotation))
@@ -244,13 +233,13 @@ def test_torch_free_file_imports_only_torch_free_files_of_ours() -> None:
 @pytest.mark.slow
 def test_importing_every_torch_free_file_and_loading_a_recipe_leaves_torch_out() -> None:
     modules = sorted(module for module, file in MODULES.items() if is_torch_free(file))
-    assert "recipes.load" in modules
+    assert "recipes.recipe.load" in modules
     code = """if True:
         import importlib, json, sys
         for module in json.loads(sys.argv[1]):
             importlib.import_module(module)
-        import recipes.load
-        recipes.load.load("configs/smollm3_debug.toml", ["--run.steps", "300"])
+        import recipes.recipe.load
+        recipes.recipe.load.load("configs/smollm3_debug.toml", ["--run.steps", "300"])
         print([module for module in sys.modules if module.partition(".")[0] in ("torch", "torchao")])
     """
     found = subprocess.run(

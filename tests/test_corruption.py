@@ -17,9 +17,9 @@ from parallel.mesh import AXES
 from parallel.state_check import named_state
 from recipes.checkpoint.look import table
 from recipes.files.exit_codes import CORRUPTED, FINISHED, POISONED
-from recipes.load import load
 from recipes.optimization.optimizer import _local
-from recipes.schema import Recipe
+from recipes.recipe.load import load
+from recipes.recipe.schema import Recipe
 from recipes.training.trainer import Trainer
 from tests.commands import run_command
 from tests.processes import run_processes

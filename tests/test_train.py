@@ -10,8 +10,8 @@ import pytest
 import tomli
 
 from parallel.errors import TemporaryError, UserError
-from recipes.fields import sections
-from recipes.load import load, to_toml
+from recipes.recipe.fields import sections
+from recipes.recipe.load import load, to_toml
 from tests.commands import run_command
 
 pytestmark = pytest.mark.slow
@@ -172,6 +172,6 @@ def test_a_fault_that_may_pass_and_a_refusal_have_their_exit_codes(
 
     for name in ("signal", "pthread_sigmask"):  # what train.py sets at its start is for a process of its own
         monkeypatch.setattr(signal, name, lambda *_: None)
-    monkeypatch.setattr("recipes.load.load_run", load_run)
+    monkeypatch.setattr("recipes.recipe.load.load_run", load_run)
     assert runpy.run_path(str(ROOT / "train.py"))["main"](["recipe.toml"]) == code
     assert str(error) in capfd.readouterr().err

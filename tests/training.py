@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from parallel.dist import World, start, stop
-from recipes.load import LoadedRecipe, load
 from recipes.metrics.clock import RunClock
-from recipes.schema import Recipe
+from recipes.recipe.load import LoadedRecipe, load
+from recipes.recipe.schema import Recipe
 from recipes.training.build import build_run
 from recipes.training.console import Console
 from recipes.training.trainer import Trainer

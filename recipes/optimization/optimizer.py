@@ -65,7 +65,7 @@ class ShardedAdamW(torch.optim.AdamW):
     torch's own step() hands the kernel DTensors, which the host unpacks one by one. Moments in bfloat16 take 4 bytes
     per parameter instead of 8. Parameters, gradients and arithmetic stay float32: such moments are converted batch by
     batch, updated, and rounded back to nearest. Rounding keeps 8 bits, so the second moment does not change when a step
-    moves it by less than 2^-9 of its value: recipes/optimizer_rules.py requires a beta that moves it more.
+    moves it by less than 2^-9 of its value: recipes/recipe/rules_optimizer.py requires a beta that moves it more.
     """
 
     def __init__(self, groups: list[dict[str, Any]], *, state_dtype: torch.dtype, **options: Any) -> None:

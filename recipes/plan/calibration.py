@@ -17,12 +17,12 @@ from typing import Any
 from parallel.errors import UserError
 from recipes.files.layout import ENVIRONMENT, METRICS, RECIPE
 from recipes.files.reading import is_folder, read_text
-from recipes.load import load
 from recipes.plan import host
 from recipes.plan.hardware import Gpu, gpu_of
 from recipes.plan.messages import Group
 from recipes.plan.rates import RATES, Rates
 from recipes.plan.time import attention_seconds, product_seconds, step_time
+from recipes.recipe.load import load
 
 SKIPPED = 3
 """Logged rows of a run that are left out: they compile, warm up and fill the queues of data."""

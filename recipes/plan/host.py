@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError, listed
-from recipes.load import CONFIGS, load
 from recipes.plan.hardware import Gpu
 from recipes.plan.rates import RATES, Host, Rates
 from recipes.plan.time import BACKWARD, host_work, time_of, update_bytes
 from recipes.plan.work import work_of
-from recipes.schema import Recipe
+from recipes.recipe.load import CONFIGS, load
+from recipes.recipe.schema import Recipe
 
 SPREAD = 0.1
 """How far a step may still be off, as a share of it: docs/plan.md has how far ten were."""

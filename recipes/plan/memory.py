@@ -11,7 +11,7 @@ from models.transformers_config import TransformersConfig
 from parallel.config import MeshDegrees
 from recipes.plan.moments import fullest_layers, moments
 from recipes.plan.sizes import Pieces, Sizes
-from recipes.schema import Recipe
+from recipes.recipe.schema import Recipe
 
 CUDA, NCCL = 700_000_000, 900_000_000
 """Bytes of a process outside of torch's allocator: its context, and its communicators. Assumed, not measured."""

@@ -28,7 +28,7 @@ from recipes.plan.hardware import Gpu
 from recipes.plan.messages import Messages, messages_of
 from recipes.plan.rates import RATES, Rates
 from recipes.plan.work import Recompute, Work, moved_bytes, work_of
-from recipes.schema import Recipe
+from recipes.recipe.schema import Recipe
 
 BACKWARD = 2.5
 """FLOPs of attention's backward pass over those of its forward pass: five products instead of two."""

@@ -34,7 +34,7 @@ from recipes.optimization.optimizer import build_optimizer
 from recipes.optimization.skip_steps import backward
 from recipes.plan.live_bytes import CPU, LiveBytes, fake_processes
 from recipes.plan.sizes import Pieces
-from recipes.schema import Recipe
+from recipes.recipe.schema import Recipe
 
 MICRO_BATCHES = 3
 """More of them find the same memory: the first, those between and the last differ."""

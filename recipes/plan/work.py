@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from models.config import LINEARS, LINEARS_IN
 from parallel.config import ActivationCheckpointingConfig, Float8Config, MeshDegrees
-from recipes.schema import Recipe
+from recipes.recipe.schema import Recipe
 
 Kernel = Literal["flash", "flash3", "cudnn", "triton", "math"]
 Recompute = Literal["none", "selective", "full", "every second product"]

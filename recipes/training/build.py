@@ -26,13 +26,13 @@ from recipes.data.loader import DataLoader
 from recipes.data.text.tokenizer import Tokenizer
 from recipes.files.layout import LOG_FILE
 from recipes.files.lock import FolderLock
-from recipes.load import LoadedRecipe
-from recipes.mesh_rules import advice, require_fits_world
 from recipes.metrics.clock import RunClock
 from recipes.optimization.optimizer import build_optimizer, matrices_of
 from recipes.optimization.skip_steps import StepGuard
-from recipes.schema import Recipe
-from recipes.stages import Stage, at_several_lengths, stage_of, stages_of
+from recipes.recipe.load import LoadedRecipe
+from recipes.recipe.rules_mesh import advice, require_fits_world
+from recipes.recipe.schema import Recipe
+from recipes.recipe.stages import Stage, at_several_lengths, stage_of, stages_of
 from recipes.training import surroundings
 from recipes.training.border import FellBack, Kept, Start
 from recipes.training.console import Console, notes, run_header

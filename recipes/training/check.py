@@ -11,14 +11,14 @@ from parallel.config import MeshDegrees
 from parallel.errors import UserError
 from recipes.files.layout import CHECKPOINTS, checkpoint_steps
 from recipes.files.units import size
-from recipes.load import to_toml
-from recipes.mesh_rules import advice, batch_divides, fitted_mesh, micro_batches
 from recipes.metrics.hardware import Hardware, hardware_of
 from recipes.plan.hardware import devices
 from recipes.plan.memory import FULL, Prediction, predict, summary
 from recipes.plan.muon import matrix_params
-from recipes.schema import Recipe
-from recipes.stages import Stage, stages_of, tokens_of
+from recipes.recipe.load import to_toml
+from recipes.recipe.rules_mesh import advice, batch_divides, fitted_mesh, micro_batches
+from recipes.recipe.schema import Recipe
+from recipes.recipe.stages import Stage, stages_of, tokens_of
 from recipes.training.run_folder import check_output_folder
 
 FORCE = "FORCE"

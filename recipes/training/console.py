@@ -12,10 +12,10 @@ from models.config import ModelConfig
 from parallel.config import MeshDegrees
 from recipes.files.atomic import Lines
 from recipes.files.screen import Screen
-from recipes.mesh_rules import micro_batches
 from recipes.metrics.throughput import Throughput
-from recipes.schema import Recipe
-from recipes.stages import Stage
+from recipes.recipe.rules_mesh import micro_batches
+from recipes.recipe.schema import Recipe
+from recipes.recipe.stages import Stage
 
 # An untrained model emits any byte, and the terminal would obey an escape sequence among them.
 CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), 127) if chr(code) not in "\n\t"}

@@ -16,8 +16,8 @@ from recipes.files.atomic import sync_folder, write_whole
 from recipes.files.layout import CHECKPOINTS, RECIPE, SAVED, checkpoint_steps
 from recipes.files.lock import FolderLock
 from recipes.files.reading import named_faults
-from recipes.load import load
-from recipes.schema import Recipe
+from recipes.recipe.load import load
+from recipes.recipe.schema import Recipe
 from recipes.training.run_folder import identity_differences
 
 

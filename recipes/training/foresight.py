@@ -8,12 +8,12 @@ from typing import Any
 from models.transformers_config import TransformersConfig
 from parallel.config import MeshDegrees
 from parallel.errors import UserError
-from recipes.fields import toml
 from recipes.plan.calibration import calibrated
 from recipes.plan.hardware import gpu_of
 from recipes.plan.rates import RATES
 from recipes.plan.time import step_time
-from recipes.schema import Recipe
+from recipes.recipe.fields import toml
+from recipes.recipe.schema import Recipe
 
 LEAST_ROWS = 3
 """Logged steps after the first one, which compiles, that a comparison needs."""

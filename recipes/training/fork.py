@@ -11,13 +11,13 @@ from recipes.checkpoint.folder import check, left_overs
 from recipes.checkpoint.manifest import Damage
 from recipes.data.history import Segment, Window, to_json
 from recipes.data.text.sources import is_prepared
-from recipes.fields import field_types, toml, value_of
 from recipes.files.atomic import write_whole
 from recipes.files.layout import CHECKPOINTS, ORIGIN, RECIPE, checkpoint_steps, step_folder
 from recipes.files.reading import is_folder, is_remote, names_in, read_text
-from recipes.load import load
-from recipes.schema import Recipe
-from recipes.stages import stage_of
+from recipes.recipe.fields import field_types, toml, value_of
+from recipes.recipe.load import load
+from recipes.recipe.schema import Recipe
+from recipes.recipe.stages import stage_of
 from recipes.training.run_folder import read_data_state
 
 SETTING = "run.continue_from"

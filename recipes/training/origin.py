@@ -2,8 +2,8 @@
 
 from recipes.data.config import DataConfig
 from recipes.files.layout import RECIPE
-from recipes.load import load
-from recipes.stages import stage_of
+from recipes.recipe.load import load
+from recipes.recipe.stages import stage_of
 from recipes.weights.locate import Weights
 
 

@@ -15,16 +15,16 @@ from models.transformers_config import TransformersConfig
 from parallel.dist import World
 from parallel.errors import UserError
 from parallel.heartbeats import is_first_of_all
-from recipes.fields import toml
 from recipes.files.atomic import Lines
 from recipes.files.layout import LOG_FILE, RECIPE
 from recipes.files.screen import tell
-from recipes.mesh_rules import float8_fits_tensor, gather_has_a_kernel, mesh_divides_model, require_fits_world
 from recipes.metrics.clock import START, RunClock
-from recipes.optimizer_rules import moments_can_move
 from recipes.plan.memory import predict
 from recipes.plan.sizes import Sizes
-from recipes.schema import Recipe
+from recipes.recipe.fields import toml
+from recipes.recipe.rules_mesh import float8_fits_tensor, gather_has_a_kernel, mesh_divides_model, require_fits_world
+from recipes.recipe.rules_optimizer import moments_can_move
+from recipes.recipe.schema import Recipe
 
 SAYS_SO = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|_ALLOC_FAILED|bad_alloc", re.I)
 """In the RuntimeErrors of CUDA's libraries, of NCCL, of compiled code, and of torch's allocator on the CPU."""

@@ -21,7 +21,7 @@ from recipes.metrics.goodput import SKIPPED, Goodput
 from recipes.metrics.throughput import AttentionLength, HostMemory, Throughput
 from recipes.metrics.writer import MetricsWriter
 from recipes.optimization.skip_steps import StepGuard
-from recipes.schema import Recipe
+from recipes.recipe.schema import Recipe
 from recipes.training.console import Console, step_line
 from recipes.training.run_folder import draw_curves
 

@@ -7,7 +7,7 @@ from torch import nn
 from parallel.dist import World
 from recipes.data.loader import DataLoader
 from recipes.files.layout import EXPORT
-from recipes.schema import Recipe
+from recipes.recipe.schema import Recipe
 from recipes.weights.locate import Description
 
 

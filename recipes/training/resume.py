@@ -13,8 +13,8 @@ from recipes.data.history import from_json
 from recipes.data.loader import DataLoader
 from recipes.files.layout import CHECKPOINTS, DATA, SAVED, step_folder
 from recipes.files.reading import names_in, read_text
-from recipes.load import LoadedRecipe
-from recipes.schema import Recipe
+from recipes.recipe.load import LoadedRecipe
+from recipes.recipe.schema import Recipe
 from recipes.training.console import Console
 from recipes.training.run_folder import require_same_data
 from recipes.weights.locate import Description, Weights, checkpoint_files, find_weights, initial_weights

@@ -9,10 +9,10 @@ from parallel.errors import UserError
 from recipes.cluster.watchdog import SLOW_LIMIT, Watchdog
 from recipes.data.text.sources import is_prepared
 from recipes.files.exit_codes import CANNOT_WRITE, FINISHED, OUT_OF_MEMORY, PREEMPTED
-from recipes.load import LoadedRecipe, to_toml
 from recipes.metrics.clock import RunClock
-from recipes.schema import Recipe
-from recipes.stages import stage_of, stages_of
+from recipes.recipe.load import LoadedRecipe, to_toml
+from recipes.recipe.schema import Recipe
+from recipes.recipe.stages import stage_of, stages_of
 from recipes.training.border import free_memory
 from recipes.training.build import build_run
 from recipes.training.console import Console

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import TemporaryError, UserError
-from recipes.fields import field_types, toml, value_of
 from recipes.files.atomic import PART, cut_back, keep_rows, write_whole
 from recipes.files.layout import (
     CHECKPOINTS,
@@ -27,9 +26,10 @@ from recipes.files.layout import (
 )
 from recipes.files.lock import LOCK, FolderLock
 from recipes.files.reading import fault, is_folder, names_in, read_text
-from recipes.load import load, to_toml
-from recipes.schema import Recipe
-from recipes.stages import stage_of, stages_of
+from recipes.recipe.fields import field_types, toml, value_of
+from recipes.recipe.load import load, to_toml
+from recipes.recipe.schema import Recipe
+from recipes.recipe.stages import stage_of, stages_of
 
 PLOT = Path(__file__).resolve().parents[2] / "scripts/plot.py"
 DRAWING_SECONDS = 60.0

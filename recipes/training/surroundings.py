@@ -10,7 +10,7 @@ from parallel.mesh import Mesh
 from recipes.files.layout import PROFILE
 from recipes.metrics.clock import RunClock
 from recipes.metrics.throughput import Throughput
-from recipes.schema import Recipe
+from recipes.recipe.schema import Recipe
 from recipes.training.console import Console
 from recipes.training.environment import environment
 

@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping
 import torch
 
 from parallel.dist import World, on_main_first
-from recipes.evaluation.task_rules import require_row
 from recipes.evaluation.tasks import harness
 from recipes.metrics.clock import RunClock
-from recipes.schema import Recipe
+from recipes.recipe.rules_tasks import require_row
+from recipes.recipe.schema import Recipe
 from recipes.training.build import Built
 from recipes.weights.locate import Description
 

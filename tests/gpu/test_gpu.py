@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes.load import LoadedRecipe, load
-from recipes.schema import Recipe
+from recipes.recipe.load import LoadedRecipe, load
+from recipes.recipe.schema import Recipe
 from tests.processes import run_processes
 from tests.training import DEBUG, change, rows
 

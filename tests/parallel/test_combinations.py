@@ -22,10 +22,10 @@ from parallel.dist import World, start, stop
 from parallel.errors import UserError
 from parallel.mesh import build_mesh
 from parallel.reduce import sum_over_group
-from recipes.load import load
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
-from recipes.schema import Recipe
+from recipes.recipe.load import load
+from recipes.recipe.schema import Recipe
 from recipes.training.build import build
 from recipes.training.step import train_step
 from tests.compiling import compiling_in_turn

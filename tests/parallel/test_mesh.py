@@ -25,7 +25,7 @@ from parallel.messages import host_group
 from parallel.reduce import gather_loss_and_numbers, sum_over_group
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
-from recipes.schema import Recipe
+from recipes.recipe.schema import Recipe
 from recipes.training.build import build
 from recipes.training.step import train_step
 from tests.processes import run_processes

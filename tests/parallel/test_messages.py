@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from parallel.dist import lost_a_peer, start, stop
 from parallel.messages import BRANCHES, FRAME, WIDTH, Channel, Messages, children_of, host_group, parent_of
-from recipes.schema import Recipe, RunConfig
+from recipes.recipe.schema import Recipe, RunConfig
 from tests.processes import run_processes, wait_for
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,7 @@ from parallel.config import MeshConfig, MeshDegrees
 from parallel.errors import UserError
 from parallel.nodes import Node, abbreviated, arrange, placement, require_like_nodes, require_neighbours
 from recipes.data.config import BatchConfig
-from recipes.mesh_rules import require_fits_world
+from recipes.recipe.rules_mesh import require_fits_world
 
 
 def nodes(*sizes: int) -> tuple[Node, ...]:

@@ -24,8 +24,8 @@ from parallel.dist import start, stop
 from parallel.errors import UserError
 from parallel.float8 import convert_linears, precompute_scales
 from parallel.materialize import plain_name
-from recipes.load import load
-from recipes.schema import Recipe
+from recipes.recipe.load import load
+from recipes.recipe.schema import Recipe
 from tests.build import build_model
 from tests.compiling import compiling_in_turn
 from tests.processes import run_processes

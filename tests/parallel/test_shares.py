@@ -15,7 +15,7 @@ from parallel.config import MeshDegrees
 from parallel.dist import start, stop
 from parallel.materialize import plain_name
 from parallel.mesh import build_mesh
-from recipes.schema import Recipe
+from recipes.recipe.schema import Recipe
 from recipes.training.build import build
 from tests.processes import run_processes
 from tests.training import change

@@ -24,8 +24,8 @@ from parallel.errors import UserError
 from parallel.materialize import whole
 from parallel.mesh import build_mesh
 from parallel.tensor import split_over
-from recipes.load import CONFIGS, load
-from recipes.schema import Recipe
+from recipes.recipe.load import CONFIGS, load
+from recipes.recipe.schema import Recipe
 from recipes.training.build import build
 from tests.families import family_config
 from tests.meshes import mesh_config, on_each_mesh

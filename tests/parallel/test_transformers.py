@@ -24,10 +24,10 @@ from parallel.float8 import convert_linears
 from parallel.materialize import plain_name
 from parallel.mesh import build_mesh
 from parallel.reduce import sum_over_group
-from recipes.load import load
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
-from recipes.schema import Recipe
+from recipes.recipe.load import load
+from recipes.recipe.schema import Recipe
 from recipes.training.build import Built, build
 from recipes.training.step import require_sound_state, train_step
 from tests.compiling import compiling_in_turn

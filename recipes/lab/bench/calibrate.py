@@ -23,9 +23,9 @@ from recipes.lab.plan.plan import plan
 from recipes.lab.sweep.grid import Row
 from recipes.lab.sweep.loop import run_row
 from recipes.lab.sweep.runner import exit_code_of, run
-from recipes.load import CONFIGS, load
 from recipes.plan.calibration import calibrated
-from recipes.schema import Recipe
+from recipes.recipe.load import CONFIGS, load
+from recipes.recipe.schema import Recipe
 
 ROOT = CONFIGS.parent
 MOST_SECONDS = 1200.0

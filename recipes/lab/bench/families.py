@@ -29,9 +29,9 @@ from recipes.data.loader import MicroBatch
 from recipes.data.text.tokenizer import Tokenizer, build_tokenizer
 from recipes.files.marks import between
 from recipes.lab.bench.family_configs import FAMILIES, SUPPORTED
-from recipes.load import CONFIGS, LoadedRecipe, load_run
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
+from recipes.recipe.load import CONFIGS, LoadedRecipe, load_run
 from recipes.training.build import Built, build
 from recipes.training.step import train_step
 from recipes.weights.convert import export_model

@@ -24,7 +24,7 @@ from recipes.lab.bench.gpu_plan import Item, Record
 from recipes.lab.sweep.grid import Sweep, read_sweep
 from recipes.lab.sweep.loop import one_line, run_row
 from recipes.lab.sweep.runner import exit_code_of, run
-from recipes.load import CONFIGS
+from recipes.recipe.load import CONFIGS
 
 PAGES = CONFIGS.parent / "docs" / "benchmarks"
 SCRIPT = CONFIGS.parent / "scripts" / "bench.py"

@@ -17,10 +17,10 @@ from typing import Any
 from parallel.errors import UserError
 from recipes.files.atomic import write_whole
 from recipes.lab.sweep.grid import Row, Sweep
-from recipes.load import CONFIGS
 from recipes.plan.hardware import gpu_of_device
 from recipes.plan.time import step_time
-from recipes.schema import Recipe
+from recipes.recipe.load import CONFIGS
+from recipes.recipe.schema import Recipe
 
 GROUPS = {"bandwidth": 25, "products": 20, "attention": 20, "loss": 30, "documents": 15}
 """Groups of kernels, each measured in a process of its own: name -> estimated seconds on a GPU."""

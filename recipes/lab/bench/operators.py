@@ -25,7 +25,7 @@ from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer
 from recipes.optimization.skip_steps import StepGuard
 from recipes.plan.host import recipe_of
-from recipes.schema import Recipe
+from recipes.recipe.schema import Recipe
 from recipes.training.build import build
 from recipes.training.step import train_step
 

@@ -23,10 +23,10 @@ from parallel.state_check import named_state, require_sound
 from recipes.files.layout import METRICS
 from recipes.lab.bench.peers import KINDS, peers, table
 from recipes.lab.sweep.runner import exit_code_of
-from recipes.load import CONFIGS, load_run
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
-from recipes.schema import RunConfig
+from recipes.recipe.load import CONFIGS, load_run
+from recipes.recipe.schema import RunConfig
 from recipes.training.build import build_run
 from recipes.training.console import Console
 from recipes.training.environment import environment

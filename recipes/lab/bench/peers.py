@@ -33,11 +33,11 @@ from parallel.materialize import materialize
 from parallel.reduce import sum_over_group
 from recipes.data.loader import MicroBatch
 from recipes.lab.bench.turns import MeasuredLoop, Turns
-from recipes.load import CONFIGS, load
 from recipes.metrics.clock import RunClock
 from recipes.optimization.optimizer import build_optimizer
 from recipes.optimization.skip_steps import StepGuard
-from recipes.schema import Recipe
+from recipes.recipe.load import CONFIGS, load
+from recipes.recipe.schema import Recipe
 from recipes.training.build import build
 from recipes.training.step import train_step
 

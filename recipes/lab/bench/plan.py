@@ -18,9 +18,9 @@ from recipes.files.marks import between
 from recipes.lab.bench.fit import ROW, SOURCES, fit, residuals_of
 from recipes.lab.bench.published import TABLE, Published, projects, read_published
 from recipes.lab.sweep.runner import exit_code_of
-from recipes.load import CONFIGS, shown
 from recipes.plan import rates as rates_module
 from recipes.plan.rates import RATES, Rates
+from recipes.recipe.load import CONFIGS, shown
 
 PAGE = CONFIGS.parent / "docs/plan.md"
 ALL_ROWS = CONFIGS.parent / "docs/benchmarks/published.md"

@@ -26,10 +26,10 @@ from recipes.data.config import BatchConfig
 from recipes.files.marks import between
 from recipes.lab.bench.published import TABLE
 from recipes.lab.sweep.runner import exit_code_of
-from recipes.load import CONFIGS, shown
 from recipes.plan.memory import predict
 from recipes.plan.sizes import Pieces, Sizes
-from recipes.schema import Recipe
+from recipes.recipe.load import CONFIGS, shown
+from recipes.recipe.schema import Recipe
 
 PAGE = CONFIGS.parent / "docs/plan.md"
 BEGIN = "<!-- Written by scripts/bench.py --suite plan_memory --write-docs. -->\n"

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
-from recipes.load import CONFIGS
 from recipes.plan.hardware import GPUS, Gpu
 from recipes.plan.work import Kernel, Recompute, Work
+from recipes.recipe.load import CONFIGS
 
 TABLE = CONFIGS.parent / "docs/benchmarks/published_throughput.csv"
 PROJECTS = {

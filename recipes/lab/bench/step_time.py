@@ -14,12 +14,12 @@ from parallel.errors import UserError
 from recipes.files.marks import between
 from recipes.lab.codegen.codegen import variant
 from recipes.lab.sweep.runner import exit_code_of
-from recipes.load import CONFIGS, load, shown
 from recipes.plan.hardware import GPUS
 from recipes.plan.rates import RATES
 from recipes.plan.time import StepTime, step_time, time_of
 from recipes.plan.work import work_of
-from recipes.schema import Recipe
+from recipes.recipe.load import CONFIGS, load, shown
+from recipes.recipe.schema import Recipe
 
 PAGE = CONFIGS.parent / "docs/benchmarks/step.md"
 BEGIN = "<!-- Written by scripts/bench.py --suite step_time --write-docs. -->\n"

@@ -23,10 +23,10 @@ from models.sizes import SIZES
 from parallel.config import ActivationCheckpointingConfig
 from parallel.errors import UserError
 from recipes.lab.sweep.runner import exit_code_of
-from recipes.load import CONFIGS, load, shown
-from recipes.mesh_rules import tokens_divide
-from recipes.rules import blocks_can_recompute, float8_gathers
-from recipes.schema import Recipe
+from recipes.recipe.load import CONFIGS, load, shown
+from recipes.recipe.rules import blocks_can_recompute, float8_gathers
+from recipes.recipe.rules_mesh import tokens_divide
+from recipes.recipe.schema import Recipe
 
 PAGE = CONFIGS.parent / "docs/benchmarks/codegen.md"
 BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}

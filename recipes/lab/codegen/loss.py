@@ -19,7 +19,7 @@ from parallel.kernels import UNTIMED, compiled_loss_kernels
 from recipes.lab.codegen.count import assemble, read_code
 from recipes.lab.codegen.machine import PROPERTIES
 from recipes.lab.codegen.trace import GPU, generate
-from recipes.schema import Recipe
+from recipes.recipe.schema import Recipe
 
 SPARSE = ("gather", "index", "index_put_", "nll_loss_forward")
 """Operators that touch a few elements of each row."""

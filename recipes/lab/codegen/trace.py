@@ -26,7 +26,7 @@ from models.interface import blocks_of
 from parallel.activation_checkpoint import checkpoint_blocks
 from parallel.float8 import convert_linears
 from parallel.graphs import graph_passes
-from recipes.schema import Recipe
+from recipes.recipe.schema import Recipe
 
 GPU = torch.device("cuda:0")
 SETTINGS: dict[str, Any] = {

@@ -19,7 +19,7 @@ from recipes.lab.plan.plan import Plan, plan
 from recipes.lab.plan.scaling import Size, sizes
 from recipes.lab.plan.screen import Money, about, costs, screen, table
 from recipes.lab.plan.world import Asked, World, degrees_of, world_of
-from recipes.load import load
+from recipes.recipe.load import load
 
 
 @dataclass(frozen=True)

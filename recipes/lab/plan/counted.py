@@ -14,9 +14,9 @@ from parallel.errors import UserError
 from recipes.lab.plan.options import Options
 from recipes.lab.plan.screen import COLUMNS, ROWS, about, memory_line, memory_table, number, seconds
 from recipes.lab.plan.world import World
-from recipes.mesh_rules import micro_batches
 from recipes.plan.memory import FULL, Prediction, predict
-from recipes.schema import Recipe
+from recipes.recipe.rules_mesh import micro_batches
+from recipes.recipe.schema import Recipe
 
 NOT_TIMED = "is not predicted for models of transformers, whose kernels the plan does not know"
 

@@ -7,15 +7,15 @@ from textwrap import wrap
 
 from parallel.config import MeshDegrees
 from parallel.errors import UserError
-from recipes.fields import toml
 from recipes.files.reading import fault
 from recipes.lab.plan.plan import Plan
 from recipes.lab.plan.screen import number
 from recipes.lab.plan.search_space import SEARCHED, Changes, changes
-from recipes.load import load
 from recipes.plan.hardware import Gpu
 from recipes.plan.memory import FULL
-from recipes.schema import Recipe
+from recipes.recipe.fields import toml
+from recipes.recipe.load import load
+from recipes.recipe.schema import Recipe
 
 COLUMNS = 100
 """Of a screen; a table is as wide as it must be."""

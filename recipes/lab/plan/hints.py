@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from parallel.errors import UserError
-from recipes.broken_rules import violations_elsewhere
-from recipes.fields import toml
 from recipes.lab.plan.plan import Plan, plan
 from recipes.lab.plan.world import World
-from recipes.mesh_rules import fitted_mesh
-from recipes.schema import Recipe
+from recipes.recipe.fields import toml
+from recipes.recipe.rules import violations_elsewhere
+from recipes.recipe.rules_mesh import fitted_mesh
+from recipes.recipe.schema import Recipe
 
 WORTH_IT = 0.01
 """Less of a gain is not worth a line."""

@@ -9,8 +9,8 @@ from recipes.lab.plan.plan import Cost, plan
 from recipes.lab.plan.scaling import Size
 from recipes.lab.plan.screen import Money, about, answers, costs, duration, in_units, layout, number, one
 from recipes.lab.plan.world import World, degrees_of
-from recipes.schema import Recipe
-from recipes.stages import Stage, stages_of, tokens_of
+from recipes.recipe.schema import Recipe
+from recipes.recipe.stages import Stage, stages_of, tokens_of
 
 
 @dataclass(frozen=True)

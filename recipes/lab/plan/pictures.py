@@ -17,7 +17,7 @@ from recipes.lab.plan.screen import number, seconds
 from recipes.lab.plan.world import World
 from recipes.plan.memory import FULL
 from recipes.plan.sizes import Pieces, Sizes
-from recipes.schema import Recipe
+from recipes.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from recipes.lab.plan.found import Found

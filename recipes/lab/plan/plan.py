@@ -8,7 +8,7 @@ from recipes.plan.hardware import Gpu
 from recipes.plan.memory import FULL, Prediction, predict
 from recipes.plan.rates import RATES, Rates
 from recipes.plan.time import StepTime, step_time
-from recipes.schema import Recipe
+from recipes.recipe.schema import Recipe
 
 DAY = 24 * 3600
 """Seconds."""

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from recipes.broken_rules import violations_elsewhere
 from recipes.data.config import BatchConfig
-from recipes.fields import Problem, refusal
 from recipes.lab.plan.plan import Plan, plan
 from recipes.lab.plan.world import Asked, World, degrees_of, world_of
-from recipes.schema import Recipe
+from recipes.recipe.fields import Problem, refusal
+from recipes.recipe.rules import violations_elsewhere
+from recipes.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from recipes.lab.plan.hints import hint
 from recipes.lab.plan.plan import DAY, MESSAGES, Cost, Plan
 from recipes.lab.plan.scaling import Size
 from recipes.lab.plan.world import World
-from recipes.mesh_rules import micro_batches
 from recipes.plan.hardware import Gpu
 from recipes.plan.memory import FULL, Prediction
-from recipes.schema import Recipe
+from recipes.recipe.rules_mesh import micro_batches
+from recipes.recipe.schema import Recipe
 
 LINES, COLUMNS = 40, 100
 """Of a screen."""

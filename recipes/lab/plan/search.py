@@ -33,7 +33,7 @@ from recipes.plan.memory import FULL, peak
 from recipes.plan.rates import Rates
 from recipes.plan.sizes import Sizes
 from recipes.plan.time import step_time
-from recipes.schema import Recipe
+from recipes.recipe.schema import Recipe
 
 TIE = 1.001
 """Recipes whose times differ by less are equally fast: the one with the fewest changes wins."""

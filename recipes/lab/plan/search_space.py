@@ -8,8 +8,10 @@ from typing import Any
 
 from parallel.config import ActivationCheckpointingConfig, MeshConfig, MeshDegrees
 from parallel.errors import UserError
-from recipes.fields import sections
-from recipes.mesh_rules import (
+from recipes.plan.hardware import Gpu
+from recipes.recipe.fields import sections
+from recipes.recipe.rules import blocks_can_recompute, float8_fits
+from recipes.recipe.rules_mesh import (
     batch_divides,
     fitted_mesh,
     float8_fits_tensor,
@@ -18,10 +20,8 @@ from recipes.mesh_rules import (
     mesh_fits,
     tensor_can_overlap,
 )
-from recipes.optimizer_rules import moments_can_move
-from recipes.plan.hardware import Gpu
-from recipes.rules import blocks_can_recompute, float8_fits
-from recipes.schema import Recipe
+from recipes.recipe.rules_optimizer import moments_can_move
+from recipes.recipe.schema import Recipe
 
 SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, "all")
 """Of the blocks that recompute."""

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from parallel.config import MeshDegrees
 from parallel.errors import UserError
-from recipes.fields import one_line
-from recipes.mesh_rules import fitted_mesh
 from recipes.metrics.hardware import hardware_of
 from recipes.plan.hardware import GPUS, Gpu, devices, gpu_named, known
 from recipes.plan.rates import RATES, Rates
-from recipes.schema import Recipe
+from recipes.recipe.fields import one_line
+from recipes.recipe.rules_mesh import fitted_mesh
+from recipes.recipe.schema import Recipe
 
 ASSUMED = "H100"
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
-from recipes.fields import Problem, field_types, refusal, sections, toml, unknown_key, unknown_section, value_of
-from recipes.load import CONFIGS, Layer, load, read_toml, shown, to_toml
-from recipes.rules import float8_has_a_device
-from recipes.schema import Recipe, RunConfig
+from recipes.recipe.fields import Problem, field_types, refusal, sections, toml, unknown_key, unknown_section, value_of
+from recipes.recipe.load import CONFIGS, Layer, load, read_toml, shown, to_toml
+from recipes.recipe.rules import float8_has_a_device
+from recipes.recipe.schema import Recipe, RunConfig
 
 SWEEPS = CONFIGS / "sweeps"
 LEAST_WINDOWS = 3
@@ -169,7 +169,7 @@ def _keys_set_by(arguments: Sequence[str]) -> set[str]:
     """The keys that the command line sets; load() reports errors in it."""
     if not arguments:
         return set()
-    from recipes import command_line  # imports tyro, which is slow
+    from recipes.recipe import command_line  # imports tyro, which is slow
 
     keys = set(command_line.parse(arguments, Recipe())[0])
     text = {"data.source", "data.mixture"}  # setting one replaces the other

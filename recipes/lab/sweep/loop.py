@@ -13,7 +13,7 @@ from recipes.lab.sweep.grid import Row, Sweep
 from recipes.lab.sweep.numerics import numerics_table
 from recipes.lab.sweep.results import TABLE, Result, append, current_results, result_of, table
 from recipes.lab.sweep.runner import run
-from recipes.load import to_toml
+from recipes.recipe.load import to_toml
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -8,11 +8,11 @@ from statistics import fmean, median
 from typing import Any
 
 from parallel.errors import UserError
-from recipes.fields import toml
 from recipes.files.layout import ENVIRONMENT, FLOAT8_SHARES, METRICS
 from recipes.lab.sweep.grid import Row, Sweep, windows
 from recipes.lab.sweep.runner import Ended
 from recipes.metrics.hardware import bf16_peak
+from recipes.recipe.fields import toml
 from recipes.training.run_folder import identity_differences
 
 RESULTS = "results.jsonl"

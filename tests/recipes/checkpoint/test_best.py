@@ -7,7 +7,7 @@ import pytest
 from parallel.dist import World
 from recipes.checkpoint.config import Best
 from recipes.checkpoint.look import find, table
-from recipes.schema import Recipe
+from recipes.recipe.schema import Recipe
 from tests.training import change, rows, train
 
 pytestmark = pytest.mark.slow

@@ -10,8 +10,8 @@ import pytest
 from parallel.errors import UserError
 from recipes.files import remote
 from recipes.files.exit_codes import CANNOT_WRITE, FINISHED
-from recipes.load import LoadedRecipe
-from recipes.schema import Recipe
+from recipes.recipe.load import LoadedRecipe
+from recipes.recipe.schema import Recipe
 from recipes.training import run
 from recipes.weights.locate import find_weights
 from tests.object_server import ObjectServer, object_server

@@ -19,7 +19,7 @@ from recipes.checkpoint.files import read_manifest
 from recipes.checkpoint.folder import newest_whole
 from recipes.checkpoint.manifest import Damage
 from recipes.optimization.optimizer import matrices_of
-from recipes.schema import Recipe
+from recipes.recipe.schema import Recipe
 from tests.full_disk import files_of_at_most
 from tests.processes import PATIENCE
 from tests.recipes.checkpoint.small import contents, names, spoil, trained

@@ -38,7 +38,7 @@ from recipes.cluster.stragglers import (
     no_culprit_line,
 )
 from recipes.metrics.clock import FIRST_STEP, RunClock
-from recipes.schema import Recipe
+from recipes.recipe.schema import Recipe
 from recipes.training.build import build
 from recipes.training.trainer import Trainer
 from tests.processes import run_processes

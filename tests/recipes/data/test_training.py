@@ -12,7 +12,7 @@ import pytest
 from parallel.dist import start, stop
 from recipes.data.config import DataConfig
 from recipes.data.tokens.prepare import write_shards
-from recipes.schema import Recipe
+from recipes.recipe.schema import Recipe
 from tests.processes import run_processes
 from tests.recipes.data.text.test_hub import c4, tiny_stories
 from tests.recipes.data.texts import shards_in, tokenizer_for, work_on, write_rows

@@ -13,9 +13,9 @@ from recipes.data.open_data import Data
 from recipes.data.order import SequenceOrder
 from recipes.data.sequences import Source
 from recipes.evaluation.config import ValidationConfig
-from recipes.load import load, to_toml
-from recipes.rules import violations
-from recipes.schema import Recipe
+from recipes.recipe.load import load, to_toml
+from recipes.recipe.rules import violations
+from recipes.recipe.schema import Recipe
 from recipes.weights.locate import InitialWeights
 from tests.recipes.data.test_open_data import opened
 from tests.recipes.data.texts import END, shards_in, tokenizer_for, work_on, write_rows

@@ -13,7 +13,7 @@ import pytest
 
 from parallel.dist import World, start, stop
 from parallel.errors import UserError
-from recipes.schema import Recipe
+from recipes.recipe.schema import Recipe
 from tests.meshes import mesh_config
 from tests.processes import run_processes
 from tests.tasks import write_tasks

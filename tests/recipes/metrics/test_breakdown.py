@@ -33,7 +33,7 @@ from recipes.metrics.breakdown import (
 )
 from recipes.metrics.config import ProfileConfig
 from recipes.optimization.config import OptimizerConfig
-from recipes.schema import Recipe
+from recipes.recipe.schema import Recipe
 from tests.processes import run_processes
 from tests.training import change
 

@@ -6,7 +6,7 @@ import pytest
 
 from parallel.dist import start, stop
 from recipes.metrics import throughput
-from recipes.schema import Recipe
+from recipes.recipe.schema import Recipe
 from tests.processes import run_processes
 from tests.training import change, rows, train
 

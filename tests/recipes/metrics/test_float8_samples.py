@@ -10,8 +10,8 @@ import pytest
 
 from parallel.config import Float8Config
 from parallel.dist import start, stop
-from recipes.load import load
-from recipes.schema import Recipe
+from recipes.recipe.load import load
+from recipes.recipe.schema import Recipe
 from tests.processes import run_processes
 from tests.training import change, run_all, train
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from recipes.load import load
 from recipes.metrics import goodput as goodput_module
 from recipes.metrics.goodput import Goodput
-from recipes.schema import Recipe
+from recipes.recipe.load import load
+from recipes.recipe.schema import Recipe
 from tests.training import DEBUG, SMALL_MODEL, change, training
 
 

@@ -11,7 +11,7 @@ from parallel.dist import World, start, stop
 from parallel.nodes import Node
 from recipes.files.layout import LOG_FILE
 from recipes.metrics.memory import FAILURES, GIB, PEAK, RESERVED, RETRIES, Gauges, GpuMemory, nvml
-from recipes.schema import Recipe
+from recipes.recipe.schema import Recipe
 from tests.processes import run_processes
 from tests.training import change, rows, run_all, training
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from parallel.errors import UserError
-from recipes.load import load
 from recipes.metrics.writer import MetricsWriter
+from recipes.recipe.load import load
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[3]

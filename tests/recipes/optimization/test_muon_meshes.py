@@ -16,7 +16,7 @@ from recipes.files.layout import CHECKPOINTS
 from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.muon import MOMENTUM
 from recipes.optimization.optimizer import build_optimizer
-from recipes.schema import Recipe
+from recipes.recipe.schema import Recipe
 from tests.build import build_model, cpu_mesh
 from tests.meshes import mesh_config, on_each_mesh
 from tests.processes import run_processes

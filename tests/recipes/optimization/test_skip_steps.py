@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parallel.config import MeshDegrees
 from parallel.mesh import AXES
 from recipes.files.exit_codes import POISONED
-from recipes.schema import Recipe
+from recipes.recipe.schema import Recipe
 from recipes.training import step as step_module  # where a step finds gradient_norm
 from tests.processes import run_processes
 from tests.training import change, take_step, training

@@ -9,13 +9,13 @@ import pytest
 
 from parallel.errors import UserError
 from recipes.files.layout import ENVIRONMENT, METRICS, RECIPE
-from recipes.load import CONFIGS, load, to_toml
 from recipes.plan.calibration import calibrated, slowed
 from recipes.plan.hardware import GPUS
 from recipes.plan.messages import Group
 from recipes.plan.rates import RATES, Rates
 from recipes.plan.time import attention_seconds, product_seconds, step_time
-from recipes.schema import Recipe
+from recipes.recipe.load import CONFIGS, load, to_toml
+from recipes.recipe.schema import Recipe
 
 H100, DEVICE = GPUS["H100"], "NVIDIA H100 80GB HBM3"
 

@@ -33,13 +33,13 @@ from parallel.config import (
 )
 from parallel.mesh import build_mesh
 from recipes.data.config import BatchConfig
-from recipes.load import load
 from recipes.metrics.hardware import MEMORY, Hardware, hardware_of
 from recipes.optimization.config import OptimizerConfig
 from recipes.plan.live_bytes import CPU, fake_processes
 from recipes.plan.memory import FULL, peak, predict
 from recipes.plan.sizes import Sizes
-from recipes.schema import Recipe
+from recipes.recipe.load import load
+from recipes.recipe.schema import Recipe
 from tests.live_bytes import build, tracked_step
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -7,12 +7,12 @@ import pytest
 from models.sizes import SIZES
 from parallel.config import MeshDegrees
 from parallel.errors import UserError
-from recipes.load import CONFIGS, load
 from recipes.plan.hardware import GPUS, gpu_named
 from recipes.plan.rates import RATES
 from recipes.plan.time import StepTime, attention_seconds, product_seconds, step_time, time_of
 from recipes.plan.work import work_of
-from recipes.schema import Recipe
+from recipes.recipe.load import CONFIGS, load
+from recipes.recipe.schema import Recipe
 
 H100, H200 = GPUS["H100"], GPUS["H200"]
 BASE = CONFIGS / "benchmarks/smollm3_3b_h100.toml"

@@ -11,13 +11,13 @@ import torch
 from models.config import ModelConfig
 from models.pairs import EncoderDecoderInputs
 from parallel.dist import start, stop
-from recipes.load import load
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
 from recipes.plan.live_bytes import CPU, LiveBytes
 from recipes.plan.memory import predict
 from recipes.plan.tracked import fullest_moment
-from recipes.schema import Recipe
+from recipes.recipe.load import load
+from recipes.recipe.schema import Recipe
 from recipes.training.build import build
 from recipes.training.step import train_step
 from tests.families import family_config

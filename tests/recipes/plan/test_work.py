@@ -9,8 +9,8 @@ import pytest
 
 from models.sizes import SIZES
 from parallel.config import MeshDegrees
-from recipes.load import CONFIGS, load
 from recipes.plan.work import COMPILED, moved_bytes, work_of
+from recipes.recipe.load import CONFIGS, load
 
 PAGE = CONFIGS.parent / "docs/benchmarks/codegen.md"
 

@@ -7,7 +7,7 @@ import pytest
 
 from parallel.dist import start, stop
 from recipes.files.layout import CURVES, LOG_FILE
-from recipes.schema import Recipe
+from recipes.recipe.schema import Recipe
 from tests.processes import run_processes
 from tests.training import change, run_all, train
 

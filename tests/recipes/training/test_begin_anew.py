@@ -11,7 +11,7 @@ from parallel.dist import World
 from parallel.errors import TemporaryError, UserError
 from recipes.files import reading
 from recipes.files.layout import SAVED
-from recipes.schema import Recipe
+from recipes.recipe.schema import Recipe
 from tests.recipes.checkpoint.test_faults import break_calls
 from tests.training import change, rows, run_all, small_recipe, train
 

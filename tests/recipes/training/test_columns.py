@@ -15,10 +15,10 @@ from parallel.config import MeshDegrees
 from parallel.dist import World, start, stop
 from parallel.mesh import build_mesh
 from parallel.reduce import sum_over_group
-from recipes.load import to_toml
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
-from recipes.schema import Recipe
+from recipes.recipe.load import to_toml
+from recipes.recipe.schema import Recipe
 from recipes.training.build import build
 from recipes.training.step import train_step
 from tests.build import build_model

@@ -10,7 +10,7 @@ import pytest
 
 from parallel.config import MeshDegrees
 from recipes.data.config import BatchConfig
-from recipes.mesh_rules import micro_batches
+from recipes.recipe.rules_mesh import micro_batches
 from recipes.training.console import Console
 
 ROOT = Path(__file__).resolve().parents[3]

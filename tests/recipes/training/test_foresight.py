@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from parallel.errors import UserError
-from recipes.load import CONFIGS, load
-from recipes.schema import Recipe
+from recipes.recipe.load import CONFIGS, load
+from recipes.recipe.schema import Recipe
 from recipes.training.foresight import Foresight, foresight, line
 from tests.host_record import record
 from tests.processes import run_processes

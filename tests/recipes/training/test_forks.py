@@ -15,7 +15,7 @@ from parallel.errors import UserError
 from recipes.checkpoint.files import read_manifest
 from recipes.data.history import Segment, consumed_tokens, from_json
 from recipes.files.layout import step_folder
-from recipes.schema import Recipe
+from recipes.recipe.schema import Recipe
 from recipes.training.check import check
 from recipes.training.fork import find_trunk, taken_over
 from tests.processes import run_processes

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from recipes.files.exit_codes import CANNOT_WRITE
-from recipes.load import load
-from recipes.schema import Recipe
+from recipes.recipe.load import load
+from recipes.recipe.schema import Recipe
 from tests.processes import run_processes
 from tests.training import DEBUG, SMALL_MODEL, change, curve, rows, training
 

@@ -27,7 +27,7 @@ from parallel.dist import World, start, stop
 from parallel.mesh import build_mesh
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
-from recipes.schema import Recipe
+from recipes.recipe.schema import Recipe
 from recipes.training import step as steps
 from recipes.training.build import build
 from tests.processes import run_processes

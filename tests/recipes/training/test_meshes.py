@@ -11,7 +11,7 @@ import pytest
 from parallel.dist import start, stop
 from parallel.materialize import plain_name, whole
 from recipes.files.layout import EXPORT
-from recipes.schema import Recipe
+from recipes.recipe.schema import Recipe
 from recipes.weights.convert import export_checkpoint
 from tests.meshes import degrees, on_each_mesh
 from tests.processes import run_processes

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from parallel.dist import World, start, stop
-from recipes.schema import Recipe
+from recipes.recipe.schema import Recipe
 from tests.processes import run_processes
 from tests.training import change, train
 

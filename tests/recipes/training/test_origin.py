@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from recipes.load import load, to_toml
+from recipes.recipe.load import load, to_toml
 from recipes.training.origin import data_of_run
 from recipes.weights.locate import Weights
 

@@ -14,8 +14,8 @@ from parallel.kernels import compile_blocks
 from recipes.evaluation.by_transformers import texts_of
 from recipes.evaluation.generate import open_model
 from recipes.files.layout import EXPORT, LOG_FILE
-from recipes.load import load
-from recipes.schema import Recipe
+from recipes.recipe.load import load
+from recipes.recipe.schema import Recipe
 from recipes.training.build import build
 from tests.families import family_config
 from tests.training import rows, train

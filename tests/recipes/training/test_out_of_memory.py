@@ -12,7 +12,7 @@ import torch
 from parallel.dist import World
 from recipes.cluster.restarts import End, end_of
 from recipes.files.exit_codes import OUT_OF_MEMORY
-from recipes.load import load, to_toml
+from recipes.recipe.load import load, to_toml
 from recipes.training.out_of_memory import STATE, _advice, host_remedies, out_of_memory, remedies
 from tests.test_hangs import ill_run
 from tests.training import DEBUG, change

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from parallel.errors import UserError
-from recipes.schema import Recipe
+from recipes.recipe.schema import Recipe
 from tests.full_disk import files_of_at_most
 from tests.processes import run_processes
 from tests.training import change, curve, largest_gap, rows, run_all, train, training

@@ -21,10 +21,10 @@ import os, sys
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from recipes.load import load
+from recipes.recipe.load import load
 from recipes.training.run_folder import check_output_folder, claim_run_folder
 from recipes.files.lock import FolderLock
-from recipes.schema import Recipe, RunConfig
+from recipes.recipe.schema import Recipe, RunConfig
 
 output, kind = Path(sys.argv[1]), sys.argv[2]
 CHANGES = {"open", "os.rename", "os.mkdir", "os.remove", "os.truncate"}

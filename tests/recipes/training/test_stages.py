@@ -17,8 +17,8 @@ from parallel.dist import World
 from recipes.checkpoint.files import read_manifest
 from recipes.files.exit_codes import CANNOT_WRITE, FINISHED, PREEMPTED
 from recipes.files.layout import CHECKPOINTS, LOG_FILE, METRICS, checkpoint_steps, step_folder
-from recipes.load import load_run
 from recipes.metrics.clock import RunClock
+from recipes.recipe.load import load_run
 from recipes.training import run
 from recipes.training.console import Console
 from recipes.training.recorder import Recorder

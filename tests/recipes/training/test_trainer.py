@@ -12,9 +12,9 @@ import pytest
 
 from parallel.config import MeshConfig
 from parallel.dist import start, stop
-from recipes.load import load
 from recipes.metrics.clock import END, FIRST_STEP, STEP
-from recipes.schema import Recipe
+from recipes.recipe.load import load
+from recipes.recipe.schema import Recipe
 from tests.processes import run_processes
 from tests.training import DEBUG, change, curve, largest_gap, rows, run_all, take_step, training
 

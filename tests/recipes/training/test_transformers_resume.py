@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from parallel.errors import UserError
-from recipes.load import load
-from recipes.schema import Recipe
+from recipes.recipe.load import load
+from recipes.recipe.schema import Recipe
 from recipes.training.run_folder import check_output_folder
 from recipes.weights.convert import export_checkpoint
 from tests.families import FAMILIES

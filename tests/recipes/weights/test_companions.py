@@ -11,7 +11,7 @@ import pytest
 
 from parallel.errors import UserError
 from recipes.evaluation.generate import open_model
-from recipes.schema import Recipe
+from recipes.recipe.schema import Recipe
 from recipes.weights.convert import export_checkpoint, import_folder
 from recipes.weights.locate import find_weights
 from tests.processes import run_processes

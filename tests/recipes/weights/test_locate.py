@@ -15,8 +15,8 @@ from models.hf import parameter_shapes
 from parallel.errors import UserError
 from recipes.checkpoint.files import read_manifest
 from recipes.checkpoint.manifest import MANIFEST, encode
-from recipes.load import LoadedRecipe, load, load_run, to_toml
-from recipes.schema import Recipe
+from recipes.recipe.load import LoadedRecipe, load, load_run, to_toml
+from recipes.recipe.schema import Recipe
 from recipes.training.run_folder import identity_differences
 from recipes.weights.convert import export_checkpoint, import_folder
 from recipes.weights.locate import find_weights, initial_weights
@@ -143,7 +143,7 @@ def test_an_export_at_the_end_needs_checkpoints(folder: Path) -> None:
 @pytest.mark.slow
 def test_loading_weights_into_a_recipe_does_not_import_torch(folder: Path) -> None:
     recipe_of()
-    code = "import sys, recipes.load; recipes.load.load('r.toml'); print('torch' in sys.modules)"
+    code = "import sys, recipes.recipe.load; recipes.recipe.load.load('r.toml'); print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert found.stdout == "False\n", found.stderr
 
@@ -183,7 +183,7 @@ def test_weights_that_were_loaded_with_the_recipe_are_not_read_again(folder: Pat
 @pytest.mark.slow
 def test_a_recipe_without_weights_imports_nothing_that_reads_them(folder: Path) -> None:
     Path("plain.toml").write_text('[model]\nname = "smollm3_debug"\n')
-    code = "import sys, recipes.load; recipes.load.load('plain.toml'); print(*sys.modules)"
+    code = "import sys, recipes.recipe.load; recipes.recipe.load.load('plain.toml'); print(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     modules = set(found.stdout.split())
     assert "recipes.weights.locate" in modules, found.stderr

@@ -8,8 +8,8 @@ from models.config import TextFacts
 from models.hf import config_to_hf
 from parallel.dist import start, stop
 from parallel.errors import UserError
-from recipes.load import load, to_toml
-from recipes.schema import Recipe
+from recipes.recipe.load import load, to_toml
+from recipes.recipe.schema import Recipe
 from recipes.weights.convert import export_checkpoint
 from recipes.weights.locate import find_weights
 from tests.recipes.weights.test_hf_folder import write_random

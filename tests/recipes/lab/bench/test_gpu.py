@@ -13,11 +13,11 @@ from recipes.lab.bench import gpu_page, gpu_plan
 from recipes.lab.bench.gpu_plan import GROUPS, Item, Record, fitting, items_of, open_record, place_of, write_record
 from recipes.lab.codegen.codegen import BANDWIDTH, REACHED
 from recipes.lab.sweep.grid import Sweep, read_sweep
-from recipes.load import CONFIGS, load
 from recipes.plan.hardware import GPUS
 from recipes.plan.memory import predict as predict_memory
 from recipes.plan.rates import RATES
 from recipes.plan.time import attention_seconds, step_time
+from recipes.recipe.load import CONFIGS, load
 
 DEVICE = "NVIDIA H200"
 FACTS = {

@@ -6,7 +6,7 @@ import pytest
 
 from recipes.lab.bench import step_time
 from recipes.lab.sweep.grid import read_sweep
-from recipes.load import CONFIGS
+from recipes.recipe.load import CONFIGS
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from recipes.lab.codegen import codegen
 from recipes.lab.codegen.count import read_code
 from recipes.lab.codegen.machine import missing_tools
 from recipes.lab.sweep import runner
-from recipes.load import load
+from recipes.recipe.load import load
 from tests.processes import PATIENCE
 
 ROOT = Path(__file__).parents[4]
@@ -36,7 +36,7 @@ from pathlib import Path
 warnings.filterwarnings("ignore")
 from recipes.lab.codegen import codegen
 from recipes.lab.codegen import count, machine
-from recipes.load import load
+from recipes.recipe.load import load
 machine.pretend_h100()
 cases, assemble, before = json.loads(sys.argv[1])
 exec(before)

@@ -23,7 +23,7 @@ from dataclasses import asdict, replace
 warnings.filterwarnings("ignore")
 import parallel.kernels
 from recipes.lab.codegen import loss, machine
-from recipes.load import load
+from recipes.recipe.load import load
 machine.pretend_h100()
 recipe = load("configs/benchmarks/smollm3_3b_h100.toml", [], rules=False)
 logits = recipe.batch.micro_batch_size * recipe.batch.sequence_length * recipe.model.vocabulary

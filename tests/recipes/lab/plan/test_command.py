@@ -15,10 +15,10 @@ from parallel.errors import UserError
 from recipes.lab.plan import command
 from recipes.lab.plan.plan import plan
 from recipes.lab.plan.screen import Money, costs
-from recipes.load import load
 from recipes.plan.hardware import GPUS
 from recipes.plan.memory import predict
 from recipes.plan.time import step_time
+from recipes.recipe.load import load
 
 ROOT = Path(__file__).resolve().parents[4]
 CONFIGS = ROOT / "configs"

@@ -8,9 +8,9 @@ import pytest
 from parallel.errors import UserError
 from recipes.lab.plan.command import answer
 from recipes.lab.plan.screen import COLUMNS, LINES
-from recipes.load import load, load_run
 from recipes.plan.memory import predict
-from recipes.stages import stages_of
+from recipes.recipe.load import load, load_run
+from recipes.recipe.stages import stages_of
 from recipes.training.check import _parts, _steps, check
 
 pytestmark = pytest.mark.slow

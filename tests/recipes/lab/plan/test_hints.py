@@ -9,8 +9,8 @@ from parallel.errors import UserError
 from recipes.lab.plan.hints import hint
 from recipes.lab.plan.plan import Plan, plan
 from recipes.lab.plan.world import Asked, World, world_of
-from recipes.load import load
 from recipes.plan.hardware import GPUS
+from recipes.recipe.load import load
 
 CONFIGS = Path(__file__).resolve().parents[4] / "configs"
 

@@ -6,8 +6,8 @@ import pytest
 
 from recipes.lab.plan.pictures import forward
 from recipes.lab.plan.plan import plan
-from recipes.load import load
 from recipes.plan.hardware import GPUS
+from recipes.recipe.load import load
 
 CONFIGS = Path(__file__).resolve().parents[4] / "configs"
 

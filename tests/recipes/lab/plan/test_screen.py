@@ -8,10 +8,10 @@ import pytest
 from recipes.lab.plan.plan import Plan, plan
 from recipes.lab.plan.screen import Money, between, duration, in_units, number, screen, seconds
 from recipes.lab.plan.world import World
-from recipes.load import load
 from recipes.plan.hardware import GPUS
 from recipes.plan.rates import RATES
 from recipes.plan.time import StepTime
+from recipes.recipe.load import load
 
 CONFIGS = Path(__file__).resolve().parents[4] / "configs"
 WORLD = World(GPUS["H100"], RATES, 8, 1, "--gpu", "--processes")

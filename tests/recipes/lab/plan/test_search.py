@@ -11,17 +11,17 @@ import pytest
 
 from parallel.config import ActivationCheckpointingConfig, MeshConfig
 from parallel.errors import UserError
-from recipes.fields import value_of
 from recipes.lab.plan.found import Found, write
 from recipes.lab.plan.plan import Plan, plan
 from recipes.lab.plan.search import GRAIN, KINDS, SLOWEST, TIE, kind_of, search
 from recipes.lab.plan.search_space import CHUNKS, PREFETCH, SEARCHED, SHARES, changes, tuned
-from recipes.load import load, to_toml
 from recipes.plan.hardware import GPUS, Gpu
 from recipes.plan.memory import FULL, peak
 from recipes.plan.rates import RATES
-from recipes.rules import violations
-from recipes.schema import Recipe
+from recipes.recipe.fields import value_of
+from recipes.recipe.load import load, to_toml
+from recipes.recipe.rules import violations
+from recipes.recipe.schema import Recipe
 from recipes.weights.locate import InitialWeights
 from tests.training import change
 
@@ -302,7 +302,7 @@ def test_numerics_are_listed_apart_and_never_win() -> None:
 def test_a_recipe_of_405b_on_16384_gpus_is_searched_without_torch_in_half_a_minute() -> None:
     code = f"""
 import sys
-from recipes.load import load
+from recipes.recipe.load import load
 from recipes.plan.hardware import GPUS
 from recipes.plan.rates import RATES
 from recipes.lab.plan.search_space import Layout, Space

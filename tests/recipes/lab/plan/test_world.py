@@ -7,10 +7,10 @@ import pytest
 
 from parallel.errors import UserError
 from recipes.lab.plan.world import Asked, World, known, world_of
-from recipes.load import load
 from recipes.plan.hardware import GPUS, Gpu
 from recipes.plan.rates import RATES, Rates
-from recipes.schema import Recipe
+from recipes.recipe.load import load
+from recipes.recipe.schema import Recipe
 
 CONFIGS = Path(__file__).resolve().parents[4] / "configs"
 CARD = ("NVIDIA H200", 143_771 * 2**20)

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.lab.sweep.runner import Ended
-from recipes.load import load_run
+from recipes.recipe.load import load_run
 from tests.processes import run_processes
 
 
 def run_forked(
     command: Sequence[str], *, stdout: Path, stderr: Path, timeout: float, environment: dict[str, str]
 ) -> Ended:
-    """recipes.lab.sweep.runner.run without launcher and without importing torch anew. A row that fails fails the test."""
+    """recipes.lab.sweep.runner.run without launcher or a new import of torch. A row that fails fails the test."""
     launcher, *options, script, recipe = command[1:]
     assert [Path(launcher).name, Path(script).name] == ["launch.py", "train.py"] and "OMP_NUM_THREADS" in environment
     [processes] = [int(option.partition("=")[2]) for option in options if option.startswith("--nproc-per-node=")]

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from parallel.errors import UserError
-from recipes.fields import sections, value_of
 from recipes.lab.sweep.grid import Sweep, dotted, read_sweep, windows
-from recipes.schema import Recipe
+from recipes.recipe.fields import sections, value_of
+from recipes.recipe.schema import Recipe
 
 ROOT = Path(__file__).resolve().parents[4]
 BENCH = ROOT / "configs/sweeps/gpu_bench.toml"

@@ -9,10 +9,7 @@ from parallel.config import AttentionConfig, CompileConfig, Float8Config, MeshCo
 from parallel.errors import UserError, listed
 from parallel.nodes import Node, require_like_nodes, require_neighbours
 from recipes.data.config import BatchConfig
-from recipes.fields import Problem, refusal
-
-Violation = tuple[str, str]
-"""(dotted key, the broken rule and what to write instead)."""
+from recipes.recipe.fields import Problem, Violation, refusal
 
 
 def require_fits_world(mesh: MeshConfig, batch: BatchConfig, *, nodes: Sequence[Node]) -> None:

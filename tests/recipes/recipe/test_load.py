@@ -8,11 +8,11 @@ import pytest
 
 from models.sizes import SIZES
 from parallel.errors import UserError
-from recipes import command_line
 from recipes.data.config import DataConfig
-from recipes.fields import describe, field_docs, field_types, sections
-from recipes.load import load, to_toml
-from recipes.schema import Recipe
+from recipes.recipe import command_line
+from recipes.recipe.fields import describe, field_docs, field_types, sections
+from recipes.recipe.load import load, to_toml
+from recipes.recipe.schema import Recipe
 
 MODEL = '[model]\nname = "smollm3_debug"\n'
 FULL = ("--activation_checkpointing.mode", "full")

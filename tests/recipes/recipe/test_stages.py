@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from parallel.errors import UserError
-from recipes.fields import field_types
-from recipes.load import load, to_toml
-from recipes.schema import Recipe
-from recipes.stage_tables import FIELDS, REASONS, SECTIONS
-from recipes.stages import stage_of, stages_of
+from recipes.recipe.fields import field_types
+from recipes.recipe.load import load, to_toml
+from recipes.recipe.schema import Recipe
+from recipes.recipe.stage_tables import FIELDS, REASONS, SECTIONS
+from recipes.recipe.stages import stage_of, stages_of
 from recipes.training.run_folder import identity_differences
 
-DEBUG = Path(__file__).parents[2] / "configs" / "smollm3_debug.toml"
+DEBUG = Path(__file__).parents[3] / "configs" / "smollm3_debug.toml"
 THREE = """
 [[stages]]
 name = "first"

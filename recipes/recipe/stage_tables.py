@@ -9,10 +9,20 @@ from typing import Annotated, Any
 from annotated_types import Ge, Interval
 
 from parallel.errors import listed
-from recipes.fields import Problem, accept, accepts, complaint, describe, field_types, sections, toml, unknown_key
-from recipes.mesh_rules import Violation
-from recipes.schema import Recipe, StageConfig
-from recipes.stages import Stage, stages_of
+from recipes.recipe.fields import (
+    Problem,
+    Violation,
+    accept,
+    accepts,
+    complaint,
+    describe,
+    field_types,
+    sections,
+    toml,
+    unknown_key,
+)
+from recipes.recipe.schema import Recipe, StageConfig
+from recipes.recipe.stages import Stage, stages_of
 
 Until = Annotated[int, Ge(1)] | Annotated[float, Interval(gt=0, le=1)]
 """A step, or a share of run.steps."""
@@ -121,7 +131,7 @@ def _override(stages: Sequence[StageTable], of_stages: Mapping[str, Sequence[str
     """Put what the command line says of stages into them; returns what is wrong with it."""
     if not of_stages:
         return []
-    from recipes import command_line  # tyro
+    from recipes.recipe import command_line  # tyro
 
     problems: list[Problem] = []
     known = {stage.name: stage for stage in stages}

@@ -24,12 +24,12 @@ from models.transformers_config import TransformersConfig
 from parallel.errors import UserError
 from parallel.mesh import build_mesh
 from parallel.order import parallelize
-from recipes.load import load, to_toml
-from recipes.schema import Recipe
-from recipes.stages import at_several_lengths, stages_of
+from recipes.recipe.load import load, to_toml
+from recipes.recipe.schema import Recipe
+from recipes.recipe.stages import at_several_lengths, stages_of
 from recipes.training.run_folder import identity_differences
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 BENCHMARKS = sorted((ROOT / "configs/benchmarks").glob("*.toml"))
 CONFIGS = sorted((ROOT / "configs").glob("*.toml")) + BENCHMARKS
 REAL = [path for path in CONFIGS if path not in BENCHMARKS and "_debug" not in path.stem]

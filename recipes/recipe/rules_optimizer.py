@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from parallel.config import FSDPConfig
-from recipes.fields import toml
-from recipes.mesh_rules import Violation
 from recipes.optimization.config import OptimizerConfig, ScheduleConfig
+from recipes.recipe.fields import Violation, toml
 
 
 def schedule_fits(schedule: ScheduleConfig, *, steps: int) -> Iterator[Violation]:

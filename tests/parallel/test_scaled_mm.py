@@ -22,9 +22,9 @@ from parallel.errors import UserError
 from parallel.float8 import convert_linears
 from parallel.mesh import build_mesh
 from parallel.order import split_matrices, split_rows
-from recipes.load import load
-from recipes.schema import Recipe
-from tests.recipes.test_configs import CONFIGS, layout, loaded
+from recipes.recipe.load import load
+from recipes.recipe.schema import Recipe
+from tests.recipes.recipe.test_configs import CONFIGS, layout, loaded
 
 pytestmark = pytest.mark.slow
 

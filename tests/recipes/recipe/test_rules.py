@@ -26,12 +26,12 @@ from parallel.nodes import arrange
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.data.config import BatchConfig, DataConfig
 from recipes.files.lock import FolderLock
-from recipes.load import load, to_toml
-from recipes.mesh_rules import Violation, advice, require_fits_world
 from recipes.metrics.config import MetricsConfig, ProfileConfig
 from recipes.optimization.config import OptimizerConfig, ScheduleConfig
-from recipes.rules import violations
-from recipes.schema import Recipe, RunConfig
+from recipes.recipe.load import load, to_toml
+from recipes.recipe.rules import violations
+from recipes.recipe.rules_mesh import Violation, advice, require_fits_world
+from recipes.recipe.schema import Recipe, RunConfig
 from recipes.training.run_folder import (
     check_output_folder,
     claim_run_folder,

@@ -9,9 +9,8 @@ from models.config import ModelConfig, of_transformers
 from parallel.errors import TemporaryError, UserError
 from recipes.data.config import HELD_OUT, DataConfig
 from recipes.evaluation.config import ValidationConfig
-from recipes.fields import one_line, toml
 from recipes.files.layout import TOKENIZER
-from recipes.mesh_rules import Violation
+from recipes.recipe.fields import Violation, one_line, toml
 from recipes.weights.locate import FROM_WEIGHTS, InitialWeights
 
 
@@ -112,7 +111,7 @@ def validation_is_possible(
 ) -> Iterator[Violation]:
     """There is text to validate on, its sources can be read, and the model can be asked the tasks."""
     if validation.tasks or validation.task_limit:
-        from recipes.evaluation.task_rules import task_problems
+        from recipes.recipe.rules_tasks import task_problems
 
         for field, message in task_problems(validation, encoder_decoder=model.is_encoder_decoder):
             yield f"validation.{field}", message

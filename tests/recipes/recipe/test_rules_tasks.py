@@ -9,8 +9,8 @@ import pytest
 from parallel.errors import UserError
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.evaluation.config import ValidationConfig
-from recipes.evaluation.task_rules import best_problems, require_row, task_problems
-from recipes.load import load
+from recipes.recipe.load import load
+from recipes.recipe.rules_tasks import best_problems, require_row, task_problems
 from tests.training import DEBUG
 
 

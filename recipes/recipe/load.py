@@ -5,15 +5,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import tomli
 
 from models.config import ModelConfig, of_transformers
 from models.sizes import SIZES
 from parallel.errors import TemporaryError, UserError
-from recipes.broken_rules import Given, broken_rules
-from recipes.fields import (
+from recipes.files.reading import fault
+from recipes.recipe.fields import (
     Problem,
     accept,
     complaint,
@@ -25,14 +25,14 @@ from recipes.fields import (
     unknown_key,
     unknown_section,
 )
-from recipes.files.reading import fault
-from recipes.schema import Recipe, RunConfig
+from recipes.recipe.rules import Given, broken_rules
+from recipes.recipe.schema import Recipe, RunConfig
 from recipes.weights.locate import FROM_CONFIG, FROM_WEIGHTS, InitialWeights, Weights
 
 if TYPE_CHECKING:
-    from recipes.stage_tables import Read
+    from recipes.recipe.stage_tables import Read
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 BENCHMARKS = CONFIGS / "benchmarks"
 
 NO_SHAPE = ("name", "weights", "config", "dropout")
@@ -51,31 +51,27 @@ class LoadedRecipe:
     """What the run starts from; None if neither model.weights nor data.tokenizer needs any, or without the rules."""
 
 
-def load(
-    path: str | Path,
-    arguments: Sequence[str] = (),
-    *,
-    over: Sequence[Layer] = (),
-    processes: int | None = None,
-    nodes: int | None = None,
-    rules: bool = True,
-    elsewhere: bool = False,
-) -> Recipe:
+class LoadOptions(TypedDict, total=False):
+    """How a recipe is loaded."""
+
+    over: Sequence[Layer]
+    """Layers between the file and the command line."""
+    processes: int | None
+    """Check that the layout fits this many processes; None = any."""
+    nodes: int | None
+    """Check that the layout fits this many nodes; None = any."""
+    rules: bool
+    """False skips the rules across fields and the look at the data, for a recipe that is only read."""
+    elsewhere: bool
+    """For a recipe that will run on another machine, skip the look at the data and the weights alone."""
+
+
+def load(path: str | Path, arguments: Sequence[str] = (), **options: Unpack[LoadOptions]) -> Recipe:
     """The recipe alone; takes and raises what load_run does."""
-    world = {"processes": processes, "nodes": nodes}
-    return load_run(path, arguments, over=over, **world, rules=rules, elsewhere=elsewhere).recipe
+    return load_run(path, arguments, **options).recipe
 
 
-def load_run(
-    path: str | Path,
-    arguments: Sequence[str] = (),
-    *,
-    over: Sequence[Layer] = (),
-    processes: int | None = None,
-    nodes: int | None = None,
-    rules: bool = True,
-    elsewhere: bool = False,
-) -> LoadedRecipe:
+def load_run(path: str | Path, arguments: Sequence[str] = (), **options: Unpack[LoadOptions]) -> LoadedRecipe:
     """Load a recipe and locate the weights it starts from, once. Raises one UserError that lists everything wrong.
 
     Earlier layers of this list override later ones: command line, the last of `over`, file, its base, that file's
@@ -84,21 +80,18 @@ def load_run(
     Args:
         path: the TOML file.
         arguments: of the command line, `--section.field value ...`.
-        over: layers between the file and the command line.
-        processes: check that the layout fits this many processes.
-        nodes: check that the layout fits this many nodes.
-        rules: False skips the rules across fields and the look at the data, for a recipe that is only read.
-        elsewhere: for a recipe that will run on another machine, skip the look at the data and the weights alone.
+        options: see LoadOptions.
     """
+    rules, elsewhere = options.get("rules", True), options.get("elsewhere", False)
     given: Given = {}
     problems: list[Problem] = []
     written: tuple[Any, str] = ([], "")
-    for origin, tables in [*_read_chain(Path(path)), *over]:
+    for origin, tables in [*_read_chain(Path(path)), *options.get("over", ())]:
         written = (tables["stages"], origin) if "stages" in tables else written
         problems += _take({name: table for name, table in tables.items() if name != "stages"}, origin, given)
     arguments, of_stages = _split(arguments)
     if arguments:
-        from recipes import command_line  # tyro takes a third of the time that --check needs
+        from recipes.recipe import command_line  # tyro takes a third of the time that --check needs
 
         overrides, wrong = command_line.parse(arguments, _assemble(given, None))
         given |= {key: (value, command_line.ORIGIN) for key, value in overrides.items()}
@@ -113,8 +106,16 @@ def load_run(
     recipe = replace(_assemble(given, weights), stages=stages.configs if stages else ())
     if rules:
         keys = {problem.key for problem in problems}
-        world: dict[str, Any] = {"elsewhere": elsewhere, "processes": processes, "nodes": nodes}
-        problems += broken_rules(recipe, weights, given, stages.tables if stages else (), keys=keys, **world)
+        problems += broken_rules(
+            recipe,
+            weights,
+            given,
+            stages.tables if stages else (),
+            keys=keys,
+            elsewhere=elsewhere,
+            processes=options.get("processes"),
+            nodes=options.get("nodes"),
+        )
     if problems:
         raise refusal(problems, where=shown(Path(path)))
     needs_weights = rules and not elsewhere and (recipe.model.weights or recipe.data.tokenizer == FROM_WEIGHTS)
@@ -125,7 +126,7 @@ def _split(arguments: Sequence[str]) -> tuple[Sequence[str], dict[str, list[str]
     """The arguments about the whole run, and those of each stage."""
     if not any(argument.startswith("--stages.") for argument in arguments):
         return arguments, {}
-    from recipes.stage_tables import split
+    from recipes.recipe.stage_tables import split
 
     return split(arguments)
 
@@ -136,7 +137,7 @@ def _stages(
     """What files and command line say of stages; None if they say nothing. The last one may say run.steps."""
     if written[0] == [] and not of_stages:
         return None
-    from recipes.stage_tables import read
+    from recipes.recipe.stage_tables import read
 
     found = read(*written, of_stages, _assemble(given, weights), has_steps="run.steps" in given)
     if found.steps:

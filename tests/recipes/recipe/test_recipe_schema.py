@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from recipes.fields import field_docs, field_types, sections
-from recipes.load import CONFIGS
+from recipes.recipe.fields import field_docs, field_types, sections
+from recipes.recipe.load import CONFIGS
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 RECIPES = [*sorted(CONFIGS.glob("*.toml")), *sorted((CONFIGS / "benchmarks").glob("*.toml"))]
 """All of configs/ but configs/sweeps/, whose files name recipes."""
 

@@ -1,19 +1,24 @@
-"""Rules that span several fields of a recipe, or check what it names on the disk. Imports no torch."""
+"""Rules that span several fields of a recipe, or check what it names on the disk, applied to it and to each stage.
+
+Imports no torch.
+"""
 
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from models.config import ModelConfig, of_transformers
 from parallel.config import ActivationCheckpointingConfig, AttentionConfig, CompileConfig, Float8Config, FSDPConfig
-from parallel.errors import TemporaryError, UserError
+from parallel.errors import TemporaryError, UserError, listed
 from recipes.checkpoint.config import CheckpointConfig
-from recipes.data_rules import data_is_there, validation_is_possible
 from recipes.evaluation.config import ValidationConfig
-from recipes.fields import one_line, toml
-from recipes.mesh_rules import (
-    Violation,
+from recipes.metrics.config import MetricsConfig, ProfileConfig
+from recipes.recipe.fields import Problem, Violation, field_types, one_line, toml, value_of
+from recipes.recipe.rules_data import data_is_there, validation_is_possible
+from recipes.recipe.rules_mesh import (
     batch_divides,
     float8_fits_tensor,
     gather_has_a_kernel,
@@ -21,10 +26,86 @@ from recipes.mesh_rules import (
     mesh_fits,
     tensor_can_overlap,
 )
-from recipes.metrics.config import MetricsConfig, ProfileConfig
-from recipes.optimizer_rules import moments_can_move, muon_fits, schedule_fits
-from recipes.schema import Recipe, RunConfig
+from recipes.recipe.rules_optimizer import moments_can_move, muon_fits, schedule_fits
+from recipes.recipe.schema import Recipe, RunConfig
+from recipes.recipe.stages import Stage, stages_of
 from recipes.weights.locate import FROM_WEIGHTS, InitialWeights, differences
+
+if TYPE_CHECKING:
+    from recipes.recipe.stage_tables import StageTable
+
+
+Given = dict[str, tuple[Any, str]]
+"""Dotted key -> (value, where it was written)."""
+
+
+def broken_rules(
+    recipe: Recipe,
+    weights: InitialWeights,
+    given: Given,
+    tables: "Sequence[StageTable]",
+    *,
+    keys: Collection[str],
+    elsewhere: bool,
+    processes: int | None,
+    nodes: int | None,
+) -> list[Problem]:
+    """The rules that the recipe of any stage breaks. keys: those with other problems, which no rule reads."""
+    found: dict[Violation, list[Stage]] = {}
+    for stage in stages_of(recipe):
+        changes = recipe.stages[stage.number].changes if recipe.stages else {}
+        wrong = {key.removeprefix(f"stages.{stage.name}.") for key in keys}
+        options: dict[str, Any] = {
+            "processes": processes,
+            "nodes": nodes,
+            "broken": {key if key in field_types() else key.partition(".")[0] for key in wrong},
+            "schedule_steps": stage.schedule_span[1],
+        }
+        if elsewhere:
+            broken = violations_elsewhere(stage.recipe, **options)
+        else:
+            broken = violations(stage.recipe, weights, **options, written=given.keys() | changes.keys())
+        for violation in broken:
+            found.setdefault(violation, []).append(stage)
+    problems: dict[Problem, None] = {}
+    for (key, message), (stage, *others) in found.items():
+        located = _located(key, message, stage.recipe, given)
+        if recipe.stages and (len(others) + 1 < len(recipe.stages) or key in recipe.stages[stage.number].changes):
+            also = f"; also in stage {listed(other.name for other in others)}" if others else ""
+            origin = tables[stage.number].origins.get(key, located.origin)
+            name = f"stages.{stage.name}.{key}"
+            located = replace(located, key=name, origin=origin, message=message + also)
+        problems[located] = None
+    if recipe.stages:
+        from recipes.recipe.stage_tables import violations_of_stages
+
+        for key, message in violations_of_stages(recipe):
+            problems[Problem(key, message) if key == "stages" else _located(key, message, recipe, given)] = None
+    return list(problems)
+
+
+def violations_elsewhere(
+    recipe: Recipe,
+    *,
+    processes: int | None,
+    nodes: int | None,
+    broken: Collection[str] = frozenset(),
+    schedule_steps: int | None = None,
+) -> Iterator[Violation]:
+    """The rules that a recipe for another machine breaks: without a look at its data, its weights and other files."""
+    shape = replace(recipe, model=replace(recipe.model, weights="", config=""))
+    unread = InitialWeights("", recipe.run.folder)
+    broken = {*broken, "data.source", "metrics"}
+    return violations(shape, unread, processes=processes, nodes=nodes, broken=broken, schedule_steps=schedule_steps)
+
+
+def _located(key: str, message: str, recipe: Recipe, given: Given) -> Problem:
+    """A broken rule as a Problem, with the value and where it was written."""
+    if key not in field_types():  # a section
+        origins = dict.fromkeys(origin for known, (_, origin) in given.items() if known.startswith(f"{key}."))
+        return Problem(key, message, "", ", ".join(origins) or "default")
+    unwritten = f"size {recipe.model.name}" if key.startswith("model.") else "default"
+    return Problem(key, message, toml(value_of(recipe, key)), given[key][1] if key in given else unwritten)
 
 
 def violations(
@@ -139,7 +220,7 @@ def from_elsewhere(recipe: Recipe, initial: InitialWeights, *, written: Collecti
     """What holds for models that a config.json defines."""
     model = recipe.model
     if model.config or model.dropout or of_transformers(model):
-        from recipes.transformers_rules import config_fits, transformers_fits
+        from recipes.recipe.rules_transformers import config_fits, transformers_fits
 
         yield from config_fits(model, initial, written=written)
         yield from transformers_fits(recipe)
@@ -158,7 +239,7 @@ def export_is_possible(checkpoint: CheckpointConfig, *, model: ModelConfig) -> I
 def kept_checkpoints_are_saved(checkpoint: CheckpointConfig, validation: ValidationConfig) -> Iterator[Violation]:
     """Checkpoints kept forever are among those that are saved, the best is known, and copies go to a server."""
     if checkpoint.keep_best:
-        from recipes.evaluation.task_rules import best_problems
+        from recipes.recipe.rules_tasks import best_problems
 
         for message in best_problems(checkpoint, validation):
             yield "checkpoint.keep_best", message

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from recipes.schema import Recipe, StageConfig
+from recipes.recipe.schema import Recipe, StageConfig
 
 
 @dataclass(frozen=True)

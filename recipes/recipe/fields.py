@@ -17,7 +17,7 @@ from annotated_types import MinLen
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from parallel.errors import UserError, listed
-from recipes.schema import Recipe
+from recipes.recipe.schema import Recipe
 
 TYPE_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 VALUE_WORDS = {bool: "a boolean", int: "an integer", float: "a float", str: "a string", list: "a list", dict: "a table"}
@@ -226,6 +226,10 @@ def field_docs(cls: type) -> dict[str, str]:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
         if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
     }
+
+
+Violation = tuple[str, str]
+"""(dotted key, the broken rule and what to write instead)."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The sections of a recipe, with types, ranges (recipes/load.py enforces both) and defaults.
+"""The sections of a recipe, with types, ranges (recipes/recipe/load.py enforces both) and defaults.
 
 --help and docs/recipes.md print the string below the field. Imports no torch.
 """
@@ -89,4 +89,4 @@ class Recipe:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     stages: tuple[StageConfig, ...] = ()
-    """In the order of the run; empty if all of it is one stage. Not a section: recipes/stages.py applies them."""
+    """In the order of the run; empty if all of it is one stage. Not a section: stages.py applies them."""

@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterator
 from models.config import ModelConfig
 from models.transformers_config import TransformersConfig
 from parallel.errors import TemporaryError, UserError
-from recipes.mesh_rules import Violation
-from recipes.schema import Recipe
+from recipes.recipe.fields import Violation
+from recipes.recipe.schema import Recipe
 from recipes.weights.locate import FROM_CONFIG, InitialWeights, differences
 
 

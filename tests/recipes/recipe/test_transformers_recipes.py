@@ -13,8 +13,8 @@ from models.hf_config import config_to_transformers
 from models.sizes import SIZES
 from models.transformers_config import TransformersConfig
 from parallel.errors import UserError
-from recipes.load import load, to_toml
-from recipes.schema import Recipe
+from recipes.recipe.load import load, to_toml
+from recipes.recipe.schema import Recipe
 from recipes.weights.locate import read_description
 from tests.families import FAMILIES
 from tests.training import DEBUG

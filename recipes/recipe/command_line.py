@@ -10,8 +10,8 @@ from typing import Any
 
 import tyro
 
-from recipes.fields import Problem, accept, complaint, field_types, sections, toml, unknown_key, value_of
-from recipes.schema import Recipe
+from recipes.recipe.fields import Problem, accept, complaint, field_types, sections, toml, unknown_key, value_of
+from recipes.recipe.schema import Recipe
 
 ORIGIN = "command line"
 OPTIONS = ("check", "plan", "processes", "nodes", "help")
@@ -88,7 +88,7 @@ def _quietly(words: list[str], defaults: Recipe) -> Recipe | None:
 
 
 def _tyro(words: list[str], defaults: Recipe, **options: Any) -> Recipe:
-    # All but the stages, which are no section: recipes/stage_tables.py reads their arguments.
+    # All but the stages, which are no section: recipes/recipe/stage_tables.py reads their arguments.
     kind = make_dataclass("Recipe", [(name, cls, field()) for name, cls in sections().items()], frozen=True)
     return tyro.cli(
         kind,
