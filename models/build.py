@@ -2,8 +2,9 @@
 
 from torch import nn
 
-from models.config import ModelConfig, of_transformers
+from models.config import ModelConfig
 from models.decoder import Decoder
+from models.transformers_config import of_transformers
 
 
 def build_model(config: ModelConfig, *, loss_chunks: int = 1, z_loss: float = 0.0) -> nn.Module:

@@ -1,12 +1,12 @@
 """The shape of a dense decoder, and numbers computed from it. Imports no torch."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal, TypeGuard
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Gt
 
 if TYPE_CHECKING:
-    from models.transformers_config import TransformersConfig
+    pass
 
 AttentionFlops = Literal["causal", "full"]
 # Far beyond every published model. Without a limit, one wrong digit would list or allocate until the memory is full.
@@ -134,11 +134,6 @@ class ModelConfig:
         """
         full_attention = round(12 * self.layers * self.heads * self.head_width * sequence_length)
         return 6 * self.matmul_params() + (full_attention if attention == "full" else full_attention // 2)
-
-
-def of_transformers(model: ModelConfig) -> "TypeGuard[TransformersConfig]":
-    """Whether transformers computes it, not our decoder. Most runs never load the class of such a model."""
-    return type(model) is not ModelConfig
 
 
 @dataclass(frozen=True)

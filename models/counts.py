@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models.build import build_model
 from models.config import AttentionFlops
-from models.pairs import EncoderDecoderInputs
+from models.encoder_decoder import EncoderDecoderInputs
 from models.transformers_config import TransformersConfig
 
 STEP = 8

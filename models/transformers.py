@@ -36,11 +36,11 @@ from transformers.utils import logging as library_logging
 
 from models.assumptions import broken, dropouts, shared_parameters, why_documents_meet
 from models.documents import Documents
+from models.encoder_decoder import EncoderDecoderInputs
 from models.initial_values import PREFIX, allocate, drawn_by_units, require_filled, units_of
 from models.interface import ModelInterface
 from models.layout import FREQUENCIES, Copy, Layout, Stored
 from models.loss import SummedLoss
-from models.pairs import EncoderDecoderInputs
 from models.tensor_plan import with_plan
 from models.transformers_config import TransformersConfig
 

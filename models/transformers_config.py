@@ -7,7 +7,7 @@ import json
 import logging
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeGuard
 
 from models.config import AttentionFlops, ModelConfig
 
@@ -73,3 +73,8 @@ class TransformersConfig(ModelConfig):
         if self.is_encoder_decoder:
             return round(step_flops(self, Lengths(1, length, 1, length, length), attention) / 2)
         return round(step_flops(self, Lengths(1, length), attention))
+
+
+def of_transformers(model: ModelConfig) -> TypeGuard["TransformersConfig"]:
+    """Whether transformers computes it, not our decoder."""
+    return isinstance(model, TransformersConfig)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from parallel.dist import World
     from parallel.mesh import Mesh
     from recipes.data.config import DataConfig
-    from recipes.data.pairs import Pairing
+    from recipes.data.pair_sequences import Pairing
     from recipes.evaluation.text import ProgressLine
     from recipes.weights.locate import Weights
 
@@ -144,7 +144,7 @@ def evaluate(options: argparse.Namespace) -> int:
         how = {"mesh": mesh, "device": world.device, "micro_batch_size": options.micro_batch_size}
         how["on_progress"] = show if world.is_main else None
         if pairing:
-            from recipes.evaluation.pairs import PairReader, evaluate_pairs
+            from recipes.evaluation.pair_losses import PairReader, evaluate_pairs
 
             reader = PairReader(text, tokenizer=tokenizer, pairing=pairing, length=length, long=data.long_pairs)
             found = evaluate_pairs(model, reader, pairing=pairing, **how)
@@ -232,7 +232,7 @@ def _data(options: argparse.Namespace, weights: "Weights") -> "DataConfig":
     """How rows are read: as by the run that made the weights, but for what the command line says."""
     from recipes.data.config import DataConfig
     from recipes.recipe.fields import complaint
-    from recipes.training.origin import data_of_run
+    from recipes.training.run_folder import data_of_run
     from recipes.weights.locate import FROM_WEIGHTS
 
     given = {name: value for name in PAIR_OPTIONS if (value := getattr(options, name)) is not None}

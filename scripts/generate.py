@@ -25,7 +25,7 @@ from parallel.errors import TemporaryError, UserError  # noqa: E402
 from recipes.files.exit_codes import REFUSED, TEMPORARY, ended_by  # noqa: E402
 
 if TYPE_CHECKING:
-    from recipes.evaluation.generate import OpenedModel
+    from recipes.evaluation.opened import OpenedModel
     from recipes.weights.locate import Weights
 
 
@@ -136,7 +136,7 @@ def _generate(options: argparse.Namespace) -> int:
 def _around(options: argparse.Namespace, weights: "Weights") -> tuple[str, bool]:
     """The prompt with the texts around it that the run that made the weights was trained with, or those of a chat; and
     whether it is encoded as pairs are."""
-    from recipes.training.origin import data_of_run
+    from recipes.training.run_folder import data_of_run
 
     data = data_of_run(weights)
     if options.chat or options.chat_template:

@@ -32,7 +32,7 @@ from recipes.files.screen import Screen, open_missing, tell  # noqa: E402
 from recipes.files.units import counted  # noqa: E402
 
 if TYPE_CHECKING:
-    from recipes.data.text.readers import Fields
+    from recipes.data.text.pair_format import PairFields
     from recipes.data.tokens.parts import Source
     from recipes.data.tokens.shards import Index
     from recipes.data.tokens.slices import Plan
@@ -117,7 +117,7 @@ def prepare(options: argparse.Namespace) -> None:
     """Tokenize the source or a part of it, and print what the folder holds if it is complete then."""
     from recipes.data.text.beginning import with_beginning
     from recipes.data.text.sources import is_hub, is_prepared, notes, pinned, source_problem
-    from recipes.data.text.tokenizer import load_tokenizer
+    from recipes.data.text.tokenizer_loading import load_tokenizer
     from recipes.data.tokens.parts import parts_folder
     from recipes.data.tokens.workspace import preparation, unclaim, would_read_itself
 
@@ -182,7 +182,7 @@ def _require_valid(options: argparse.Namespace) -> None:
         raise UserError(f"--text-documents {options.text_documents} {problem}")
 
 
-def _finish(folder: Path, fields: "Fields", options: argparse.Namespace) -> None:
+def _finish(folder: Path, fields: "PairFields", options: argparse.Namespace) -> None:
     """Write what stands beside the shards once all are there, and print what they hold."""
     from recipes.data.tokens.join import remove_parts
     from recipes.data.tokens.parts import parts_folder
@@ -197,7 +197,7 @@ def _finish(folder: Path, fields: "Fields", options: argparse.Namespace) -> None
     remove_parts(parts_folder(folder))
 
 
-def _fields(options: argparse.Namespace) -> "Fields":
+def _fields(options: argparse.Namespace) -> "PairFields":
     """What is read of a row. Raises UserError for options that do not fit together."""
     from recipes.data.config import DataConfig
     from recipes.data.pair_rules import ONLY_OF_PAIRS, pair_problems
@@ -220,7 +220,7 @@ def _fields(options: argparse.Namespace) -> "Fields":
     return pair_format(data, {}, encoder_decoder=options.encoder_decoder)
 
 
-def _keep_template(folder: Path, fields: "Fields") -> None:
+def _keep_template(folder: Path, fields: "PairFields") -> None:
     """Put a chat template beside the tokenizer, where recipes look for it."""
     if not isinstance(fields, str) and fields.template:
         from recipes.data.text.chat import chat_files

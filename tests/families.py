@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from models.encoder_decoder import EncoderDecoderInputs
 from models.loss import IGNORED
-from models.pairs import EncoderDecoderInputs
 from models.transformers_config import TransformersConfig
 
 VOCABULARY, ROWS, LENGTH, ANSWER = 96, 4, 24, 12

@@ -129,8 +129,21 @@ def test_no_folders_import_each_other_in_a_circle() -> None:
     graph: dict[str, set[str]] = {place(file): set() for file in FILES}
     for file in FILES:
         graph[place(file)] |= {place(other) for other in our_files(imports(file))} - {place(file)}
+    require_no_circle(graph)
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Imports inside functions and for types count. A model of transformers is counted by building it."""
+    in_a_circle = {f"models/{file}.py" for file in ("build", "counts", "layout", "transformers", "transformers_config")}
+    graph = {name(file): {name(other) for other in our_files(imports(file))} for file in FILES}
+    require_no_circle(
+        {file: imported - (in_a_circle if file in in_a_circle else set()) for file, imported in graph.items()}
+    )
+
+
+def require_no_circle(graph: dict[str, set[str]]) -> None:
     try:
-        TopologicalSorter({folder: sorted(imported) for folder, imported in graph.items()}).prepare()
+        TopologicalSorter({one: sorted(imported - {one}) for one, imported in graph.items()}).prepare()
     except CycleError as error:
         pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")
 

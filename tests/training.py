@@ -11,7 +11,7 @@ from parallel.dist import World, start, stop
 from recipes.metrics.clock import RunClock
 from recipes.recipe.load import LoadedRecipe, load
 from recipes.recipe.schema import Recipe
-from recipes.training.build import build_run
+from recipes.training.build_run import build_run
 from recipes.training.console import Console
 from recipes.training.trainer import Trainer
 from recipes.weights.locate import FROM_WEIGHTS, Weights, initial_weights

@@ -20,6 +20,7 @@ from typing import Any
 import xxhash
 
 from parallel.errors import TemporaryError, UserError
+from recipes.checkpoint.decoding import decode
 from recipes.checkpoint.manifest import (
     BLOCK_BYTES,
     DTYPE_BYTES,
@@ -34,7 +35,6 @@ from recipes.checkpoint.manifest import (
     OlderFormat,
     StoredFile,
     contradictions,
-    decode,
     encode,
 )
 from recipes.files.atomic import sync_folder

@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy
 import xxhash
 from annotated_types import Interval
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
 from parallel.errors import UserError
 from recipes.checkpoint.boxes import Boxes, Count, Shape, rows_overlap
@@ -26,9 +25,6 @@ MAX_MANIFEST_BYTES = 100_000_000
 in models/sizes.py, 1137 tensors with two moments each, in 16,384 shards."""
 MAX_VERSION_1_BYTES = 1 << 30
 """A larger one is not read. Version 1 had a line of 165 bytes for each box, and 19 for each block."""
-BYTES_PER_VALUE = {1: 8, 2: 4}
-"""A manifest has at least this much text per value, by version; those that runs write have 12 and 6. A text of nothing
-but small values would take thirty times its size in memory."""
 MAX_HEADER_BYTES = 100_000_000
 """The largest header of a shard that the safetensors library reads."""
 MAX_SHARDS = 1_000_000
@@ -184,62 +180,16 @@ class Manifest:
         return numpy.array(table, numpy.int64).reshape(-1, 3), names
 
 
-_ADAPTER = TypeAdapter(Manifest)
-_TAIL = re.compile(rb',"checksum":"([0-9a-f]{32})"\}\n')
-_TAIL_BYTES = 48
-_HEAD = re.compile(rb'\{"format":"([^"\\]{0,100})","version":(\d{1,9}),')
+ADAPTER = TypeAdapter(Manifest)
+TAIL_BYTES = 48
 
 
 def encode(manifest: Manifest) -> bytes:
     """The contents of manifest.json: JSON that ends with a checksum of everything before it."""
-    body = _ADAPTER.dump_json(manifest, exclude_defaults=True)[:-1]
-    if len(body) + _TAIL_BYTES > MAX_MANIFEST_BYTES:
+    body = ADAPTER.dump_json(manifest, exclude_defaults=True)[:-1]
+    if len(body) + TAIL_BYTES > MAX_MANIFEST_BYTES:
         raise UserError(f"the manifest has {len(body)} bytes, more than the format allows; save from fewer processes")
     return body + f',"checksum":"{xxhash.xxh3_128_hexdigest(body)}"}}\n'.encode()
-
-
-def decode(text: bytes, *, where: Path) -> Manifest:
-    """The manifest with these contents. where: its path, for messages.
-
-    Raises Damage if it is not exactly what encode() wrote, or is inconsistent; UserError if a newer version wrote it.
-    """
-    body, tail = text[:-_TAIL_BYTES], _TAIL.fullmatch(text[-_TAIL_BYTES:])
-    if not tail:
-        raise Damage(f"{where} is damaged: it is cut off, or is not a manifest")
-    if xxhash.xxh3_128_hexdigest(body) != tail[1].decode():
-        raise Damage(f"{where} is damaged: its checksum does not match (bytes 0 to {len(body)})")
-    head = _HEAD.match(body)
-    if head and head[1] != FORMAT.encode():
-        raise Damage(f"{where} is damaged: its format is {head[1].decode(errors='replace')[:50]!r}")
-    version = int(head[2]) if head else VERSION
-    if version > VERSION:
-        raise UserError(
-            f"{where} has version {version} of the format, but this program reads {VERSION}; use a newer one"
-        )
-    if sum(map(body.count, (b",", b"[", b"{"))) > len(body) // BYTES_PER_VALUE.get(version, 8) + 10_000:
-        raise Damage(f"{where} is damaged: it does not describe a checkpoint (too many values for {len(body)} bytes)")
-    try:
-        manifest, problem = _decoded(body + b"}", version)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"[:200]
-        raise Damage(f"{where} is damaged: it does not describe a checkpoint ({what})") from None
-    if manifest is None:
-        raise Damage(f"{where} is damaged: {problem}")
-    return manifest
-
-
-def _decoded(text: bytes, version: int) -> tuple[Manifest | None, str]:
-    """The manifest, or what is wrong with it."""
-    if version == 1:
-        from recipes.checkpoint import version1
-
-        old = version1.ADAPTER.validate_json(text, strict=True)
-        problem = next(version1.contradictions(old), "")
-        return None if problem else version1.converted(old), problem
-    manifest = _ADAPTER.validate_json(text, strict=True)
-    problem = next(contradictions(manifest), "")
-    return None if problem else manifest, problem
 
 
 def contradictions(manifest: Manifest) -> Iterator[str]:

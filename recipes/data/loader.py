@@ -5,38 +5,25 @@ b sequences of this process in a step, B of a micro-batch, T sequence length.
 
 import platform
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from models.documents import Documents
-from models.loss import IGNORED
 from parallel.dist import World, on_all, on_main
 from parallel.errors import UserError
 from recipes.data.config import BatchConfig, DataConfig
 from recipes.data.history import History, consumed_tokens, to_json
 from recipes.data.open_data import Data, Launch, open_data
-from recipes.data.sequences import Quarantine, Sequences, Source
+from recipes.data.sequences import Quarantine, Source
 from recipes.data.text.tokenizer import Tokenizer
 from recipes.files.layout import QUARANTINE
 from recipes.files.units import counted
 
 if TYPE_CHECKING:
-    from models.pairs import EncoderDecoderInputs
-    from recipes.data.pairs import Pairing, PairSequences
-
-# Batches read before they are needed: the next one, and one more in case reading takes longer than a step.
-AHEAD = 2
-
-MicroBatch = tuple["Tensor | EncoderDecoderInputs", Tensor, Documents | None]
-"""Inputs and targets, (B, T) each, and the documents of the inputs; None = each sequence is one document."""
+    from recipes.data.pair_sequences import Pairing
+from recipes.data.batches import Batches, MicroBatch
 
 
 class DataLoader:
@@ -225,114 +212,6 @@ class DataLoader:
         """Stop reading and tokenizing."""
         for text in (self.training, *self.validation.values()):
             text.close()
-
-
-class Batches:
-    """Reads batch after batch in a thread. Reading ahead keeps no state: batch n is the same whenever it is read."""
-
-    def __init__(
-        self,
-        sequences: "Sequences | PairSequences",
-        *,
-        global_batch_size: int,
-        micro_batch_size: int,
-        data_rank: int,
-        data_ranks: int,
-        end_of_document: int | None,
-        device: torch.device,
-    ) -> None:
-        """Read nothing yet.
-
-        Args:
-            sequences: all sequences, of all processes.
-            global_batch_size, micro_batch_size: sequences per optimizer step and per forward pass.
-            data_rank, data_ranks: which of how many equal shares of the global batch this process reads.
-            end_of_document: id of this token, to keep attention inside documents; None = do not.
-            device: where the batches go.
-        """
-        self.sequences = sequences
-        self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
-        self._share = global_batch_size // data_ranks
-        self._offset = data_rank * self._share
-        self._end_of_document = end_of_document
-        self._device = device
-        self._waiting: deque[tuple[int, Future[list[MicroBatch]]]] = deque()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="data")
-        self._first_batch = self._first = 0
-
-    def take(self, batch: int) -> list[MicroBatch]:
-        """Global batch number `batch`, on the device, without waiting for a GPU.
-
-        Waits while the text is not tokenized yet. Raises UserError if it cannot be.
-        """
-        if not self._waiting or self._waiting[0][0] != batch:
-            self._waiting.clear()
-        while len(self._waiting) <= AHEAD:
-            number = batch + len(self._waiting)
-            self._waiting.append((number, self._thread.submit(self._read, number)))
-        return self._on_device(self._waiting.popleft()[1].result())
-
-    def take_once(self, batch: int) -> list[MicroBatch]:
-        """The same for text that is read once: sequences that only fill up the last batch have ignored targets."""
-        return self._on_device(self._read(batch, available=self.sequences.available))
-
-    def close(self) -> None:
-        """Stop reading and tokenizing."""
-        self.sequences.close()
-        self._thread.shutdown(cancel_futures=True)
-
-    def _read(self, batch: int, *, available: int | None = None) -> list[MicroBatch]:
-        first = self.first_of(batch)
-        # The whole batch, not this process's share, so that all processes stop at the same step if there is a problem.
-        self.sequences.require(first, self._global_batch_size)
-        first += self._offset
-        rows = torch.from_numpy(cast(Sequences, self.sequences).rows(first, self._share))  # (b, T + 1)
-        inputs, targets = rows[:, :-1], rows[:, 1:]
-        if available is not None and first + self._share > available:
-            targets = targets.clone()
-            targets[max(0, available - first) :] = IGNORED
-        size = self._micro_batch_size
-        pairs = zip(inputs.split(size), targets.split(size), strict=True)
-        return [self._micro_batch(own_inputs, own_targets) for own_inputs, own_targets in pairs]
-
-    def begin(self, batch: int, sequence: int) -> None:
-        """Let this batch begin with this sequence, and the others follow."""
-        self._first_batch, self._first = batch, sequence
-
-    def first_of(self, batch: int) -> int:
-        """The number of a batch's first sequence."""
-        return self._first + (batch - self._first_batch) * self._global_batch_size
-
-    def share_of(self, batch: int) -> range:
-        """The numbers of this process's sequences of a batch."""
-        first = self.first_of(batch) + self._offset
-        return range(first, first + self._share)
-
-    def _micro_batch(self, inputs: Tensor, targets: Tensor) -> MicroBatch:
-        end = self._end_of_document
-        documents = None if end is None else Documents.of(inputs, end_of_document=end)
-        if self._device.type == "cuda":
-            inputs, targets = inputs.contiguous(), targets.contiguous()
-        return self._pinned(inputs, targets, documents)
-
-    def _pinned(
-        self, inputs: "Tensor | EncoderDecoderInputs", targets: Tensor, documents: Documents | None
-    ) -> MicroBatch:
-        if self._device.type != "cuda":
-            return inputs, targets, documents
-        # Pin here, in the reading thread, because it takes as long as a copy.
-        pinned = None if documents is None else documents.pin_memory()
-        return inputs.pin_memory(), targets.pin_memory(), pinned
-
-    def _on_device(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        return [
-            (
-                inputs.to(self._device, non_blocking=True),
-                targets.to(self._device, non_blocking=True),
-                None if documents is None else documents.to(self._device),
-            )
-            for inputs, targets, documents in micro_batches
-        ]
 
 
 def _open_on_all(

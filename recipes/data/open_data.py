@@ -17,9 +17,9 @@ from parallel.errors import TemporaryError, UserError
 from recipes.data.config import HELD_OUT, DataConfig
 from recipes.data.order import SequenceOrder
 from recipes.data.sequences import Sequences, Source
-from recipes.data.text.readers import Fields
 from recipes.data.text.sources import describe, is_prepared, notes, pinned
-from recipes.data.text.tokenizer import Tokenizer, load_tokenizer
+from recipes.data.text.tokenizer import Tokenizer
+from recipes.data.text.tokenizer_loading import load_tokenizer
 from recipes.data.tokens.shards import (
     ARRAYS,
     TRAIN,
@@ -45,7 +45,8 @@ from recipes.files.reading import may_pass
 from recipes.files.units import counted
 
 if TYPE_CHECKING:
-    from recipes.data.pairs import Pairing, PairSequences
+    from recipes.data.pair_sequences import Pairing, PairSequences
+    from recipes.data.text.pair_format import PairFields
     from recipes.data.tokens.background import Background
 
 NO_LINKS = (errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -71,7 +72,7 @@ class Launch:
     at_several_lengths: frozenset[str] = frozenset()
     """Names of the sources that the run reads at several sequence lengths."""
 
-    def fields(self, section: DataConfig) -> Fields:
+    def fields(self, section: DataConfig) -> "PairFields":
         """What is read of a row."""
         return section.text_field if self.pairing is None else self.pairing.format
 
@@ -189,7 +190,7 @@ def _joined(
     """The sequences of these sources. Raises UserError for pairs that are too long."""
     if launch.pairing is None:
         return Sequences(sources, weights)
-    from recipes.data.pairs import pair_sequences
+    from recipes.data.pair_sequences import pair_sequences
 
     return pair_sequences(sources, weights, section, launch.pairing, log=launch.log)
 
@@ -260,7 +261,7 @@ def _prepared_tokens(
     index = matching_index(folder, tokenizer, section.validation_fraction, verify=launch.writes, setting=setting)
     expected = "" if launch.pairing is None else launch.pairing.format.summary
     if index.pairs != expected:
-        from recipes.data.text.pairs import prepared_otherwise
+        from recipes.data.text.pair_format import prepared_otherwise
 
         raise UserError(f"{setting}: '{folder}' {prepared_otherwise(index.pairs, expected)}")
     about = f"{sum(shard.train for shard in index.shards):,} tokens"

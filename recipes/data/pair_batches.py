@@ -1,5 +1,5 @@
 """Batches of pairs. b sequences of this process in a step, T sequence length; B, S and T of encoder-decoder models are
-as in models/pairs.py."""
+as in models/encoder_decoder.py."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from models.documents import Documents
+from models.encoder_decoder import EncoderDecoderInputs
 from models.loss import IGNORED
-from models.pairs import EncoderDecoderInputs
-from recipes.data.loader import Batches, MicroBatch
-from recipes.data.pairs import PADDED_TO, Pairing, PairSequences, PairSource
-from recipes.data.text.pairs import ID, LEARNED
+from recipes.data.batches import Batches, MicroBatch
+from recipes.data.pair_sequences import PADDED_TO, Pairing, PairSequences, PairSource
+from recipes.data.text.pair_format import ID, LEARNED
 
 
 class PairBatches(Batches):

@@ -6,11 +6,11 @@ from typing import cast
 import torch
 from torch import nn
 
-from models.pairs import EncoderDecoderInputs
+from models.encoder_decoder import EncoderDecoderInputs
 from recipes.data.config import BatchConfig
 from recipes.data.loader import DataLoader
-from recipes.data.pairs import PADDED_TO
-from recipes.evaluation.evaluate import without_dropout
+from recipes.data.pair_sequences import PADDED_TO
+from recipes.evaluation.losses import without_dropout
 
 
 def show_answer(

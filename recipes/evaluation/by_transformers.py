@@ -12,7 +12,7 @@ import torch
 
 from models.hf_config import INSTALL
 from parallel.errors import UserError
-from recipes.evaluation.generate import OpenedModel, stream_text
+from recipes.evaluation.opened import OpenedModel, stream_text
 from recipes.weights.convert import export_checkpoint
 from recipes.weights.locate import Weights
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import cast
@@ -15,47 +14,12 @@ from models.documents import Documents
 from models.loss import IGNORED
 from parallel.errors import UserError
 from parallel.mesh import Mesh
-from parallel.reduce import sum_over_group
+from recipes.data.batches import MicroBatch
 from recipes.data.config import BatchConfig
-from recipes.data.loader import DataLoader, MicroBatch
+from recipes.data.loader import DataLoader
 from recipes.data.text.tokenizer import Tokenizer, parallel_tokenizers, text_batches
+from recipes.evaluation.losses import summed_loss, without_dropout
 from recipes.evaluation.sampling import next_token
-
-
-@contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Dropout is for training. A model that has none is left alone: its compiled blocks would be compiled again."""
-    drops = cast(ModelConfig, model.config).dropout
-    if drops:
-        model.eval()
-    try:
-        yield
-    finally:
-        if drops:
-            model.train()
-
-
-@torch.no_grad()
-def summed_loss(
-    model: nn.Module, micro_batches: Iterable[MicroBatch], *, mesh: Mesh, device: torch.device
-) -> tuple[float, int]:
-    """(summed loss in nats, target tokens) over the micro-batches of all data ranks.
-
-    Every process must bring the same number of micro-batches: sharded layers gather their weights together.
-    """
-    loss = torch.zeros((), dtype=torch.float64, device=device)
-    tokens = torch.zeros((), dtype=torch.int64, device=device)
-    with without_dropout(model):
-        for inputs, targets, documents in micro_batches:
-            loss += model(inputs, targets, documents=documents)
-            tokens += (targets != IGNORED).sum()
-    return sum_over_group(loss, mesh.loss_group).item(), int(sum_over_group(tokens, mesh.data_group).item())
-
-
-def mean_loss(model: nn.Module, micro_batches: Iterable[MicroBatch], *, mesh: Mesh, device: torch.device) -> float:
-    """Mean loss per target token, in nats; arguments as in summed_loss()."""
-    loss, tokens = summed_loss(model, micro_batches, mesh=mesh, device=device)
-    return loss / tokens
 
 
 @dataclass(frozen=True)

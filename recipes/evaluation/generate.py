@@ -1,68 +1,26 @@
 """Generates text with a model on one device, token by token, with a key/value cache. V vocabulary, T tokens."""
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import tokenizers
 import torch
-from torch import nn
 
 from models.cache import KeyValueCache
-from models.config import TextFacts
 from models.decoder import Decoder
 from models.transformers_config import TransformersConfig
 from parallel.dist import let_segments_grow
 from parallel.errors import UserError
-from recipes.data.text.tokenizer import Tokenizer
+from recipes.evaluation.opened import OpenedModel, stream_text
 from recipes.evaluation.sampling import check_sampling, next_token
 from recipes.weights.convert import load_weights
 from recipes.weights.locate import Weights, find_weights
 
 # Prompt tokens per forward pass: enough to keep a device busy, and a bound on the memory of the logits.
 PREFILL_TOKENS = 512
-# Tokens that are decoded together; beyond this, tokens whose text is complete are dropped.
-WINDOW_TOKENS = 16
 # New tokens that fit into the cache at first; it grows when there are more.
 FIRST_TOKENS = 4096
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer decodes invalid or incomplete UTF-8 to."""
-LONGEST_INCOMPLETE = 3
-"""A UTF-8 character has up to four bytes, of which three may have arrived."""
-
-
-@dataclass(frozen=True)
-class OpenedModel:
-    """A model ready to generate, with its tokenizer."""
-
-    model: nn.Module
-    """A Decoder, or a model of transformers."""
-    tokenizer: Tokenizer
-    facts: TextFacts
-    ends: tuple[int, ...] = ()
-    """Tokens that end a text, besides the end of a document."""
-    encoder_decoder: bool = False
-    """Whether it answers a prompt, instead of continuing it."""
-    as_pairs: bool = False
-    """Whether special tokens that a prompt spells out are these tokens, as in the prompts of pairs and chats."""
-
-    def prompt_ids(self, text: str) -> list[int]:
-        """The tokens of a text at the beginning of a document."""
-        # The config of a model trained with a beginning token names it, and then its tokenizer adds it. Models trained
-        # here see none, whatever their tokenizer would add.
-        if self.as_pairs:
-            library = tokenizers.Tokenizer.from_str(self.tokenizer.json)
-            library.no_truncation()
-            return list(library.encode(text, add_special_tokens=self.encoder_decoder).ids)
-        special = self.facts.bos_token_id is not None or self.encoder_decoder
-        ids = self.tokenizer.backend.encode(text, add_special_tokens=special).ids
-        return ids or [self.tokenizer.end_of_document]  # a document starts after it
-
-    def stop_ids(self) -> set[int]:
-        """Every token that can end a text."""
-        return {self.tokenizer.end_of_document, *self.ends}
 
 
 def open_model(path: str | Path | Weights, *, dtype: torch.dtype, device: torch.device) -> OpenedModel:
@@ -176,34 +134,3 @@ def _cache(model: Decoder, capacity: int, *, copy: KeyValueCache | None = None) 
     for old, new in zip(copy.layers if copy else (), cache.layers, strict=False):
         new.append(old.key[:, :, : old.length], old.value[:, :, : old.length])
     return cache
-
-
-def stream_text(
-    ids: Iterable[int], decode: Callable[[Sequence[int]], str], *, after: Sequence[int] = ()
-) -> Iterator[str]:
-    """Yield the text of the ids as they arrive, in whole characters. after: the ids before them, not repeated.
-
-    Byte-level tokenizers spread a character over several tokens, and some drop the space at the start of a text. So a
-    few tokens are decoded together, and only the new text is yielded.
-    """
-    window = list(after[-WINDOW_TOKENS:])
-    shown = len(decode(window))  # characters of the window's text already yielded
-    for token in ids:
-        window.append(token)
-        text = decode(window)
-        ready = len(text) - _incomplete(text)
-        if ready > shown:
-            yield text[shown:ready]
-            shown = ready
-        # A token that decodes to whole characters by itself can start the next window.
-        if len(window) > WINDOW_TOKENS and shown == len(text) and INCOMPLETE not in decode(window[-1:]):
-            window = window[-1:]
-            shown = len(decode(window))
-    if rest := decode(window)[shown:]:
-        yield rest
-
-
-def _incomplete(text: str) -> int:
-    """How many characters at the end may still become one character when further bytes arrive."""
-    end = text[-LONGEST_INCOMPLETE:]
-    return len(end) - len(end.rstrip(INCOMPLETE))

@@ -30,8 +30,8 @@ from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, ma
 from models.hf_config import INSTALL
 from parallel.errors import UserError
 from recipes.evaluation.scoring import Prompt, Scored, continuations, log_likelihoods
+from recipes.weights.description import Description
 from recipes.weights.hf_folder import write_description
-from recipes.weights.locate import Description
 
 SEED = 1234
 """Of the examples in prompts: the harness's own."""

@@ -16,8 +16,8 @@ from models.cache import KeyValueCache
 from models.decoder import Decoder
 from parallel.mesh import Mesh
 from parallel.reduce import sum_over_group
-from recipes.evaluation.evaluate import without_dropout
 from recipes.evaluation.generate import PREFILL_TOKENS
+from recipes.evaluation.losses import without_dropout
 from recipes.evaluation.sampling import next_token
 
 ROWS_IN_FLOAT32 = 256

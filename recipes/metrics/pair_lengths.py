@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from models.counts import Lengths
+from models.encoder_decoder import EncoderDecoderInputs
 from models.loss import IGNORED
-from models.pairs import EncoderDecoderInputs
 from parallel.reduce import sum_over_group
 
 

@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_leaves
 
 from models.build import build_model
 from models.documents import Documents
+from models.encoder_decoder import EncoderDecoderInputs
 from models.interface import interface_of
 from models.loss import Kernels, SummedLoss
-from models.pairs import EncoderDecoderInputs
 from parallel.config import CompileConfig, MeshDegrees
 from parallel.fsdp import compute_with_whole_shards, units_of, without_idle_resharding
 from parallel.materialize import plain_name

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import tomli
 
-from models.config import ModelConfig, of_transformers
+from models.config import ModelConfig
 from models.sizes import SIZES
+from models.transformers_config import of_transformers
 from parallel.errors import TemporaryError, UserError
 from recipes.files.reading import fault
 from recipes.recipe.fields import (

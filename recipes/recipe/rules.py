@@ -10,7 +10,8 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from models.config import ModelConfig, of_transformers
+from models.config import ModelConfig
+from models.transformers_config import of_transformers
 from parallel.config import ActivationCheckpointingConfig, AttentionConfig, CompileConfig, Float8Config, FSDPConfig
 from parallel.errors import TemporaryError, UserError, listed
 from recipes.checkpoint.config import CheckpointConfig
@@ -29,7 +30,8 @@ from recipes.recipe.rules_mesh import (
 from recipes.recipe.rules_optimizer import moments_can_move, muon_fits, schedule_fits
 from recipes.recipe.schema import Recipe, RunConfig
 from recipes.recipe.stages import Stage, stages_of
-from recipes.weights.locate import FROM_WEIGHTS, InitialWeights, differences
+from recipes.weights.description import differences
+from recipes.weights.locate import FROM_WEIGHTS, InitialWeights
 
 if TYPE_CHECKING:
     from recipes.recipe.stage_tables import StageTable

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from models.config import ModelConfig, of_transformers
+from models.config import ModelConfig
+from models.transformers_config import of_transformers
 from parallel.errors import TemporaryError, UserError
 from recipes.data.config import HELD_OUT, DataConfig
 from recipes.evaluation.config import ValidationConfig

@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from models.config import ModelConfig, of_transformers
+from models.config import ModelConfig
+from models.transformers_config import of_transformers
 from parallel.config import AttentionConfig, CompileConfig, Float8Config, MeshConfig, MeshDegrees
 from parallel.errors import UserError, listed
 from parallel.nodes import Node, require_like_nodes, require_neighbours

@@ -7,7 +7,8 @@ from models.transformers_config import TransformersConfig
 from parallel.errors import TemporaryError, UserError
 from recipes.recipe.fields import Violation
 from recipes.recipe.schema import Recipe
-from recipes.weights.locate import FROM_CONFIG, InitialWeights, differences
+from recipes.weights.description import differences
+from recipes.weights.locate import FROM_CONFIG, InitialWeights
 
 
 def config_fits(model: ModelConfig, initial: InitialWeights, *, written: Collection[str]) -> Iterator[Violation]:

@@ -1,7 +1,8 @@
 """What a logged step measures and where it goes: rates, goodput, stragglers, metrics.jsonl, the screen."""
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from math import isfinite
 from typing import TYPE_CHECKING, Any, cast
@@ -14,7 +15,8 @@ from parallel.dist import World
 from parallel.mesh import Mesh
 from parallel.reduce import gather_loss_and_numbers
 from recipes.checkpoint.config import KEEP_BEST, VALIDATION
-from recipes.data.loader import DataLoader, MicroBatch
+from recipes.data.batches import MicroBatch
+from recipes.data.loader import DataLoader
 from recipes.evaluation.config import TASK
 from recipes.metrics.clock import LOADING, LOG, STEP, RunClock
 from recipes.metrics.goodput import SKIPPED, Goodput
@@ -26,13 +28,13 @@ from recipes.training.console import Console, step_line
 from recipes.training.run_folder import draw_curves
 
 if TYPE_CHECKING:
-    from models.pairs import EncoderDecoderInputs
+    from models.encoder_decoder import EncoderDecoderInputs
     from recipes.cluster.stragglers import ComputeTime, Stragglers
     from recipes.metrics.memory import GpuMemory
     from recipes.metrics.pair_lengths import PairLengths
     from recipes.training.border import Kept
+    from recipes.training.built import Found
     from recipes.training.foresight import Foresight
-    from recipes.training.step import Found
 
 
 class Recorder:
@@ -245,3 +247,19 @@ def _writer(recipe: Recipe, world: World, progress: Mapping[str, Any], console: 
         tensorboard=recipe.metrics.tensorboard,
         log=console.log,
     )
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Inside, garbage is collected only by gc.collect(), and what exists at the beginning is left alone.
+
+    Python would collect in the middle of any step, on each rank in a different one, and all ranks wait for the slowest.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()

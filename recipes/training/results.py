@@ -8,7 +8,7 @@ from parallel.dist import World
 from recipes.data.loader import DataLoader
 from recipes.files.layout import EXPORT
 from recipes.recipe.schema import Recipe
-from recipes.weights.locate import Description
+from recipes.weights.description import Description
 
 
 def write_results(

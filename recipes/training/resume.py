@@ -17,11 +17,12 @@ from recipes.recipe.load import LoadedRecipe
 from recipes.recipe.schema import Recipe
 from recipes.training.console import Console
 from recipes.training.run_folder import require_same_data
-from recipes.weights.locate import Description, Weights, checkpoint_files, find_weights, initial_weights
+from recipes.weights.description import Description, checkpoint_files
+from recipes.weights.locate import Weights, find_weights, initial_weights
 
 if TYPE_CHECKING:
     from recipes.checkpoint.checkpoints import Checkpoints
-    from recipes.training.build import Built
+    from recipes.training.built import Built
 
 
 @dataclass(frozen=True)

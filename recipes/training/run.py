@@ -14,7 +14,7 @@ from recipes.recipe.load import LoadedRecipe, to_toml
 from recipes.recipe.schema import Recipe
 from recipes.recipe.stages import stage_of, stages_of
 from recipes.training.border import free_memory
-from recipes.training.build import build_run
+from recipes.training.build_run import build_run
 from recipes.training.console import Console
 from recipes.training.interruption import forget_signals
 from recipes.training.trainer import Trainer

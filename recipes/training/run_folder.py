@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import TemporaryError, UserError
+from recipes.data.config import DataConfig
 from recipes.files.atomic import PART, cut_back, keep_rows, write_whole
 from recipes.files.layout import (
     CHECKPOINTS,
@@ -30,6 +31,7 @@ from recipes.recipe.fields import field_types, toml, value_of
 from recipes.recipe.load import load, to_toml
 from recipes.recipe.schema import Recipe
 from recipes.recipe.stages import stage_of, stages_of
+from recipes.weights.locate import Weights
 
 PLOT = Path(__file__).resolve().parents[2] / "scripts/plot.py"
 DRAWING_SECONDS = 60.0
@@ -281,3 +283,13 @@ def draw_curves(folder: Path, *, log: Callable[[str], None]) -> None:
         failure = str(error)
     if failure:
         log(f"{CURVES} was not drawn: {failure}; scripts/plot.py {folder} draws it later")
+
+
+def data_of_run(weights: Weights) -> DataConfig | None:
+    """How the run of a checkpoint, or of its export, read its data; None for weights from elsewhere."""
+    for folder in weights.path.absolute().parents[:2]:
+        if (folder / RECIPE).is_file():
+            recipe = load(folder / RECIPE, rules=False)
+            step = weights.path.name.removeprefix("step-")  # an export is made after the last step
+            return stage_of(recipe, int(step) - 1 if step.isdecimal() else recipe.run.steps).recipe.data
+    return None

@@ -1,8 +1,8 @@
 """One optimizer step, from micro-batches to new weights. The training loop and benchmarks call the same function."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,21 +12,10 @@ from parallel.dist import World
 from parallel.errors import CorruptState
 from parallel.float8 import precompute_scales
 from parallel.reduce import clipping_divisor, gradient_norm, share_gradients_of_copies, sum_over_group
-from recipes.data.loader import MicroBatch
+from recipes.data.batches import MicroBatch
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard, backward
-from recipes.training.build import Built
-
-
-class Found(NamedTuple):
-    """What a step found, on the device: the host does not wait for it."""
-
-    loss: Tensor
-    """This process's part of the mean cross-entropy."""
-    norm: Tensor
-    """The gradient norm before clipping."""
-    columns: Mapping[str, Tensor]
-    """Further columns of metrics.jsonl, which a step measures only if it is to be logged, and the recipe asks."""
+from recipes.training.built import Built, Found
 
 
 def train_step(

@@ -1,23 +1,25 @@
 """What surrounds the model of a run: rates, predictions, facts for environment.json, and what watches its steps."""
 
+import platform
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from models.config import of_transformers
-from parallel.dist import World
+from models.transformers_config import of_transformers
+from parallel.dist import World, allocator_settings
 from parallel.mesh import Mesh
 from recipes.files.layout import PROFILE
+from recipes.files.version import commit
 from recipes.metrics.clock import RunClock
-from recipes.metrics.throughput import Throughput
+from recipes.metrics.throughput import Throughput, device_name
 from recipes.recipe.schema import Recipe
 from recipes.training.console import Console
-from recipes.training.environment import environment
 
 if TYPE_CHECKING:
     from recipes.metrics.float8_samples import CastSampler
     from recipes.metrics.profile import StepProfiler
-    from recipes.training.build import Built
+    from recipes.training.built import Built
 
 
 def predicted_memory(recipe: Recipe, mesh: Mesh, device: torch.device) -> list[str]:
@@ -70,3 +72,27 @@ def sampler_of(recipe: Recipe, world: World, built: "Built", clock: RunClock, co
 
     folder, log = recipe.run.folder, console.log
     return CastSampler(built.model, recipe.float8, world, folder, mesh=built.mesh, clock=clock, log=log)
+
+
+PACKAGES = ("torch", "torchao", "datasets", "tokenizers", "safetensors", "numpy", "wandb")
+
+
+def environment(*, world_size: int, device: torch.device) -> dict[str, Any]:
+    """Versions, commit and device, so that a number can be traced to what produced it."""
+    return {
+        **commit(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "cuda": torch.version.cuda,
+        "device": device_name(device),
+        "host": platform.node(),
+        "world_size": world_size,
+        "allocator": allocator_settings() if device.type == "cuda" else None,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -8,11 +8,12 @@ from parallel.errors import CorruptState, UserError
 from recipes.files.exit_codes import CANNOT_WRITE, CORRUPTED, FINISHED, POISONED, PREEMPTED, ended_by
 from recipes.metrics.clock import END, FIRST_STEP, LOADING, SAVE, VALIDATION
 from recipes.optimization.skip_steps import NonFiniteRun
-from recipes.training.build import Run
+from recipes.training.build_run import Run
+from recipes.training.built import Found
 from recipes.training.console import BORDER_UNSAVED, NOT_SAVED, UNSAVED, contents, interrupted_message, summary
-from recipes.training.garbage import without_garbage_collection
+from recipes.training.recorder import without_garbage_collection
 from recipes.training.results import write_results
-from recipes.training.step import Found, corruption, require_sound_state, train_step
+from recipes.training.step import corruption, require_sound_state, train_step
 
 
 class Trainer:
@@ -102,7 +103,7 @@ class Trainer:
         return every > 0 and (step % every == 0 or step == self.stage.last)
 
     def _validate(self) -> None:
-        from recipes.evaluation.evaluate import mean_loss
+        from recipes.evaluation.losses import mean_loss
 
         with self.clock.synchronized(VALIDATION):
             texts, mesh = self.loader.validation_batches(self.recipe.validation.batches), self.built.mesh

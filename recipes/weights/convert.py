@@ -20,8 +20,9 @@ from parallel.fsdp import reshard
 from parallel.materialize import plain_name, whole
 from recipes.checkpoint.parameters import StoredParameters, write_parameters
 from recipes.weights import hf_folder
+from recipes.weights.description import Description, checkpoint_files
 from recipes.weights.hf_folder import DTYPE_BYTES, Entry
-from recipes.weights.locate import Description, Weights, checkpoint_files, find_weights
+from recipes.weights.locate import Weights, find_weights
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """safetensors name -> torch type."""

@@ -23,7 +23,7 @@ from parallel.errors import TemporaryError, UserError, listed
 from recipes.files.layout import TOKENIZER
 from recipes.files.reading import fault, is_folder, may_pass, names_in
 from recipes.weights.companions import GENERATION_CONFIG, OUR_CLASS, TOKENIZER_CONFIG, exported_tokenizer_config
-from recipes.weights.locate import HF_CONFIG, Description
+from recipes.weights.description import HF_CONFIG, Description
 from recipes.weights.tokenizer_file import token_names, without_added_tokens
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -63,7 +63,7 @@ def config_file(path: str) -> Path:
     if is_folder(file):
         file = file / HF_CONFIG
     if not file.exists():
-        from recipes.data.text.hub import download_hint
+        from recipes.data.text.hub_name import download_hint
 
         hint = download_hint(path, HF_CONFIG) or f"; write the path of a {HF_CONFIG}, or of a folder with one"
         raise UserError(f"{file} does not exist{hint}")

@@ -9,9 +9,9 @@ from models.transformers_config import TransformersConfig
 from parallel.errors import TemporaryError, UserError
 from recipes.data.config import DataConfig
 from recipes.data.pair_rules import pair_problems
-from recipes.data.pairs import Pairing
+from recipes.data.pair_sequences import Pairing
 from recipes.data.text.chat import chat_settings, read_chat_files
-from recipes.data.text.pairs import PairFormat
+from recipes.data.text.pair_format import PairFormat
 from recipes.weights.companions import GENERATION_CONFIG, TOKENIZER_CONFIG
 from recipes.weights.locate import FROM_WEIGHTS, InitialWeights, Weights
 

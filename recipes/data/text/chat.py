@@ -1,16 +1,21 @@
 """Chat templates: the Jinja text of a tokenizer that makes one text of the messages of a chat, and which characters of
 it are answers. Templates run in Jinja's sandbox, with the names that transformers gives them. Imports no torch."""
 
-import datetime
 import json
-import re
 from collections.abc import Mapping
-from os.path import commonprefix
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from parallel.errors import UserError
-from recipes.data.text.pairs import ASSISTANT, CONTENT, ROLE
+
+if TYPE_CHECKING:
+    pass
+
+import datetime
+import re
+from os.path import commonprefix
+from pathlib import Path
+from typing import NamedTuple
+
 from recipes.files.reading import read_patiently
 
 TEMPLATE, TOKENIZER_CONFIG, SPECIAL_TOKENS = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
@@ -245,3 +250,6 @@ def _named(templates: Any) -> str:
 
 def _content(token: Any) -> str:
     return token if isinstance(token, str) else str(token.get("content", "")) if isinstance(token, dict) else ""
+
+
+ROLE, CONTENT, ASSISTANT = "role", "content", "assistant"

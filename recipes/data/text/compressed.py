@@ -6,7 +6,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import IO, Any
 
-from recipes.data.text.readers import BROKEN, File
+from recipes.data.text.row import BROKEN, File
 
 # Decompressed at once. Where a stream breaks off, up to this much text before the break is lost.
 BLOCK = 1 << 16

@@ -5,7 +5,7 @@ import csv
 from collections.abc import Iterator
 from typing import IO
 
-from recipes.data.text.readers import (
+from recipes.data.text.row import (
     BYTE_ORDER_MARK,
     LONGEST_ROW,
     UTF_16,

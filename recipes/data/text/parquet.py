@@ -5,8 +5,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from recipes.data.text import readers
-from recipes.data.text.readers import (
+from recipes.data.text.row import (
+    PIECE,
     UNREADABLE,
     Fields,
     File,
@@ -32,7 +32,7 @@ def parquet(path: File, *, text_field: Fields, start: Place) -> Rows:
     import pyarrow.parquet
 
     # Read a column of a row group page by page, not whole.
-    options = {"buffer_size": readers.PIECE, "pre_buffer": False, "page_checksum_verification": True}
+    options = {"buffer_size": PIECE, "pre_buffer": False, "page_checksum_verification": True}
     with ExitStack() as stack:
         place = path if isinstance(path, Path) else stack.enter_context(path.open("rb"))
         table = stack.enter_context(pyarrow.parquet.ParquetFile(place, **options))

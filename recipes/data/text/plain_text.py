@@ -6,8 +6,18 @@ from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import IO
 
-from recipes.data.text import readers
-from recipes.data.text.readers import BYTE_ORDER_MARK, File, Place, Row, Rows, TextRule, decoded_text, text_or_problem
+from recipes.data.text.row import (
+    BYTE_ORDER_MARK,
+    LONGEST_ROW,
+    PIECE,
+    File,
+    Place,
+    Row,
+    Rows,
+    TextRule,
+    decoded_text,
+    text_or_problem,
+)
 
 # A file as one document would be all training or all held-out text, so a file without separators is cut at the first
 # blank line after this many bytes: small enough that one percent of a 1 MB file is several documents, large enough for
@@ -139,21 +149,21 @@ def _separated(
     while data or not ended:
         match = pattern.search(data, searched) if pattern else None
         if match and (ended or match.end() < len(data)):  # else a line ending may go on behind it
-            whole = not lost and match.start() <= readers.LONGEST_ROW
+            whole = not lost and match.start() <= LONGEST_ROW
             yield bytes(data[: match.start()]) if whole else None, lost + match.end()
             del data[: match.end()]
             searched = lost = 0
         elif ended:
-            whole = not lost and len(data) <= readers.LONGEST_ROW
+            whole = not lost and len(data) <= LONGEST_ROW
             yield bytes(data) if whole else None, lost + len(data)
             return
         else:
             searched = max(0, len(data) - reach)
-            if searched > readers.LONGEST_ROW:
+            if searched > LONGEST_ROW:
                 lost += searched
                 del data[:searched]
                 searched = 0
-            piece = stream.read(readers.PIECE)
+            piece = stream.read(PIECE)
             data += piece
             ended = not piece
 
@@ -161,7 +171,7 @@ def _separated(
 def _text_of(data: bytes | None, offset: int, size: int) -> tuple[str, str]:
     """(text, "") or ("", problem) of a document."""
     if data is None:
-        return "", f"too long: a document of {size} bytes, more than {readers.LONGEST_ROW}"
+        return "", f"too long: a document of {size} bytes, more than {LONGEST_ROW}"
     text, problem = decoded_text(data.removeprefix(BYTE_ORDER_MARK) if offset == 0 else data, offset=offset)
     return ("", problem) if problem else text_or_problem(text, text_field="")
 

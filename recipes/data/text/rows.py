@@ -2,12 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parallel.errors import UserError
 from recipes.data.text.plain_text import text_rule
-from recipes.data.text.readers import Fields, Place, Row, read_file, unit
+from recipes.data.text.readers import read_file
+from recipes.data.text.row import Place, Row, unit
 from recipes.data.text.sources import file_size, find_files, is_hub, source_problem
+
+if TYPE_CHECKING:
+    from recipes.data.text.pair_format import PairFields
 
 # A source is refused if the first rows of its first files lack the text field.
 PROBED_FILES, PROBED_ROWS = 16, 16
@@ -44,7 +48,7 @@ class RowStream(Iterator[Row]):
 
 
 def open_rows(
-    source: str, *, text_field: Fields, text_documents: str = "auto", cursor: dict[str, Any] | None = None
+    source: str, *, text_field: "PairFields", text_documents: str = "auto", cursor: dict[str, Any] | None = None
 ) -> RowStream:
     """The rows of a source, from its start or after the row at which `cursor` was taken; they depend only on the
     source's bytes. Raises UserError for a bad source and, without a cursor, if its first rows lack the text field."""
@@ -108,7 +112,7 @@ def documents(source: str, *, text_field: str) -> Iterator[str]:
 
 
 def readable_documents(
-    source: str, *, text_field: Fields, text_documents: str = "auto", characters: int = SAMPLED_CHARACTERS
+    source: str, *, text_field: "PairFields", text_documents: str = "auto", characters: int = SAMPLED_CHARACTERS
 ) -> Iterator[str]:
     """Like documents(), but skips bad rows and stops after so many characters."""
     found = 0

@@ -19,11 +19,11 @@ from recipes.data.text.stdlib import STDLIB, is_stdlib, stdlib_files, stdlib_pro
 from recipes.files.reading import fault, is_remote, may_pass, patiently, read_patiently
 
 if TYPE_CHECKING:
-    from recipes.data.text.hub import HubDataset
-    from recipes.data.text.readers import Fields, File
+    from recipes.data.text.hub_name import HubDataset
+    from recipes.data.text.row import Fields, File
     from recipes.files.remote import RemoteFile
+from recipes.data.text.hub_name import HUB_PREFIX, folder_files
 
-HUB_PREFIX = "hf:"
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 NAMED = ".csv"
 """Read where the source names such files, itself or by a glob that ends so: folders of text hold other tables."""
@@ -59,7 +59,7 @@ def is_prepared(source: str) -> bool:
 def source_problem(source: str) -> str | None:
     """What is wrong with data.source and what to write instead, or None. Checks names and sizes; reads no text."""
     if is_hub(source):
-        from recipes.data.text.hub import hub_problem
+        from recipes.data.text.hub_name import hub_problem
 
         return hub_problem(source)
     if is_remote(source):
@@ -319,24 +319,17 @@ def _json_hint(files: Sequence[Path]) -> str:
     return f"; of .json, {ARRAY}" if any(file.name.lower().endswith((".json", ".json.gz")) for file in files) else ""
 
 
-def folder_files(folder: Path) -> list[Path]:
-    """Every file that a dataset in a folder may consist of, sorted by path. Hidden files are ignored."""
-    found = (file for file in folder.rglob("*") if file.is_file())
-    visible = (file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts))
-    return sorted(visible, key=lambda file: file.parts)
-
-
 def pinned(source: str) -> str:
     """A hub source at its revision's commit now; others unchanged. Raises UserError if the hub does not answer."""
     if not is_hub(source):
         return source
-    from recipes.data.text.hub import pinned_dataset
+    from recipes.data.text.hub_name import pinned_dataset
 
     return pinned_dataset(source)
 
 
 def _dataset(source: str) -> "HubDataset":
-    from recipes.data.text.hub import parse
+    from recipes.data.text.hub_name import parse
 
     return parse(source)
 

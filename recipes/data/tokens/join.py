@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from parallel.errors import UserError
-from recipes.data.text.readers import Place, Row
+from recipes.data.text.row import Place, Row
 from recipes.data.tokens.parts import BAD, EMPTY, ROWS, SIZES, TEXT, TOKENS, SliceFile, read_tokenized
 from recipes.data.tokens.shard_writer import ShardWriter, held_out_below, publish_index, publish_shard
 from recipes.data.tokens.shards import (

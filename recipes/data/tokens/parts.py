@@ -21,7 +21,7 @@ import numpy as np
 
 from parallel.errors import UserError
 from recipes.data.text.plain_text import text_rule
-from recipes.data.text.readers import File, Place, Row
+from recipes.data.text.row import File, Place, Row
 from recipes.data.text.rows import open_rows
 from recipes.data.text.sources import document_hash, find_files, require_unchanged
 from recipes.data.text.tokenizer import parallel_tokenizers

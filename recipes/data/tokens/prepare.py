@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from parallel.errors import UserError
-from recipes.data.text.readers import Row
+from recipes.data.text.row import Row
 from recipes.data.text.rows import RowStream, open_rows
 from recipes.data.text.sources import document_hash, is_hub, require_unchanged
 from recipes.data.text.tokenizer import Tokenizer, parallel_tokenizers
@@ -91,7 +91,7 @@ def tokenized(
 def encoder(work: Preparation, *, where: Callable[[Row], str]) -> Encoder:
     """What gives rows, with the problems that show only now, and the tokens of each that has text."""
     if not isinstance(work.text_field, str):
-        from recipes.data.text.pairs import PairEncoder
+        from recipes.data.text.pair_format import PairEncoder
 
         return PairEncoder(work.text_field, work.tokenizer).encode
     return lambda batch: (batch, _documents([row for row in batch if row.has_text], work.tokenizer, where=where))

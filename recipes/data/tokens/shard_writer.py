@@ -9,7 +9,7 @@ import numpy as np
 import xxhash
 
 from parallel.errors import UserError
-from recipes.data.text.readers import UNREADABLE, Row
+from recipes.data.text.row import UNREADABLE, Row
 from recipes.data.tokens.shards import (
     ARRAYS,
     DOCUMENT,

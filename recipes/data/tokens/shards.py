@@ -221,7 +221,7 @@ class BadRowBudget:
                 raise UserError(self._message(shards[: self._shards]))
 
     def _message(self, shards: Sequence[Shard]) -> str:
-        from recipes.data.text.readers import unit
+        from recipes.data.text.row import unit
 
         listed = "".join(
             f"\n  {row['file']}, {unit(row['file'])} {row['row']}: {row['reason']}"

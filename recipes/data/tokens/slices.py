@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from parallel.errors import TemporaryError, UserError
-from recipes.data.text.readers import BROKEN, UNREADABLE, Fields, File, Place, Row, TextRule, names_of, read_file
+from recipes.data.text.readers import read_file
+from recipes.data.text.row import BROKEN, UNREADABLE, Fields, File, Place, Row, TextRule, names_of
 from recipes.data.text.sources import file_size
 from recipes.data.tokens.workspace import Preparation, options_of
 from recipes.files.atomic import write_whole

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from parallel.errors import UserError
-from recipes.data.text.readers import Fields
 from recipes.data.text.sources import file_size, file_states, fingerprint, would_read
 from recipes.data.text.tokenizer import BATCH_CHARACTERS, Tokenizer
 from recipes.data.tokens.shards import (
@@ -32,6 +32,9 @@ from recipes.data.tokens.shards import (
 from recipes.files.atomic import PART
 from recipes.files.lock import LOCK, NoLocks, open_locked
 from recipes.files.reading import is_remote
+
+if TYPE_CHECKING:
+    from recipes.data.text.pair_format import PairFields
 
 SECONDS_TO_WRITE_A_TEXT = 3600
 """A killed process left an unfinished text that is older than this."""
@@ -69,7 +72,7 @@ class Preparation:
     """A source and how it becomes tokens. Equal fingerprints mean equal shards."""
 
     source: str
-    text_field: Fields
+    text_field: "PairFields"
     tokenizer: Tokenizer
     validation_fraction: float
     source_fingerprint: str
@@ -87,7 +90,7 @@ class Preparation:
 def preparation(
     source: str,
     *,
-    text_field: Fields,
+    text_field: "PairFields",
     text_documents: str = "auto",
     tokenizer: Tokenizer,
     validation_fraction: float,
@@ -99,7 +102,7 @@ def preparation(
     return Preparation(source, text_field, tokenizer, validation_fraction, found, states, pieces, text_documents)
 
 
-def options_of(text_field: Fields) -> str:
+def options_of(text_field: "PairFields") -> str:
     """The options of scripts/prepare_data.py that read these fields."""
     return f"--text-field {text_field}" if isinstance(text_field, str) else text_field.options
 

@@ -25,13 +25,14 @@ import numpy as np
 import torch
 import xxhash
 
+from recipes.data.batches import Batches
 from recipes.data.config import DataConfig
-from recipes.data.loader import Batches
 from recipes.data.open_data import Data, Launch, open_data
 from recipes.data.order import SequenceOrder
 from recipes.data.sequences import Sequences, Source
 from recipes.data.text.rows import documents
-from recipes.data.text.tokenizer import Tokenizer, load_tokenizer, parallel_tokenizers
+from recipes.data.text.tokenizer import Tokenizer, parallel_tokenizers
+from recipes.data.text.tokenizer_loading import load_tokenizer
 from recipes.data.tokens.prepare import write_shards
 from recipes.data.tokens.shards import (
     ARRAYS,

@@ -18,21 +18,22 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from models.documents import Documents
+from models.encoder_decoder import EncoderDecoderInputs
 from models.interface import interface_of
 from models.loss import IGNORED
-from models.pairs import EncoderDecoderInputs
 from models.transformers_config import TransformersConfig
 from parallel.dist import World, start, stop
 from parallel.errors import UserError
 from parallel.materialize import plain_name
-from recipes.data.loader import MicroBatch
+from recipes.data.batches import MicroBatch
 from recipes.data.text.tokenizer import Tokenizer, build_tokenizer
 from recipes.files.marks import between
 from recipes.lab.bench.family_configs import FAMILIES, SUPPORTED
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
 from recipes.recipe.load import CONFIGS, LoadedRecipe, load_run
-from recipes.training.build import Built, build
+from recipes.training.build import build
+from recipes.training.built import Built
 from recipes.training.step import train_step
 from recipes.weights.convert import export_model
 from recipes.weights.locate import trained_description

@@ -34,7 +34,7 @@ from recipes.lab.sweep.runner import exit_code_of
 from recipes.metrics.breakdown import ATTENTION_NAMES
 from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer
-from recipes.training.environment import environment
+from recipes.training.surroundings import environment
 
 Measurement = dict[str, Any]
 FORWARD, INPUT, WEIGHT = "forward", "gradient of the input", "gradient of the weight"

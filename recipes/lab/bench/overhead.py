@@ -27,10 +27,10 @@ from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
 from recipes.recipe.load import CONFIGS, load_run
 from recipes.recipe.schema import RunConfig
-from recipes.training.build import build_run
+from recipes.training.build_run import build_run
 from recipes.training.console import Console
-from recipes.training.environment import environment
 from recipes.training.step import train_step
+from recipes.training.surroundings import environment
 from recipes.training.trainer import Trainer
 
 ROOT = CONFIGS.parent

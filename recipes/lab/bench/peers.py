@@ -31,7 +31,7 @@ from parallel.config import MeshConfig
 from parallel.dist import World, keep_freed_memory, start
 from parallel.materialize import materialize
 from parallel.reduce import sum_over_group
-from recipes.data.loader import MicroBatch
+from recipes.data.batches import MicroBatch
 from recipes.lab.bench.turns import MeasuredLoop, Turns
 from recipes.metrics.clock import RunClock
 from recipes.optimization.optimizer import build_optimizer

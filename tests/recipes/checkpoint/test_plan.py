@@ -13,7 +13,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from parallel.errors import UserError
 from recipes.checkpoint.boxes import rows_overlap
-from recipes.checkpoint.manifest import DTYPE_BYTES, SHARDS_PER_FOLDER, StoredTensor, decode, encode
+from recipes.checkpoint.decoding import decode
+from recipes.checkpoint.manifest import DTYPE_BYTES, SHARDS_PER_FOLDER, StoredTensor, encode
 from recipes.checkpoint.plan import Cut, Spread, divide, pieces_of, plan, strides_of
 from recipes.checkpoint.storage import cuts_of
 from tests.scale.checkpoints import opened, spreads_of, stored_by

@@ -15,7 +15,7 @@ from models.sizes import SIZES
 from parallel.config import MeshConfig
 from parallel.dist import on_main, start, stop
 from parallel.heartbeats import ALARM, HUNG, Heartbeats, connect
-from recipes.cluster.watchdog import Report, _place_of, verdict
+from recipes.cluster.reports import Report, _place_of, verdict
 from tests.build import build_model
 from tests.processes import run_processes
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from recipes.data.batches import Batches
 from recipes.data.history import (
     Continuation,
     History,
@@ -23,7 +24,6 @@ from recipes.data.history import (
     readings,
     to_json,
 )
-from recipes.data.loader import Batches
 from recipes.data.order import SequenceOrder
 from recipes.data.sequences import Quarantine, Sequences, Source
 from recipes.data.tokens.shards import Shards

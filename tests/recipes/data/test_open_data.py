@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from parallel.errors import TemporaryError, UserError
+from recipes.data.batches import Batches
 from recipes.data.config import DataConfig
-from recipes.data.loader import Batches
 from recipes.data.open_data import Data, Launch, open_data
 from recipes.data.sequences import Piece, Quarantine, Sequences, Source
 from recipes.data.tokens.background import Background

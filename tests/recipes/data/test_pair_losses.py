@@ -11,14 +11,14 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from models.build import build_model
 from models.config import ModelConfig
+from models.encoder_decoder import EncoderDecoderInputs
 from models.loss import IGNORED
-from models.pairs import EncoderDecoderInputs
 from parallel.materialize import materialize
-from recipes.data.pairs import PairSequences
-from recipes.data.text.pairs import ID
+from recipes.data.pair_sequences import PairSequences
+from recipes.data.text.pair_format import ID
 from tests.families import family_config
 from tests.models.test_cache import SMALL
-from tests.recipes.data.test_pairs import PACKED, PADDED, batches, opened, source, tokenizers
+from tests.recipes.data.test_pair_sequences import PACKED, PADDED, batches, opened, source, tokenizers
 
 pytestmark = pytest.mark.slow
 

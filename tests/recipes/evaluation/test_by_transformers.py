@@ -20,8 +20,8 @@ from models.transformers_config import TransformersConfig
 from parallel.errors import UserError
 from recipes.evaluation.answers import answer_of
 from recipes.evaluation.by_transformers import check_search, open_exported, texts_of, write_texts
-from recipes.evaluation.evaluate import without_dropout
 from recipes.evaluation.generate import generate, open_model
+from recipes.evaluation.losses import without_dropout
 from recipes.weights.convert import import_folder, load_weights
 from recipes.weights.locate import find_weights
 from tests.families import FAMILIES, VOCABULARY

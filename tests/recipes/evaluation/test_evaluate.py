@@ -16,7 +16,8 @@ from models.sizes import SIZES
 from parallel.dist import start, stop
 from parallel.errors import UserError
 from parallel.materialize import materialize
-from recipes.evaluation.evaluate import Evaluation, continuation, evaluate_text, mean_loss
+from recipes.evaluation.evaluate import Evaluation, continuation, evaluate_text
+from recipes.evaluation.losses import mean_loss
 from tests.build import cpu_mesh
 from tests.processes import run_processes
 

@@ -9,8 +9,9 @@ from models.documents import Documents
 from models.loss import IGNORED
 from models.sizes import SIZES
 from parallel.dist import start, stop
-from recipes.data.loader import MicroBatch
-from recipes.evaluation.evaluate import continuation, mean_loss
+from recipes.data.batches import MicroBatch
+from recipes.evaluation.evaluate import continuation
+from recipes.evaluation.losses import mean_loss
 from tests.build import build_model, cpu_mesh
 from tests.meshes import mesh_config, on_each_mesh
 

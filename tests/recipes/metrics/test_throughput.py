@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from models.counts import Lengths, step_flops
 from models.documents import Documents
+from models.encoder_decoder import EncoderDecoderInputs
 from models.loss import IGNORED
-from models.pairs import EncoderDecoderInputs
 from models.sizes import SIZES
 from parallel.dist import start, stop
 from recipes.metrics import throughput as metrics

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from models.config import ModelConfig
-from models.pairs import EncoderDecoderInputs
+from models.encoder_decoder import EncoderDecoderInputs
 from parallel.dist import start, stop
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard

@@ -15,7 +15,7 @@ from models.transformers_config import TransformersConfig
 from parallel.errors import UserError
 from recipes.recipe.load import load, to_toml
 from recipes.recipe.schema import Recipe
-from recipes.weights.locate import read_description
+from recipes.weights.description import read_description
 from tests.families import FAMILIES
 from tests.training import DEBUG
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from recipes.training.environment import PACKAGES, environment
+from recipes.training.surroundings import PACKAGES, environment
 
 pytestmark = pytest.mark.slow
 

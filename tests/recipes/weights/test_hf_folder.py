@@ -28,8 +28,9 @@ from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer
 from recipes.weights import hf_folder
 from recipes.weights.convert import export_checkpoint, export_model, import_folder, load_weights
+from recipes.weights.description import Description, checkpoint_files, differences
 from recipes.weights.hf_folder import read_header, stored_tensors
-from recipes.weights.locate import Description, checkpoint_files, differences, find_weights
+from recipes.weights.locate import find_weights
 from recipes.weights.tokenizer_file import without_added_tokens
 from tests.build import build_model
 from tests.processes import run_processes

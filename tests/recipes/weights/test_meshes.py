@@ -15,7 +15,8 @@ from parallel.errors import UserError
 from parallel.materialize import plain_name, whole
 from recipes.weights import convert
 from recipes.weights.convert import export_checkpoint, export_model, import_folder, load_weights
-from recipes.weights.locate import Description, find_weights
+from recipes.weights.description import Description
+from recipes.weights.locate import find_weights
 from tests.build import build_model
 from tests.meshes import mesh_config, on_each_mesh
 from tests.recipes.weights.test_hf_folder import FACTS, SMALL, TOKENIZER, contents, random_tensor, write_random

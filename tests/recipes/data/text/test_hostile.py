@@ -13,6 +13,7 @@ import pytest
 
 from parallel.errors import UserError
 from recipes.data.text import parquet, readers, sources
+from recipes.data.text.row import LONGEST_WORD, UNREADABLE
 from recipes.data.text.rows import open_rows, readable_documents
 from tests.recipes.data.text.test_rows import ROOT, rows_of, write_json_lines, write_parquet
 
@@ -92,7 +93,7 @@ def test_row_that_does_not_fit_in_memory_is_bad_and_tried_again_by_the_next_run(
     stream = open_rows(str(tmp_path), text_field="text")
     monkeypatch.setattr(readers, "text_or_problem", refuse)
     first, second, last = list(stream)
-    assert (first.kind, second.kind, last.text) == (readers.UNREADABLE, readers.UNREADABLE, "last")
+    assert (first.kind, second.kind, last.text) == (UNREADABLE, UNREADABLE, "last")
     assert "not enough memory" in first.problem
     assert (second.problem, second.lost) == ("unreadable file: rows 1 to 3 are lost: not enough memory", 3)
 
@@ -100,7 +101,7 @@ def test_row_that_does_not_fit_in_memory_is_bad_and_tried_again_by_the_next_run(
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.txt"])
 @pytest.mark.parametrize("character", ["a", "=", " "])
 def test_word_without_end_is_a_bad_row(tmp_path: Path, name: str, character: str) -> None:
-    longest = readers.LONGEST_WORD
+    longest = LONGEST_WORD
     texts = ["x" + ", " + character * (longest + extra) + "; y" for extra in (-2, 7)] + ["last"]
     if name == "a.txt":
         (tmp_path / name).write_text("\n<|endoftext|>\n".join(texts))

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from parallel.errors import UserError
-from recipes.data.text import plain_text, readers, sources
+from recipes.data.text import plain_text, sources
+from recipes.data.text.row import UTF_16
 from recipes.data.text.rows import open_rows, readable_documents
-from tests.recipes.data.text.test_rows import compress
+from tests.recipes.data.text.test_rows import compress, set_limits
 
 END = "<|endoftext|>"
 
@@ -113,7 +114,7 @@ def test_documents_are_the_same_from_every_cursor_and_piece_size(
     (tmp_path / "a.txt").write_bytes(text.encode() + b"\xff" + b"x\n\n" * 40)
     found = []
     for piece in (1 << 20, 1, 2, 5):
-        monkeypatch.setattr(readers, "PIECE", piece)
+        set_limits(monkeypatch, PIECE=piece)
         stream = open_rows(str(tmp_path), text_field="text", text_documents=setting)
         rows = [(row, stream.cursor) for row in stream]
         found.append(rows)
@@ -128,8 +129,7 @@ def test_documents_are_the_same_from_every_cursor_and_piece_size(
 def test_document_between_separators_that_is_too_long_is_one_bad_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readers, "LONGEST_ROW", 1000)
-    monkeypatch.setattr(readers, "PIECE", 64)
+    set_limits(monkeypatch, LONGEST_ROW=1000, PIECE=64)
     (tmp_path / "a.txt").write_text(f"one\n{END}\n" + "x " * 5000 + f"\n{END}\nthree\n{END}\n")
     rows = list(open_rows(str(tmp_path), text_field="text"))
     size = 10_001 + len(END)
@@ -161,7 +161,7 @@ def test_utf_16_is_reported_with_the_command_that_converts_it(tmp_path: Path, na
     text = '{"text": "some words"}\n' * 100
     compress(tmp_path / name, text.encode(encoding))
     problems = problems_of(tmp_path)
-    assert all(problem == readers.UTF_16 for problem in problems[:100])  # a last line may be the half of a line feed
+    assert all(problem == UTF_16 for problem in problems[:100])  # a last line may be the half of a line feed
     assert "iconv -f UTF-16 -t UTF-8" in problems[0]
     with pytest.raises(UserError, match=f"{name}', (line|document) 1: looks like UTF-16"):
         list(readable_documents(str(tmp_path), text_field="text"))

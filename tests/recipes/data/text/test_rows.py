@@ -13,12 +13,21 @@ import pyarrow.parquet
 import pytest
 
 from parallel.errors import UserError
-from recipes.data.text import parquet, readers, sources, stdlib
+from recipes.data.text import csv_rows, parquet, plain_text, readers, sources, stdlib
+from recipes.data.text import row as row_module
 from recipes.data.text.plain_text import CHUNK_BYTES, LONGEST_CHUNK_BYTES
-from recipes.data.text.readers import Row
+from recipes.data.text.row import Row
 from recipes.data.text.rows import documents, open_rows, readable_documents
 
 ROOT = Path(sources.__file__).parents[3]
+
+
+def set_limits(patch: pytest.MonkeyPatch, **limits: int) -> None:
+    """Give PIECE or LONGEST_ROW another value wherever it is used."""
+    for module in (row_module, readers, plain_text, parquet, csv_rows):
+        for name, value in limits.items():
+            if hasattr(module, name):
+                patch.setattr(module, name, value)
 
 
 def read(source: Path | str, text_field: str = "text") -> list[str]:
@@ -335,7 +344,7 @@ def test_endless_line_is_skipped_in_bounded_memory(tmp_path: Path) -> None:
     *lines, peak = found.stdout.splitlines()
     bad = " 2 too long: a line of 100000013 bytes, more than 64000000"
     assert lines == ["before 1 ", bad, "after 3 "] * 2
-    assert int(peak) < readers.LONGEST_ROW * 1.3  # what grows doubles nothing
+    assert int(peak) < row_module.LONGEST_ROW * 1.3  # what grows doubles nothing
 
 
 @pytest.mark.slow
@@ -360,8 +369,7 @@ def test_large_row_group_is_read_in_bounded_memory(tmp_path: Path) -> None:
 def test_line_of_the_largest_size_is_read_and_a_longer_one_is_bad(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readers, "PIECE", 7)
-    monkeypatch.setattr(readers, "LONGEST_ROW", 30)
+    set_limits(monkeypatch, PIECE=7, LONGEST_ROW=30)
     lengths = range(14, 31)
     (tmp_path / "a.jsonl").write_text("".join('{"text": "' + "x" * (n - 13) + '"}\n' for n in lengths))
     assert [len(row.text) for row in rows_of(tmp_path)] == [n - 13 for n in lengths]
@@ -370,7 +378,7 @@ def test_line_of_the_largest_size_is_read_and_a_longer_one_is_bad(
 
 
 def test_too_long_parquet_value_is_a_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "LONGEST_ROW", 30)
+    set_limits(monkeypatch, LONGEST_ROW=30)
     write_parquet(tmp_path / "a.parquet", {"text": ["x" * 30, "x" * 31]})
     assert [row.problem for row in rows_of(tmp_path)] == ["", "too long: 31 characters, more than 30"]
 
@@ -381,8 +389,7 @@ def test_too_long_parquet_value_is_a_bad_row(tmp_path: Path, monkeypatch: pytest
 @pytest.fixture
 def nasty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with every kind of file and every kind of bad row."""
-    monkeypatch.setattr(readers, "PIECE", 64)
-    monkeypatch.setattr(readers, "LONGEST_ROW", 1000)
+    set_limits(monkeypatch, PIECE=64, LONGEST_ROW=1000)
     monkeypatch.setattr(parquet, "BATCH_ROWS", 16)
     bad = [b"{", b'["x"]', b'{"id": 1}', b'{"text": 1}', b'{"text": null}', b'{"text": "\xff"}', b'{"text": "\\udc00"}']
     odd = [b"", b"   ", b'{"text": ""}', b'{"text": "' + b"x" * 2000 + b'"}', b'{"text": "\xc3\xbc 1"}\r']

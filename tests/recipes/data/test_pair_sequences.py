@@ -11,22 +11,23 @@ import pytest
 import torch
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
+from models.encoder_decoder import EncoderDecoderInputs
 from models.loss import IGNORED
-from models.pairs import EncoderDecoderInputs
 from parallel.errors import UserError
-from recipes.data import pair_batches, pairs
+from recipes.data import pair_batches
+from recipes.data import pair_sequences as pairs
+from recipes.data.batches import MicroBatch
 from recipes.data.config import DataConfig
-from recipes.data.loader import MicroBatch
 from recipes.data.open_data import Data, Launch, open_data
 from recipes.data.pair_batches import PairBatches
 from recipes.data.pair_rules import pair_problems
-from recipes.data.pairs import Pairing, PairSequences, pack, runs_of_similar
+from recipes.data.pair_sequences import Pairing, PairSequences, pack, runs_of_similar
 from recipes.data.sequences import Quarantine
-from recipes.data.text.pairs import PairFormat
+from recipes.data.text.pair_format import PairFormat
 from recipes.data.text.tokenizer import Tokenizer
 from recipes.data.tokens.prepare import write_shards
 from recipes.data.tokens.workspace import preparation
-from tests.recipes.data.text.test_pairs import both
+from tests.recipes.data.text.test_pair_format import both
 from tests.recipes.data.texts import SMALL
 
 PACKED = Pairing(PairFormat(prompt="question", answer="answer"))

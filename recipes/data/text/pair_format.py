@@ -6,22 +6,22 @@ import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from parallel.errors import UserError
-from recipes.data.text.readers import Row, no_such_field, text_or_problem
+from recipes.data.text.row import Row, no_such_field, text_or_problem
 
 if TYPE_CHECKING:
     from recipes.data.text.tokenizer import Tokenizer
+from recipes.data.text.chat import ASSISTANT, CONTENT, ROLE
 
 LEARNED, FIRST = 1 << 31, 1 << 30
 """Bits of a stored token: it is a target of the loss; it begins a pair."""
 ID = FIRST - 1
 """The other bits: its id."""
 PAIR_TYPE = np.dtype("<u4")
-ROLE, CONTENT, ASSISTANT = "role", "content", "assistant"
 THOUGHTS = "reasoning_content", "thinking", "reasoning"
 """Names that data sets give to what an assistant thought before its answer."""
 
@@ -137,6 +137,10 @@ class PairFormat:
     def words_of(self, text: str) -> str:
         """What a person wrote in the JSON of a pair, to train a tokenizer on."""
         return "\n".join(part if isinstance(part, str) else str(part.get(CONTENT) or "") for part in json.loads(text))
+
+
+PairFields: TypeAlias = "str | PairFormat"
+"""What is read of a row: its text field, or those that make a pair."""
 
 
 def prepared_otherwise(prepared: str, expected: str) -> str:

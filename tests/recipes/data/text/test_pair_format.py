@@ -16,8 +16,9 @@ from transformers import PreTrainedTokenizerFast
 
 from parallel.errors import UserError
 from recipes.data.text.chat import chat_settings
-from recipes.data.text.pairs import FIRST, ID, LEARNED, PairEncoder, PairFormat
-from recipes.data.text.readers import Place, Row, read_file
+from recipes.data.text.pair_format import FIRST, ID, LEARNED, PairEncoder, PairFormat
+from recipes.data.text.readers import read_file
+from recipes.data.text.row import Place, Row
 from recipes.data.text.rows import open_rows, readable_documents
 from recipes.data.text.tokenizer import Tokenizer, build_tokenizer
 

@@ -20,7 +20,7 @@ from recipes.data.config import DataConfig
 from recipes.data.history import History, Segment, joined
 from recipes.data.order import Mixture, permuted
 from recipes.data.sequences import Piece, Source
-from recipes.data.text.pairs import FIRST, ID, LEARNED, PairFormat, shortened
+from recipes.data.text.pair_format import FIRST, ID, LEARNED, PairFormat, shortened
 from recipes.data.tokens.shards import TRAIN, VALIDATION, read_index
 
 PACKED_TOGETHER = 2**16

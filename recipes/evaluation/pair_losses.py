@@ -9,16 +9,17 @@ import numpy as np
 import torch
 from torch import nn
 
+from models.encoder_decoder import EncoderDecoderInputs
 from models.loss import IGNORED
-from models.pairs import EncoderDecoderInputs
 from parallel.errors import UserError
 from parallel.mesh import Mesh
-from recipes.data.loader import MicroBatch
-from recipes.data.pairs import Pairing
-from recipes.data.text.pairs import ID, LEARNED, PairEncoder, shortened
-from recipes.data.text.readers import Row
+from recipes.data.batches import MicroBatch
+from recipes.data.pair_sequences import Pairing
+from recipes.data.text.pair_format import ID, LEARNED, PairEncoder, shortened
+from recipes.data.text.row import Row
 from recipes.data.text.tokenizer import Tokenizer, parallel_tokenizers
-from recipes.evaluation.evaluate import Evaluation, summed_loss
+from recipes.evaluation.evaluate import Evaluation
+from recipes.evaluation.losses import summed_loss
 
 ENCODED_TOGETHER = 256
 MICRO_BATCHES_SORTED = 32

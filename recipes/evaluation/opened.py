@@ -1,0 +1,82 @@
+"""A model opened to generate with, and its text as it comes."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import tokenizers
+from torch import nn
+
+from models.config import TextFacts
+from recipes.data.text.tokenizer import Tokenizer
+
+# Tokens that are decoded together; beyond this, tokens whose text is complete are dropped.
+WINDOW_TOKENS = 16
+
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""What a tokenizer decodes invalid or incomplete UTF-8 to."""
+
+LONGEST_INCOMPLETE = 3
+"""A UTF-8 character has up to four bytes, of which three may have arrived."""
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model ready to generate, with its tokenizer."""
+
+    model: nn.Module
+    """A Decoder, or a model of transformers."""
+    tokenizer: Tokenizer
+    facts: TextFacts
+    ends: tuple[int, ...] = ()
+    """Tokens that end a text, besides the end of a document."""
+    encoder_decoder: bool = False
+    """Whether it answers a prompt, instead of continuing it."""
+    as_pairs: bool = False
+    """Whether special tokens that a prompt spells out are these tokens, as in the prompts of pairs and chats."""
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """The tokens of a text at the beginning of a document."""
+        # The config of a model trained with a beginning token names it, and then its tokenizer adds it. Models trained
+        # here see none, whatever their tokenizer would add.
+        if self.as_pairs:
+            library = tokenizers.Tokenizer.from_str(self.tokenizer.json)
+            library.no_truncation()
+            return list(library.encode(text, add_special_tokens=self.encoder_decoder).ids)
+        special = self.facts.bos_token_id is not None or self.encoder_decoder
+        ids = self.tokenizer.backend.encode(text, add_special_tokens=special).ids
+        return ids or [self.tokenizer.end_of_document]  # a document starts after it
+
+    def stop_ids(self) -> set[int]:
+        """Every token that can end a text."""
+        return {self.tokenizer.end_of_document, *self.ends}
+
+
+def stream_text(
+    ids: Iterable[int], decode: Callable[[Sequence[int]], str], *, after: Sequence[int] = ()
+) -> Iterator[str]:
+    """Yield the text of the ids as they arrive, in whole characters. after: the ids before them, not repeated.
+
+    Byte-level tokenizers spread a character over several tokens, and some drop the space at the start of a text. So a
+    few tokens are decoded together, and only the new text is yielded.
+    """
+    window = list(after[-WINDOW_TOKENS:])
+    shown = len(decode(window))  # characters of the window's text already yielded
+    for token in ids:
+        window.append(token)
+        text = decode(window)
+        ready = len(text) - _incomplete(text)
+        if ready > shown:
+            yield text[shown:ready]
+            shown = ready
+        # A token that decodes to whole characters by itself can start the next window.
+        if len(window) > WINDOW_TOKENS and shown == len(text) and INCOMPLETE not in decode(window[-1:]):
+            window = window[-1:]
+            shown = len(decode(window))
+    if rest := decode(window)[shown:]:
+        yield rest
+
+
+def _incomplete(text: str) -> int:
+    """How many characters at the end may still become one character when further bytes arrive."""
+    end = text[-LONGEST_INCOMPLETE:]
+    return len(end) - len(end.rstrip(INCOMPLETE))

@@ -1,0 +1,266 @@
+"""From a recipe to a run that is ready for its first step. The order of the calls is the order of the build."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from parallel.dist import World, on_main, on_main_first
+from parallel.errors import TemporaryError
+from parallel.mesh import Mesh
+from recipes.data.loader import DataLoader
+from recipes.data.text.tokenizer import Tokenizer
+from recipes.files.layout import LOG_FILE
+from recipes.files.lock import FolderLock
+from recipes.metrics.clock import RunClock
+from recipes.optimization.optimizer import matrices_of
+from recipes.optimization.skip_steps import StepGuard
+from recipes.recipe.load import LoadedRecipe
+from recipes.recipe.rules_mesh import require_fits_world
+from recipes.recipe.schema import Recipe
+from recipes.recipe.stages import Stage, at_several_lengths, stage_of, stages_of
+from recipes.training import surroundings
+from recipes.training.border import FellBack, Kept, Start
+from recipes.training.built import Built
+from recipes.training.console import Console, notes, run_header
+from recipes.training.interruption import Interruption
+from recipes.training.recorder import Recorder
+from recipes.training.resume import Beginning, find_beginning, open_checkpoints, resume, weights_for
+from recipes.training.run_folder import check_output_folder, claim_run_folder, resumed_data_state
+from recipes.weights.description import Description
+from recipes.weights.locate import FROM_WEIGHTS, Weights, find_weights, trained_description
+
+if TYPE_CHECKING:
+    from recipes.checkpoint.checkpoints import Checkpoints
+    from recipes.metrics.float8_samples import CastSampler
+    from recipes.metrics.profile import StepProfiler
+from recipes.training.build import build
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that the training loop needs."""
+
+    recipe: Recipe
+    world: World
+    console: Console
+    clock: RunClock
+    built: Built
+    loader: DataLoader
+    checkpoints: "Checkpoints | None"
+    """None for a run that neither saves nor resumes."""
+    guard: StepGuard
+    recorder: Recorder
+    interruption: Interruption
+    observers: "tuple[StepProfiler | CastSampler, ...]"
+    """What the recipe asks to watch steps with; each is entered around every step."""
+    description: Description
+    """What accompanies the weights wherever they go."""
+    tasks: Callable[[], Mapping[str, float]]
+    """Evaluates the tasks of the validation: "TASK/METRIC" -> value."""
+    stage: Stage
+    """The part of the run that this is, whose steps it takes."""
+    kept: Kept
+    """What the next stage takes over."""
+
+
+def build_run(
+    loaded: LoadedRecipe, world: World, console: Console, clock: RunClock, *, after: Kept | None = None
+) -> Run:
+    """Build the stage that is due, from the newest checkpoint; the first one of a process claims the run's folder.
+
+    after: what the stage before it left. Raises UserError, on all processes, for whatever keeps it from starting.
+    """
+    recipe, build_stage = loaded.recipe, partial(_build_stage, loaded, world, console, clock)
+    if after:
+        try:
+            return build_stage(Beginning.own(recipe, after.step), after=after)
+        except FellBack as older:
+            where = f"the checkpoint of step {after.step}, the end of a stage, is damaged"
+            raise TemporaryError(f"{where}; the same command resumes from step {older.step}") from None
+    for stage in stages_of(recipe):
+        require_fits_world(stage.recipe.mesh, stage.recipe.batch, nodes=world.nodes)
+    on_main_first(world, lambda: check_output_folder(recipe))
+    lock = FolderLock()  # held for as long as this process lives
+    on_main(world, lambda: lock.take(recipe.run.folder, log=console.log))
+    begin = on_main(world, lambda: find_beginning(recipe, console))
+    while True:
+        try:
+            return build_stage(begin, lock=lock)
+        except FellBack as older:
+            begin = Beginning.own(recipe, older.step)
+
+
+def _build_stage(
+    loaded: LoadedRecipe,
+    world: World,
+    console: Console,
+    clock: RunClock,
+    begin: Beginning,
+    *,
+    lock: FolderLock | None = None,
+    after: Kept | None = None,
+) -> Run:
+    """Build the stage that follows this beginning. lock: that of the run's folder, which is claimed; None with `after`.
+
+    Raises FellBack if the checkpoint of this step is damaged and the next older one belongs to another stage.
+    """
+    stage = stage_of(loaded.recipe, begin.step)
+    recipe = stage.recipe
+    weights = weights_for(loaded, begin)
+    assert weights is not None or not recipe.model.weights, "a recipe whose weights load_run() has not located"
+    starts_from = weights if recipe.model.weights and begin.checkpoint is None else None
+    built = build(recipe, world, weights=starts_from, mesh=_mesh_of(recipe, world, after))
+    throughput = surroundings.throughput(recipe, world)
+    header = run_header(stage, built.mesh.degrees, throughput, built.report)
+    for line in (*header, *surroundings.predicted_memory(recipe, built.mesh, world.device)):
+        console.log(line, style=None if line.startswith(" ") else "bold")
+    if starts_from is not None:
+        console.log(f"weights from {starts_from.path}")
+    several = at_several_lengths(loaded.recipe)
+    loader = _open_data(recipe, world, built.mesh, weights, begin, console, several)
+    for line in notes(recipe, entries=loader.tokenizer.vocabulary):
+        console.log(line)
+    description = _describe(recipe, loader, weights, begin, console)
+    tasks = _validation_tasks(recipe, built, description, world, clock) if recipe.validation.tasks else dict
+    checkpoints = open_checkpoints(recipe, loader, description, begin, console)
+    progress = resume(recipe, built, loader, checkpoints, begin, console)
+    if stage_of(loaded.recipe, progress.get("step", 0)).number != stage.number:
+        loader.close()
+        raise FellBack(progress["step"])
+    clock.step = progress.get("step", 0)
+    if checkpoints and recipe.checkpoint.every and clock.step < recipe.run.steps:
+        moments, matrices = getattr(torch, recipe.optimizer.state_dtype), matrices_of(built.optimizer)
+        checkpoints.require_space(built.parameters, moments=moments, matrices=matrices)
+    # Only now: until here a signal ends the process, and a run that could not start leaves nothing behind.
+    interruption = after.interruption if after else Interruption()
+    if lock:
+        _claim_folder(loaded.recipe, world, built.mesh, console, clock, lock)
+        on_main(world, lambda: begin.note_origin(loaded.recipe))
+    if clock.step < recipe.run.steps:  # a finished run reads nothing more, and has its list
+        loader.list_bad_rows_in(recipe.run.folder)
+    guard = _guard(recipe, world, built, progress)
+    measured = (built.mesh, built.model, clock, console, loader, guard, throughput, progress)
+    recorder = Recorder(recipe, world, *measured, after=after)
+    recorder.metrics.stage = stage.name
+    profiler = after.profiler if after else surroundings.profiler_of(recipe, world, clock, console)
+    sampler = surroundings.sampler_of(recipe, world, built, clock, console)
+    observers = tuple(observer for observer in (profiler, sampler) if observer is not None)
+    start = after.start if after else Start(clock.step, recorder.tokens(clock.step), time.perf_counter())
+    kept = Kept(stage.last, built.mesh, interruption, recorder.metrics, recorder.goodput, profiler, start)
+    parts = (built, loader, checkpoints, guard, recorder, interruption, observers, description, tasks)
+    return Run(recipe, world, console, clock, *parts, stage, kept)
+
+
+def _guard(recipe: Recipe, world: World, built: Built, progress: Mapping[str, Any]) -> StepGuard:
+    guard = StepGuard(
+        built.mesh,
+        device=world.device,
+        max_skipped_steps=recipe.run.max_skipped_steps,
+        loss_spike_z=recipe.run.loss_spike_z,
+    )
+    guard.restore(progress)
+    return guard
+
+
+def _mesh_of(recipe: Recipe, world: World, after: Kept | None) -> Mesh | None:
+    """The mesh of the stage before, if it fits; None = a new one."""
+    degrees = recipe.mesh.fit(world.size, nodes=len(world.nodes))
+    return after.mesh if after and after.mesh.degrees == degrees else None
+
+
+def _claim_folder(
+    recipe: Recipe, world: World, mesh: Mesh, console: Console, clock: RunClock, lock: FolderLock
+) -> None:
+    about = surroundings.environment_of(world, mesh, console)
+    for note in on_main(world, lambda: claim_run_folder(recipe, done=clock.step, environment=about, lock=lock)):
+        console.log(note)
+    console.open_log(recipe.run.folder / LOG_FILE)
+
+
+def _describe(
+    recipe: Recipe, loader: DataLoader, weights: Weights | None, begin: Beginning, console: Console
+) -> Description:
+    start = weights if recipe.model.weights else None
+    if start is None and begin.checkpoint is not None:  # weights that an earlier start named, perhaps
+        start = find_weights(begin.checkpoint)
+    length = recipe.batch.sequence_length
+    found = trained_description(recipe.model, loader.tokenizer, start, length=length, log=console.log)
+    if loader.pairing is None or not loader.pairing.format.template:
+        return found
+    from recipes.data.text.chat import TEMPLATE
+
+    return replace(found, companions={**found.companions, TEMPLATE: loader.pairing.format.template})
+
+
+def _open_data(
+    recipe: Recipe,
+    world: World,
+    mesh: Mesh,
+    weights: Weights | None,
+    begin: Beginning,
+    console: Console,
+    several: frozenset[str],
+) -> DataLoader:
+    """The data of a stage. several: the sources that the whole run reads at several lengths."""
+
+    def tokenizer() -> str | Tokenizer:
+        spec = recipe.data.tokenizer
+        if begin.checkpoint is not None and spec.startswith("train:"):  # on other text it would be another one
+            return find_weights(begin.checkpoint).tokenizer
+        return weights.tokenizer if weights and spec == FROM_WEIGHTS else spec
+
+    pairing = None
+    if recipe.data.has_pairs:
+        from recipes.weights.pairing import pairing_of
+
+        pairing = pairing_of(recipe.data, recipe.model, weights)
+    return DataLoader(
+        recipe.data,
+        recipe.batch,
+        world=world,
+        data_rank=mesh.data_rank,
+        data_ranks=mesh.data_ranks,
+        seed=recipe.run.seed,
+        vocabulary=recipe.model.vocabulary,
+        tokenizer=tokenizer,
+        resumed_data_state=partial(resumed_data_state, begin.checkpoint),
+        log=console.log,
+        validation=recipe.validation.texts,
+        pairing=pairing,
+        at_several_lengths=several,
+    )
+
+
+def _validation_tasks(
+    recipe: Recipe, built: Built, description: Description, world: World, clock: RunClock
+) -> Callable[[], Mapping[str, float]]:
+    """Load the tasks with their data. Returns what evaluates them: "TASK/METRIC" -> value, equal on all processes.
+
+    Raises UserError, on all processes, for a task that is not there or that this model cannot answer. The model looks
+    at as many tokens as the run's sequences have: it is not trained for more.
+    """
+    from recipes.evaluation.tasks import harness
+    from recipes.recipe.rules_tasks import require_row
+
+    tests, validation, batch = harness(), recipe.validation, recipe.batch
+    limit = validation.task_limit or None
+    tasks = on_main_first(world, lambda: tests.load_tasks(validation.tasks, limit=limit))
+    require_row(recipe.checkpoint.keep_best, tasks.directions)
+    model = tests.harness_model(
+        tests.Scored(
+            built.model,
+            built.mesh,
+            world.device,
+            getattr(torch, recipe.fsdp.param_dtype),
+            max_length=batch.sequence_length,
+            batch_tokens=batch.micro_batch_size * batch.sequence_length,
+            on_batch=clock.progressed,
+        ),
+        description,
+    )
+    tests.require_answerable(model, tasks)
+    return lambda: tests.rows_of(tests.results_of(model, tasks))

@@ -1,0 +1,98 @@
+"""What a folder of weights says of its model. Imports no torch."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from models.config import ModelConfig, TextFacts
+from models.transformers_config import of_transformers
+from parallel.errors import UserError
+from recipes.files.layout import MODEL, TOKENIZER
+from recipes.files.reading import read_text
+
+HF_CONFIG = "config.json"
+"""The file that makes a folder a Hugging Face folder."""
+
+UNCHECKED = ("name", "init_std", "weights", "config", "dropout")
+"""Fields of a model that may differ from those its weights were trained with."""
+
+IMMATERIAL = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
+"""Keys of a config.json that may differ likewise."""
+
+LLAMA3_ROPE = ("rope_factor", "rope_low_frequency_factor", "rope_high_frequency_factor", "rope_original_length")
+
+
+@dataclass(frozen=True)
+class Description:
+    """What every program that uses weights must know about them."""
+
+    model: ModelConfig
+    facts: TextFacts
+    tokenizer: str
+    """The text of tokenizer.json."""
+    companions: Mapping[str, str] = field(default_factory=dict)
+    """File name -> text of what came with the weights: chat template, special tokens, generation settings."""
+
+    def ends(self, *, where: Path) -> tuple[int, ...]:
+        """Every token that may end a text, by config.json and by the generation settings. where: they are from."""
+        from recipes.weights.companions import generation_ends
+
+        given = self.facts.eos_token_id
+        ends = given if isinstance(given, tuple) else () if given is None else (given,)
+        return tuple(dict.fromkeys((*ends, *generation_ends(self.companions, where=where))))
+
+
+def checkpoint_files(description: Description) -> dict[str, str]:
+    """Name -> text of the files that describe the model in a checkpoint."""
+    model = replace(description.model, weights="", config="")  # where it came from is not part of the model
+    content = {"model": asdict(model), "text": asdict(description.facts)}
+    return {MODEL: json.dumps(content, indent=2) + "\n", TOKENIZER: description.tokenizer, **description.companions}
+
+
+def read_description(folder: Path) -> tuple[ModelConfig, TextFacts]:
+    """The contents of model.json. Raises UserError."""
+    from pydantic import TypeAdapter, ValidationError
+
+    file = folder / MODEL
+    try:
+        content = json.loads(read_text(file))
+        kind = ModelConfig
+        if "definition" in content["model"]:
+            from models.transformers_config import TransformersConfig
+
+            kind = TransformersConfig
+        model = TypeAdapter(kind).validate_python(content["model"])
+        if problems := model.problems():
+            raise ValueError("; ".join(f"{name} {message}" for name, message in problems))
+        if of_transformers(model):
+            from models.hf_config import require_known
+
+            require_known(model.settings)
+        return model, TypeAdapter(TextFacts).validate_python(content["text"])
+    except (ValidationError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"{file} does not describe a model of this version: {error}") from None
+
+
+def differences(model: ModelConfig, stored: ModelConfig) -> Iterator[tuple[str, Any]]:
+    """(field, its value in `stored`) for every field in which a model differs from the one its weights belong to.
+
+    For a model of transformers: key of config.json.
+    """
+    if of_transformers(model) and of_transformers(stored):
+        ours, theirs = model.settings, stored.settings
+        keys = (key for key in {**theirs, **ours} if key not in IMMATERIAL)
+        yield from ((key, theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key))
+        return
+    skipped = {*UNCHECKED, "no_rope_every", "no_rope_layers"}
+    if model.rope_scaling == "none" or stored.rope_scaling == "none":
+        skipped |= set(LLAMA3_ROPE)
+    for name in (one.name for one in fields(ModelConfig)):
+        if name not in skipped and getattr(model, name) != (theirs := getattr(stored, name)):
+            yield name, theirs
+    layers = range(min(model.layers, stored.layers))
+    if [model.uses_rope(layer) for layer in layers] != [stored.uses_rope(layer) for layer in layers]:
+        for name in ("no_rope_every", "no_rope_layers"):
+            if getattr(model, name) != (theirs := getattr(stored, name)):
+                yield name, theirs
