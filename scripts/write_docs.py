@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
+from recipes.files.markdown import table as markdown_table  # noqa: E402
 
 explain_wrong_interpreter()
 
@@ -146,12 +147,16 @@ def page() -> str:
 def _section(section: str, cls: type) -> str:
     docs = field_docs(cls)
     rows = [
-        f"| `{field.name}` | {describe(field_types()[f'{section}.{field.name}'])} | {_default(section, field)} "
-        f"| {docs[field.name]} |"
+        (
+            f"`{field.name}`",
+            describe(field_types()[f"{section}.{field.name}"]),
+            _default(section, field),
+            docs[field.name],
+        )
         for field in fields(cls)
     ]
-    head = [f"## [{section}]", "", f"{cls.__doc__}", "", "| Key | Value | Default | Meaning |", "|---|---|---|---|"]
-    return "\n".join([*head, *rows, ""])
+    lines = markdown_table(("Key", "Value", "Default", "Meaning"), rows, align="llll")
+    return "\n".join([f"## [{section}]", "", f"{cls.__doc__}", "", *lines, ""])
 
 
 def _default(section: str, field: Field) -> str:
@@ -161,8 +166,8 @@ def _default(section: str, field: Field) -> str:
 
 
 def _sizes() -> str:
-    rows = [f"| `{name}` | {size.num_params():,} |" for name, size in SIZES.items()]
-    return "\n".join(["## Model sizes", "", "| `model.name` | Parameters |", "|---|---|", *rows, ""])
+    rows = [(f"`{name}`", f"{size.num_params():,}") for name, size in SIZES.items()]
+    return "\n".join(["## Model sizes", "", *markdown_table(("`model.name`", "Parameters"), rows, align="ll"), ""])
 
 
 def with_combinations(text: str) -> str:
@@ -216,9 +221,8 @@ def memory_page() -> str:
     """The page about memory."""
     head = MEMORY_HEAD.format(full=FULL, alone=CUDA / 1e9, nccl=(CUDA + NCCL) / 1e9)
     columns = (*MEMORY_COLUMNS, *GROUPS, "other")
-    rows = [f"| {' | '.join(columns)} |", "|---" * 5 + "|---:|---:|---" + "|---:" * (len(GROUPS) + 1) + "|"]
-    rows += [f"| {' | '.join(_memory(name, *found))} |" for name, found in predictions().items()]
-    return "\n".join([head, *rows, ""])
+    rows = [_memory(name, *found) for name, found in predictions().items()]
+    return "\n".join([head, *markdown_table(columns, rows, align="lllllrrl" + "r" * (len(GROUPS) + 1)), ""])
 
 
 def _memory(name: str, recipe: Recipe, hardware: Hardware, prediction: Prediction) -> list[str]:
@@ -264,14 +268,11 @@ COLUMNS = ("tensor", "context by heads", "context by gather", "tensor x context"
 def _combinations() -> str:
     """What each feature was tested with, as a table: rows are features, columns are axes."""
     cases = [case for of_processes in combinations.CASES.values() for case in of_processes]
-    rows = [
-        f"| {feature} | " + " | ".join(_cell(feature, column, cases) for column in COLUMNS) + " |"
-        for feature in combinations.FEATURES
-    ]
-    head = ["| | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    rows = [(feature, *(_cell(feature, column, cases) for column in COLUMNS)) for feature in combinations.FEATURES]
+    lines = markdown_table(("", *COLUMNS), rows, align="l" * (len(COLUMNS) + 1))
     meshes = sorted({case.partition(":")[0] for case in cases})
     last = f"{len(cases)} cases, on the meshes {', '.join(meshes)} (replicate.shard.context.tensor)."
-    return "\n".join(["", *head, *rows, "", *wrap(last, 120), ""])
+    return "\n".join(["", *lines, "", *wrap(last, 120), ""])
 
 
 def _cell(feature: str, column: str, cases: list[str]) -> str:

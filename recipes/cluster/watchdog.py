@@ -18,13 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallel.dist import World, flight_record
-from recipes.files.exit_codes import HUNG
-from recipes.files.layout import LOG_FILE, RECIPE
-from recipes.files.screen import tell
-from recipes.metrics.clock import LOADING, START, STEP, RunClock
-
-if TYPE_CHECKING:
-    from recipes.cluster.others import Others
 from recipes.cluster.reports import (
     LAST_RESORT,
     LEFT,
@@ -36,6 +29,13 @@ from recipes.cluster.reports import (
     for_a_while,
     verdict,
 )
+from recipes.files.exit_codes import HUNG
+from recipes.files.layout import LOG_FILE, RECIPE
+from recipes.files.screen import tell
+from recipes.metrics.clock import LOADING, START, STEP, RunClock
+
+if TYPE_CHECKING:
+    from recipes.cluster.others import Others
 
 HOUR = 3600.0
 START_LIMIT = 6 * HOUR

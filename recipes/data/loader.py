@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from parallel.dist import World, on_all, on_main
 from parallel.errors import UserError
+from recipes.data.batches import Batches, MicroBatch
 from recipes.data.config import BatchConfig, DataConfig
 from recipes.data.history import History, consumed_tokens, to_json
 from recipes.data.open_data import Data, Launch, open_data
@@ -23,7 +24,6 @@ from recipes.files.units import counted
 
 if TYPE_CHECKING:
     from recipes.data.pair_sequences import Pairing
-from recipes.data.batches import Batches, MicroBatch
 
 
 class DataLoader:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
+from recipes.files.markdown import table as markdown_table
 
 STEP = "shardwright.step"
 """The annotation around every traced step; the device is idle at its beginning and end."""
@@ -132,20 +133,25 @@ def table(found: Breakdown) -> str:
         f"Mean of {found.steps} traced steps: {1e3 * found.step_seconds:,.2f} ms. Tracing slows the host, so idle time"
         " is an upper bound.",
         "",
-        "| kind | ms | share |",
-        "|---|---:|---:|",
     ]
     sums = {"sum": sum(found.seconds.values()), "communication, hidden behind work": found.hidden_communication}
-    for kind, seconds in (found.seconds | sums).items():
-        lines.append(f"| {kind} | {1e3 * seconds:,.2f} | {seconds / found.step_seconds:.1%} |")
+    kinds = (found.seconds | sums).items()
+    lines += markdown_table(
+        ("kind", "ms", "share"),
+        [(kind, f"{1e3 * seconds:,.2f}", f"{seconds / found.step_seconds:.1%}") for kind, seconds in kinds],
+    )
     if found.collectives:
         lines += ["", "Communication by axis of the mesh and collective:", ""]
-        lines += ["| axis: collective | ms | of which exposed | calls |", "|---|---:|---:|---:|"]
-        for label, (seconds, exposed, calls) in found.collectives.items():
-            lines.append(f"| {label} | {1e3 * seconds:,.2f} | {1e3 * exposed:,.2f} | {calls} |")
+        lines += markdown_table(
+            ("axis: collective", "ms", "of which exposed", "calls"),
+            [
+                (label, f"{1e3 * seconds:,.2f}", f"{1e3 * exposed:,.2f}", calls)
+                for label, (seconds, exposed, calls) in found.collectives.items()
+            ],
+        )
     for kind, kernels in found.kernels.items():
-        lines += ["", f"Kernels of {kind}:", "", "| name | ms | calls |", "|---|---:|---:|"]
-        lines += [f"| `{name}` | {1e3 * seconds:,.2f} | {calls} |" for name, seconds, calls in kernels[:12]]
+        most = [(f"`{name}`", f"{1e3 * seconds:,.2f}", calls) for name, seconds, calls in kernels[:12]]
+        lines += ["", f"Kernels of {kind}:", "", *markdown_table(("name", "ms", "calls"), most)]
     return "\n".join([*lines, ""])
 
 

@@ -24,6 +24,7 @@ from recipes.recipe.schema import Recipe
 from recipes.recipe.stages import Stage, at_several_lengths, stage_of, stages_of
 from recipes.training import surroundings
 from recipes.training.border import FellBack, Kept, Start
+from recipes.training.build import build
 from recipes.training.built import Built
 from recipes.training.console import Console, notes, run_header
 from recipes.training.interruption import Interruption
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from recipes.checkpoint.checkpoints import Checkpoints
     from recipes.metrics.float8_samples import CastSampler
     from recipes.metrics.profile import StepProfiler
-from recipes.training.build import build
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from models.config import ModelConfig, TextFacts
 from parallel.errors import TemporaryError, UserError
 from recipes.files.layout import CHECKPOINTS, MODEL, TOKENIZER, checkpoint_steps, step_folder
 from recipes.files.reading import is_folder, is_remote, names_in
+from recipes.weights.description import HF_CONFIG, Description, read_description
 
 if TYPE_CHECKING:  # what a run without weights does not need is imported where it is used
     from recipes.data.text.tokenizer import Tokenizer
     from recipes.weights.hf_folder import StoredTensors
-from recipes.weights.description import HF_CONFIG, Description, read_description
 
 FROM_WEIGHTS = "from_weights"
 """As model.name: the model of model.weights. As data.tokenizer: their tokenizer."""

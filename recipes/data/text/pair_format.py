@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from parallel.errors import UserError
+from recipes.data.text.chat import ASSISTANT, CONTENT, ROLE
 from recipes.data.text.row import Row, no_such_field, text_or_problem
 
 if TYPE_CHECKING:
     from recipes.data.text.tokenizer import Tokenizer
-from recipes.data.text.chat import ASSISTANT, CONTENT, ROLE
 
 LEARNED, FIRST = 1 << 31, 1 << 30
 """Bits of a stored token: it is a target of the loss; it begins a pair."""

@@ -6,10 +6,8 @@ import json
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
-if TYPE_CHECKING:
-    pass
 from recipes.data.text.row import (
     AUTO,
     BROKEN,

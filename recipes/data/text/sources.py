@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from parallel.errors import UserError
+from recipes.data.text.hub_name import HUB_PREFIX, folder_files
 from recipes.data.text.plain_text import PIECES, text_rule, what_a_document_is
 from recipes.data.text.readers import ARRAY, file_kind
 from recipes.data.text.stdlib import STDLIB, is_stdlib, stdlib_files, stdlib_problem
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from recipes.data.text.hub_name import HubDataset
     from recipes.data.text.row import Fields, File
     from recipes.files.remote import RemoteFile
-from recipes.data.text.hub_name import HUB_PREFIX, folder_files
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 NAMED = ".csv"

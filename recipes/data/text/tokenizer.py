@@ -62,9 +62,9 @@ def tokenizer_problem(spec: str, vocabulary: int) -> str | None:
     """What is wrong with data.tokenizer for a model of this vocabulary and what to write instead, or None. Trains
     nothing and does not import tokenizers: reads a tokenizer.json as plain JSON."""
     try:
-        if (size := _training_size(spec)) is None:
-            path = _tokenizer_file(spec)
-            largest, _ = _read_ids(_read(path), where=path)
+        if (size := training_size(spec)) is None:
+            path = tokenizer_file(spec)
+            largest, _ = _read_ids(read_tokenizer(path), where=path)
             if largest >= vocabulary:
                 return (
                     f"'{path}' has ids up to {largest}, but model.vocabulary is {vocabulary}; raise model.vocabulary "
@@ -84,7 +84,7 @@ def tokenizer_problem(spec: str, vocabulary: int) -> str | None:
 
 def stored_text(spec: str) -> str | None:
     """The tokenizer.json that data.tokenizer names; None for "train:N". Raises UserError if it cannot be read."""
-    return None if _training_size(spec) is not None else _read(_tokenizer_file(spec))
+    return None if training_size(spec) is not None else read_tokenizer(tokenizer_file(spec))
 
 
 def text_batches(documents: Iterable[str]) -> Iterator[list[str]]:
@@ -113,7 +113,7 @@ def parallel_tokenizers() -> Iterator[None]:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def _training_size(spec: str) -> int | None:
+def training_size(spec: str) -> int | None:
     """How many entries to train; None if the spec names a file or folder."""
     if not spec.startswith("train:"):
         return None
@@ -128,7 +128,7 @@ def _training_size(spec: str) -> int | None:
     return int(number)
 
 
-def _tokenizer_file(spec: str) -> Path:
+def tokenizer_file(spec: str) -> Path:
     if is_remote(spec):
         from recipes.files.local_copy import local_copy
 
@@ -155,7 +155,7 @@ def _tokenizer_file(spec: str) -> Path:
     return path
 
 
-def _read(path: Path) -> str:
+def read_tokenizer(path: Path) -> str:
     try:
         return read_patiently(lambda: path.read_text(encoding="utf-8"), what=f"data.tokenizer: '{path}'")
     except (OSError, UnicodeDecodeError) as error:

@@ -10,19 +10,19 @@ import xxhash
 
 from parallel.errors import UserError
 from recipes.data.text.sources import document_hash, file_state, file_states, fingerprint, require_unchanged
+from recipes.data.text.tokenizer import (
+    END_OF_DOCUMENT,
+    Tokenizer,
+    build_tokenizer,
+    parallel_tokenizers,
+    read_tokenizer,
+    tokenizer_file,
+    training_size,
+)
 from recipes.files.atomic import write_whole
 
 if TYPE_CHECKING:
     from recipes.data.text.pair_format import PairFields
-    from recipes.data.text.tokenizer import (
-        END_OF_DOCUMENT,
-        Tokenizer,
-        _read,
-        _tokenizer_file,
-        _training_size,
-        build_tokenizer,
-        parallel_tokenizers,
-    )
 
 # Llama 3's split: words with the preceding space, numbers of up to three digits, runs of symbols, newlines, spaces.
 SPLIT = (
@@ -55,15 +55,15 @@ def load_tokenizer(
         cache: folder for trained tokenizers.
         log: receives one line of text per message.
     """
-    if (size := _training_size(spec)) is None:
-        path = _tokenizer_file(spec)
-        return build_tokenizer(_read(path), where=path)
+    if (size := training_size(spec)) is None:
+        path = tokenizer_file(spec)
+        return build_tokenizer(read_tokenizer(path), where=path)
     states = {file: state for source in sources for file, state in file_states(source).items()}
     fingerprints = [fingerprint(source, text_field=text_field, text_documents=text_documents) for source in sources]
     identity = repr((TRAINER_VERSION, size, *fingerprints))
     cached = cache.expanduser() / "tokenizers" / f"{xxhash.xxh3_128_hexdigest(identity.encode())}.json"
     try:
-        return build_tokenizer(_read(cached), where=cached)
+        return build_tokenizer(read_tokenizer(cached), where=cached)
     except UserError:  # missing or damaged
         pass
     from recipes.data.text.rows import readable_documents

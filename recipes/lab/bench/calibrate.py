@@ -19,6 +19,7 @@ from typing import Any
 
 from parallel.errors import UserError
 from recipes.files.atomic import write_whole
+from recipes.files.markdown import table as markdown_table
 from recipes.lab.plan.plan import plan
 from recipes.lab.sweep.grid import Row
 from recipes.lab.sweep.loop import run_row
@@ -183,17 +184,13 @@ def _row(name: str, folder: Path, steps: int) -> Row:
 
 def table(found: Sequence[Compared]) -> Iterator[str]:
     """Predicted and measured, and how good that is."""
-    yield f"| run, on {cores()} cores | processes | predicted, s | measured, s | error |"
-    yield "|---|---:|---:|---:|---:|"
-    for row in found:
-        cells = [
-            row.name,
-            str(VARIANTS[row.name][0]),
-            f"{row.predicted:.3f}",
-            f"{row.measured:.3f}",
-            f"{row.error:+.1%}",
-        ]
-        yield f"| {' | '.join(cells)} |"
+    yield from markdown_table(
+        (f"run, on {cores()} cores", "processes", "predicted, s", "measured, s", "error"),
+        [
+            (row.name, VARIANTS[row.name][0], f"{row.predicted:.3f}", f"{row.measured:.3f}", f"{row.error:+.1%}")
+            for row in found
+        ],
+    )
     wrong, pairs = misordered(found)
     yield ""
     yield f"Median of the absolute errors {median(abs(row.error) for row in found):.1%}; of {pairs} pairs that differ"

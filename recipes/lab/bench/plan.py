@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from recipes.files.markdown import table as markdown_table
 from recipes.files.marks import between
 from recipes.lab.bench.fit import ROW, SOURCES, fit, residuals_of
 from recipes.lab.bench.published import TABLE, Published, projects, read_published
@@ -134,22 +135,22 @@ def compiled_fsdp(row: Published) -> bool:
 
 def summary(errors: Errors) -> list[str]:
     """Median and 90th percentile by project, of rows of trust A."""
-    lines = ["| rows of trust A | rows | fitted | left out | three rows |", "|---|---:|---:|---:|---:|"]
+    lines: list[Sequence[object]] = []
     trusted = np.array([row.trust == "A" for row in errors.rows])
     for project in (*projects(errors.rows), ""):
         here = np.array([project in ("", row.project) for row in errors.rows]) & trusted
         if here.any():
             three = [error for row, error in errors.calibrated if project in ("", row.project)]
             cells = [_two(errors.fitted[here]), _two(errors.left_out[here]), _two(three) if three else ""]
-            lines.append(f"| {project or '**all**'} | {here.sum()} | {' | '.join(cells)} |")
+            lines.append((project or "**all**", here.sum(), *cells))
     goals = [_goal(*GOALS[name]) for name in ("left out", "three rows")]
-    lines.append(f"| goal | | | {' | '.join(goals)} |")
+    lines.append(("goal", "", "", *goals))
     fsdp = np.array([compiled_fsdp(row) for row in errors.rows]) & trusted
     lines += [
-        f"| compiled FSDP alone | {fsdp.sum()} | {_two(errors.fitted[fsdp])} | {_two(errors.left_out[fsdp])} | |",
-        f"| goal | | {_goal(*GOALS['compiled FSDP, fitted'])} | | |",
+        ("compiled FSDP alone", fsdp.sum(), _two(errors.fitted[fsdp]), _two(errors.left_out[fsdp]), ""),
+        ("goal", "", _goal(*GOALS["compiled FSDP, fitted"]), "", ""),
     ]
-    return lines
+    return markdown_table(("rows of trust A", "rows", "fitted", "left out", "three rows"), lines)
 
 
 def _two(errors: np.ndarray | Sequence[float]) -> str:
@@ -176,20 +177,21 @@ def predictions(rows: Sequence[Published], errors: np.ndarray) -> Iterator[str]:
 
 def constants(found: Rates) -> list[str]:
     """The fitted ones beside what their sources give."""
-    lines = ["| constant | by its source | how sure | fitted |", "|---|---:|---:|---:|"]
-    for name, (value, deviation) in SOURCES.items():
-        lines.append(f"| `{name}` | {value:.3g} | {deviation:.0%} | {getattr(found, name):.3g} |")
-    return lines
+    rows = [
+        (f"`{name}`", f"{value:.3g}", f"{deviation:.0%}", f"{getattr(found, name):.3g}")
+        for name, (value, deviation) in SOURCES.items()
+    ]
+    return markdown_table(("constant", "by its source", "how sure", "fitted"), rows)
 
 
 def table(errors: Errors, count: int) -> list[str]:
     """So many rows, the largest left-out errors first."""
-    lines = ["| left out | fitted | trust | measured tokens/s | row |", "|---:|---:|---|---:|---|"]
+    lines = []
     for index in np.argsort(-np.abs(errors.left_out))[:count]:
         row = errors.rows[index]
-        cells = f"{errors.left_out[index]:+.1%} | {errors.fitted[index]:+.1%} | {row.trust} | {row.measured:,.0f}"
-        lines.append(f"| {cells} | {row.project}: {row.name} |")
-    return lines
+        cells = f"{errors.left_out[index]:+.1%}", f"{errors.fitted[index]:+.1%}", row.trust, f"{row.measured:,.0f}"
+        lines.append((*cells, f"{row.project}: {row.name}"))
+    return markdown_table(("left out", "fitted", "trust", "measured tokens/s", "row"), lines, align="rrlrl")
 
 
 def generated(errors: Errors, found: Rates) -> Iterator[str]:

@@ -23,6 +23,7 @@ from parallel.config import (
     MeshDegrees,
 )
 from recipes.data.config import BatchConfig
+from recipes.files.markdown import table as markdown_table
 from recipes.files.marks import between
 from recipes.lab.bench.published import TABLE
 from recipes.lab.sweep.runner import exit_code_of
@@ -234,10 +235,17 @@ def table(rows: list[Row], pipelines: int) -> Iterator[str]:
     )
     yield from wrap(summary, 120)
     yield ""
-    yield "| run | GiB published | predicted | error |"
-    yield "|---|---:|---:|---:|"
-    for row in sorted(rows, key=lambda row: -abs(row.error)):
-        cells = f"{row.measured / 2**30:.1f} | {peak_of(row) / 2**30:.1f} | {row.error:+.1%}"
-        yield f"| {row.name}{'' if row.counts else ' *'} | {cells} |"
+    yield from markdown_table(
+        ("run", "GiB published", "predicted", "error"),
+        [
+            (
+                f"{row.name}{'' if row.counts else ' *'}",
+                f"{row.measured / 2**30:.1f}",
+                f"{peak_of(row) / 2**30:.1f}",
+                f"{row.error:+.1%}",
+            )
+            for row in sorted(rows, key=lambda row: -abs(row.error))
+        ],
+    )
     yield ""
     yield "\\* several axes, eager, or a loss or a batch that is only assumed."

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
+from recipes.files.markdown import table as markdown_table
 from recipes.lab.sweep.grid import Row, Sweep
 from recipes.lab.sweep.results import Result, last_quarter, loss_gaps, reference_row
 
@@ -118,15 +119,10 @@ def numerics_table(sweep: Sweep, results: dict[str, Result]) -> str:
     base = reference_row(sweep, results)
     if not found or base is None:
         return ""
-    lines = [
-        "## Numerics",
-        "",
-        f"| against {base.label} | loss gap, % | limit, % | largest gap | gradient-norm ratio | overflow | underflow, %"
-        " | verdict |",
-        "|---|---:|---:|---:|---:|---:|---:|---|",
-        *(f"| {row.label} | {' | '.join(_cells(row))} |" for row in found),
-    ]
-    return "\n".join([*lines, "", RULE, ""])
+    columns = ("loss gap, %", "limit, %", "largest gap", "gradient-norm ratio", "overflow", "underflow, %", "verdict")
+    rows = [(row.label, *_cells(row)) for row in found]
+    lines = markdown_table((f"against {base.label}", *columns), rows, align="lrrrrrrl")
+    return "\n".join(["## Numerics", "", *lines, "", RULE, ""])
 
 
 def _cells(row: Comparison) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from parallel.errors import UserError
 from recipes.files.layout import ENVIRONMENT, FLOAT8_SHARES, METRICS
+from recipes.files.markdown import table as markdown_table
 from recipes.lab.sweep.grid import Row, Sweep, windows
 from recipes.lab.sweep.runner import Ended
 from recipes.metrics.hardware import bf16_peak
@@ -17,8 +18,10 @@ from recipes.training.run_folder import identity_differences
 
 RESULTS = "results.jsonl"
 TABLE = "table.md"
-NUMBERS = 10
-"""Columns of the table beside the row's label."""
+COLUMNS = (
+    *("run", "tokens/s/device", "speed-up", "step, s", "spread, %", "TFLOP/s", "MFU causal, %", "MFU full, %"),
+    *("memory, GiB", "final loss", "loss gap"),
+)
 
 RATES = ("tokens_per_second_per_device", "tflops_per_device", "mfu", "mfu_full")
 
@@ -198,15 +201,13 @@ def table(sweep: Sweep, results: dict[str, Result]) -> str:
         "",
         _conditions(sweep, done),
         "",
-        "| run | tokens/s/device | speed-up | step, s | spread, % | TFLOP/s | MFU causal, % | MFU full, % | memory, GiB"
-        " | final loss | loss gap |",
-        "|---" + "|---:" * NUMBERS + "|",
     ]
+    rows = []
     for row in sweep.rows:
         result = results.get(row.label)
         cells = _cells(result, first, gaps.get(row.label)) if result else ["not run yet"]
-        cells += [""] * (NUMBERS - len(cells))
-        lines.append(f"| {row.label} | {' | '.join(cells)} |")
+        rows.append([row.label, *cells, *[""] * (len(COLUMNS) - 1 - len(cells))])
+    lines += markdown_table(COLUMNS, rows)
     failed = [result for result in results.values() if result["outcome"] != "done"]
     if failed:
         lines += ["", "Rows that failed:", ""]
