@@ -7,9 +7,6 @@ from annotated_types import Ge, Interval
 
 from parallel.errors import UserError
 
-SUMMED_TOGETHER = 25 * 2**20
-"""Bytes of gradients that replicas sum in one message, as in DistributedDataParallel: gloo takes 0.5 ms for each."""
-
 
 @dataclass(frozen=True)
 class MeshDegrees:

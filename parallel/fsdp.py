@@ -3,21 +3,17 @@
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.profiler import record_function
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from models.interface import blocks_of, interface_of
-from parallel.config import SUMMED_TOGETHER, FSDPConfig
-from parallel.dist import wait_for
+from parallel.config import FSDPConfig
 from parallel.mesh import Mesh
 
 
@@ -43,12 +39,14 @@ def shard_blocks_and_root(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> s
         ),
     }
     reshard = config.reshard_after_forward
-    has_parts = _gathers_float8(model) or not _root_is_enough(mesh, config)
-    if has_parts:
-        _shard_parts(model, reshard_after_forward=reshard, **options)
+    _shard_parts(model, reshard_after_forward=reshard, **options)
     fully_shard(model, reshard_after_forward=False, **options)
 
-    _sum_gradients(units_of(model), mesh, config)
+    for unit in units_of(model):
+        # Else a factor of one still takes NCCL's slower pre-multiplied sum, which gloo does not have.
+        unit.set_force_sum_reduction_for_comms(True)
+        if mesh.fsdp.size() > 1:  # one process has nothing to divide by
+            unit.set_gradient_divide_factor(1.0)
     for stack in interface.stacks:
         modules = [model.get_submodule(name) for name in stack]
         units: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
@@ -63,7 +61,7 @@ def shard_blocks_and_root(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> s
     layout = f"{stage} over {shard}" if shard > 1 else "no sharding"
     copies = f" x {replicate} replicas" if replicate > 1 else ""
     offload = ", offloaded to the host" if config.cpu_offload else ""
-    ahead = f", {config.prefetch} blocks gathered ahead" if config.prefetch > 1 and has_parts else ""
+    ahead = f", {config.prefetch} blocks gathered ahead" if config.prefetch > 1 else ""
     return f"fsdp: {layout}{copies}, {config.param_dtype} compute, {config.reduce_dtype} reduction{ahead}{offload}"
 
 
@@ -91,153 +89,6 @@ def _shards(mesh: Mesh) -> int:
     return mesh.degrees.shard * mesh.degrees.context
 
 
-def _sum_gradients(units: Sequence[FSDPModule], mesh: Mesh, config: FSDPConfig) -> None:
-    if _shards(mesh) == 1 and not config.cpu_offload:
-        whole = _WholeGradients(mesh.replicate_group if mesh.degrees.replicate > 1 else None)
-        for unit in units:
-            whole.take_from(unit)
-        return
-    for unit in units:
-        # Else a factor of one still takes NCCL's slower pre-multiplied sum, which gloo does not have.
-        unit.set_force_sum_reduction_for_comms(True)
-        if mesh.fsdp.size() > 1:  # one process has nothing to divide by
-            unit.set_gradient_divide_factor(1.0)
-
-
-class _WholeGradients:
-    """Hands over gradients where FSDP shards nothing: on one process as they are, of replicas as their sum.
-
-    FSDP's own reduction would keep those of a unit until its end, copy those of one process into a buffer, and wait on
-    a CPU for each sum of replicas. This takes each gradient as soon as it is there, and waits for sums once, at the end
-    of the backward pass, as DistributedDataParallel does. torch 2.11 to 2.13 have no public name for what happens
-    before and after a unit's backward pass.
-    """
-
-    def __init__(self, replicas: dist.ProcessGroup | None) -> None:
-        self._replicas = replicas
-        self._sums: _Sums | None = None
-        self._hooked: set[Any] = set()
-
-    def take_from(self, unit: FSDPModule) -> None:
-        """Call this once for a unit."""
-        group: Any = unit._get_fsdp_state()._fsdp_param_group
-        if group is not None:
-            group.pre_backward = partial(self._pre_backward, group, group.pre_backward)
-            group.post_backward = partial(self._post_backward, group, group.post_backward)
-
-    def _pre_backward(self, group: Any, pre_backward: Callable[..., None], *arguments: Any) -> None:
-        for parameter in group.fsdp_params:
-            if parameter in self._hooked or not hasattr(parameter, "_unsharded_param"):  # no forward pass has used it
-                continue
-            whole = parameter._unsharded_param
-            as_it_is = group._reduce_dtype is None and whole.dtype == parameter.orig_dtype
-            if whole.requires_grad and (self._replicas is not None or not as_it_is):
-                self._hooked.add(parameter)
-                whole.register_post_accumulate_grad_hook(partial(self._at_once, group, parameter))
-        pre_backward(*arguments)
-
-    def _post_backward(self, group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
-        if group.reduce_grads:  # what no hook has taken
-            self._take(group, group.fsdp_params)
-        post_backward(*unused)  # reshards, and finds nothing to reduce
-
-    def _at_once(self, group: Any, parameter: Any, whole: Tensor) -> None:
-        if group.reduce_grads:  # of the last micro-batch
-            self._take(group, [parameter])
-        else:  # add it up in the type of the sum
-            parameter.accumulate_unsharded_grad_if_needed()
-            parameter.to_accumulated_grad_if_needed()
-
-    def _take(self, group: Any, parameters: Sequence[Any]) -> None:
-        gradients = _taken(parameters)
-        if self._replicas is None:
-            _hand_over(gradients)
-        elif gradients:
-            self._of_this_pass(self._replicas, group._reduce_dtype).add(gradients)
-
-    def _of_this_pass(self, replicas: dist.ProcessGroup, dtype: torch.dtype | None) -> "_Sums":
-        """The sums of the running backward pass, not those of one that has raised."""
-        running = torch._C._current_graph_task_id()
-        if self._sums is None or self._sums.backward_pass != running:
-            self._sums = _Sums(running, replicas, dtype)
-            torch.autograd.Variable._execution_engine.queue_callback(self._sums.finish)
-        return self._sums
-
-
-class _Sums:
-    """The sums over replicas of the gradients of one backward pass."""
-
-    def __init__(self, backward_pass: int, replicas: dist.ProcessGroup, dtype: torch.dtype | None) -> None:
-        """dtype: of the sums, unless it is that of the gradients."""
-        self.backward_pass = backward_pass
-        self._replicas, self._dtype = replicas, dtype
-        self._waiting: list[tuple[Any, Tensor]] = []
-        self._running: list[tuple[dist.Work, list[tuple[Any, Tensor]]]] = []
-
-    def add(self, gradients: list[tuple[Any, Tensor]]) -> None:
-        """Start the sums of large gradients at once, and those of small ones once they are enough."""
-        for parameter, gradient in gradients:
-            is_sum = self._dtype in (None, gradient.dtype) and gradient.is_contiguous()
-            if gradient.nbytes >= SUMMED_TOGETHER and is_sum:
-                self._start([(parameter, gradient)], gradient, [gradient])  # where it is
-            else:
-                self._waiting.append((parameter, gradient))
-        if sum(gradient.nbytes for _, gradient in self._waiting) >= SUMMED_TOGETHER:
-            self._start_waiting()
-
-    @record_function("FSDP::post_backward_reduce")  # the scope by which profiles know FSDP's own sums
-    def _start_waiting(self) -> None:
-        if not (gradients := self._waiting):
-            return
-        self._waiting = []
-        sizes = [gradient.numel() for _, gradient in gradients]
-        message = gradients[0][1].new_empty(sum(sizes), dtype=self._dtype)
-        parts = [part.view_as(one) for part, (_, one) in zip(message.split(sizes), gradients, strict=True)]
-        torch._foreach_copy_(parts, [gradient for _, gradient in gradients])
-        self._start(gradients, message, parts)
-
-    @record_function("FSDP::post_backward_reduce")
-    def _start(self, gradients: list[tuple[Any, Tensor]], message: Tensor, parts: list[Tensor]) -> None:
-        work = dist.all_reduce(message, group=self._replicas, async_op=True)
-        assert work is not None
-        self._running.append((work, [(parameter, part) for (parameter, _), part in zip(gradients, parts, strict=True)]))
-
-    def finish(self) -> None:
-        """Wait for each sum and hand it over, which frees its message before the next one."""
-        self._start_waiting()
-        while self._running:
-            work, summed = self._running.pop(0)
-            wait_for(work)
-            _hand_over(summed)
-
-
-def _taken(parameters: Sequence[Any]) -> list[tuple[Any, Tensor]]:
-    """FSDP's parameters and the sums of their gradients over micro-batches, where they have any; FSDP forgets these."""
-    found = []
-    for parameter in parameters:
-        if (whole := getattr(parameter, "_unsharded_param", None)) is None:
-            continue
-        parameter.accumulate_unsharded_grad_if_needed()
-        if parameter.unsharded_accumulated_grad is not None:
-            gradient = parameter.unsharded_accumulated_grad_data
-        elif whole.grad is not None:
-            gradient = parameter.unsharded_grad_data
-        else:
-            continue
-        parameter.unsharded_accumulated_grad = whole.grad = None
-        found.append((parameter, gradient))
-    return found
-
-
-def _hand_over(gradients: list[tuple[Any, Tensor]]) -> None:
-    for parameter, gradient in gradients:
-        gradient, earlier = gradient.to(parameter.orig_dtype), parameter.sharded_param.grad
-        if earlier is None:
-            parameter.sharded_param.grad = parameter.to_sharded_dtensor(gradient)
-        else:  # of a unit that is called twice, or of a micro-batch before
-            earlier._local_tensor += gradient
-
-
 def reshard(model: nn.Module) -> None:
     """Put the shards back where a forward pass without a backward pass has left gathered weights, of any layer."""
     for unit in units_of(model):
@@ -248,15 +99,6 @@ def without_idle_resharding(mesh: Mesh, config: FSDPConfig, *, float8_gathers: b
     """The same, without resharding where the shards themselves compute: it would free nothing, but cost time."""
     idle = _shards_are_whole(mesh, config) and config.param_dtype == "float32" and not float8_gathers
     return replace(config, reshard_after_forward=False) if idle else config
-
-
-def _root_is_enough(mesh: Mesh, config: FSDPConfig) -> bool:
-    """Whether further units would only cost the host time: nothing is gathered, and all weights stay until the end."""
-    return _shards_are_whole(mesh, config) and not config.reshard_after_forward
-
-
-def _gathers_float8(model: nn.Module) -> bool:
-    return any(hasattr(parameter, "fsdp_pre_all_gather") for parameter in model.parameters())
 
 
 def units_of(model: nn.Module) -> tuple[FSDPModule, ...]:

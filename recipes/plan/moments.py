@@ -36,11 +36,9 @@ def fullest_layers(size: Sizes) -> Collection[int]:
 
     Between the first ones, which gather less ahead, and the last one, what lives changes by as much from each
     block to the next, as long as they run alike. If some recompute, it grows, or shrinks, from each of a kind to
-    the next of that kind; otherwise these are all blocks, as where small gradients wait for a message of replicas.
+    the next of that kind; otherwise these are all blocks.
     """
     layers, ahead = size.recipe.model.layers, size.recipe.fsdp.prefetch
-    if size.is_whole and size.degrees.replicate > 1:
-        return range(layers)
     ends = {0, min(1, layers - 1), min(ahead, layers - 1), max(0, layers - 2), layers - 1}
     recomputed, count = {*size.recomputed}, len(size.recomputed)
     if count in (0, layers):
@@ -64,7 +62,7 @@ def _gradients_per_block(size: Sizes) -> list[int]:
     share = 4 * size.block.share * (not size.recipe.fsdp.cpu_offload)
     last = size.accumulates * waiting - share
     before = [-waiting if size.micro_batches == 2 else 0] * size.accumulates
-    return [last + (size.keeps_blocks and not size.one_unit) * size.gathered_block, *before]
+    return [last + size.keeps_blocks * size.gathered_block, *before]
 
 
 # What several moments share.
@@ -100,8 +98,6 @@ def _gradients_before(size: Sizes, layers: int) -> Pieces:
 
 def _weights(size: Sizes, layers: int, *, head: bool, buffers: int) -> Pieces:
     """Gathered ones: of so many blocks, of the head if it is tied or not used yet, and what they arrive in."""
-    if size.one_unit:
-        layers, head = size.recipe.model.layers, True
     tables = int(size.tied or head) + int(not size.tied and size.keeps_blocks)
     gathered = size.gathered * (tables * size.table.whole + size.norm.whole) + layers * size.gathered_block
     return {"gathered weights": gathered, "gathering": buffers if size.shards > 1 else 0}
@@ -179,7 +175,7 @@ def _reduced_head(size: Sizes) -> Pieces:
     layers = size.recipe.model.layers
     return {
         **_gradients(size, layers, head=True),
-        **_weights(size, size.keeps_blocks * layers, head=size.is_whole, buffers=_next_gather(size, layers)),
+        **_weights(size, size.keeps_blocks * layers, head=False, buffers=_next_gather(size, layers)),
         **_saved(size, layers, norm=True),
         "new gradients": size.new(size.table) + size.stream,
         "reduction": size.reduction(size.table),
@@ -212,10 +208,7 @@ def _fuller(last: Pieces, before: Pieces) -> Pieces:
 def _inside(size: Sizes, layer: int) -> Pieces:
     """What the backward pass of a block makes where it has most."""
     model, tied = size.recipe.model, size.new_of_tied_head
-    element = size.element
-    if size.is_whole:  # the gradient has been added to others, or handed over
-        element = 0 if size.accumulates else 4
-    down = element * model.width * model.feed_forward_width // size.degrees.tensor
+    down = size.element * model.width * model.feed_forward_width // size.degrees.tensor
     at_swiglu = round(size.tokens * size.beside_saved[layer in size.recomputed])
     gathering = (2 * size.read + size.stream) * size.cut  # the gradient of its output, before all else
     if gathering > at_swiglu + down:
@@ -225,13 +218,12 @@ def _inside(size: Sizes, layer: int) -> Pieces:
 
 def _reduced_block(size: Sizes, layer: int) -> Pieces:
     """The sum over processes of this block's gradients."""
-    still_gathered = layer * size.keeps_blocks + size.is_whole  # whole gradients are handed over before FSDP reshards
     return {
         **_gradients(size, layer + 1, head=False),
-        **_weights(size, still_gathered, head=False, buffers=_next_gather(size, layer)),
+        **_weights(size, layer * size.keeps_blocks, head=False, buffers=_next_gather(size, layer)),
         **_saved(size, layer),
         "new gradients": size.new_of_block + size.stream + size.new_of_tied_head,
-        "reduction": size.reduction(size.block, earlier=_computed_before(size, layer)),
+        "reduction": size.reduction(size.block),
     }
 
 
@@ -260,17 +252,10 @@ def _reduced_embedding(size: Sizes) -> Pieces:
     """The sum over processes of that."""
     return {
         **_gradients(size, 0, head=False),
-        **(_weights(size, 0, head=False, buffers=0) if size.is_whole else {}),
         **_saved(size, 0, rotations=False),
         "new gradients": size.new(size.table),
-        "reduction": size.reduction(size.table, earlier=_computed_before(size, -1)),
+        "reduction": size.reduction(size.table),
     }
-
-
-def _computed_before(size: Sizes, layer: int) -> int:
-    """Parameters whose gradients are complete before those of this block."""
-    blocks = size.recipe.model.layers - 1 - layer
-    return blocks * size.block.whole + size.norm.whole + (not size.tied) * size.table.whole
 
 
 def _optimizer(size: Sizes) -> Pieces:

@@ -6,7 +6,7 @@ from functools import cached_property
 from math import gcd
 
 from models.activations import Kept, Widths, at_swiglu_per_token, saved_per_token
-from parallel.config import SUMMED_TOGETHER, MeshDegrees
+from parallel.config import MeshDegrees
 from recipes.plan.work import not_float8
 from recipes.recipe.schema import Recipe
 
@@ -120,17 +120,6 @@ class Sizes:
         return 0 if whole and self.element == 4 else self.element
 
     @cached_property
-    def is_whole(self) -> bool:
-        """Whether FSDP shards nothing: each gradient is handed over, or given to the sums of replicas, at once."""
-        return self.shards == 1 and not self.recipe.fsdp.cpu_offload
-
-    @cached_property
-    def one_unit(self) -> bool:
-        """Whether all weights stay until the backward pass ends."""
-        kept = self.keeps_blocks or self.gathered == 0
-        return self.is_whole and not self.cut and kept and not self.recipe.float8.all_gather
-
-    @cached_property
     def gathered_block(self) -> int:
         """Bytes of a block's weights as they arrive."""
         if self.recipe.float8.all_gather and not not_float8(self.recipe.float8):  # else at most as without
@@ -214,26 +203,16 @@ class Sizes:
 
     @cached_property
     def new_of_block(self) -> int:
-        """Bytes of a block's new gradients at its end, where they have not become float32 one by one."""
-        return self.new(self.block) if not self.is_whole or self.element == 4 else 0
+        """Bytes of a block's new gradients at its end."""
+        return self.new(self.block)
 
-    def reduction(self, unit: Unit, *, earlier: int = 0) -> int:
-        """Bytes of what is summed over processes, and of the sum in float32; of whole gradients, of copies of them.
-
-        earlier: parameters whose gradients were complete before, of which replicas may keep some for one message.
-        """
-        if not self.is_whole:
-            return self.waiting(unit.whole) + 4 * unit.share
-        gradient = self.reduced if self.accumulates else self.element
-        kept = earlier
-        if unit == self.block or gradient == 4:  # else the unit's own are counted as new ones
-            kept += unit.whole
-        together = min(SUMMED_TOGETHER, gradient * kept) if self.degrees.replicate > 1 else 0
-        return 4 * unit.whole * (gradient != 4) + together
+    def reduction(self, unit: Unit) -> int:
+        """Bytes of what is summed over processes, and of the sum in float32."""
+        return self.waiting(unit.whole) + 4 * unit.share
 
     def waiting(self, whole: int) -> int:
         """Bytes of what is being summed, beside the sum."""
-        return 0 if self.is_whole else self.reduced * whole
+        return self.reduced * whole
 
     @cached_property
     def new_of_tied_head(self) -> int:

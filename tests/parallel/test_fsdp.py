@@ -2,23 +2,19 @@
 
 from collections import Counter
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.decoder import Decoder
 from models.sizes import SIZES
-from parallel import fsdp
 from parallel.config import Float8Config, FSDPConfig, MeshConfig, MeshDegrees
 from parallel.dist import start, stop
 from parallel.float8 import precompute_scales
-from parallel.fsdp import units_of, without_idle_resharding
+from parallel.fsdp import without_idle_resharding
 from parallel.materialize import materialize, whole
 from parallel.mesh import build_mesh
 from tests.build import NO_FLOAT8, build_model
@@ -129,40 +125,6 @@ def test_zero2_casts_each_weight_to_float8_once_a_step(sizes: dict[str, int]) ->
         assert found["_to_copy float8_e4m3fn"] == casts * sizes["matrices"]
 
 
-def written_by_replicas(together: int) -> tuple[dict[str, int], int]:
-    """(as of written(), messages of gradients) of a step of two replicas that sum so many bytes in one message."""
-    fsdp.SUMMED_TOGETHER = together
-    start("cpu", seed=0)
-    config = FSDPConfig(reshard_after_forward=False, param_dtype="float32")
-    model, _ = build_model(DEBUG, mesh=MESHES["replicas"], fsdp=config)
-    messages, all_reduce = 0, dist.all_reduce
-
-    def counting(*args: Any, **options: Any) -> Any:
-        nonlocal messages
-        messages += 1
-        return all_reduce(*args, **options)
-
-    dist.all_reduce = counting
-    for counted in (Written(), Written()):  # FSDP sets itself up in the first
-        messages = 0
-        with counted:
-            train(model, micro_batches(1), zero2=True)
-        model.zero_grad()
-    stop()
-    return {name: elements for name, elements in counted.elements.items() if elements > 10_000}, messages
-
-
-@pytest.mark.slow
-def test_replicas_copy_small_gradients_into_one_message(sizes: dict[str, int]) -> None:
-    assert run_processes(2, written_by_replicas, 2**30) == [({"_foreach_copy_ float32": sizes["all"]}, 1)] * 2
-
-
-@pytest.mark.slow
-def test_replicas_sum_large_gradients_where_they_are() -> None:
-    matrices = 7 * DEBUG.layers + 2
-    assert run_processes(2, written_by_replicas, 2**15) == [({}, matrices + 1)] * 2  # and all norms together
-
-
 # Numbers
 
 
@@ -223,9 +185,8 @@ def test_one_process_repeats_a_loop_without_fsdp_to_the_bit(dtype: str, zero2: b
         optimizer.zero_grad()
 
 
-def different_sums(zero2: bool, together: int) -> dict[str, list[str]]:
+def different_sums(zero2: bool) -> dict[str, list[str]]:
     """By mesh, the gradients that are not the sum of those of all processes, each of which has its own micro-batch."""
-    fsdp.SUMMED_TOGETHER = together
     world = start("cpu", seed=0)
     reference, _ = plain(torch.float32)
     for rank in range(world.size):
@@ -245,142 +206,9 @@ def different_sums(zero2: bool, together: int) -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("zero2", "together"), [(False, 2**30), (True, 2**30), (True, 2**15)])
-def test_two_processes_sum_gradients_to_the_bit(zero2: bool, together: int) -> None:
-    """Replicas in one message for all parameters, or each matrix where it is."""
-    assert run_processes(2, different_sums, zero2, together) == [{"shards": [], "replicas": []}] * 2
-
-
-def unlike_those_of_fsdp(processes: int, zero2: bool, together: int) -> list[str]:
-    """Gradients of whole parameters that are not what FSDP's own reduction returns."""
-    fsdp.SUMMED_TOGETHER = together
-    start("cpu", seed=0)
-    different = []
-    for computed, reduced in (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")):
-        found = []
-        for own in (False, True):
-            config = FSDPConfig(reshard_after_forward=not zero2, param_dtype=computed, reduce_dtype=reduced)  # type: ignore[arg-type]
-            model, _ = build_model(DEBUG, mesh=MeshConfig(replicate=processes, shard=1), fsdp=config)
-            for unit in units_of(model) if own else ():
-                group = unit._get_fsdp_state()._fsdp_param_group
-                del group.pre_backward, group.post_backward
-                unit.set_force_sum_reduction_for_comms(True)
-                unit.set_gradient_divide_factor(1.0)
-            train(model, micro_batches(3), zero2=zero2)
-            found.append(gradients(model))
-        ours, theirs = found
-        assert ours.keys() == theirs.keys()
-        for name, one in ours.items():
-            other = theirs[name]
-            assert one.dtype == other.dtype == torch.float32
-            assert one.placements == other.placements and one.device_mesh == other.device_mesh
-            if not torch.equal(one.to_local(), other.to_local()):
-                different.append(f"{name}, {computed}, reduced in {reduced}")
-    stop()
-    return different
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("zero2", "together"), [(False, 2**30), (True, 2**30), (True, 2**15)])
-@pytest.mark.parametrize("processes", [1, 2])
-def test_whole_gradients_are_those_that_fsdps_own_reduction_returns(processes: int, zero2: bool, together: int) -> None:
-    assert run_processes(processes, unlike_those_of_fsdp, processes, zero2, together) == [[]] * processes
-
-
-def with_gradients(processes: int) -> list[list[str]]:
-    """By dtype, the parameters that have a gradient although they are frozen, or have none although they are not."""
-    start("cpu", seed=0)
-    found = []
-    for dtype in ("float32", "bfloat16"):
-        config = FSDPConfig(reshard_after_forward=False, param_dtype=dtype)  # type: ignore[arg-type]
-        model, _ = build_model(DEBUG, mesh=MeshConfig(replicate=processes, shard=1), fsdp=config)
-        frozen = model.blocks[0].attention.q_proj.weight.requires_grad_(False)
-        train(model, micro_batches(2), zero2=True)
-        found.append([key for key, one in model.named_parameters() if (one.grad is None) != (one is frozen)])
-    stop()
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_frozen_parameter_has_no_gradient(processes: int) -> None:
-    assert run_processes(processes, with_gradients, processes) == [[[], []]] * processes
-
-
-def unlike_a_sum(processes: int) -> list[str]:
-    """Gradients that are not twice those of one backward pass after two."""
-    start("cpu", seed=0)
-    model, _ = build_model(DEBUG, mesh=MeshConfig(replicate=processes, shard=1))
-    [tokens] = micro_batches(1)
-    found = []
-    for passes in (1, 2):
-        for _ in range(passes):
-            model(tokens, tokens).backward()
-        found.append({name: gradient.to_local().clone() for name, gradient in gradients(model).items()})
-        model.zero_grad()
-    stop()
-    return [name for name, gradient in found[0].items() if not torch.equal(2 * gradient, found[1][name])]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_several_backward_passes_sum_whole_gradients(processes: int) -> None:
-    assert run_processes(processes, unlike_a_sum, processes) == [[]] * processes
-
-
-def gradients_after_a_failed_pass(at: str) -> list[int]:
-    """How many parameters have a gradient after each of two backward passes that follow one that raised."""
-    fsdp.SUMMED_TOGETHER = 2**15
-    start("cpu", seed=0)
-    model, _ = build_model(DEBUG, mesh=MESHES["replicas"])
-    [tokens] = micro_batches(1)
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("in the middle of the backward pass")
-
-    of_block = at == "a block"
-    failing: Any = (
-        model.blocks[0].register_full_backward_pre_hook(fail) if of_block else patch.object(fsdp, "wait_for", fail)
-    )
-    with failing, pytest.raises(RuntimeError, match="in the middle") as kept:  # with the frames that it was raised in
-        model(tokens, tokens).backward()
-    model.reset_iter_state()
-    model.zero_grad()
-    found = []
-    for _ in range(2):
-        model(tokens, tokens).backward()
-        found.append(sum(gradient is not None for gradient in gradients(model).values()))
-        model.zero_grad()
-    stop()
-    assert kept.value
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("at", ["a block", "the sums"])
-@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="this torch cannot go on after a failed pass")
-def test_replicas_sum_gradients_again_after_a_failed_backward_pass(at: str) -> None:
-    [one, other] = run_processes(2, gradients_after_a_failed_pass, at)
-    assert one == other == [len(list(Decoder(DEBUG).parameters()))] * 2
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(
-    ("dtype", "zero2", "float8", "units"),
-    [
-        ("float32", True, NO_FLOAT8, 1),
-        ("float32", False, NO_FLOAT8, 3 + DEBUG.layers),
-        ("bfloat16", True, NO_FLOAT8, 1),
-        ("bfloat16", False, NO_FLOAT8, 3 + DEBUG.layers),
-        ("bfloat16", True, TENSORWISE, 3 + DEBUG.layers),
-    ],
-)
-def test_parts_are_units_only_where_they_are_gathered_or_freed(
-    dtype: str, zero2: bool, float8: Float8Config, units: int
-) -> None:
-    config = FSDPConfig(param_dtype=dtype, reshard_after_forward=not zero2)  # type: ignore[arg-type]
-    model, _ = build_model(DEBUG, fsdp=config, float8=float8)
-    assert len(units_of(model)) == units
+@pytest.mark.parametrize("zero2", [False, True])
+def test_two_processes_sum_gradients_to_the_bit(zero2: bool) -> None:
+    assert run_processes(2, different_sums, zero2) == [{"shards": [], "replicas": []}] * 2
 
 
 @pytest.mark.usefixtures("alone")
