@@ -3,6 +3,7 @@
 import inspect
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -87,6 +88,20 @@ def _shared_parameters(model: nn.Module) -> set[nn.Parameter]:
 def _shards(mesh: Mesh) -> int:
     """Into how many parts FSDP cuts each parameter."""
     return mesh.degrees.shard * mesh.degrees.context
+
+
+def expect_micro_batch(units: Sequence[FSDPModule], *, is_last: bool, reshards: bool) -> None:
+    """Prepare the units for a micro-batch of a step.
+
+    Args:
+        units: see units_of().
+        is_last: whether it ends the step: gradients are reduced once, when they have been added up.
+        reshards: whether weights are gathered anew for each micro-batch; with ZeRO-2 they stay until the step ends.
+    """
+    for unit in units:
+        unit.set_requires_gradient_sync(is_last, recurse=False)
+        if not reshards:
+            unit.set_reshard_after_backward(is_last, recurse=False)
 
 
 def reshard(model: nn.Module) -> None:

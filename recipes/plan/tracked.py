@@ -25,7 +25,7 @@ from models.encoder_decoder import EncoderDecoderInputs
 from models.interface import interface_of
 from models.loss import Kernels, SummedLoss
 from parallel.config import CompileConfig, MeshDegrees
-from parallel.fsdp import compute_with_whole_shards, units_of, without_idle_resharding
+from parallel.fsdp import compute_with_whole_shards, expect_micro_batch, units_of, without_idle_resharding
 from parallel.materialize import plain_name
 from parallel.mesh import Mesh, build_mesh
 from parallel.order import parallelize
@@ -186,11 +186,9 @@ class _Step:
 
     def _train(self, batches: list[MicroBatch]) -> None:
         for index, (inputs, targets, documents) in enumerate(batches):
-            last = index == len(batches) - 1
-            for unit in self._units:
-                unit.set_requires_gradient_sync(last, recurse=False)
-                if not self._fsdp.reshard_after_forward:
-                    unit.set_reshard_after_backward(last, recurse=False)
+            expect_micro_batch(
+                self._units, is_last=index == len(batches) - 1, reshards=self._fsdp.reshard_after_forward
+            )
             backward(self._model(inputs, targets, documents=documents) / 1)
         norm = gradient_norm(self._parameters)
         if self._recipe.optimizer.grad_clip > 0:

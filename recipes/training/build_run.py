@@ -16,6 +16,7 @@ from recipes.data.text.tokenizer import Tokenizer
 from recipes.files.layout import LOG_FILE
 from recipes.files.lock import FolderLock
 from recipes.metrics.clock import RunClock
+from recipes.metrics.throughput import Throughput
 from recipes.optimization.optimizer import matrices_of
 from recipes.optimization.skip_steps import StepGuard
 from recipes.recipe.load import LoadedRecipe
@@ -55,16 +56,33 @@ class Run:
     guard: StepGuard
     recorder: Recorder
     interruption: Interruption
-    observers: "tuple[StepProfiler | CastSampler, ...]"
-    """What the recipe asks to watch steps with; each is entered around every step."""
+    profiler: "StepProfiler | None"
+    sampler: "CastSampler | None"
     description: Description
     """What accompanies the weights wherever they go."""
     tasks: Callable[[], Mapping[str, float]]
     """Evaluates the tasks of the validation: "TASK/METRIC" -> value."""
     stage: Stage
     """The part of the run that this is, whose steps it takes."""
-    kept: Kept
-    """What the next stage takes over."""
+    start: Start
+
+    @property
+    def observers(self) -> "tuple[StepProfiler | CastSampler, ...]":
+        """What the recipe asks to watch steps with; each is entered around every step."""
+        return tuple(observer for observer in (self.profiler, self.sampler) if observer is not None)
+
+    @property
+    def kept(self) -> Kept:
+        """What the next stage takes over."""
+        return Kept(
+            step=self.stage.last,
+            mesh=self.built.mesh,
+            interruption=self.interruption,
+            metrics=self.recorder.metrics,
+            goodput=self.recorder.goodput,
+            profiler=self.profiler,
+            start=self.start,
+        )
 
 
 def build_run(
@@ -111,48 +129,71 @@ def _build_stage(
     stage = stage_of(loaded.recipe, begin.step)
     recipe = stage.recipe
     weights = weights_for(loaded, begin)
-    assert weights is not None or not recipe.model.weights, "a recipe whose weights load_run() has not located"
     starts_from = weights if recipe.model.weights and begin.checkpoint is None else None
     built = build(recipe, world, weights=starts_from, mesh=_mesh_of(recipe, world, after))
     throughput = surroundings.throughput(recipe, world)
-    header = run_header(stage, built.mesh.degrees, throughput, built.report)
-    for line in (*header, *surroundings.predicted_memory(recipe, built.mesh, world.device)):
-        console.log(line, style=None if line.startswith(" ") else "bold")
-    if starts_from is not None:
-        console.log(f"weights from {starts_from.path}")
-    several = at_several_lengths(loaded.recipe)
-    loader = _open_data(recipe, world, built.mesh, weights, begin, console, several)
-    for line in notes(recipe, entries=loader.tokenizer.vocabulary):
-        console.log(line)
+    _log_header(stage, world, console, built=built, throughput=throughput, starts_from=starts_from)
+    loader = _open_data(recipe, world, built.mesh, weights, begin, console, at_several_lengths(loaded.recipe))
     description = _describe(recipe, loader, weights, begin, console)
     tasks = _validation_tasks(recipe, built, description, world, clock) if recipe.validation.tasks else dict
     checkpoints = open_checkpoints(recipe, loader, description, begin, console)
     progress = resume(recipe, built, loader, checkpoints, begin, console)
-    if stage_of(loaded.recipe, progress.get("step", 0)).number != stage.number:
-        loader.close()
-        raise FellBack(progress["step"])
     clock.step = progress.get("step", 0)
-    if checkpoints and recipe.checkpoint.every and clock.step < recipe.run.steps:
-        moments, matrices = getattr(torch, recipe.optimizer.state_dtype), matrices_of(built.optimizer)
-        checkpoints.require_space(built.parameters, moments=moments, matrices=matrices)
+    if stage_of(loaded.recipe, clock.step).number != stage.number:
+        loader.close()
+        raise FellBack(clock.step)
+    _require_space(checkpoints, built, recipe, done=clock.step)
     # Only now: until here a signal ends the process, and a run that could not start leaves nothing behind.
     interruption = after.interruption if after else Interruption()
     if lock:
-        _claim_folder(loaded.recipe, world, built.mesh, console, clock, lock)
-        on_main(world, lambda: begin.note_origin(loaded.recipe))
+        _claim_folder(loaded.recipe, world, built.mesh, console, clock, lock, begin)
     if clock.step < recipe.run.steps:  # a finished run reads nothing more, and has its list
         loader.list_bad_rows_in(recipe.run.folder)
     guard = _guard(recipe, world, built, progress)
-    measured = (built.mesh, built.model, clock, console, loader, guard, throughput, progress)
-    recorder = Recorder(recipe, world, *measured, after=after)
+    recorder = Recorder(
+        recipe, world, built, clock, console, loader, guard=guard, throughput=throughput, progress=progress, after=after
+    )
     recorder.metrics.stage = stage.name
-    profiler = after.profiler if after else surroundings.profiler_of(recipe, world, clock, console)
-    sampler = surroundings.sampler_of(recipe, world, built, clock, console)
-    observers = tuple(observer for observer in (profiler, sampler) if observer is not None)
-    start = after.start if after else Start(clock.step, recorder.tokens(clock.step), time.perf_counter())
-    kept = Kept(stage.last, built.mesh, interruption, recorder.metrics, recorder.goodput, profiler, start)
-    parts = (built, loader, checkpoints, guard, recorder, interruption, observers, description, tasks)
-    return Run(recipe, world, console, clock, *parts, stage, kept)
+    return Run(
+        recipe=recipe,
+        world=world,
+        console=console,
+        clock=clock,
+        built=built,
+        loader=loader,
+        checkpoints=checkpoints,
+        guard=guard,
+        recorder=recorder,
+        interruption=interruption,
+        profiler=after.profiler if after else surroundings.profiler_of(recipe, world, clock, console),
+        sampler=surroundings.sampler_of(recipe, world, built, clock, console),
+        description=description,
+        tasks=tasks,
+        stage=stage,
+        start=after.start if after else Start(clock.step, recorder.tokens(clock.step), time.perf_counter()),
+    )
+
+
+def _log_header(
+    stage: Stage,
+    world: World,
+    console: Console,
+    *,
+    built: Built,
+    throughput: Throughput,
+    starts_from: Weights | None,
+) -> None:
+    header = run_header(stage, built.mesh.degrees, throughput, built.report)
+    for line in (*header, *surroundings.predicted_memory(stage.recipe, built.mesh, world.device)):
+        console.log(line, style=None if line.startswith(" ") else "bold")
+    if starts_from is not None:
+        console.log(f"weights from {starts_from.path}")
+
+
+def _require_space(checkpoints: "Checkpoints | None", built: Built, recipe: Recipe, *, done: int) -> None:
+    if checkpoints and recipe.checkpoint.every and done < recipe.run.steps:
+        moments, matrices = getattr(torch, recipe.optimizer.state_dtype), matrices_of(built.optimizer)
+        checkpoints.require_space(built.parameters, moments=moments, matrices=matrices)
 
 
 def _guard(recipe: Recipe, world: World, built: Built, progress: Mapping[str, Any]) -> StepGuard:
@@ -173,12 +214,19 @@ def _mesh_of(recipe: Recipe, world: World, after: Kept | None) -> Mesh | None:
 
 
 def _claim_folder(
-    recipe: Recipe, world: World, mesh: Mesh, console: Console, clock: RunClock, lock: FolderLock
+    recipe: Recipe,
+    world: World,
+    mesh: Mesh,
+    console: Console,
+    clock: RunClock,
+    lock: FolderLock,
+    begin: Beginning,
 ) -> None:
     about = surroundings.environment_of(world, mesh, console)
     for note in on_main(world, lambda: claim_run_folder(recipe, done=clock.step, environment=about, lock=lock)):
         console.log(note)
     console.open_log(recipe.run.folder / LOG_FILE)
+    on_main(world, lambda: begin.note_origin(recipe))
 
 
 def _describe(
@@ -218,7 +266,7 @@ def _open_data(
         from recipes.weights.pairing import pairing_of
 
         pairing = pairing_of(recipe.data, recipe.model, weights)
-    return DataLoader(
+    loader = DataLoader(
         recipe.data,
         recipe.batch,
         world=world,
@@ -233,6 +281,9 @@ def _open_data(
         pairing=pairing,
         at_several_lengths=several,
     )
+    for line in notes(recipe, entries=loader.tokenizer.vocabulary):
+        console.log(line)
+    return loader
 
 
 def _validation_tasks(

@@ -8,11 +8,10 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.interface import interface_of
 from parallel.dist import World
-from parallel.mesh import Mesh
 from parallel.reduce import gather_loss_and_numbers
 from recipes.checkpoint.config import KEEP_BEST, VALIDATION
 from recipes.data.batches import MicroBatch
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from recipes.metrics.memory import GpuMemory
     from recipes.metrics.pair_lengths import PairLengths
     from recipes.training.border import Kept
-    from recipes.training.built import Found
+    from recipes.training.built import Built, Found
     from recipes.training.foresight import Foresight
 
 
@@ -44,11 +43,11 @@ class Recorder:
         self,
         recipe: Recipe,
         world: World,
-        mesh: Mesh,
-        model: nn.Module,
+        built: "Built",
         clock: RunClock,
         console: Console,
         loader: DataLoader,
+        *,
         guard: StepGuard,
         throughput: Throughput,
         progress: Mapping[str, Any],
@@ -58,6 +57,7 @@ class Recorder:
 
         after: what the stage before this one left, in the same process.
         """
+        mesh, model = built.mesh, built.model
         self._world, self._mesh, self._clock, self._console = world, mesh, clock, console
         self._loader, self._guard, self._throughput = loader, guard, throughput
         self._steps, self._folder = recipe.run.steps, recipe.run.folder

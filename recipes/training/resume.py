@@ -89,6 +89,7 @@ def weights_for(loaded: LoadedRecipe, begin: Beginning) -> Weights | None:
     if begin.of_trunk and begin.checkpoint is not None:
         return find_weights(begin.checkpoint)
     stale = found is not None and begin.checkpoint is None and recipe.run.folder in found.path.parents
+    assert found is not None or not recipe.model.weights, "a recipe whose weights load_run() has not located"
     return initial_weights(recipe.model.weights, recipe.run.folder) if stale else found
 
 

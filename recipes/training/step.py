@@ -11,6 +11,7 @@ from models.loss import IGNORED
 from parallel.dist import World
 from parallel.errors import CorruptState
 from parallel.float8 import precompute_scales
+from parallel.fsdp import expect_micro_batch
 from parallel.reduce import clipping_divisor, gradient_norm, share_gradients_of_copies, sum_over_group
 from recipes.data.batches import MicroBatch
 from recipes.metrics.clock import RunClock
@@ -46,11 +47,7 @@ def train_step(
     target_tokens = sum_over_group(counts.sum(), built.mesh.data_group)
     losses = torch.zeros(2 if built.z_loss else (), device=target_tokens.device)  # with one, it is the second
     for index, (inputs, targets, documents) in enumerate(clock.with_progress(micro_batches)):
-        last = index == len(micro_batches) - 1
-        for unit in built.units:
-            unit.set_requires_gradient_sync(last, recurse=False)  # only of their sum
-            if not built.reshard_after_forward:
-                unit.set_reshard_after_backward(last, recurse=False)  # ZeRO-2 gathers the weights once per step
+        expect_micro_batch(built.units, is_last=index == len(micro_batches) - 1, reshards=built.reshard_after_forward)
         if built.dropout_seed is not None:
             seed_random(built.dropout_seed, step, built.mesh.data_rank, index)
         micro_losses = model(inputs, targets, documents=documents) / target_tokens

@@ -24,7 +24,7 @@ class Trainer:
         self.built, self.loader, self.checkpoints = run.built, run.loader, run.checkpoints
         self.guard, self.recorder, self.interruption = run.guard, run.recorder, run.interruption
         self.description, self.observers, self.tasks = run.description, run.observers, run.tasks
-        self.stage, self.start = run.stage, run.kept.start
+        self.stage, self.start = run.stage, run.start
         self.folder, self.first_step = run.recipe.run.folder, run.clock.step
         self.check_replicas_every = run.recipe.run.check_replicas_every if run.built.mesh.degrees.have_copies else 0
         self.validation_loss: dict[str, float] = {}
