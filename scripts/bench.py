@@ -12,8 +12,16 @@ from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 explain_wrong_interpreter()
 
 SUITES = (
-    *("calibrate", "checkpoint", "codegen", "data", "families", "gpu", "kernels", "operators", "overhead"),
-    *("muon", "plan", "plan_memory", "step_time"),
+    "calibrate",
+    "checkpoint",
+    "codegen",
+    "data",
+    "gpu",
+    "kernels",
+    "operators",
+    "overhead",
+    "plan",
+    "plan_memory",
 )
 
 

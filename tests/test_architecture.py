@@ -185,9 +185,7 @@ def test_decoder_is_built_only_by_training_and_evaluation() -> None:
 
 @pytest.mark.parametrize(("library", "importer"), ONLY_IMPORTER.items())
 def test_library_has_only_one_importer(library: str, importer: str) -> None:
-    compared = (
-        {f"recipes/lab/bench/{file}.py" for file in ("peers", "families")} if library == "transformers" else set()
-    )
+    compared = {"recipes/lab/bench/peers.py"} if library == "transformers" else set()
     assert {name(file) for file in FILES if library in libraries(imports(file))} - compared <= {importer}
 
 

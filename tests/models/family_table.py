@@ -1,13 +1,10 @@
 """Which families of transformers train here, each from a tiny config.json: built, compared, exported and read back.
 
-`python scripts/bench.py --suite families --write-docs` writes the table of docs/models.md. One process on the CPU, in
-float32, against the model as transformers computes it with eager attention, and torch's AdamW.
+For the table of docs/models.md, which `pytest -m exhaustive tests/models/test_family_table.py` writes. One process
+on the CPU, in float32, against the model as transformers computes it with eager attention, and torch's AdamW.
 """
 
-import argparse
 import json
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,8 +24,7 @@ from parallel.errors import UserError
 from parallel.materialize import plain_name
 from recipes.data.batches import MicroBatch
 from recipes.data.text.tokenizer import Tokenizer, build_tokenizer
-from recipes.files.marks import between
-from recipes.lab.bench.family_configs import FAMILIES, SUPPORTED
+from recipes.files.markdown import table as markdown_table
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
 from recipes.recipe.load import CONFIGS, LoadedRecipe, load_run
@@ -37,38 +33,17 @@ from recipes.training.built import Built
 from recipes.training.step import train_step
 from recipes.weights.convert import export_model
 from recipes.weights.locate import trained_description
+from tests.models.family_configs import FAMILIES
 
 PAGE = CONFIGS.parent / "docs" / "models.md"
-BEGIN, END = "<!-- Written by bench.py --suite families. -->\n", "<!-- Written by bench.py --suite families: end. -->\n"
+BEGIN = "<!-- Written by tests/models/test_family_table.py. -->\n"
+END = "<!-- Written by tests/models/test_family_table.py: end. -->\n"
 STEPS, FEWER_STEPS = 10, 3
 LR = 1e-3
 ROWS, TOKENS, PROMPT_TOKENS = 4, 32, 24
 VOCABULARY = 512
 END_OF_DOCUMENT = 2
 Row = dict[str, Any]
-
-
-def main(arguments: list[str]) -> int:
-    """Measure and print; write the table where asked to. Returns 1 if a family is not as expected, else 0."""
-    parser = argparse.ArgumentParser(prog="bench.py --suite families", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--only", nargs="+", choices=list(FAMILIES), metavar="FAMILY", help="default: all of them")
-    parser.add_argument("--no-compile", action="store_true", help="skip what takes most of the time")
-    parser.add_argument("--write-docs", action="store_true", help="write the table of docs/models.md")
-    options = parser.parse_args(arguments)
-    if options.write_docs and (options.only or options.no_compile):
-        parser.error("--write-docs needs all families with compile; leave --only and --no-compile out")
-    rows = {}
-    for family in options.only or FAMILIES:
-        begin = time.monotonic()
-        rows[family] = measure(family, compiles=not options.no_compile)
-        print(f"{family} ({time.monotonic() - begin:.0f} s): {json.dumps(rows[family])}", flush=True)
-    if options.write_docs:
-        PAGE.write_text(between(PAGE.read_text(encoding="utf-8"), BEGIN, END, table(rows)), encoding="utf-8")
-        print(f"wrote the table of {PAGE}")
-    unexpected = [family for family, row in rows.items() if ("refused" not in row) != (family in SUPPORTED)]
-    if unexpected:
-        print(f"not as expected: {', '.join(unexpected)}", file=sys.stderr)
-    return 1 if unexpected else 0
 
 
 def measure(family: str, *, compiles: bool) -> Row:
@@ -327,15 +302,21 @@ COLUMNS: Mapping[str, str] = {
 def table(rows: Mapping[str, Row]) -> str:
     """Rows as markdown, then what is refused."""
     trained = {family: row for family, row in rows.items() if "refused" not in row}
-    lines = ["", f"| family | {' | '.join(COLUMNS.values())} |", "|---" * (len(COLUMNS) + 1) + "|"]
+    rows_of_trained = []
     for family, row in trained.items():
         cells = [_cell(row.get(column, "")) for column in COLUMNS]
-        if "path" in row:
-            cells[-1] = row["path"]
-        lines.append(f"| {family} | {' | '.join(cells)} |")
-    lines += ["", "| refused | why |", "|---|---|"]
-    lines += [f"| {family} | {row['refused']} |" for family, row in rows.items() if "refused" in row]
-    return "\n".join([*lines, ""])
+        rows_of_trained.append([family, *cells[:-1], row.get("path", cells[-1])])
+    refused = [(family, row["refused"]) for family, row in rows.items() if "refused" in row]
+    align = "l" * (len(COLUMNS) + 1)
+    return "\n".join(
+        [
+            "",
+            *markdown_table(("family", *COLUMNS.values()), rows_of_trained, align=align),
+            "",
+            *markdown_table(("refused", "why"), refused, align="ll"),
+            "",
+        ]
+    )
 
 
 def _cell(value: object) -> str:

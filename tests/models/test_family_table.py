@@ -4,8 +4,9 @@ import re
 
 import pytest
 
-from recipes.lab.bench.families import BEGIN, END, PAGE, main, measure, table
-from recipes.lab.bench.family_configs import FAMILIES, REFUSED, SUPPORTED
+from recipes.files.marks import between
+from tests.models.family_configs import FAMILIES, REFUSED, SUPPORTED
+from tests.models.family_table import BEGIN, END, PAGE, measure, table
 
 
 @pytest.mark.slow
@@ -34,10 +35,11 @@ def test_the_page_has_a_row_for_every_family_and_no_defect() -> None:
     assert "differs" not in trained and not re.search(r"e-0[1-5]\b|e\+", trained)
 
 
-def test_a_table_of_some_families_is_not_written(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--only", "GPT-2", "--write-docs"])
-    assert "--write-docs needs all families with compile" in capsys.readouterr().err
+@pytest.mark.exhaustive
+def test_every_family_is_as_expected_and_the_page_is_written() -> None:
+    rows = {family: measure(family, compiles=True) for family in FAMILIES}
+    PAGE.write_text(between(PAGE.read_text(encoding="utf-8"), BEGIN, END, table(rows)), encoding="utf-8")
+    assert [family for family, row in rows.items() if "refused" not in row] == [*SUPPORTED]
 
 
 def test_a_table_says_what_is_refused_apart() -> None:
