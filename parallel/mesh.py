@@ -114,7 +114,8 @@ def _share_timeout(groups: Iterable[ProcessGroup]) -> None:
 
     That is less than the watchdog allows a first step, a validation or a save, and NCCL would end the run.
     """
-    world = dist.distributed_c10d._get_default_group()
+    world = dist.group.WORLD
+    assert world is not None
     options = world._get_backend(world._device_types[0]).options
     if options is None:  # a fake group has none
         return
@@ -150,6 +151,6 @@ def _group_of(devices: DeviceMesh, axes: tuple[str, ...]) -> ProcessGroup:
     if len(wide) <= 1:
         return devices.get_group(wide[0] if wide else axes[0])
     selected = devices[axes]
-    if selected.size() == dist.get_world_size():
-        return dist.distributed_c10d._get_default_group()
+    if selected.size() == dist.get_world_size() and dist.group.WORLD is not None:
+        return dist.group.WORLD
     return selected._flatten().get_group()
