@@ -271,7 +271,12 @@ def _combinations() -> str:
     rows = [(feature, *(_cell(feature, column, cases) for column in COLUMNS)) for feature in combinations.FEATURES]
     lines = markdown_table(("", *COLUMNS), rows, align="l" * (len(COLUMNS) + 1))
     meshes = sorted({case.partition(":")[0] for case in cases})
-    last = f"{len(cases)} cases, on the meshes {', '.join(meshes)} (replicate.shard.context.tensor)."
+    compiled = [case for case in cases if "compile" in combinations.options_of(case)]
+    last = (
+        f"{len(cases)} cases, on the meshes {', '.join(meshes)} (replicate.shard.context.tensor). Of the"
+        f" {len(compiled)} compiled ones, scripts/test.sh --all runs the generated code of {len(combinations.GENERATED)} and the graphs"
+        " of the others; pytest -m exhaustive runs the code of all."
+    )
     return "\n".join(["", *lines, "", *wrap(last, 120), ""])
 
 

@@ -1,4 +1,4 @@
-"""Processes of a test that compile the same graphs, one after the other."""
+"""What tests compile: the same graphs in one process after the other, or graphs alone, without generated code."""
 
 import fcntl
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import compile_fx
 
 
@@ -26,4 +27,19 @@ def compiling_in_turn() -> Iterator[None]:
 
     path = Path(tempfile.gettempdir()) / f"shardwright-compiling-{os.getuid()}.lock"
     with open(path, "w") as file, mock.patch.object(compile_fx, "_compile_fx_inner", in_turn):
+        yield
+
+
+@contextmanager
+def graphs_only() -> Iterator[None]:
+    """Run the graphs that torch.compile hands to Inductor operator by operator, without generating code for them.
+
+    Code takes half a minute for a model of two blocks. Tracing, the joint graph, its partition and what is computed
+    again, where our hooks, collectives and checkpoints meet torch.compile, are as in a run.
+    """
+
+    def as_it_is(graph: Any, *_: Any, **__: Any) -> Any:
+        return make_boxed_func(graph.forward)
+
+    with mock.patch.object(compile_fx, "_compile_fx_inner", as_it_is):
         yield

@@ -5,8 +5,9 @@ combinations.py, and losses and norms are equal on all processes to the bit. Los
 that was wrong. The second step's loss and norm show the first one's update.
 """
 
+import math
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -28,10 +29,11 @@ from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe
 from recipes.training.build import build
 from recipes.training.step import train_step
-from tests.compiling import compiling_in_turn
+from tests.compiling import compiling_in_turn, graphs_only
 from tests.parallel.combinations import (
     CASES,
     FEATURES,
+    GENERATED,
     LENGTH,
     REFUSED,
     ROWS,
@@ -114,11 +116,12 @@ def documents_of(inputs: torch.Tensor, options: set[str]) -> Documents | None:
     return Documents.of(inputs, end_of_document=END) if "documents" in options else None
 
 
-def train_cases(cases: list[str], recipe: Recipe) -> list[dict[str, Any]]:
+def train_cases(cases: list[str], recipe: Recipe, generated: Collection[str] = GENERATED) -> list[dict[str, Any]]:
+    """What each case finds. generated: those that run generated code; of others, that are compiled, the graphs run."""
     world, found = start("cpu", seed=0), []
-    with compiling_in_turn():
-        for case in cases:
-            torch._dynamo.reset()
+    for case in cases:
+        torch._dynamo.reset()
+        with compiling_in_turn() if case in generated else graphs_only():
             found.append(train_case(case, recipe, world))
     stop()
     return found
@@ -138,8 +141,19 @@ def trained(small: Recipe) -> dict[str, list[dict[str, Any]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for cases in CASES.values() for case in cases])
 def test_a_mesh_trains_to_the_numbers_of_one_process(case: str, trained: dict[str, list[dict[str, Any]]]) -> None:
-    [expected], found = trained[same_numbers(case)], trained[case]
-    limits = limits_of(case)
+    require_same_numbers(case, trained[case], trained[same_numbers(case)])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", [c for cases in CASES.values() for c in cases if "compile" in options_of(c)])
+def test_generated_code_of_a_mesh_trains_to_the_numbers_of_one_process(case: str, small: Recipe) -> None:
+    alone = run_processes(1, train_cases, [same_numbers(case)], small)
+    found = run_processes(math.prod(degrees_of(case)), train_cases, [case], small, {case})
+    require_same_numbers(case, [one for [one] in found], *alone)
+
+
+def require_same_numbers(case: str, found: list[dict[str, Any]], alone: list[dict[str, Any]]) -> None:
+    [expected], limits = alone, limits_of(case)
     np.testing.assert_allclose(found[0]["losses"], expected["losses"], rtol=0, atol=limits.loss)
     np.testing.assert_allclose(found[0]["norms"], expected["norms"], rtol=limits.norm)
     assert all((one["losses"], one["norms"]) == (found[0]["losses"], found[0]["norms"]) for one in found)

@@ -27,7 +27,7 @@ from parallel.materialize import plain_name
 from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe
 from tests.build import build_model
-from tests.compiling import compiling_in_turn
+from tests.compiling import graphs_only
 from tests.processes import run_processes
 
 EVERYTHING = Path(__file__).parents[2] / "configs" / "smollm3_debug_everything.toml"
@@ -42,8 +42,8 @@ def build(config=DEBUG, **parts):
 def everything_on() -> dict[str, dict]:
     """What one rank finds on the debug models with every part of the everything recipe, by model."""
     start("cpu", seed=0)
-    # Also on an untied model, whose lm_head float8 must leave alone; it takes no step, which would compile once more.
-    with compiling_in_turn():
+    # Also on a tied model with blocks of two kinds; it takes no step, which would compile both.
+    with graphs_only():
         found = {name: facts_of(name, load(EVERYTHING)) for name in ("smollm3_debug", "llama3_debug")}
     stop()
     return found
@@ -80,10 +80,9 @@ def facts_of(name: str, recipe: Recipe) -> dict:
         "local_share": sum(p.to_local().numel() for p in parameters) / sum(p.numel() for p in parameters),
         "master_dtypes": {str(parameter.dtype) for parameter in parameters},
     }
-    if name == "smollm3_debug":
+    if name == "llama3_debug":
         seen = {}
         model.blocks[1].register_forward_hook(lambda module, inputs, output, seen=seen: seen.update(it=output.dtype))
-        # The micro-batch of tests/recipes/training/test_trainer.py: what one of both has compiled, the other finds.
         x = torch.zeros(2, 64, dtype=torch.int64)
         model(x, x).backward()
         facts["compute_dtype"] = str(seen["it"])
@@ -134,7 +133,7 @@ def test_wrapping_renames_no_parameter(everything: list[tuple[str, dict]]) -> No
 
 @pytest.mark.slow
 def test_blocks_compute_in_bfloat16_on_float32_parameters_and_gradients(everything: list[tuple[str, dict]]) -> None:
-    stepped = [facts for name, facts in everything if name == "smollm3_debug"]
+    stepped = [facts for name, facts in everything if name == "llama3_debug"]
     assert len(stepped) == 4
     for facts in stepped:
         assert facts["master_dtypes"] == {"torch.float32"} == facts["gradient_dtypes"]

@@ -31,7 +31,7 @@ from recipes.recipe.schema import Recipe
 from recipes.training.build import build
 from recipes.training.built import Built
 from recipes.training.step import require_sound_state, train_step
-from tests.compiling import compiling_in_turn
+from tests.compiling import compiling_in_turn, graphs_only
 from tests.families import FAMILIES, batch_for, family_config, rows_of
 from tests.parallel.combinations import FLOAT8, degrees_of, options_of, sections_of
 from tests.processes import run_processes
@@ -70,6 +70,8 @@ CORE = {
 """Case -> families: every family on one and on two processes, every option with two families that differ much."""
 QUICK = [(name, case) for case, names in CORE.items() for name in names]
 QUICK += [("gpt2", "1.1.1.1:compile,selective"), ("mistral", "1.1.1.1:compile")]
+GENERATED = ("mistral", "1.1.1.1:compile")
+"""The case that runs generated code; of the others that are compiled, only those in SLOW do."""
 SLOW = """
 1.1.1.1  accumulate
 1.2.1.1  zero2,accumulate,chunks selective full,half offload,prefetch bf16 tensorwise,all_gather rowwise,full
@@ -207,9 +209,9 @@ def train_all(
     cases: list[tuple[str, str]], recipe: Recipe, steps: int = STEPS, dropout: bool = False
 ) -> list[dict[str, Any]]:
     world, found = start("cpu", seed=0), []
-    with compiling_in_turn():
-        for name, case in cases:
-            torch._dynamo.reset()
+    for name, case in cases:
+        torch._dynamo.reset()
+        with compiling_in_turn() if steps == SLOW_STEPS or (name, case) == GENERATED else graphs_only():
             found.append(train_ours(name, case, recipe, world, steps=steps, dropout=dropout))
     stop()
     return found

@@ -173,7 +173,7 @@ def test_a_bad_step_changes_no_bit_in_bfloat16_with_replicas_and_float8_all_gath
 
 def test_a_bad_step_changes_no_bit_without_clipping_on_one_process(four_steps: Recipe) -> None:
     alone = change(four_steps, optimizer={"grad_clip": 0.0})
-    assert_bad_step_left_no_trace(run_processes(1, all_kinds, alone, ("left out", *KINDS)))
+    assert_bad_step_left_no_trace(run_processes(1, all_kinds, alone, ("left out", "gradient", "infinite loss", "norm")))
 
 
 # The shard of the head's norm is a copy on each process of a tensor group, and only one of them is spoiled.

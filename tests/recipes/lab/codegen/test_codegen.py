@@ -85,9 +85,8 @@ def require_within_budget(row: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """SmolLM3-3B without checkpointing: in bf16, in tensorwise float8, with weights gathered in float8; and in bf16
-    with "full" checkpointing."""
-    cases = [*((SMOLLM3, *float8, "none") for float8 in codegen.FLOAT8[:3]), (SMOLLM3, "none", False, "full")]
+    """SmolLM3-3B without checkpointing, in bf16 and with weights gathered in tensorwise float8; in bf16 with "full"."""
+    cases = [(SMOLLM3, "none", False, "none"), (SMOLLM3, "tensorwise", True, "none"), (SMOLLM3, "none", False, "full")]
     return counted(cases, tmp_path_factory.mktemp("codegen"), assemble=True)
 
 
@@ -111,13 +110,13 @@ def test_ptxas_accepts_every_kernel_of_smollm3(rows: list[dict[str, Any]]) -> No
 def test_every_matrix_product_and_attention_of_a_block_is_counted(rows: list[dict[str, Any]]) -> None:
     """Seven linears, forward and twice backward; attention forward and backward. "full" repeats all but the last."""
     found = [(row["calls"]["product"], row["calls"]["attention"]) for row in rows]
-    assert found == [*[(21, 2)] * 3, (21 + 6, 2 + 1)]
+    assert found == [*[(21, 2)] * 2, (21 + 6, 2 + 1)]
 
 
 @pytest.mark.slow
 @needs_tools
 def test_attention_that_is_computed_again_keeps_no_state_of_random_numbers(rows: list[dict[str, Any]]) -> None:
-    assert [row["random_states"] for row in rows] == [0] * 4
+    assert [row["random_states"] for row in rows] == [0] * 3
 
 
 @pytest.mark.slow
@@ -142,14 +141,14 @@ def test_saved_tensors_are_what_the_backward_pass_needs(rows: list[dict[str, Any
 @pytest.mark.slow
 @needs_tools
 def test_nothing_but_scales_is_kept_of_float8_weights(rows: list[dict[str, Any]]) -> None:
-    """One largest magnitude, in bf16, and one reciprocal scale, in float32, of each of 7 weights."""
-    assert [row["saved_bytes_of_weights"] for row in rows] == [0, 7 * (2 + 4), 7 * 4, 0]
+    """One reciprocal scale, in float32, of each of 7 weights."""
+    assert [row["saved_bytes_of_weights"] for row in rows] == [0, 7 * 4, 0]
 
 
 @pytest.fixture(scope="module")
 def spoilt(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """In bf16, and with weights gathered in float8: all activations of a block in float32, compiled without our
-    changes to graphs, and kernels that do not compile."""
+    """With weights gathered in float8: all activations of a block in float32, compiled without our changes to graphs,
+    and kernels that do not compile."""
     before = """
 import models.decoder
 from recipes.lab.codegen import trace
@@ -158,8 +157,9 @@ models.decoder.Block.forward = lambda self, x, *others: forward(self, x.float(),
 count.assemble = lambda code: assemble(code.replace("tl.load(", "tl.no_such_thing("))
 trace.graph_passes = dict
 """
-    cases = [(SMOLLM3, "none", False, "none"), (SMOLLM3, "tensorwise", True, "none")]
-    return counted(cases, tmp_path_factory.mktemp("spoilt"), assemble=True, before=before)
+    return counted(
+        [(SMOLLM3, "tensorwise", True, "none")], tmp_path_factory.mktemp("spoilt"), assemble=True, before=before
+    )
 
 
 @pytest.mark.slow
@@ -175,7 +175,7 @@ def test_a_cast_to_float32_breaks_the_budget(spoilt: list[dict[str, Any]]) -> No
 @needs_tools
 def test_copies_of_float8_weights_are_kept_where_nothing_forbids_it(spoilt: list[dict[str, Any]]) -> None:
     """Then test_nothing_but_scales_is_kept_of_float8_weights sees no change of its own."""
-    assert spoilt[1]["saved_bytes_of_weights"] > 60e6
+    assert spoilt[0]["saved_bytes_of_weights"] > 60e6
 
 
 @pytest.mark.slow
