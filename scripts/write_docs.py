@@ -62,7 +62,7 @@ Types are strict: `1` is a valid number, but `1e3` is not an integer, `"3e-4"` i
 is an error.
 
 `[[stages]]` tables divide a run into parts that differ in some of these values
-([running.md](running.md#stages)); `--stages.NAME.section.field value` and `--stages.NAME.until N` change one.
+([stages.md](stages.md#stages)); `--stages.NAME.section.field value` and `--stages.NAME.until N` change one.
 
 Editors with a language server for TOML (taplo; in VS Code, the extension Even Better TOML) complete and check recipes
 with [recipe.schema.json](recipe.schema.json), generated from the same classes, if the first line of a file names it,
@@ -271,10 +271,10 @@ def _combinations() -> str:
     rows = [(feature, *(_cell(feature, column, cases) for column in COLUMNS)) for feature in combinations.FEATURES]
     lines = markdown_table(("", *COLUMNS), rows, align="l" * (len(COLUMNS) + 1))
     meshes = sorted({case.partition(":")[0] for case in cases})
-    compiled = [case for case in cases if "compile" in combinations.options_of(case)]
+    compiled, generated = [case for case in cases if "compile" in combinations.options_of(case)], combinations.GENERATED
     last = (
         f"{len(cases)} cases, on the meshes {', '.join(meshes)} (replicate.shard.context.tensor). Of the"
-        f" {len(compiled)} compiled ones, scripts/test.sh --all runs the generated code of {len(combinations.GENERATED)} and the graphs"
+        f" {len(compiled)} compiled ones, scripts/test.sh --all runs the generated code of {len(generated)} and the graphs"
         " of the others; pytest -m exhaustive runs the code of all."
     )
     return "\n".join(["", *lines, "", *wrap(last, 120), ""])

@@ -193,5 +193,5 @@ def _by_processes(text: str) -> dict[int, list[str]]:
 CASES = _by_processes(_CASES)
 """Number of processes -> its cases."""
 GENERATED = ("1.1.1.2:compile,rope,selective,documents",)
-"""Compiled cases that run generated code, which takes a core 45 s each; of the others the graphs run, and their code with
-`pytest -m exhaustive tests/parallel/test_combinations.py`."""
+"""Compiled cases that run generated code, which takes a core 45 s each; of the others the graphs run, and their code
+with `pytest -m exhaustive tests/parallel/test_combinations.py`."""
