@@ -9,7 +9,7 @@ from typing import Literal
 from models.config import ModelConfig
 
 Mode = Literal["none", "selective", "full"]
-"""As activation_checkpointing.mode."""
+"""The values of activation_checkpointing.mode."""
 
 
 @dataclass(frozen=True)
@@ -17,25 +17,25 @@ class Widths:
     """Elements per token that one process holds."""
 
     stream: float
-    """Of the residual stream, D."""
+    """Width of the residual stream, D."""
     read: float
-    """Of what a block's two parts read: D too, unless a process has a part of the stream's tokens but reads all."""
+    """Width of what a block's two parts read: D too, unless the process has a part of the tokens but reads all."""
     query: float
     key: float
     seen: float
-    """Of the keys that attention reads: more than its own where processes share sequences."""
+    """Width of the keys that attention reads: more than `key` where processes share sequences."""
     inner: float
-    """Of the feed-forward."""
+    """Inner width of the feed-forward."""
     heads: float
 
     @classmethod
     def of(cls, model: ModelConfig) -> "Widths":
-        """On a process that holds the model whole."""
+        """The widths on a process that holds the model whole."""
         query, key = model.heads * model.head_width, model.key_value_heads * model.head_width
         return cls(model.width, model.width, query, key, key, model.feed_forward_width, model.heads)
 
     def cut(self, degree: int) -> "Widths":
-        """With 1 / degree of each matrix, and of the stream's tokens."""
+        """The widths on a process with 1 / degree of each matrix, and of the stream's tokens."""
         names = ("stream", "query", "key", "seen", "inner", "heads")
         return replace(self, **{name: getattr(self, name) / degree for name in names})
 
@@ -59,14 +59,14 @@ def saved_per_token(widths: Widths, kept: Kept) -> float:
         return kept.element * widths.stream
     if kept.mode == "selective":
         return kept.element * _products(widths, kept) + 4 * widths.heads + _scales(widths)
-    exchanged = kept.element * widths.query * kept.exchanged
+    exchanged = kept.element * widths.query if kept.exchanged else 0
     return exchanged + (_compiled(widths, kept) if kept.compiled else _eager(widths, kept))
 
 
 def final_norm_per_token(widths: Widths, element: int) -> float:
     """Bytes that the norm before the head keeps for each token: without compile, it is several operators.
 
-    In float32 its input, and that normed; what the head reads of it, in its own type; and the scale.
+    Its input and its normalized input in float32, what the head reads in its own type, and the scale.
     """
     return 2 * 4 * widths.stream + element * widths.read + _scale(widths)
 
@@ -74,7 +74,7 @@ def final_norm_per_token(widths: Widths, element: int) -> float:
 def at_swiglu_per_token(widths: Widths, kept: Kept) -> float:
     """Bytes beyond the saved ones where the backward pass of a block holds most: at the derivative of SwiGLU.
 
-    Its product is gone, its gradient and those of both factors are there, and the gradient of the block's output.
+    SwiGLU's product is gone; its gradient, those of both factors and that of the block's output are there.
     Whatever was not saved has been computed again; what no gradient needs is only released later.
     """
     element = kept.element
@@ -83,7 +83,8 @@ def at_swiglu_per_token(widths: Widths, kept: Kept) -> float:
     inside = whole - product + 3 * element * widths.inner + element * widths.stream
     if widths.read > widths.stream:  # or before it, with the gathered gradient of the block's output
         inside = max(inside, whole + element * (widths.inner + widths.read + widths.stream))
-    own = element * widths.stream * (not kept.compiled and element == 2)  # else a norm keeps the block's input itself
+    # Eager and in bfloat16, a norm keeps a float32 copy, not the block's input itself.
+    own = element * widths.stream if not kept.compiled and element == 2 else 0
     if kept.mode == "full":
         inside += own
     if kept.mode == "selective":

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from models.interface import ModelInterface
 
 EXPERTS = re.compile("MoE|Moe|Expert|Router")
-"""In the name of a class: a mixture of experts."""
+"""A module whose class has one of these in its name belongs to a mixture of experts."""
 
 
 def broken(model: nn.Module, interface: ModelInterface, *, dropout: bool) -> Iterator[str]:
@@ -107,7 +107,7 @@ DOCUMENT = 3
 
 
 class _LooksAtMask(nn.Module):
-    """In place of a block: whether its mask keeps two documents apart, and lets each token see what is before it."""
+    """Replaces a block, and notes whether its mask keeps two documents apart and lets each token see itself."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""From the shape of a model to the module that computes it."""
+"""Builds the module that computes a model, from its shape."""
 
 from torch import nn
 

@@ -20,9 +20,9 @@ LARGEST = {
     "vocabulary": 2**24,
 }
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Of a block, in their order."""
+"""The linears of a block, in their order."""
 LINEARS_IN = {"blocks": LINEARS, "attention": LINEARS[:4], "feed_forward": LINEARS[4:]}
-"""By a part of their dotted names."""
+"""Part of a dotted name -> the linears of a block whose names have it."""
 
 
 @dataclass(frozen=True)

@@ -29,24 +29,24 @@ class Lengths:
     """Sums over the texts of a batch."""
 
     decoder: float
-    """Of T."""
+    """Sum of T, the decoder's tokens."""
     decoder_squared: float
-    """Of T x T."""
+    """Sum of T x T, what the decoder's self-attention multiplies."""
     encoder: float = 0
-    """Of S."""
+    """Sum of S, the encoder's tokens."""
     encoder_squared: float = 0
-    """Of S x S."""
+    """Sum of S x S, what the encoder's self-attention multiplies."""
     crossed: float = 0
-    """Of S x T."""
+    """Sum of S x T, what cross-attention multiplies."""
 
     def __truediv__(self, batches: float) -> "Lengths":
-        """Of one of so many batches."""
+        """The mean of so many batches."""
         return Lengths(*(amount / batches for amount in vars(self).values()))
 
 
 @cache
 def parameters(config: TransformersConfig) -> int:
-    """How many it has; a tied weight counts once. Raises ValueError for a model that transformers cannot build."""
+    """Number of parameters; a tied weight counts once. Raises ValueError for a model that transformers cannot build."""
     return sum(parameter.numel() for parameter in _model(config).parameters())
 
 
@@ -90,7 +90,7 @@ def forward_flops(config: TransformersConfig) -> Lengths:
 
 
 def _model(config: TransformersConfig) -> nn.Module:
-    """On the meta device."""
+    """The model, on the meta device."""
     with torch.device("meta"):
         return build_model(config)
 
@@ -105,8 +105,8 @@ def _inputs(encoder: int, decoder: int) -> Tensor | EncoderDecoderInputs:
 
 
 def _solved(flops: Callable[[int, int], int], *, is_encoder_decoder: bool) -> Lengths | None:
-    """What flops(S, T) has per S, S x S, T, T x T and S x T; None if it is no sum of these."""
-    first = STEP * is_encoder_decoder
+    """The factors of S, S x S, T, T x T and S x T in flops(S, T); None if it is not a sum of these."""
+    first = STEP if is_encoder_decoder else 0
     start, longer, longest = (flops(first, count * STEP) for count in (1, 2, 3))
     decoder_squared = (longest - 2 * longer + start) / (2 * STEP**2)
     encoder = encoder_squared = crossed = 0.0

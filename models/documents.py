@@ -11,19 +11,19 @@ SMALLEST_LENGTHS = 16
 
 
 class Mask(NamedTuple):
-    """For scaled_dot_product_attention, which computes every pair of tokens and then drops the masked ones."""
+    """A mask for scaled_dot_product_attention, which computes every pair of tokens and then drops the masked ones."""
 
     sees: Tensor
     """(B, 1, T, T) bool: whether a token (row) attends to another (column)."""
 
 
 class Lengths(NamedTuple):
-    """For kernels that treat the batch as one row of documents and compute only the pairs inside each document."""
+    """Lengths for kernels that treat the batch as one row of documents and compute only the pairs inside each."""
 
     cumulative: Tensor
     """(N + 1,) int32: 0, the length of the first document, of the first two, ...; padded with empty documents."""
     of_keys: Tensor | None = None
-    """The same for the keys, where they begin before the queries; None: they are of the same tokens."""
+    """The same for the keys, where they begin before the queries; None if they are of the same tokens."""
 
 
 Restriction = Mask | Lengths

@@ -68,7 +68,7 @@ class Unsupported(ValueError):
 
 
 CONTEXT_LENGTH = 2048
-"""Where config.json has none."""
+"""The context length where config.json has none."""
 CLASSES = {"llama": "LlamaForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
 # Key -> its defaults in transformers.LlamaConfig and SmolLM3Config.
 DEFAULTS: dict[str, tuple[Any, Any]] = {

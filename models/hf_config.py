@@ -1,4 +1,4 @@
-"""From a config.json of Hugging Face to the model that computes it: our decoder where it can, else transformers.
+"""The model that a config.json of Hugging Face asks for: our decoder where it can, else one of transformers.
 
 Imports no torch.
 """
@@ -46,7 +46,7 @@ def require_known(settings: Mapping[str, Any]) -> Any:
 
 
 def _of_transformers(settings: Mapping[str, Any], *, reason: str) -> tuple[TransformersConfig, TextFacts]:
-    """As read_model."""
+    """What read_model() returns for a model of transformers. reason: why our decoder does not compute it."""
     if problems := [f"{key} = {settings[key]!r}: {why}" for key, why in REFUSED.items() if settings.get(key)]:
         raise ValueError("\n".join(problems))
     most = LARGEST["layers"]  # before transformers lists what each layer is

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from models.interface import ModelInterface
 
 PREFIX = "model."
-"""Of our names, before transformers' own."""
+"""Prefix of our names, before transformers' own."""
 
 
 def drawn_by_units(
@@ -41,7 +41,7 @@ def drawn_by_units(
 class Unit(NamedTuple):
     modules: list[nn.Module]
     in_order: list[tuple[nn.Module, nn.Module]]
-    """Each with the model whose _init_weights() it is for; children first."""
+    """Each module with the model whose _init_weights() it is for; children first."""
 
 
 def units_of(model: nn.Module, interface: ModelInterface) -> Iterator[tuple[str, Unit]]:

@@ -19,18 +19,18 @@ class Stored(NamedTuple):
     """How a file stores one of our tensors."""
 
     name: str
-    """In the file."""
+    """Its name in the file."""
     shape: tuple[int, ...]
-    """In our layout."""
+    """Its shape in our layout."""
     transposed: bool = False
-    """In files it is (in, out)."""
+    """Whether files store it as (in, out)."""
 
 
 class Copy(NamedTuple):
     """Another name of a tied parameter. Some programs write both."""
 
     name: str
-    """In the file."""
+    """This name, in the file."""
     of: str
     """Our name of the parameter."""
 
@@ -42,14 +42,14 @@ class Layout:
     tensors: Mapping[str, Stored]
     """Our name -> every parameter, and every buffer that is saved, in the order of the model."""
     copies: Mapping[str, Copy]
-    """By our other names of what is tied."""
+    """Our other name of a tied parameter -> how files may have it."""
     prefix: str = ""
-    """Of the names in files; missing where the model was saved without its head."""
+    """Prefix of the names in files; missing where the model was saved without its head."""
     ignored: tuple[str, ...] = (FREQUENCIES,)
     """Patterns of names in files whose values follow from config.json."""
 
     def spellings(self, name: str) -> Iterator[str]:
-        """Where files may have a tensor: by its name there, or with the prefix missing or added."""
+        """The names that a tensor may have in files: this one, then the one with the prefix missing or added."""
         yield name
         if self.prefix:
             dotted = f"{self.prefix}."

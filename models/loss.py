@@ -19,7 +19,7 @@ def capped(logits: Tensor, softcap: float) -> Tensor:
 
 
 def sum_exponentials(logits: Tensor, softcap: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Of each row of logits (C, V): the largest, and the sum of exp(logit - largest); (C,) each, in float32."""
+    """The largest of each row of logits (C, V), and the row's sum of exp(logit - largest); (C,) each, in float32."""
     values = capped(logits, softcap)
     largest = values.amax(-1, keepdim=True)  # (C, 1)
     sums = (values - largest).exp_().sum(-1, keepdim=True)  # (C, 1)
@@ -102,7 +102,7 @@ def cross_entropy_sum(
 
 
 Combine = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-"""Makes the largest logits, the sums of exponentials and the targets' logits, (R,) each, those of whole rows."""
+"""Turns the largest logits, the sums of exponentials and the targets' logits, (R,) each, into those of whole rows."""
 
 
 def loss_in_chunks(
@@ -117,7 +117,7 @@ def loss_in_chunks(
     softcap: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """The same sums, keeping only the logits, in the projection's own type, for the backward pass.
+    """The sums of cross_entropy_sum(), keeping only the logits, in the projection's own type, for the backward pass.
 
     The projection itself is not chunked: its products need no float32 copies, float8 and FSDP expect it to be called
     once, and its weight's gradient is one product, rounded once. Chunking it too would avoid storing the logits, but

@@ -71,7 +71,7 @@ SMOLLM2_135M = ModelConfig(
 
 
 def _debug(size: ModelConfig, name: str) -> ModelConfig:
-    """Small enough for a laptop CPU; every linear's widths are multiples of 16, as float8 requires."""
+    """A small one for a laptop CPU; every linear's widths are multiples of 16, as float8 requires."""
     return replace(
         size,
         name=name,

@@ -18,7 +18,7 @@ FAMILIES = (
     *("glm4", "gpt_neox", "granite", "helium", "hyperclovax", "jais2", "llama", "ministral", "ministral3", "mistral"),
     *("nemotron", "olmo", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2"),
 )
-"""`model_type` of those that tests/parallel/test_tensor_plan.py compares: the loss, and each gradient by its name."""
+"""Each `model_type` that tests/parallel/test_tensor_plan.py compares: the loss, and each gradient by its name."""
 
 COLUMN = {"colwise": False, "colwise_gather_output": True}
 ROW = {"rowwise": False, "rowwise_split_input": True}
@@ -26,7 +26,7 @@ ROW = {"rowwise": False, "rowwise_split_input": True}
 
 
 def name_of(settings: Mapping[str, Any]) -> str:
-    """The name of its class, or of its family."""
+    """The name of the class in a config.json, or of the family."""
     return str((settings.get("architectures") or [settings.get("model_type", "this model")])[0])
 
 
@@ -65,7 +65,7 @@ def with_plan(
 
 
 def _inside(block: "nn.Module", plan: Mapping[str, str]) -> BlockInterface | None:
-    """None for another plan than those that were compared: one that leaves linears out, or cuts them differently."""
+    """How to cut a block; None for a plan that was not compared: it leaves linears out, or cuts them differently."""
     styles = {pattern.partition(".*.")[2]: style for pattern, style in plan.items()}
     names = [name for name, module in block.named_modules() if _has_weights(module)]
     column = tuple(name for name in names if styles.get(name) in COLUMN)

@@ -83,7 +83,7 @@ class TransformersModel(nn.Module):
         *,
         documents: Documents | None = None,
     ) -> Tensor:
-        """As Decoder.forward: logits (B, T, V), or, with targets (B, T), their summed loss, a scalar."""
+        """Logits (B, T, V), or, with targets (B, T), their summed loss, a scalar: as Decoder.forward."""
         if isinstance(inputs, EncoderDecoderInputs):
             # The decoder is causal, so what pads the answers comes too late to be seen.
             given: dict[str, Any] = {
@@ -100,7 +100,7 @@ class TransformersModel(nn.Module):
         return self.loss(logits, targets)
 
     def _apply(self, function: Any, recurse: bool = True) -> "TransformersModel":
-        """As nn.Module's, which moves parameters module by module, but what modules share stays shared."""
+        """Move parameters module by module, as nn.Module does; what modules share stays shared."""
         shared = shared_parameters(self)
         super()._apply(function, recurse)
         for first, *others in shared:
@@ -212,7 +212,7 @@ def library_config(settings: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def classes_of(family: str, *, is_encoder_decoder: bool) -> tuple[str | None, str | None, bool]:
-    """Of a family: the class that trains it on text, the one without a head; whether it also fills gaps in texts."""
+    """The class that trains a family on text, the one without a head, and whether the family also fills gaps."""
     causal, pairs = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
     base = auto.MODEL_MAPPING_NAMES.get(family)
     head = (pairs if is_encoder_decoder else causal).get(family)

@@ -45,7 +45,7 @@ class TransformersConfig(ModelConfig):
 
     @property
     def computed_by(self) -> str:
-        """As of a ModelConfig."""
+        """The code that a run with this model goes through, and why."""
         return f"transformers, not our decoder: {self.reason}"
 
     def problems(self) -> list[tuple[str, str]]:
@@ -65,8 +65,8 @@ class TransformersConfig(ModelConfig):
         return parameters(self)
 
     def flops_per_token(self, sequence_length: float, attention: AttentionFlops) -> int:
-        """As for the decoder, counted by torch on a model without values. Of an encoder-decoder: per token of a pair
-        of a prompt and an answer of `sequence_length` tokens each; counts.step_flops() takes their real lengths."""
+        """FLOPs as ModelConfig defines them, counted by torch on a model without values. For an encoder-decoder: per
+        token of a prompt and an answer of `sequence_length` tokens each; counts.step_flops() takes real lengths."""
         from models.counts import Lengths, step_flops
 
         length = sequence_length
@@ -76,5 +76,5 @@ class TransformersConfig(ModelConfig):
 
 
 def of_transformers(model: ModelConfig) -> TypeGuard["TransformersConfig"]:
-    """Whether transformers computes it, not our decoder."""
+    """Whether transformers computes this model, not our decoder."""
     return isinstance(model, TransformersConfig)

@@ -67,8 +67,9 @@ def checkpoint_blocks(model: nn.Module, config: ActivationCheckpointingConfig) -
 
 
 def _declare_attention(*, random: bool) -> None:
-    """For this process. Compiled, torch up to 2.13 saves and restores the state of random numbers around attention that
-    is computed again, whatever its dropout and `preserve_rng_state` (pytorch #187985)."""
+    """Process-wide: tell torch whether attention draws random numbers. Compiled, torch up to 2.13 saves and restores
+    their state around attention that is computed again, whatever its dropout and `preserve_rng_state` (pytorch
+    #187985)."""
     seeded = torch.Tag.nondeterministic_seeded
     for operator in ATTENTION:
         if random and seeded not in operator.tags:

@@ -38,7 +38,7 @@ class MeshDegrees:
         return self.replicate > 1 or self.tensor > 1
 
     def __str__(self) -> str:
-        """As in "replicate 2 x shard 4 x tensor 8"."""
+        """Text such as "replicate 2 x shard 4 x tensor 8"."""
         inner = {"context": self.context, "tensor": self.tensor}
         parts = [f"{axis} {degree}" for axis, degree in inner.items() if degree > 1]
         return " x ".join([f"replicate {self.replicate}", f"shard {self.shard}", *parts])
@@ -158,7 +158,7 @@ class ActivationCheckpointingConfig:
     """How many blocks, evenly spread, recompute: "all", a number, or a share such as 0.5, rounded, but at least one."""
 
     def recomputed(self, layers: int) -> tuple[int, ...]:
-        """Which of so many blocks recompute, as indexes in the order of the forward pass.
+        """The indexes, in the order of the forward pass, of the blocks that recompute. layers: number of all blocks.
 
         The last block does only if all do: the backward pass starts there, when the others' activations are all still
         in memory, and recomputing would add its own.

@@ -1,8 +1,8 @@
 """Context parallelism: each process of a group has 1 / degree of the tokens of the same rows.
 
-Only attention looks at other tokens. By heads (DeepSpeed Ulysses, Jacobs et al. 2023), processes change there from
-parts of the tokens to parts of the heads, so that every kernel and mask works unchanged on whole rows. By gathering,
-each process gathers all keys and values, for heads that the degree does not divide. It then has two chunks of each row,
+Only attention looks at other tokens. By heads (DeepSpeed Ulysses, Jacobs et al. 2023), processes exchange parts of the
+tokens for parts of the heads there, so that every kernel and mask works unchanged on whole rows. By gathering, each
+process gathers all keys and values, for heads that the degree does not divide. It then has two chunks of each row,
 one as far from the start as the other is from the end, because a token costs as much as there are tokens before it
 (Llama 3, section 3.3.2).
 
@@ -49,7 +49,7 @@ def split_over(model: nn.Module, axis: DeviceMesh, *, by: str) -> str:
 
 
 def own_chunks(length: int, group: ProcessGroup, *, by: str) -> list[slice]:
-    """Which tokens of a row of this length the process has, in their order."""
+    """The tokens of a row of this length that the process has, in their order."""
     rank, degree = group.rank(), group.size()
     count = degree if by == "heads" else 2 * degree
     size = length // count
@@ -70,13 +70,13 @@ class _OwnPart:
         tokens, documents = arguments[0], options.get("documents")
         whole = torch.arange(tokens.shape[1], device=tokens.device) if documents is None else documents.positions
         own = own_chunks(tokens.shape[1], self._group, by=self._by)
-        # Of tokens, and of targets if there are any (B, T), and of positions, (T,) without documents.
+        # Parts of tokens, of targets if there are any (B, T), and of positions, (T,) without documents.
         *parts, positions = (torch.cat([x[..., part] for part in own], -1) for x in (*arguments, whole))
         return tuple(parts), options | {"positions": positions}
 
 
 class _WholeLogits:
-    """Without targets, every process returns the logits of all tokens, as a model that is not cut does."""
+    """Makes every process return the logits of all tokens, as a model that is not cut does without targets."""
 
     def __init__(self, group: ProcessGroup, by: str) -> None:
         self._group, self._by = group, by

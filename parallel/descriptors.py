@@ -29,7 +29,7 @@ def needed(processes: int) -> int:
 
 
 def needed_by_store(processes: int, nodes: int) -> int:
-    """Those of node 0's launcher."""
+    """The open files and connections of node 0's launcher."""
     return LAUNCHER + OF_PROCESS * processes + OF_NODE * nodes
 
 
@@ -60,7 +60,7 @@ def require(processes: int) -> None:
 
 
 def require_store(processes: int, nodes: int) -> None:
-    """The same for node 0's launcher, before it serves the store of these processes."""
+    """The same as require() for node 0's launcher, before it serves the store of these processes."""
     _require(needed_by_store(processes, nodes), f"the launcher of node 0, which serves {processes} processes,")
 
 

@@ -22,11 +22,11 @@ from parallel.nodes import Node, arrange
 
 Result = TypeVar("Result")
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""The new name is that of torch 2.13, which warns of the old one."""
+"""torch 2.13 has the new name, and warns of the old one."""
 PREFIX = "shardwright/"
 """Prefix of our keys in the launcher's store."""
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Those that torch reads its allocator's settings from; the first one that is set counts."""
+"""The variables that torch reads its allocator's settings from; the first one that is set counts."""
 
 MALLOC_VARIABLES = ("MALLOC_", "GLIBC_TUNABLES")
 TRIM_THRESHOLD, MMAP_MAX = -1, -4
@@ -45,7 +45,7 @@ class World:
     size: int
     device: torch.device
     messages: Messages
-    """Between the hosts of all processes; they wait for hours, since rank 0 may be tokenizing a corpus."""
+    """Messages between the hosts of all processes; they wait for hours, since rank 0 may be tokenizing a corpus."""
     nodes: tuple[Node, ...]
 
     def node_of(self, rank: int) -> str:
@@ -174,7 +174,7 @@ def _stay_on_this_machine() -> None:
 
 
 def store_address() -> tuple[str, int]:
-    """Where the launcher of node 0 serves the store."""
+    """The host and port where the launcher of node 0 serves the store."""
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
@@ -241,7 +241,7 @@ def from_all(world: World, value: Result) -> list[Result]:
 def wait_for(work: dist.Work) -> None:
     """Wait for the end of a collective. On a GPU the device waits, not the host.
 
-    The wait itself is no Python: only by this file does the watchdog see that a process waits for others.
+    The wait itself runs no Python: the watchdog sees by this file in a stack that a process waits for others.
     """
     work.wait()
 

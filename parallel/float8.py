@@ -22,7 +22,7 @@ def convert_linears(model: nn.Module, config: Float8Config, *, device_type: str)
     """Swap every nn.Linear that is not excluded for torchao's Float8Linear, in place. Returns a line for the log.
 
     Raises UserError where the device has no float8 units and emulation was not asked for, where a linear's widths
-    are no multiples of 16 (torchao and the hardware need that), and where nothing at all would be converted.
+    are not multiples of 16 (torchao and the hardware need that), and where nothing at all would be converted.
     """
     if config.recipe == "none":
         return "float8: off"
@@ -73,7 +73,7 @@ def convert_linears(model: nn.Module, config: Float8Config, *, device_type: str)
 
 
 def _is_excluded(name: str, config: Float8Config, interface: ModelInterface) -> bool:
-    """By a component of its name, or as the output projection, which "lm_head" stands for in every model."""
+    """Whether a component of its name excludes it; "lm_head" stands for the output projection of every model."""
     named = {*name.split("."), *(["lm_head"] if name == interface.head else [])}
     return bool(named & set(config.exclude))
 
@@ -98,7 +98,7 @@ def _linear_of_rows() -> type[nn.Module]:
 
 
 def precompute_scales(model: nn.Module) -> None:
-    """For float8 all-gather: all weights' scales with one all-reduce. Call it after every optimizer step."""
+    """Compute all weights' scales for float8 all-gather with one all-reduce. Call it after every optimizer step."""
     _torchao_float8().precompute_float8_dynamic_scale_for_fsdp(model)
 
 
@@ -126,7 +126,7 @@ class Cast:
     axis: int | None
     """Axis of the operand, (tokens, width) or (out, in), along which the numbers share a scale; None = all do."""
     power_of_two: bool
-    """The scale is rounded down to a power of two."""
+    """Whether the scale is rounded down to a power of two."""
 
     @property
     def operand(self) -> str:
@@ -265,7 +265,7 @@ def _gathered(rows: DTensor, dtype: torch.dtype, products: Any, role: Any) -> DT
 
     cut: Any = hp_tensor_to_float8_dynamic(rows, dtype, products, gemm_input_role=role)
     part, group = cut.to_local(), rows.device_mesh.get_group()
-    operators = torch.ops._c10d_functional  # they have had one name for long, their functions have not
+    operators = torch.ops._c10d_functional  # their names are stable, those of their functions are not
     sent = _as_sent(part._data, rows.device_mesh.device_type).contiguous()
     found = operators.wait_tensor(operators.all_gather_into_tensor(sent, group.size(), group.group_name))
     if rows.placements != (Shard(0),):  # a concatenation of bytes: not every device knows one of float8
@@ -282,7 +282,7 @@ def _as_sent(data: Tensor, device_type: str) -> Tensor:
 def _torchao_float8() -> ModuleType:
     """torchao.float8, imported only where float8 is asked for (3 s), without its notes to its own developers.
 
-    On CPU machines it tells of C++ extensions that failed to load, and that torch will drop a call it makes.
+    On CPU machines it warns of C++ extensions that failed to load, and of a call it makes that torch will drop.
     """
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -80,13 +80,13 @@ def _shard_parts(model: nn.Module, *, reshard_after_forward: bool, **options: An
 
 
 def _shared_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Those that several modules have: only a unit around all of these can gather them."""
-    found = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
-    return {parameter for parameter, count in found.items() if count > 1}
+    """The parameters that several modules have: only a unit around all these modules can gather them."""
+    uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
+    return {parameter for parameter, count in uses.items() if count > 1}
 
 
 def _shards(mesh: Mesh) -> int:
-    """Into how many parts FSDP cuts each parameter."""
+    """Number of parts into which FSDP cuts each parameter."""
     return mesh.degrees.shard * mesh.degrees.context
 
 
@@ -111,7 +111,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def without_idle_resharding(mesh: Mesh, config: FSDPConfig, *, float8_gathers: bool) -> FSDPConfig:
-    """The same, without resharding where the shards themselves compute: it would free nothing, but cost time."""
+    """The config without resharding where the shards themselves compute: it would free nothing, but cost time."""
     idle = _shards_are_whole(mesh, config) and config.param_dtype == "float32" and not float8_gathers
     return replace(config, reshard_after_forward=False) if idle else config
 
@@ -127,7 +127,7 @@ def _shards_are_whole(mesh: Mesh, config: FSDPConfig) -> bool:
 
 
 def compute_with_whole_shards(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> None:
-    """Where FSDP has one shard: compute with that itself, or with one cast of it, instead of copies. In place.
+    """Compute with the shard itself, or one cast of it, instead of copies, where FSDP has only one shard. In place.
 
     torch 2.11 to 2.13 cast such a shard, and then copy what they have cast. FSDP's extension point, two methods of the
     shard, decides what is gathered and what is made of it. Call this once the parameters have their memory.
@@ -135,7 +135,7 @@ def compute_with_whole_shards(model: nn.Module, mesh: Mesh, config: FSDPConfig) 
     if not _shards_are_whole(mesh, config):
         return
     for parameter in model.parameters():
-        shard: Any = cast(DTensor, parameter)._local_tensor  # of which to_local() is another view
+        shard: Any = cast(DTensor, parameter)._local_tensor  # to_local() would return another view of it
         if not hasattr(shard, "fsdp_pre_all_gather"):  # weights that are gathered in float8 have their own
             shard.fsdp_pre_all_gather = gather = partial(_gather_nothing, shard)
             gather.__signature__ = OF_FIVE  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ from parallel.dist import PREFIX, World, store_address
 from parallel.errors import UserError
 
 SHARED_MEMORY = Path("/dev/shm")
-"""Where Linux keeps files in memory; elsewhere, and where it cannot be written, the folder for temporary files."""
+"""The folder whose files Linux keeps in memory; without it, or if it is read-only, that for temporary files is used."""
 PLACE = 2048
 """Bytes of the board for each process, and as many for its signs."""
 HEAD = struct.Struct("<II")

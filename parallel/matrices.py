@@ -29,7 +29,7 @@ class Sent:
         self._of: tuple[Tensor, dist.Work | None] | None = (buffer, work)
 
     def received(self) -> Tensor:
-        """The buffer with all that was sent, which is not held any longer."""
+        """The buffer with all that was sent; this object no longer holds it."""
         assert self._of is not None, "asked for twice"
         (buffer, work), self._of = self._of, None
         if work is not None:
@@ -41,7 +41,7 @@ class Matrices:
     """Sharded matrices, each with an owner. All processes call its methods for the same rounds in the same order."""
 
     def __init__(self, matrices: Sequence[DTensor], mesh: Mesh, *, dtype: torch.dtype) -> None:
-        """dtype: in which parts and results are sent."""
+        """dtype: the type in which parts and results are sent."""
         self._group, self._replicas = sharding_group(mesh), mesh.replicate_group
         self._rank, self._size = self._group.rank(), self._group.size()
         self.replicas = self._replicas.size()
@@ -97,11 +97,11 @@ class Matrices:
                     start += rows * columns
 
     def _batches(self, of: Round, replica: int) -> Sequence[tuple[int, ...]]:
-        """Of the owners in one replica, in the order of their group. (Neighbours in a round are in other replicas.)"""
+        """The batches of one replica, in the order of its owners. (Neighbours in a round are of other replicas.)"""
         return of[replica :: self.replicas]
 
     def _batch(self, of: Round) -> tuple[int, ...]:
-        """This process's."""
+        """This process's batch."""
         return self._batches(of, self._replicas.rank())[self._rank]
 
     def _places(self, batch: Sequence[int], whole: Tensor) -> list[Tensor]:

@@ -36,9 +36,9 @@ class Mesh:
     fsdp: DeviceMesh
     """What fully_shard takes: sharding axes, and the replicate axis before them where there are several copies."""
     data_rank: int
-    """Which share of every global batch this process reads."""
+    """The index of this process's share of every global batch."""
     data_ranks: int
-    """Into how many shares a global batch is divided."""
+    """Number of shares into which a global batch is divided."""
     data_group: ProcessGroup
     """The processes that read different sequences, and whose token counts add up to that of the global batch."""
     loss_group: ProcessGroup
@@ -131,7 +131,7 @@ def _fsdp_mesh(devices: DeviceMesh, size: Mapping[str, int]) -> DeviceMesh:
         sharding = "_".join(wide)
         devices[tuple(wide)]._flatten(sharding)
     with warnings.catch_warnings():
-        # Of a flattened axis that is sliced: torch 2.11 to 2.13 have no other way to put it beside replicate.
+        # torch warns of slicing a flattened axis; 2.11 to 2.13 have no other way to put it beside replicate.
         warnings.filterwarnings("ignore", "Slicing a flattened dim")
         # A replicate axis of one would cost an all-reduce among one process for every block.
         return devices["replicate", sharding] if size["replicate"] > 1 else devices[sharding]

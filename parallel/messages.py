@@ -39,7 +39,7 @@ class Channel(IntEnum):
 
 
 def parent_of(rank: int) -> int:
-    """Whom this rank sends to; rank 0, the root, has none: -1."""
+    """The rank that this one sends to; -1 for rank 0, the root."""
     block, place = divmod(rank, WIDTH)
     if place:
         return block * WIDTH
@@ -47,17 +47,17 @@ def parent_of(rank: int) -> int:
 
 
 def children_of(rank: int, size: int) -> list[int]:
-    """Who sends to this rank, in ascending order."""
+    """The ranks that send to this one, in ascending order."""
     block, place = divmod(rank, WIDTH)
     if place:
         return []
     blocks = range(block * BRANCHES + 1, block * BRANCHES + BRANCHES + 1)
-    found = [*range(rank + 1, rank + WIDTH), *(other * WIDTH for other in blocks)]
-    return [child for child in found if child < size]
+    candidates = [*range(rank + 1, rank + WIDTH), *(other * WIDTH for other in blocks)]
+    return [child for child in candidates if child < size]
 
 
 def host_group() -> dist.ProcessGroup:
-    """The gloo group of all processes that messages take; the first call makes it, and all processes must make it."""
+    """The gloo group of all processes for messages; the first call makes it, and all processes must make it."""
     world = dist.group.WORLD
     assert world is not None
     if world not in _groups:

@@ -1,4 +1,4 @@
-"""Which processes share a node, and where that puts the shard groups. Imports no torch."""
+"""The processes that share a node, and where that puts the shard groups. Imports no torch."""
 
 from collections import Counter
 from collections.abc import Sequence

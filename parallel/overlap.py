@@ -48,7 +48,7 @@ class BringMessagesToProducts(CustomGraphPass):
 
 
 class RequireFusedMessages(CustomGraphPass):
-    """Runs after it has fused. Where it recognizes nothing, as other versions of torch may, it only goes on."""
+    """Runs after Inductor has fused. It does nothing where it recognizes no message, as in other versions of torch."""
 
     def __call__(self, graph: Graph) -> None:
         """Raise UserError for the graph of a forward pass that sends messages, but none during a product.
@@ -93,7 +93,7 @@ def _summed_products(node: Any) -> list[Node]:
 
 
 def _joined(graph: Graph, products: list[Node], shape: torch.Size) -> Node:
-    """Their sum as one product, of this shape; written as torch writes the product of a linear."""
+    """The sum of these products as one product, of this shape; written as torch writes the product of a linear."""
 
     def call(target: Any, *arguments: Any) -> Node:
         node = graph.call_function(target, arguments)

@@ -26,7 +26,7 @@ def flat(shape: Shape) -> Shape:
 
 
 def newton_schulz_flops(shape: Shape, *, steps: int) -> int:
-    """Of one matrix: X X^T, its square, and the product of both with X, in each step."""
+    """FLOPs for one matrix: X X^T, its square, and the product of both with X, in each step."""
     short, long = flat(shape)
     return steps * 2 * short * short * (2 * long + short)
 

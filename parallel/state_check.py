@@ -30,7 +30,7 @@ PIECE = {"cpu": 2**16, "cuda": 2**22}
 """Words that are read at a time: on a CPU the products, 8 bytes per word, stay in a core's cache."""
 
 Copies = tuple[ProcessGroup, Sequence[str]]
-"""Processes that must hold the same bits, and the names of the tensors of which they must."""
+"""Processes that must hold the same bits, and the names of the tensors that this is about."""
 Line = tuple[int, int, int, str]
 """1 if copies differ, the rank that tells it, its number there, the text. What is NaN in one replica also differs, so
 the cause is sorted first."""
@@ -119,7 +119,7 @@ def _inspect(shards: Sequence[Tensor], *, checksums: bool) -> tuple[Tensor, Tens
     device = shards[0].device
     count = torch.zeros(2, len(shards), dtype=torch.int64, device=device)
     odd = torch.arange(1, 2 * PIECE[device.type] if checksums else 1, 2, device=device)
-    # Of all pieces, and the number of the shard that each belongs to. (The first is there if all shards are empty.)
+    # Values of all pieces, and the shard that each belongs to. (The first is there if all shards are empty.)
     extremes, sums, owners = [torch.zeros((), device=device)] * 2, [count.new_zeros(())], [0]
     for number, shard in enumerate(shards):
         flat = shard.reshape(-1)  # a copy of one that is not contiguous
@@ -146,7 +146,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _differences(group: ProcessGroup, names: Sequence[str], own: Tensor, world: World) -> list[str]:
-    """On the group's first rank, one line for each tensor whose checksums differ, `own` here. All must call it."""
+    """A line, on the group's first rank, for each tensor whose checksums differ. own: those here. All must call it."""
     ranks = dist.get_process_group_ranks(group)
     rows = [torch.empty_like(own) for _ in ranks]
     dist.all_gather(rows, own, group=group)

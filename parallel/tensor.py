@@ -186,9 +186,9 @@ def _redistributed(activation: DTensor, placement: Placement) -> DTensor:
 
 
 def _without_single_rows(move: Move) -> Move:
-    """The same for activations (B, T, D), but without the axis B while it is 1.
+    """The same move of activations (B, T, D), without the axis B while it is 1.
 
-    With it, Inductor does not fuse the gather with products (torch 2.13). Only for that: compiled for T of any size,
+    With it, Inductor does not fuse the gather with products (torch 2.13). Use it only for that: compiled for any T,
     these views end in a RecursionError.
     """
 
@@ -196,8 +196,8 @@ def _without_single_rows(move: Move) -> Move:
         if len(activation) > 1:
             return move(activation, placement)
         flat = cast(DTensor, activation.flatten(0, 1))  # (T, D)
-        found = move(flat, Shard(0) if placement == TOKENS else placement)
-        return cast(DTensor, found.unflatten(0, (1, -1)))
+        result = move(flat, Shard(0) if placement == TOKENS else placement)
+        return cast(DTensor, result.unflatten(0, (1, -1)))
 
     return moved
 
@@ -206,7 +206,7 @@ class VocabularyParallelLoss(nn.Module):
     """The summed loss of logits of which each process of a group holds some columns."""
 
     def __init__(self, whole: SummedLoss, group: ProcessGroup) -> None:
-        """whole: what it replaces."""
+        """whole: the loss that it replaces."""
         super().__init__()
         self.chunks, self.softcap, self.z_loss, self.group = whole.chunks, whole.softcap, whole.z_loss, group
         self.kernels = EAGER
@@ -235,7 +235,7 @@ class VocabularyParallelLoss(nn.Module):
         )
 
     def _combine(self, largest: Tensor, sums: Tensor, at_target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of whole rows, from those of each process's columns: three numbers per token in two messages."""
+        """The sums of whole rows from those of each process's columns: three numbers per token in two messages."""
         of_all = largest.clone()
         dist.all_reduce(of_all, op=dist.ReduceOp.MAX, group=self.group)
         both = torch.stack([sums * (largest - of_all).exp(), at_target])  # (2, B T)

@@ -161,7 +161,7 @@ def prepare(options: argparse.Namespace) -> None:
     elif not options.join:
         say("nothing was left to do")
     share = f"validation_fraction = {options.validation_fraction:g}"
-    more = ["bos = true"] * options.bos if isinstance(fields, str) else fields.in_recipe
+    more = (["bos = true"] if options.bos else []) if isinstance(fields, str) else fields.in_recipe
     say(", ".join([f'in a recipe: source = "{folder}"', f'tokenizer = "{folder / "tokenizer.json"}"', share, *more]))
 
 

@@ -204,8 +204,8 @@ GROUPS = {
 
 
 def predictions() -> dict[str, tuple[Recipe, Hardware, Prediction]]:
-    """Of every recipe for GPUs with a decoder of ours, on the hardware of its name or on eight H100: by its path."""
-    found = {}
+    """Predictions by path, for every recipe for GPUs with our decoder, on the hardware of its name or on eight H100."""
+    by_path = {}
     for path in [*sorted(CONFIGS.glob("*.toml")), *sorted((CONFIGS / "benchmarks").glob("*.toml"))]:
         if not path.stem.startswith(tuple(SIZES)):
             continue
@@ -213,8 +213,8 @@ def predictions() -> dict[str, tuple[Recipe, Hardware, Prediction]]:
         if recipe.run.device == "cuda":
             hardware = hardware_of(path.stem) or Hardware("H100", processes=8)
             degrees = recipe.mesh.fit(hardware.processes, nodes=hardware.nodes)
-            found[path.relative_to(CONFIGS).as_posix()] = recipe, hardware, predict(recipe, degrees)
-    return found
+            by_path[path.relative_to(CONFIGS).as_posix()] = recipe, hardware, predict(recipe, degrees)
+    return by_path
 
 
 def memory_page() -> str:
@@ -233,7 +233,7 @@ def _memory(name: str, recipe: Recipe, hardware: Hardware, prediction: Predictio
         f"`{name.removesuffix('.toml')}`",
         f"{batch.micro_batch_size} x {batch.sequence_length}",
         checkpointing.mode + some,
-        recipe.float8.recipe + ", gathered" * recipe.float8.all_gather,
+        recipe.float8.recipe + (", gathered" if recipe.float8.all_gather else ""),
         "3" if recipe.fsdp.reshard_after_forward else "2",
         *(f"{size / 1e9:.1f}" for size in (prediction.peak, hardware.memory)),
         prediction.fullest,

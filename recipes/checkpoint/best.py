@@ -1,6 +1,6 @@
-"""Which checkpoint is the best so far, by a value of its validation that every checkpoint records.
+"""The best checkpoint so far, by a value of its validation that every checkpoint records.
 
-Nothing else remembers it: the best one is never deleted, so that the best of those on the disk is the best so far,
+Nothing else remembers it: it is never deleted, so the best of the checkpoints on the disk is the best so far,
 whatever was killed, damaged or removed in the meantime. Imports no torch.
 """
 
@@ -19,7 +19,7 @@ class BestOf:
     """Finds the best of some checkpoints. Each manifest is read once."""
 
     def __init__(self, keep_best: str, manifest_of: Callable[[int], Manifest]) -> None:
-        """keep_best: as checkpoint.keep_best has it. manifest_of: reads the manifest of a step."""
+        """keep_best: a value of checkpoint.keep_best. manifest_of: reads the manifest of a step."""
         self._best, self._manifest_of = Best.named(keep_best), manifest_of
         self._values: dict[int, float | None] = {}
 
@@ -32,8 +32,8 @@ class BestOf:
         for step in steps:
             if step not in self._values:
                 self._values[step] = self._value(step)
-        found = self._best.of((step, value) for step in steps if (value := self._values[step]) is not None)
-        return found and found[0]
+        best = self._best.of((step, value) for step in steps if (value := self._values[step]) is not None)
+        return best and best[0]
 
     def _value(self, step: int) -> float | None:
         try:

@@ -34,9 +34,9 @@ class Boxes:
     shape: Shape
     count: Annotated[int, Interval(ge=1, lt=2**31)] = 1
     stride: Count = 0
-    """From each box's shard to that of the next."""
+    """Distance from each box's shard to that of the next."""
     step: Shape = ()
-    """From each box's start to that of the next."""
+    """Distance from each box's start to that of the next, along each dimension."""
 
     @property
     def shards(self) -> slice:
@@ -44,7 +44,7 @@ class Boxes:
         return slice(self.file, self.file + (self.count - 1) * self.stride + 1, self.stride or 1)
 
     def number_in(self, file: int) -> int | None:
-        """Which of the boxes is in this shard; None if none is."""
+        """The number of the box in this shard; None if there is none."""
         number, rest = divmod(file - self.file, self.stride or 1)
         return number if rest == 0 and 0 <= number < self.count else None
 
@@ -54,11 +54,11 @@ class Boxes:
         return tuple(first + number * step for first, step in zip(self.start, self.step, strict=True))
 
     def moved(self, files: int) -> "Boxes":
-        """The same boxes so many shards further."""
+        """These boxes so many shards further."""
         return replace(self, file=self.file + files)
 
     def meeting(self, start: Sequence[int], shape: Sequence[int]) -> range:
-        """Which of the boxes share an element with this one, none of whose sides is 0."""
+        """The numbers of the boxes that share an element with this one, none of whose sides is 0."""
         low, high = 0, self.count
         steps = self.step or (0,) * len(self.start)
         for mine, length, step, first, wanted in zip(self.start, self.shape, steps, start, shape, strict=True):
@@ -70,7 +70,7 @@ class Boxes:
         return range(low, max(low, high))
 
     def problem(self, dimensions: int) -> str:
-        """What makes this no row of boxes of a tensor with so many dimensions; "" if nothing does."""
+        """Why this cannot be a row of boxes of a tensor with so many dimensions; "" if it can."""
         if len(self.start) != dimensions or len(self.shape) != dimensions or len(self.step) not in (0, dimensions):
             return "a part with another number of dimensions"
         if self.count > 1 and (not self.stride or not self._apart):
@@ -96,7 +96,7 @@ class Hull:
 
 
 def rows_overlap(rows: Sequence[Boxes]) -> bool:
-    """The same as overlap() of all their boxes, each of which lies apart from the others of its row."""
+    """What overlap() returns for the boxes of all rows, if those of one row lie apart from each other."""
     hulls = [Hull(row.start, tuple(a - b for a, b in zip(row.end, row.start, strict=True))) for row in rows]
     if not overlap(hulls):
         return False

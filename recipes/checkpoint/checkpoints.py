@@ -151,8 +151,8 @@ class Checkpoints:
         return self._newest
 
     def finish_copies(self, *, soon: bool = False) -> bool:
-        """After finish(): wait until the checkpoints are copied, if they are to be. Returns whether they are. soon: the
-        machine may be taken away."""
+        """Wait until the checkpoints are copied, if they are to be. Returns whether they are. Call it after finish().
+        soon: the machine may be taken away."""
         if self._copies is None:
             return True
         done = self._copies.finish(soon=soon)

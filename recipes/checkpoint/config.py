@@ -46,7 +46,7 @@ class Best:
 
     @classmethod
     def named(cls, text: str) -> "Best":
-        """As checkpoint.keep_best has it."""
+        """The comparison that a value of checkpoint.keep_best asks for."""
         direction, found, row = text.partition(":")
         if found and direction in ("min", "max"):
             return cls(row, direction == "max", True)

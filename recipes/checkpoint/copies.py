@@ -34,7 +34,7 @@ class Copies:
     """
 
     _thread: ClassVar[threading.Thread | None] = None
-    """Of all stages of a run, which have one channel: what an earlier one still copies, a later one waits for."""
+    """The thread of all stages of a run, which share a channel: a later one waits until an earlier one has copied."""
 
     def __init__(self, there: RemoteFolder, run_folder: Path, *, note: Callable[[int, str], None]) -> None:
         """note: receives a step and what became of its copy."""

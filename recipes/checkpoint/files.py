@@ -71,7 +71,7 @@ BLOCK_SUMS = "checksums of blocks"
 
 
 def box_name(tensor: str, start: Sequence[int], shape: Sequence[int]) -> str:
-    """Such as "model.embedding.weight[0:2048, 0:256]"."""
+    """The name of a box of a tensor, such as "model.embedding.weight[0:2048, 0:256]"."""
     ranges = ", ".join(f"{first}:{first + length}" for first, length in zip(start, shape, strict=True))
     return f"{tensor}[{ranges}]"
 

@@ -38,11 +38,11 @@ PATIENCE = 60.0
 """Seconds until another node's file must be visible: the longest that NFS caches a folder's contents (acdirmax)."""
 
 FEW = 64
-"""So many shards are looked at by one process."""
+"""Most shards that one process looks at."""
 
 
 def partial_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step is written until it is complete."""
+    """The folder that the checkpoint of a step is written to until it is complete."""
     return folder / f".partial-{step:08d}"
 
 
@@ -162,15 +162,15 @@ def remove(path: Path) -> None:
 
 
 def dispensable(steps: list[int], *, keep: int, keep_every: int, best: int | None = None) -> list[int]:
-    """Those of these steps, oldest first, that are neither among the newest nor multiples of keep_every (0 = none), nor
-    the best one."""
+    """The steps that may be deleted: neither the newest, nor multiples of keep_every (0 = none), nor the best. steps:
+    oldest first."""
     return [step for step in steps[:-keep] if not (keep_every and step % keep_every == 0) and step != best]
 
 
 def check(folder: Path, step: int, *, most: int = FEW) -> Manifest:
     """Check all but tensors' contents. Raises Damage or UserError.
 
-    most: of more shards than these, look at none: the processes that read them share that, see Checkpoints.load().
+    most: look at no shards if there are more: the processes that read them share that, see Checkpoints.load().
     """
     path = step_folder(folder, step)
     if path.is_symlink():
@@ -183,7 +183,7 @@ def check(folder: Path, step: int, *, most: int = FEW) -> Manifest:
 
 
 def check_parts(path: Path, manifest: Manifest, *, most: int = FEW) -> None:
-    """Check the small files of a checkpoint, and the sizes of its shards if there are not more than so many. Raises
+    """Check the small files of a checkpoint, and the sizes of its shards if there are at most `most`. Raises
     Damage."""
     look = len(manifest.shards) <= most
     check_files(path, manifest, [name for name, file in manifest.files.items() if look or not file.header_bytes])

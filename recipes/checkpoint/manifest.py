@@ -29,7 +29,7 @@ MAX_HEADER_BYTES = 100_000_000
 """The largest header of a shard that the safetensors library reads."""
 MAX_SHARDS = 1_000_000
 SHARDS_PER_FOLDER = 1000
-"""If there are more shards, each folder of them has so many."""
+"""Shards of each folder, if there are more shards than that."""
 SUM_BYTES = 8
 """Size of a block's checksum in the last tensor of a shard."""
 BLOCK_BYTES = 4 << 20
@@ -86,8 +86,8 @@ class Chunk:
     """Index of its first element in the tensor."""
     shape: tuple[int, ...]
     first_block: int
-    """Which of the shard's checksums is that of its first block. Every Manifest.block_bytes bytes are a block; the last
-    one of a box may be shorter."""
+    """Index of the checksum of its first block among those of the shard. Every Manifest.block_bytes bytes are a block;
+    the last one of a box may be shorter."""
 
 
 class Contents(NamedTuple):
@@ -111,7 +111,7 @@ class StoredTensor:
 
     @property
     def parts(self) -> int:
-        """Into how many boxes it is cut."""
+        """Number of boxes that it is cut into."""
         return sum(row.count for row in self.boxes)
 
 

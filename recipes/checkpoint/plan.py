@@ -1,4 +1,4 @@
-"""Which process writes which part of which tensor: every process computes the same answer, without a message.
+"""The parts of tensors that each process writes: every process computes the same answer, without a message.
 
 Names, shapes, and how the mesh cuts each tensor are the same on all processes, and that is all the answer depends on.
 Imports no torch.
@@ -23,13 +23,13 @@ Array = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
 
 class Cut(NamedTuple):
-    """One axis of the mesh that cuts a tensor: into so many parts, of which rank r has number r // stride % parts."""
+    """A cut of a tensor by one axis of the mesh: of its parts, rank r has number r // stride % parts."""
 
     dimension: int
-    """Of the tensor."""
+    """Dimension of the tensor that is cut."""
     parts: int
     stride: int
-    """Between the ranks of neighbouring parts."""
+    """Distance between the ranks of neighbouring parts."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Spread:
     """Key of DTYPE_BYTES."""
     shape: tuple[int, ...]
     cuts: tuple[Cut, ...] = ()
-    """In the order of cutting. A part is what torch.chunk gives: rounded up, and the last ones shorter or empty.
-    Processes that no cut separates hold the same box."""
+    """Cuts in their order. A part is what torch.chunk gives: rounded up, and the last ones shorter or empty. Processes
+    that no cut separates hold the same box."""
 
     def box_of(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Start and shape of the box that a process holds."""
@@ -56,14 +56,14 @@ class Spread:
 
 @dataclass(frozen=True)
 class Division:
-    """The boxes of a tensor, which are the same for all of its shape that the mesh cuts in the same way."""
+    """The boxes of all tensors of one shape that the mesh cuts in the same way."""
 
     elements: Array
-    """Of each box."""
+    """Elements of each box."""
     largest: int
     """The elements of the largest box."""
     ranks: Array
-    """(boxes, replicas): who holds each box. The distance between two replicas is the same for all boxes."""
+    """(boxes, replicas): the ranks that hold each box. The distance between two replicas is the same for all boxes."""
     runs: tuple[Boxes, ...]
     """The same boxes as regular rows of them, in the files of the first replica."""
 
@@ -71,8 +71,8 @@ class Division:
 def plan(tensors: Mapping[str, Spread], processes: int) -> dict[str, StoredTensor]:
     """The boxes of every tensor, and in which process's file each is: every element once, equal shares for replicas.
 
-    Of a tensor's replicas, one writes all of its boxes: that whose processes have the least to write so far, where the
-    largest boxes come first.
+    One of a tensor's replicas writes all of its boxes: the one whose processes have the least to write so far. The
+    tensors with the largest boxes come first.
     """
     divisions = {name: divide(about.shape, about.cuts, processes) for name, about in tensors.items()}
     width = {name: DTYPE_BYTES[about.dtype] for name, about in tensors.items()}

@@ -31,26 +31,26 @@ class RemoteFolder:
     """The folder of a run at a server."""
 
     place: str
-    """Its address: checkpoint.remote and the name of the run."""
+    """The folder's address: checkpoint.remote and the name of the run."""
     keep: int
     keep_every: int
     keep_best: str = ""
 
     def address(self, step: int, name: str = "") -> str:
-        """Of a checkpoint, or of a file in it."""
+        """The address of a checkpoint, or of a file in it."""
         return f"{self.place}/{CHECKPOINTS}/{step_name(step)}" + (f"/{name}" if name else "")
 
     def files(self) -> dict[int, dict[str, remote.RemoteFile]]:
-        """Step -> name -> file of what is there of each checkpoint, whole or not, oldest first.
+        """Step -> name -> file, for what is there of each checkpoint, whole or not, oldest first.
 
-        Thousands of shards are in folders, which their names begin with.
+        The names of thousands of shards begin with the folders that they are in.
         """
-        found: dict[int, dict[str, remote.RemoteFile]] = {}
+        by_step: dict[int, dict[str, remote.RemoteFile]] = {}
         for file in remote.find(f"{self.place}/{CHECKPOINTS}"):
             for depth in (2, 3):
                 if (step := checkpoint_step(file.parts[-depth])) is not None:
-                    found.setdefault(step, {})["/".join(file.parts[1 - depth :])] = file
-        return dict(sorted(found.items()))
+                    by_step.setdefault(step, {})["/".join(file.parts[1 - depth :])] = file
+        return dict(sorted(by_step.items()))
 
     def steps(self) -> list[int]:
         """The steps of the whole checkpoints, oldest first."""
@@ -97,7 +97,7 @@ class RemoteFolder:
         return decode(remote.read(address) or b"", where=Path(address))
 
     def _delete(self, step: int, names: Collection[str]) -> None:
-        """The manifest first: without it, the rest is no checkpoint."""
+        """Delete these files, the manifest first: without it, the rest is not a checkpoint."""
         ordered = sorted(names, key=lambda name: name != MANIFEST)
         remote.delete([self.address(step, name) for name in ordered])
 
@@ -109,7 +109,7 @@ class RemoteFolder:
                 remote.write(f"{self.place}/{name}", file.read_bytes())
 
     def fetch_small_files(self, run_folder: Path) -> None:
-        """The reverse."""
+        """Copy those files from there to the run's folder, with the run's id."""
         depth = len(self.place.split("/")) + 1
         for file in remote.find(f"{self.place}/*"):
             if len(file.parts) == depth and file.name not in (THEIR_ID, PROBE):

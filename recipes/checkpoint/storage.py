@@ -47,15 +47,15 @@ READ_BYTES = 16 * BLOCK_BYTES
 
 @dataclass(frozen=True)
 class Plan:
-    """Which parts of which tensors each process writes. Valid as long as names, shapes and sharding do not change."""
+    """The parts of tensors that each process writes. Valid as long as names, shapes and sharding do not change."""
 
     pieces: list[Piece]
     """What this process writes, in the order of its shard."""
     stored: dict[str, StoredTensor]
-    """All tensors, and who writes which of their boxes."""
+    """All tensors, and the processes that write their boxes."""
     signature: list[Any]
     identity: str
-    """The same on two processes if they planned the same."""
+    """Hash that is the same on two processes if they planned the same."""
 
     def tensors(self, state: Mapping[str, Tensor]) -> Iterator[Tensor]:
         """The current values of the pieces, on their device."""
@@ -80,7 +80,7 @@ def make_plan(state: Mapping[str, Tensor], *, rank: int, processes: int) -> Plan
 
 
 def spread_of(name: str, value: Tensor, axes: Mapping[DeviceMesh, list[tuple[int, int]]]) -> Spread:
-    """How a tensor is spread over all processes. Raises UserError if its type is none that a checkpoint can hold.
+    """How a tensor is spread over all processes. Raises UserError if no checkpoint can hold its type.
 
     axes: the parts and the distances of their ranks, by mesh.
     """
@@ -179,9 +179,9 @@ class Part(NamedTuple):
     box: tuple[int, ...]
     """The start of the box in the tensor."""
     start: tuple[int, ...]
-    """In the box."""
+    """The start of what is read, in the box."""
     target: Tensor
-    """What is filled."""
+    """The values to fill."""
 
 
 def read_tensors(path: Path, manifest: Manifest, state: Mapping[str, Tensor]) -> None:

@@ -66,7 +66,7 @@ ADAPTER = TypeAdapter(Version1)
 
 
 def converted(old: Version1) -> Manifest:
-    """The same checkpoint as this version describes it; the contents of its files are those of the old manifest."""
+    """The checkpoint as the present version describes it; the contents of its files are those of the old manifest."""
     shards = [name for name, file in old.files.items() if file.header_bytes]
     number = {name: place for place, name in enumerate(shards)}
     parts: dict[str, list[tuple[str, Part]]] = {name: [] for name in shards}

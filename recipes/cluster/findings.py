@@ -17,7 +17,7 @@ OCCUPIED = 0.05
 SLOW = 0.5
 """Warn when a process reaches less than this share of the median speed between nodes."""
 MOST_ROWS = 16
-"""In the table."""
+"""Most rows of the table."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Room:
     free_device: int | None
     free_host: int | None
     free_disk: int
-    """On the file system of the run's folder."""
+    """Free bytes on the file system of the run's folder."""
     free_temporary: int
 
 
 Measured = tuple[Room, tuple[float, float], Links]
-"""Of one process; its clock is so many seconds ahead of rank 0's, at least and at most."""
+"""What one process measured; the numbers are the least and most seconds that its clock is ahead of rank 0's."""
 
 
 def report(everyone: Sequence[Measured], nodes: Sequence[Node], *, device: str) -> list[str]:
@@ -51,21 +51,21 @@ def report(everyone: Sequence[Measured], nodes: Sequence[Node], *, device: str) 
 def wrong_results(links: Sequence[Links], nodes: Sequence[Node]) -> list[str]:
     """One line per collective and node with wrong numbers, and what to do."""
     name_of = {rank: node.name for node in nodes for rank in node.ranks}
-    found = []
+    lines = []
     if summed := sorted({name_of[rank] for rank, link in enumerate(links) if link.wrong_sum}):
-        found.append(f"all-reduce: wrong on {abbreviated(summed)}")
+        lines.append(f"all-reduce: wrong on {abbreviated(summed)}")
     by_source: dict[str, set[str]] = {}
     for rank, link in enumerate(links):
         for source in link.wrong_parts:
             by_source.setdefault(name_of[source], set()).add(name_of[rank])
-    found += [f"all-gather: what {name} sends is wrong on {abbreviated(sorted(to))}" for name, to in by_source.items()]
-    if found:
-        found.append("exclude these nodes (sbatch --exclude), and have their memory, GPUs and network tested")
-    return found
+    lines += [f"all-gather: what {name} sends is wrong on {abbreviated(sorted(to))}" for name, to in by_source.items()]
+    if lines:
+        lines.append("exclude these nodes (sbatch --exclude), and have their memory, GPUs and network tested")
+    return lines
 
 
 def speeds(links: Sequence[Links], size_bytes: int) -> str:
-    """The collectives' bus bandwidth, as nccl-tests defines it; and of each axis the slowest pair."""
+    """The collectives' bus bandwidth, as nccl-tests defines it, and the speed of the slowest pair along each axis."""
     ranks = len(links)
     reduce_seconds = max(link.all_reduce_seconds for link in links)
     gather_seconds = max(link.all_gather_seconds for link in links)

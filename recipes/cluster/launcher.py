@@ -49,7 +49,7 @@ def handle_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Non
 
 
 class OnlyKills(logging.Handler):
-    """Of torchrun's log, prints only that a worker had to be killed."""
+    """Prints of torchrun's log only that a worker had to be killed."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.getMessage().startswith("Unable to shutdown process"):

@@ -18,7 +18,7 @@ BUFFER = {"cuda": 64 * 2**20, "cpu": 4 * 2**20}
 """Bytes per message: enough to reach the full speed of a link, little compared with a model."""
 REPEATS = {"cuda": 10, "cpu": 3}
 MOST_ROUNDS = 7
-"""Of exchanges along an axis: all pairs in groups of up to 8, some pairs of each process in larger ones."""
+"""Rounds of exchanges along an axis: all pairs in groups of up to 8, some pairs of each process in larger ones."""
 
 Pair = tuple[int, int]
 """Ranks, the lower one first."""
@@ -35,7 +35,7 @@ class Links:
     all_reduce_seconds: float
     all_gather_seconds: float
     exchanges: dict[int, float]
-    """Rank on a neighbouring node -> bytes per second in each direction between it and this one."""
+    """Rank on a neighbouring node -> bytes per second in each direction between it and this rank."""
     inside: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     """Axis of the mesh -> rank in this one's group along it -> the same."""
 
@@ -223,33 +223,33 @@ def _exchange(world: World, buffer: Tensor, plan: Sequence[Mapping[int, int]]) -
 
 
 def rounds(nodes: Sequence[Node]) -> list[dict[int, int]]:
-    """For each round of exchanges, rank -> its partner, of the same local rank on a neighbouring node.
+    """The partner of each rank, of the same local rank on a neighbouring node, for each round of exchanges.
 
     Nodes form a ring and exchange with one neighbour at a time: only a slow node is slow with both of its neighbours.
     """
     count = len(nodes)
-    found: list[dict[int, int]] = [{}, {}, {}]
+    by_round: list[dict[int, int]] = [{}, {}, {}]
     for edge in range(count if count > 2 else count - 1):
         number = 2 if count % 2 and edge == count - 1 else edge % 2  # a ring of odd length takes a third round
         for one, other in zip(nodes[edge].ranks, nodes[(edge + 1) % count].ranks, strict=False):
-            found[number] |= {one: other, other: one}
-    return [partners for partners in found if partners]
+            by_round[number] |= {one: other, other: one}
+    return [partners for partners in by_round if partners]
 
 
 def pairings(groups: Sequence[Sequence[int]], *, most: int | None = None) -> list[dict[int, int]]:
-    """For each round of exchanges, rank -> its partner. All members of a group meet; groups have one size.
+    """The partner of each rank, for each round of exchanges. All members of a group meet; groups have one size.
 
     most: rounds; None = until all have met.
     """
     places = len(groups[0]) + len(groups[0]) % 2  # of an odd number, one member rests in each round
-    found: list[dict[int, int]] = []
+    by_round: list[dict[int, int]] = []
     for turn in range(places - 1)[:most]:
         seats = [places - 1, *((turn + seat) % (places - 1) for seat in range(places - 1))]  # the last one stays
-        found.append({})
+        by_round.append({})
         for seat in range(places):
             one, other = seats[seat], seats[-1 - seat]
-            found[-1] |= {group[one]: group[other] for group in groups if max(one, other) < len(group)}
-    return found
+            by_round[-1] |= {group[one]: group[other] for group in groups if max(one, other) < len(group)}
+    return by_round
 
 
 def _own_pairings(rank: int, groups: Sequence[Sequence[int]]) -> list[dict[int, int]]:

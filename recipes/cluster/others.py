@@ -128,7 +128,7 @@ class Others:
             self._blame_store(str(error).splitlines()[0])
 
     def _blame_store(self, why: str = "it may be frozen, or its node lost") -> None:
-        """If this process speaks for its node and no verdict has come, say so, and end the node."""
+        """Blame the store and end the node, if this process speaks for the node and no verdict has come."""
         if self._speaks and not self._decided:
             report = self._own
             self._say(f"HUNG: {report.process} in {report.where}; the launcher of node 0 does not answer ({why})")
@@ -136,8 +136,8 @@ class Others:
             os._exit(exit_codes.HUNG)
 
     def _speak_for_node(self) -> bool:
-        """Publish the board, with its answers, if this process is the first there to answer. Whether it ever was: the
-        verdict may have been told to it."""
+        """Publish the board, with its answers, if this process is the first there to answer. Returns whether it ever
+        was: the verdict may have been told to it."""
         words = self._beats.board.words()
         answering = [place for place, word in enumerate(words) if ANSWERS in word and GONE not in word]
         if answering and answering[0] == self._beats.place:

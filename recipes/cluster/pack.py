@@ -41,7 +41,7 @@ SYSTEM = Path("/usr")
 LEFT_OUT = ("lib/python3*/test", "lib/python3*/idlelib", "lib/python3*/turtledemo", "lib/python3*/config-*", "lib/*.a")
 """Parts of a Python that no run imports, a third of it."""
 UNUSED_SECONDS = 7 * 24 * 3600
-"""A pack that no job has started from for so long is deleted."""
+"""Age of a pack's last use at which it is deleted."""
 HERE = "@HERE@"
 """Stands in pyvenv.cfg for the folder of the node; scripts/unpack.sh writes it there."""
 
@@ -54,7 +54,7 @@ class Entry:
     path: str
     bytes: int
     changed: int
-    """In nanoseconds."""
+    """Time of the last change, in nanoseconds."""
     target: str | None = None
 
 
@@ -67,7 +67,7 @@ class Pack:
     python: str
     """The interpreter, below the folder into which they are unpacked."""
     bytes: int
-    """Of both, packed; unpacked they are about as many, because nothing is compressed."""
+    """Bytes of both, packed; unpacked they are about as many, because nothing is compressed."""
 
     @property
     def key(self) -> str:
@@ -180,7 +180,7 @@ def _key(entries: Iterable[Entry], changes: dict[str, str]) -> str:
 
 @contextmanager
 def _new(file: Path) -> Iterator[Path]:
-    """Where to write a file that is to be there whole or, after an error, not at all."""
+    """The path to write a file to that is to be there whole or, after an error, not at all."""
     partial_file = file.with_name(f".{file.name}.{os.uname().nodename}-{os.getpid()}")
     try:
         yield partial_file

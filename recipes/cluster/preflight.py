@@ -116,7 +116,7 @@ def preflight(
 
 
 def refusal(what: str, problems: Sequence[str]) -> UserError:
-    """One error that lists all problems."""
+    """The error that lists all problems."""
     return UserError("\n  ".join([f"pre-flight: {what}; nothing was started", *problems]))
 
 
@@ -131,14 +131,14 @@ def local_facts(device: torch.device, *, recipe: str, sources: str) -> Facts:
         torchao=_version("torchao"),
         cuda=torch.version.cuda,
         nccl=".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
-        # From the kernel module: nvidia-smi takes a second, and containers may lack it.
+        # Read from the kernel module: nvidia-smi takes a second, and containers may lack it.
         driver=_find("/proc/driver/nvidia/version", r"\b(\d{3}\.\d+(?:\.\d+)?)\b") if cuda else None,
         device=device_name(device),
     )
 
 
 def local_room(folder: Path, device: torch.device) -> Room:
-    """The memory and the disks of this process. folder: of the run; it need not exist."""
+    """The memory and the disks of this process. folder: that of the run; it need not exist."""
     free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (None, None)
     available = _find("/proc/meminfo", r"^MemAvailable: +(\d+) kB")
     return Room(
@@ -151,7 +151,7 @@ def local_room(folder: Path, device: torch.device) -> Room:
 
 
 def hash_of_sources() -> str:
-    """Of all Python files that a run may load."""
+    """A hash of all Python files that a run may load."""
     digest = xxhash.xxh3_64()
     files = (file for package in ("models", "parallel", "recipes") for file in (ROOT / package).rglob("*.py"))
     for file in sorted([ROOT / "train.py", *files]):
@@ -181,7 +181,7 @@ def places_of(facts: Facts, rank: int) -> Places:
 
 
 def together(one: Places, other: Places) -> Places:
-    """The facts of both. What all have alike stays as short as that of one process."""
+    """The facts of both. What all have in common stays as short as for one process."""
     return {
         field: {
             value: _joined([*values.get(value, ()), *other[field].get(value, ())]) for value in values | other[field]
@@ -191,14 +191,14 @@ def together(one: Places, other: Places) -> Places:
 
 
 def _joined(rows: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same ranks, in as few rows of neighbours as possible."""
-    found: list[tuple[int, int]] = []
+    """These ranks in as few rows of neighbours as possible."""
+    joined: list[tuple[int, int]] = []
     for first, last in sorted(rows):
-        if found and first == found[-1][1] + 1:
-            found[-1] = found[-1][0], last
+        if joined and first == joined[-1][1] + 1:
+            joined[-1] = joined[-1][0], last
         else:
-            found.append((first, last))
-    return found
+            joined.append((first, last))
+    return joined
 
 
 def differences(places: Places, nodes: Sequence[Node]) -> list[str]:

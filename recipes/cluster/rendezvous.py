@@ -96,7 +96,7 @@ class Launchers:
     """The launchers of all nodes, as this one sees them."""
 
     def __init__(self, address: tuple[str, int], *, node: int, nodes: int, log: Callable[[str], None]) -> None:
-        """Nothing is connected yet. address: of node 0's store. node: this one's index. log: receives lines of text."""
+        """Connect nothing yet. address: that of node 0's store. node: this one's index. log: receives lines of text."""
         self._address, self._node, self._nodes, self._log = address, node, nodes, log
         self._store: TCPStore | None = None
         self._counted = node == 0  # the store is its own

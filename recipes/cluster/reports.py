@@ -68,14 +68,14 @@ def after(seconds: float, work: Callable[[], None]) -> threading.Timer:
 
 
 def for_a_while(work: Callable[[], None]) -> None:
-    """Do what writes to a file system, which may be what hangs: after some seconds, go on without it."""
+    """Do this work, which writes to a file system that may hang; after some seconds, go on without it."""
     worker = threading.Thread(target=work, daemon=True)
     worker.start()
     worker.join(WRITE_SECONDS)
 
 
 def verdict(reports: Sequence[Report]) -> str:
-    """Which processes hold up the others, judged by the reports of all processes in the order of ranks."""
+    """Names the processes that hold up the others, judged by the reports of all processes in the order of ranks."""
     longest = max(report.idle for report in reports)
     culprits, why = _culprits(reports)
     lines = [f"HUNG: no progress for {longest:.0f} s; {why}"]

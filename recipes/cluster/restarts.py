@@ -34,9 +34,9 @@ from recipes.files.layout import CHECKPOINTS, checkpoint_steps
 from recipes.files.screen import tell
 
 PAUSE_SECONDS = 2
-"""Before another start, so that ports and devices are free by then."""
+"""Seconds to wait before another start, so that ports and devices are free by then."""
 FAULT_SECONDS, LONGEST_PAUSE = 30, 300
-"""The same after a fault that may pass: twice as long after each in a row, since a server may need minutes."""
+"""The same after a first fault that may pass, and at most: each in a row doubles it, as a server may need minutes."""
 
 
 class End(StrEnum):
@@ -91,7 +91,7 @@ class Attempt:
 
 
 def reason_to_stop(attempts: Sequence[Attempt], *, step: int, restarts: int) -> str | None:
-    """Why not to start again, or None. step: of the newest checkpoint. restarts: how many crashes to restart after."""
+    """Why not to start again, or None. step: the newest checkpoint's. restarts: how many crashes to restart after."""
     if attempts and attempts[-1].end in (End.DONE, End.FINAL):
         return attempts[-1].end.value
     crashes = sum(attempt.end in (End.CRASHED, End.TEMPORARY, End.UNSTARTED, None) for attempt in attempts)

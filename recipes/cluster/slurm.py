@@ -44,7 +44,7 @@ def log(text: str) -> None:
 
 
 REFUSAL = "slurm-refusal:"
-"""The same, for a line that many nodes may have."""
+"""Begins such a line that many nodes may send alike."""
 UNPACKING = ["--kill-on-bad-exit=0", "--time=30"]
 """Every node tells what is wrong with it, and a disk that hangs ends the attempt (minutes)."""
 
@@ -66,7 +66,7 @@ class Local:
         if action == "prepare":
             squeue = ["squeue", "--noheader", f"--user={os.getuid()}", "--format=,%A,"]
             jobs = subprocess.run(squeue, capture_output=True, text=True).stdout
-            return [*run, self._key, str(self._pack.bytes * (1 + self.send)), jobs.replace("\n", "")]
+            return [*run, self._key, str(self._pack.bytes * (2 if self.send else 1)), jobs.replace("\n", "")]
         files = [self._sent(file) if self.send else file for file in self.files]
         return [*run, self._key, *map(str, files)] if action == "unpack" else run
 

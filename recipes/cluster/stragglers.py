@@ -25,9 +25,9 @@ WINDOW = 15
 IN_A_ROW = 4
 """Consecutive logged steps at which a process must be too slow before it is named."""
 SLOWER = 1.3
-"""Times the median process."""
+"""Multiple of the median process's seconds above which a process is slow."""
 SLOWER_ON_CPUS = 2.0
-"""On CPUs other programs use the cores too: sharing a core or a cache makes a process about a third slower."""
+"""The same on CPUs, whose cores other programs use, too: sharing one makes a process about a third slower."""
 MATTERS = 0.05
 """Share of the step: shorter waits for data are not reported."""
 NOTICEABLE = 0.1
@@ -37,7 +37,7 @@ EXCHANGES = 2
 PROBES = 10
 """Most times that links are measured in a run."""
 MOST_NAMED = 16
-"""Processes of each phase, the slowest ones."""
+"""Most processes that are named for each phase, the slowest ones."""
 DATA, COMPUTE, COMMUNICATION = "data", "compute", "communication"
 
 
@@ -66,7 +66,7 @@ class SlowLink:
     node: str
     phase: str
     bytes_per_second: float
-    """In each direction, with the faster of its neighbours."""
+    """Bytes per second in each direction, with the faster of its neighbours."""
     median: float
 
     def __str__(self) -> str:
@@ -100,7 +100,7 @@ class Window:
 
 
 class Comparison:
-    """Finds slow processes by what all of them say of their windows, with operators of the device that it is on."""
+    """Finds slow processes from what all of them tell about their windows, with operators of the tensors' device."""
 
     def __init__(self, node_of: Callable[[int], str], *, slower: float = SLOWER) -> None:
         """node_of: rank -> name of its node. slower: a process is slow above this multiple of the median."""
@@ -191,7 +191,7 @@ class ComputeTime:
             around(head, self._begin.record, self._end.record)
 
     def seconds(self) -> float:
-        """Of the last step on CUDA, after a wait for the device; else the mean since the last logged step."""
+        """Seconds of the last step on CUDA, after a wait for the device; else the mean since the last logged step."""
         if not self._cuda:
             return self._clock.worked_per_step()
         torch.cuda.synchronize()
@@ -234,7 +234,7 @@ class Stragglers:
         self._counts = dict[str, int]()
 
     def counts(self, step: float, data: float, compute: float) -> list[float]:
-        """What this process tells the others of a logged step: its seconds per step, and those of its window."""
+        """What this process tells the others about a logged step: its seconds per step, and those of its window."""
         if self._is_warm:  # the first step compiles, on whichever process comes first
             self._window.add(step, data, compute)
         return [step, data, step - data - compute, *self._window.typical()]
@@ -272,9 +272,9 @@ class Stragglers:
         return {"stragglers": [asdict(one) for one in found]} if found else {}, lines
 
     def _check_links(self, step: float, left: float) -> list[str]:
-        """When communication has become slow, find the process with the slow link; a line if none can be named.
+        """Find the process with the slow link when communication has become slow; a line if none can be named.
 
-        Processes on CPUs share their cores with others, and may wait longer for those. There only a name is logged.
+        Processes on CPUs share their cores with others and may wait for those, so only a name is logged there.
         """
         world = self._world
         if world.size == 1 or (self._is_cpu and len(world.nodes) < 3):

@@ -41,11 +41,11 @@ HOUR = 3600.0
 START_LIMIT = 6 * HOUR
 """Rank 0 may be tokenizing a corpus. The same time as parallel.dist waits for it."""
 SLOW_LIMIT = 1 * HOUR
-"""For the first step, which compiles, for validation batches and for saves."""
+"""Shortest limit, in seconds, for the first step, which compiles, for validation batches and for saves."""
 MEETING_SECONDS = 120.0
 """How long processes that have joined may take, at least, until all of them watch each other."""
 FOLDER = "hang"
-"""In the run's folder: Python stacks of every process, and NCCL's flight recorder."""
+"""Folder in the run's folder: Python stacks of every process, and NCCL's flight recorder."""
 SHOW_CURSOR = "\x1b[?25h\n"
 
 
@@ -53,7 +53,7 @@ class Watchdog:
     """Watches one process of a run, from construction until close()."""
 
     def __init__(self, clock: RunClock, world: World, *, timeout: float, folder: Path) -> None:
-        """timeout: seconds without progress; 0 = off. folder: of the run; it need not exist."""
+        """timeout: seconds without progress; 0 = off. folder: that of the run; it need not exist."""
         self._clock, self._world, self._timeout, self._folder = clock, world, timeout, folder
         self._period = seconds_between_reports(timeout)
         self._closed = threading.Event()

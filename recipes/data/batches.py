@@ -69,7 +69,7 @@ class Batches:
         return self._on_device(self._waiting.popleft()[1].result())
 
     def take_once(self, batch: int) -> list[MicroBatch]:
-        """The same for text that is read once: sequences that only fill up the last batch have ignored targets."""
+        """Global batch number `batch` of text that is read once: what only fills the last one has ignored targets."""
         return self._on_device(self._read(batch, available=self.sequences.available))
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ class Segment:
     sequence_length: Annotated[int, Ge(1)]
     sequences: Annotated[int, Ge(0)]
     windows: dict[str, Window] = field(default_factory=dict)
-    """Of the sources that are shuffled by windows; the others are shuffled by epochs."""
+    """Name -> window of the sources that are shuffled by windows; the others are shuffled by epochs."""
 
     @property
     def tokens(self) -> int:
@@ -58,18 +58,18 @@ History = tuple[Segment, ...]
 
 
 def joined(history: Iterable[Segment]) -> History:
-    """The same history with neighbours joined that are parts of one segment, and without empty ones."""
-    found: list[Segment] = []
+    """The history with neighbours joined that are parts of one segment, and without empty ones."""
+    segments: list[Segment] = []
     for segment in history:
-        if found and segment.continues(found[-1]):
-            found[-1] = replace(segment, sequences=found[-1].sequences + segment.sequences)
+        if segments and segment.continues(segments[-1]):
+            segments[-1] = replace(segment, sequences=segments[-1].sequences + segment.sequences)
         elif segment.sequences:
-            found.append(segment)
-    return tuple(found)
+            segments.append(segment)
+    return tuple(segments)
 
 
 def to_json(history: History) -> list[dict[str, Any]]:
-    """For the progress of a checkpoint."""
+    """The history as plain JSON, for the progress of a checkpoint."""
     return [asdict(segment) for segment in history]
 
 
@@ -137,7 +137,7 @@ class Unread:
         return replace(self, first=self.first + sequences, count=self.count - sequences, skip=skip)
 
     def pieces(self, begin: int, end: int, *, total: int | None) -> Iterator[tuple[int, int]]:
-        """Where in the source tokens begin .. end - 1 of it are: start and length of each piece."""
+        """The pieces of the source that hold tokens begin .. end - 1 of this: start and length of each."""
         length, begin, end = self.order.sequence_length, self.skip + begin, self.skip + end
         numbers = np.arange(begin // length, (end - 1) // length + 1)
         starts = self.order.starts(self.first + numbers, total=total)
@@ -157,7 +157,7 @@ class Continuation:
 
     @property
     def filled_from(self) -> int:
-        """Where in the endless row the tokens are that fill up the last joined sequence."""
+        """The place in the endless row of the tokens that fill up the last joined sequence."""
         return self.fresh.origin - (self.joined * self.fresh.sequence_length - self.unread.tokens if self.unread else 0)
 
     @property
@@ -166,7 +166,7 @@ class Continuation:
         return -(-self.unread.tokens // self.fresh.sequence_length) if self.unread else 0
 
     def needs(self, number: int) -> int | None:
-        """As SequenceOrder.needs()."""
+        """How many tokens must exist to determine sequence `number`, as in SequenceOrder.needs(); None = all."""
         fresh = self.fresh.origin + 1 if number < self.joined else self.fresh.needs(number - self.joined)
         return None if self.needed is None or fresh is None else max(self.needed, fresh)
 

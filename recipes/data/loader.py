@@ -83,7 +83,7 @@ class DataLoader:
         batches = partial(reader, **sizes, **share)
         self.training = batches(opened.training)
         self.validation = {name: batches(sequences) for name, sequences in opened.validation.items()}
-        """By name; "" is the name of a single text."""
+        """Name -> batches of a text to validate on; "" is the name of a single text."""
         self._global_batch_size = batch.global_batch_size
         self._world, self._log = world, log
         self._trained_on: Mapping[str, str] = {}
@@ -170,8 +170,8 @@ class DataLoader:
             yield f"step {batches:>6}  read of {name}: {counted(tokens)} tokens{times}"
 
     def checksums(self, batches: int) -> dict[str, str]:
-        """For each source, a checksum of the tokens that the first `batches` global batches come from; of a source
-        that is not read any more, the one in the checkpoint."""
+        """Source -> a checksum of the tokens that the first `batches` global batches come from; for a source that is
+        not read any more, the one in the checkpoint."""
         return {**self._trained_on, **self.training.sequences.checksums(self.training.first_of(batches))}
 
     def require_trained_on(self, checksums: Mapping[str, str], *, batches: int) -> None:

@@ -1,4 +1,4 @@
-"""From the [data] section to sequences that are ready to be read. Imports no torch."""
+"""Opens the text of the [data] section as sequences that are ready to be read. Imports no torch."""
 
 import errno
 import os
@@ -84,7 +84,7 @@ class Data:
     tokenizer: Tokenizer
     training: "Sequences | PairSequences"
     validation: "Mapping[str, Sequences | PairSequences]"
-    """By name; "" is the name of a single text."""
+    """Name -> text to validate on; "" is the name of a single text."""
     data_state: dict[str, Any]
     """What the order of the tokens depends on, as in data.json: fingerprints of the tokenizer and of each source. A run
     that resumes may change those of validation sources."""

@@ -1,4 +1,4 @@
-"""Which tokens sequence number n of a run holds, computed from the recipe and n alone. Nothing is stored.
+"""The tokens of sequence number n of a run, computed from the recipe and n alone. Nothing is stored.
 
 The order does not depend on the number of processes or the batch size. So the whole state of the data is the number of
 sequences consumed, of each length and mixture that the run has had (history.py), and any position is reached at once.
@@ -38,7 +38,7 @@ class SequenceOrder:
     every_epoch: bool = False
     """Whether all epochs are shuffled by windows."""
     origin: int = 0
-    """Where sequence 0 starts in the endless row of repetitions."""
+    """The start of sequence 0 in the endless row of repetitions."""
 
     def needs(self, number: int) -> int | None:
         """How many tokens must exist, unless the source is complete, to determine sequence `number`; None = all."""
@@ -63,7 +63,7 @@ class SequenceOrder:
         return epochs, firsts, sizes
 
     def starts(self, numbers: np.ndarray, *, total: int | None) -> np.ndarray:
-        """Where in the source the sequences of these numbers start: (n,) int64 -> (n,) int64, below `total`.
+        """The starts in the source of the sequences of these numbers: (n,) int64 -> (n,) int64, below `total`.
 
         total: tokens in the source; None = unknown, then needs() of every number must exist already.
         """
@@ -133,7 +133,7 @@ class Mixture:
 
 
 def permuted(positions: np.ndarray, *, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Where the permutation of each key maps each position in 0 .. size-1: three of (n,) -> (n,) int64.
+    """The position in 0 .. size-1 that the permutation of each key maps each position to: three of (n,) -> (n,) int64.
 
     A Feistel network permutes the numbers of 2 * half bits whatever its round function is. There are at most 4 * size
     of them. A result outside 0 .. size-1 is permuted again until it is inside, which gives a permutation of 0 .. size-1

@@ -48,25 +48,25 @@ class Limits:
     """How long a pair may be, in tokens, and what happens to longer ones."""
 
     prompt: int
-    """Of a prompt that an encoder reads; of the inputs of a whole pair otherwise."""
+    """Most tokens of a prompt that an encoder reads; otherwise of the inputs of a whole pair."""
     answer: int | None
-    """Of an answer; None = as above."""
+    """Most tokens of an answer; None where the limit above holds for the whole pair."""
     long: str
     """data.long_pairs."""
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Where the pairs of a source are that are not too long, (n,) int64 each."""
+    """Places and lengths of pairs of a source: (n,) int64 each."""
 
     starts: np.ndarray
     """The first token of each in the source."""
     lengths: np.ndarray
-    """Tokens."""
+    """Tokens of each."""
     prompts: np.ndarray
     """Tokens before the first answer."""
     cut: np.ndarray
-    """How many of these are left out."""
+    """Tokens of the prompt that are left out."""
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -260,8 +260,8 @@ class PairSequences:
         self._segment = Segment(shares, limits.prompt, 0)
 
     def continue_after(self, history: History) -> int:
-        """As Sequences has it. Raises UserError if the sources, their shares or the length were others: where pairs of
-        another order go on is not defined."""
+        """Go on after these segments, as Sequences does. Raises UserError if the sources, their shares or the length
+        were others: where pairs of another order go on is not defined."""
         if not history:
             return 0
         if len(history) > 1 or not self._segment.continues(history[0]):
@@ -272,7 +272,7 @@ class PairSequences:
         return history[0].sequences
 
     def history(self, consumed: int) -> History:
-        """As Sequences has it."""
+        """All segments, when `consumed` sequences of the present one are consumed."""
         return joined([replace(self._segment, sequences=consumed)])
 
     @property
@@ -281,7 +281,7 @@ class PairSequences:
         return self.mixture.available([one.sequences for one in self._own])
 
     def require(self, first: int, count: int) -> None:
-        """Everything is there."""
+        """Require the first sequence of every source: everything is there already."""
         for source in self.sources:
             source.require(0)
 
@@ -314,7 +314,7 @@ class PairSequences:
         return {one.source.name: count / one.sequences for one, count in zip(self._own, counts, strict=True)}
 
     def checksums(self, consumed: int) -> dict[str, str]:
-        """For each source that the first `consumed` sequences come from, a checksum of its tokens."""
+        """Source -> a checksum of its tokens, for each that the first `consumed` sequences come from."""
         counts = self.mixture.consumed(consumed)
         return {one.name: one.shards.checksum(None) for one, count in zip(self.sources, counts, strict=True) if count}
 
@@ -337,15 +337,16 @@ def pair_sequences(
     answer = section.answer_length if pairing.format.encoder_decoder else None
     length = sources[0].order.sequence_length
     limits = Limits(length, answer, section.long_pairs)
-    found = [PairSource(one, limits, run=pairing.run, budget=section.bad_row_budget) for one in sources]
-    for one in found:
+    opened = [PairSource(one, limits, run=pairing.run, budget=section.bad_row_budget) for one in sources]
+    for one in opened:
         tokens, left = sum(int(part.sum()) for part in one.tokens), one.left_out
         cut = int((one.pairs.cut > 0).sum())
         what = f"{len(one.pairs):,} pairs with {tokens:,} tokens"
         if answer is None:
             share = tokens / (one.sequences * length)
             what += f" in {one.sequences:,} rows of {length}, {share:.1%} full"
-        more = f", {cut:,} with a cut prompt" * (cut > 0) + f", {left:,} too long and left out" * (left > 0)
-        held_out = " (held out)" * (one.source.shards.kind == VALIDATION)
-        log(f"{one.source.name}{held_out}: {what}{more}")
-    return PairSequences(found, weights, limits)
+        what += f", {cut:,} with a cut prompt" if cut else ""
+        what += f", {left:,} too long and left out" if left else ""
+        held_out = " (held out)" if one.source.shards.kind == VALIDATION else ""
+        log(f"{one.source.name}{held_out}: {what}")
+    return PairSequences(opened, weights, limits)

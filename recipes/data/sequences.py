@@ -90,9 +90,9 @@ class Source:
         """Open a source.
 
         Args:
-            name: of the source, as the recipe writes it.
+            name: that of the source, as the recipe writes it.
             shards: its tokens.
-            order: of its sequences, if nothing was read of it before.
+            order: that of its sequences, if nothing was read of it before.
             bad_row_budget: share of the rows that may be bad.
             problem: file that says why no more tokens will come.
             read_once: cut the row to whole sequences with their targets.
@@ -142,22 +142,22 @@ class Source:
 
     @property
     def position(self) -> Continuation:
-        """Its sequences, which follow the earlier ones. Waits until those are known, see require()."""
+        """The sequences of the source that follow the earlier ones. Waits until those are known, see require()."""
         if self._position is None:
             lengths = [*((one.sequence_length, one.window) for one in self._earlier)]
             lengths.append((self.order.sequence_length, self.window))
-            found = beginning(*lengths[0], seed=self.order.seed)
+            position = beginning(*lengths[0], seed=self.order.seed)
             for one, following in zip(self._earlier, lengths[1:], strict=True):
-                self._wait(found.needs(one.sequences - 1))
-                found = found.then(*following, after=one.sequences, total=self.tokens)
-            self._position = found
+                self._wait(position.needs(one.sequences - 1))
+                position = position.then(*following, after=one.sequences, total=self.tokens)
+            self._position = position
         return self._position
 
     def require(self, number: int) -> None:
         """Wait until the tokens of sequence `number` are known. Raises UserError if they never will be, or if too many
         rows are bad."""
         self._wait(self.position.needs(number))
-        # Of the shards in use, not of all existing ones, so that a run stops at the same step on any machine.
+        # Count the shards in use, not all existing ones, so that a run stops at the same step on any machine.
         if (used := self.used(number)) > self.used_shards:
             self.used_shards = used
             self._budget.count(self.shards.shards[:used])
@@ -190,7 +190,7 @@ class Source:
 
     @property
     def first_shards(self) -> Sequence[Shard]:
-        """Those that the first window of a source at its beginning needs; all of prepared ones, and without windows."""
+        """The shards that the first window of a new source needs; all if it was prepared, or has no windows."""
         return self.shards.shards[: self._covering(None if self.prepared else self.order.needs(0))]
 
     def checksum(self, count: int) -> str | None:
@@ -305,15 +305,15 @@ class Sequences:
         }
 
     def checksums(self, consumed: int) -> dict[str, str]:
-        """For each source, a checksum of the tokens that its sequences of all segments come from.
+        """Source -> a checksum of the tokens that its sequences of all segments come from.
 
         Waits until they are tokenized. Reads only their part of the last shard.
         """
-        found = {
+        by_source = {
             source.name: source.checksum(count)
             for source, count in zip(self.sources, self._counts(consumed), strict=True)
         }
-        return {name: checksum for name, checksum in found.items() if checksum is not None}
+        return {name: checksum for name, checksum in by_source.items() if checksum is not None}
 
     def close(self) -> None:
         """End all waiting, and stop tokenizing."""

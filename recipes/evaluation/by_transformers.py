@@ -56,21 +56,21 @@ def write_texts(
     outputs: int,
     **how: Any,
 ) -> tuple[int, float]:
-    """As continue_text(), for so many texts, with a line above each if there are several. how: as for texts_of()."""
+    """Write texts as continue_text() does, with a line above each if there are several. how: options of texts_of()."""
     started = time.perf_counter()
     ids = opened.prompt_ids(prompt)
-    found = texts_of(opened, ids, outputs=outputs, **how)
+    texts = texts_of(opened, ids, outputs=outputs, **how)
     seconds = time.perf_counter() - started
-    for number, tokens in enumerate(found, 1):
+    for number, tokens in enumerate(texts, 1):
         if outputs > 1:
-            log(f"{chr(10) * (number > 1)}--- {number} of {outputs}\n")
+            log(("\n" if number > 1 else "") + f"--- {number} of {outputs}\n")
         log_prompt(prompt)
         if opened.encoder_decoder:
             log_prompt("\n")
             log(opened.tokenizer.decode(tokens))
         else:
             log("".join(stream_text(tokens, opened.tokenizer.decode, after=ids)))
-    return sum(map(len, found)), seconds
+    return sum(map(len, texts)), seconds
 
 
 @torch.no_grad()
@@ -88,12 +88,12 @@ def texts_of(
 ) -> list[list[int]]:
     """The tokens of each text after the prompt, the best first, without the token that ends it.
 
-    Generation settings that came with the model hold for what is no argument here, such as a penalty on repetition.
+    Generation settings that came with the model hold for what is not an argument here, such as a repetition penalty.
 
     Args:
-        opened: by open_exported().
+        opened: what open_exported() returned.
         prompt_ids: tokens of the prompt.
-        max_tokens: of each text at most.
+        max_tokens: most tokens of each text.
         temperature, top_k, top_p: as in next_token().
         seed: the same seed gives the same tokens.
         beams: how many texts are followed at once.
@@ -121,5 +121,5 @@ def texts_of(
 
 
 def _until(tokens: list[int], ends: set[int]) -> list[int]:
-    """Those before the first end."""
+    """The tokens before the first end."""
     return tokens[: next((place for place, token in enumerate(tokens) if token in ends), None)]

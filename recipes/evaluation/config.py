@@ -6,7 +6,7 @@ from typing import Annotated
 from annotated_types import Ge, MinLen
 
 TASK = "validation_task/"
-"""Before the names of columns of metrics.jsonl with scores on tasks."""
+"""Prefix of the columns of metrics.jsonl with scores on tasks."""
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,9 @@ from recipes.weights.description import Description
 from recipes.weights.hf_folder import write_description
 
 SEED = 1234
-"""Of the examples in prompts: the harness's own."""
+"""Seed of the examples in prompts: the harness's own."""
 MAX_NEW_TOKENS = 256
-"""Of a task that does not say how many: the harness's own."""
+"""New tokens for a task that does not say how many: the harness's own."""
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p")
 """The generation settings of a task that are honoured, beside `until` and the number of tokens."""
 
@@ -171,7 +171,7 @@ class Tasks:
     """Tasks whose data is there."""
 
     loaded: Mapping[str, Any]
-    """As TaskManager.load() returns them."""
+    """The tasks as TaskManager.load() returns them."""
     limit: int | None
     """Documents of each task; None = all."""
 
@@ -189,7 +189,7 @@ class Tasks:
 def load_tasks(names: Sequence[str], *, limit: int | None = None, examples: int | None = None) -> Tasks:
     """Load tasks by name, wildcard, YAML file or folder, with their data. Raises UserError with the first problem.
 
-    names: of tasks. limit: documents of each; None = all. examples: in each prompt; None = as the task says.
+    names: those of tasks. limit: documents of each; None = all. examples: in each prompt; None = as the task says.
     """
     folders = [name for name in names if Path(name).is_dir()]
     files = [name for name in names if name not in folders and name.endswith((".yaml", ".yml"))]
@@ -247,7 +247,7 @@ def _loaded(manager: TaskManager, name: str) -> dict[str, Any]:
 
 
 def _hint(error: BaseException) -> str:
-    """For data that is neither on the disk nor within reach."""
+    """What to do about data that is neither on the disk nor within reach; "" for other errors."""
     from_hub = type(error).__module__.partition(".")[0] in ("datasets", "huggingface_hub", "httpx", "requests")
     if not (from_hub or isinstance(error, ConnectionError)):
         return ""
@@ -287,7 +287,7 @@ def require_answerable(model: HarnessModel, tasks: Tasks) -> None:
 
 
 def results_of(model: HarnessModel, tasks: Tasks, *, bootstraps: int = 0) -> dict[str, Any]:
-    """The harness's results: of each task and group, "METRIC,FILTER" -> value. All processes call it and get the same.
+    """The harness's results: for each task and group, "METRIC,FILTER" -> value. All processes call it and get the same.
 
     bootstraps: samples for the standard errors of metrics that are not means; 0 = no standard errors at all.
     """
@@ -300,7 +300,7 @@ def results_of(model: HarnessModel, tasks: Tasks, *, bootstraps: int = 0) -> dic
 
 
 def rows_of(results: Mapping[str, Any]) -> dict[str, float]:
-    """ "TASK/METRIC" or, of another filter than the harness's default, "TASK/METRIC,FILTER" -> value."""
+    """ "TASK/METRIC" or, for another filter than the harness's default, "TASK/METRIC,FILTER" -> value."""
     found = {}
     for name, metrics in results["results"].items():
         for key, value in metrics.items():
@@ -327,7 +327,7 @@ def as_json(results: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars and notes of the harness, and its global random numbers, which ours are not disturbed by."""
+    """Hide the harness's progress bars and notes, and give it global random numbers that do not disturb ours."""
     before, their = random.getstate(), np.random.get_state()
     random.seed(0)
     np.random.seed(SEED)

@@ -62,7 +62,7 @@ def as_it_is(model: nn.Module) -> Iterator[None]:
 def log_likelihoods(
     scored: Scored, requests: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> list[tuple[float, bool]]:
-    """Of each continuation after its context: its log-likelihood, and whether each token of it is the likeliest one.
+    """The log-likelihood of each continuation after its context, and whether each of its tokens is the likeliest one.
 
     A context that is too long loses tokens at its start. Requests that differ in the last token alone, as choices of
     one letter, are one row. requests: (context, continuation), neither empty, no continuation above max_length.
@@ -87,7 +87,7 @@ def log_likelihoods(
 
 
 def _batches(scored: Scored, ordered: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
-    """What all data ranks compute together, of rows whose longest come first."""
+    """The rows that all data ranks compute together. ordered: the longest first."""
     begin = 0
     while begin < len(ordered):
         rows = max(1, scored.batch_tokens // _width(scored, len(ordered[begin]))) * scored.mesh.data_ranks

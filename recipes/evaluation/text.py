@@ -70,7 +70,7 @@ class ProgressLine:
 
     @property
     def seconds(self) -> float:
-        """Since the start."""
+        """Seconds since the start."""
         return time.monotonic() - self._began
 
     def show(self, text: str) -> None:

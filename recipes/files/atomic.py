@@ -129,7 +129,7 @@ def cut_back(path: Path, step: int) -> None:
 
 
 def _end_of_rows(file: BinaryIO, size: int, step: int) -> tuple[int, bytes]:
-    """Where the first line is that must go, and the rows after it that must stay."""
+    """The start of the first line that must go, and the rows after it that must stay."""
     end = size
     kept: list[bytes] = []  # after `end`, the last row first
     settled: list[bytes] = []  # the same before it

@@ -9,7 +9,7 @@ from recipes.files.reading import is_folder, named_faults, names_in
 RECIPE = "recipe.toml"
 """The resolved recipe."""
 ORIGIN = "origin.json"
-"""Of a fork: the checkpoint that it continues from, and the run folder, steps and tokens of that."""
+"""The checkpoint that a fork continues from, and the run folder, steps and tokens of that."""
 ENVIRONMENT = "environment.json"
 """Versions, commit and device."""
 METRICS = "metrics.jsonl"

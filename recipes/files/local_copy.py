@@ -15,7 +15,7 @@ from recipes.files.lock import NoLocks, open_locked
 from recipes.files.remote import download, find
 
 COPIES = Path("~/.cache/shardwright")
-"""Where copies of files of a server are kept, unless data.cache says otherwise."""
+"""The folder for copies of files of a server, unless data.cache says otherwise."""
 
 
 def local_copy(
@@ -33,7 +33,7 @@ def local_copy(
     a killed process has copied whole is not copied again.
 
     Args:
-        address: of the folder.
+        address: that of the folder.
         cache: the copy is in the folder `remote` in there.
         only: patterns of the names of the files that are needed.
         deep: also copy the folders in there.

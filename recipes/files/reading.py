@@ -24,7 +24,7 @@ MAY_PASS = {
 }
 """Errors of a server, a connection or a machine that may pass."""
 PASSING = MAY_PASS | {errno.EACCES}
-"""The same where something is read that was readable before: the ticket of a login may have expired."""
+"""Errors that may pass where something is read that was readable before: the ticket of a login may have expired."""
 PAUSES = (1.0, 4.0)
 """Seconds before each further attempt to read."""
 
@@ -55,7 +55,7 @@ def may_pass(error: OSError) -> bool:
 
 
 def read_patiently(read: Callable[[], Result], *, what: str) -> Result:
-    """What `read` returns, which is called again after a fault that may pass. what: it reads, with the recipe's field.
+    """What `read` returns, which is called again after a fault that may pass. what: what it reads, with its field.
 
     Raises TemporaryError after the last time, and at once whatever else `read` raises.
     """

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 from parallel.errors import TemporaryError, UserError
 
 CONNECT_SECONDS, READ_SECONDS = 5, 10
-"""Until a server must accept a connection, and send the next bytes."""
+"""Seconds until a server must accept a connection, and send the next bytes."""
 PATIENCE = 15.0
 """Seconds from the first attempt to the last one: a server that restarts is back by then."""
 LONGEST_PAUSE = 4.0
@@ -34,7 +34,7 @@ BLOCKS_KEPT = 2 * AHEAD
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "https": "aiohttp", "http": "aiohttp"}
 """Scheme of an address -> the package that fsspec reads it with."""
 LIBRARIES = ("botocore", "aiobotocore", "aiohttp", "gcsfs", "google", "fsspec", "asyncio")
-"""Where errors of connections come from, besides Python's own OSError."""
+"""Packages that errors of connections come from, besides Python's own OSError."""
 BROKEN_OFF = ("IncompleteBody", "BadDigest", "RequestTimeout", "SHA256Mismatch")
 """Answers of S3 to a request that did not arrive whole: another attempt helps."""
 TAGS = ("ETag", "etag", "md5Hash", "Last-Modified", "LastModified", "updated", "mtime")
@@ -43,7 +43,7 @@ Result = TypeVar("Result")
 
 
 class RemoteState(NamedTuple):
-    """What a server says of a file; the first name is that of os.stat()."""
+    """What a server says about a file; the first name is that of os.stat()."""
 
     st_size: int
     tag: str
@@ -175,7 +175,7 @@ def is_glob(address: str) -> bool:
 
 
 def state(address: str) -> RemoteState | None:
-    """What the server says of a file now; None if there is none. Raises UserError."""
+    """What the server says about a file now; None if there is none. Raises UserError."""
     system = _system(address)
 
     def look() -> dict[str, Any] | None:

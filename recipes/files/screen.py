@@ -82,7 +82,7 @@ class Screen:
         return len(text)
 
     def flush(self) -> None:
-        """Nothing is buffered."""
+        """Do nothing: there is no buffer."""
 
     @property
     def _stream(self) -> Any:

@@ -1,4 +1,4 @@
-"""Which Shardwright this is. Imports no torch."""
+"""The version and the commit of this Shardwright. Imports no torch."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKED = "pack.json"
-"""In a checkout that was packed for the nodes of a job, without its git folder: what commit() said of the original."""
+"""File of a checkout that was packed for a job's nodes, without its git folder: what commit() said of the original."""
 
 
 def version(root: Path = ROOT) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from recipes.files.layout import TENSORBOARD
 
 SECONDS = 30
-"""After which rows that TensorBoard has taken are on the disk; before a checkpoint, they are there at once."""
+"""Seconds after which rows that TensorBoard has taken are on the disk; before a checkpoint, at once."""
 
 
 class Board:
@@ -22,7 +22,7 @@ class Board:
         """
         Args:
             folder: the run folder.
-            done: completed steps; what earlier starts wrote of later steps is not shown any more.
+            done: completed steps; what earlier starts wrote about later steps is not shown any more.
             recipe: shown as text, section by section.
             log: receives one line if something cannot be written.
         """

@@ -52,7 +52,7 @@ COLLECTIVES = {
     "all-reduce": re.compile(r"all_?reduce", re.IGNORECASE),
 }
 SUMS = "sums"
-"""Of losses, counts and norms: everything that is not the work of an axis of the mesh."""
+"""Label of sums of losses, counts and norms: everything that is not the work of an axis of the mesh."""
 FSDP_SCOPES = re.compile(r"^FSDP::")
 CONTEXT_SCOPES = re.compile(r"^_Gather(Backward)?$")  # parallel/context.py
 TENSOR_SCOPES = re.compile(r"^_c10d_functional::|^_InChunks")  # DTensor's collectives, and those of the loss in parts
@@ -80,13 +80,13 @@ class Breakdown:
     steps: int
     step_seconds: float
     seconds: dict[str, float]
-    """By kind; the values add up to step_seconds."""
+    """Kind -> seconds; they add up to step_seconds."""
     hidden_communication: float
     """Communication that overlapped with work; not part of the sum."""
     collectives: dict[str, tuple[float, float, int]]
-    """By axis of the mesh and collective: seconds, those of them that are exposed, and calls, per step."""
+    """Axis of the mesh and collective -> seconds, those of them that are exposed, and calls, per step."""
     kernels: dict[str, list[tuple[str, float, int]]]
-    """For matrix multiplication and attention: (name, seconds per step, calls per step), longest first."""
+    """Matrix multiplication and attention -> (name, seconds per step, calls per step), longest first."""
 
 
 def read_trace(path: Path) -> list[Event]:
@@ -237,10 +237,10 @@ def _scopes(events: Sequence[Event], inner: Mapping[Any, Event]) -> dict[Any, li
 
 
 def _label(name: str, group: str, around: Sequence[str]) -> str:
-    """What a collective is for, as in "tensor: all-gather".
+    """What a collective is for, such as "tensor: all-gather".
 
     Args:
-        name: of the kernel or the operator.
+        name: that of the kernel or the operator.
         group: description of the process group, which NCCL's kernels carry; "" if unknown, then the operators tell.
         around: the enclosing operators, innermost first.
     """

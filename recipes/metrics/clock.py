@@ -56,20 +56,20 @@ class RunClock:
 
     @contextmanager
     def synchronized(self, phase: str) -> Iterator[None]:
-        """The same, but on CUDA wait first for all queued work, so that none of it counts towards this phase."""
+        """The same after a wait, on CUDA, for all queued work, so that none of it counts towards this phase."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         with self(phase):
             yield
 
     def with_progress(self, items: Iterable[Item]) -> Iterator[Item]:
-        """The same items; each one counts as progress, in whatever phase it is taken."""
+        """The items; each one counts as progress, in whatever phase it is taken."""
         for item in items:
             self.progressed()
             yield item
 
     def progressed(self) -> None:
-        """Something was done, in whatever phase."""
+        """Note that something was done, in whatever phase."""
         self.moved_at = time.monotonic()
 
     def count_step(self) -> None:

@@ -1,4 +1,4 @@
-"""What is known of devices: peak matrix multiplication rates, and the memory of those that recipes are named after.
+"""What is known about devices: peak matrix multiplication rates, and the memory of those that recipes are named after.
 
 The rates are dense ones; NVIDIA's data sheets print the rates with structured sparsity, which are twice as high. For an
 unknown device the metrics contain null, not a guess. Imports no torch.
@@ -44,7 +44,7 @@ class Hardware:
     gpu: str
     """A key of MEMORY."""
     processes: int = 1
-    """One for each GPU."""
+    """Number of processes, one for each GPU."""
     nodes: int = 1
 
     @property

@@ -1,4 +1,4 @@
-"""What GPUs say of themselves: memory, as torch's allocator counts it, load and power. Loaded on GPUs only."""
+"""What GPUs report: memory, as torch's allocator counts it, load and power. Loaded on GPUs only."""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import nan
@@ -17,7 +17,7 @@ PEAK, RESERVED, RETRIES, FAILURES = (
     "num_alloc_retries",
     "num_ooms",
 )
-"""As torch.cuda.memory_stats() calls them."""
+"""Statistics, as torch.cuda.memory_stats() calls them."""
 GIB = 2**30
 Gauges = Mapping[str, Callable[[], float]]
 """Column -> what reads it of this process's GPU. It raises where the GPU does not say."""
@@ -93,7 +93,7 @@ class GpuMemory:
         return row, self._full(full, ranks, times) + self._note(known)
 
     def _full(self, count: int, ranks: Sequence[int], times: Sequence[int]) -> list[str]:
-        """Which GPUs were full. ranks: the first of them and the last; of fewer, the rest means nothing."""
+        """A line about the GPUs that were full. ranks: the first of them and the last; spare ones mean nothing."""
         if not count:
             return []
         named = [f"rank {rank} on {self._world.node_of(rank)} ({n} x)" for rank, n in zip(ranks, times, strict=True)]
@@ -102,7 +102,7 @@ class GpuMemory:
         return [f"FULL: GPU memory ran out on {abbreviated(named, count=count)}; {cost}"]
 
     def _note(self, known: Sequence[float]) -> list[str]:
-        """Once, which gauges are missing."""
+        """A line about the gauges that are missing, once."""
         size = self._world.size
         missing = {name: size - int(count) for name, count in zip(self._gauges, known, strict=True) if count < size}
         if self._told or not missing:

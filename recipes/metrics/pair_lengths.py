@@ -1,4 +1,4 @@
-"""How long the pairs are that an encoder-decoder model reads, summed for the FLOPs of steps."""
+"""The lengths of the pairs that an encoder-decoder model reads, summed for the FLOPs of steps."""
 
 from collections.abc import Iterable
 
@@ -13,7 +13,7 @@ from parallel.reduce import sum_over_group
 
 
 class PairLengths:
-    """Of the pairs of all data ranks since the last logged step, without padding."""
+    """Sums over the pairs of all data ranks since the last logged step, without padding."""
 
     def __init__(self, group: ProcessGroup, *, device: torch.device) -> None:
         """group: the processes that read different pairs."""
@@ -29,6 +29,6 @@ class PairLengths:
 
     def take(self) -> Lengths:
         """The sums; then start again. Every process must call it, and the host waits for the device."""
-        found = Lengths(*sum_over_group(self._sums, self._group).tolist())
+        sums = Lengths(*sum_over_group(self._sums, self._group).tolist())
         self._sums.zero_()
-        return found
+        return sums

@@ -22,11 +22,11 @@ from parallel.owners import Round, Shape
 from recipes.optimization.config import OptimizerConfig
 
 MOMENTUM = "momentum_buffer"
-"""As torch.optim.Muon calls it."""
+"""Key of the momentum in a state, as in torch.optim.Muon."""
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the polynomial of a Newton-Schulz step, as in torch."""
+"""Coefficients of the polynomial of a Newton-Schulz step, as in torch."""
 SMALLEST_NORM = 1e-7
-"""As in torch: a momentum of zeros stays zeros."""
+"""Smallest norm that a momentum is divided by, as in torch: zeros stay zeros."""
 Group = dict[str, Any]
 
 
@@ -51,8 +51,8 @@ class Muon(torch.optim.Optimizer):
             rest: the optimizer of the other parameters; its groups and states become part of this one's.
             matrices: of two dimensions each, sharded.
             config: the section of the recipe.
-            mesh: that shards them.
-            dtype: of the products; the parts of matrices are sent in it.
+            mesh: the one that shards them.
+            dtype: that of the products; the parts of matrices are sent in it.
         """
         if not matrices:
             raise UserError('optimizer.name = "muon": the blocks of this model have no matrix; write name = "adamw"')
@@ -80,7 +80,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """As torch.optim.Muon.step and torch.optim.AdamW.step, without closure. All processes call it together."""
+        """Take a step as torch.optim.Muon and torch.optim.AdamW do, without closure. All processes call it together."""
         assert closure is None
         *others, group = self.param_groups
         self._rest.state, self._rest.param_groups = self.state, others  # loading has replaced both
@@ -108,7 +108,7 @@ class Muon(torch.optim.Optimizer):
             running = [one for one in running if next(one, False)]
 
     def _run(self, of: Round, matrices: Matrices, group: Group) -> Iterator[bool]:
-        """One round. It stops where it would wait for messages, so that others can go on."""
+        """Run one round. It stops where it would wait for messages, so that others can go on."""
         sent = matrices.send(of, self._momenta(of, matrices, group))
         yield True
         sent = matrices.send_back(of, orthogonalized(matrices.whole(of, sent.received()), steps=group["ns_steps"]))
@@ -150,7 +150,7 @@ class Muon(torch.optim.Optimizer):
 def orthogonalized(matrices: Tensor, *, steps: int) -> Tensor:
     """Nearly U V^T of each matrix U S V^T, whose singular values become about 0.7 to 1.2, by Newton-Schulz.
 
-    matrices: (number, short side, long side), which are overwritten; in their type it is computed.
+    matrices: (number, short side, long side), which are overwritten; the computation is in their type.
     """
     a, b, c = COEFFICIENTS
     matrices.div_(torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True).clamp(min=SMALLEST_NORM))

@@ -80,7 +80,7 @@ class ShardedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """As torch.optim.AdamW.step, without closure."""
+        """Take a step, as torch.optim.AdamW does, without closure."""
         assert closure is None
         at_a_time = BATCH if self._state_dtype != torch.float32 else math.inf
         for group in self.param_groups:

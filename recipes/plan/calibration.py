@@ -1,8 +1,8 @@
 """Rates of a machine from what was measured on it: `--plan --calibrated-by FILE`.
 
 FILE is a record of `bench.py --suite gpu` or `--suite calibrate`, the environment.json of a run on several processes,
-which has the speed of its network, the metrics.jsonl of a run, or a run's folder, which has both. Which of them it is,
-its content says. Imports no torch.
+which has the speed of its network, the metrics.jsonl of a run, or a run's folder, which has both. Its content says
+which of them it is. Imports no torch.
 """
 
 import json
@@ -47,12 +47,12 @@ Json = dict[str, Any]
 
 
 def calibrated(path: Path, gpu: Gpu | None, *, processes: int = 1) -> tuple[Gpu, Rates]:
-    """The device and its rates as measured. Raises UserError for a file that is none, or is of another device.
+    """The device and its rates as measured. Raises UserError for a file of another kind or device.
 
     Args:
         path: see KINDS.
         gpu: the device to plan for; None = the file's own.
-        processes: of the plan. On a CPU they share the cores; a run says little about another number.
+        processes: those of the plan. On a CPU they share the cores; a run says little about another number.
     """
     try:
         found, rates = _by_content(path, gpu, processes=processes)
@@ -63,7 +63,7 @@ def calibrated(path: Path, gpu: Gpu | None, *, processes: int = 1) -> tuple[Gpu,
 
 
 def _by_content(path: Path, gpu: Gpu | None, *, processes: int) -> tuple[Gpu, Rates]:
-    """By the kind of the file."""
+    """The device and its rates, read according to the kind of the file."""
     if is_folder(path):
         return _by_folder(path, gpu, planned=processes)
     text = _text(path)
@@ -102,7 +102,7 @@ def _text(path: Path) -> str:
 
 
 def _record(text: str) -> Json | None:
-    """None for what is no JSON object."""
+    """The JSON object in the text; None if there is none."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -111,7 +111,7 @@ def _record(text: str) -> Json | None:
 
 
 def _by_folder(path: Path, gpu: Gpu | None, *, planned: int) -> tuple[Gpu, Rates]:
-    """By what a run's folder has."""
+    """The device and its rates from a run's folder: from its network's speed, if it has that, and its steps."""
     environment = json.loads(_text(path / ENVIRONMENT))
     gpu = _same(environment["device"], gpu, path)
     rates = RATES
@@ -121,7 +121,7 @@ def _by_folder(path: Path, gpu: Gpu | None, *, planned: int) -> tuple[Gpu, Rates
 
 
 def _same(device: str, gpu: Gpu | None, path: Path) -> Gpu:
-    """The GPU that the file is of. Raises UserError if that is not the one to plan for, or is not known."""
+    """The GPU that the file was measured on. Raises UserError if that is not the one to plan for, or is not known."""
     found = gpu_of(device)
     if device == "cpu":
         raise UserError(f"{path} is of a run on a CPU; write a record of bench.py --suite calibrate instead")
@@ -271,9 +271,9 @@ def by_links(links: list[Json], gpu: Gpu, rates: Rates) -> Rates:
 
 
 def _by_run(path: Path, text: str, gpu: Gpu | None, rates: Rates, *, planned: int) -> tuple[Gpu, Rates]:
-    """One factor on all that computes: a run's steps cannot tell its parts apart.
+    """The device, and its rates with one factor on all that computes: a run's steps cannot tell its parts apart.
 
-    planned: the processes to plan for. Of another number the run says little: the range stays wide.
+    planned: the processes to plan for. A run says little about another number of them: the range stays wide.
     """
     rows = filter(None, map(_record, text.splitlines()))  # lines may be cut off
     seconds = [row["step_seconds"] for row in rows if "step_seconds" in row][SKIPPED:]
@@ -306,7 +306,7 @@ def _by_run(path: Path, text: str, gpu: Gpu | None, rates: Rates, *, planned: in
 
 
 def _nodes(processes: int, gpu: Gpu) -> int:
-    """Of a run that did not record them: the fewest that can have so many of these GPUs."""
+    """The nodes of a run that did not record them: the fewest that can have so many of these GPUs."""
     return next(nodes for nodes in range(-(-processes // gpu.per_node), processes + 1) if processes % nodes == 0)
 
 

@@ -45,7 +45,7 @@ class Gpu:
     units: int = 132
     """Parts that compute tiles of a product at the same time: streaming multiprocessors, or cores."""
     family: Family = "hopper"
-    """Which of rates.py's shares of the peak apply; "measured": the peaks are what products reach."""
+    """The shares of the peak in rates.py that apply; "measured": the peaks are what products reach."""
 
 
 def _sxm(
@@ -87,25 +87,25 @@ GPUS = {
         ),
     )
 }
-"""By name."""
+"""Known GPUs, by name."""
 
 
 def gpu_of(device: str) -> Gpu | None:
-    """The one that torch or a driver names so, as in "NVIDIA A100-SXM4-80GB"; None for any other, or a part of one."""
+    """The GPU that a driver names so, such as "NVIDIA A100-SXM4-80GB"; None for any other, or a part of one."""
     found = re.search(r"\b(H100|H200|B200|A100)\b(?!.*\b(PCIe|NVL|MIG)\b)", device, re.IGNORECASE)
     return GPUS["A100-40" if "40GB" in device else found[1].upper()] if found else None
 
 
 def gpu_of_device(name: str) -> Gpu:
-    """The same; raises UserError for a device that is not known."""
-    found = gpu_of(name)
-    if found is None:
+    """What gpu_of() returns; raises UserError for a device that is not known."""
+    gpu = gpu_of(name)
+    if gpu is None:
         raise UserError(f"{name}: its rates are not known; the model knows {listed(list(GPUS))}")
-    return found
+    return gpu
 
 
 def gpu_named(name: str) -> Gpu:
-    """The one with this name, in any case. Raises UserError for another."""
+    """The GPU with this name, in any case. Raises UserError for another."""
     found = {known.upper(): gpu for known, gpu in GPUS.items()}.get(name.upper())
     if found is None:
         raise UserError(f"--gpu {name}: unknown; write {listed(list(GPUS), last='or')}")

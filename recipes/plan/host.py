@@ -21,7 +21,7 @@ from recipes.recipe.schema import Recipe
 SPREAD = 0.1
 """How far a step may still be off, as a share of it: docs/plan.md has how far ten were."""
 ROUNDS = 20_000
-"""Of the fit: far more than it needs for all its digits, in half a second."""
+"""Rounds of the fit: far more than it needs for all its digits, in half a second."""
 
 Rows = list[dict[str, Any]]
 

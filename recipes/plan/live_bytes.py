@@ -52,7 +52,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def follow(self, *values: Any) -> None:
-        """Count the storages of these, of what is a tensor."""
+        """Count the storages of the tensors among these values."""
         for value in values:
             if isinstance(value, Tensor) and value.device == CPU:
                 storage = storage_of(value)
@@ -85,13 +85,13 @@ class LiveBytes(TorchDispatchMode):
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    """The memory behind it; of a DTensor, behind this process's part."""
+    """The memory behind a tensor; of a DTensor, behind this process's part."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
 
 @contextmanager
 def fake_processes(count: int) -> Iterator[None]:
-    """This process is rank 0 of so many."""
+    """Make this process rank 0 of so many; the others do not exist."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     try:
         yield

@@ -20,9 +20,9 @@ FULL = 0.94
 NOT_COUNTED = (
     f"fragmentation; assumed: {CUDA / 1e9:g} GB for CUDA and, with several processes, {NCCL / 1e9:g} GB for NCCL"
 )
-"""For whoever reads a prediction."""
+"""What a prediction leaves out or assumes, for whoever reads it."""
 TRACKED = "counted operator by operator: torch.compile keeps less"
-"""The same, of a model of transformers."""
+"""The same, in addition, for a model of transformers."""
 
 
 @dataclass(frozen=True)
@@ -40,19 +40,19 @@ class Prediction:
 
     @property
     def pieces(self) -> Pieces:
-        """What takes memory then; nothing of 0 bytes."""
+        """The pieces that take memory at that moment, without those of 0 bytes."""
         return {name: size for name, size in self.moments[self.fullest].items() if size}
 
     @property
     def peak(self) -> int:
-        """Bytes then."""
+        """Bytes at the fullest moment."""
         return sum(self.pieces.values())
 
 
 def predict(recipe: Recipe, degrees: MeshDegrees, *, context: bool = True) -> Prediction:
     """The memory of one process of a mesh of these degrees. context: with what CUDA itself takes.
 
-    Of a model of transformers, only the fullest moment: a step is taken on tensors without values, which needs seconds
+    A model of transformers has only the fullest moment: a step is taken on tensors without values, which needs seconds
     and a process without a process group.
     """
     outside = outside_of_torch(degrees) if context else {}
@@ -81,12 +81,12 @@ def peak(recipe: Recipe, degrees: MeshDegrees, *, enough: float = inf) -> int:
 
 
 def outside_of_torch(degrees: MeshDegrees) -> Pieces:
-    """What torch's allocator does not know of."""
-    return {"CUDA context": CUDA, "buffers of NCCL": NCCL * (degrees.processes > 1)}
+    """Bytes that torch's allocator does not know of."""
+    return {"CUDA context": CUDA, "buffers of NCCL": NCCL if degrees.processes > 1 else 0}
 
 
 def summary(prediction: Prediction, capacity: int | None) -> list[str]:
-    """A line with the peak, of so many bytes that the device has, one with what takes them, one with what else may."""
+    """Three lines: the peak, and the bytes that the device has; the largest pieces; what is not counted."""
     of = f" of {capacity / 1e9:.1f}" if capacity else ""
     pieces = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in prediction.pieces.items() if size >= 5e7)
     return [

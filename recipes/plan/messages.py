@@ -19,18 +19,18 @@ from recipes.plan.rates import Rates
 from recipes.plan.work import Work
 
 Seconds = dict[str, float]
-"""By name, such as "messages: shard, inside nodes"."""
+"""Seconds of messages by name, such as "messages: shard, inside nodes"."""
 
 
 @dataclass(frozen=True)
 class Messages:
-    """Of one step."""
+    """Seconds of the messages of one step: those that cost time, and those behind computation."""
 
     exposed: Seconds = field(default_factory=dict)
     hidden: Seconds = field(default_factory=dict)
 
     def add(self, sent: Seconds, *, hiding: float, times: float = 1.0) -> None:
-        """Messages of which computation hides so many seconds; so many times."""
+        """Add messages that are sent `times` times, of which computation hides `hiding` seconds each time."""
         total = sum(sent.values())
         share = min(1.0, hiding / total) if total else 0.0
         for name, seconds in sent.items():
@@ -104,41 +104,41 @@ class Group:
 
 
 def messages_of(work: Work, gpu: Gpu, rates: Rates, *, forward: float, backward: float) -> Messages:
-    """Of one step. forward, backward: seconds of computation of one layer for one micro-batch."""
-    found = Messages()
-    again = (work.recompute == "full") * work.recomputed
+    """The messages of one step. forward, backward: seconds of computation of one layer for one micro-batch."""
+    messages = Messages()
+    again = work.recomputed if work.recompute == "full" else 0.0
     times = work.micro_batches * work.layers / work.pipeline
     hidden = rates.overlapped if work.overlap_tensor else 0.0
     for scatters, passes in ((2, 1 + again), (work.scatters, 1.0)) if work.tensor * work.context > 1 else ():
         sent = _inside_blocks(work, gpu, rates, scatters=scatters)
-        found.add(sent, hiding=hidden * sum(sent.values()), times=times * passes)
+        messages.add(sent, hiding=hidden * sum(sent.values()), times=times * passes)
     if work.whole_loss and work.tensor > 1:
         group = Group("tensor", work.tensor, 1, gpu, rates)
         logits = work.tokens * work.vocabulary * work.element
-        found.add({group.name: group.ring(logits)}, hiding=0.0, times=work.micro_batches)
-    _fully_sharded(work, gpu, rates, found, forward=forward, backward=backward)
-    return found
+        messages.add({group.name: group.ring(logits)}, hiding=0.0, times=work.micro_batches)
+    _fully_sharded(work, gpu, rates, messages, forward=forward, backward=backward)
+    return messages
 
 
 def _inside_blocks(work: Work, gpu: Gpu, rates: Rates, *, scatters: int) -> Seconds:
-    """In one pass of one layer, by tensor and context groups: two gathers of tokens, and so many sums of them."""
-    found = {}
+    """Seconds of one pass of one layer, by group: two gathers of tokens and `scatters` sums of them, or exchanges."""
+    seconds = {}
     if work.tensor > 1:
         group = Group("tensor", work.tensor, 1, gpu, rates)
         amount = work.tokens * work.width * work.element
-        gathers = 2 * group.ring(amount / (1 + work.float8_activations))
+        gathers = 2 * group.ring(amount / (2 if work.float8_activations else 1))
         copies = (2 + scatters) * 2 * amount / (rates.moved * gpu.bandwidth) if work.copies_tokens else 0.0
-        found[group.name] = gathers + scatters * group.ring(amount) + copies
+        seconds[group.name] = gathers + scatters * group.ring(amount) + copies
     if work.context > 1:
         group = Group("context", work.context, work.tensor, gpu, rates)
         query, key = work.query / work.tensor, work.key / work.tensor
         if work.context_by == "heads":
             heads = work.key // (work.tensor * work.head_width)
             copies = work.context // math.gcd(work.context, heads)  # of keys and values, so that each process has some
-            found[group.name] = 2 * group.exchange(work.tokens * (query + copies * key) * work.element)
+            seconds[group.name] = 2 * group.exchange(work.tokens * (query + copies * key) * work.element)
         else:
-            found[group.name] = group.ring(work.tokens * work.context * 2 * key * work.element)
-    return found
+            seconds[group.name] = group.ring(work.tokens * work.context * 2 * key * work.element)
+    return seconds
 
 
 def _fully_sharded(work: Work, gpu: Gpu, rates: Rates, found: Messages, *, forward: float, backward: float) -> None:

@@ -17,7 +17,7 @@ MOMENTS_AT_A_TIME = 2**27
 
 
 def moments(size: Sizes, layers: Collection[int]) -> Iterator[tuple[str, Pieces]]:
-    """Those that can be the fullest, in the order of a step's last micro-batch; of blocks, those of these."""
+    """The moments that can be the fullest, in the order of a step's last micro-batch. layers: blocks to look at."""
     yield "the loss", _loss(size, backward=False)
     yield "the gradient of the logits", _loss(size, backward=True)
     yield "the gradient of the head", _head(size)
@@ -32,11 +32,11 @@ def moments(size: Sizes, layers: Collection[int]) -> Iterator[tuple[str, Pieces]
 
 
 def fullest_layers(size: Sizes) -> Collection[int]:
-    """Those among which are the blocks at which the most lives.
+    """The blocks that can hold the most memory.
 
-    Between the first ones, which gather less ahead, and the last one, what lives changes by as much from each
-    block to the next, as long as they run alike. If some recompute, it grows, or shrinks, from each of a kind to
-    the next of that kind; otherwise these are all blocks.
+    Between the first blocks, which gather less ahead, and the last one, memory grows all along or shrinks all along: by
+    a constant if all blocks run alike, else from each block of a kind (recomputed or not) to the next of that kind. So
+    only the ends need checking. If it may grow here and shrink there, every block does.
     """
     layers, ahead = size.recipe.model.layers, size.recipe.fsdp.prefetch
     ends = {0, min(1, layers - 1), min(ahead, layers - 1), max(0, layers - 2), layers - 1}
@@ -57,38 +57,39 @@ def fullest_layers(size: Sizes) -> Collection[int]:
 
 
 def _gradients_per_block(size: Sizes) -> list[int]:
-    """By how many bytes gradients and gathered weights grow from block to block, in the last micro-batch and before."""
+    """Bytes by which gradients and gathered weights grow from block to block, in the last micro-batch and before."""
     waiting = size.reduced * size.block.whole
-    share = 4 * size.block.share * (not size.recipe.fsdp.cpu_offload)
-    last = size.accumulates * waiting - share
-    before = [-waiting if size.micro_batches == 2 else 0] * size.accumulates
-    return [last + size.keeps_blocks * size.gathered_block, *before]
+    share = 0 if size.recipe.fsdp.cpu_offload else 4 * size.block.share
+    weights = size.gathered_block if size.keeps_blocks else 0
+    if not size.accumulates:
+        return [weights - share]
+    return [waiting - share + weights, -waiting if size.micro_batches == 2 else 0]
 
 
 # What several moments share.
 
 
 def _gradients(size: Sizes, layers: int, *, head: bool, rest: bool = True) -> Pieces:
-    """Of all parameters, while those of the first so many blocks, of the head and of the rest are not reduced yet.
+    """Bytes of gradients, while those of the first `layers` blocks, of the head and of the rest are not reduced yet.
 
-    A step that accumulates has them whole on each process since its first micro-batch; of an embedding that is cut,
+    A step that accumulates has them whole on each process since its first micro-batch; for an embedding that is cut,
     even those of all parts, because torch 2.13 only cuts the sum, unless a tied head has cut it.
     """
-    others = (size.degrees.tensor - 1) * (not size.tied)
+    others = size.degrees.tensor - 1 if rest and not size.tied else 0
     blocks = size.recipe.model.layers - layers
-    tables = rest + head * (not size.tied)
-    whole = layers * size.block.whole + (tables + rest * others) * size.table.whole + rest * size.norm.whole
-    done = blocks * size.block.share + (size.tables - tables) * size.table.share + (not rest) * size.norm.share
+    tables = int(rest) + int(head and not size.tied)
+    whole = layers * size.block.whole + (tables + others) * size.table.whole + (size.norm.whole if rest else 0)
+    done = blocks * size.block.share + (size.tables - tables) * size.table.share + (0 if rest else size.norm.share)
     return {
-        "accumulated gradients": whole * size.accumulates * size.reduced,
-        "reduced gradients": done * 4 * (not size.recipe.fsdp.cpu_offload),
+        "accumulated gradients": size.reduced * whole if size.accumulates else 0,
+        "reduced gradients": 0 if size.recipe.fsdp.cpu_offload else 4 * done,
     }
 
 
 def _gradients_before(size: Sizes, layers: int) -> Pieces:
-    """The same in an earlier micro-batch, which reduces none, when it has not computed those of so many blocks yet.
+    """The same in an earlier micro-batch, which reduces none, before it has computed those of so many first blocks.
 
-    The second one finds those of all.
+    If it is not the first one, it finds those of all blocks.
     """
     if size.micro_batches > 2:
         return _gradients(size, size.recipe.model.layers, head=True)
@@ -97,23 +98,24 @@ def _gradients_before(size: Sizes, layers: int) -> Pieces:
 
 
 def _weights(size: Sizes, layers: int, *, head: bool, buffers: int) -> Pieces:
-    """Gathered ones: of so many blocks, of the head if it is tied or not used yet, and what they arrive in."""
+    """Gathered weights: of so many blocks, of the head if it is tied or not used yet, and what they arrive in."""
     tables = int(size.tied or head) + int(not size.tied and size.keeps_blocks)
     gathered = size.gathered * (tables * size.table.whole + size.norm.whole) + layers * size.gathered_block
     return {"gathered weights": gathered, "gathering": buffers if size.shards > 1 else 0}
 
 
 def _saved(size: Sizes, layers: int, *, norm: bool = False, rotations: bool = True) -> Pieces:
-    """What the first so many blocks, and the final norm, keep for the backward pass; rotations, tokens, targets."""
+    """What the first `layers` blocks and the final norm keep for the backward pass; rotations, tokens, targets."""
     saved = size.saved_before(layers)
-    saved += norm * final_norm_per_token(size.widths, size.element)
-    tables = rotations * 4 * size.positions * size.recipe.model.head_width
-    batch = 16 * size.degrees.context + 8 * (size.degrees.context > 1)  # whole rows, and the tokens of its part
+    if norm:
+        saved += final_norm_per_token(size.widths, size.element)
+    tables = 4 * size.positions * size.recipe.model.head_width if rotations else 0
+    batch = 16 * size.degrees.context + (8 if size.degrees.context > 1 else 0)  # whole rows, and the tokens of its part
     return {"activations": round(size.tokens * (saved + batch)) + tables}
 
 
 def _next_gather(size: Sizes, layer: int) -> int:
-    """Bytes of what arrives in the backward pass while this block computes: with ZeRO-3, the one before it."""
+    """Bytes that arrive in the backward pass while this block computes: with ZeRO-3, the one before it."""
     if size.keeps_blocks:
         return 0
     if layer == size.recipe.model.layers:  # after the head
@@ -130,20 +132,21 @@ def _loss(size: Sizes, *, backward: bool) -> Pieces:
     vocabulary = model.vocabulary // size.degrees.tensor
     logits, chunk = size.element * size.tokens * vocabulary, 4 * rows * vocabulary
     copies = 1 if backward or size.element == 4 else 2  # in float32; forward, the logits themselves are another one
-    per_token = 37 + 5 * size.cut if backward else 17 + 9 * size.cut  # which targets are in its part of a cut one
+    of_cut = (5 if backward else 9) if size.cut else 0  # which targets are in this process's part of the vocabulary
+    per_token = (37 if backward else 17) + of_cut
     if size.recipe.compile.enabled:  # no kernel writes float32 logits
         copies = 0
     elif rows == size.tokens and size.degrees.tensor == 1:  # torch's own loss keeps its softmax, not the logits
         copies, per_token = (3, 0) if backward else (copies, 0)
-        logits *= not backward
-    if backward:
-        buffers = _next_gather(size, model.layers) * size.tied  # a head of its own is there, and asks for no more
+        logits = 0 if backward else logits
+    if backward:  # a head of its own is there, and asks for no more
+        buffers = _next_gather(size, model.layers) if size.tied else 0
     else:  # the last gather's lives until the next one
         last = size.gathered_block if size.tied else size.element * size.table.whole
         buffers = 0 if size.keeps_blocks and size.accumulates else last
     return {
         **_gradients(size, model.layers, head=True),
-        **_weights(size, size.keeps_blocks * model.layers, head=True, buffers=buffers),
+        **_weights(size, model.layers if size.keeps_blocks else 0, head=True, buffers=buffers),
         **_saved(size, model.layers, norm=True),
         "logits": logits,
         "loss": copies * chunk + per_token * size.tokens + (0 if backward else _until_the_loss(size)),
@@ -151,9 +154,9 @@ def _loss(size: Sizes, *, backward: bool) -> Pieces:
 
 
 def _until_the_loss(size: Sizes) -> int:
-    """Bytes of what the forward pass of the model releases only at its end."""
-    normed = size.stream * size.cut  # its tokens, from which the head has gathered all
-    targets = 8 * size.tokens * (size.degrees.context > 1)  # of its part of the rows
+    """Bytes that the forward pass of the model releases only at its end."""
+    normed = size.stream if size.cut else 0  # its tokens, from which the head has gathered all
+    targets = 8 * size.tokens if size.degrees.context > 1 else 0  # of its part of the rows
     return normed + targets + 8 * size.positions
 
 
@@ -163,7 +166,7 @@ def _head(size: Sizes) -> Pieces:
     logits = size.element * size.tokens * (size.recipe.model.vocabulary // size.degrees.tensor)
     return {
         **_gradients(size, layers, head=True),
-        **_weights(size, size.keeps_blocks * layers, head=True, buffers=_next_gather(size, layers)),
+        **_weights(size, layers if size.keeps_blocks else 0, head=True, buffers=_next_gather(size, layers)),
         **_saved(size, layers, norm=True),
         "logits": logits,
         "new gradients": size.element * size.table.whole + size.read,
@@ -175,7 +178,7 @@ def _reduced_head(size: Sizes) -> Pieces:
     layers = size.recipe.model.layers
     return {
         **_gradients(size, layers, head=True),
-        **_weights(size, size.keeps_blocks * layers, head=False, buffers=_next_gather(size, layers)),
+        **_weights(size, layers if size.keeps_blocks else 0, head=False, buffers=_next_gather(size, layers)),
         **_saved(size, layers, norm=True),
         "new gradients": size.new(size.table) + size.stream,
         "reduction": size.reduction(size.table),
@@ -185,19 +188,19 @@ def _reduced_head(size: Sizes) -> Pieces:
 def _block(size: Sizes, layer: int) -> Pieces:
     """The backward pass of this block, while the gradients of the one after it are summed over processes."""
     total, ahead = size.recipe.model.layers, _next_gather(size, layer)
-    whole = layer == total - 1
-    before = size.table.whole * (not size.tied) if whole else size.block.whole
+    after_head = 0 if size.tied else size.table.whole
+    before = after_head if layer == total - 1 else size.block.whole
     own = _saved(size, layer + 1) | _inside(size, layer)
-    found = {
+    last = {
         **_gradients(size, layer + 1, head=False),
         **_weights(size, layer + 1 if size.keeps_blocks else 1, head=False, buffers=ahead),
         **own,
         "reduction": size.waiting(before),
     }
     if not size.accumulates:
-        return found
+        return last
     kept = _weights(size, total if size.keeps_blocks else 1, head=size.keeps_blocks, buffers=ahead)
-    return _fuller(found, _gradients_before(size, layer + 1) | kept | own)
+    return _fuller(last, _gradients_before(size, layer + 1) | kept | own)
 
 
 def _fuller(last: Pieces, before: Pieces) -> Pieces:
@@ -210,7 +213,7 @@ def _inside(size: Sizes, layer: int) -> Pieces:
     model, tied = size.recipe.model, size.new_of_tied_head
     down = size.element * model.width * model.feed_forward_width // size.degrees.tensor
     at_swiglu = round(size.tokens * size.beside_saved[layer in size.recomputed])
-    gathering = (2 * size.read + size.stream) * size.cut  # the gradient of its output, before all else
+    gathering = 2 * size.read + size.stream if size.cut else 0  # the gradient of its output, before all else
     if gathering > at_swiglu + down:
         return {"block": gathering, "new gradients": tied}
     return {"block": at_swiglu, "new gradients": down + tied}
@@ -220,7 +223,7 @@ def _reduced_block(size: Sizes, layer: int) -> Pieces:
     """The sum over processes of this block's gradients."""
     return {
         **_gradients(size, layer + 1, head=False),
-        **_weights(size, layer * size.keeps_blocks, head=False, buffers=_next_gather(size, layer)),
+        **_weights(size, layer if size.keeps_blocks else 0, head=False, buffers=_next_gather(size, layer)),
         **_saved(size, layer),
         "new gradients": size.new_of_block + size.stream + size.new_of_tied_head,
         "reduction": size.reduction(size.block),
@@ -232,16 +235,16 @@ def _embedding(size: Sizes) -> Pieces:
     table, layers, keeps = size.element * size.table.whole, size.recipe.model.layers, size.keeps_blocks
     parts = size.degrees.tensor * table
     own = _saved(size, 0, rotations=False) | {"new gradients": parts + (2 * table if size.tied else size.read)}
-    found = {
+    last = {
         **_gradients(size, 0, head=False),
         **_weights(size, 0, head=False, buffers=0),
         **own,
         "reduction": size.waiting(size.block.whole),
     }
     if not size.accumulates:
-        return found
-    own |= _weights(size, layers * keeps, head=keeps, buffers=0)
-    before = _fuller(found, _gradients_before(size, 0) | own)
+        return last
+    own |= _weights(size, layers if keeps else 0, head=keeps, buffers=0)
+    before = _fuller(last, _gradients_before(size, 0) | own)
     if size.micro_batches > 2 or size.element == size.reduced:
         return before
     # The first of two micro-batches copies it to the type in which gradients are added.
@@ -249,7 +252,7 @@ def _embedding(size: Sizes) -> Pieces:
 
 
 def _reduced_embedding(size: Sizes) -> Pieces:
-    """The sum over processes of that."""
+    """The sum over processes of the gradient of the embedding."""
     return {
         **_gradients(size, 0, head=False),
         **_saved(size, 0, rotations=False),
@@ -261,9 +264,9 @@ def _reduced_embedding(size: Sizes) -> Pieces:
 def _optimizer(size: Sizes) -> Pieces:
     """All gradients, each a share; bfloat16 moments are updated in float32, some at a time."""
     muon = size.recipe.optimizer.name == "muon"  # whose momenta are updated one by one
-    groups = size.table.share, size.state["parameters"] // 4 - size.table.share  # as good as without and with decay
+    groups = size.table.share, size.state["parameters"] // 4 - size.table.share  # about: without and with weight decay
     at_a_time = max(min(share, max(MOMENTS_AT_A_TIME, size.table.share)) for share in (groups[:1] if muon else groups))
-    copies = 8 * at_a_time * (size.recipe.optimizer.state_dtype == "bfloat16")
+    copies = 8 * at_a_time if size.recipe.optimizer.state_dtype == "bfloat16" else 0
     return {
         **_gradients(size, 0, head=False, rest=False),
         **_saved(size, 0, rotations=False),

@@ -24,15 +24,15 @@ one before it on its way back; and its Gram matrices and their polynomials. Read
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one step."""
+    """Costs of one step."""
 
     flops: int
-    """Of all matrices, once for all replicas."""
+    """FLOPs of all matrices, once for all replicas."""
     busiest: int
     """FLOPs of the owner with most."""
     rounds: int
     gathered: int
-    """Bytes that owners gather, and send back: of the one with most."""
+    """Bytes that the owner with most gathers, and sends back."""
     shared: int
     """Bytes that a process has once replicas have shared results: its part of all matrices, padded to equal parts."""
     live: int
@@ -52,7 +52,7 @@ def matrix_params(model: ModelConfig) -> int:
 
 
 def cost(work: Work) -> Cost:
-    """Of a step of this work, whose matrices all processes share."""
+    """The costs of a step of this work, whose matrices all processes share."""
     group = work.shard * work.context * work.tensor
     return _cost(shapes_of(work), work.layers, group, work.replicate, work.newton_schulz, work.element)
 
@@ -79,13 +79,13 @@ def _cost(shapes: tuple[Shape, ...], layers: int, group: int, replicas: int, ste
 
 
 def messages(work: Work, gpu: Gpu, rates: Rates) -> Seconds:
-    """Of the gathering, the way back and the sharing between replicas."""
-    found, needed = {}, cost(work)
+    """Seconds of the gathering, the way back and the sharing between replicas."""
+    seconds, needed = {}, cost(work)
     group = Group("matrices", work.shard * work.context * work.tensor, 1, gpu, rates)
     replicas = Group("replicate", work.replicate, group.size, gpu, rates)
     if group.size > 1:
         latency = (needed.rounds - 1) * group.latency
-        found[group.name] = 2 * (group.exchange(needed.gathered) + latency)
+        seconds[group.name] = 2 * (group.exchange(needed.gathered) + latency)
     if replicas.size > 1:
-        found[replicas.name] = replicas.ring(needed.shared) + (needed.rounds - 1) * replicas.latency
-    return found
+        seconds[replicas.name] = replicas.ring(needed.shared) + (needed.rounds - 1) * replicas.latency
+    return seconds

@@ -21,9 +21,9 @@ class Host:
     full: float
     compiled: float
     gather: float
-    """Of a block's weights, besides the message."""
+    """The gather of a block's weights, besides the message."""
     reduction: float
-    """Of a block's gradients, besides the message."""
+    """The reduction of a block's gradients, besides the message."""
     micro_batch: float
     """What is outside of blocks, for each micro-batch."""
     step: float
@@ -81,15 +81,15 @@ class Rates:
     moved: float = 0.9
     """Share of the bandwidth that compiled kernels, copies and the optimizer reach: assumed."""
     fused: float = 1.0
-    """The same of compiled kernels in blocks, relative to the others: less on a CPU, which computes meanwhile."""
+    """The same for compiled kernels in blocks, relative to the others: less on a CPU, which computes meanwhile."""
     eager: float = 0.7777
     """(fitted) Share of the bandwidth that eager operators reach, by the bytes of work.py."""
     loss: float = 32.99
     """(fitted) Bytes per logit that torch's own loss moves, forward and backward, in bfloat16."""
     loss_chunked: float = 50.0
-    """The same of this program's eager loss in chunks (docs/benchmarks/codegen.md)."""
+    """The same for this program's eager loss in chunks (docs/benchmarks/codegen.md)."""
     loss_compiled: float = 6.0
-    """The same of the compiled one."""
+    """The same for the compiled one."""
 
     # The host.
     host: Host | None = None
@@ -122,10 +122,10 @@ class Rates:
     """(fitted) How far nine of ten published runs are off at most, where their own project was left out of the fit;
     each project counts the same."""
     calibrated: str = ""
-    """By what fields were replaced; empty if by nothing."""
+    """What replaced fields, such as a file; empty if nothing did."""
 
     def share_of(self, family: Family) -> float:
-        """Of the bfloat16 peak that large products reach."""
+        """The share of the bfloat16 peak that large products reach."""
         if family == "measured":
             return 1.0
         return {

@@ -33,7 +33,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Sizes:
-    """In elements or bytes, as each says."""
+    """Sizes in elements or bytes, as each says."""
 
     recipe: Recipe
     degrees: MeshDegrees
@@ -45,12 +45,12 @@ class Sizes:
 
     @cached_property
     def tokens(self) -> int:
-        """Of one micro-batch, on this process."""
+        """Tokens of one micro-batch, on this process."""
         return self.recipe.batch.micro_batch_size * self.recipe.batch.sequence_length // self.degrees.context
 
     @cached_property
     def positions(self) -> int:
-        """Of tokens in their texts: each row has its own where documents are masked."""
+        """Number of positions of tokens in their texts: each row has its own where documents are masked."""
         rows = self.recipe.batch.micro_batch_size if self.recipe.data.document_mask else 1
         return rows * self.recipe.batch.sequence_length // self.degrees.context
 
@@ -61,7 +61,7 @@ class Sizes:
 
     @cached_property
     def micro_batches(self) -> int:
-        """Of a step, on each process."""
+        """Micro-batches of a step, on each process."""
         batch = self.recipe.batch
         return batch.global_batch_size // (batch.micro_batch_size * self.degrees.data_parallel)
 
@@ -110,12 +110,12 @@ class Sizes:
 
     @cached_property
     def keeps_blocks(self) -> bool:
-        """ZeRO-2: gathered weights stay for the backward pass."""
+        """Whether gathered weights stay for the backward pass (ZeRO-2)."""
         return not self.recipe.fsdp.reshard_after_forward
 
     @cached_property
     def gathered(self) -> int:
-        """Bytes of an element of gathered weights: a whole shard in its own type is computed with itself."""
+        """Bytes of an element of gathered weights; 0 where a shard is whole, and itself what is computed with."""
         whole = self.shards == 1 and not self.cut and not self.recipe.fsdp.cpu_offload
         return 0 if whole and self.element == 4 else self.element
 
@@ -129,7 +129,7 @@ class Sizes:
 
     @cached_property
     def widths(self) -> Widths:
-        """Of a block's activations, per token of this process."""
+        """Widths of a block's activations, per token of this process."""
         mesh, widths = self.recipe.mesh, Widths.of(self.recipe.model).cut(self.degrees.tensor)
         if self.degrees.context == 1:
             return widths
@@ -184,8 +184,9 @@ class Sizes:
         if self.recipe.optimizer.name == "muon":  # one moment of matrices, and no step count
             norms = Unit.of(*[(self.recipe.model.width, 1)] * 2, shards=self.shards)
             moments -= layers * (one * (self.block.share - norms.share) + 4 * (self.block.tensors - norms.tensors))
-        on_device = not self.recipe.fsdp.cpu_offload
-        return {"parameters": on_device * 4 * share, "moments": on_device * moments}
+        if self.recipe.fsdp.cpu_offload:
+            return {"parameters": 0, "moments": 0}
+        return {"parameters": 4 * share, "moments": moments}
 
     @cached_property
     def stream(self) -> int:
@@ -216,5 +217,5 @@ class Sizes:
 
     @cached_property
     def new_of_tied_head(self) -> int:
-        """Bytes: they wait for those of the embedding."""
-        return self.element * self.table.whole * self.tied
+        """Bytes of a tied head's new gradients: they wait for those of the embedding."""
+        return self.element * self.table.whole if self.tied else 0

@@ -50,27 +50,27 @@ NARROW = 64
 
 @dataclass(frozen=True)
 class StepTime:
-    """One optimizer step on one device."""
+    """The time of one optimizer step on one device."""
 
     tokens: int
-    """That this device's share of the batch has: those of a step divided by the number of devices."""
+    """Tokens of one step divided by the number of devices."""
     seconds: dict[str, float]
-    """By piece: what computes, and what is sent and not hidden. They add up to the step."""
+    """Seconds by piece: what computes, and what is sent and not hidden. They add up to the step."""
     hidden: dict[str, float]
     """Seconds of messages behind computation, by piece."""
     spread: float
     """How far the step may be off, as a share of it."""
     calibrated: str = ""
-    """By what the rates were calibrated; empty if by nothing."""
+    """What the rates were calibrated by; empty if by nothing."""
 
     @property
     def step_seconds(self) -> float:
-        """Of one optimizer step."""
+        """Seconds of one optimizer step."""
         return sum(self.seconds.values())
 
     @property
     def tokens_per_second(self) -> float:
-        """Per device."""
+        """Tokens per second and device."""
         return self.tokens / self.step_seconds
 
 
@@ -120,14 +120,14 @@ def time_of(work: Work, *, gpu: Gpu, rates: Rates = RATES) -> StepTime:
 
 
 def host_work(work: Work) -> dict[str, float]:
-    """How often a step does what a Host has times of."""
+    """How often a step does each thing that a Host has seconds for."""
     blocks, kind = work.micro_batches * work.layers, "compiled" if work.compiled else "none"
-    found = {"none": 0.0, "compiled": 0.0, "selective": 0.0, "full": 0.0}
-    found[kind] += (1 - work.recomputed) * blocks
-    found[kind if work.compiled else work.recompute] += work.recomputed * blocks
-    gathers = work.layers * (2 * work.micro_batches if work.reshard else 1) * (work.shard > 1)
-    return found | {
-        "gather": gathers,
+    times = {"none": 0.0, "compiled": 0.0, "selective": 0.0, "full": 0.0}
+    times[kind] += (1 - work.recomputed) * blocks
+    times[kind if work.compiled else work.recompute] += work.recomputed * blocks
+    gathers = work.layers * (2 * work.micro_batches if work.reshard else 1)
+    return times | {
+        "gather": gathers if work.shard > 1 else 0,
         "reduction": work.layers,
         "micro_batch": work.micro_batches,
         "step": 1,
@@ -137,7 +137,7 @@ def host_work(work: Work) -> dict[str, float]:
 def product_seconds(
     rows: float, columns: float, inner: float, *, gpu: Gpu, rates: Rates, element: int = 2, float8: str = "none"
 ) -> float:
-    """Of one matrix product with a result of rows x columns."""
+    """Seconds of one matrix product with a result of rows x columns."""
     if element == 4:
         peak = _float32_peak(gpu)
     elif float8 != "none":
@@ -153,7 +153,7 @@ def product_seconds(
 
 
 def _float32_peak(gpu: Gpu) -> float:
-    """FLOP/s that it reaches in float32, without the units for matrices."""
+    """FLOP/s that products reach in float32, without the units for matrices."""
     return (gpu.float32_peak or gpu.bf16_peak / 2) * (1.0 if gpu.family == "measured" else 0.9)
 
 
@@ -168,7 +168,7 @@ def attention_seconds(
     sequence: float = 8192,
     element: int = 2,
 ) -> float:
-    """Of one pass. flops: of the forward pass, causal."""
+    """Seconds of one pass of attention. flops: those of the forward pass, causal."""
     shares = {
         "flash": rates.flash,
         "flash3": rates.cudnn,
@@ -189,7 +189,7 @@ def attention_seconds(
 
 
 def moving_seconds(amount: float, *, gpu: Gpu, rates: Rates) -> float:
-    """Of compiled kernels and copies that read and write so many bytes."""
+    """Seconds of compiled kernels and copies that read and write so many bytes."""
     return amount / (rates.moved * gpu.bandwidth)
 
 
@@ -228,7 +228,7 @@ def _numbers(block: _Block) -> Iterable[float]:
 
 
 def _block(work: Work, recompute: Recompute, gpu: Gpu, rates: Rates) -> _Block:
-    """One layer that recomputes like this."""
+    """Seconds of one layer that recomputes like this."""
     tokens, tensor = work.tokens, work.tensor
     forward, backward, last = _linears(work, gpu, rates)
     again = {"none": 0.0, "selective": 0.0, "full": forward - last, "every second product": forward / 2}[recompute]
@@ -250,7 +250,8 @@ def _block(work: Work, recompute: Recompute, gpu: Gpu, rates: Rates) -> _Block:
     amount, kernels = moved_bytes(work, recompute)
     moving = amount / ((rates.moved * rates.fused if work.compiled else rates.eager) * gpu.bandwidth)
     computing = forward + backward + again + attention + attention_backward + moving
-    attention_backward += attention * (recompute == "full")
+    if recompute == "full":
+        attention_backward += attention
     host = kernels * rates.launch * (0.5 if work.compiled else 1.0)
     gaps = max(kernels * rates.gap, host - computing)
     return _Block(
@@ -324,14 +325,15 @@ def _states(work: Work, gpu: Gpu, rates: Rates) -> dict[str, float]:
     shard, parts = work.shard * work.context, work.tensor * work.pipeline
     in_blocks = work.layers * (work.block_params + 2 * work.width) / parts
     rest = work.vocabulary * work.width * (1 if work.tied else 2) / parts
-    copy = 1 if work.float8_weights else 2 * (work.element == 2)
-    cast = CAST_FLOAT8 if work.float8_weights else CAST * (work.element == 2)
+    cast_root, copy_root = (CAST, 2) if work.element == 2 else (0, 0)
+    cast, copy = (CAST_FLOAT8, 1) if work.float8_weights else (cast_root, copy_root)
     if shard > 1:
         gather, root = (cast + 2 * copy) / shard + 2 * copy, (CAST + 2 * work.element) / shard + 2 * work.element
     else:
-        gather, root = cast + 2 * work.float8_weights, CAST * (work.element == 2)
+        gather = cast + 2 if work.float8_weights else cast
+        root = cast_root
     times = work.micro_batches if work.reshard else 1
-    moved = in_blocks * gather * (1 + work.reshard) * times + rest * root * times
+    moved = in_blocks * gather * (2 if work.reshard else 1) * times + rest * root * times
     if work.float8_weights:
         moved += in_blocks * SCALES / shard
     added = ACCUMULATE * work.micro_batches if work.micro_batches > 1 and not work.fused_accumulation else 0
@@ -350,7 +352,7 @@ def _states(work: Work, gpu: Gpu, rates: Rates) -> dict[str, float]:
 
 
 def _newton_schulz(work: Work, gpu: Gpu, rates: Rates) -> float:
-    """Seconds of the owner's products that has most FLOPs, as if all matrices were the most common one in them."""
+    """Seconds of the products of the owner with most FLOPs, as if all its matrices had the shape that takes most."""
     flops = muon.cost(work).busiest
     short, long = max({*map(flat, muon.shapes_of(work))}, key=lambda shape: newton_schulz_flops(shape, steps=1))
     shapes = (short, short, long), (short, short, short), (short, long, short)  # rows, columns, inner
@@ -359,7 +361,7 @@ def _newton_schulz(work: Work, gpu: Gpu, rates: Rates) -> float:
 
 
 def update_bytes(moments: int | str) -> int:
-    """Per parameter, of AdamW: it reads parameter, gradient and moments and writes all but the gradient.
+    """Bytes per parameter of AdamW: it reads parameter, gradient and moments and writes all but the gradient.
 
     moments: bytes of both, or their type. Conversions of bfloat16 moments in passes of their own are left out.
     """

@@ -48,11 +48,11 @@ def _one_per_row(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 WITHOUT_COPIES = Kernels(_one_per_row, lambda logits, largest, factors: None)
-"""As much memory as compiled kernels of the loss take; they compute nothing."""
+"""Kernels of the loss that take as much memory as compiled ones, and compute nothing."""
 
 
 def fullest_moment(recipe: Recipe, degrees: MeshDegrees) -> tuple[str, Pieces]:
-    """When a process of a mesh of these degrees holds most in a step of the recipe, and what, in bytes.
+    """The moment of a step at which a process of such a mesh holds most, and what it holds, in bytes.
 
     The process must not have a process group. Raises UserError for what parallelize() refuses.
     """
@@ -65,7 +65,7 @@ def fullest_moment(recipe: Recipe, degrees: MeshDegrees) -> tuple[str, Pieces]:
 
 
 def _micro_batches(recipe: Recipe, degrees: MeshDegrees) -> list[MicroBatch]:
-    """Of one process, with the longest texts; their values do not matter."""
+    """The micro-batches of one process, with the longest texts; their values do not matter."""
     batch, data = recipe.batch, recipe.data
     count = batch.global_batch_size // (degrees.data_parallel * batch.micro_batch_size)
     rows, length = batch.micro_batch_size, batch.sequence_length
@@ -77,7 +77,7 @@ def _micro_batches(recipe: Recipe, degrees: MeshDegrees) -> list[MicroBatch]:
     else:
         targets = tokens.clone()
         if _is_packed(recipe):
-            # Of texts that begin somewhere: transformers only looks at the positions.
+            # The texts may begin anywhere: transformers only looks at the positions.
             documents = Documents(tokens.clone(), torch.zeros(rows + 1, dtype=torch.int32), rows * length**2)
     return [(inputs, targets, documents)] * max(1, min(count, MICRO_BATCHES))
 
@@ -88,7 +88,7 @@ def _is_packed(recipe: Recipe) -> bool:
 
 @contextmanager
 def _kernels(recipe: Recipe) -> Iterator[None]:
-    """What computes attention as a GPU would."""
+    """Compute attention with the kernels that a GPU has."""
     on_gpu = patch.object(nn.functional, "scaled_dot_product_attention", _attention_of_gpus)
     with nullcontext() if recipe.run.device == "cpu" else on_gpu:
         yield
@@ -126,7 +126,7 @@ class _Step:
     """train_step() of recipes/training/step.py, whose layer is above this one; a test holds them together."""
 
     def __init__(self, recipe: Recipe, mesh: Mesh) -> None:
-        """On the meta device."""
+        """Build the parallel model on the meta device."""
         self._recipe, self._mesh = recipe, mesh
         float8 = replace(recipe.float8, emulate=True, all_gather=False)
         self._fsdp = replace(recipe.fsdp, cpu_offload=False)
@@ -146,7 +146,7 @@ class _Step:
             cast(SummedLoss, self._model.get_submodule(interface_of(self._model).loss)).kernels = WITHOUT_COPIES
 
     def allocate(self) -> None:
-        """Give it memory, which is not filled, and an optimizer."""
+        """Give the model memory, which is not filled, and an optimizer."""
         self._model.to_empty(device=CPU)
         compute_with_whole_shards(self._model, self._mesh, self._fsdp)
         self._units, self._parameters = units_of(self._model), tuple(self._model.parameters())
@@ -154,7 +154,7 @@ class _Step:
         self._optimizer = build_optimizer(self._model, self._recipe.optimizer, self._mesh, dtype=dtype)
 
     def fullest_moment(self, batches: list[MicroBatch]) -> tuple[str, Pieces]:
-        """See above. The first step makes the moments, the second one finds the peak, the third one what is there."""
+        """The fullest moment. The first step makes optimizer state, the next finds the peak, the last its pieces."""
         live = LiveBytes()
         _name_moments(self._model, self._optimizer, live)
         live.follow(*self._parameters, *self._model.buffers())
@@ -225,7 +225,7 @@ def _name_moments(model: nn.Module, optimizer: torch.optim.Optimizer, live: Live
         return lambda *_: setattr(live, "moment", moment)
 
     def names(module: nn.Module, name: str, *, after: str) -> None:
-        """What begins with the module's forward pass, and with the gradient of its output."""
+        """Name what begins with the module's forward pass, and with the gradient of its output."""
 
         def forward_ends(module: nn.Module, inputs: Any, output: Any) -> None:
             first = next(

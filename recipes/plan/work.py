@@ -14,7 +14,7 @@ from recipes.recipe.schema import Recipe
 
 Kernel = Literal["flash", "flash3", "cudnn", "triton", "math"]
 Recompute = Literal["none", "selective", "full", "every second product"]
-"""As activation_checkpointing.mode; the last one is torchtitan's "selective"."""
+"""The values of activation_checkpointing.mode; the last one is torchtitan's "selective"."""
 
 Casts = Literal["torchao", "te, each", "te, delayed", "te, current"]
 """torchao, in eager operators or in generated code; or Transformer Engine: each linear by itself, or fused with the
@@ -39,7 +39,7 @@ class Work:
     sequence: int
     micro_batch: int
     micro_batches: int
-    """Of one step, on each process."""
+    """Micro-batches of one step, on each process."""
     context: int = 1
     tensor: int = 1
     pipeline: int = 1
@@ -48,17 +48,17 @@ class Work:
     gated: bool = True
     """SwiGLU with RMSNorm and rotary embeddings, three matrices; else GELU with LayerNorm, two."""
     context_by: Literal["heads", "gather", "ring"] = "heads"
-    """As mesh.context_by; "ring" = keys and values come part by part, whose results are merged."""
+    """The value of mesh.context_by; "ring" = keys and values come part by part, whose results are merged."""
     element: int = 2
     """Bytes of an element of activations."""
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
     not_float8: frozenset[str] = frozenset()
-    """Those of LINEARS that are not, all the same."""
+    """Names in LINEARS of the linears that are not in float8 all the same."""
     float8_head: bool = False
     float8_weights: bool = False
-    """Weights are gathered in float8."""
+    """Whether weights are gathered in float8."""
     float8_activations: bool = False
-    """Tensor-parallel activations are gathered in float8."""
+    """Whether tensor-parallel activations are gathered in float8."""
     reduced: int = 4
     """Bytes of an element of gradients that are reduced."""
     moments: int = 8
@@ -69,38 +69,38 @@ class Work:
     """Bytes that the gradient norm and clipping move per parameter: 4 to read gradients, 8 to scale them in a pass."""
     recompute: Recompute = "none"
     recomputed: float = 0.0
-    """Share of the layers that do."""
+    """Share of the layers that recompute."""
     compiled: bool = True
     compiled_loss: bool = True
     chunked_loss: bool = False
-    """By this program's own operators, chunk by chunk, where it is not compiled."""
+    """Whether a loss that is not compiled goes chunk by chunk, by this program's own operators."""
     kernel: Kernel = "flash"
     reshard: bool = True
     """ZeRO-3; else weights are gathered once per step."""
     reduces_each: bool = False
-    """Gradients are reduced with every micro-batch."""
+    """Whether gradients are reduced with every micro-batch."""
     overlap_tensor: bool = False
     scatters: int = 2
     """Sums of gradients in a tensor group, backward in a block: of what attention and feed-forward have read."""
     copies_tokens: bool = True
-    """What a tensor group gathers is copied, because sequences are not a tensor's first dimension."""
+    """Whether what a tensor group gathers is copied, because sequences are not a tensor's first dimension."""
     whole_loss: bool = False
-    """Each process of a tensor group gathers all logits and computes the loss of all of them."""
+    """Whether each process of a tensor group gathers all logits and computes the loss of all of them."""
     casts: Casts = "torchao"
-    """By whom tensors are cast to float8."""
+    """The code that casts tensors to float8."""
     fused_accumulation: bool = False
-    """Products add gradients of weights up in float32 (Megatron)."""
+    """Whether products add gradients of weights up in float32 (Megatron)."""
     per_node: int = 8
     """Processes of a node."""
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch on one process, before tensor parallelism shares their computation."""
+        """Tokens of a micro-batch on one process, before tensor parallelism shares their computation."""
         return self.micro_batch * self.sequence // self.context
 
     @property
     def tokens_per_process(self) -> float:
-        """Of a step: its tokens divided by all processes."""
+        """Tokens of a step divided by the number of all processes."""
         return self.micro_batches * self.tokens / (self.tensor * self.pipeline)
 
     @property
@@ -162,13 +162,13 @@ def work_of(recipe: Recipe, degrees: MeshDegrees, *, per_node: int = 8) -> Work:
 
 
 def not_float8(config: Float8Config) -> frozenset[str]:
-    """The linears that it excludes in every block; in single blocks, by their number, is left out."""
+    """The linears that are excluded in every block; those excluded in single blocks, by number, are left out."""
     return frozenset(name for part in config.exclude for name in LINEARS_IN.get(part, (part,)) if name in LINEARS)
 
 
 @lru_cache
 def _share(checkpointing: ActivationCheckpointingConfig, layers: int) -> float:
-    """Of the layers that recompute."""
+    """The share of the layers that recomputes."""
     return len(checkpointing.recomputed(layers)) / layers
 
 
@@ -176,15 +176,15 @@ class Moved(NamedTuple):
     """Bytes that the kernels of a block move besides products and attention, forward and backward."""
 
     stream: float
-    """Per token and element of the residual stream; half of it for queries."""
+    """Bytes per token and element of the residual stream, half of which go with the width of the queries."""
     key: float
     inner: float
     weights: float
-    """Per matrix parameter, in each micro-batch."""
+    """Bytes per matrix parameter, in each micro-batch."""
     kernels: int
-    """Launched, with those of products and attention."""
+    """Kernels launched, with those of products and attention."""
     wide: float = 0.0
-    """More per element of the stream where a row is longer than WIDE: its norm reads it again."""
+    """Further bytes per element of the stream where a row is longer than WIDE: its norm reads it again."""
 
 
 WIDE = 4096
@@ -224,31 +224,31 @@ AGAIN = 1 / 3
 
 
 def moved_by(work: Work, recompute: Recompute) -> Moved:
-    """By a block that recomputes like this."""
+    """What a block that recomputes like this moves."""
     if work.compiled:
         kind: str = "rowwise" if work.float8.startswith("rowwise") else work.float8
         if work.casts != "torchao":
             kind = "none"
         if kind == "tensorwise" and work.float8_weights:
             kind = "gathered"
-        found = COMPILED[kind, "selective" if recompute == "every second product" else recompute]
-        found = found if work.gated else found._replace(inner=found.inner - UNGATED)
-        return _with_casts(work, found)
-    found = _with_casts(work, EAGER if work.gated else EAGER_GELU)
+        moved = COMPILED[kind, "selective" if recompute == "every second product" else recompute]
+        moved = moved if work.gated else moved._replace(inner=moved.inner - UNGATED)
+        return _with_casts(work, moved)
+    moved = _with_casts(work, EAGER if work.gated else EAGER_GELU)
     casts = 3 * EAGER_CASTS if work.float8 != "none" and work.casts == "torchao" else 0.0
     again, wider = 1.0 if recompute == "none" else 1 + AGAIN, work.element / 2
     norms = 1.0 if work.gated else wider
     return Moved(
-        again * norms * found.stream + 3 * casts,
-        again * wider * found.key + 2 * casts,
-        again * wider * found.inner + 3 * casts,
-        found.weights + casts,
-        round(again * found.kernels) + (60 if casts else 0),
+        again * norms * moved.stream + 3 * casts,
+        again * wider * moved.key + 2 * casts,
+        again * wider * moved.inner + 3 * casts,
+        moved.weights + casts,
+        round(again * moved.kernels) + (60 if casts else 0),
     )
 
 
 def _with_casts(work: Work, found: Moved) -> Moved:
-    """And what Transformer Engine casts."""
+    """What a block moves with the casts of Transformer Engine, if that casts."""
     if work.float8 == "none" or work.casts == "torchao":
         return found
     more = ENGINE[work.casts]
@@ -262,9 +262,9 @@ def _with_casts(work: Work, found: Moved) -> Moved:
 
 
 def moved_bytes(work: Work, recompute: Recompute) -> tuple[float, int]:
-    """Of one block for one micro-batch on one process, and the kernels launched."""
-    found, tensor = moved_by(work, recompute), work.tensor
-    stream = found.stream + (found.wide if work.width > WIDE and work.compiled else 0)
-    elements = stream * (work.width + work.query) / 2 + found.key * work.key + found.inner * work.inner
+    """Bytes that a block moves for one micro-batch on one process, and the kernels that it launches."""
+    moved, tensor = moved_by(work, recompute), work.tensor
+    stream = moved.stream + (moved.wide if work.width > WIDE and work.compiled else 0)
+    elements = stream * (work.width + work.query) / 2 + moved.key * work.key + moved.inner * work.inner
     wider = work.element / 2 if work.compiled else 1.0
-    return wider * (work.tokens * elements + found.weights * work.block_params) / tensor, found.kernels
+    return wider * (work.tokens * elements + moved.weights * work.block_params) / tensor, moved.kernels

@@ -17,7 +17,7 @@ ORIGIN = "command line"
 OPTIONS = ("check", "plan", "processes", "nodes", "help")
 """Options of train.py itself."""
 OF_PLAN = ("gpu", "tokens", "price", "json", "picture", "calibrated_by", "search", "numerics", "write")
-"""Those of --plan alone."""
+"""Options of --plan alone."""
 
 
 def parse(arguments: Sequence[str], defaults: Recipe) -> tuple[dict[str, Any], list[Problem]]:
@@ -88,7 +88,7 @@ def _quietly(words: list[str], defaults: Recipe) -> Recipe | None:
 
 
 def _tyro(words: list[str], defaults: Recipe, **options: Any) -> Recipe:
-    # All but the stages, which are no section: recipes/recipe/stage_tables.py reads their arguments.
+    # All but the stages, which are not a section: recipes/recipe/stage_tables.py reads their arguments.
     kind = make_dataclass("Recipe", [(name, cls, field()) for name, cls in sections().items()], frozen=True)
     return tyro.cli(
         kind,

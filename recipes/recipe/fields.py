@@ -25,7 +25,7 @@ EXAMPLES = {
     "data.mixture": {"web.jsonl": 0.7, "code.jsonl": 0.3},
     "validation.sources": {"web": "held-out/web.jsonl", "code": "held-out/code.jsonl"},
 }
-"""For fields whose default is not a useful example."""
+"""Examples for fields whose default is not a useful one."""
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 """Attribute of a range of annotated_types -> its sign."""
 NO_PIPELINE = (

@@ -64,7 +64,7 @@ class LoadOptions(TypedDict, total=False):
     rules: bool
     """False skips the rules across fields and the look at the data, for a recipe that is only read."""
     elsewhere: bool
-    """For a recipe that will run on another machine, skip the look at the data and the weights alone."""
+    """True skips only the look at the data and the weights, for a recipe that will run on another machine."""
 
 
 def load(path: str | Path, arguments: Sequence[str] = (), **options: Unpack[LoadOptions]) -> Recipe:
@@ -80,7 +80,7 @@ def load_run(path: str | Path, arguments: Sequence[str] = (), **options: Unpack[
 
     Args:
         path: the TOML file.
-        arguments: of the command line, `--section.field value ...`.
+        arguments: those of the command line, `--section.field value ...`.
         options: see LoadOptions.
     """
     rules, elsewhere = options.get("rules", True), options.get("elsewhere", False)
@@ -190,7 +190,7 @@ def _take(tables: dict[str, Any], origin: str, given: Given) -> list[Problem]:
 
 
 def _choose_source(given: Given, names: Collection[str], origin: str) -> list[Problem]:
-    """One source and several exclude each other: the later layer wins. names: dotted keys in this layer."""
+    """Let this layer win where one source and several exclude each other. names: dotted keys in this layer."""
     problems = []
     for one, several in (("data.source", "data.mixture"), ("validation.source", "validation.sources")):
         if one in names and several in names and given.get(several, ({}, ""))[0]:

@@ -84,7 +84,7 @@ def mesh_divides_model(
 
 
 def transformers_refuse(mesh: MeshConfig, *, model: ModelConfig) -> Iterator[Violation]:
-    """Of models that transformers defines, tensor parallelism cuts those that it was tried with, and nothing else."""
+    """Tensor parallelism cuts only those models of transformers that it was tried with; nothing else cuts any."""
     if not of_transformers(model):
         return
     from models.tensor_plan import name_of, why_not_cut

@@ -89,4 +89,4 @@ class Recipe:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     stages: tuple[StageConfig, ...] = ()
-    """In the order of the run; empty if all of it is one stage. Not a section: stages.py applies them."""
+    """Stages in the order of the run; empty if all of it is one stage. Not a section: stages.py applies them."""

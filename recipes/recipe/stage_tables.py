@@ -40,7 +40,7 @@ SECTIONS = (
     "fsdp",
     "metrics",
 )
-"""Of these a stage may change all fields but the ones below."""
+"""Sections of which a stage may change all fields but those of REASONS."""
 FIELDS = (
     "model.rope_theta",
     "checkpoint.every",
@@ -48,7 +48,7 @@ FIELDS = (
     "checkpoint.keep_every",
     "checkpoint.asynchronous",
 )
-"""Of other sections a stage may change these."""
+"""Fields of other sections that a stage may change."""
 REASONS = {
     "data.tokenizer": "the model knows the tokens of one tokenizer",
     "data.bos": "the model knows documents with or without it",
@@ -66,7 +66,7 @@ REASONS = {
 
 @dataclass
 class StageTable:
-    """What was written of one stage."""
+    """What was written about one stage."""
 
     name: str
     until: int | float | None
@@ -90,7 +90,7 @@ def split(arguments: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
 
 
 def _tables(tables: Any, origin: str) -> tuple[list[StageTable], list[Problem]]:
-    """What a file says of stages, and what is wrong with it. Names and single values are checked, not yet `until`."""
+    """What a file says about stages, and what is wrong. Names and single values are checked, not yet `until`."""
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         example = 'is a list of tables; write [[stages]], and below it name = "first", until = 1000 and what changes'
         return [], [Problem("stages", example, toml(tables), origin)]
@@ -128,7 +128,7 @@ def _tables(tables: Any, origin: str) -> tuple[list[StageTable], list[Problem]]:
 
 
 def _override(stages: Sequence[StageTable], of_stages: Mapping[str, Sequence[str]], base: Recipe) -> list[Problem]:
-    """Put what the command line says of stages into them; returns what is wrong with it."""
+    """Put what the command line says about stages into them; returns what is wrong with it."""
     if not of_stages:
         return []
     from recipes.recipe import command_line  # tyro
@@ -172,7 +172,7 @@ class Read:
 
     configs: tuple[StageConfig, ...] = ()
     tables: tuple[StageTable, ...] = ()
-    """As they were written."""
+    """The stages as they were written."""
     steps: int | None = None
     """The run.steps that the last stage gives; None if it gives none."""
     problems: tuple[Problem, ...] = ()
@@ -283,7 +283,7 @@ def _refusal(key: str) -> str | None:
 
 
 def _one_of_two(stage: StageTable, given: Collection[str], origin: str) -> list[Problem]:
-    """One source and several exclude each other: the later place wins. given: the keys of this place."""
+    """Let this place win where one source and several exclude each other. given: the keys of this place."""
     problems = []
     for one, several in (("data.source", "data.mixture"), ("validation.source", "validation.sources")):
         if one in given and several in given:

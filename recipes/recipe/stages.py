@@ -13,7 +13,7 @@ class Stage:
     name: str
     """"" for the only stage of a recipe without [[stages]]."""
     number: int
-    """From 0."""
+    """Index of the stage, from 0."""
     first: int
     """Steps of the run that are completed when the stage begins."""
     last: int
@@ -29,7 +29,7 @@ class Stage:
         return (self.first, self.last - self.first) if self.own_schedule else (0, self.recipe.run.steps)
 
     def learning_rate(self, step: int) -> float:
-        """That of optimizer step `step` (from 0) of the run."""
+        """The learning rate of optimizer step `step` (from 0) of the run."""
         before, steps = self.schedule_span
         return self.recipe.schedule.learning_rate(step - before, peak=self.recipe.optimizer.lr, steps=steps)
 

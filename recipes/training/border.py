@@ -23,7 +23,7 @@ class Start:
     step: int
     tokens: int
     seconds: float
-    """By time.perf_counter()."""
+    """The time then, by time.perf_counter()."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Kept:
     """What goes on when a stage ends. Everything else is built again, from the checkpoint at its end."""
 
     step: int
-    """Of that checkpoint."""
+    """The step of that checkpoint."""
     mesh: Mesh
-    """Used again if the next stage has the same degrees."""
+    """The mesh, which is used again if the next stage has the same degrees."""
     interruption: Interruption
     metrics: MetricsWriter
     goodput: Goodput
@@ -50,7 +50,7 @@ class FellBack(Exception):
 
 
 def free_memory() -> None:
-    """Free what the stage held that has ended: its model and moments, and the code that was compiled for them."""
+    """Free what the stage that has ended held: its model and moments, and the code compiled for them."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     gc.collect()

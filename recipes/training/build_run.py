@@ -1,4 +1,4 @@
-"""From a recipe to a run that is ready for its first step. The order of the calls is the order of the build."""
+"""Builds a run that is ready for its first step from a recipe. The order of the calls is the order of the build."""
 
 import time
 from collections.abc import Callable, Mapping

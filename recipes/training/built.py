@@ -24,16 +24,16 @@ class Built:
     """The modules whose weights FSDP gathers together: the model itself, perhaps blocks, embedding and head."""
     optimizer: Optimizer
     parameters: tuple[nn.Parameter, ...]
-    """Those of the model, as sharding left them."""
+    """The parameters of the model, as sharding left them."""
     roles: Mapping[str, tuple[nn.Parameter, ...]]
-    """Of these parameters; empty unless the recipe asks for their gradient norms."""
+    """Role -> the parameters that have it; empty unless the recipe asks for their gradient norms."""
     # The next four are as in the recipe, but nothing is resharded where that frees nothing.
     z_loss: float
     grad_clip: float
     reshard_after_forward: bool
     float8_all_gather: bool
     dropout_seed: int | None
-    """Of the random numbers that the model draws in a step; None if it draws none."""
+    """Seed of the random numbers that the model draws in a step; None if it draws none."""
     report: tuple[str, ...]
     """What each part of the parallelization did, one line per part."""
 

@@ -28,9 +28,10 @@ LARGEST_DEVICE = 192e9
 
 
 def check(recipe: Recipe, *, processes: int | None, nodes: int | None) -> None:
-    """Print them; all of standard output is TOML. Raises UserError if the run's folder cannot be used.
+    """Print the summary and the recipe; all of standard output is TOML.
 
-    Also, in a job's check, if the recipe is predicted not to fit the GPUs.
+    Raises UserError if the run's folder cannot be used and, in a job's check, if the recipe is predicted not to fit the
+    GPUs.
     """
     check_output_folder(recipe)
     trunk = _trunk(recipe)
@@ -85,7 +86,7 @@ def _refuse_what_cannot_fit(peak: int, hardware: Hardware | None) -> None:
 
 
 def _degrees(recipe: Recipe, processes: int | None, nodes: int | None, hardware: Hardware | None) -> MeshDegrees:
-    """Of these numbers, or of those in the name of the recipe where they fit it, or of the fewest that do."""
+    """The degrees for these numbers, or for those in the name of the recipe if they fit it, or for the fewest."""
     if processes is None and hardware is not None:
         numbers = {"processes": hardware.processes, "nodes": hardware.nodes}
         with suppress(UserError):
@@ -95,7 +96,7 @@ def _degrees(recipe: Recipe, processes: int | None, nodes: int | None, hardware:
 
 
 def _prediction(recipe: Recipe, degrees: MeshDegrees, hardware: Hardware | None) -> Prediction | None:
-    """Of a GPU's memory; None for a recipe of CPUs, and for one that nothing says the GPU of."""
+    """The prediction of a GPU's memory; None for a recipe for CPUs, or if nothing says that it is for GPUs."""
     asked = recipe.run.device == "cuda" or hardware is not None or os.environ.get(FORCE) == "0"
     return predict(recipe, degrees) if asked and recipe.run.device != "cpu" else None
 
@@ -136,7 +137,7 @@ class _Checked:
 
 
 def _lines_of_stages(stages: Sequence[_Checked], hardware: Hardware | None, other: str) -> list[str]:
-    """What is trained on what; of later stages only what differs from the stage before."""
+    """What is trained on what; for later stages only what differs from the stage before."""
     found: list[str] = []
     before: list[str] = []
     for checked in stages:

@@ -116,11 +116,11 @@ def _flops(model: ModelConfig, throughput: Throughput, *, masked: bool) -> str:
 
         each = forward_flops(model) / (1e9 / TRAINING)
         return f"{each.encoder:.3g} billion per token of a prompt, {each.decoder:.3g} of an answer, besides attention"
-    return f"{'at most ' * masked}{throughput.flops / 1e9:.3g} billion per token"
+    return f"{'at most ' if masked else ''}{throughput.flops / 1e9:.3g} billion per token"
 
 
 def step_line(row: Mapping[str, float | None], steps: int) -> str:
-    """One logged step, from its row of metrics.jsonl."""
+    """The line of one logged step, from its row of metrics.jsonl."""
     mfu = "" if row["mfu"] is None else f"  mfu {row['mfu']:.1%}"
     reserved = row.get("reserved_memory_gib")
     memory = f"{row['peak_memory_gib']:.2f} GiB" + (f" of {reserved:.2f} reserved" if reserved else "")
@@ -142,7 +142,7 @@ def summary(steps: int, tokens: int, seconds: float, *, validation_loss: Mapping
 
 
 def interrupted_message(signal: str, step: int, *, saved: bool, every: int) -> str:
-    """The last line of a run that a signal stopped after this step. every: as checkpoint.every."""
+    """The last line of a run that a signal stopped after this step. every: checkpoint.every."""
     rest = (
         "NOT SAVED, the same command resumes from an older checkpoint"
         if every
@@ -152,7 +152,7 @@ def interrupted_message(signal: str, step: int, *, saved: bool, every: int) -> s
 
 
 def notes(recipe: Recipe, *, entries: int) -> list[str]:
-    """What a user should know before the first step. entries: of the tokenizer."""
+    """What a user should know before the first step. entries: those of the tokenizer."""
     vocabulary = recipe.model.vocabulary
     found = [] if recipe.checkpoint.every else [NOT_SAVED]
     if (unused := 1 - entries / vocabulary) > 0.01:  # vocabularies are rounded up to suit the kernels

@@ -28,19 +28,19 @@ class Foresight:
     by: str
     """What the prediction's rates were calibrated by; empty if by nothing."""
     seconds: list[float] = field(default_factory=list)
-    """Of each logged step."""
+    """Seconds of each logged step."""
 
     def row(self) -> dict[str, Any]:
-        """For metrics.jsonl; empty with too few steps."""
+        """The row for metrics.jsonl; empty with too few steps."""
         if len(self.seconds) <= LEAST_ROWS:
             return {}
         measured = median(self.seconds[1:])
-        found = {"predicted_seconds": self.predicted, "measured_seconds": measured}
-        return {"plan": found | {"ratio": measured / self.predicted, "calibrated": self.by}}
+        seconds = {"predicted_seconds": self.predicted, "measured_seconds": measured}
+        return {"plan": seconds | {"ratio": measured / self.predicted, "calibrated": self.by}}
 
 
 def line(row: dict[str, Any]) -> str:
-    """For people."""
+    """The row as a line for people."""
     found = row["plan"]
     return (
         f"plan: {found['measured_seconds']:.3g} s per step, {found['predicted_seconds']:.3g} predicted"

@@ -27,10 +27,10 @@ from recipes.recipe.rules_optimizer import moments_can_move
 from recipes.recipe.schema import Recipe
 
 SAYS_SO = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|_ALLOC_FAILED|bad_alloc", re.I)
-"""In the RuntimeErrors of CUDA's libraries, of NCCL, of compiled code, and of torch's allocator on the CPU."""
+"""Texts of the RuntimeErrors of CUDA's libraries, NCCL, compiled code, and torch's allocator on the CPU."""
 OF_THE_HOST = re.compile(r"can't allocate memory|cannot allocate memory|bad_alloc", re.I)
 SNAPSHOTS = "out-of-memory"
-"""In the run's folder: what each GPU's memory held, for https://pytorch.org/memory_viz."""
+"""Folder in the run's folder: what each GPU's memory held, for https://pytorch.org/memory_viz."""
 OTHER_RUN = "changes the results, so with another run.name"
 
 STATE = ("mesh.shard", "optimizer.state_dtype", "fsdp.cpu_offload")
@@ -95,7 +95,7 @@ def _advice(recipe: Recipe, world: World, *, on_host: bool, started: bool = True
     offloads = on_host and world.device.type != "cpu"
     found = [*(host_remedies(recipe) if offloads else remedies(recipe, world))]
     found = [remedy for remedy in found if started or offloads or remedy[0] in STATE]
-    # That of a model of transformers is counted in a process of its own: --check predicts it.
+    # The peak of a model of transformers is counted in a process of its own: --check predicts it.
     if not on_host and world.device.type == "cuda" and not isinstance(recipe.model, TransformersConfig):
         found = [*_with_peaks(found, recipe, world)]
     lines = [(f"{key} = {toml(value)}", effect) for key, value, effect in found]

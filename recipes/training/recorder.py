@@ -164,7 +164,7 @@ class Recorder:
     def _reduce(self, loss: Tensor) -> tuple[float, list[float], list[float]]:
         """The mean loss, the summary of all processes' times where there are several, and that of their memory.
 
-        The host waits for the device, once, for as many numbers as ever so many processes have.
+        The host waits for the device once, and reads as many values at any number of processes.
         """
         if self._compute is None or self._stragglers is None:
             if loss.is_cuda:
@@ -192,7 +192,8 @@ class Recorder:
     def log_validation(self, step: int, name: str, loss: float) -> None:
         """Record the loss on the validation text of this name, "" for a single text."""
         self._note_validation(step, {f"validation_loss/{name}" if name else "validation_loss": loss})
-        self._console.log(f"step {step:>6}  validation loss {f'of {name} ' * bool(name)}{loss:.4f}", style="bold")
+        of_text = f"of {name} " if name else ""
+        self._console.log(f"step {step:>6}  validation loss {of_text}{loss:.4f}", style="bold")
 
     def log_tasks(self, step: int, scores: Mapping[str, float]) -> None:
         """Record the scores on the tasks of the validation, "TASK/METRIC" -> value."""

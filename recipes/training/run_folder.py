@@ -68,7 +68,7 @@ IDENTITY = (
 def identity_differences(old: Recipe, new: Recipe) -> list[str]:
     """Why `new` cannot continue in the run folder of `old`: one line per field that must not change and did.
 
-    Of recipes with stages, those that have begun are compared, step by step; those to come may change.
+    Stages that have begun are compared step by step; those to come may change.
     """
     if not old.stages and not new.stages:
         return _differences(old, new, old.run.steps)
@@ -87,7 +87,7 @@ def identity_differences(old: Recipe, new: Recipe) -> list[str]:
 
 
 def _differences(old: Recipe, new: Recipe, steps: int) -> list[str]:
-    """Those between two recipes without stages. steps: those of the old schedule."""
+    """The differences between two recipes without stages. steps: those of the old schedule."""
     differences = [
         f"{key}: {toml(was)} in the folder's recipe.toml, {toml(now)} now"
         for key in field_types()

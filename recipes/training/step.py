@@ -29,13 +29,13 @@ def train_step(
     clock: RunClock,
     is_logged: bool = False,
 ) -> Found:
-    """One optimizer step.
+    """Take one optimizer step.
 
     Args:
         built: the parallel model, its optimizer, and how they are stepped.
         micro_batches: this data rank's share of the global batch.
         step: number of this step; the first is 1.
-        learning_rate: of this step.
+        learning_rate: that of this step.
         guard: decides on the device whether the step changes anything.
         clock: is told of each micro-batch, which is progress.
         is_logged: whether to measure further columns.

@@ -79,7 +79,7 @@ class Trainer:
         return self.interruption.agreed_now()
 
     def _train_step(self) -> Found:
-        """The next step."""
+        """Take the next step."""
         with ExitStack() as stack:
             for observer in self.observers:
                 stack.enter_context(observer.step(self.step + 1))
@@ -136,14 +136,14 @@ class Trainer:
         return self.checkpoints.finish() == self.step
 
     def _stop_early(self, number: int) -> int:
-        """After a signal: save, if the run saves at all."""
+        """End the run after a signal: save, if the run saves at all. Returns the exit code."""
         self.recorder.log_skipped()
         saved, every = self._save_last(), self.recipe.checkpoint.every
         self._end(interrupted_message(signal.Signals(number).name, self.step, saved=saved, every=every))
         return PREEMPTED if saved else ended_by(number)
 
     def _give_up(self, error: NonFiniteRun | CorruptState) -> int:
-        """After too many skipped steps, or with a corrupt state: save nothing, since that would replace better ones."""
+        """End the run after too many skipped steps or with a corrupt state, unsaved: that would replace better ones."""
         self.console.end_progress()
         if isinstance(error, NonFiniteRun):  # NaN in a weight skips all steps, too
             error = corruption(self.built, self.world) or error
@@ -157,7 +157,7 @@ class Trainer:
         return POISONED
 
     def _finish(self) -> int | None:
-        """After the last step of the stage, and of the run: log the results and where they are."""
+        """End the run after its last step: log the results and where they are. After another stage, hand over."""
         self.recorder.log_skipped()
         recipe, done, saved = self.recipe, self.step - self.start.step, self._save_last()
         seconds = time.perf_counter() - self.start.seconds
@@ -181,7 +181,7 @@ class Trainer:
         return CANNOT_WRITE if unsaved else FINISHED
 
     def _hand_over(self, *, saved: bool) -> int | None:
-        """After the last step of a stage: end what does not go on. Returns None if the next stage can follow."""
+        """End what does not go on after the last step of a stage. Returns None if the next stage can follow."""
         self.recorder.log_plan(self.step)
         if not saved:
             self._end(BORDER_UNSAVED)

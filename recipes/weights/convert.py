@@ -79,7 +79,7 @@ def _require_equal(one: tuple[Path, Entry], other: tuple[Path, Entry], *, box: B
 
 
 def _flipped(values: Tensor, how: Stored) -> Tensor:
-    """From the layout of files to ours, and back."""
+    """The values turned from the layout of files to ours, or back."""
     return values.t() if how.transposed else values
 
 

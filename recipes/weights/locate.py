@@ -17,9 +17,9 @@ if TYPE_CHECKING:  # what a run without weights does not need is imported where 
     from recipes.weights.hf_folder import StoredTensors
 
 FROM_WEIGHTS = "from_weights"
-"""As model.name: the model of model.weights. As data.tokenizer: their tokenizer."""
+"""The value of model.name for the model of model.weights, and of data.tokenizer for their tokenizer."""
 FROM_CONFIG = "from_config"
-"""As model.name: the model of model.config, with random weights."""
+"""The value of model.name for the model of model.config, with random weights."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,14 @@ class InitialWeights:
     """What a run starts from: located on the disk at the first find(), and remembered."""
 
     weights: str
-    """As model.weights."""
+    """The value of model.weights."""
     run_folder: Path
-    """Its checkpoints take precedence over the weights."""
+    """The run's folder, whose checkpoints take precedence over the weights."""
     config: str = ""
-    """As model.config."""
+    """The value of model.config."""
 
     def find(self) -> Weights:
-        """As initial_weights; raises the same UserError at each call."""
+        """What initial_weights() returns; raises the same UserError at each call."""
         if isinstance(self._found, UserError):
             raise self._found
         return self._found
@@ -185,8 +185,8 @@ def trained_description(
     """What accompanies the weights of a run wherever they go.
 
     Args:
-        model: of the run.
-        tokenizer: of the run.
+        model: that of the run.
+        tokenizer: that of the run.
         start: what the run starts or resumes from; None = random weights.
         length: tokens per sequence of the run.
         log: receives a line about what is not kept.

@@ -17,8 +17,8 @@ from recipes.weights.locate import FROM_WEIGHTS, InitialWeights, Weights
 
 
 def pairing_of(data: DataConfig, model: ModelConfig, weights: Weights | None) -> Pairing:
-    """For a recipe with pairs. weights: those it starts from or took its tokenizer from. Raises UserError for a chat
-    without a template, and for a model that lacks a token."""
+    """How the rows of a recipe with pairs become pairs. weights: those it starts from or took its tokenizer from.
+    Raises UserError for a chat without a template, and for a model that lacks a token."""
     encoder_decoder = model.is_encoder_decoder
     files = dict(weights.description.companions) if weights else {}
     if weights and data.messages_field and TOKENIZER_CONFIG not in files:  # it said no more than any export does
@@ -33,7 +33,7 @@ def pairing_of(data: DataConfig, model: ModelConfig, weights: Weights | None) ->
 
 
 def pair_format(data: DataConfig, files: Mapping[str, str], *, encoder_decoder: bool) -> PairFormat:
-    """As pairing_of(). files: name -> text of what came with the weights; those beside another tokenizer replace it."""
+    """The format of the pairs. files: name -> text of what came with the weights; another tokenizer's replace it."""
     chat = {}
     if data.messages_field:
         beside = {}

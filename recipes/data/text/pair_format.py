@@ -28,10 +28,10 @@ THOUGHTS = "reasoning_content", "thinking", "reasoning"
 
 @dataclass(frozen=True)
 class PairFormat:
-    """Which fields of a row make a pair, and how they become tokens. Its repr() is part of the source's fingerprint."""
+    """The fields of a row that make a pair, and how they become tokens. Its repr() is in the source's fingerprint."""
 
     prompt: str = ""
-    """Name of the field."""
+    """Name of the field with the prompt."""
     answer: str = ""
     messages: str = ""
     """Name of the field with a chat, instead of the two."""
@@ -40,7 +40,7 @@ class PairFormat:
     suffix: str = ""
     """Text after every prompt."""
     encoder_decoder: bool = False
-    """Prompt and answer are two texts, each with the special tokens that the tokenizer adds to a text."""
+    """Whether prompt and answer are two texts, each with the special tokens that the tokenizer adds to a text."""
     template: str = ""
     """The Jinja text that makes one text of a chat."""
     special_tokens: tuple[tuple[str, str], ...] = ()
@@ -209,7 +209,7 @@ class PairEncoder:
         return found, pairs
 
     def _pairs(self, with_text: Sequence[Row], rows: Sequence[Row]) -> Iterator[np.ndarray | str | None]:
-        """For each row its pair, its problem, or None where it has no text."""
+        """The pair of each row, its problem, or None where it has no text."""
         contents = [json.loads(row.text) for row in with_text]
         encode = self._of_chats if self._template else self._of_fields
         try:

@@ -47,11 +47,11 @@ class Row(NamedTuple):
     file: int
     """Index into the source's files."""
     number: int
-    """From 1: the line of .jsonl, the row of parquet or of a hub dataset's shard, or the document of plain text."""
+    """Number from 1 of a line of .jsonl, a row of parquet or of a hub dataset's shard, or a document of plain text."""
     problem: str = ""
     """Why the row is bad, starting with the kind, which ends at the first colon or semicolon; "" = it is fine."""
     lost: int = 1
-    """Of a bad row: how many rows are lost with it, if a part of the file or all of it cannot be read."""
+    """How many rows are lost with a bad one, if a part of the file or all of it cannot be read."""
 
     @property
     def has_text(self) -> bool:

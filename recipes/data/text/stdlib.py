@@ -41,5 +41,5 @@ def stdlib_files(source: str) -> list[Path]:
 
 
 def stdlib_folder() -> Path:
-    """Where the library is: in a virtual environment, too, that of the base interpreter."""
+    """The folder of the library; in a virtual environment, that of the base interpreter."""
     return Path(sysconfig.get_path("stdlib"))

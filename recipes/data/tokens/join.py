@@ -1,6 +1,6 @@
-"""From the tokenized slices of a source to its shards: the same bytes as from one machine, by copying. Where shards end
-follows from the characters and tokens of the rows alone, so any number of processes can write them at once. Imports no
-torch."""
+"""Joins the tokenized slices of a source to its shards: the same bytes as from one machine, by copying. Where shards
+end follows from the characters and tokens of the rows alone, so any number of processes can write them at once. Imports
+no torch."""
 
 import json
 import shutil
@@ -70,7 +70,7 @@ def join(
     the number of shards that other processes have still to write. Raises UserError if too many rows are bad.
 
     Args:
-        folder: for the shards.
+        folder: that of the shards.
         parts: the folder of the slices.
         plan: from parts.begin().
         files: names of the source's files.
@@ -156,8 +156,7 @@ class _Slices:
         return self._file(number, SIZES).read(0, int(self._ends[number + 1] - self._ends[number]))
 
     def rows(self, begin: int, end: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, list[Row]]]:
-        """Of the rows begin .. end - 1, some at a time: their ROWS with final numbers, their SIZES, their tokens, and
-        the bad ones among them."""
+        """(ROWS with final numbers, SIZES, tokens, bad rows) of the rows begin .. end - 1, some at a time."""
         while begin < end:
             number = int(np.searchsorted(self._ends, begin, side="right")) - 1
             first, stop = (

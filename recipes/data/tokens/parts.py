@@ -81,7 +81,7 @@ class Source(NamedTuple):
 
 
 def parts_folder(folder: Path) -> Path:
-    """Where the parts of the shards in a folder are until they are joined."""
+    """The folder of the parts of the shards in a folder, until they are joined."""
     return folder.with_name(f"{folder.name}.parts")
 
 

@@ -1,6 +1,6 @@
-"""From rows of text to token shards, on all cores. The tokenizers library works in its own threads while the next batch
-is read and the previous written. Where batches and shards end depends only on the text, so the bytes are the same for
-any number of cores and interruptions. Interrupted work continues after the last whole shard. Imports no torch."""
+"""Makes token shards of rows of text, on all cores. The tokenizers library works in its own threads while the next
+batch is read and the previous written. Where batches and shards end depends only on the text, so the bytes are the same
+for any number of cores and interruptions. Interrupted work continues after the last whole shard. Imports no torch."""
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -62,7 +62,7 @@ class Batch:
     documents: list[np.ndarray]
     """The tokens of each row with text, in order, each with its end-of-document token."""
     cursor: Any
-    """Where the source continues after them."""
+    """The place where the source continues after them."""
     last: bool
 
 

@@ -66,7 +66,7 @@ class Shard:
     """Smallest hash of a document, from 0 to 1; a document below the held-out share is held out."""
     highest: float
     cursor: Any
-    """Where the source continues after this shard."""
+    """The place where the source continues after this shard."""
     last: bool
     """Whether the source ends here."""
     unread: bool = False
@@ -93,7 +93,7 @@ def shard_path(folder: Path, number: int) -> Path:
 
 
 def problem_path(folder: Path, run: str) -> Path:
-    """Where the first process of this run says why no more tokens will come. Those of other runs do not concern it."""
+    """The file in which the first process of this run says why no more tokens will come. Each run has its own."""
     return folder / f"problem-{run}.txt"
 
 

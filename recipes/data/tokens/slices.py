@@ -33,7 +33,7 @@ class Slice(NamedTuple):
     files: int
     """How many whole files; 0 = a stretch of one."""
     begin: int
-    """Of a stretch: the first byte; of parquet, the rows before it."""
+    """The first byte of a stretch; for parquet, the rows before it."""
     end: int
     size: int
     """Bytes, to give all machines equally much."""
@@ -157,7 +157,7 @@ def rows_of(
 
 
 def rows_before_the_next(piece: Slice, files: Sequence[File]) -> int:
-    """By how much the numbers of rows in the next stretch of the same file are higher than in this one."""
+    """The amount by which row numbers in the next stretch of the same file are higher than in this one."""
     if piece.files or _has_row_groups(files[piece.file]):
         return 0
     lines, left = 0, piece.end - piece.begin

@@ -77,7 +77,7 @@ class Preparation:
     validation_fraction: float
     source_fingerprint: str
     states: dict[str, tuple[int, int | str]]
-    """As file_states() before the fingerprint; empty for the hub, where the commit is fixed."""
+    """What file_states() returned before the fingerprint was taken; empty for the hub, where the commit is fixed."""
     pieces: Pieces
     text_documents: str = "auto"
 

@@ -30,7 +30,7 @@ from recipes.recipe.schema import Recipe
 
 ROOT = CONFIGS.parent
 MOST_SECONDS = 1200.0
-"""Of one number of processes, or of one run: more is a hang."""
+"""Most seconds of one number of processes, or of one run: more is a hang."""
 SKIPPED = 4
 """Steps of a run before those that are measured."""
 TEXT = "text.txt"
@@ -67,7 +67,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Of the prediction, as a share of the measured seconds."""
+        """Error of the prediction, as a share of the measured seconds."""
         return self.predicted / self.measured - 1
 
 
@@ -136,7 +136,7 @@ def cores() -> int:
 
 
 def threads(processes: int) -> int:
-    """Of each process, as scripts/run.sh shares the cores."""
+    """Threads of each process, as scripts/run.sh shares the cores."""
     return max(1, cores() // processes)
 
 
@@ -161,7 +161,7 @@ def chain(file: Path, *, steps: int) -> list[Compared]:
 
 
 def predicted_seconds(recipe: Recipe, processes: int, file: Path) -> float:
-    """Of one step."""
+    """The predicted seconds of one step."""
     cpu, rates = calibrated(file, None, processes=processes)
     return plan(recipe, recipe.mesh.fit(processes), gpu=cpu, rates=rates).time.step_seconds
 

@@ -87,7 +87,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _reading(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """From prepared shards in the page cache to batches."""
+    """Measure reading from prepared shards in the page cache to batches."""
     _random_shards(folder / "shards", options.tokens)
     for what, mask, target in (("", None, "100"), (" with document positions", END, "20")):
         batches = _batches(_sequences(folder / "shards"), global_batch_size=16, mask=mask)
@@ -229,7 +229,7 @@ PIPELINES = {
 
 
 def _tokenizing(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """From a text file to batches while it is tokenized, against the tokenizer alone and a plain loader."""
+    """Measure reading batches of a text file while it is tokenized, against the tokenizer alone and a plain loader."""
     file, texts, tokenizer = _corpus(folder, options.copies)
     with parallel_tokenizers():
         tokens = sum(len(ids) + 1 for ids in tokenizer.encode_batch(texts))
@@ -276,7 +276,7 @@ def _tokenizers_alone(texts: list[str], tokenizer: Tokenizer) -> float:
 
 
 def _preparing(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """From a text file to shards, on one core and on all, against datasets.map writing Arrow."""
+    """Measure preparing shards of a text file, on one core and on all, against datasets.map writing Arrow."""
     file, _, _ = _corpus(folder, options.copies)
     sides = {
         "one core": partial(_in_child, "prepare", file, folder, cores=1),

@@ -38,7 +38,7 @@ SOURCES = {
     "overlapped": (0.60, 0.2),
 }
 LIMITS = {"products_ampere": 0.95, "narrow_heads": 1.0, "eager": 1.0, "link": 1.0, "network": 1.0}
-"""No share exceeds these."""
+"""Limits that no share exceeds."""
 ROW = 0.06
 """How far off a row of the same kind is usually, as a logarithm: what the model leaves out, and the measurement."""
 ASSUMED = 0.5
@@ -48,7 +48,7 @@ FAR = 2.0
 STEPS = 8
 DIFFERENCE = 1e-3
 DIGITS = 4
-"""Of the constants, so that those in the source are those that were checked."""
+"""Digits of the constants, so that those in the source are those that were checked."""
 
 
 def fit(

@@ -87,7 +87,7 @@ def _measure(options: argparse.Namespace, overrides: list[str]) -> int:
     left = [item.name for item in items if _is_open(item, record, retry=False)]
     print(
         f"written: {place}.json and .md, after {time.monotonic() - begin:.0f} s"
-        + (f"; left: {', '.join(left)}" * bool(left))
+        + (f"; left: {', '.join(left)}" if left else "")
     )
     return 0
 

@@ -91,7 +91,7 @@ def _error(row: dict[str, Any]) -> str:
 
 
 def _matmul_table(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """One line per product, one column per kind."""
+    """A table with a line per product and a column per kind."""
     by_product: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
     for row in rows:
         place = (row["model"], row["linear"], row["product"], " x ".join(map(str, row["shape"])))
@@ -144,7 +144,7 @@ def _result(record: Record, name: str, fingerprint: str) -> dict[str, Any] | Non
 
 
 def _missing(record: Record, sweep: Sweep) -> Iterator[str]:
-    """Every row without a measurement, and why. That of another recipe is none."""
+    """Every row without a measurement, and why. A measurement of another recipe does not count."""
     runs = {row.label: _result(record, row.label, row.fingerprint) for row in sweep.rows}
     known = {name: record["rows"].get(name) for name in GROUPS} | runs
     missing = [f"- {name}: not run yet" for name, found in known.items() if not found]

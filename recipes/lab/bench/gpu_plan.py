@@ -53,7 +53,7 @@ class Item:
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the recipe of a training run."""
+        """Text that changes with the recipe of a training run."""
         return self.row.fingerprint if self.row else "kernels"
 
 
@@ -81,7 +81,7 @@ def predicted_step(recipe: Recipe, device: str) -> float | None:
 
 
 def fitting(items: Sequence[Item], seconds: float) -> list[Item]:
-    """Those that fit into the time by their estimates, in order; a long one is left out for shorter ones behind it."""
+    """The items whose estimates fit into the time, in order; a long one is left out for shorter ones behind it."""
     chosen = []
     for item in items:
         if item.estimate <= seconds:
@@ -91,7 +91,7 @@ def fitting(items: Sequence[Item], seconds: float) -> list[Item]:
 
 
 def code_hash() -> str:
-    """Changes with every source, so that it is known without git, and not only by commits."""
+    """A hash that changes with every source: it needs no git, and not only commits change it."""
     root = CONFIGS.parent
     files = sorted(file for pattern in SOURCES for file in root.glob(pattern))
     return _hash(b"\0".join(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes() for file in files))
@@ -111,7 +111,7 @@ def open_record(place: Path, environment: dict[str, Any], *, fresh: bool, mixed:
 
     Args:
         place: its path without suffix.
-        environment: of this call.
+        environment: that of this call.
         fresh: set an old record aside.
         mixed: go on although versions or code differ; each row keeps the code that it was measured with.
     """

@@ -53,12 +53,12 @@ class Sizes:
     models: Sequence[ModelConfig]
     tokens: int
     gib: float
-    """Of the copied buffer."""
+    """GiB of the copied buffer."""
     repeats: int
 
 
 def sizes(*, tiny: bool) -> Sizes:
-    """Tiny shapes run on the CPU."""
+    """The sizes to measure; tiny ones run on the CPU."""
     if not tiny:
         return Sizes(torch.device("cuda:0"), [SIZES["smollm3_3b"], SIZES["llama3_8b"]], 8192, 4.0, 20)
     models = [replace(SIZES[name], layers=2, vocabulary=512) for name in ("smollm3_debug", "llama3_debug")]
@@ -273,12 +273,12 @@ def casts(model: ModelConfig, *, tokens: int, device: torch.device, repeats: int
 
 
 def _backend(device: torch.device) -> str:
-    """Of torch.compile: on a CPU, code generation is not what is tested."""
+    """The backend of torch.compile: on a CPU, code generation is not what is tested."""
     return "inductor" if device.type == "cuda" else "aot_eager"
 
 
 def _to_float8(x: Tensor) -> Tensor:
-    """With one scale per tensor, as torchao computes it: x is read twice and written once."""
+    """x in float8 with one scale per tensor, as torchao computes it: x is read twice and written once."""
     scale = 448 / x.abs().amax().float().clamp(min=1e-12)
     return (x.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn)
 
@@ -324,5 +324,5 @@ def _heads(model: ModelConfig, tokens: int, device: torch.device) -> list[Tensor
 
 
 def _causal_tflops(model: ModelConfig, tokens: int) -> float:
-    """Of one layer's forward pass: 4 x N x H x T^2, half of it masked."""
+    """TFLOP of one layer's forward pass: 4 x N x H x T^2, half of it masked."""
     return 2 * model.heads * model.head_width * tokens * tokens / 1e12

@@ -30,7 +30,7 @@ from recipes.training.build import build
 from recipes.training.step import train_step
 
 SECONDS = 0.3
-"""Of each measurement."""
+"""Seconds of each measurement."""
 WINDOWS = 5
 TIMES = ("seconds", "forward", "backward", "all_gather", "reduce_scatter")
 Rows = list[dict[str, Any]]
@@ -150,12 +150,12 @@ TINY = {
     **{"model.width": 32, "model.feed_forward_width": 64, "model.heads": 2, "model.key_value_heads": 1},
     **{"model.head_width": 16, "model.vocabulary": 64, "batch.sequence_length": 16, "batch.micro_batch_size": 1},
 }
-"""So little that a step is what the host does."""
+"""A model so small that a step is what the host does."""
 BLOCKS = {
     **{"model.width": 192, "model.feed_forward_width": 640, "model.heads": 4, "model.key_value_heads": 2},
     **{"model.head_width": 48, "model.vocabulary": 1024, "batch.sequence_length": 192, "batch.micro_batch_size": 2},
 }
-"""So much that element-wise operators show."""
+"""A model so large that element-wise operators show."""
 STEPS: tuple[dict[str, Any], ...] = (
     TINY | {"model.layers": 2, "micro_batches": 1},
     TINY | {"model.layers": 6, "micro_batches": 1},

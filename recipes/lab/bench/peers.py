@@ -184,7 +184,7 @@ def _ours(recipe: Recipe, world: World, batch: list[MicroBatch]) -> Loop:
 
 
 def _model(recipe: Recipe) -> Decoder:
-    """The same weights as ours, without FSDP."""
+    """A model with the same weights as ours, without FSDP."""
     with torch.device("meta"):
         model = Decoder(recipe.model, loss_chunks=recipe.batch.loss_chunks)
     materialize(model, device=torch.device("cpu"), seed=recipe.run.seed)

@@ -42,13 +42,13 @@ SHOWN = 25
 
 @dataclass(frozen=True)
 class Errors:
-    """Of all rows: predicted over measured tokens per second, less 1."""
+    """The errors of all rows: predicted over measured tokens per second, less 1."""
 
     rows: Sequence[Published]
     fitted: np.ndarray
     left_out: np.ndarray
     calibrated: Sequence[tuple[Published, float]]
-    """Of rows of trust A that did not calibrate, for each draw."""
+    """Rows of trust A that did not calibrate, and their errors, for each draw."""
 
 
 def main(arguments: list[str]) -> int:
@@ -94,7 +94,7 @@ def by_sources() -> Rates:
 
 
 def errors_of(rows: Sequence[Published], fitted: Rates) -> Errors:
-    """With all fits that it takes."""
+    """The errors of these rows, with all fits that they take."""
     left_out, calibrated = np.empty(len(rows)), list[tuple[Published, float]]()
     for project in projects(rows):
         own = np.array([row.project == project for row in rows])
@@ -176,7 +176,7 @@ def predictions(rows: Sequence[Published], errors: np.ndarray) -> Iterator[str]:
 
 
 def constants(found: Rates) -> list[str]:
-    """The fitted ones beside what their sources give."""
+    """A table of the fitted constants beside what their sources give."""
     rows = [
         (f"`{name}`", f"{value:.3g}", f"{deviation:.0%}", f"{getattr(found, name):.3g}")
         for name, (value, deviation) in SOURCES.items()
@@ -185,7 +185,7 @@ def constants(found: Rates) -> list[str]:
 
 
 def table(errors: Errors, count: int) -> list[str]:
-    """So many rows, the largest left-out errors first."""
+    """A table of so many rows, the largest left-out errors first."""
     lines = []
     for index in np.argsort(-np.abs(errors.left_out))[:count]:
         row = errors.rows[index]

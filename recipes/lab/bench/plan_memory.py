@@ -36,33 +36,33 @@ PAGE = CONFIGS.parent / "docs/plan.md"
 BEGIN = "<!-- Written by scripts/bench.py --suite plan_memory --write-docs. -->\n"
 END = "<!-- Written by scripts/bench.py --suite plan_memory --write-docs: end. -->\n"
 AT = "the gradient of the logits"
-"""Where all of them are the fullest: a loss that is not chunked has several copies of the logits."""
+"""The moment at which all of them are the fullest: a loss that is not chunked has several copies of the logits."""
 GOAL = 0.05
 """Largest error of a compiled row with one axis and a known loss."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """What it does otherwise. Every one keeps embedding and head gathered, in one unit of FSDP with the last norm."""
+    """What a program does otherwise. All keep embedding and head gathered, in one unit of FSDP with the last norm."""
 
     per_logit: int
     """Bytes of all that its loss makes of one logit, at the fullest moment."""
     parameters: int = 4
-    """Bytes of each."""
+    """Bytes of each parameter."""
     moments: int = 8
-    """Bytes of both, of each parameter."""
+    """Bytes of both moments of each parameter."""
     known: bool = True
     """Whether its loss and its batch are known."""
     whole_logits: bool = False
-    """Each process of a tensor group gathers all logits."""
+    """Whether each process of a tensor group gathers all logits."""
     keeps_last: bool = True
-    """The last block is not resharded after the forward pass."""
+    """Whether the last block is not resharded after the forward pass."""
     one_graph: bool = False
-    """Without FSDP, torch.compile makes one graph, which is the fullest at its end: no gradient leaves it before."""
+    """Whether torch.compile makes one graph without FSDP, fullest at its end because no gradient leaves it before."""
 
 
 TITAN_2024 = Program(16)
-"""Its train.py says that compiling the loss caused errors. Of the logits in float32, their log-softmax and gradients 12
+"""torchtitan's train.py says that compiling the loss caused errors. Logits in float32, log-softmax and gradients: 12
 bytes live at once; it publishes what the allocator had reserved, and the rows say 16."""
 TITAN_2025 = Program(4)
 """A compiled loss: the logits and their gradient, in bfloat16."""
@@ -80,7 +80,7 @@ class Row:
     recipe: Recipe
     degrees: MeshDegrees
     second_products: bool
-    """Recomputes what torchtitan's "selective" does: every second product is kept."""
+    """Whether it recomputes what torchtitan's "selective" does: every second product is kept."""
     measured: float
     """Bytes."""
     trust: str
@@ -193,13 +193,13 @@ def peak_of(row: Row) -> int:
     at_loss = sum(_at_loss(row, size).values())
     if size.shards > 1 or not program.one_graph:
         return at_loss
-    gradients = program.parameters * (1 + size.accumulates)  # new ones, beside those that are added up
+    gradients = program.parameters * (2 if size.accumulates else 1)  # new ones, beside those that are added up
     states = (program.parameters + program.moments + gradients) * size.state["parameters"] // 4
     return max(at_loss, states + 2 * size.element * _logits(row, size))  # the caller holds them and their gradient
 
 
 def _logits(row: Row, size: Sizes) -> int:
-    """How many a process has."""
+    """Number of logits that a process has."""
     model = row.recipe.model
     return size.tokens * model.vocabulary // (1 if row.program.whole_logits else row.degrees.tensor)
 
@@ -207,20 +207,21 @@ def _logits(row: Row, size: Sizes) -> int:
 def _at_loss(row: Row, size: Sizes) -> Pieces:
     """What is predicted to live at the gradient of the logits."""
     program, parameters = row.program, size.state["parameters"] // 4
-    found = dict(predict(row.recipe, row.degrees, context=False).moments[AT])
-    found["parameters"], found["moments"] = program.parameters * parameters, program.moments * parameters
-    found["logits"], found["loss"] = program.per_logit * _logits(row, size), 0
+    pieces = dict(predict(row.recipe, row.degrees, context=False).moments[AT])
+    pieces["parameters"], pieces["moments"] = program.parameters * parameters, program.moments * parameters
+    pieces["logits"], pieces["loss"] = program.per_logit * _logits(row, size), 0
     if size.shards > 1:
-        found["gathered weights"] += size.element * size.table.whole + program.keeps_last * size.gathered_block
+        pieces["gathered weights"] += size.element * size.table.whole
+        pieces["gathered weights"] += size.gathered_block if program.keeps_last else 0
     elif program.one_graph:
-        found |= {"gathered weights": 0, "gathering": 0}
-        found["accumulated gradients"] = program.parameters * parameters * size.accumulates
+        pieces |= {"gathered weights": 0, "gathering": 0}
+        pieces["accumulated gradients"] = program.parameters * parameters if size.accumulates else 0
     if row.second_products:
         kept = size.widths.stream * (1 if row.recipe.compile.enabled else 2)
         kept += 2 * size.widths.query + size.widths.key + size.widths.inner
         per_token = size.element * kept + 4 * size.widths.heads - size.saved[1]
-        found["activations"] += round(row.recipe.model.layers * size.tokens * per_token)
-    return found
+        pieces["activations"] += round(row.recipe.model.layers * size.tokens * per_token)
+    return pieces
 
 
 def table(rows: list[Row], pipelines: int) -> Iterator[str]:

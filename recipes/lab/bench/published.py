@@ -50,7 +50,7 @@ class Published:
     trust: str
     """A: as published; B: something was assumed."""
     name: str
-    """Of model, GPUs and layout, to tell rows apart."""
+    """Model, GPUs and layout, to tell rows apart."""
     measured: float
     """Tokens per second and GPU."""
     work: Work
@@ -184,5 +184,5 @@ def _habits(row: dict[str, str]) -> dict[str, Any]:
 
 
 def projects(rows: Sequence[Published]) -> list[str]:
-    """In the order of the table."""
+    """The projects in the order of the table."""
     return list(dict.fromkeys(row.project for row in rows))

@@ -18,13 +18,13 @@ NODE = 8
 
 
 class Turns:
-    """In a process that is measured: its turns, of which the first process of its loop is told."""
+    """The turns of a process that is measured; the first process of a loop is told of them."""
 
     def __init__(self, connection: Connection | None) -> None:
         self._connection, self._begin = connection, 0.0
 
     def ready(self, loss: float | None) -> None:
-        """Say so, after the loop's first steps. loss: of the very first, or None if the weights are not ours."""
+        """Say that it is ready, after its first steps. loss: of the very first, or None if the weights are not ours."""
         self._say(loss)
 
     def begin(self) -> None:
@@ -45,7 +45,7 @@ class Turns:
 
 
 class MeasuredLoop:
-    """In the process that measures: one loop, which runs in processes of its own until close()."""
+    """A loop as the process that measures it sees it. It runs in processes of its own until close()."""
 
     def __init__(self, name: str, work: Callable[..., None], settings: dict[str, Any], *, processes: int) -> None:
         """Start work(turns, rank, processes, **settings) in each. name: for an error."""
@@ -64,7 +64,7 @@ class MeasuredLoop:
         theirs.close()
 
     def first_loss(self) -> float | None:
-        """Once it is ready; None if its weights are not ours."""
+        """The loss of the loop's very first step, once it is ready; None if its weights are not ours."""
         return self._receive()
 
     def turn(self) -> float:

@@ -194,7 +194,7 @@ def block_row(path: Path, recipe: Recipe, *, assemble: bool) -> Row:
         "shape": shape_of(recipe),
         "layers": recipe.model.layers,
         "tokens": traced.tokens,
-        "float8": recipe.float8.recipe + ", gathered" * recipe.float8.all_gather,
+        "float8": recipe.float8.recipe + (", gathered" if recipe.float8.all_gather else ""),
         "activation_checkpointing": recipe.activation_checkpointing.mode,
         "saved_bytes_per_token": by_kind["activation"] / traced.tokens,
         "saved_bytes_of_weights": by_kind["weights"],
@@ -242,7 +242,7 @@ def _loss_line(row: Row) -> str:
 
 
 def _line(cells: Iterable[str]) -> str:
-    """For the screen, with the first cell wide enough for each kind of float8."""
+    """A line for the screen, with the first cell wide enough for each kind of float8."""
     return "".join(f"{cell:>{width}}" for cell, width in zip(cells, (20, *[11] * len(COLUMNS)), strict=False))
 
 

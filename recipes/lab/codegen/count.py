@@ -20,9 +20,9 @@ class Saved:
     """A tensor that the forward pass keeps for the backward pass."""
 
     name: str
-    """Of the node in the graph that computes it."""
+    """Name of the node in the graph that computes it."""
     source: str
-    """Of the operator that computes it, or "input"."""
+    """Name of the operator that computes it, or "input"."""
     dtype: str
     shape: tuple[int, ...]
     bytes: int

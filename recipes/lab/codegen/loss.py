@@ -30,11 +30,11 @@ class Compiled:
     """What a recipe's compiled loss launches."""
 
     bytes: int
-    """Moved by the kernels of all chunks, and by eager operators between them, which handle a few numbers per token."""
+    """Bytes moved by the kernels of all chunks, and by eager operators between them on a few numbers per token."""
     kernels: int
-    """Of one chunk, forward and backward."""
+    """Kernels of one chunk, forward and backward."""
     verdicts: dict[str, str]
-    """Kernel -> why it is no machine code for sm_90, or ""; empty where nobody asked."""
+    """Kernel -> why it cannot be assembled for sm_90, or ""; empty where nobody asked."""
 
 
 def compiled_loss(recipe: Recipe, *, with_ptxas: bool) -> Compiled:

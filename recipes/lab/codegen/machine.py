@@ -35,7 +35,7 @@ PROPERTIES = SimpleNamespace(
     is_integrated=False,
     gcnArchName="",
 )
-"""As torch.cuda.get_device_properties() returns them on an H100 SXM."""
+"""Properties that torch.cuda.get_device_properties() returns on an H100 SXM."""
 GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 static c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> guard;

@@ -42,9 +42,9 @@ class Graph:
     """One pass through a block."""
 
     module: GraphModule
-    """As autograd and the partitioner made it, on the CPU."""
+    """The graph that autograd and the partitioner made, on the CPU."""
     inputs: dict[str, str]
-    """Of the forward pass: name of the node -> "parameter", "activation", or "shared" (by all layers)."""
+    """Inputs of the forward pass: name of the node -> "parameter", "activation", or "shared" (by all layers)."""
     code: str
     """What Inductor generated for sm_90."""
 

@@ -20,11 +20,11 @@ TEMPLATE = Path(__file__).with_name("page.html")
 # Colours that page.html gives other values where the page is dark.
 VARIABLES = {INK: "var(--ink)", FAINT: "var(--faint)", GRID: "var(--grid)", BLUE: "var(--blue)"}
 DIGITS = 5
-"""Of values below the pointer."""
+"""Digits of values below the pointer."""
 
 
 def write_page(curves: Curves, file: Path) -> None:
-    """Raises OSError."""
+    """Write the page. Raises OSError."""
     runs = "\n".join(
         f'<label style="--run: {_themed(COLOURS[number % len(COLOURS)])}">'
         f'<input type="checkbox" checked data-run="{number}">{html.escape(described(run, among=curves.runs))}</label>'
@@ -83,7 +83,7 @@ def _lines(panel: Panel, curves: Curves) -> list[dict[str, Any]]:
 
 
 def _short(values: Numbers) -> list[float | None]:
-    """None for NaN."""
+    """The values with few digits; None for NaN."""
     return [float(f"{value:.{DIGITS}g}") if np.isfinite(value) else None for value in values]
 
 

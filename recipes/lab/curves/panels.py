@@ -18,11 +18,11 @@ EARLY = 30
 """The first 1/EARLY of a long run may be above the top of a panel."""
 FROM_ZERO = (0.0, None)
 INTERVALS = 60
-"""Of the time for which it is drawn what took it."""
+"""Intervals of a run for which it is drawn what took their time."""
 STEP, SKIPPED = "step", "skipped"
 """The parts of the wall time that come first."""
 Place = Callable[[Numbers], Numbers]
-"""From steps to places on the axis."""
+"""Function from steps to places on the axis."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Panel:
     unit: Literal["number", "share", "rate"] = "number"
     is_logarithmic: bool = False
     ends: tuple[float | None, float | None] = (None, None)
-    """Of the axis; None = as far as the values go."""
+    """Ends of the axis; None = as far as the values go."""
     joints: Sequence[Joint] = ()
     shares: "Shares | None" = None
     bars: "Sequence[dict[str, float]] | None" = None
@@ -83,7 +83,7 @@ class Shares:
 
     x: Numbers
     parts: dict[str, Numbers]
-    """Of length len(x) - 1; at each place they add up to 1."""
+    """Shares by part, of length len(x) - 1; at each place they add up to 1."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Curves:
 
     runs: Sequence[Run]
     unit: str
-    """Of the axis below all panels."""
+    """Unit of the axis below all panels."""
     end: float
     """The last place on it."""
     panels: Sequence[Panel]
@@ -179,7 +179,7 @@ def _place(run: Run, axis: Axis, factor: float) -> Place:
 
 
 def _end(run: Run, place: Place) -> float:
-    """Where its newest row is."""
+    """The place of the run's newest row."""
     steps = [column.last for column in run.columns.values() if column.last is not None]
     return float(place(np.array([max(steps)], dtype=float))[0]) or 1.0
 
@@ -250,7 +250,7 @@ def _finite(lines: Iterable[Line]) -> Numbers:
 
 
 def _ends(lines: Sequence[Line]) -> tuple[float | None, float | None]:
-    """Where the axis begins and ends: around all but the first steps of long runs, which fall fast."""
+    """The ends of the axis: around all but the first steps of long runs, which fall fast."""
     if not lines or max(len(line.x) for line in lines) < 100:
         return None, None
     late, everything = _finite(_late(lines)), _finite(lines)
@@ -261,7 +261,7 @@ def _ends(lines: Sequence[Line]) -> tuple[float | None, float | None]:
 
 
 def _late(lines: Sequence[Line]) -> list[Line]:
-    """Without the first steps; not smoothed."""
+    """The lines without their first steps, not smoothed."""
     return [replace(line, y=(line.raw[0] if line.raw else line.y)[len(line.y) // EARLY :]) for line in lines]
 
 
@@ -280,11 +280,11 @@ def _marks(number: int, run: Run, places: Sequence[Place]) -> list[Mark]:
 
 
 def _joints(runs: Sequence[Run], axis: Axis, loss: Sequence[Line]) -> list[Joint]:
-    """From trunks to their forks, where both are drawn. The hours of a fork begin anew, so those are not joined."""
+    """Joints of trunks and their forks, where both are drawn. Hours of a fork begin anew, so those are not joined."""
     if axis == "hours":
         return []
     lines = {line.run: line for line in loss}
-    found = []
+    joints = []
     for number, run in enumerate(runs):
         trunk = next((other for other in lines if other != number and is_trunk(runs[other], of=run)), None)
         if trunk is None or number not in lines or run.trunk is None:
@@ -295,8 +295,8 @@ def _joints(runs: Sequence[Run], axis: Axis, loss: Sequence[Line]) -> list[Joint
         known = np.flatnonzero(until & np.isfinite(old.y))
         if len(known):
             last = known[-1]
-            found.append(Joint(number, (float(old.x[last]), float(new.x[0])), (float(old.y[last]), float(new.y[0]))))
-    return found
+            joints.append(Joint(number, (float(old.x[last]), float(new.x[0])), (float(old.y[last]), float(new.y[0]))))
+    return joints
 
 
 def is_trunk(run: Run, *, of: Run) -> bool:
@@ -310,7 +310,7 @@ def is_trunk(run: Run, *, of: Run) -> bool:
 
 
 def _goodput(runs: Sequence[Run], places: Sequence[Place]) -> list[Panel]:
-    """Where the wall time went: over the time of one run, or in all for each of several."""
+    """The panel about the parts of the wall time: over the time of one run, or in all for each of several."""
     if len(runs) == 1:
         shares = _shares(runs[0], places[0])
         return [Panel("where the wall time went, between logged steps", unit="share", shares=shares)] if shares else []

@@ -55,12 +55,12 @@ def heading(curves: Curves) -> str:
     if len(curves.runs) == 1:
         return described(curves.runs[0])
     shared = _place(curves.runs[0]) if _share_a_place(curves.runs) else ""
-    return f"{len(curves.runs)} runs{': ' * bool(shared)}{shared}"
+    return f"{len(curves.runs)} runs" + (f": {shared}" if shared else "")
 
 
 def described(run: Run, *, among: Sequence[Run] = ()) -> str:
-    """As in "base: llama3_8b on 8 x NVIDIA H100, 900 of 1,000 steps". among: runs that may have the model in common,
-    which is then left out."""
+    """A run on one line, such as "base: llama3_8b on 8 x NVIDIA H100, 900 of 1,000 steps". among: runs that may have
+    the model in common, which is then left out."""
     steps, last = run.about("run", "steps"), run.columns["loss"].last or 0
     done = f"{last:,} of {steps:,} steps" if isinstance(steps, int) and steps != last else f"{last:,} steps"
     facts = [
@@ -78,7 +78,7 @@ def _share_a_place(runs: Sequence[Run]) -> bool:
 
 
 def _place(run: Run) -> str:
-    """Its model, and what it runs on, as far as they are known."""
+    """The model of a run, and what it runs on, as far as they are known."""
     model, device, processes = (
         run.about("model", "name"),
         run.environment.get("device"),
@@ -89,7 +89,7 @@ def _place(run: Run) -> str:
 
 
 def draw(axes: Axes, panel: Panel, curves: Curves) -> None:
-    """One panel."""
+    """Draw one panel."""
     tidy(axes)
     axes.set_title(panel.title, fontsize=9.5, loc="left", color=INK)
     axes.tick_params(labelsize=SMALL, colors=INK)
@@ -138,7 +138,7 @@ def _draw_over_axis(axes: Axes, panel: Panel, curves: Curves) -> None:
 
 
 def colour_of(line: Line, curves: Curves) -> str:
-    """Of its run, or, of a single run, of its name."""
+    """The colour of the line's run or, if there is only one run, of its name."""
     return COLOURS[(line.kind if len(curves.runs) == 1 else line.run) % len(COLOURS)]
 
 
@@ -189,7 +189,7 @@ def _draw_marks(axes: Axes, curves: Curves, *, named: bool) -> None:
 
 
 def _draw_bars(axes: Axes, panel: Panel, curves: Curves) -> None:
-    """One bar per run, of its time by part."""
+    """Draw one bar per run, of its time by part."""
     assert panel.bars is not None
     seen: set[str] = set()
     for number, parts in enumerate(panel.bars):

@@ -57,12 +57,12 @@ class Column:
 
     @property
     def last(self) -> int | None:
-        """Its last step."""
+        """The last step that has a value."""
         return int(self._steps[-1]) if self._steps else None
 
     @property
     def last_value(self) -> float:
-        """0 if it has none."""
+        """The last value; 0 if there is none."""
         return self._values[-1] if self._values else 0.0
 
     @property
@@ -71,7 +71,7 @@ class Column:
 
     @property
     def values(self) -> Numbers:
-        """NaN where the run had none."""
+        """The values; NaN where the run had none."""
         return np.array(self._values)
 
 
@@ -93,7 +93,7 @@ class Run:
     """recipe.toml as it is; empty if it cannot be read."""
     environment: dict[str, Any] = field(default_factory=dict)
     origin: dict[str, Any] = field(default_factory=dict)
-    """Of a fork, where it began."""
+    """Where a fork began; empty for other runs."""
 
     def has(self, column: str) -> bool:
         """Whether any step has a value of it."""

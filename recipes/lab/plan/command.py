@@ -27,13 +27,13 @@ class Answer:
     """What a command found."""
 
     lines: list[str]
-    """The screen."""
+    """Lines of the screen."""
     numbers: dict[str, Any]
-    """The same for scripts."""
+    """The same numbers for scripts."""
     draw: Callable[[Path], None]
-    """The same as a picture in this file."""
+    """Draws the same as a picture into a file."""
     write: Callable[[Path], None] | None = None
-    """The recipe, if a search found one."""
+    """Writes the recipe into a file, if a search found one."""
     code: int = FINISHED
 
 
@@ -77,7 +77,7 @@ def answer(arguments: Sequence[str]) -> int:
 
 
 def _planned(path: str, changes: Sequence[str], options: Options, world: World, degrees: MeshDegrees) -> Answer:
-    """One plan."""
+    """The answer for one plan."""
     recipe = load(path, changes, processes=world.processes, nodes=world.nodes, elsewhere=True)
     size = Size(world, plan(recipe, degrees, gpu=world.gpu, rates=world.rates))
 
@@ -121,7 +121,7 @@ def _counted(path: str, changes: Sequence[str], options: Options, world: World, 
 
 
 def _scaled(path: str, changes: Sequence[str], options: Options, asked: Asked) -> Answer:
-    """Several numbers of processes."""
+    """The answer for several numbers of processes."""
     recipe = load(path, changes, elsewhere=True)
     if recipe.stages:
         raise UserError("--processes N,N: compares one mesh and batch, but this recipe has stages; write one N")

@@ -35,14 +35,14 @@ def refuse(options: Options) -> None:
 
 @dataclass(frozen=True)
 class Counted:
-    """Of one recipe on one mesh of one kind of GPU."""
+    """Memory and FLOPs of one recipe on one mesh of one kind of GPU."""
 
     recipe: Recipe
     degrees: MeshDegrees
     world: World
     memory: Prediction
     flops: dict[AttentionFlops, float]
-    """Of a step, on all processes, without recomputation; of the longest texts and pairs."""
+    """FLOPs of a step on all processes, without recomputation, for the longest texts and pairs."""
 
     @property
     def least_seconds(self) -> float | None:
@@ -76,7 +76,7 @@ class Counted:
         return [*about(recipe, self.world, timed=False), *wrapped, "", *table]
 
     def numbers(self) -> dict[str, Any]:
-        """The same for scripts, with the names of other plans; null what is not predicted."""
+        """The same numbers for scripts, named as in other plans; null where nothing is predicted."""
         world, memory = self.world, self.memory
         unknown = ("tokens_per_second", "tokens_per_second_per_device", "step_seconds", "mfu", "mfu_full", "cost")
         return {

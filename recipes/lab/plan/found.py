@@ -18,7 +18,7 @@ from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe
 
 COLUMNS = 100
-"""Of a screen; a table is as wide as it must be."""
+"""Columns of a screen; a table is as wide as it must be."""
 WORTH = 1.01
 """What does not fit is shown if it is so many times as fast."""
 TOO_LARGE = "does not fit in memory"
@@ -33,7 +33,7 @@ class Point:
     peak: int
     """Bytes."""
     seconds: float
-    """Of a step."""
+    """Seconds of a step."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Found:
     """The result of a search."""
 
     recipe: Recipe
-    """That it started from."""
+    """The recipe that the search started from."""
     processes: int
     nodes: int
     gpu: Gpu
@@ -54,7 +54,7 @@ class Found:
     apart: dict[str, Plan]
     """The fastest with other numerics, by what they are."""
     original: Plan | None
-    """Of the recipe as it is; None if it cannot run on these processes."""
+    """The plan of the recipe as it is; None if it cannot run on these processes."""
     settings: int
     """How many were looked at."""
     too_large: int
@@ -66,13 +66,13 @@ class Found:
     least: Point
     """What needs the least memory."""
     front: tuple[Point, ...]
-    """From the fastest to the leanest: none is both slower and larger than another."""
+    """Points from the fastest to the leanest: none is both slower and larger than another."""
     remedies: tuple[str, ...]
     """What would make it fit, if nothing does."""
 
     @property
     def rejected(self) -> dict[str, int]:
-        """Why -> how many."""
+        """Reason -> how many."""
         return {TOO_LARGE: self.too_large, **self.refused}
 
     def difference(self) -> str:
@@ -80,12 +80,12 @@ class Found:
         return as_toml(changes(self.recipe, self.best.recipe)) if self.best else ""
 
     def points(self) -> list[tuple[float, float, str]]:
-        """Of the front: (bytes that are left of the memory, tokens per second and device, what it is)."""
+        """(bytes that are left of the memory, tokens per second and device, what it is) of each point of the front."""
         memory = self.gpu.memory
         return [(memory - at.peak, self._speed(at), described(at.recipe, at.degrees, self.recipe)) for at in self.front]
 
     def lines(self) -> list[str]:
-        """For the screen."""
+        """Lines for the screen."""
         fixed = [key for key in SEARCHED if key in self.fixed]
         kept = f"; kept as given: {', '.join(fixed)}" if fixed else ""
         lines = [f"searched {self.settings:,} settings of checkpointing, ZeRO, micro-batch and mesh{kept}", ""]
@@ -93,7 +93,7 @@ class Found:
         return lines + [wrapped for line in self._rejected() for wrapped in wrap(line, COLUMNS, subsequent_indent="  ")]
 
     def _rejected(self) -> list[str]:
-        """Why, and how many; and what a little more memory would give."""
+        """Why settings and meshes were rejected, and how many; and what a little more memory would give."""
         lines = [f"rejected: {_several(self.too_large, 'setting')} for memory"]
         if self.refused:
             reasons = "; ".join(f"{reason}: {count:,}" for reason, count in self.refused.items())
@@ -108,7 +108,7 @@ class Found:
         """The table, and the difference to paste."""
         assert self.best
         rows = [("as it is", self.original)] if self.original else []
-        rows += [("fastest", self.best)] * (self.best.recipe != self.recipe)
+        rows += [("fastest", self.best)] if self.best.recipe != self.recipe else []
         rows += [("next best", other) for other in self.others]
         lines = [*self._table(rows), ""]
         if self.original is None:
@@ -130,7 +130,7 @@ class Found:
         ]
 
     def _table(self, rows: list[tuple[str, Plan]]) -> list[str]:
-        """One line each: speed, also relative to the recipe as it is or else to the fastest, memory, and settings."""
+        """A line for each plan: speed, also relative to the recipe as it is or else the fastest, memory, settings."""
         against = self.original or self.best or rows[0][1]
         memory = f"of {self.gpu.memory / 1e9:.1f} GB"
         mesh = ("replicate", "shard", "context", "tensor")
@@ -142,7 +142,7 @@ class Found:
                     name,
                     number(at.time.tokens_per_second),
                     "" if at is against else f"{gain:+.1%}",
-                    f"{at.memory.peak / 1e9:.1f}" + "!" * (not at.fits),
+                    f"{at.memory.peak / 1e9:.1f}" + ("" if at.fits else "!"),
                     *(str(getattr(at.degrees, axis)) for axis in mesh),
                     str(at.recipe.batch.micro_batch_size),
                     _recomputed(at.recipe),
@@ -150,13 +150,14 @@ class Found:
                     _tuning(at.recipe, self.recipe),
                 ]
             ]
-            cells[-1][6] += " gather" * (at.degrees.context > 1 and at.recipe.mesh.context_by == "gather")
+            if at.degrees.context > 1 and at.recipe.mesh.context_by == "gather":
+                cells[-1][6] += " gather"
         wide = [max(map(len, column)) for column in zip(*cells, strict=True)]
         left = {0, 9, 11}
         lines = [
             "  ".join(f"{cell:{'<' if at in left else '>'}{wide[at]}}" for at, cell in enumerate(row)) for row in cells
         ]
-        return [line.rstrip() for line in lines] + ["!: does not fit"] * any(not at.fits for _, at in rows)
+        return [line.rstrip() for line in lines] + ([] if all(at.fits for _, at in rows) else ["!: does not fit"])
 
     def _unfit(self) -> list[str]:
         """What is nearest, and what would fit."""
@@ -177,14 +178,14 @@ class Found:
 
 
 def described(recipe: Recipe, degrees: MeshDegrees, original: Recipe) -> str:
-    """What a search chooses, as in "shard 128 x tensor 8, micro-batch 8, full 63/126, ZeRO-3".
+    """What a search chooses, such as "shard 128 x tensor 8, micro-batch 8, full 63/126, ZeRO-3".
 
-    Loss chunks and prefetch only where they differ from those of the original.
+    It says loss chunks and prefetch only where they differ from those of the original.
     """
     axes = {axis: getattr(degrees, axis) for axis in ("replicate", "shard", "context", "tensor")}
     parts = [f"{axis} {degree}" for axis, degree in axes.items() if degree > 1] or ["shard 1"]
     if degrees.context > 1:
-        parts[-1 - (degrees.tensor > 1)] += f" by {recipe.mesh.context_by}"
+        parts[-2 if degrees.tensor > 1 else -1] += f" by {recipe.mesh.context_by}"
     kept = "" if recipe.fsdp.reshard_after_forward else ", weights kept"
     sharded = degrees.shard * degrees.context > 1
     stage = f", ZeRO-{3 if recipe.fsdp.reshard_after_forward else 2}" if sharded else kept
@@ -193,17 +194,18 @@ def described(recipe: Recipe, degrees: MeshDegrees, original: Recipe) -> str:
 
 
 def _recomputed(recipe: Recipe) -> str:
-    """As in "full" or "selective 9/36"."""
+    """How blocks recompute, such as "full" or "selective 9/36"."""
     way, layers = recipe.activation_checkpointing, recipe.model.layers
     count = len(way.recomputed(layers))
     return f"{way.mode} {count}/{layers}" if 0 < count < layers else way.mode
 
 
 def _tuning(recipe: Recipe, original: Recipe) -> str:
-    """What is not that of the original."""
+    """Loss chunks and prefetch where they differ from those of the original."""
     chunks, ahead = recipe.batch.loss_chunks, recipe.fsdp.prefetch
-    parts = [f"loss chunks {chunks}"] * (chunks != original.batch.loss_chunks)
-    return ", ".join(parts + [f"prefetch {ahead}"] * (ahead != original.fsdp.prefetch))
+    parts = [f"loss chunks {chunks}"] if chunks != original.batch.loss_chunks else []
+    parts += [f"prefetch {ahead}"] if ahead != original.fsdp.prefetch else []
+    return ", ".join(parts)
 
 
 def as_toml(changed: Changes) -> str:
@@ -215,12 +217,12 @@ def as_toml(changed: Changes) -> str:
 
 
 def _several(count: int, one: str, several: str = "") -> str:
-    """As in "1 mesh" or "2,850 settings"."""
+    """A count and its noun, such as "1 mesh" or "2,850 settings"."""
     return f"{count:,} {one if count == 1 else several or one + 's'}"
 
 
 def as_keys(changed: Changes) -> str:
-    """As in "fsdp.prefetch = 2, optimizer.lr = 0.1"."""
+    """The changed fields on one line, such as "fsdp.prefetch = 2, optimizer.lr = 0.1"."""
     keys = {f"{section}.{name}": value for section, fields in changed.items() for name, value in fields.items()}
     return ", ".join(f"{key} = {toml(value)}" for key, value in keys.items())
 

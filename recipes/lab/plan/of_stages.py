@@ -21,7 +21,7 @@ class StagePlan:
     size: Size
 
     def cost(self, money: Money) -> Cost:
-        """Of all its steps."""
+        """The cost of all its steps."""
         return self.money(money).of(self.size.plan)
 
     def money(self, money: Money) -> Money:
@@ -62,7 +62,7 @@ def screen(recipe: Recipe, found: Sequence[StagePlan], world: World, money: Mone
 
 
 def numbers(found: Sequence[StagePlan], each: Sequence[dict[str, Any]], money: Money) -> dict[str, Any]:
-    """The same for scripts. each: the numbers of each stage's plan."""
+    """The same numbers for scripts. each: the numbers of each stage's plan."""
     stages = [
         {"stage": part.stage.name, "first_step": part.stage.first + 1, "last_step": part.stage.last, **numbers}
         for part, numbers in zip(found, each, strict=True)

@@ -35,7 +35,7 @@ MOST_TOKENS = 1e18
 
 @dataclass(frozen=True)
 class Options:
-    """As read; None and empty: not given."""
+    """The options as read; None and empty: not given."""
 
     processes: tuple[int, ...]
     nodes: int | None
@@ -50,7 +50,7 @@ class Options:
 
 
 class Parser(ArgumentParser):
-    """Its errors are ours: one line."""
+    """A parser whose errors are UserErrors of one line."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message.removeprefix('argument ')}; python train.py --plan --help lists the options")
@@ -131,7 +131,7 @@ def _price(text: str | None) -> float | None:
 
 
 def _number(text: str) -> float:
-    """Not a number if it is none."""
+    """The number in the text; NaN if there is none."""
     try:
         return float(text)
     except ValueError:
@@ -139,7 +139,7 @@ def _number(text: str) -> float:
 
 
 def _new(text: str) -> Path:
-    """Where to write a recipe."""
+    """The path to write a recipe to."""
     path = _in_a_folder("--write", text)
     if path.suffix != ".toml":
         raise UserError(f"--write {text}: must end in .toml")
@@ -149,7 +149,7 @@ def _new(text: str) -> Path:
 
 
 def _picture(text: str) -> Path:
-    """Where to draw."""
+    """The path to draw a picture to."""
     path = _in_a_folder("--picture", text)
     if path.suffix.lower() not in PICTURES:
         raise UserError(f"--picture {text}: must end in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}")

@@ -31,10 +31,10 @@ TICKS = 6
 LETTERS = 8
 """Points of a search that are named."""
 STEADY = ("CUDA context", "buffers of NCCL")
-"""Besides parameters and moments, drawn below all that comes and goes."""
+"""Pieces that are drawn, with parameters and moments, below all that comes and goes."""
 HIDDEN, EXPOSED = "#BBDDF3", VERMILION
 LANES = ("compute", "inside nodes", "between nodes")
-"""Of the time of a step, from top to bottom."""
+"""Lanes of the time of a step, from top to bottom."""
 
 
 def draw_step(size: Size, file: Path) -> None:
@@ -65,7 +65,7 @@ def _memory(axes: Axes, plan: Plan) -> None:
     colours = [COLOURS[index % len(COLOURS)] for index in range(len(names))]
     axes.stackplot(range(len(moments)), stacks, labels=list(names), colors=colours, step="mid")
     limit = plan.gpu.memory / 1e9
-    if plan.memory.peak / 1e9 > limit / 5:  # of a tiny model, the line would flatten all else
+    if plan.memory.peak / 1e9 > limit / 5:  # with a tiny model, the line would flatten all else
         axes.axhline(limit, color="black", linewidth=1.2)
         axes.text(0, limit, f" {limit:.1f} GB of the {plan.gpu.name}", va="bottom", fontsize=8)
         axes.axhline(FULL * limit, color="black", linewidth=0.8, linestyle=":")
@@ -89,7 +89,7 @@ def _memory(axes: Axes, plan: Plan) -> None:
 
 
 def _short(moment: str) -> str:
-    """As in "backward 35", below an axis."""
+    """The name of a moment below an axis, such as "backward 35"."""
     return moment.removeprefix("the ").replace(" pass of block", "").replace(" of block", "")
 
 

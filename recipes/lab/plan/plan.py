@@ -11,12 +11,12 @@ from recipes.plan.time import StepTime, step_time
 from recipes.recipe.schema import Recipe
 
 DAY = 24 * 3600
-"""Seconds."""
+"""Seconds of a day."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of training on a number of tokens, without start-up, validation, checkpoints and restarts."""
+    """The cost of training on a number of tokens, without start-up, validation, checkpoints and restarts."""
 
     tokens: int
     days: float
@@ -27,7 +27,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Plan:
-    """Of one recipe on one mesh of one kind of GPU."""
+    """Memory and time of one recipe on one mesh of one kind of GPU."""
 
     recipe: Recipe
     degrees: MeshDegrees
@@ -51,7 +51,7 @@ class Plan:
         return self.time.step_seconds / (1 + self.time.spread), self.time.step_seconds * (1 + self.time.spread)
 
     def mfu(self, attention: AttentionFlops) -> float | None:
-        """As in recipes/metrics/throughput.py, for whole sequences; None for a CPU, whose peak nobody promises."""
+        """MFU as in recipes/metrics/throughput.py, for whole sequences; None for a CPU, whose peak nobody promises."""
         if self.gpu.family == "measured":
             return None
         flops = self.recipe.model.flops_per_token(self.recipe.batch.sequence_length, attention)
@@ -63,7 +63,7 @@ class Plan:
         return sum(seconds for piece, seconds in self.time.seconds.items() if piece.startswith(MESSAGES))
 
     def cost(self, *, tokens: int | None = None, price: float | None = None) -> Cost:
-        """tokens: by default those of the recipe's steps. price: of one GPU for one hour."""
+        """The cost of training. tokens: by default those of the recipe's steps. price: that of one GPU for one hour."""
         tokens = self.recipe.run.steps * self.step_tokens if tokens is None else tokens
         seconds = tokens / self.step_tokens * self.time.step_seconds
         hours = seconds / 3600 * self.degrees.processes
@@ -71,7 +71,7 @@ class Plan:
 
 
 MESSAGES = "messages: "
-"""How the pieces of a step that are sent begin, as in "messages: shard, inside nodes"."""
+"""Prefix of the pieces of a step that are sent, such as "messages: shard, inside nodes"."""
 
 
 def plan(recipe: Recipe, degrees: MeshDegrees, *, gpu: Gpu, rates: Rates = RATES) -> Plan:

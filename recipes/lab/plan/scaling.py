@@ -13,11 +13,11 @@ from recipes.recipe.schema import Recipe
 
 @dataclass(frozen=True)
 class Size:
-    """One number of GPUs."""
+    """The plan for one number of GPUs."""
 
     world: World
     plan: Plan
-    """Of the recipe with the batch that so many processes can divide."""
+    """The plan of the recipe with the batch that so many processes can divide."""
 
 
 def sizes(recipe: Recipe, asked: Asked, *, processes: Sequence[int]) -> list[Size]:

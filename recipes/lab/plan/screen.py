@@ -14,7 +14,7 @@ from recipes.recipe.rules_mesh import micro_batches
 from recipes.recipe.schema import Recipe
 
 LINES, COLUMNS = 40, 100
-"""Of a screen."""
+"""Lines and columns of a screen."""
 ROWS = 8
 """Pieces of time or memory in a table; the smaller ones share a row."""
 SMALLEST = 0.005
@@ -26,7 +26,7 @@ OTHERS = "others"
 
 @dataclass(frozen=True)
 class Money:
-    """What the cost is in_units from; None: the tokens of the recipe's steps, or no price."""
+    """What the cost is computed from; None: the tokens of the recipe's steps, or no price."""
 
     tokens: int | None = None
     price: float | None = None
@@ -54,7 +54,7 @@ def screen(plan: Plan, world: World, money: Money, *, mark: str = "#") -> list[s
 
 
 def about(recipe: Recipe, world: World, *, number: str = "", timed: bool = True) -> list[str]:
-    """What is planned, on what, and how sure its times are. number: of GPUs, if it is not that of the world."""
+    """What is planned, on what, and how sure its times are. number: replaces the line about the number of GPUs."""
     by = f"calibrated {world.rates.calibrated}" if world.rates.calibrated else "not calibrated (--calibrated-by FILE)"
     nodes = "1 node" if world.nodes == 1 else f"{world.nodes:,} nodes"
     lines = [
@@ -78,7 +78,7 @@ def layout(plan: Plan) -> list[str]:
 
 
 def answers(plan: Plan) -> list[str]:
-    """Does it fit, and how fast is it."""
+    """Whether the recipe fits, and how fast it is."""
     time, (shortest, longest) = plan.time, plan.range
     mfu, mfu_full = plan.mfu("causal"), plan.mfu("full")
     share = f"; MFU {mfu:.1%} (causal attention), {mfu_full:.1%} (full)" if mfu and mfu_full else ""
@@ -91,7 +91,7 @@ def answers(plan: Plan) -> list[str]:
 
 
 def one(plan: Plan) -> str:
-    """What there are several of."""
+    """The word for one of the plan's devices: "GPU", or "process" on a CPU."""
     return "process" if plan.gpu.family == "measured" else "GPU"
 
 
@@ -158,7 +158,7 @@ def _largest(pieces: dict[str, float], rows: int) -> dict[str, float]:
 
 
 HEADS = {"GPUs": 7, "batch": 8, "micro": 6, "tokens/s/GPU": 13, "step": 9, "waits": 7, "GB": 9, "time": 12}
-"""Of a table of several sizes: head -> width."""
+"""Columns of a table of several sizes: head -> width."""
 
 
 def table(recipe: Recipe, sizes: Sequence[Size], money: Money) -> list[str]:
@@ -204,7 +204,7 @@ def _cells(recipe: Recipe, found: Size, money: Money) -> Iterator[str]:
 
 
 def number(amount: float) -> str:
-    """With three digits or all before the point, such as "24,130" or "0.0123"."""
+    """The number with three digits or all before the point, such as "24,130" or "0.0123"."""
     return f"{amount:,.0f}" if amount >= 100 else f"{amount:.3g}"
 
 
@@ -215,7 +215,7 @@ def between(low: str, high: str) -> str:
 
 
 def in_units(tokens: int) -> str:
-    """Such as "10.5 B"."""
+    """The number of tokens with a unit, such as "10.5 B"."""
     for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
         if tokens >= scale:
             return f"{tokens / scale:.4g} {unit}"
@@ -223,12 +223,12 @@ def in_units(tokens: int) -> str:
 
 
 def seconds(amount: float) -> str:
-    """Such as "5.43 s" or "812 ms"."""
+    """The time with a unit, such as "5.43 s" or "812 ms"."""
     return f"{number(amount)} s" if amount >= 1 else f"{number(amount * 1e3)} ms"
 
 
 def duration(days: float) -> str:
-    """Such as "23.4 days" or "15.1 hours"."""
+    """The time with a unit, such as "23.4 days" or "15.1 hours"."""
     for unit, scale, least in (("days", 1, 2), ("hours", 24, 1 / 24), ("minutes", 24 * 60, 1 / 24 / 60)):
         if days >= least:
             return f"{number(days * scale)} {unit}"

@@ -58,10 +58,10 @@ class Box:
     """Settings that differ in nothing but how many blocks recompute."""
 
     settings: list[Recipe]
-    """From the one with the fewest blocks that fits on, with ever more."""
+    """Settings from the one with the fewest blocks that fits on, with ever more."""
     degrees: MeshDegrees
     needs: list[int]
-    """Bytes, in the leanest tuning."""
+    """Bytes of each, in its leanest tuning."""
     bound: float
     """Seconds: no step is shorter."""
 
@@ -124,13 +124,13 @@ def search(
 
 
 class Search:
-    """One space, gone through once."""
+    """A search that goes through one space, once."""
 
     def __init__(self, space: Space, *, gpu: Gpu, rates: Rates) -> None:
         self.space, self.gpu, self.rates = space, gpu, rates
         self.limit = FULL * gpu.memory
         self.refused: Counter[str] = Counter()
-        """Why -> meshes."""
+        """Reason -> number of meshes."""
         self.settings = self.too_large = 0
         """How many there are, and how many of them do not fit."""
         self.nearly: Point | None = None
@@ -138,11 +138,11 @@ class Search:
         self.least: Point | None = None
         """What needs the least memory."""
         self.points: list[Point] = []
-        """All of the boxes that can hold one of the fastest."""
+        """All points of the boxes that can hold one of the fastest."""
         self._fastest: dict[Kind, float] = {}
-        """Seconds."""
+        """Seconds of the fastest step of each kind."""
         self.front: list[Point] = []
-        """From the fastest to the leanest: none is both slower and larger than another."""
+        """Points from the fastest to the leanest: none is both slower and larger than another."""
 
     def run(self) -> "Search":
         """Go through all of it."""
@@ -181,11 +181,11 @@ class Search:
         return [min(points, key=self._changes) for points in list(kinds.values())[:KINDS]]
 
     def _changes(self, point: Point) -> tuple[int, int]:
-        """Less is better: how many fields change, and the memory."""
+        """How many fields change, and the memory: less is better."""
         return number_of_changes(self.space.recipe, point.recipe), point.peak
 
     def _boxes(self) -> Iterator[Box]:
-        """Those with settings that fit."""
+        """The boxes with settings that fit."""
         for layout in self.space.layouts():
             if isinstance(layout, str):
                 self.refused[layout] += 1
@@ -247,24 +247,24 @@ class Search:
         return bound <= TIE * self._fastest.get(kind, inf) and (kinds < KINDS or bound <= TIE * first)
 
     def _try(self, candidates: list[Recipe], degrees: MeshDegrees) -> None:
-        """Note those that fit."""
+        """Note the candidates that fit."""
         needs = [peak(recipe, degrees) for recipe in candidates]
         fitting = zip(candidates, needs, strict=True)
-        found = [self._point(recipe, degrees, need) for recipe, need in fitting if need <= self.limit]
+        points = [self._point(recipe, degrees, need) for recipe, need in fitting if need <= self.limit]
         kind = kind_of(candidates[0], degrees)
-        self.points += found
-        self.front = _front([*self.front, *found])
-        self._fastest[kind] = min([self._fastest.get(kind, inf), *(point.seconds for point in found)])
+        self.points += points
+        self.front = _front([*self.front, *points])
+        self._fastest[kind] = min([self._fastest.get(kind, inf), *(point.seconds for point in points)])
 
 
 def _refusal(whole: Search) -> UserError:
-    """No mesh can run the recipe."""
+    """The error for a recipe that no mesh can run."""
     why = ", ".join(f"{reason} ({count})" for reason, count in whole.refused.most_common())
     processes, fixed = f"{whole.space.processes:,}", [key for key in SEARCHED if key in whole.space.fixed]
     remedies = [
-        *[f"write a batch.global_batch_size that is a multiple of {processes}"] * (BATCH in whole.refused),
-        *["write another batch.sequence_length"] * (SEQUENCE in whole.refused),
-        *[f"do not fix {' and '.join(fixed)}"] * bool(fixed),
+        *([f"write a batch.global_batch_size that is a multiple of {processes}"] if BATCH in whole.refused else []),
+        *(["write another batch.sequence_length"] if SEQUENCE in whole.refused else []),
+        *([f"do not fix {' and '.join(fixed)}"] if fixed else []),
         "change --processes",
     ]
     tried = f"no mesh of {processes} processes can run this recipe; of those tried: {why}"
@@ -279,21 +279,21 @@ def kind_of(recipe: Recipe, degrees: MeshDegrees) -> Kind:
 
 
 def _front(points: list[Point]) -> list[Point]:
-    """Those that need less memory than all faster ones, the fastest first."""
-    found: list[Point] = []
+    """The points that need less memory than all faster ones, the fastest first."""
+    front: list[Point] = []
     for point in sorted(points, key=lambda point: (point.seconds, point.peak)):
-        if not found or point.peak < found[-1].peak:
-            found.append(point)
-    return found
+        if not front or point.peak < front[-1].peak:
+            front.append(point)
+    return front
 
 
 def _thinned(front: list[Point], grain: float) -> list[Point]:
-    """Without those that need hardly less than the one before."""
-    found: list[Point] = []
+    """The front without the points that need hardly less memory than the one before."""
+    kept: list[Point] = []
     for point in front:
-        if not found or point.peak <= found[-1].peak - grain:
-            found.append(point)
-    return found
+        if not kept or point.peak <= kept[-1].peak - grain:
+            kept.append(point)
+    return kept
 
 
 def what_would_fit(whole: Search) -> Iterator[str]:
@@ -315,5 +315,5 @@ def what_would_fit(whole: Search) -> Iterator[str]:
             processes % nodes == 0
             and Search(replace(space, processes=processes, nodes=nodes), gpu=whole.gpu, rates=whole.rates).fits()
         ):
-            yield f"{processes:,} GPUs on {nodes:,} node{'s' * (nodes > 1)}"
+            yield f"{processes:,} GPUs on {nodes:,} {'node' if nodes == 1 else 'nodes'}"
             return

@@ -24,13 +24,13 @@ from recipes.recipe.rules_optimizer import moments_can_move
 from recipes.recipe.schema import Recipe
 
 SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, "all")
-"""Of the blocks that recompute."""
+"""Shares of the blocks that recompute."""
 SEARCHED = (
     *("mesh.replicate", "mesh.shard", "mesh.context", "mesh.tensor", "mesh.context_by", "batch.micro_batch_size"),
     *("activation_checkpointing.mode", "activation_checkpointing.blocks", "fsdp.reshard_after_forward"),
     *("batch.loss_chunks", "fsdp.prefetch"),
 )
-"""Fields."""
+"""Fields that a search changes."""
 CHUNKS = (1, 2, 4, 8, 16)
 PREFETCH = (1, 2, 3)
 BATCH, SEQUENCE = "the batch does not divide", "the sequence does not divide"
@@ -111,9 +111,9 @@ class Space:
         return key and REASONS.get(key, f"a rule about {key}")
 
     def settings(self, layout: Layout) -> Iterator[list[Recipe]]:
-        """For each mode of checkpointing and each ZeRO stage, recipes with ever more blocks that recompute.
+        """Recipes with ever more blocks that recompute, for each mode of checkpointing and each ZeRO stage.
 
-        Those of fewer than half of the blocks come apart from the others, which are of another kind.
+        Those in which fewer than half of the blocks do come apart from the others, which are of another kind.
         """
         stages = self._values("fsdp.reshard_after_forward", (True, False))
         for checkpointing in self._checkpointing:
@@ -135,14 +135,14 @@ class Space:
 
     @cached_property
     def tunings(self) -> list[Tuning]:
-        """From the fastest, which needs the most memory, to the leanest."""
+        """Tunings from the fastest, which needs the most memory, to the leanest."""
         chunks = self._values("batch.loss_chunks", {*CHUNKS, self.recipe.batch.loss_chunks})
         ahead = self._values("fsdp.prefetch", {*PREFETCH, self.recipe.fsdp.prefetch})
         return [(few, far) for few in sorted(chunks) for far in sorted(ahead, reverse=True)]
 
     @cached_property
     def own_tuning_first(self) -> list[Tuning]:
-        """The same by the number of changes."""
+        """The tunings by the number of fields that they change."""
         own = self.recipe.batch.loss_chunks, self.recipe.fsdp.prefetch
         return sorted(
             self.tunings, key=lambda tuning: sum(one != other for one, other in zip(tuning, own, strict=True))
@@ -150,14 +150,14 @@ class Space:
 
     @cached_property
     def own_degrees(self) -> MeshDegrees | None:
-        """Those of the recipe's own mesh, if it fits the processes."""
+        """The degrees of the recipe's own mesh, if it fits the processes."""
         if any(mesh_fits(self.recipe.mesh, processes=self.processes, nodes=self.nodes)):
             return None
         return fitted_mesh(self.recipe.mesh, self.processes, self.nodes)
 
     @cached_property
     def _checkpointing(self) -> list[list[ActivationCheckpointingConfig]]:
-        """For each mode, fewer than half of the blocks and the others, with ever more that recompute."""
+        """Lists for each mode, of fewer than half of the blocks and of the others, with ever more that recompute."""
         own, layers, found = self.recipe.activation_checkpointing, self.recipe.model.layers, []
         for mode in self._values("activation_checkpointing.mode", ("none", "selective", "full")):
             if mode == "none":
@@ -216,7 +216,7 @@ class Space:
 
 
 def divisors(number: int) -> list[int]:
-    """In order."""
+    """The divisors of a number, in order."""
     low = [factor for factor in range(1, int(number**0.5) + 1) if number % factor == 0]
     return sorted({*low, *(number // factor for factor in low)})
 
@@ -254,7 +254,7 @@ def numerics_of(recipe: Recipe, *, gpu: Gpu, fixed: frozenset[str]) -> Iterator[
 
 
 def number_of_changes(original: Recipe, other: Recipe) -> int:
-    """Of fields."""
+    """Number of fields in which they differ."""
     return sum(len(fields) for fields in changes(original, other).values())
 
 

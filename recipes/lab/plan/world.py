@@ -1,4 +1,4 @@
-"""Which GPU a plan is made for, and how many: asked for, in the recipe's name, in this machine, or assumed.
+"""The GPUs that a plan is made for, and their number: asked for, in the recipe's name, in this machine, or assumed.
 
 Imports no torch.
 """
@@ -33,7 +33,7 @@ class World:
     """The GPUs of a plan, what is known of their speed, and why these."""
 
     gpu: Gpu
-    """Its per_node is that of this world."""
+    """The GPU, whose per_node is that of this world."""
     rates: Rates
     processes: int
     nodes: int

@@ -22,7 +22,7 @@ LEAST_WINDOWS = 3
 """A median and a spread need at least this many."""
 SET_BY_THE_SWEEP = ("run.name", "run.output")
 LONGEST_LABEL = 200
-"""In bytes. File systems allow 255, and files add suffixes and numbers to the label."""
+"""Most bytes of a label. File systems allow 255, and files add suffixes and numbers to it."""
 Tables = dict[str, dict[str, Any]]
 Variant = tuple[str, str, Tables, int]
 """(place in the file, label, overrides, timeout) of a row."""

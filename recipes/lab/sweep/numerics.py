@@ -9,10 +9,10 @@ from recipes.lab.sweep.grid import Row, Sweep
 from recipes.lab.sweep.results import Result, last_quarter, loss_gaps, reference_row
 
 LARGEST_LOSS_GAP = 0.005
-"""Of the mean over the last quarter of the logged steps, as a share of the reference's. DeepSeek-V3 (arXiv 2412.19437,
-section 3.3) reports float8 within 0.25% of bf16; runs of a few hundred steps are noisier."""
+"""Largest gap of the mean loss over the last quarter of the logged steps, as a share of the reference's. DeepSeek-V3
+(arXiv 2412.19437, section 3.3) reports float8 within 0.25% of bf16; runs of a few hundred steps are noisier."""
 LARGEST_NOISE = 0.05
-"""If a bf16 row that rounds elsewhere is further from the reference than this, it is no yardstick."""
+"""A bf16 row that rounds elsewhere is not a yardstick if it is further from the reference than this."""
 NORM_RATIO = (0.9, 1.1)
 """Range of the median, over the logged steps, of the gradient norm divided by the reference's."""
 RULE = (
@@ -50,7 +50,7 @@ class Comparison:
     limit: float | None
     """The largest magnitude of loss_gap that passes; None for a yardstick."""
     verdict: str
-    """By RULE: "pass", or what failed."""
+    """The verdict by RULE: "pass", or what failed."""
 
 
 def compare(sweep: Sweep, results: dict[str, Result]) -> list[Comparison]:
@@ -109,8 +109,9 @@ def _compared(base: Result, result: Result, gap: Sequence[tuple[int, float]], ro
 def _skipped(result: Result, prefix: str) -> dict[str, bool]:
     """{message: True} for a run that skipped steps; empty for others."""
     steps = result.get("skipped_steps", [])
-    words = f"{prefix} step{'s' * (len(steps) > 1)} {', '.join(map(str, steps[:MOST_NAMED]))}"
-    return {words + f" and {len(steps) - MOST_NAMED} more" * (len(steps) > MOST_NAMED): True} if steps else {}
+    words = f"{prefix} {'steps' if len(steps) > 1 else 'step'} {', '.join(map(str, steps[:MOST_NAMED]))}"
+    words += f" and {len(steps) - MOST_NAMED} more" if len(steps) > MOST_NAMED else ""
+    return {words: True} if steps else {}
 
 
 def numerics_table(sweep: Sweep, results: dict[str, Result]) -> str:

@@ -25,7 +25,7 @@ POLITE_SECONDS = 35.0
 """How long an interrupted run may take to finish its step and exit."""
 LONGEST_REASON = 300
 
-# Of CUDA: torch, runtime and driver, Triton, cuBLAS and cuDNN, NCCL. Of CPUs: torch, C++, Python, Linux.
+# On CUDA: torch, runtime and driver, Triton, cuBLAS and cuDNN, NCCL. On CPUs: torch, C++, Python, Linux.
 OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|CUDA (driver )?(error: )?out of memory|Triton Error \[CUDA\]: out of memory"
     r"|CU(BLAS|DNN)_STATUS_ALLOC_FAILED|Cuda failure (\d+ )?'out of memory'"
@@ -149,7 +149,7 @@ def outcome_and_reason(code: int, errors: str) -> tuple[Outcome, str]:
 
 
 def _short(text: str) -> str:
-    """On one line of limited length."""
+    """The text on one line of limited length."""
     line = " ".join(text.split())
     return line if len(line) <= LONGEST_REASON else line[: LONGEST_REASON - 3] + "..."
 
