@@ -274,8 +274,8 @@ def _combinations() -> str:
     compiled, generated = [case for case in cases if "compile" in combinations.options_of(case)], combinations.GENERATED
     last = (
         f"{len(cases)} cases, on the meshes {', '.join(meshes)} (replicate.shard.context.tensor). Of the"
-        f" {len(compiled)} compiled ones, scripts/test.sh --all runs the generated code of {len(generated)} and the graphs"
-        " of the others; pytest -m exhaustive runs the code of all."
+        f" {len(compiled)} compiled ones, scripts/test.sh --all runs the generated code of {len(generated)} and the"
+        " graphs of the others; pytest -m exhaustive runs the code of all."
     )
     return "\n".join(["", *lines, "", *wrap(last, 120), ""])
 

@@ -53,7 +53,7 @@ def check(recipe: Recipe, *, processes: int | None, nodes: int | None) -> None:
     if hardware and peak > FULL * hardware.memory:
         print(
             f"warning: {size(peak)} of memory are predicted, more than {FULL:.0%} of the {size(hardware.memory)} of an"
-            f" {hardware.gpu}, of which fragmentation needs some; docs/running.md lists what saves memory",
+            f" {hardware.gpu}, of which fragmentation needs some; docs/runbook.md lists what saves memory",
             file=sys.stderr,
         )
     elif states > LARGEST_DEVICE:
@@ -80,7 +80,7 @@ def _refuse_what_cannot_fit(peak: int, hardware: Hardware | None) -> None:
     for name, memory in found[:1]:
         if peak > memory:
             raise UserError(
-                f"{size(peak)} of memory are predicted per process, but {name} has {size(memory)}; docs/running.md"
+                f"{size(peak)} of memory are predicted per process, but {name} has {size(memory)}; docs/runbook.md"
                 f" lists what saves memory, and with {FORCE}=1 in its environment the job starts nevertheless"
             )
 
