@@ -1,8 +1,7 @@
 """What a logged step measures and where it goes: rates, goodput, stragglers, metrics.jsonl, the screen."""
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import isfinite
 from typing import TYPE_CHECKING, Any, cast
@@ -248,19 +247,3 @@ def _writer(recipe: Recipe, world: World, progress: Mapping[str, Any], console: 
         tensorboard=recipe.metrics.tensorboard,
         log=console.log,
     )
-
-
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Inside, garbage is collected only by gc.collect(), and what exists at the beginning is left alone.
-
-    Python would collect in the middle of any step, on each rank in a different one, and all ranks wait for the slowest.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallel.errors import UserError
-from parallel.float8 import precompute_scales
 from recipes.data.history import from_json
 from recipes.data.loader import DataLoader
 from recipes.files.layout import CHECKPOINTS, DATA, SAVED, step_folder
@@ -145,5 +144,7 @@ def resume(
     if progress["step"] < recipe.run.steps:  # a finished run reads nothing more
         loader.require_trained_on(progress.get("trained_on", {}), batches=progress["step"])
     if built.float8_all_gather:
+        from parallel.float8 import precompute_scales
+
         precompute_scales(built.model)
     return progress

@@ -1,7 +1,9 @@
 """One optimizer step, from micro-batches to new weights. The training loop and benchmarks call the same function."""
 
+import gc
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -10,7 +12,6 @@ from torch import Tensor
 from models.loss import IGNORED
 from parallel.dist import World
 from parallel.errors import CorruptState
-from parallel.float8 import precompute_scales
 from parallel.fsdp import expect_micro_batch
 from parallel.reduce import clipping_divisor, gradient_norm, share_gradients_of_copies, sum_over_group
 from recipes.data.batches import MicroBatch
@@ -66,6 +67,8 @@ def train_step(
     optimizer.step()
     optimizer.zero_grad()
     if built.float8_all_gather:
+        from parallel.float8 import precompute_scales
+
         precompute_scales(model)
     return Found(loss, norm, columns)
 
@@ -100,3 +103,19 @@ def corruption(built: Built, world: World) -> CorruptState | None:
     except CorruptState as error:
         return error
     return None
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Inside, garbage is collected only by gc.collect(), and what exists at the beginning is left alone.
+
+    Python would collect in the middle of any step, on each rank in a different one, and all ranks wait for the slowest.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()

@@ -11,9 +11,8 @@ from recipes.optimization.skip_steps import NonFiniteRun
 from recipes.training.build_run import Run
 from recipes.training.built import Found
 from recipes.training.console import BORDER_UNSAVED, NOT_SAVED, UNSAVED, contents, interrupted_message, summary
-from recipes.training.recorder import without_garbage_collection
 from recipes.training.results import write_results
-from recipes.training.step import corruption, require_sound_state, train_step
+from recipes.training.step import corruption, require_sound_state, train_step, without_garbage_collection
 
 
 class Trainer:

@@ -22,8 +22,8 @@ from models.sizes import SIZES
 from parallel.config import CompileConfig, Float8Config
 from parallel.dist import start, stop
 from parallel.errors import UserError
-from parallel.float8 import convert_linears
 from parallel.kernels import compile_blocks, compiled_loss_kernels
+from parallel.order import to_float8
 from parallel.tensor import VocabularyParallelLoss, split_over
 from tests.compiling import compiling_in_turn
 from tests.processes import run_processes
@@ -45,7 +45,7 @@ ROWS = (1, 2)
 def split_model(float8: Float8Config, *, overlapped: bool = False) -> Decoder:
     torch.manual_seed(0)
     model = Decoder(MODEL).to(torch.bfloat16)
-    convert_linears(model, float8, device_type="cpu")
+    to_float8(model, float8, device_type="cpu")
     axis = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
     split_over(model, axis, float8_gathers=float8.gather_activations, overlapped=overlapped)
     return model

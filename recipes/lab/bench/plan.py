@@ -5,6 +5,7 @@ that nobody has measured), and left out but for three rows that calibrate. Impor
 """
 
 import argparse
+import csv
 import random
 import re
 from collections import Counter
@@ -24,7 +25,7 @@ from recipes.plan.rates import RATES, Rates
 from recipes.recipe.load import CONFIGS, shown
 
 PAGE = CONFIGS.parent / "docs/plan.md"
-ALL_ROWS = CONFIGS.parent / "docs/benchmarks/published.md"
+ALL_ROWS = CONFIGS.parent / "docs/benchmarks/published_errors.csv"
 BEGIN = "<!-- Written by scripts/bench.py --suite plan --write-docs. -->\n"
 END = "<!-- Written by scripts/bench.py --suite plan --write-docs: end. -->\n"
 GOALS = {"left out": (0.10, 0.20), "three rows": (0.08, 0.15), "compiled FSDP, fitted": (0.05, 0.12)}
@@ -36,7 +37,7 @@ MOVES = 0.6
 """How far rows of one program may move a constant from the fit to others, relative to how sure its source is."""
 WITHIN = 0.9
 """Share of the rows that the range of a prediction holds."""
-SHOWN = 25
+SHOWN = 10
 """Rows of the largest errors that the page shows."""
 
 
@@ -78,12 +79,13 @@ def _run(options: argparse.Namespace) -> int:
     errors = errors_of(rows, found)
     found = replace(found, spread=spread_of(errors))
     if not options.write_docs:
-        print("\n".join([*summary(errors), "", *constants(found), "", *table(errors, len(rows))]))
+        rows_of_all = markdown_table(COLUMNS, cells_of(errors, len(rows)), align="rrlrl")
+        print("\n".join([*summary(errors), "", *constants(found), "", *rows_of_all]))
         return 0
     write_rates(found)
     text = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(with_tables(text, "\n".join(generated(errors, found))), encoding="utf-8")
-    ALL_ROWS.write_text("\n".join(all_rows(errors)) + "\n", encoding="utf-8")
+    write_all_rows(errors)
     print(f"written: recipes/plan/rates.py, {shown(PAGE)}, {shown(ALL_ROWS)}")
     return 0
 
@@ -184,32 +186,29 @@ def constants(found: Rates) -> list[str]:
     return markdown_table(("constant", "by its source", "how sure", "fitted"), rows)
 
 
-def table(errors: Errors, count: int) -> list[str]:
-    """A table of so many rows, the largest left-out errors first."""
-    lines = []
+COLUMNS = ("left out", "fitted", "trust", "measured tokens/s", "row")
+
+
+def cells_of(errors: Errors, count: int) -> Iterator[tuple[str, ...]]:
+    """The cells of so many rows, the largest left-out errors first."""
     for index in np.argsort(-np.abs(errors.left_out))[:count]:
         row = errors.rows[index]
-        cells = f"{errors.left_out[index]:+.1%}", f"{errors.fitted[index]:+.1%}", row.trust, f"{row.measured:,.0f}"
-        lines.append((*cells, f"{row.project}: {row.name}"))
-    return markdown_table(("left out", "fitted", "trust", "measured tokens/s", "row"), lines, align="rrlrl")
+        cells = f"{errors.left_out[index]:+.1%}", f"{errors.fitted[index]:+.1%}", row.trust, f"{row.measured:.0f}"
+        yield (*cells, f"{row.project}: {row.name}")
 
 
 def generated(errors: Errors, found: Rates) -> Iterator[str]:
     """The part of the page between its marks."""
     yield from ("", "Median and 90th percentile of the sizes of the errors:", "", *summary(errors), "")
     yield from (*constants(found), "")
-    yield f"The {SHOWN} largest errors; [benchmarks/published.md](benchmarks/published.md) has all."
-    yield from ("", *table(errors, SHOWN), "")
+    yield f"The {SHOWN} largest errors; [published_errors.csv](benchmarks/published_errors.csv) has all."
+    yield from ("", *markdown_table(COLUMNS, cells_of(errors, SHOWN), align="rrlrl"), "")
 
 
-def all_rows(errors: Errors) -> Iterator[str]:
-    """The page of all rows."""
-    yield from ("# Published measurements, predicted", "")
-    yield "Written by `python scripts/bench.py --suite plan --write-docs` from"
-    yield "[published_throughput.csv](published_throughput.csv), which names every source; [plan.md](../plan.md)"
-    yield "explains the model. An error is predicted over measured tokens per second, less 1; the largest first. Trust"
-    yield "A is as published, B has an assumption in the table's column `note`."
-    yield from ("", *table(errors, len(errors.rows)))
+def write_all_rows(errors: Errors) -> None:
+    """Write the errors of all rows, as a table for spreadsheets."""
+    with ALL_ROWS.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *cells_of(errors, len(errors.rows))])
 
 
 def with_tables(text: str, tables: str) -> str:

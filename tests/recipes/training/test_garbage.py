@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from recipes.training.recorder import without_garbage_collection
+from recipes.training.step import without_garbage_collection
 
 
 def test_garbage_is_collected_only_on_request() -> None:

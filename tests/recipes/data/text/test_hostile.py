@@ -12,7 +12,8 @@ import pyarrow.parquet
 import pytest
 
 from parallel.errors import UserError
-from recipes.data.text import parquet, readers, sources
+from recipes.data.text import parquet, sources
+from recipes.data.text import row as row_module
 from recipes.data.text.row import LONGEST_WORD, UNREADABLE
 from recipes.data.text.rows import open_rows, readable_documents
 from tests.recipes.data.text.test_rows import ROOT, rows_of, write_json_lines, write_parquet
@@ -91,7 +92,7 @@ def test_row_that_does_not_fit_in_memory_is_bad_and_tried_again_by_the_next_run(
     write_parquet(tmp_path / "b.parquet", {"text": ["x"] * 3})
     (tmp_path / "c.txt").write_text("last")
     stream = open_rows(str(tmp_path), text_field="text")
-    monkeypatch.setattr(readers, "text_or_problem", refuse)
+    monkeypatch.setattr(row_module, "text_or_problem", refuse)
     first, second, last = list(stream)
     assert (first.kind, second.kind, last.text) == (UNREADABLE, UNREADABLE, "last")
     assert "not enough memory" in first.problem
