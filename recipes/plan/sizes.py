@@ -208,8 +208,19 @@ class Sizes:
         return self.new(self.block)
 
     def reduction(self, unit: Unit) -> int:
-        """Bytes of what is summed over processes, and of the sum in float32."""
-        return self.waiting(unit.whole) + 4 * unit.share
+        """Bytes of what is summed over processes, and of the sum in float32.
+
+        Where nothing is sharded, FSDP has let go of the unit's gradients by then; for replicas it divides a copy, and
+        a sum in bfloat16 becomes float32 in another one.
+        (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce)
+        """
+        summed = self.waiting(unit.whole) + 4 * unit.share
+        if self.shards > 1:
+            return summed
+        gone = self.reduced if self.accumulates else self.element
+        divided = self.reduced if self.degrees.replicate > 1 else 0
+        rounded = self.reduced if self.reduced < 4 else 0
+        return summed + (max(divided, rounded) - gone) * unit.whole
 
     def waiting(self, whole: int) -> int:
         """Bytes of what is being summed, beside the sum."""
