@@ -38,10 +38,10 @@ CAST, CAST_FLOAT8 = 6, 21
 """Bytes per parameter to cast float32 weights for a gather: read 4, write 2; to float8 (torchao 0.18, eager) scale 8,
 clamp 8, cast 5."""
 REDUCE = 8
-"""Bytes per parameter to copy gradients of 4 bytes for their reduction; one process has none, and replicas of large
-matrices fewer."""
-ALONE = 6
-"""Bytes per parameter to make a bf16 gradient float32 on one process, where nothing was added up in float32."""
+"""Bytes per parameter to copy gradients of 4 bytes for their reduction."""
+ALONE = 12
+"""Bytes per parameter, beside the gradient that is read, on one process: FSDP2 copies it into the buffer of a reduction
+in float32, and out of it again."""
 SCALES = 12
 """Bytes per parameter once per step for the scales of weights gathered in float8: absolute values, 8, and maxima, 4."""
 NARROW = 64
@@ -338,7 +338,7 @@ def _states(work: Work, gpu: Gpu, rates: Rates) -> dict[str, float]:
         moved += in_blocks * SCALES / shard
     added = ACCUMULATE * work.micro_batches if work.micro_batches > 1 and not work.fused_accumulation else 0
     if shard * work.replicate * work.tensor == 1:
-        reduced = ALONE if work.element == 2 and work.micro_batches == 1 else 0
+        reduced = ALONE + (work.element if work.micro_batches == 1 else 4)
     else:
         reduced = REDUCE * (work.micro_batches if work.reduces_each else 1)
     update = update_bytes(work.moments)
