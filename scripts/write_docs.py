@@ -13,8 +13,6 @@ from tempfile import TemporaryFile
 from textwrap import wrap
 from typing import Any
 
-from pydantic import TypeAdapter
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -22,6 +20,8 @@ from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 from recipes.files.markdown import table as markdown_table  # noqa: E402
 
 explain_wrong_interpreter()
+
+from pydantic import TypeAdapter  # noqa: E402
 
 from models.sizes import SIZES  # noqa: E402
 from recipes.files.marks import between  # noqa: E402

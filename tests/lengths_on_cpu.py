@@ -62,9 +62,13 @@ def lengths_on_cpu() -> Iterator[None]:
     """Models take documents by their lengths inside."""
     from torch.nn.attention import varlen
 
-    varlen._varlen_attn.register_kernel("cpu", forward)
-    varlen._varlen_attn_backward.register_kernel("cpu", backward)
+    operators = {varlen._varlen_attn: forward, varlen._varlen_attn_backward: backward}
+    for operator, kernel in operators.items():
+        operator.register_kernel("cpu", kernel)
+        operator._disabled_kernel.discard("cpu")
     torch.compiler.reset()
     with patch.object(Documents, "for_attention_in", lambda self, dtype: Lengths(self.cumulative_lengths)):
         yield
     torch.compiler.reset()
+    for operator in operators:  # a CPU has no such kernel for the tests that follow
+        operator._disabled_kernel.add("cpu")
