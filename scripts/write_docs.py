@@ -17,13 +17,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
-from recipes.files.markdown import table as markdown_table  # noqa: E402
 
 explain_wrong_interpreter()
 
 from pydantic import TypeAdapter  # noqa: E402
 
 from models.sizes import SIZES  # noqa: E402
+from recipes.files.markdown import table as markdown_table  # noqa: E402
 from recipes.files.marks import between  # noqa: E402
 from recipes.lab.plan.command import answer  # noqa: E402
 from recipes.metrics.hardware import Hardware, hardware_of  # noqa: E402
