@@ -258,6 +258,19 @@ def test_check_only_checks_the_recipe_for_the_allocation(cluster: Cluster, folde
     assert not (folder / "runs" / "dry").exists()
 
 
+def test_a_checkout_below_a_folder_with_blanks_is_found(cluster: Cluster, folder: Path, corpus: Path) -> None:
+    (folder / "a checkout of mine").symlink_to(ROOT)
+    number = cluster.submit(
+        folder / "a checkout of mine/scripts/slurm.sbatch",
+        arguments(folder, corpus, "blanks", "--check"),
+        folder=folder,
+        flags=["--nodes=2"],
+        variables=environment(NPROC="1"),
+    )
+    wait_for("the end", lambda: cluster.job(number)["JobState"] in ("COMPLETED", "FAILED"))
+    assert (folder / f"slurm-{number}.out").read_text() == "slurm: the recipe fits 2 nodes\n"
+
+
 def test_array_of_jobs_prepares_the_bytes_of_one_machine(cluster: Cluster, folder: Path) -> None:
     write_rows(folder / "rows.jsonl", 40_000)
     common = [str(folder / "rows.jsonl"), "--tokenizer", "train:300", "--cache", str(folder / "cache")]
