@@ -59,7 +59,7 @@ def fullest_layers(size: Sizes) -> Collection[int]:
 def _gradients_per_block(size: Sizes) -> list[int]:
     """Bytes by which gradients and gathered weights grow from block to block, in the last micro-batch and before."""
     waiting = size.reduced * size.block.whole
-    share = 0 if size.recipe.fsdp.cpu_offload else 4 * size.block.share
+    share = (size.held if size.recipe.fsdp.cpu_offload else 4 + size.held) * size.block.share
     weights = size.gathered_block if size.keeps_blocks else 0
     if not size.accumulates:
         return [weights - share]
@@ -80,9 +80,10 @@ def _gradients(size: Sizes, layers: int, *, head: bool, rest: bool = True) -> Pi
     tables = int(rest) + int(head and not size.tied)
     whole = layers * size.block.whole + (tables + others) * size.table.whole + (size.norm.whole if rest else 0)
     done = blocks * size.block.share + (size.tables - tables) * size.table.share + (0 if rest else size.norm.share)
+    held = size.held if rest else 0  # until the backward pass ends
     return {
         "accumulated gradients": size.reduced * whole if size.accumulates else 0,
-        "reduced gradients": 0 if size.recipe.fsdp.cpu_offload else 4 * done,
+        "reduced gradients": (held if size.recipe.fsdp.cpu_offload else 4 + held) * done,
     }
 
 

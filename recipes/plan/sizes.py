@@ -208,19 +208,26 @@ class Sizes:
         return self.new(self.block)
 
     def reduction(self, unit: Unit) -> int:
-        """Bytes of what is summed over processes, and of the sum in float32.
+        """Bytes of what is summed over processes, of the sum, and of that in float32.
 
-        Where nothing is sharded, FSDP has let go of the unit's gradients by then; for replicas it divides a copy, and
-        a sum in bfloat16 becomes float32 in another one.
+        Where nothing is sharded, FSDP has let go of the unit's gradients by then, but divides a copy for replicas.
         (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce)
         """
-        summed = self.waiting(unit.whole) + 4 * unit.share
+        beside = self.waiting(unit.whole) + 4 * unit.share
+        rounded = self.reduced * unit.share if self.reduced < 4 else 0
         if self.shards > 1:
-            return summed
-        gone = self.reduced if self.accumulates else self.element
-        divided = self.reduced if self.degrees.replicate > 1 else 0
-        rounded = self.reduced if self.reduced < 4 else 0
-        return summed + (max(divided, rounded) - gone) * unit.whole
+            return beside + rounded
+        divided = self.reduced * unit.whole if self.degrees.replicate > 1 else 0
+        gone = (self.reduced if self.accumulates else self.element) * unit.whole
+        return beside + max(divided, rounded) - gone
+
+    @cached_property
+    def held(self) -> int:
+        """Bytes per element of sums over replicas that FSDP holds, beside their float32 copies, to the end of a pass.
+
+        (pytorch #180900: else the next unit could write where the last one is still being summed.)
+        """
+        return self.reduced if self.reduced < 4 and self.degrees.replicate > 1 else 0
 
     def waiting(self, whole: int) -> int:
         """Bytes of what is being summed, beside the sum."""

@@ -44,6 +44,7 @@ ROOT = Path(__file__).resolve().parents[3]
 EAGER = ["--run.device=cpu", "--compile.enabled=false", "--fsdp.param_dtype=bfloat16"]
 DEBUG = ["smollm3_debug.toml", "--batch.micro_batch_size=2"]
 LLAMA_DEBUG = ["llama3_debug.toml", "--batch.micro_batch_size=2", "--batch.sequence_length=256"]
+SHORT = [*LLAMA_DEBUG, "--batch.sequence_length=16"]
 REAL = ["benchmarks/smollm3_3b_8xh100.toml", "--model.layers=2", "--activation_checkpointing.mode=none"]
 
 
@@ -88,6 +89,7 @@ def test_the_predicted_peak_is_that_of_a_step(mode: str, chunks: int, reshard: s
         [*DEBUG, "--fsdp.param_dtype=float32", "--activation_checkpointing.mode=full"],
         [*DEBUG, "--fsdp.prefetch=3", "--batch.loss_chunks=8"],
         [*DEBUG, "--fsdp.reduce_dtype=bfloat16", "--batch.global_batch_size=32"],
+        [*SHORT, "--fsdp.reduce_dtype=bfloat16", "--mesh.replicate=2", "--mesh.shard=4", "--batch.loss_chunks=8"],
         [*LLAMA_DEBUG, "--batch.loss_chunks=8", "--batch.global_batch_size=32"],
         [*LLAMA_DEBUG, "--batch.loss_chunks=8", "--fsdp.reshard_after_forward=false"],
     ],
@@ -98,14 +100,17 @@ def test_the_predicted_peak_is_that_of_a_step_with(changes: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("micro_batches", "computed"), [(1, "bfloat16"), (2, "float32")])
-def test_the_predicted_peak_is_that_of_one_process_that_adds_gradients_up_in_bf16(
-    micro_batches: int, computed: str
+@pytest.mark.parametrize(
+    ("micro_batches", "computed", "replicas"),
+    [(1, "bfloat16", 1), (2, "float32", 1), (1, "bfloat16", 2), (2, "float32", 2)],
+)
+def test_the_predicted_peak_is_that_of_whole_gradients_that_are_summed_in_bf16(
+    micro_batches: int, computed: str, replicas: int
 ) -> None:
-    """Fullest at the gradient of the embedding, when all others have become float32."""
+    """Fullest at the gradient of the embedding, when all others have become float32; sums over replicas stay, too."""
     changes = ["--fsdp.reduce_dtype=bfloat16", f"--fsdp.param_dtype={computed}", "--activation_checkpointing.mode=full"]
-    sizes = ["--batch.sequence_length=16", f"--batch.global_batch_size={2 * micro_batches}", "--batch.loss_chunks=8"]
-    assert_as_tracked(eager(*LLAMA_DEBUG, *changes, *sizes, "--mesh.shard=1"), 1)
+    sizes = [f"--batch.global_batch_size={2 * micro_batches * replicas}", "--batch.loss_chunks=8"]
+    assert_as_tracked(eager(*SHORT, *changes, *sizes, f"--mesh.replicate={replicas}", "--mesh.shard=1"), replicas)
 
 
 @pytest.mark.slow
