@@ -1,12 +1,9 @@
 """The shape of a dense decoder, and numbers computed from it. Imports no torch."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
-
-if TYPE_CHECKING:
-    pass
 
 AttentionFlops = Literal["causal", "full"]
 # Far beyond every published model. Without a limit, one wrong digit would list or allocate until the memory is full.

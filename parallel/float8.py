@@ -24,8 +24,6 @@ def convert_linears(model: nn.Module, config: Float8Config, *, device_type: str)
     Raises UserError where the device has no float8 units and emulation was not asked for, where a linear's widths
     are not multiples of 16 (torchao and the hardware need that), and where nothing at all would be converted.
     """
-    if config.recipe == "none":
-        return "float8: off"
     if not config.emulate:
         _require_float8_units(config, device_type)
     interface = interface_of(model)

@@ -19,7 +19,7 @@ from parallel.mesh import Mesh
 
 
 def shard_blocks_and_root(model: nn.Module, mesh: Mesh, config: FSDPConfig) -> str:
-    """fully_shard every block, then the root, in place, or the root alone. Returns a line for the log.
+    """fully_shard every block, embedding and head of an untied model, then the root, in place. Returns a log line.
 
     Gradients are summed over the data ranks, not averaged: the step divides the loss by the whole batch's targets.
     """

@@ -12,7 +12,7 @@ from parallel.mesh import Mesh
 
 
 def to_float8(model: nn.Module, config: Float8Config, *, device_type: str) -> str:
-    """Linears that multiply in float8, where the recipe asks for them."""
+    """Swap linears for float8 ones, where the recipe asks for it: else nothing of float8 is imported."""
     if config.recipe == "none":
         return "float8: off"
     from parallel.float8 import convert_linears

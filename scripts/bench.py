@@ -12,16 +12,8 @@ from recipes.files.interpreter import explain_wrong_interpreter  # noqa: E402
 explain_wrong_interpreter()
 
 SUITES = (
-    "calibrate",
-    "checkpoint",
-    "codegen",
-    "data",
-    "gpu",
-    "kernels",
-    "operators",
-    "overhead",
-    "plan",
-    "plan_memory",
+    *("calibrate", "checkpoint", "codegen", "data", "gpu", "kernels", "operators", "overhead"),
+    *("plan", "plan_memory"),
 )
 
 

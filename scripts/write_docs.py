@@ -23,7 +23,7 @@ explain_wrong_interpreter()
 from pydantic import TypeAdapter  # noqa: E402
 
 from models.sizes import SIZES  # noqa: E402
-from recipes.files.markdown import table as markdown_table  # noqa: E402
+from recipes.files.markdown import markdown_table  # noqa: E402
 from recipes.files.marks import between  # noqa: E402
 from recipes.lab.plan.command import answer  # noqa: E402
 from recipes.metrics.hardware import Hardware, hardware_of  # noqa: E402

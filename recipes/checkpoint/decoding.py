@@ -20,8 +20,6 @@ from recipes.checkpoint.manifest import (
 BYTES_PER_VALUE = {1: 8, 2: 4}
 """A manifest has at least this much text per value, by version; those that runs write have 12 and 6. A text of nothing
 but small values would take thirty times its size in memory."""
-
-
 _TAIL = re.compile(rb',"checksum":"([0-9a-f]{32})"\}\n')
 _HEAD = re.compile(rb'\{"format":"([^"\\]{0,100})","version":(\d{1,9}),')
 

@@ -12,19 +12,13 @@ from recipes.metrics.clock import START
 
 LAST_RESORT = 60.0
 """Seconds after which a process exits even if it is still writing its stacks: the disk may be what hangs."""
-
 WRITE_SECONDS = 4.0
-
 LOOK_SECONDS = 1.0
 """How often a process looks at its node's board, at least."""
-
 LEFT = "ended"
-
 ROOT = str(Path(__file__).resolve().parents[2]) + os.sep
-
 STACKS = "(stacks)"
 """Stands for the line that says where they are."""
-
 WAITING = ("parallel/dist.py", "parallel/messages.py", "recipes/training/interruption.py")
 """Files in which a process waits for others."""
 
@@ -115,7 +109,7 @@ def _culprits(reports: Sequence[Report]) -> tuple[list[Report], str]:
     return [reports[0]], f"all {len(reports)} processes are in the same place, as rank 0 is (network, device?):"
 
 
-def _place_of(thread: int | None) -> tuple[str, bool]:
+def place_of(thread: int | None) -> tuple[str, bool]:
     """The innermost line of our code that a thread is at, and whether it waits there for other processes."""
     frame = sys._current_frames().get(thread or 0)
     waits = False

@@ -24,9 +24,9 @@ from recipes.cluster.reports import (
     LOOK_SECONDS,
     STACKS,
     Report,
-    _place_of,
     after,
     for_a_while,
+    place_of,
     verdict,
 )
 from recipes.files.exit_codes import HUNG
@@ -117,7 +117,7 @@ class Watchdog:
         return self._timeout if clock.steady and clock.now in (STEP, LOADING) else max(SLOW_LIMIT, self._timeout)
 
     def _report(self) -> Report:
-        place, waits = _place_of(self._main)
+        place, waits = place_of(self._main)
         return Report(
             self._world.rank,
             self._world.node_of(self._world.rank),

@@ -15,10 +15,8 @@ if TYPE_CHECKING:
     from models.encoder_decoder import EncoderDecoderInputs
     from recipes.data.pair_sequences import PairSequences
 
-
 # Batches read before they are needed: the next one, and one more in case reading takes longer than a step.
 AHEAD = 2
-
 MicroBatch = tuple["Tensor | EncoderDecoderInputs", Tensor, Documents | None]
 """Inputs and targets, (B, T) each, and the documents of the inputs; None = each sequence is one document."""
 

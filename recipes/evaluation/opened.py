@@ -11,10 +11,8 @@ from recipes.data.text.tokenizer import Tokenizer
 
 # Tokens that are decoded together; beyond this, tokens whose text is complete are dropped.
 WINDOW_TOKENS = 16
-
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """What a tokenizer decodes invalid or incomplete UTF-8 to."""
-
 LONGEST_INCOMPLETE = 3
 """A UTF-8 character has up to four bytes, of which three may have arrived."""
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, align: str = "") -> list[str]:
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, align: str = "") -> list[str]:
     """The lines of a table.
 
     Args:

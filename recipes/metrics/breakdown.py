@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
-from recipes.files.markdown import table as markdown_table
+from recipes.files.markdown import markdown_table
 
 STEP = "shardwright.step"
 """The annotation around every traced step; the device is idle at its beginning and end."""

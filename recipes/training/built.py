@@ -2,16 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from parallel.mesh import Mesh
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -21,7 +18,7 @@ class Built:
     mesh: Mesh
     model: nn.Module
     units: tuple[FSDPModule, ...]
-    """The modules whose weights FSDP gathers together: the model itself, perhaps blocks, embedding and head."""
+    """The modules whose weights FSDP gathers together: the model itself, its blocks, perhaps embedding and head."""
     optimizer: Optimizer
     parameters: tuple[nn.Parameter, ...]
     """The parameters of the model, as sharding left them."""

@@ -14,13 +14,10 @@ from recipes.files.reading import read_text
 
 HF_CONFIG = "config.json"
 """The file that makes a folder a Hugging Face folder."""
-
 UNCHECKED = ("name", "init_std", "weights", "config", "dropout")
 """Fields of a model that may differ from those its weights were trained with."""
-
 IMMATERIAL = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 """Keys of a config.json that may differ likewise."""
-
 LLAMA3_ROPE = ("rope_factor", "rope_low_frequency_factor", "rope_high_frequency_factor", "rope_original_length")
 
 

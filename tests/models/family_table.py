@@ -24,7 +24,7 @@ from parallel.errors import UserError
 from parallel.materialize import plain_name
 from recipes.data.batches import MicroBatch
 from recipes.data.text.tokenizer import Tokenizer, build_tokenizer
-from recipes.files.markdown import table as markdown_table
+from recipes.files.markdown import markdown_table
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
 from recipes.recipe.load import CONFIGS, LoadedRecipe, load_run

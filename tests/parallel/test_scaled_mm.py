@@ -85,7 +85,8 @@ def multiply(recipe: Recipe, degrees: MeshDegrees, *, tokens: int | None = None)
         for module in model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 setattr(module, name, nn.Parameter(parameter.detach().to(torch.bfloat16)))
-        convert_linears(model, recipe.float8, device_type="cuda")
+        if recipe.float8.recipe != "none":
+            convert_linears(model, recipe.float8, device_type="cuda")
         split_matrices(model, mesh, float8_gathers=recipe.float8.gather_activations, overlapped=False)
         split_rows(model, mesh, context_by=recipe.mesh.context_by)
         if tokens is not None:

@@ -1,21 +1,15 @@
 """Chat templates: the Jinja text of a tokenizer that makes one text of the messages of a chat, and which characters of
 it are answers. Templates run in Jinja's sandbox, with the names that transformers gives them. Imports no torch."""
 
-import json
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
-from parallel.errors import UserError
-
-if TYPE_CHECKING:
-    pass
-
 import datetime
+import json
 import re
+from collections.abc import Mapping
 from os.path import commonprefix
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from parallel.errors import UserError
 from recipes.files.reading import read_patiently
 
 TEMPLATE, TOKENIZER_CONFIG, SPECIAL_TOKENS = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"

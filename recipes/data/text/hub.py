@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
-from recipes.data.text.hub_name import _commit, _quiet, parse
+from recipes.data.text.hub_name import commit_of, parse, silence_library
 from recipes.data.text.readers import is_array, read_file
 from recipes.data.text.row import Fields, Place, Row, Rows, names_of, no_such_field, reason, text_of
 from recipes.data.text.sources import file_size
@@ -30,7 +30,7 @@ class HubReader:
         self._text_field, self._names = text_field, names_of(text_field)
         self._nested = not isinstance(text_field, str) and bool(text_field.messages)
         self._dataset = parse(source)
-        self._commit = "" if self._dataset.folder else _commit(self._dataset)
+        self._commit = "" if self._dataset.folder else commit_of(self._dataset)
         self._may_be_mixed = False
         self._data_files: list[Path] = []  # one per shard: files in a folder that our own readers can read
         self._stream = self._open()  # None = datasets cannot open the files at all
@@ -50,7 +50,7 @@ class HubReader:
     def _open(self, features: Any = None) -> Any:
         """A datasets.IterableDataset with as few columns as possible, typed as `features` or as found; None if datasets
         cannot open the files but our own readers can read them."""
-        _quiet()
+        silence_library()
         import datasets
         from datasets.packaged_modules.json.json import JsonConfig
         from datasets.packaged_modules.parquet.parquet import ParquetConfig

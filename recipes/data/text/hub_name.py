@@ -13,11 +13,8 @@ from recipes.data.text.row import reason
 
 HUB_PREFIX = "hf:"
 COMMIT = re.compile(r"[0-9a-f]{40}")
-
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-
 EXAMPLES = "'hf:allenai/c4:en', 'hf:roneneldan/TinyStories@REVISION' or 'hf:FOLDER::validation'"
-
 # Timeout for reaching the hub at all; the library's own retries while reading are left as they are.
 SECONDS_TO_ANSWER = 10
 
@@ -92,7 +89,7 @@ def pinned_dataset(source: str) -> str:
     dataset = parse(source)
     if dataset.folder or COMMIT.fullmatch(dataset.revision):
         return source
-    return HubDataset(dataset.name, _commit(dataset), dataset.config, dataset.split).source
+    return HubDataset(dataset.name, commit_of(dataset), dataset.config, dataset.split).source
 
 
 def _parsed(source: str) -> HubDataset:
@@ -104,11 +101,11 @@ def _parsed(source: str) -> HubDataset:
     return HubDataset(name, revision, config, split or "train")
 
 
-def _commit(dataset: HubDataset) -> str:
+def commit_of(dataset: HubDataset) -> str:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
-    _quiet()
+    silence_library()
     name = f"data.source: {dataset.source!r}"
     page = f"its page on the hub, datasets/{dataset.name}"
     try:
@@ -128,7 +125,7 @@ def _commit(dataset: HubDataset) -> str:
     return found.sha
 
 
-def _quiet() -> None:
+def silence_library() -> None:
     """Turn off the hub's progress bars and warnings, process-wide: our errors say what matters."""
     import huggingface_hub.utils
 

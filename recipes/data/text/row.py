@@ -10,31 +10,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 if TYPE_CHECKING:
     from recipes.files.remote import RemoteFile
 
-
 # What reading a broken file raises: the first three include pyarrow's errors, the next two are gzip's.
 BROKEN = (OSError, ValueError, NotImplementedError, EOFError, zlib.error, MemoryError)
-
 # A longer line is a bad row and is skipped in pieces: an endless one would fill the memory.
 LONGEST_ROW = 64_000_000
-
 PIECE = 1 << 20
-
 # A tokenizer takes a second for a word of this length, and minutes and gigabytes for one as long as the longest row.
 LONGEST_WORD = 1_000_000
-
 WORDS = re.compile(r"\w+|[^\w\s]+|\s+")
-
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
 UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
-
 UTF_16 = "looks like UTF-16; convert the file: iconv -f UTF-16 -t UTF-8 OLD > NEW"
-
 # The share of NUL bytes in UTF-16: half of English, and a line ending now and then of other scripts.
 UTF_16_NULS = (0.02, 0.6)
-
 NAMES_SHOWN = 20
-
 UNREADABLE, BROKEN_FILE = "unreadable file", "broken file"
 """Unreachable, perhaps only for now; or with contents that can never be read."""
 

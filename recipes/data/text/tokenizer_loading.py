@@ -32,7 +32,6 @@ SPLIT = (
 
 # Training takes about a second per 10 MB, and more text than this barely changes the entries.
 TRAINING_CHARACTERS = 64_000_000
-
 # Part of the cache key: raise it when the same text starts to give a different tokenizer.
 TRAINER_VERSION = 1
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from parallel.errors import UserError
 from recipes.files.atomic import write_whole
-from recipes.files.markdown import table as markdown_table
+from recipes.files.markdown import markdown_table
 from recipes.lab.plan.plan import plan
 from recipes.lab.sweep.grid import Row
 from recipes.lab.sweep.loop import run_row

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from recipes.files.markdown import table as markdown_table
+from recipes.files.markdown import markdown_table
 from recipes.files.marks import between
 from recipes.lab.bench.fit import ROW, SOURCES, fit, residuals_of
 from recipes.lab.bench.published import TABLE, Published, projects, read_published

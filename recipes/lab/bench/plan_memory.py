@@ -23,7 +23,7 @@ from parallel.config import (
     MeshDegrees,
 )
 from recipes.data.config import BatchConfig
-from recipes.files.markdown import table as markdown_table
+from recipes.files.markdown import markdown_table
 from recipes.files.marks import between
 from recipes.lab.bench.published import TABLE
 from recipes.lab.sweep.runner import exit_code_of

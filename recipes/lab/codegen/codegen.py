@@ -22,7 +22,7 @@ from typing import Any
 from models.sizes import SIZES
 from parallel.config import ActivationCheckpointingConfig
 from parallel.errors import UserError
-from recipes.files.markdown import table as markdown_table
+from recipes.files.markdown import markdown_table
 from recipes.lab.sweep.runner import exit_code_of
 from recipes.recipe.load import CONFIGS, load, shown
 from recipes.recipe.rules import blocks_can_recompute, float8_gathers

@@ -68,7 +68,8 @@ def trace_block(recipe: Recipe) -> Traced:
         for module in built.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 setattr(module, name, nn.Parameter(torch.empty_like(parameter, dtype=dtype)))
-        convert_linears(built, recipe.float8, device_type="cuda")
+        if recipe.float8.recipe != "none":
+            convert_linears(built, recipe.float8, device_type="cuda")
         _gather_float8_weights(built, dtype)
         checkpoint_blocks(built, replace(recipe.activation_checkpointing, blocks="all"))
         [block] = blocks_of(built)

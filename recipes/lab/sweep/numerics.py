@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from recipes.files.markdown import table as markdown_table
+from recipes.files.markdown import markdown_table
 from recipes.lab.sweep.grid import Row, Sweep
 from recipes.lab.sweep.results import Result, last_quarter, loss_gaps, reference_row
 

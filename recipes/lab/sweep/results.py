@@ -9,7 +9,7 @@ from typing import Any
 
 from parallel.errors import UserError
 from recipes.files.layout import ENVIRONMENT, FLOAT8_SHARES, METRICS
-from recipes.files.markdown import table as markdown_table
+from recipes.files.markdown import markdown_table
 from recipes.lab.sweep.grid import Row, Sweep, windows
 from recipes.lab.sweep.runner import Ended
 from recipes.metrics.hardware import bf16_peak

@@ -15,7 +15,7 @@ from models.sizes import SIZES
 from parallel.config import MeshConfig
 from parallel.dist import on_main, start, stop
 from parallel.heartbeats import ALARM, HUNG, Heartbeats, connect
-from recipes.cluster.reports import Report, _place_of, verdict
+from recipes.cluster.reports import Report, place_of, verdict
 from tests.build import build_model
 from tests.processes import run_processes
 
@@ -85,7 +85,7 @@ def look_at_a_wait() -> tuple[str, bool]:
     looked = threading.Event()
 
     def look() -> None:
-        seen.append(_place_of(main))
+        seen.append(place_of(main))
         looked.set()
 
     if world.rank == 0:
@@ -115,7 +115,7 @@ def look_at_a_sum() -> tuple[str, bool]:
     tokens = torch.zeros(1, 7, dtype=torch.int64)
     model(tokens, tokens).backward()  # both have started
     main, seen = threading.main_thread().ident, list[tuple[str, bool]]()
-    look = threading.Timer(2.0, lambda: seen.append(_place_of(main)))
+    look = threading.Timer(2.0, lambda: seen.append(place_of(main)))
     look.start()
     if dist.get_rank() == 1:
         threading.Event().wait(4.0)
@@ -146,7 +146,7 @@ def look_at_generated_code() -> bool:
     names = {"torch": torch, "group": dist.group.WORLD.group_name}
     exec(compile(GENERATED, "/generated/code.py", "exec"), names)
     main, seen = threading.main_thread().ident, list[bool]()
-    look = threading.Timer(1.0, lambda: seen.append(_place_of(main)[1]))
+    look = threading.Timer(1.0, lambda: seen.append(place_of(main)[1]))
     look.start()
     if dist.get_rank() == 1:
         threading.Event().wait(2.0)
