@@ -6,6 +6,10 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt
 
 AttentionFlops = Literal["causal", "full"]
+FROM_WEIGHTS = "from_weights"
+"""The value of model.name for the model of model.weights, and of data.tokenizer for their tokenizer."""
+FROM_CONFIG = "from_config"
+"""The value of model.name for the model of model.config, with random weights."""
 # Far beyond every published model. Without a limit, one wrong digit would list or allocate until the memory is full.
 LARGEST = {
     "layers": 10_000,

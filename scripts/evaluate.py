@@ -230,10 +230,10 @@ def _model(weights: "Weights", world: "World", *, dtype: Any, tokens: int) -> "t
 
 def _data(options: argparse.Namespace, weights: "Weights") -> "DataConfig":
     """How rows are read: as by the run that made the weights, but for what the command line says."""
+    from models.config import FROM_WEIGHTS
     from recipes.data.config import DataConfig
     from recipes.recipe.fields import complaint
     from recipes.training.run_folder import data_of_run
-    from recipes.weights.locate import FROM_WEIGHTS
 
     given = {name: value for name in PAIR_OPTIONS if (value := getattr(options, name)) is not None}
     for name, value in given.items():

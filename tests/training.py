@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from models.config import FROM_WEIGHTS
 from parallel.dist import World, start, stop
 from recipes.metrics.clock import RunClock
 from recipes.recipe.load import LoadedRecipe, load
@@ -14,7 +15,7 @@ from recipes.recipe.schema import Recipe
 from recipes.training.build_run import build_run
 from recipes.training.console import Console
 from recipes.training.trainer import Trainer
-from recipes.weights.locate import FROM_WEIGHTS, Weights, initial_weights
+from recipes.weights.locate import Weights, initial_weights
 
 DEBUG = Path(__file__).parents[1] / "configs" / "smollm3_debug.toml"
 SMALL_MODEL = {"layers": 2, "width": 64, "feed_forward_width": 96, "heads": 4, "key_value_heads": 2, "head_width": 16}

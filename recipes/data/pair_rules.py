@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from recipes.data.config import DataConfig
-from recipes.data.text.stdlib import is_stdlib
+from recipes.data.text.sources import is_stdlib
 
 TWO_FIELDS = "prompt_field and answer_field"
 FIELDS = f'{TWO_FIELDS}, or messages_field = "messages"'

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import tomli
 
-from models.config import ModelConfig
+from models.config import FROM_CONFIG, FROM_WEIGHTS, ModelConfig
 from models.sizes import SIZES
 from models.transformers_config import of_transformers
 from parallel.errors import TemporaryError, UserError
@@ -28,10 +28,10 @@ from recipes.recipe.fields import (
 )
 from recipes.recipe.rules import Given, broken_rules
 from recipes.recipe.schema import Recipe, RunConfig
-from recipes.weights.locate import FROM_CONFIG, FROM_WEIGHTS, InitialWeights, Weights
 
 if TYPE_CHECKING:
     from recipes.recipe.stage_tables import Read
+    from recipes.weights.locate import InitialWeights, Weights
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 BENCHMARKS = CONFIGS / "benchmarks"
@@ -48,7 +48,7 @@ class LoadedRecipe:
     """A recipe, and what loading it found on the disk."""
 
     recipe: Recipe
-    weights: Weights | None = None
+    weights: "Weights | None" = None
     """What the run starts from; None if neither model.weights nor data.tokenizer needs any, or without the rules."""
 
 
@@ -97,9 +97,7 @@ def load_run(path: str | Path, arguments: Sequence[str] = (), **options: Unpack[
         overrides, wrong = command_line.parse(arguments, _assemble(given, None))
         given |= {key: (value, command_line.ORIGIN) for key, value in overrides.items()}
         problems += wrong + _choose_source(given, set(overrides), command_line.ORIGIN)
-    run = {key: given[f"run.{key}"][0] for key in ("name", "output") if f"run.{key}" in given}
-    paths = {name: given.get(f"model.{name}", ("", ""))[0] for name in ("weights", "config")}
-    weights = InitialWeights(run_folder=RunConfig(**run).folder, **paths)
+    weights = _initial_weights(given)
     if not any(problem.key == "model.name" for problem in problems):
         problems += _check_size(given, weights)
     stages = _stages(written, of_stages, given, weights)
@@ -120,7 +118,20 @@ def load_run(path: str | Path, arguments: Sequence[str] = (), **options: Unpack[
     if problems:
         raise refusal(problems, where=shown(Path(path)))
     needs_weights = rules and not elsewhere and (recipe.model.weights or recipe.data.tokenizer == FROM_WEIGHTS)
-    return LoadedRecipe(recipe, weights.find() if needs_weights else None)
+    return LoadedRecipe(recipe, weights.find() if weights and needs_weights else None)
+
+
+def _initial_weights(given: Given) -> "InitialWeights | None":
+    """What finds the weights, or the config, that these values name; None if they name neither."""
+    named = {
+        key: given.get(key, ("", ""))[0] for key in ("model.weights", "model.config", "model.name", "data.tokenizer")
+    }
+    if not (named["model.weights"] or named["model.config"] or {FROM_WEIGHTS, FROM_CONFIG} & {*named.values()}):
+        return None
+    from recipes.weights.locate import InitialWeights
+
+    run = {key: given[f"run.{key}"][0] for key in ("name", "output") if f"run.{key}" in given}
+    return InitialWeights(named["model.weights"], RunConfig(**run).folder, named["model.config"])
 
 
 def _split(arguments: Sequence[str]) -> tuple[Sequence[str], dict[str, list[str]]]:
@@ -133,7 +144,7 @@ def _split(arguments: Sequence[str]) -> tuple[Sequence[str], dict[str, list[str]
 
 
 def _stages(
-    written: tuple[Any, str], of_stages: dict[str, list[str]], given: Given, weights: InitialWeights
+    written: tuple[Any, str], of_stages: dict[str, list[str]], given: Given, weights: "InitialWeights | None"
 ) -> "Read | None":
     """What files and command line say of stages; None if they say nothing. The last one may say run.steps."""
     if written[0] == [] and not of_stages:
@@ -203,7 +214,7 @@ def _choose_source(given: Given, names: Collection[str], origin: str) -> list[Pr
     return problems
 
 
-def _assemble(given: Given, weights: InitialWeights | None) -> Recipe:
+def _assemble(given: Given, weights: "InitialWeights | None") -> Recipe:
     """The recipe of these values over size and defaults. weights: know the model of "from_..."; None = any will do."""
     values: dict[str, dict[str, Any]] = {section: {} for section in sections()}
     for key, (value, _) in given.items():
@@ -216,7 +227,7 @@ def _assemble(given: Given, weights: InitialWeights | None) -> Recipe:
     return Recipe(model=model, **{section: sections()[section](**given) for section, given in values.items()})
 
 
-def _size(given: Given, weights: InitialWeights | None) -> ModelConfig:
+def _size(given: Given, weights: "InitialWeights | None") -> ModelConfig:
     """The model that provides the [model] fields these values omit; the schema's default where there is none."""
     name = given.get("model.name", ("", ""))[0]
     if name in SIZES:
@@ -235,7 +246,7 @@ def _shape_is_given(given: Given) -> bool:
     return all(f"model.{field.name}" in given for field in fields(ModelConfig) if field.name not in known)
 
 
-def _check_size(given: Given, weights: InitialWeights) -> list[Problem]:
+def _check_size(given: Given, weights: "InitialWeights | None") -> list[Problem]:
     """model.name selects the values of all other [model] fields, so it must be present and known."""
     known = (
         f"the sizes in models/sizes.py are {', '.join(SIZES)}; {FROM_WEIGHTS} takes the model of model.weights, and"
@@ -251,7 +262,7 @@ def _check_size(given: Given, weights: InitialWeights) -> list[Problem]:
         path, origin = given.get(key, ("", origin))
         if not path:
             return [Problem(key, f'is missing; name = "{name}" takes its model', "", origin)]
-        if _shape_is_given(given):
+        if weights is None or _shape_is_given(given):
             return []
         try:
             model = weights.model()

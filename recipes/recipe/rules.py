@@ -10,7 +10,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from models.config import ModelConfig
+from models.config import FROM_WEIGHTS, ModelConfig
 from models.transformers_config import of_transformers
 from parallel.config import ActivationCheckpointingConfig, AttentionConfig, CompileConfig, Float8Config, FSDPConfig
 from parallel.errors import TemporaryError, UserError, listed
@@ -30,11 +30,10 @@ from recipes.recipe.rules_mesh import (
 from recipes.recipe.rules_optimizer import moments_can_move, muon_fits, schedule_fits
 from recipes.recipe.schema import Recipe, RunConfig
 from recipes.recipe.stages import Stage, stages_of
-from recipes.weights.description import differences
-from recipes.weights.locate import FROM_WEIGHTS, InitialWeights
 
 if TYPE_CHECKING:
     from recipes.recipe.stage_tables import StageTable
+    from recipes.weights.locate import InitialWeights
 
 
 Given = dict[str, tuple[Any, str]]
@@ -43,7 +42,7 @@ Given = dict[str, tuple[Any, str]]
 
 def broken_rules(
     recipe: Recipe,
-    weights: InitialWeights,
+    weights: "InitialWeights | None",
     given: Given,
     tables: "Sequence[StageTable]",
     *,
@@ -96,9 +95,8 @@ def violations_elsewhere(
 ) -> Iterator[Violation]:
     """The rules that a recipe for another machine breaks: without a look at its data, its weights and other files."""
     shape = replace(recipe, model=replace(recipe.model, weights="", config=""))
-    unread = InitialWeights("", recipe.run.folder)
     broken = {*broken, "data.source", "metrics"}
-    return violations(shape, unread, processes=processes, nodes=nodes, broken=broken, schedule_steps=schedule_steps)
+    return violations(shape, None, processes=processes, nodes=nodes, broken=broken, schedule_steps=schedule_steps)
 
 
 def _located(key: str, message: str, recipe: Recipe, given: Given) -> Problem:
@@ -112,7 +110,7 @@ def _located(key: str, message: str, recipe: Recipe, given: Given) -> Problem:
 
 def violations(
     recipe: Recipe,
-    weights: InitialWeights,
+    weights: "InitialWeights | None",
     *,
     processes: int | None = None,
     nodes: int | None = None,
@@ -123,7 +121,7 @@ def violations(
     """Every rule the recipe breaks.
 
     Args:
-        recipe, weights: all of it, and what it starts from; looked up only if it names any.
+        recipe, weights: all of it, and what it starts from; None if it names no weights and no config.
         processes, nodes: their numbers, where they are known.
         broken: fields with invalid values, and sections with unknown keys; rules that read them are skipped.
         written: fields with values of their own, not those of the model size or the schema.
@@ -189,13 +187,17 @@ def model_is_consistent(model: ModelConfig) -> Iterator[Violation]:
         yield f"model.{field}", message
 
 
-def weights_fit(model: ModelConfig, initial: InitialWeights, *, written: Collection[str]) -> Iterator[Violation]:
+def weights_fit(
+    model: ModelConfig, initial: "InitialWeights | None", *, written: Collection[str]
+) -> Iterator[Violation]:
     """The weights to start from are intact and have the shape of this model.
 
     Only rope_theta may differ, if the recipe writes a larger one itself: that is how a context is extended.
     """
-    if not model.weights:
+    if not model.weights or initial is None:
         return
+    from recipes.weights.description import differences
+
     try:
         weights = initial.find()
         if not weights.is_checkpoint:
@@ -218,7 +220,9 @@ def weights_fit(model: ModelConfig, initial: InitialWeights, *, written: Collect
         yield f"model.{field}", f"is {toml(theirs)} in the weights of {weights.path}; {remedy}"
 
 
-def from_elsewhere(recipe: Recipe, initial: InitialWeights, *, written: Collection[str]) -> Iterator[Violation]:
+def from_elsewhere(
+    recipe: Recipe, initial: "InitialWeights | None", *, written: Collection[str]
+) -> Iterator[Violation]:
     """What holds for models that a config.json defines."""
     model = recipe.model
     if model.config or model.dropout or of_transformers(model):

@@ -4,18 +4,23 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from models.config import ModelConfig
+from models.config import FROM_WEIGHTS, ModelConfig
 from models.transformers_config import of_transformers
 from parallel.errors import TemporaryError, UserError
 from recipes.data.config import HELD_OUT, DataConfig
 from recipes.evaluation.config import ValidationConfig
 from recipes.files.layout import TOKENIZER
 from recipes.recipe.fields import Violation, one_line, toml
-from recipes.weights.locate import FROM_WEIGHTS, InitialWeights
+
+if TYPE_CHECKING:
+    from recipes.weights.locate import InitialWeights
 
 
-def data_is_there(data: DataConfig, *, length: int, model: ModelConfig, weights: InitialWeights) -> Iterator[Violation]:
+def data_is_there(
+    data: DataConfig, *, length: int, model: ModelConfig, weights: "InitialWeights | None"
+) -> Iterator[Violation]:
     """The sources can be read and fill a sequence of this length, and the tokenizer fits the model."""
     from recipes.data.text.plain_text import text_documents_problem
     from recipes.data.text.sources import is_prepared, source_problem
@@ -46,11 +51,11 @@ def data_is_there(data: DataConfig, *, length: int, model: ModelConfig, weights:
         yield from ((f"data.{field}", message) for field, message in pairing_problems(data, model, weights))
 
 
-def tokenizer_fits(tokenizer: str, *, model: ModelConfig, initial: InitialWeights) -> Iterator[Violation]:
+def tokenizer_fits(tokenizer: str, *, model: ModelConfig, initial: "InitialWeights | None") -> Iterator[Violation]:
     """The model has a row for every token, and its weights were trained with this tokenizer."""
     from recipes.data.text.tokenizer import tokenizer_problem
 
-    if model.weights or tokenizer == FROM_WEIGHTS:
+    if initial is not None and (model.weights or tokenizer == FROM_WEIGHTS):
         try:
             weights = initial.find()
         except TemporaryError:

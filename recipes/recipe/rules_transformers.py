@@ -2,18 +2,18 @@
 
 from collections.abc import Collection, Iterator
 
-from models.config import ModelConfig
+from models.config import FROM_CONFIG, ModelConfig
 from models.transformers_config import TransformersConfig
 from parallel.errors import TemporaryError, UserError
 from recipes.recipe.fields import Violation
 from recipes.recipe.schema import Recipe
 from recipes.weights.description import differences
-from recipes.weights.locate import FROM_CONFIG, InitialWeights
+from recipes.weights.locate import InitialWeights
 
 
-def config_fits(model: ModelConfig, initial: InitialWeights, *, written: Collection[str]) -> Iterator[Violation]:
+def config_fits(model: ModelConfig, initial: InitialWeights | None, *, written: Collection[str]) -> Iterator[Violation]:
     """model.config is read, and is still what the run's checkpoints were trained with."""
-    if not model.config:
+    if not model.config or initial is None:
         return
     if model.name != FROM_CONFIG or model.weights:
         other = f'name = "{model.name}"' if model.name != FROM_CONFIG else "model.weights"

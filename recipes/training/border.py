@@ -1,19 +1,45 @@
-"""What passes from one stage of a run to the next in the same process."""
+"""What a process begins to train from, and what passes from one stage of a run to the next in the same process."""
 
 import gc
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from parallel.mesh import Mesh
+from recipes.files.layout import CHECKPOINTS, step_folder
 from recipes.metrics.goodput import Goodput
 from recipes.metrics.writer import MetricsWriter
+from recipes.recipe.schema import Recipe
 from recipes.training.interruption import Interruption
 
 if TYPE_CHECKING:
     from recipes.metrics.profile import StepProfiler
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What a process begins to train from."""
+
+    step: int = 0
+    checkpoint: Path | None = None
+    """None = the weights of the recipe."""
+    of_trunk: bool = False
+    """Whether it is another run's, see fork.py."""
+
+    @classmethod
+    def own(cls, recipe: Recipe, step: int) -> "Beginning":
+        """The run's own checkpoint of this step."""
+        return cls(step, step_folder(recipe.run.folder / CHECKPOINTS, step))
+
+    def note_origin(self, recipe: Recipe) -> None:
+        """Write down what the run is a fork of, if it begins as one."""
+        if self.of_trunk and self.checkpoint is not None:
+            from recipes.training.fork import note_origin
+
+            note_origin(recipe, self.checkpoint)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,13 @@
 """The parallel model of a recipe and its optimizer. The order of the calls is the order of the build."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 
 from models.build import build_model
 from models.interface import interface_of
@@ -17,11 +23,36 @@ from parallel.order import parallelize
 from recipes.optimization.optimizer import build_optimizer, matrices_of
 from recipes.recipe.rules_mesh import advice
 from recipes.recipe.schema import Recipe
-from recipes.training.built import Built
-from recipes.weights.locate import Weights
+
+if TYPE_CHECKING:
+    from recipes.weights.locate import Weights
 
 
-def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh: Mesh | None = None) -> Built:
+@dataclass(frozen=True)
+class Built:
+    """A parallel model, its optimizer, and how they are stepped."""
+
+    mesh: Mesh
+    model: nn.Module
+    units: tuple[FSDPModule, ...]
+    """The modules whose weights FSDP gathers together: the model itself, its blocks, perhaps embedding and head."""
+    optimizer: Optimizer
+    parameters: tuple[nn.Parameter, ...]
+    """The parameters of the model, as sharding left them."""
+    roles: Mapping[str, tuple[nn.Parameter, ...]]
+    """Role -> the parameters that have it; empty unless the recipe asks for their gradient norms."""
+    # The next four are as in the recipe, but nothing is resharded where that frees nothing.
+    z_loss: float
+    grad_clip: float
+    reshard_after_forward: bool
+    float8_all_gather: bool
+    dropout_seed: int | None
+    """Seed of the random numbers that the model draws in a step; None if it draws none."""
+    report: tuple[str, ...]
+    """What each part of the parallelization did, one line per part."""
+
+
+def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mesh: Mesh | None = None) -> Built:
     """Build the parallel model of a recipe and its optimizer, on this process's device.
 
     weights: trained weights to start from; None = random ones from the recipe's seed. mesh: None makes the recipe's.

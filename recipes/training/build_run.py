@@ -3,18 +3,20 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from models.config import FROM_WEIGHTS
 from parallel.dist import World, on_main, on_main_first
 from parallel.errors import TemporaryError
 from parallel.mesh import Mesh
 from recipes.data.loader import DataLoader
 from recipes.data.text.tokenizer import Tokenizer
-from recipes.files.layout import LOG_FILE
+from recipes.files.layout import CHECKPOINTS, LOG_FILE, SAVED
 from recipes.files.lock import FolderLock
+from recipes.files.reading import names_in
 from recipes.metrics.clock import RunClock
 from recipes.metrics.throughput import Throughput
 from recipes.optimization.optimizer import matrices_of
@@ -24,21 +26,19 @@ from recipes.recipe.rules_mesh import require_fits_world
 from recipes.recipe.schema import Recipe
 from recipes.recipe.stages import Stage, at_several_lengths, stage_of, stages_of
 from recipes.training import surroundings
-from recipes.training.border import FellBack, Kept, Start
-from recipes.training.build import build
-from recipes.training.built import Built
+from recipes.training.border import Beginning, FellBack, Kept, Start
+from recipes.training.build import Built, build
 from recipes.training.console import Console, notes, run_header
 from recipes.training.interruption import Interruption
 from recipes.training.recorder import Recorder
-from recipes.training.resume import Beginning, find_beginning, open_checkpoints, resume, weights_for
 from recipes.training.run_folder import check_output_folder, claim_run_folder, resumed_data_state
-from recipes.weights.description import Description
-from recipes.weights.locate import FROM_WEIGHTS, Weights, find_weights, trained_description
 
 if TYPE_CHECKING:
     from recipes.checkpoint.checkpoints import Checkpoints
     from recipes.metrics.float8_samples import CastSampler
     from recipes.metrics.profile import StepProfiler
+    from recipes.weights.description import Description
+    from recipes.weights.locate import Weights
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Run:
     interruption: Interruption
     profiler: "StepProfiler | None"
     sampler: "CastSampler | None"
-    description: Description
-    """What accompanies the weights wherever they go."""
+    describe: "Callable[[], Description]"
+    """Returns what accompanies the weights wherever they go."""
     tasks: Callable[[], Mapping[str, float]]
     """Evaluates the tasks of the validation: "TASK/METRIC" -> value."""
     stage: Stage
@@ -104,12 +104,39 @@ def build_run(
     on_main_first(world, lambda: check_output_folder(recipe))
     lock = FolderLock()  # held for as long as this process lives
     on_main(world, lambda: lock.take(recipe.run.folder, log=console.log))
-    begin = on_main(world, lambda: find_beginning(recipe, console))
+    begin = on_main(world, lambda: _find_beginning(recipe, console))
     while True:
         try:
             return build_stage(begin, lock=lock)
         except FellBack as older:
             begin = Beginning.own(recipe, older.step)
+
+
+def _find_beginning(recipe: Recipe, console: Console) -> Beginning:
+    """What the first stage of this process begins from. Raises what find_beginning() does."""
+    names = names_in(recipe.run.folder)
+    if not recipe.run.continue_from and not {CHECKPOINTS, SAVED} & {*names}:
+        return Beginning()
+    from recipes.training.resume import find_beginning
+
+    return find_beginning(recipe, names, console)
+
+
+def _weights_for(loaded: LoadedRecipe, begin: Beginning) -> "Weights | None":
+    """What load() found; looked up again only if that was a checkpoint of this run that has been set aside since, or if
+    the run begins as a fork."""
+    found, recipe = loaded.weights, loaded.recipe
+    stale = found is not None and begin.checkpoint is None and recipe.run.folder in found.path.parents
+    assert found is not None or not recipe.model.weights, "a recipe whose weights load_run() has not located"
+    if begin.of_trunk and begin.checkpoint is not None:
+        from recipes.weights.locate import find_weights
+
+        return find_weights(begin.checkpoint)
+    if stale:
+        from recipes.weights.locate import initial_weights
+
+        return initial_weights(recipe.model.weights, recipe.run.folder)
+    return found
 
 
 def _build_stage(
@@ -128,16 +155,15 @@ def _build_stage(
     """
     stage = stage_of(loaded.recipe, begin.step)
     recipe = stage.recipe
-    weights = weights_for(loaded, begin)
+    weights = _weights_for(loaded, begin)
     starts_from = weights if recipe.model.weights and begin.checkpoint is None else None
     built = build(recipe, world, weights=starts_from, mesh=_mesh_of(recipe, world, after))
     throughput = surroundings.throughput(recipe, world)
     _log_header(stage, world, console, built=built, throughput=throughput, starts_from=starts_from)
     loader = _open_data(recipe, world, built.mesh, weights, begin, console, at_several_lengths(loaded.recipe))
-    description = _describe(recipe, loader, weights, begin, console)
-    tasks = _validation_tasks(recipe, built, description, world, clock) if recipe.validation.tasks else dict
-    checkpoints = open_checkpoints(recipe, loader, description, begin, console)
-    progress = resume(recipe, built, loader, checkpoints, begin, console)
+    describe = cache(partial(_describe, recipe, loader, weights, begin, console))
+    tasks = _validation_tasks(recipe, built, describe(), world, clock) if recipe.validation.tasks else dict
+    checkpoints, progress = _resume(recipe, built, loader, describe, begin, console)
     clock.step = progress.get("step", 0)
     if stage_of(loaded.recipe, clock.step).number != stage.number:
         loader.close()
@@ -167,7 +193,7 @@ def _build_stage(
         interruption=interruption,
         profiler=after.profiler if after else surroundings.profiler_of(recipe, world, clock, console),
         sampler=surroundings.sampler_of(recipe, world, built, clock, console),
-        description=description,
+        describe=describe,
         tasks=tasks,
         stage=stage,
         start=after.start if after else Start(clock.step, recorder.tokens(clock.step), time.perf_counter()),
@@ -181,7 +207,7 @@ def _log_header(
     *,
     built: Built,
     throughput: Throughput,
-    starts_from: Weights | None,
+    starts_from: "Weights | None",
 ) -> None:
     header = run_header(stage, built.mesh.degrees, throughput, built.report)
     for line in (*header, *surroundings.predicted_memory(stage.recipe, built.mesh, world.device)):
@@ -230,8 +256,10 @@ def _claim_folder(
 
 
 def _describe(
-    recipe: Recipe, loader: DataLoader, weights: Weights | None, begin: Beginning, console: Console
-) -> Description:
+    recipe: Recipe, loader: DataLoader, weights: "Weights | None", begin: Beginning, console: Console
+) -> "Description":
+    from recipes.weights.locate import find_weights, trained_description
+
     start = weights if recipe.model.weights else None
     if start is None and begin.checkpoint is not None:  # weights that an earlier start named, perhaps
         start = find_weights(begin.checkpoint)
@@ -248,7 +276,7 @@ def _open_data(
     recipe: Recipe,
     world: World,
     mesh: Mesh,
-    weights: Weights | None,
+    weights: "Weights | None",
     begin: Beginning,
     console: Console,
     several: frozenset[str],
@@ -258,6 +286,8 @@ def _open_data(
     def tokenizer() -> str | Tokenizer:
         spec = recipe.data.tokenizer
         if begin.checkpoint is not None and spec.startswith("train:"):  # on other text it would be another one
+            from recipes.weights.locate import find_weights
+
             return find_weights(begin.checkpoint).tokenizer
         return weights.tokenizer if weights and spec == FROM_WEIGHTS else spec
 
@@ -286,8 +316,25 @@ def _open_data(
     return loader
 
 
+def _resume(
+    recipe: Recipe,
+    built: Built,
+    loader: DataLoader,
+    describe: "Callable[[], Description]",
+    begin: Beginning,
+    console: Console,
+) -> "tuple[Checkpoints | None, Mapping[str, Any]]":
+    """The checkpoints of a run that saves or resumes, and what the one that it begins from records of the run."""
+    if not recipe.checkpoint.every and begin.checkpoint is None:
+        return None, {}
+    from recipes.training.resume import open_checkpoints, resume
+
+    checkpoints = open_checkpoints(recipe, loader, describe(), begin, console)
+    return checkpoints, resume(recipe, built, loader, checkpoints, begin, console)
+
+
 def _validation_tasks(
-    recipe: Recipe, built: Built, description: Description, world: World, clock: RunClock
+    recipe: Recipe, built: Built, description: "Description", world: World, clock: RunClock
 ) -> Callable[[], Mapping[str, float]]:
     """Load the tasks with their data. Returns what evaluates them: "TASK/METRIC" -> value, equal on all processes.
 

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from recipes.metrics.memory import GpuMemory
     from recipes.metrics.pair_lengths import PairLengths
     from recipes.training.border import Kept
-    from recipes.training.built import Built, Found
+    from recipes.training.build import Built
     from recipes.training.foresight import Foresight
+    from recipes.training.step import Found
 
 
 class Recorder:
@@ -209,6 +210,12 @@ class Recorder:
         before = self._validated if step == self._validated_at else {}
         finite = {name: value for name, value in columns.items() if isfinite(value)}
         self._validated, self._validated_at = {**before, **finite}, step
+
+    def log_consumed(self, step: int) -> None:
+        """Log what was read of each source, if that changed during the run."""
+        if len(self._loader.history(step)) > 1:
+            for line in self._loader.consumed(step):
+                self._console.log(line)
 
     def log_plan(self, step: int) -> None:
         """Record how far the plan of the run was off, where there is one."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parallel.errors import TemporaryError, UserError
 from recipes.data.config import DataConfig
@@ -31,7 +31,9 @@ from recipes.recipe.fields import field_types, toml, value_of
 from recipes.recipe.load import load, to_toml
 from recipes.recipe.schema import Recipe
 from recipes.recipe.stages import stage_of, stages_of
-from recipes.weights.locate import Weights
+
+if TYPE_CHECKING:
+    from recipes.weights.locate import Weights
 
 PLOT = Path(__file__).resolve().parents[2] / "scripts/plot.py"
 DRAWING_SECONDS = 60.0
@@ -285,7 +287,7 @@ def draw_curves(folder: Path, *, log: Callable[[str], None]) -> None:
         log(f"{CURVES} was not drawn: {failure}; scripts/plot.py {folder} draws it later")
 
 
-def data_of_run(weights: Weights) -> DataConfig | None:
+def data_of_run(weights: "Weights") -> DataConfig | None:
     """How the run of a checkpoint, or of its export, read its data; None for weights from elsewhere."""
     for folder in weights.path.absolute().parents[:2]:
         if (folder / RECIPE).is_file():

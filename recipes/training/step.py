@@ -2,9 +2,9 @@
 
 import gc
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,18 @@ from parallel.reduce import clipping_divisor, gradient_norm, share_gradients_of_
 from recipes.data.batches import MicroBatch
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard, backward
-from recipes.training.built import Built, Found
+from recipes.training.build import Built
+
+
+class Found(NamedTuple):
+    """What a step found, on the device: the host does not wait for it."""
+
+    loss: Tensor
+    """This process's part of the mean cross-entropy."""
+    norm: Tensor
+    """The gradient norm before clipping."""
+    columns: Mapping[str, Tensor]
+    """Further columns of metrics.jsonl, which a step measures only if it is to be logged, and the recipe asks."""
 
 
 def train_step(

@@ -19,7 +19,7 @@ from recipes.training.console import Console
 if TYPE_CHECKING:
     from recipes.metrics.float8_samples import CastSampler
     from recipes.metrics.profile import StepProfiler
-    from recipes.training.built import Built
+    from recipes.training.build import Built
 
 
 def predicted_memory(recipe: Recipe, mesh: Mesh, device: torch.device) -> list[str]:

@@ -9,10 +9,8 @@ from recipes.files.exit_codes import CANNOT_WRITE, CORRUPTED, FINISHED, POISONED
 from recipes.metrics.clock import END, FIRST_STEP, LOADING, SAVE, VALIDATION
 from recipes.optimization.skip_steps import NonFiniteRun
 from recipes.training.build_run import Run
-from recipes.training.built import Found
 from recipes.training.console import BORDER_UNSAVED, NOT_SAVED, UNSAVED, contents, interrupted_message, summary
-from recipes.training.results import write_results
-from recipes.training.step import corruption, require_sound_state, train_step, without_garbage_collection
+from recipes.training.step import Found, corruption, require_sound_state, train_step, without_garbage_collection
 
 
 class Trainer:
@@ -22,9 +20,8 @@ class Trainer:
         self.recipe, self.world, self.console, self.clock = run.recipe, run.world, run.console, run.clock
         self.built, self.loader, self.checkpoints = run.built, run.loader, run.checkpoints
         self.guard, self.recorder, self.interruption = run.guard, run.recorder, run.interruption
-        self.description, self.observers, self.tasks = run.description, run.observers, run.tasks
-        self.stage, self.start = run.stage, run.start
-        self.folder, self.first_step = run.recipe.run.folder, run.clock.step
+        self.describe, self.observers, self.tasks = run.describe, run.observers, run.tasks
+        self.stage, self.start, self.first_step = run.stage, run.start, run.clock.step
         self.check_replicas_every = run.recipe.run.check_replicas_every if run.built.mesh.degrees.have_copies else 0
         self.validation_loss: dict[str, float] = {}
 
@@ -59,17 +56,16 @@ class Trainer:
 
     def _loop(self) -> int:
         """Train to the last step of the stage, or until a signal, which is returned."""
-        recipe = self.recipe
         while self.step < self.stage.last:
             found = self._train_step()
             self.clock.count_step()
-            if self._due(recipe.metrics.every) or self.step == self.first_step + 1:
+            if self._due(self.recipe.metrics.every) or self.step == self.first_step + 1:
                 self.recorder.log_step(self.step, found, learning_rate=self.stage.learning_rate(self.step - 1))
             if self._due(self.check_replicas_every):
                 require_sound_state(self.built, self.world)
-            if self._due(recipe.validation.every):
+            if self._due(self.recipe.validation.every):
                 self._validate()
-            if self._due(recipe.checkpoint.every):
+            if self._due(self.recipe.checkpoint.every):
                 self._save()
             if self.checkpoints:
                 self.checkpoints.report()
@@ -166,18 +162,21 @@ class Trainer:
             self.console.log(f"this run has its {recipe.run.steps} steps already; --run.steps N makes it longer")
             if recipe.validation.every:
                 self._validate()
-        write_results(
-            recipe, self.built.model, self.loader, self.description, world=self.world, log=self.console.log, saved=saved
-        )
+        if recipe.validation.sample_tokens or recipe.checkpoint.export_hf:
+            from recipes.training.results import write_results
+
+            describe = self.describe if saved else None
+            write_results(recipe, self.built.model, self.loader, describe, world=self.world, log=self.console.log)
+        self.recorder.log_consumed(self.step)
         if done:
             tokens = self.recorder.tokens(self.step) - self.start.tokens
             self.console.log(summary(done, tokens, seconds, validation_loss=self.validation_loss), style="bold")
             self.recorder.log_plan(self.step)
             if not recipe.checkpoint.every:
                 self.console.log(NOT_SAVED)
-        unsaved = bool(recipe.checkpoint.every) and not saved
-        self._end(UNSAVED if unsaved else contents(self.folder))
-        return CANNOT_WRITE if unsaved else FINISHED
+        is_safe = saved or not recipe.checkpoint.every
+        self._end(contents(self.recipe.run.folder) if is_safe else UNSAVED)
+        return FINISHED if is_safe else CANNOT_WRITE
 
     def _hand_over(self, *, saved: bool) -> int | None:
         """End what does not go on after the last step of a stage. Returns None if the next stage can follow."""

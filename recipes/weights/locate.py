@@ -16,11 +16,6 @@ if TYPE_CHECKING:  # what a run without weights does not need is imported where 
     from recipes.data.text.tokenizer import Tokenizer
     from recipes.weights.hf_folder import StoredTensors
 
-FROM_WEIGHTS = "from_weights"
-"""The value of model.name for the model of model.weights, and of data.tokenizer for their tokenizer."""
-FROM_CONFIG = "from_config"
-"""The value of model.name for the model of model.config, with random weights."""
-
 
 @dataclass(frozen=True)
 class Weights:

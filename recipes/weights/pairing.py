@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from models.config import ModelConfig
+from models.config import FROM_WEIGHTS, ModelConfig
 from models.transformers_config import TransformersConfig
 from parallel.errors import TemporaryError, UserError
 from recipes.data.config import DataConfig
@@ -13,7 +13,7 @@ from recipes.data.pair_sequences import Pairing
 from recipes.data.text.chat import chat_settings, read_chat_files
 from recipes.data.text.pair_format import PairFormat
 from recipes.weights.companions import GENERATION_CONFIG, TOKENIZER_CONFIG
-from recipes.weights.locate import FROM_WEIGHTS, InitialWeights, Weights
+from recipes.weights.locate import InitialWeights, Weights
 
 
 def pairing_of(data: DataConfig, model: ModelConfig, weights: Weights | None) -> Pairing:
@@ -52,14 +52,14 @@ def pair_format(data: DataConfig, files: Mapping[str, str], *, encoder_decoder: 
     )
 
 
-def pairing_problems(data: DataConfig, model: ModelConfig, initial: InitialWeights) -> Iterator[tuple[str, str]]:
+def pairing_problems(data: DataConfig, model: ModelConfig, initial: InitialWeights | None) -> Iterator[tuple[str, str]]:
     """(field of [data], message) of what keeps a recipe's rows from becoming pairs."""
     encoder_decoder = model.is_encoder_decoder
     if problems := list(pair_problems(data, encoder_decoder=encoder_decoder)):
         yield from problems
         return
     try:
-        weights = initial.find() if model.weights or data.tokenizer == FROM_WEIGHTS else None
+        weights = initial.find() if initial and (model.weights or data.tokenizer == FROM_WEIGHTS) else None
     except UserError:  # reported where weights are checked
         return
     try:

@@ -28,8 +28,7 @@ from recipes.files.markdown import markdown_table
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
 from recipes.recipe.load import CONFIGS, LoadedRecipe, load_run
-from recipes.training.build import build
-from recipes.training.built import Built
+from recipes.training.build import Built, build
 from recipes.training.step import train_step
 from recipes.weights.convert import export_model
 from recipes.weights.locate import trained_description

@@ -28,8 +28,7 @@ from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
 from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe
-from recipes.training.build import build
-from recipes.training.built import Built
+from recipes.training.build import Built, build
 from recipes.training.step import require_sound_state, train_step
 from tests.compiling import compiling_in_turn, graphs_only
 from tests.families import FAMILIES, batch_for, family_config, rows_of

@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from parallel.errors import UserError
-from recipes.data.text.hub_name import HUB_PREFIX, folder_files
 from recipes.data.text.plain_text import PIECES, text_rule, what_a_document_is
 from recipes.data.text.readers import ARRAY, file_kind
-from recipes.data.text.stdlib import STDLIB, is_stdlib, stdlib_files, stdlib_problem
 from recipes.files.reading import fault, is_remote, may_pass, patiently, read_patiently
 
 if TYPE_CHECKING:
@@ -28,6 +26,9 @@ SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 NAMED = ".csv"
 """Read where the source names such files, itself or by a glob that ends so: folders of text hold other tables."""
 SUPPORTED = ", ".join((*SUFFIXES, NAMED))
+
+STDLIB = "python-stdlib"
+"""Python's standard library; "python-stdlib/asyncio" is one of its packages."""
 
 # Up to this many bytes a corpus is identified by its contents (a fraction of a second), beyond it by the names, sizes
 # and modification times of its files.
@@ -41,7 +42,12 @@ TEXT_VERSION = 1
 
 def is_hub(source: str) -> bool:
     """Whether the source is a Hugging Face dataset, on the hub or in a folder."""
-    return source.startswith(HUB_PREFIX)
+    return source.startswith("hf:")
+
+
+def is_stdlib(source: str) -> bool:
+    """Whether the source is Python's standard library, or one of its packages."""
+    return source.partition("/")[0] == STDLIB
 
 
 def is_prepared(source: str) -> bool:
@@ -67,7 +73,9 @@ def source_problem(source: str) -> str | None:
 
         return remote_problem(source, _remote_files(source), supported=SUPPORTED)
     if is_stdlib(source):
-        return stdlib_problem(source)
+        from recipes.data.text.stdlib import stdlib_problem
+
+        return stdlib_problem(source.removeprefix(STDLIB))
     path = Path(source).expanduser()
     if (path / "owner.txt").is_file() and not is_prepared(source):
         return f"the preparation of {source!r} is not finished; run scripts/prepare_data.py for it again"
@@ -119,7 +127,7 @@ def fingerprint(source: str, *, text_field: "Fields", text_documents: str = "aut
     dataset = _dataset(pinned(source))
     settings = (READER_VERSION, text_field, dataset.config, dataset.split)
     if dataset.folder:
-        return _identity(settings, folder_files(dataset.folder), root=dataset.folder)
+        return _identity(settings, _folder_files(dataset.folder), root=dataset.folder)
     return _identity((*settings, dataset.name, dataset.revision), [], root=Path())
 
 
@@ -243,7 +251,9 @@ def find_files(source: str) -> "Sequence[File]":
     if is_remote(source):
         return _remote_files(source)
     if is_stdlib(source):
-        return stdlib_files(source)
+        from recipes.data.text.stdlib import stdlib_files
+
+        return stdlib_files(source.removeprefix(STDLIB))
     path = Path(source).expanduser()
     if path.is_file():
         return [path]
@@ -344,7 +354,13 @@ def _local_files(source: str) -> "Sequence[File]":
     if not is_hub(source):
         return find_files(source)
     folder = _dataset(source).folder
-    return folder_files(folder) if folder else []
+    return _folder_files(folder) if folder else []
+
+
+def _folder_files(folder: Path) -> list[Path]:
+    from recipes.data.text.hub_name import folder_files
+
+    return folder_files(folder)
 
 
 def _suffix(path: "File", source: str = "") -> str | None:

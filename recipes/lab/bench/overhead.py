@@ -109,7 +109,7 @@ def loops(overrides: list[str], *, rounds: int, steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         for number in range(rounds):
             trainer = _train(folder, [*overrides, "--run.steps", str(steps), "--run.name", f"round-{number}"])
-            rows = [json.loads(line) for line in (trainer.folder / METRICS).read_text().splitlines()]
+            rows = [json.loads(line) for line in (trainer.recipe.run.folder / METRICS).read_text().splitlines()]
             # All of the wall time between two logged steps, logging included, which a step's own time leaves out.
             walls = [sum(row["wall_seconds"].values()) for row in rows if row["step"] >= WINDOW and "loss" in row]
             ours += [(then - now) / WINDOW for now, then in pairwise(walls)]

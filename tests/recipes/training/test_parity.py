@@ -61,7 +61,7 @@ def both_curves(family: str, recipe: Recipe) -> tuple[list[tuple[float, float]],
                 parameter.to_local().copy_(weights.pop(hf_name(name)))
         assert not weights
         assert trainer.run() == 0
-    rows = [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (trainer.recipe.run.folder / "metrics.jsonl").read_text().splitlines()]
     ours = [(row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
     # Only the batches come from the trainer; tests/recipes/data checks which tokens they hold.
     sequences = trainer.loader.training.sequences

@@ -65,14 +65,14 @@ def failure(source: Path | str, text_field: str = "text") -> str:
 
 
 def test_standard_library_is_always_read_in_the_same_order() -> None:
-    texts = read(stdlib.STDLIB)
+    texts = read(sources.STDLIB)
     assert len(texts) > 400
     assert sum(map(len, texts)) > 5_000_000
     assert any("class Thread" in text for text in texts)
     assert not any(
         "site-packages" in str(file) or "/test/" in str(file) for file in sources.find_files("python-stdlib")
     )
-    assert texts == read(stdlib.STDLIB)
+    assert texts == read(sources.STDLIB)
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.jsonl.zst"])
@@ -198,7 +198,7 @@ def test_python_file_that_is_not_utf8_is_a_bad_row(tmp_path: Path, monkeypatch: 
     (tmp_path / "a.py").write_bytes(b"# \xe9\n")
     (tmp_path / "b.py").write_bytes(b"\xef\xbb\xbfpass\r\n")
     monkeypatch.setattr(stdlib, "stdlib_folder", lambda: tmp_path)
-    assert rows_of(stdlib.STDLIB) == [Row("", 0, 1, "invalid UTF-8: byte 0xe9 at 3"), Row("pass\n", 1, 1)]
+    assert rows_of(sources.STDLIB) == [Row("", 0, 1, "invalid UTF-8: byte 0xe9 at 3"), Row("pass\n", 1, 1)]
 
 
 def test_parquet_values_that_are_not_text_are_bad_rows(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_source_without_read_permission_is_refused(tmp_path: Path, monkeypatch: 
 
 def test_python_without_its_library_sources_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stdlib, "stdlib_folder", lambda: tmp_path)
-    assert "this Python has no library sources" in str(sources.source_problem(stdlib.STDLIB))
+    assert "this Python has no library sources" in str(sources.source_problem(sources.STDLIB))
 
 
 def test_a_package_of_the_library_is_a_source_and_another_name_lists_them() -> None:
