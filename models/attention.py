@@ -5,19 +5,22 @@ multiple of K), H head width.
 """
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from models.config import ModelConfig
-from models.documents import Mask, Restriction
+
+if TYPE_CHECKING:
+    from models.documents import Restriction
 
 
 class InnerAttention(nn.Module):
     """The part of attention that looks at other tokens. It has no parameters: context parallelism replaces it."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, documents: Restriction | None = None) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, documents: "Restriction | None" = None) -> Tensor:
         """query: (B, N, T, H); key, value: (B, K, T, H). Returns (B, N, T, H)."""
         if documents is None:
             return causal_attention(query, key, value)
@@ -41,11 +44,13 @@ def attention_to_cached(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=query.shape[1] != key.shape[1])
 
 
-def attention_in_documents(query: Tensor, key: Tensor, value: Tensor, documents: Restriction) -> Tensor:
+def attention_in_documents(query: Tensor, key: Tensor, value: Tensor, documents: "Restriction") -> Tensor:
     """Causal attention inside documents. query: (B, N, T, H); key, value: (B, K, S, H). Returns (B, N, T, H).
 
     S is T, or more where the documents say so: see of_chunk() in models/documents.py.
     """
+    from models.documents import Mask  # most runs have no documents
+
     if isinstance(documents, Mask):
         grouped = query.shape[1] != key.shape[1]
         return scaled_dot_product_attention(query, key, value, attn_mask=documents.sees, enable_gqa=grouped)

@@ -17,12 +17,12 @@ from torch.nn.functional import linear, silu
 
 from models.attention import InnerAttention, attention_to_cached, rope_tables, rotate
 from models.config import ModelConfig
-from models.documents import Documents, Restriction
 from models.interface import BlockInterface, ModelInterface
 from models.loss import SummedLoss
 
 if TYPE_CHECKING:
     from models.cache import KeyValueCache, LayerCache
+    from models.documents import Documents, Restriction
 
 
 class Attention(nn.Module):
@@ -44,7 +44,7 @@ class Attention(nn.Module):
         cos: Tensor,
         sin: Tensor,
         cache: "LayerCache | None" = None,
-        documents: Restriction | None = None,
+        documents: "Restriction | None" = None,
     ) -> Tensor:
         """x: (B, T, D) -> (B, T, D). With a cache, x follows the tokens in there, and is added to them."""
         # -1 infers the number of heads, so that a tensor-parallel rank needs no change here.
@@ -94,7 +94,7 @@ class Block(nn.Module):
         cos: Tensor,
         sin: Tensor,
         cache: "LayerCache | None" = None,
-        documents: Restriction | None = None,
+        documents: "Restriction | None" = None,
     ) -> Tensor:
         """x: (B, T, D); cos, sin from rope_tables -> (B, T, D)."""
         x = x + self.attention(self.attention_norm(x), cos, sin, cache, documents)
@@ -150,7 +150,7 @@ class Decoder(nn.Module):
         targets: Tensor | None = None,
         *,
         cache: "KeyValueCache | None" = None,
-        documents: Documents | None = None,
+        documents: "Documents | None" = None,
         positions: Tensor | None = None,
     ) -> Tensor:
         """tokens: (B, T) integers. Returns logits (B, T, V), or, with targets (B, T), their summed loss, a scalar.

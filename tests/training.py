@@ -12,6 +12,7 @@ from parallel.dist import World, start, stop
 from recipes.metrics.clock import RunClock
 from recipes.recipe.load import LoadedRecipe, load
 from recipes.recipe.schema import Recipe
+from recipes.training.border import Process
 from recipes.training.build_run import build_run
 from recipes.training.console import Console
 from recipes.training.trainer import Trainer
@@ -57,7 +58,7 @@ def training(recipe: Recipe, world: World, *, silent: bool = True, clock: RunClo
     """The Trainer of a recipe, ready for its first step; every rank calls this."""
     with Console(silent=silent) as console:
         loaded = LoadedRecipe(recipe, weights_of(recipe))
-        yield Trainer(build_run(loaded, world, console, clock or RunClock(world.device)))
+        yield Trainer(build_run(loaded, Process(world, console, clock or RunClock(world.device))))
 
 
 def train(recipe: Recipe, world: World, *, silent: bool = True) -> int:

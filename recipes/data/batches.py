@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from models.documents import Documents
 from models.loss import IGNORED
 from recipes.data.sequences import Sequences
 
 if TYPE_CHECKING:
+    from models.documents import Documents
     from models.encoder_decoder import EncoderDecoderInputs
     from recipes.data.pair_sequences import PairSequences
 
 # Batches read before they are needed: the next one, and one more in case reading takes longer than a step.
 AHEAD = 2
-MicroBatch = tuple["Tensor | EncoderDecoderInputs", Tensor, Documents | None]
+MicroBatch = tuple["Tensor | EncoderDecoderInputs", Tensor, "Documents | None"]
 """Inputs and targets, (B, T) each, and the documents of the inputs; None = each sequence is one document."""
 
 
@@ -104,13 +104,17 @@ class Batches:
 
     def _micro_batch(self, inputs: Tensor, targets: Tensor) -> MicroBatch:
         end = self._end_of_document
-        documents = None if end is None else Documents.of(inputs, end_of_document=end)
+        documents = None
+        if end is not None:
+            from models.documents import Documents
+
+            documents = Documents.of(inputs, end_of_document=end)
         if self._device.type == "cuda":
             inputs, targets = inputs.contiguous(), targets.contiguous()
         return self._pinned(inputs, targets, documents)
 
     def _pinned(
-        self, inputs: "Tensor | EncoderDecoderInputs", targets: Tensor, documents: Documents | None
+        self, inputs: "Tensor | EncoderDecoderInputs", targets: Tensor, documents: "Documents | None"
     ) -> MicroBatch:
         if self._device.type != "cuda":
             return inputs, targets, documents

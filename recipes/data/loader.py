@@ -6,13 +6,14 @@ b sequences of this process in a step, B of a micro-batch, T sequence length.
 import platform
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallel.dist import World, on_all, on_main
 from parallel.errors import UserError
+from parallel.mesh import Mesh
 from recipes.data.batches import Batches, MicroBatch
 from recipes.data.config import BatchConfig, DataConfig
 from recipes.data.history import History, consumed_tokens, to_json
@@ -26,59 +27,73 @@ if TYPE_CHECKING:
     from recipes.data.pair_sequences import Pairing
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What a run reads: the recipe's sections, and what follows from others."""
+
+    data: DataConfig
+    batch: BatchConfig
+    seed: int
+    """Of the data order."""
+    tokenizer: Callable[[], str | Tokenizer]
+    """Returns data.tokenizer, or a tokenizer that is loaded already."""
+    vocabulary: int
+    """Entries in the model's embedding."""
+    validation: Mapping[str, str]
+    """As for open_data()."""
+    pairing: "Pairing | None" = None
+    """How rows become pairs; None = they are text."""
+    at_several_lengths: frozenset[str] = frozenset()
+    """Names of the sources that the run reads at several sequence lengths."""
+
+
 class DataLoader:
     """Training and held-out batches, their tokenizer, and the list of bad rows."""
 
     def __init__(
         self,
-        data: DataConfig,
-        batch: BatchConfig,
-        *,
+        reading: Reading,
         world: World,
-        data_rank: int,
-        data_ranks: int,
-        seed: int,
-        vocabulary: int,
-        tokenizer: Callable[[], str | Tokenizer],
+        mesh: Mesh,
+        *,
         resumed_data_state: Callable[[], Mapping[str, Any]],
         log: Callable[[str], None],
-        validation: Mapping[str, str],
-        pairing: "Pairing | None" = None,
-        at_several_lengths: frozenset[str] = frozenset(),
     ) -> None:
         """Open all sources on every process, which maps their tokens itself; one of each node compares the text and the
         tokenizer with rank 0's. Raises UserError if a source, its text or the tokenizer is bad, or if they differ.
 
         Args:
-            data, batch: the recipe's sections.
+            reading: what is read.
             world: all processes; rank 0 tokenizes, and the others read the folders that it chose.
-            data_rank, data_ranks: which of how many equal shares of the global batch this process reads.
-            seed: of the data order.
-            vocabulary: entries in the model's embedding.
-            tokenizer: returns data.tokenizer, or a tokenizer that is loaded already.
+            mesh: says which of how many equal shares of the global batch this process reads.
             resumed_data_state: called on rank 0; returns the data_state of the checkpoint to resume from, or {}.
             log: receives one line of text per message.
-            validation: as for open_data().
-            pairing: how rows become pairs; None = they are text.
-            at_several_lengths: names of the sources that the run reads at several sequence lengths.
         """
+        data, batch, pairing = reading.data, reading.batch, reading.pairing
 
         def opened_from(state: Mapping[str, Any], launch: Launch) -> Data:
-            opens = partial(open_data, data, sequence_length=batch.sequence_length, seed=seed, validation=validation)
             of_step = pairing and replace(pairing, run=batch.global_batch_size)
-            return opens(replace(launch, pairing=of_step), tokenizer=tokenizer(), resumed_data_state=state)
+            return open_data(
+                data,
+                replace(launch, pairing=of_step),
+                tokenizer=reading.tokenizer(),
+                sequence_length=batch.sequence_length,
+                seed=reading.seed,
+                resumed_data_state=state,
+                validation=reading.validation,
+            )
 
         self._looks = world.leads_node
-        several = at_several_lengths
+        several = reading.at_several_lengths
         launch = Launch(run="", writes=world.is_main, log=log, looks=self._looks, at_several_lengths=several)
         opened = _open_on_all(world, opened_from, resumed_data_state=resumed_data_state, launch=launch)
-        _require_vocabulary(opened.tokenizer, vocabulary)
+        _require_vocabulary(opened.tokenizer, reading.vocabulary)
         self.tokenizer, self.data_state, self.pairing = opened.tokenizer, opened.data_state, pairing
         end, masked = self.tokenizer.end_of_document, data.document_mask and pairing is None
         self.document_boundary = end if masked else None
         """The token that attention does not look past, if the recipe asks for that."""
         reader = _reader_of_batches(pairing, end_of_document=end, boundary=self.document_boundary)
-        share: dict[str, Any] = {"data_rank": data_rank, "data_ranks": data_ranks, "device": world.device}
+        share: dict[str, Any] = {"data_rank": mesh.data_rank, "data_ranks": mesh.data_ranks, "device": world.device}
         sizes = {"global_batch_size": batch.global_batch_size, "micro_batch_size": batch.micro_batch_size}
         batches = partial(reader, **sizes, **share)
         self.training = batches(opened.training)

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from models.config import AttentionFlops, ModelConfig
-from models.documents import Documents
 from parallel.errors import UserError
 from parallel.reduce import sum_over_group
 from recipes.metrics.hardware import bf16_peak
 
 if TYPE_CHECKING:
     from models.counts import Lengths
+    from models.documents import Documents
     from models.transformers_config import TransformersConfig
 
 ATTENTION: tuple[AttentionFlops, AttentionFlops] = ("causal", "full")
@@ -30,7 +30,7 @@ class AttentionLength:
         self._group, self._device = group, device
         self._squared_lengths = self._tokens = 0
 
-    def count(self, micro_batches: Iterable[Documents | None]) -> None:
+    def count(self, micro_batches: "Iterable[Documents | None]") -> None:
         """Count one step of this process. The numbers are on the host, so nothing waits for the device."""
         for documents in micro_batches:
             if documents is not None:

@@ -1,4 +1,4 @@
-"""What a process begins to train from, and what passes from one stage of a run to the next in the same process."""
+"""What a process of a run has from its start to its end, begins to train from, and takes from stage to stage."""
 
 import gc
 import sys
@@ -8,15 +8,28 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from parallel.dist import World
 from parallel.mesh import Mesh
 from recipes.files.layout import CHECKPOINTS, step_folder
+from recipes.metrics.clock import RunClock
 from recipes.metrics.goodput import Goodput
 from recipes.metrics.writer import MetricsWriter
 from recipes.recipe.schema import Recipe
+from recipes.training.console import Console
 from recipes.training.interruption import Interruption
 
 if TYPE_CHECKING:
     from recipes.metrics.profile import StepProfiler
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of a run."""
+
+    world: World
+    """Its place among the others."""
+    console: Console
+    clock: RunClock
 
 
 @dataclass(frozen=True)

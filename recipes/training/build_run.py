@@ -12,12 +12,11 @@ from models.config import FROM_WEIGHTS
 from parallel.dist import World, on_main, on_main_first
 from parallel.errors import TemporaryError
 from parallel.mesh import Mesh
-from recipes.data.loader import DataLoader
+from recipes.data.loader import DataLoader, Reading
 from recipes.data.text.tokenizer import Tokenizer
 from recipes.files.layout import CHECKPOINTS, LOG_FILE, SAVED
 from recipes.files.lock import FolderLock
 from recipes.files.reading import names_in
-from recipes.metrics.clock import RunClock
 from recipes.metrics.throughput import Throughput
 from recipes.optimization.optimizer import matrices_of
 from recipes.optimization.skip_steps import StepGuard
@@ -26,7 +25,7 @@ from recipes.recipe.rules_mesh import require_fits_world
 from recipes.recipe.schema import Recipe
 from recipes.recipe.stages import Stage, at_several_lengths, stage_of, stages_of
 from recipes.training import surroundings
-from recipes.training.border import Beginning, FellBack, Kept, Start
+from recipes.training.border import Beginning, FellBack, Kept, Process, Start
 from recipes.training.build import Built, build
 from recipes.training.console import Console, notes, run_header
 from recipes.training.interruption import Interruption
@@ -46,9 +45,7 @@ class Run:
     """Everything that the training loop needs."""
 
     recipe: Recipe
-    world: World
-    console: Console
-    clock: RunClock
+    process: Process
     built: Built
     loader: DataLoader
     checkpoints: "Checkpoints | None"
@@ -85,14 +82,13 @@ class Run:
         )
 
 
-def build_run(
-    loaded: LoadedRecipe, world: World, console: Console, clock: RunClock, *, after: Kept | None = None
-) -> Run:
+def build_run(loaded: LoadedRecipe, process: Process, *, after: Kept | None = None) -> Run:
     """Build the stage that is due, from the newest checkpoint; the first one of a process claims the run's folder.
 
     after: what the stage before it left. Raises UserError, on all processes, for whatever keeps it from starting.
     """
-    recipe, build_stage = loaded.recipe, partial(_build_stage, loaded, world, console, clock)
+    recipe, world, console = loaded.recipe, process.world, process.console
+    build_stage = partial(_build_stage, loaded, process)
     if after:
         try:
             return build_stage(Beginning.own(recipe, after.step), after=after)
@@ -141,9 +137,7 @@ def _weights_for(loaded: LoadedRecipe, begin: Beginning) -> "Weights | None":
 
 def _build_stage(
     loaded: LoadedRecipe,
-    world: World,
-    console: Console,
-    clock: RunClock,
+    process: Process,
     begin: Beginning,
     *,
     lock: FolderLock | None = None,
@@ -154,15 +148,15 @@ def _build_stage(
     Raises FellBack if the checkpoint of this step is damaged and the next older one belongs to another stage.
     """
     stage = stage_of(loaded.recipe, begin.step)
-    recipe = stage.recipe
+    recipe, world, console, clock = stage.recipe, process.world, process.console, process.clock
     weights = _weights_for(loaded, begin)
     starts_from = weights if recipe.model.weights and begin.checkpoint is None else None
     built = build(recipe, world, weights=starts_from, mesh=_mesh_of(recipe, world, after))
     throughput = surroundings.throughput(recipe, world)
-    _log_header(stage, world, console, built=built, throughput=throughput, starts_from=starts_from)
-    loader = _open_data(recipe, world, built.mesh, weights, begin, console, at_several_lengths(loaded.recipe))
+    _log_header(stage, process, built=built, throughput=throughput, starts_from=starts_from)
+    loader = _open_data(recipe, process, built.mesh, weights, begin, several=at_several_lengths(loaded.recipe))
     describe = cache(partial(_describe, recipe, loader, weights, begin, console))
-    tasks = _validation_tasks(recipe, built, describe(), world, clock) if recipe.validation.tasks else dict
+    tasks = _validation_tasks(recipe, process, built, describe()) if recipe.validation.tasks else dict
     checkpoints, progress = _resume(recipe, built, loader, describe, begin, console)
     clock.step = progress.get("step", 0)
     if stage_of(loaded.recipe, clock.step).number != stage.number:
@@ -172,27 +166,25 @@ def _build_stage(
     # Only now: until here a signal ends the process, and a run that could not start leaves nothing behind.
     interruption = after.interruption if after else Interruption()
     if lock:
-        _claim_folder(loaded.recipe, world, built.mesh, console, clock, lock, begin)
+        _claim_folder(loaded.recipe, process, built.mesh, lock, begin)
     if clock.step < recipe.run.steps:  # a finished run reads nothing more, and has its list
         loader.list_bad_rows_in(recipe.run.folder)
     guard = _guard(recipe, world, built, progress)
     recorder = Recorder(
-        recipe, world, built, clock, console, loader, guard=guard, throughput=throughput, progress=progress, after=after
+        recipe, process, built, loader, guard=guard, throughput=throughput, progress=progress, after=after
     )
     recorder.metrics.stage = stage.name
     return Run(
         recipe=recipe,
-        world=world,
-        console=console,
-        clock=clock,
+        process=process,
         built=built,
         loader=loader,
         checkpoints=checkpoints,
         guard=guard,
         recorder=recorder,
         interruption=interruption,
-        profiler=after.profiler if after else surroundings.profiler_of(recipe, world, clock, console),
-        sampler=surroundings.sampler_of(recipe, world, built, clock, console),
+        profiler=after.profiler if after else surroundings.profiler_of(recipe, process),
+        sampler=surroundings.sampler_of(recipe, process, built),
         describe=describe,
         tasks=tasks,
         stage=stage,
@@ -201,16 +193,10 @@ def _build_stage(
 
 
 def _log_header(
-    stage: Stage,
-    world: World,
-    console: Console,
-    *,
-    built: Built,
-    throughput: Throughput,
-    starts_from: "Weights | None",
+    stage: Stage, process: Process, *, built: Built, throughput: Throughput, starts_from: "Weights | None"
 ) -> None:
-    header = run_header(stage, built.mesh.degrees, throughput, built.report)
-    for line in (*header, *surroundings.predicted_memory(stage.recipe, built.mesh, world.device)):
+    header, console = run_header(stage, built.mesh.degrees, throughput, built.report), process.console
+    for line in (*header, *surroundings.predicted_memory(stage.recipe, built.mesh, process.world.device)):
         console.log(line, style=None if line.startswith(" ") else "bold")
     if starts_from is not None:
         console.log(f"weights from {starts_from.path}")
@@ -239,17 +225,10 @@ def _mesh_of(recipe: Recipe, world: World, after: Kept | None) -> Mesh | None:
     return after.mesh if after and after.mesh.degrees == degrees else None
 
 
-def _claim_folder(
-    recipe: Recipe,
-    world: World,
-    mesh: Mesh,
-    console: Console,
-    clock: RunClock,
-    lock: FolderLock,
-    begin: Beginning,
-) -> None:
-    about = surroundings.environment_of(world, mesh, console)
-    for note in on_main(world, lambda: claim_run_folder(recipe, done=clock.step, environment=about, lock=lock)):
+def _claim_folder(recipe: Recipe, process: Process, mesh: Mesh, lock: FolderLock, begin: Beginning) -> None:
+    world, console, done = process.world, process.console, process.clock.step
+    about = surroundings.environment_of(process, mesh)
+    for note in on_main(world, lambda: claim_run_folder(recipe, done=done, environment=about, lock=lock)):
         console.log(note)
     console.open_log(recipe.run.folder / LOG_FILE)
     on_main(world, lambda: begin.note_origin(recipe))
@@ -274,11 +253,11 @@ def _describe(
 
 def _open_data(
     recipe: Recipe,
-    world: World,
+    process: Process,
     mesh: Mesh,
     weights: "Weights | None",
     begin: Beginning,
-    console: Console,
+    *,
     several: frozenset[str],
 ) -> DataLoader:
     """The data of a stage. several: the sources that the whole run reads at several lengths."""
@@ -296,23 +275,20 @@ def _open_data(
         from recipes.weights.pairing import pairing_of
 
         pairing = pairing_of(recipe.data, recipe.model, weights)
-    loader = DataLoader(
+    reading = Reading(
         recipe.data,
         recipe.batch,
-        world=world,
-        data_rank=mesh.data_rank,
-        data_ranks=mesh.data_ranks,
         seed=recipe.run.seed,
-        vocabulary=recipe.model.vocabulary,
         tokenizer=tokenizer,
-        resumed_data_state=partial(resumed_data_state, begin.checkpoint),
-        log=console.log,
+        vocabulary=recipe.model.vocabulary,
         validation=recipe.validation.texts,
         pairing=pairing,
         at_several_lengths=several,
     )
+    resumed = partial(resumed_data_state, begin.checkpoint)
+    loader = DataLoader(reading, process.world, mesh, resumed_data_state=resumed, log=process.console.log)
     for line in notes(recipe, entries=loader.tokenizer.vocabulary):
-        console.log(line)
+        process.console.log(line)
     return loader
 
 
@@ -334,7 +310,7 @@ def _resume(
 
 
 def _validation_tasks(
-    recipe: Recipe, built: Built, description: "Description", world: World, clock: RunClock
+    recipe: Recipe, process: Process, built: Built, description: "Description"
 ) -> Callable[[], Mapping[str, float]]:
     """Load the tasks with their data. Returns what evaluates them: "TASK/METRIC" -> value, equal on all processes.
 
@@ -344,7 +320,7 @@ def _validation_tasks(
     from recipes.evaluation.tasks import harness
     from recipes.recipe.rules_tasks import require_row
 
-    tests, validation, batch = harness(), recipe.validation, recipe.batch
+    tests, validation, batch, world = harness(), recipe.validation, recipe.batch, process.world
     limit = validation.task_limit or None
     tasks = on_main_first(world, lambda: tests.load_tasks(validation.tasks, limit=limit))
     require_row(recipe.checkpoint.keep_best, tasks.directions)
@@ -356,7 +332,7 @@ def _validation_tasks(
             getattr(torch, recipe.fsdp.param_dtype),
             max_length=batch.sequence_length,
             batch_tokens=batch.micro_batch_size * batch.sequence_length,
-            on_batch=clock.progressed,
+            on_batch=process.clock.progressed,
         ),
         description,
     )

@@ -16,7 +16,7 @@ from recipes.checkpoint.config import KEEP_BEST, VALIDATION
 from recipes.data.batches import MicroBatch
 from recipes.data.loader import DataLoader
 from recipes.evaluation.config import TASK
-from recipes.metrics.clock import LOADING, LOG, STEP, RunClock
+from recipes.metrics.clock import LOADING, LOG, STEP
 from recipes.metrics.goodput import SKIPPED, Goodput
 from recipes.metrics.throughput import AttentionLength, HostMemory, Throughput
 from recipes.metrics.writer import MetricsWriter
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from recipes.cluster.stragglers import ComputeTime, Stragglers
     from recipes.metrics.memory import GpuMemory
     from recipes.metrics.pair_lengths import PairLengths
-    from recipes.training.border import Kept
+    from recipes.training.border import Kept, Process
     from recipes.training.build import Built
     from recipes.training.foresight import Foresight
     from recipes.training.step import Found
@@ -42,10 +42,8 @@ class Recorder:
     def __init__(
         self,
         recipe: Recipe,
-        world: World,
+        process: "Process",
         built: "Built",
-        clock: RunClock,
-        console: Console,
         loader: DataLoader,
         *,
         guard: StepGuard,
@@ -57,7 +55,7 @@ class Recorder:
 
         after: what the stage before this one left, in the same process.
         """
-        mesh, model = built.mesh, built.model
+        mesh, model, world, clock, console = built.mesh, built.model, process.world, process.clock, process.console
         self._world, self._mesh, self._clock, self._console = world, mesh, clock, console
         self._loader, self._guard, self._throughput = loader, guard, throughput
         self._steps, self._folder = recipe.run.steps, recipe.run.folder

@@ -13,7 +13,7 @@ from recipes.metrics.clock import RunClock
 from recipes.recipe.load import LoadedRecipe, to_toml
 from recipes.recipe.schema import Recipe
 from recipes.recipe.stages import stage_of, stages_of
-from recipes.training.border import free_memory
+from recipes.training.border import Process, free_memory
 from recipes.training.build_run import build_run
 from recipes.training.console import Console
 from recipes.training.interruption import forget_signals
@@ -42,7 +42,7 @@ def train(loaded: LoadedRecipe, *, began: float) -> int:
                 from recipes.training.fetch import fetch_newest
 
                 fetch_newest(loaded.recipe, world, log=console.log)
-            return train_stages(loaded, world, console, clock)
+            return train_stages(loaded, Process(world, console, clock))
     except UserError as error:
         forget_signals()
         if world.is_main:
@@ -81,16 +81,16 @@ def _join(recipe: Recipe) -> World:
         raise
 
 
-def train_stages(loaded: LoadedRecipe, world: World, console: Console, clock: RunClock) -> int:
+def train_stages(loaded: LoadedRecipe, process: Process) -> int:
     """Train stage after stage, each from the checkpoint at the end of the one before. Returns the exit code."""
-    run = build_run(loaded, world, console, clock)
+    run = build_run(loaded, process)
     while (code := Trainer(run).run()) is None:
         after = run.kept
         if run.checkpoints:
             run.checkpoints.finish_copies()
         del run
         free_memory()
-        run = build_run(loaded, world, console, clock, after=after)
+        run = build_run(loaded, process, after=after)
         after.interruption.can_wait = True
     if run.checkpoints and not run.checkpoints.finish_copies(soon=code == PREEMPTED) and code == FINISHED:
         return CANNOT_WRITE

@@ -11,10 +11,9 @@ from parallel.dist import World, allocator_settings
 from parallel.mesh import Mesh
 from recipes.files.layout import PROFILE
 from recipes.files.version import commit
-from recipes.metrics.clock import RunClock
 from recipes.metrics.throughput import Throughput, device_name
 from recipes.recipe.schema import Recipe
-from recipes.training.console import Console
+from recipes.training.border import Process
 
 if TYPE_CHECKING:
     from recipes.metrics.float8_samples import CastSampler
@@ -33,9 +32,10 @@ def predicted_memory(recipe: Recipe, mesh: Mesh, device: torch.device) -> list[s
     return summary(predict(recipe, mesh.degrees), torch.cuda.get_device_properties(device).total_memory)
 
 
-def environment_of(world: World, mesh: Mesh, console: Console) -> dict[str, Any]:
+def environment_of(process: Process, mesh: Mesh) -> dict[str, Any]:
     """What environment.json records, on rank 0, which writes it; with several processes, also the speed of what
     connects them."""
+    world = process.world
     # git looks at every file of the checkout, which may be on a file system that all nodes share.
     about = environment(world_size=world.size, device=world.device) if world.is_main else {}
     if world.size == 1:
@@ -44,7 +44,7 @@ def environment_of(world: World, mesh: Mesh, console: Console) -> dict[str, Any]
 
     found = measure_axes(world, mesh)
     for line in summary(found, world):
-        console.log(line)
+        process.console.log(line)
     return about | {"preflight": found}
 
 
@@ -54,24 +54,31 @@ def throughput(recipe: Recipe, world: World) -> Throughput:
     return Throughput(recipe.model, **sizes, device=world.device)
 
 
-def profiler_of(recipe: Recipe, world: World, clock: RunClock, console: Console) -> "StepProfiler | None":
+def profiler_of(recipe: Recipe, process: Process) -> "StepProfiler | None":
     """What traces steps of this start, if the recipe asks for that."""
     if not recipe.profile.trace_steps:
         return None
     from recipes.metrics.profile import StepProfiler
 
-    folder = recipe.run.folder / PROFILE
-    return StepProfiler(recipe.profile, world, folder=folder, clock=clock, log=console.log)
+    folder, log = recipe.run.folder / PROFILE, process.console.log
+    return StepProfiler(recipe.profile, process.world, folder=folder, clock=process.clock, log=log)
 
 
-def sampler_of(recipe: Recipe, world: World, built: "Built", clock: RunClock, console: Console) -> "CastSampler | None":
+def sampler_of(recipe: Recipe, process: Process, built: "Built") -> "CastSampler | None":
     """What counts the float8 casts of some steps, if the recipe asks for that."""
     if not recipe.float8.sample_every:
         return None
     from recipes.metrics.float8_samples import CastSampler
 
-    folder, log = recipe.run.folder, console.log
-    return CastSampler(built.model, recipe.float8, world, folder, mesh=built.mesh, clock=clock, log=log)
+    return CastSampler(
+        built.model,
+        recipe.float8,
+        process.world,
+        recipe.run.folder,
+        mesh=built.mesh,
+        clock=process.clock,
+        log=process.console.log,
+    )
 
 
 PACKAGES = ("torch", "torchao", "datasets", "tokenizers", "safetensors", "numpy", "wandb")

@@ -17,11 +17,12 @@ class Trainer:
     """Trains a run to its last step, or to whatever ends it earlier."""
 
     def __init__(self, run: Run) -> None:
-        self.recipe, self.world, self.console, self.clock = run.recipe, run.world, run.console, run.clock
+        self.recipe, process = run.recipe, run.process
+        self.world, self.console, self.clock = process.world, process.console, process.clock
         self.built, self.loader, self.checkpoints = run.built, run.loader, run.checkpoints
         self.guard, self.recorder, self.interruption = run.guard, run.recorder, run.interruption
         self.describe, self.observers, self.tasks = run.describe, run.observers, run.tasks
-        self.stage, self.start, self.first_step = run.stage, run.start, run.clock.step
+        self.stage, self.start, self.first_step = run.stage, run.start, process.clock.step
         self.check_replicas_every = run.recipe.run.check_replicas_every if run.built.mesh.degrees.have_copies else 0
         self.validation_loss: dict[str, float] = {}
 

@@ -27,6 +27,7 @@ from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
 from recipes.recipe.load import CONFIGS, load_run
 from recipes.recipe.schema import RunConfig
+from recipes.training.border import Process
 from recipes.training.build_run import build_run
 from recipes.training.console import Console
 from recipes.training.step import train_step
@@ -129,7 +130,7 @@ def _train(folder: str, overrides: list[str]) -> Trainer:
     loaded = load_run(DEBUG, [*quiet, *none, *overrides], processes=1)
     world = start("cpu", seed=loaded.recipe.run.seed)
     with Console(silent=True) as console:
-        trainer = Trainer(build_run(loaded, world, console, RunClock(world.device)))
+        trainer = Trainer(build_run(loaded, Process(world, console, RunClock(world.device))))
         trainer.run()
     return trainer
 

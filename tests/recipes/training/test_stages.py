@@ -20,6 +20,7 @@ from recipes.files.layout import CHECKPOINTS, LOG_FILE, METRICS, checkpoint_step
 from recipes.metrics.clock import RunClock
 from recipes.recipe.load import load_run
 from recipes.training import run
+from recipes.training.border import Process
 from recipes.training.console import Console
 from recipes.training.recorder import Recorder
 from tests.processes import process_context, run_processes
@@ -143,7 +144,8 @@ class Runs:
     def train(self, name: str, world: World, **options: Any) -> int:
         """Run in this process; the exit code."""
         with Console(silent=True) as console:
-            return run.train_stages(load_run(self.recipe(name, **options)), world, console, RunClock(world.device))
+            process = Process(world, console, RunClock(world.device))
+            return run.train_stages(load_run(self.recipe(name, **options)), process)
 
     def kill_after(self, step: int, name: str, *overrides: str, processes: int = 1, **options: Any) -> None:
         """Start, and kill all processes with SIGKILL once this step is logged."""
