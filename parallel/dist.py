@@ -228,6 +228,14 @@ def on_main_first(world: World, work: Callable[[], Result]) -> Result:
     return held[0] if world.is_main else work()
 
 
+def on_node(world: World, work: Callable[[], Result]) -> Result:
+    """Run `work`, which must not communicate, on the first process of each node and send its (small) result to the
+    others of the node. A UserError on any node is raised on all processes."""
+    own = on_all(world, work if world.leads_node else lambda: None)
+    neighbours = next(node.ranks for node in world.nodes if world.rank in node.ranks)
+    return cast(Result, world.messages.from_first(own, neighbours))
+
+
 def from_main(world: World, value: Result) -> Result:
     """Rank 0's value, on all ranks: for what ranks could see differently, such as the state of a file system."""
     return world.messages.from_main(value)

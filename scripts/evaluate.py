@@ -201,10 +201,10 @@ def _model(weights: "Weights", world: "World", *, dtype: Any, tokens: int) -> "t
     """The model with its weights, sharded over all processes. tokens: of a forward pass."""
     import torch
 
-    from models.build import build_model
+    from models.decoder import build_model
     from models.transformers_config import TransformersConfig
     from parallel.config import ActivationCheckpointingConfig, CompileConfig, Float8Config, FSDPConfig, MeshConfig
-    from parallel.materialize import materialize
+    from parallel.fsdp import materialize
     from parallel.mesh import build_mesh
     from parallel.order import parallelize
     from recipes.weights.convert import load_weights

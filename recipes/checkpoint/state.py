@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from parallel.errors import UserError
 from parallel.float8 import without_wrapper
-from parallel.materialize import plain_name
+from parallel.fsdp import plain_name
 from recipes.checkpoint.config import KEEP_BEST, VALIDATION
 from recipes.checkpoint.manifest import Count, Damage, Manifest
 from recipes.checkpoint.storage import PARAMETERS

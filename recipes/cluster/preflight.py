@@ -17,9 +17,8 @@ from pathlib import Path
 import torch
 import xxhash
 
-from parallel.dist import World, from_main
+from parallel.dist import World, from_main, on_node
 from parallel.errors import UserError
-from parallel.node_work import on_node
 from parallel.nodes import Node, abbreviated
 from recipes.cluster.findings import Room, report, wrong_results
 from recipes.cluster.links import clock_bounds, measure_links

@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from models.build import build_model
+from models.decoder import build_model
 from models.documents import Documents
 from models.encoder_decoder import EncoderDecoderInputs
 from models.interface import interface_of
 from models.loss import Kernels, SummedLoss
 from parallel.config import CompileConfig, MeshDegrees
-from parallel.fsdp import compute_with_whole_shards, expect_micro_batch, units_of, without_idle_resharding
-from parallel.materialize import plain_name
+from parallel.fsdp import compute_with_whole_shards, expect_micro_batch, plain_name, units_of, without_idle_resharding
 from parallel.mesh import Mesh, build_mesh
 from parallel.order import parallelize
 from parallel.reduce import clipping_divisor, gradient_norm

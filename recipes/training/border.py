@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from parallel.mesh import Mesh
-from recipes.metrics.goodput import Goodput
+from recipes.metrics.clock import Goodput
 from recipes.metrics.writer import MetricsWriter
 from recipes.training.interruption import Interruption
 

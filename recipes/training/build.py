@@ -3,14 +3,13 @@
 import torch
 from torch import nn
 
-from models.build import build_model
+from models.decoder import build_model
 from models.interface import interface_of
 from models.transformers_config import of_transformers
 from parallel.dist import World, allocator_settings, on_all
 from parallel.errors import UserError
-from parallel.fsdp import compute_with_whole_shards, units_of, without_idle_resharding
+from parallel.fsdp import compute_with_whole_shards, materialize, units_of, without_idle_resharding
 from parallel.kernels import choose_attention
-from parallel.materialize import materialize
 from parallel.mesh import Mesh, build_mesh
 from parallel.nodes import placement
 from parallel.order import parallelize

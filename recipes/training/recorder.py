@@ -16,8 +16,7 @@ from recipes.checkpoint.config import KEEP_BEST, VALIDATION
 from recipes.data.batches import MicroBatch
 from recipes.data.loader import DataLoader
 from recipes.evaluation.config import TASK
-from recipes.metrics.clock import LOADING, LOG, STEP, RunClock
-from recipes.metrics.goodput import SKIPPED, Goodput
+from recipes.metrics.clock import LOADING, LOG, SKIPPED, STEP, Goodput, RunClock
 from recipes.metrics.throughput import AttentionLength, HostMemory, Throughput
 from recipes.metrics.writer import MetricsWriter
 from recipes.optimization.skip_steps import StepGuard

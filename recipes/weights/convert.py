@@ -16,8 +16,7 @@ from models.layout import Stored, layout_of
 from parallel.dist import World, on_main
 from parallel.errors import UserError
 from parallel.float8 import without_wrapper
-from parallel.fsdp import reshard
-from parallel.materialize import plain_name, whole
+from parallel.fsdp import plain_name, reshard, whole
 from recipes.checkpoint.parameters import StoredParameters, write_parameters
 from recipes.weights import hf_folder
 from recipes.weights.description import Description, checkpoint_files

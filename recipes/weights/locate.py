@@ -35,9 +35,8 @@ class Weights:
     @cached_property
     def description(self) -> Description:
         """The description with the texts of all its files. Raises UserError where one is missing or damaged."""
-        from recipes.weights.companions import read_companions
+        from recipes.weights.companions import read_companions, read_tokenizer
         from recipes.weights.hf_folder import without_generated
-        from recipes.weights.tokenizer_file import read_tokenizer
 
         description = Description(self.model, self.facts, read_tokenizer(self.path))
         return replace(description, companions=without_generated(read_companions(self.path), description))

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from models.sizes import SIZES
 from parallel.config import MeshConfig
-from parallel.materialize import plain_name
-from parallel.materialize import whole as gathered
+from parallel.fsdp import plain_name
+from parallel.fsdp import whole as gathered
 from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer
 from tests.build import SHARD_ALL, build_model, cpu_mesh

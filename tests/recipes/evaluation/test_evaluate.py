@@ -15,7 +15,7 @@ from models.loss import IGNORED
 from models.sizes import SIZES
 from parallel.dist import start, stop
 from parallel.errors import UserError
-from parallel.materialize import materialize
+from parallel.fsdp import materialize
 from recipes.evaluation.evaluate import Evaluation, continuation, evaluate_text
 from recipes.evaluation.losses import mean_loss
 from tests.build import cpu_mesh

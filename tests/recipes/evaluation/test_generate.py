@@ -23,7 +23,7 @@ from models.decoder import Decoder
 from models.hf import config_from_hf, hf_name
 from models.sizes import SIZES
 from parallel.errors import UserError
-from parallel.materialize import materialize
+from parallel.fsdp import materialize
 from recipes.data.text.tokenizer import END_OF_DOCUMENT, Tokenizer, build_tokenizer
 from recipes.data.text.tokenizer_loading import load_tokenizer
 from recipes.evaluation import generate as generate_module

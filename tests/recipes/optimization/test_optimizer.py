@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from models.sizes import SIZES
 from parallel.config import Float8Config, FSDPConfig
 from parallel.float8 import precompute_scales, without_wrapper
-from parallel.materialize import plain_name
+from parallel.fsdp import plain_name
 from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from models.build import build_model
+from models.decoder import build_model
 from models.interface import blocks_of
 from models.sizes import SIZES
 from models.transformers_config import TransformersConfig

@@ -22,16 +22,16 @@ from models.sizes import SIZES
 from parallel.config import Float8Config, FSDPConfig, MeshConfig
 from parallel.dist import start, stop
 from parallel.errors import UserError
-from parallel.materialize import plain_name
+from parallel.fsdp import plain_name
 from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer
 from recipes.weights import hf_folder
+from recipes.weights.companions import without_added_tokens
 from recipes.weights.convert import export_checkpoint, export_model, import_folder, load_weights
 from recipes.weights.description import Description, checkpoint_files, differences
 from recipes.weights.hf_folder import read_header, stored_tensors
 from recipes.weights.locate import find_weights
-from recipes.weights.tokenizer_file import without_added_tokens
 from tests.build import build_model
 from tests.processes import run_processes
 
