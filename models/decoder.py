@@ -20,7 +20,6 @@ from models.config import ModelConfig
 from models.documents import Documents, Restriction
 from models.interface import BlockInterface, ModelInterface
 from models.loss import SummedLoss
-from models.transformers_config import of_transformers
 
 if TYPE_CHECKING:
     from models.cache import KeyValueCache, LayerCache
@@ -214,7 +213,7 @@ def build_model(config: ModelConfig, *, loss_chunks: int = 1, z_loss: float = 0.
 
     Raises ValueError, with the reason, for a model of transformers that cannot be trained here.
     """
-    if of_transformers(config):
+    if config.by_transformers:
         from models.transformers import TransformersModel
 
         return TransformersModel(config, loss_chunks=loss_chunks, z_loss=z_loss)

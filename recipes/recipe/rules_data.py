@@ -6,7 +6,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from models.config import ModelConfig
-from models.transformers_config import of_transformers
 from parallel.errors import TemporaryError, UserError
 from recipes.data.config import HELD_OUT, DataConfig
 from recipes.evaluation.config import ValidationConfig
@@ -72,7 +71,7 @@ def tokenizer_fits(tokenizer: str, *, model: ModelConfig, initial: InitialWeight
             yield "data.tokenizer", f'{problem}; write tokenizer = "{FROM_WEIGHTS}"'
             return
     if message := tokenizer_problem(tokenizer, model.vocabulary):
-        if of_transformers(model):
+        if model.by_transformers:
             message = message.replace("model.vocabulary", "vocab_size in config.json")
         yield "data.tokenizer", message
 
