@@ -25,9 +25,7 @@ from recipes.training.run_folder import identity_differences
 def remote_folder(recipe: Recipe) -> RemoteFolder:
     """The folder at the server that the run's checkpoints are copied to."""
     place = f"{recipe.checkpoint.remote.rstrip('/')}/{recipe.run.name}"
-    return RemoteFolder(
-        place, recipe.checkpoint.keep, recipe.checkpoint.keep_every, keep_best=recipe.checkpoint.keep_best
-    )
+    return RemoteFolder(place, recipe.checkpoint)
 
 
 def fetch_newest(recipe: Recipe, world: World, *, log: Callable[[str], None]) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,8 @@ from models.sizes import SIZES
 from parallel.config import MeshConfig
 from parallel.fsdp import plain_name
 from parallel.fsdp import whole as gathered
+from recipes.checkpoint.checkpoints import Checkpoints
+from recipes.checkpoint.config import CheckpointConfig
 from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer
 from tests.build import SHARD_ALL, build_model, cpu_mesh
@@ -26,6 +29,14 @@ SMALL = replace(
     feed_forward_width=24,
     vocabulary=20,
 )
+
+
+def checkpoints_in(
+    folder: Path, *, keep: int, keep_every: int = 0, keep_best: str = "", asynchronous: bool = False, **options: Any
+) -> Checkpoints:
+    """The checkpoints of a run in this folder. options: as of Checkpoints."""
+    config = CheckpointConfig(keep=keep, keep_every=keep_every, keep_best=keep_best, asynchronous=asynchronous)
+    return Checkpoints(folder, config, **options)
 
 
 def build(
