@@ -231,6 +231,7 @@ def _model(weights: "Weights", world: "World", *, dtype: Any, tokens: int) -> "t
         activation_checkpointing=ActivationCheckpointingConfig(),
         compile=CompileConfig(),
         fsdp=FSDPConfig(param_dtype=dtype),
+        layout=MeshConfig(),
     )
     if isinstance(weights.model, TransformersConfig):
         materialize(model, device=world.device, seed=0)  # for buffers that no file holds

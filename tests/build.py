@@ -46,7 +46,7 @@ def build_model(
         activation_checkpointing=ActivationCheckpointingConfig(mode, blocks),
         compile=CompileConfig(compiled),
         fsdp=fsdp,
-        context_by=mesh.context_by,
+        layout=mesh,
     )
     materialize(model, device=torch.device("cpu"), seed=seed)
     compute_with_whole_shards(model, processes, fsdp)

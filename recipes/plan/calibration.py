@@ -20,19 +20,12 @@ from recipes.files.reading import is_folder, read_text
 from recipes.plan import host
 from recipes.plan.hardware import Gpu, gpu_of
 from recipes.plan.messages import Group
-from recipes.plan.rates import RATES, Rates
+from recipes.plan.rates import RATES, SHARES, Rates
 from recipes.plan.time import attention_seconds, product_seconds, step_time
 from recipes.recipe.load import load
 
 SKIPPED = 3
 """Logged rows of a run that are left out: they compile, warm up and fill the queues of data."""
-SHARES = {
-    "hopper": "products",
-    "hopper, HBM3e": "products_h200",
-    "hopper, 500 W": "products_500w",
-    "ampere": "products_ampere",
-}
-"""Family of a GPU -> the field of Rates with the share of its peak."""
 KINDS = (
     "a record of bench.py --suite gpu or --suite calibrate, a run's environment.json or metrics.jsonl, or its folder"
 )
@@ -199,16 +192,11 @@ def _attention(found: dict[str, list[Json]], gpu: Gpu, rates: Rates) -> Rates:
     ]
 
     def predicted(rates: Rates, own: list[Json], *, backward: bool) -> float:
-        return sum(
-            attention_seconds(
-                *(1e12 * row["tflops"] * row["seconds"], row["backend"]),
-                backward=backward,
-                gpu=gpu,
-                rates=rates,
-                sequence=row["tokens"],
-            )
-            for row in own
-        )
+        total = 0.0
+        for row in own:
+            flops, tokens = 1e12 * row["tflops"] * row["seconds"], row["tokens"]
+            total += attention_seconds(flops, row["backend"], gpu=gpu, rates=rates, sequence=tokens)[backward]
+        return total
 
     for kernel in dict.fromkeys(row["backend"] for row, _ in pairs):
         own = [row for row, _ in pairs if row["backend"] == kernel]

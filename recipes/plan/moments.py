@@ -226,7 +226,7 @@ def _reduced_block(size: Sizes, layer: int) -> Pieces:
         **_gradients(size, layer + 1, head=False),
         **_weights(size, layer if size.keeps_blocks else 0, head=False, buffers=_next_gather(size, layer)),
         **_saved(size, layer),
-        "new gradients": size.new_of_block + size.stream + size.new_of_tied_head,
+        "new gradients": size.new(size.block) + size.stream + size.new_of_tied_head,
         "reduction": size.reduction(size.block),
     }
 

@@ -15,7 +15,6 @@ rates.py has all constants. Left out: the embedding, the last norm, data, and th
 Imports no torch.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -89,15 +88,15 @@ def step_time(recipe: Recipe, degrees: MeshDegrees, *, gpu: Gpu, rates: Rates = 
 
 def time_of(work: Work, *, gpu: Gpu, rates: Rates = RATES) -> StepTime:
     """What this step takes."""
-    block, head = _blocks(work, gpu, rates), _head(work, gpu, rates)
+    block, (head, loss) = _blocks(work, gpu, rates), _head(work, gpu, rates)
     states = _states(work, gpu, rates)
     layers = work.layers / work.pipeline
     per_micro_batch = {
         "products": layers * (block.products + block.products_backward),
-        "output projection": head.products / work.pipeline,
+        "output projection": head / work.pipeline,
         "attention": layers * (block.attention + block.attention_backward),
         "fused kernels": layers * (block.kernels + block.kernels_backward),
-        "loss": head.loss / work.pipeline,
+        "loss": loss / work.pipeline,
         "gaps": layers * (block.gaps + block.gaps_backward),
     }
     seconds = {piece: work.micro_batches * value for piece, value in per_micro_batch.items()}
@@ -161,14 +160,13 @@ def attention_seconds(
     flops: float,
     kernel: str,
     *,
-    backward: bool,
     gpu: Gpu,
     rates: Rates,
     head_width: int = 128,
     sequence: float = 8192,
     element: int = 2,
-) -> float:
-    """Seconds of one pass of attention. flops: those of the forward pass, causal."""
+) -> tuple[float, float]:
+    """Seconds of attention, forward and backward. flops: those of the forward pass, causal."""
     shares = {
         "flash": rates.flash,
         "flash3": rates.cudnn,
@@ -184,8 +182,8 @@ def attention_seconds(
     narrow = min(1.0, max(0.0, 2 - head_width / NARROW))
     peak = gpu.bf16_peak if element == 2 or gpu.family == "measured" else _float32_peak(gpu)
     rate = share * peak * (1 - narrow * (1 - rates.narrow_heads)) / (1 + rates.ramp / sequence)
-    seconds = flops / rate + rates.score * flops / (4 * head_width)
-    return BACKWARD * seconds / rates.attention_backward if backward else seconds
+    forward = flops / rate + rates.score * flops / (4 * head_width)
+    return forward, BACKWARD * forward / rates.attention_backward
 
 
 def moving_seconds(amount: float, *, gpu: Gpu, rates: Rates) -> float:
@@ -220,11 +218,8 @@ def _blocks(work: Work, gpu: Gpu, rates: Rates) -> _Block:
     if share in (0.0, 1.0):
         return _block(work, work.recompute if share else "none", gpu, rates)
     again, plain = _block(work, work.recompute, gpu, rates), _block(work, "none", gpu, rates)
-    return _Block(*(share * a + (1 - share) * b for a, b in zip(_numbers(again), _numbers(plain), strict=True)))
-
-
-def _numbers(block: _Block) -> Iterable[float]:
-    return vars(block).values()
+    pairs = zip(vars(again).values(), vars(plain).values(), strict=True)
+    return _Block(*(share * a + (1 - share) * b for a, b in pairs))
 
 
 def _block(work: Work, recompute: Recompute, gpu: Gpu, rates: Rates) -> _Block:
@@ -233,17 +228,13 @@ def _block(work: Work, recompute: Recompute, gpu: Gpu, rates: Rates) -> _Block:
     forward, backward, last = _linears(work, gpu, rates)
     again = {"none": 0.0, "selective": 0.0, "full": forward - last, "every second product": forward / 2}[recompute]
     flops = 2 * work.query / tensor * work.sequence * tokens
-    attention, attention_backward = (
-        attention_seconds(
-            *(flops, work.kernel),
-            backward=backward_pass,
-            gpu=gpu,
-            rates=rates,
-            head_width=work.head_width,
-            sequence=work.sequence,
-            element=work.element,
-        )
-        for backward_pass in (False, True)
+    attention, attention_backward = attention_seconds(
+        *(flops, work.kernel),
+        gpu=gpu,
+        rates=rates,
+        head_width=work.head_width,
+        sequence=work.sequence,
+        element=work.element,
     )
     if work.context > 1 and work.context_by == "ring":
         attention, attention_backward = attention / rates.ring, attention_backward / rates.ring
@@ -262,32 +253,24 @@ def _block(work: Work, recompute: Recompute, gpu: Gpu, rates: Rates) -> _Block:
 
 def _linears(work: Work, gpu: Gpu, rates: Rates) -> tuple[float, float, float]:
     """Seconds of all linears of one layer: forward, backward, and of the last one forward."""
-    return _linears_of(
-        *(work.tokens, work.width, work.query / work.tensor, work.key / work.tensor, work.inner / work.tensor),
-        *(work.gated, work.float8, work.not_float8, work.element, gpu, rates),
+    width, query, key, inner = work.width, work.query / work.tensor, work.key / work.tensor, work.inner / work.tensor
+    shapes = (query, width), (key, width), (key, width), (width, query), (inner, width), (inner, width), (width, inner)
+    linears = tuple(
+        (columns, depth, "none" if name in work.not_float8 else work.float8)
+        for name, (columns, depth) in zip(LINEARS, shapes, strict=True)
+        if work.gated or name != "gate_proj"
     )
+    return _products_of(work.tokens, linears, work.element, gpu, rates)
 
 
 @lru_cache(4096)
-def _linears_of(
-    tokens: int,
-    width: int,
-    query: float,
-    key: float,
-    inner: float,
-    gated: bool,
-    float8: str,
-    not_float8: frozenset[str],
-    element: int,
-    gpu: Gpu,
-    rates: Rates,
+def _products_of(
+    tokens: int, linears: tuple[tuple[float, float, str], ...], element: int, gpu: Gpu, rates: Rates
 ) -> tuple[float, float, float]:
+    """The same for linears of (columns, depth, kind of float8)."""
     forward = backward = last = 0.0
-    shapes = (query, width), (key, width), (key, width), (width, query), (inner, width), (inner, width), (width, inner)
-    for name, (columns, depth) in zip(LINEARS, shapes, strict=True):
-        if name == "gate_proj" and not gated:
-            continue
-        low = "none" if name in not_float8 else float8.removesuffix("_with_gw_hp")
+    for columns, depth, float8 in linears:
+        low = float8.removesuffix("_with_gw_hp")
         low_weights = "none" if low != float8 else float8
         last = product_seconds(tokens, columns, depth, gpu=gpu, rates=rates, element=element, float8=low)
         forward += last
@@ -296,14 +279,8 @@ def _linears_of(
     return forward, backward, last
 
 
-@dataclass(frozen=True)
-class _Head:
-    products: float
-    loss: float
-
-
-def _head(work: Work, gpu: Gpu, rates: Rates) -> _Head:
-    """The output projection and the loss of one micro-batch."""
+def _head(work: Work, gpu: Gpu, rates: Rates) -> tuple[float, float]:
+    """Seconds of the output projection and of the loss of one micro-batch."""
     tokens, vocabulary = work.tokens, work.vocabulary / work.tensor
     shapes = ((tokens, vocabulary, work.width), (tokens, work.width, vocabulary), (vocabulary, work.width, tokens))
     low = work.float8.removesuffix("_with_gw_hp") if work.float8_head else "none"
@@ -317,7 +294,7 @@ def _head(work: Work, gpu: Gpu, rates: Rates) -> _Head:
     else:
         per_logit = rates.loss_chunked if work.chunked_loss else rates.loss
     logits = tokens * (work.vocabulary if work.whole_loss else vocabulary)
-    return _Head(products, moving_seconds(per_logit * logits, gpu=gpu, rates=rates))
+    return products, moving_seconds(per_logit * logits, gpu=gpu, rates=rates)
 
 
 def _states(work: Work, gpu: Gpu, rates: Rates) -> dict[str, float]:

@@ -139,7 +139,7 @@ class _Step:
             activation_checkpointing=recipe.activation_checkpointing,
             compile=CompileConfig(enabled=False),
             fsdp=self._fsdp,
-            context_by=recipe.mesh.context_by,
+            layout=replace(recipe.mesh, overlap_tensor=False),
         )
         if recipe.compile.enabled:
             cast(SummedLoss, self._model.get_submodule(interface_of(self._model).loss)).kernels = WITHOUT_COPIES

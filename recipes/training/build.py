@@ -42,8 +42,7 @@ def build(recipe: Recipe, world: World, *, weights: Weights | None = None, mesh:
         activation_checkpointing=recipe.activation_checkpointing,
         compile=recipe.compile,
         fsdp=fsdp,
-        context_by=recipe.mesh.context_by,
-        overlap_tensor=recipe.mesh.overlap_tensor,
+        layout=recipe.mesh,
     )
     keep_on = torch.device("cpu") if fsdp.cpu_offload else None
     try:

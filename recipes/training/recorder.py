@@ -238,11 +238,10 @@ class Recorder:
 def _writer(recipe: Recipe, world: World, progress: Mapping[str, Any], console: Console) -> MetricsWriter:
     return MetricsWriter(
         recipe.run.folder,
+        recipe.metrics,
         enabled=world.is_main,
-        wandb_project=recipe.metrics.wandb_project if recipe.metrics.wandb else None,
         run_name=recipe.run.name,
         recipe=asdict(recipe),
         before=progress,
-        tensorboard=recipe.metrics.tensorboard,
         log=console.log,
     )

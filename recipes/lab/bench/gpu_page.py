@@ -224,17 +224,14 @@ def _passes(kernels: dict[str, Rows], gpu: Gpu) -> Compared:
         if "seconds" in row:
             backend, both = row.get("backend", DOCUMENTS), row.get("passes", "both") == "both"
             flops = row["tflops"] * row["seconds"] * 1e12 / (3 if both else 1)
-            predicted = sum(
-                attention_seconds(
-                    *(flops, backend),
-                    backward=backward,
-                    gpu=gpu,
-                    rates=RATES,
-                    head_width=SIZES[row["model"]].head_width,
-                    sequence=row["tokens"] / row.get("documents", 1),
-                )
-                for backward in ((False, True) if both else (False,))
+            forward, backward = attention_seconds(
+                *(flops, backend),
+                gpu=gpu,
+                rates=RATES,
+                head_width=SIZES[row["model"]].head_width,
+                sequence=row["tokens"] / row.get("documents", 1),
             )
+            predicted = forward + backward if both else forward
             where = f"{backend}, {row['passes']}" if "passes" in row else f"{row['documents']} documents"
             yield f"attention of a layer, {row['model']}, {where}", predicted, row["seconds"]
 
