@@ -158,10 +158,6 @@ class Manifest:
             offset, block = offset + size, block - (-size // self.block_bytes)
         return Contents(chunks, block, b"")
 
-    def all_contents(self) -> Iterator[tuple[str, Contents]]:
-        """(shard, contents) of all shards."""
-        return ((name, self.contents(number)) for number, name in self.shards.items())
-
     def _rows_in(self, number: int) -> Iterator[tuple[str, Boxes]]:
         """The tensors that have a box in this shard, in its order, and the row of boxes that it belongs to."""
         rows, names = self._rows

@@ -43,16 +43,6 @@ class Spread:
     """Cuts in their order. A part is what torch.chunk gives: rounded up, and the last ones shorter or empty. Processes
     that no cut separates hold the same box."""
 
-    def box_of(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Start and shape of the box that a process holds."""
-        start, shape = [0] * len(self.shape), list(self.shape)
-        for dimension, parts, stride in self.cuts:
-            each = -(-shape[dimension] // parts)
-            begin = min(rank // stride % parts * each, shape[dimension])
-            start[dimension] += begin
-            shape[dimension] = min(each, shape[dimension] - begin)
-        return tuple(start), tuple(shape)
-
 
 @dataclass(frozen=True)
 class Division:

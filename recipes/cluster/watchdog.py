@@ -55,7 +55,7 @@ class Watchdog:
     def __init__(self, clock: RunClock, world: World, *, timeout: float, folder: Path) -> None:
         """timeout: seconds without progress; 0 = off. folder: that of the run; it need not exist."""
         self._clock, self._world, self._timeout, self._folder = clock, world, timeout, folder
-        self._period = seconds_between_reports(timeout)
+        self._period = min(10.0, max(0.05, timeout / 20))  # seconds between two reports
         self._closed = threading.Event()
         self._ending = False
         self._stacks: Path | None = None
@@ -175,8 +175,3 @@ class Watchdog:
                 file.write("\n")
             if self._world.device.type == "cuda":
                 (place / f"nccl-{own.rank}").write_bytes(flight_record())
-
-
-def seconds_between_reports(timeout: float) -> float:
-    """Seconds between two reports of a process."""
-    return min(10.0, max(0.05, timeout / 20))

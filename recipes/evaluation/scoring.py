@@ -7,7 +7,6 @@ nothing left to compute repeat some other text, whose result is dropped. B rows,
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -39,17 +38,6 @@ class Scored:
     """Tokens of a forward pass of one process, padding included; a longer text is a batch of its own."""
     on_batch: Callable[[], object] = lambda: None
     """Called before each forward pass."""
-
-    @property
-    def multiple(self) -> int:
-        """What the length of a row must be a multiple of, so that it can be cut over the mesh."""
-        degrees = self.mesh.degrees
-        return degrees.tensor * (1 if degrees.context == 1 else 2 * degrees.context)
-
-    @property
-    def has_cache(self) -> bool:
-        """Whether texts can grow in a cache. With tensor parallelism a row of one token cannot be cut."""
-        return isinstance(self.model, Decoder) and self.mesh.tensor is None
 
 
 @contextmanager
@@ -96,7 +84,9 @@ def _batches(scored: Scored, ordered: list[tuple[int, ...]]) -> Iterator[list[tu
 
 
 def _width(scored: Scored, length: int) -> int:
-    return length + -length % scored.multiple
+    """The length of a row that can be cut over the mesh."""
+    degrees = scored.mesh.degrees
+    return length + -length % (degrees.tensor * (1 if degrees.context == 1 else 2 * degrees.context))
 
 
 def _padded(scored: Scored, rows: Sequence[Sequence[int]]) -> Tensor:
@@ -190,7 +180,7 @@ def _passes(scored: Scored, prompts: dict[int, Prompt], texts: dict[int, list[in
 
 
 def _cache(scored: Scored, length: int) -> KeyValueCache | None:
-    if not scored.has_cache:
+    """What a text grows in; None where it cannot: with tensor parallelism a row of one token cannot be cut."""
+    if not isinstance(scored.model, Decoder) or scored.mesh.tensor is not None:
         return None
-    config = cast(Decoder, scored.model).config
-    return KeyValueCache(config, batch=1, max_length=length, dtype=scored.dtype, device=scored.device)
+    return KeyValueCache(scored.model.config, batch=1, max_length=length, dtype=scored.dtype, device=scored.device)

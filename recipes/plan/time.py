@@ -110,7 +110,7 @@ def time_of(work: Work, *, gpu: Gpu, rates: Rates = RATES) -> StepTime:
         messages.add(muon.messages(work, gpu, rates), hiding=seconds["Newton-Schulz"] * (rounds - 1) / rounds)
     seconds["products"] += rates.beside * sum(messages.hidden.values())
     return StepTime(
-        round(work.tokens_per_process),
+        round(work.micro_batches * work.tokens / (work.tensor * work.pipeline)),
         seconds | states | _bubble(work, per_micro_batch, messages) | messages.exposed,
         messages.hidden,
         rates.spread,

@@ -1,5 +1,6 @@
 """A model of a few kilobytes, trained for a few steps, and helpers that compare its state."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from parallel.fsdp import plain_name
 from parallel.fsdp import whole as gathered
 from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.checkpoint.config import CheckpointConfig
+from recipes.checkpoint.manifest import Contents, Manifest
 from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer
 from tests.build import SHARD_ALL, build_model, cpu_mesh
@@ -98,3 +100,8 @@ def names(folder: Path) -> list[str]:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def all_contents(manifest: Manifest) -> Iterator[tuple[str, Contents]]:
+    """(shard, contents) of all shards."""
+    return ((name, manifest.contents(number)) for number, name in manifest.shards.items())

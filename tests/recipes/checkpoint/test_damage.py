@@ -13,7 +13,16 @@ from recipes.checkpoint.files import read_manifest, verify
 from recipes.checkpoint.folder import newest_whole
 from recipes.checkpoint.manifest import MANIFEST, Damage
 from tests.recipes.checkpoint.golden import GOLDEN
-from tests.recipes.checkpoint.small import build, checkpoints_in, contents, differences, names, snapshot, trained
+from tests.recipes.checkpoint.small import (
+    all_contents,
+    build,
+    checkpoints_in,
+    contents,
+    differences,
+    names,
+    snapshot,
+    trained,
+)
 
 SHARDED = GOLDEN / "sharded" / "step-00000002"
 PLACE = re.compile(r"(shard-0000[01]-of-00002\.safetensors|manifest\.json|note\.txt) .*bytes (\d+) to (\d+)|cut off")
@@ -36,7 +45,7 @@ def test_every_flipped_bit_is_found_and_located(copy: Path) -> None:
     originals = contents(copy)
     tensors = {name: [] for name in originals} | {
         name: [(chunk.offset, chunk.offset + chunk.bytes, tensor) for tensor, chunk in inside.chunks]
-        for name, inside in read_manifest(copy).all_contents()
+        for name, inside in all_contents(read_manifest(copy))
     }
     for number in range(300):  # files in turn: a random choice by size would hardly ever hit the small ones
         name = list(originals)[number % len(originals)]

@@ -21,7 +21,7 @@ from recipes.optimization.optimizer import matrices_of
 from recipes.recipe.schema import Recipe
 from tests.full_disk import files_of_at_most
 from tests.processes import PATIENCE
-from tests.recipes.checkpoint.small import checkpoints_in, contents, names, spoil, trained
+from tests.recipes.checkpoint.small import all_contents, checkpoints_in, contents, names, spoil, trained
 from tests.training import change, training
 
 Run = tuple[nn.Module, Optimizer]
@@ -206,7 +206,7 @@ def test_logged_size_is_that_of_the_tensors_and_the_small_files(
     checkpoints.require_space(model.parameters(), moments=dtype, matrices=matrices)
     checkpoints.save(model, optimizer, step=1)
     manifest = read_manifest(checkpoints.path(1))
-    numbers = sum(chunk.bytes for _, contents in manifest.all_contents() for _, chunk in contents.chunks)
+    numbers = sum(chunk.bytes for _, contents in all_contents(manifest) for _, chunk in contents.chunks)
     assert sizes == [numbers + 20_000]
 
 

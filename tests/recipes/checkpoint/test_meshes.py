@@ -25,7 +25,7 @@ from recipes.optimization.optimizer import build_optimizer
 from tests.build import build_model
 from tests.meshes import mesh_config, on_each_mesh
 from tests.recipes.checkpoint.golden import fingerprints
-from tests.recipes.checkpoint.small import checkpoints_in, contents, snapshot
+from tests.recipes.checkpoint.small import all_contents, checkpoints_in, contents, snapshot
 
 pytestmark = pytest.mark.slow
 
@@ -166,7 +166,7 @@ def test_every_mesh_writes_every_element_once_and_shares_the_writing(tied: str, 
                         start = row.start_of(number)
                         covered[tuple(slice(a, a + n) for a, n in zip(start, row.shape, strict=True))] += 1
                 assert (covered == 1).all(), (mesh, kind)
-        written = [sum(chunk.bytes for _, chunk in contents.chunks) for _, contents in manifest.all_contents()]
+        written = [sum(chunk.bytes for _, chunk in contents.chunks) for _, contents in all_contents(manifest)]
         assert len(written) == len(passed_on[2][mesh])
         assert max(written) < 1.2 * sum(written) / len(written), (mesh, written)
 

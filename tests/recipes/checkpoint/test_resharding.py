@@ -18,6 +18,7 @@ from tests.processes import run_processes
 from tests.recipes.checkpoint.golden import fingerprints
 from tests.recipes.checkpoint.small import (
     SMALL,
+    all_contents,
     build,
     checkpoints_in,
     contents,
@@ -75,7 +76,7 @@ def test_checkpoint_of_one_mesh_loads_on_every_other(
     assert names(path)[1:] == [f"shard-{rank:05d}-of-{processes:05d}.safetensors" for rank in range(processes)]
     stored = verify(path)
     # Every element is stored once, however many replicas there are, and the replicas share the work.
-    assert sum(chunk.bytes for _, contents in stored.all_contents() for _, chunk in contents.chunks) == sum(
+    assert sum(chunk.bytes for _, contents in all_contents(stored) for _, chunk in contents.chunks) == sum(
         12 * prod(shape) + 4
         for _, shape in parameter_shapes(SMALL)  # the parameter, two moments, a count of steps
     )
