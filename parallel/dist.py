@@ -15,10 +15,9 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from parallel.descriptors import require
 from parallel.errors import TemporaryError, UserError
 from parallel.messages import Channel, Messages
-from parallel.nodes import Node, arrange
+from parallel.nodes import Node, arrange, require
 
 Result = TypeVar("Result")
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -6,11 +6,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal
 
-from parallel.errors import UserError, listed
 from recipes.metrics.hardware import MEMORY, bf16_peak
-
-LIKE = 0.05
-"""How far the memory of a device may be from that of a known GPU with its name, as a share of it."""
 
 Family = Literal["hopper", "hopper, HBM3e", "hopper, 500 W", "ampere", "measured"]
 
@@ -90,32 +86,6 @@ def gpu_of(device: str) -> Gpu | None:
     """The GPU that a driver names so, such as "NVIDIA A100-SXM4-80GB"; None for any other, or a part of one."""
     found = re.search(r"\b(H100|H200|B200|A100)\b(?!.*\b(PCIe|NVL|MIG)\b)", device, re.IGNORECASE)
     return GPUS["A100-40" if "40GB" in device else found[1].upper()] if found else None
-
-
-def gpu_of_device(name: str) -> Gpu:
-    """What gpu_of() returns; raises UserError for a device that is not known."""
-    gpu = gpu_of(name)
-    if gpu is None:
-        raise UserError(f"{name}: its rates are not known; the model knows {listed(list(GPUS))}")
-    return gpu
-
-
-def gpu_named(name: str) -> Gpu:
-    """The GPU with this name, in any case. Raises UserError for another."""
-    found = {known.upper(): gpu for known, gpu in GPUS.items()}.get(name.upper())
-    if found is None:
-        raise UserError(f"--gpu {name}: unknown; write {listed(list(GPUS), last='or')}")
-    return found
-
-
-def known(device: str, memory: int) -> Gpu | None:
-    """The GPU with this name, as its driver says it, and about as many bytes; None if it is none of GPUS."""
-    named = gpu_of(device)
-    for gpu in GPUS.values():
-        same = named is not None and gpu.name.partition("-")[0] == named.name.partition("-")[0]
-        if same and abs(memory - gpu.memory) <= LIKE * gpu.memory:
-            return gpu
-    return None
 
 
 @cache

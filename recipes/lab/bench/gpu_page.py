@@ -7,12 +7,12 @@ from typing import Any
 
 from models.sizes import SIZES
 from parallel.errors import UserError
-from recipes.lab.bench.gpu_plan import GROUPS, WORKS, Record, predicted_step
+from recipes.lab.bench.gpu_plan import GROUPS, WORKS, Record, gpu_of_device, predicted_step
 from recipes.lab.sweep.grid import Sweep
 from recipes.lab.sweep.results import table
 from recipes.lab.sweep.runner import LONGEST_REASON
 from recipes.metrics.hardware import bf16_peak
-from recipes.plan.hardware import Gpu, gpu_of_device
+from recipes.plan.hardware import Gpu
 from recipes.plan.memory import predict as predict_memory
 from recipes.plan.rates import RATES
 from recipes.plan.time import attention_seconds, moving_seconds, product_seconds, update_bytes
