@@ -133,11 +133,6 @@ def needed(processes: int) -> int:
     return OWN + min(processes - 1, TREE) + PEERS * (processes - 1).bit_length()
 
 
-def needed_by_store(processes: int, nodes: int) -> int:
-    """The open files and connections of node 0's launcher."""
-    return LAUNCHER + OF_PROCESS * processes + OF_NODE * nodes
-
-
 def raise_limit(wanted: int = 0) -> int:
     """Raise this process's soft limit towards the hard one, enough for so many open files. Returns the new limit.
 
@@ -166,7 +161,10 @@ def require(processes: int) -> None:
 
 def require_store(processes: int, nodes: int) -> None:
     """The same as require() for node 0's launcher, before it serves the store of these processes."""
-    _require(needed_by_store(processes, nodes), f"the launcher of node 0, which serves {processes} processes,")
+    _require(
+        LAUNCHER + OF_PROCESS * processes + OF_NODE * nodes,
+        f"the launcher of node 0, which serves {processes} processes,",
+    )
 
 
 def _require(need: int, who: str, *, alone: bool = False) -> None:

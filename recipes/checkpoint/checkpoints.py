@@ -157,7 +157,11 @@ class Checkpoints:
             return True
         done = self._copies.finish(soon=soon)
         if done and self._main:  # all were verified before they were sent
-            self._delete(self._dispensable())  # what was kept while it was copied
+            for old in self._dispensable():  # what was kept while it was copied
+                try:
+                    folders.delete(self.folder, old)
+                except OSError as error:
+                    self._note(old, f"cannot be deleted: {folders.reason(error)}")
             self._copies.prune()
         self.report()
         return done
@@ -280,14 +284,6 @@ class Checkpoints:
             return []
         found = folders.dispensable(steps, self._config, best=best)
         return [old for old in found if old != copied]
-
-    def _delete(self, steps: Iterable[int]) -> None:
-        """Delete checkpoints, on rank 0 alone."""
-        for old in steps:
-            try:
-                folders.delete(self.folder, old)
-            except OSError as error:
-                self._note(old, f"cannot be deleted: {folders.reason(error)}")
 
     # Resuming
 

@@ -274,13 +274,6 @@ class OpenShard:
                 into[low - first : high - first] = target[low - begin : high - begin]
 
 
-@contextmanager
-def open_shard(folder: Path, manifest: Manifest, name: str, contents: Contents) -> Iterator[OpenShard]:
-    """Open a shard to read it. Raises Damage."""
-    with opened(folder / name) as descriptor:
-        yield OpenShard(folder, manifest, name, contents, descriptor)
-
-
 def verify_shards(
     folder: Path, manifest: Manifest, names: Collection[str], *, look: Callable[[str, memoryview], None] | None = None
 ) -> None:
@@ -289,7 +282,8 @@ def verify_shards(
 
     def verify_shard(number: int, name: str) -> None:
         contents = manifest.contents(number)
-        with open_shard(folder, manifest, name, contents) as shard:
+        with opened(folder / name) as descriptor:
+            shard = OpenShard(folder, manifest, name, contents, descriptor)
             for tensor, chunk in contents.chunks:
                 for first in range(0, chunk.bytes, len(buffer)):
                     shard.read(tensor, chunk, first, buffer[: chunk.bytes - first])

@@ -4,6 +4,7 @@ defines, and for what models/cache.py has no code for: beams, and several texts 
 import copy
 import time
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -108,9 +109,4 @@ def texts_of(
         torch.manual_seed(sampling.seed)
         rows = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings)
     begin = 1 if opened.encoder_decoder else len(prompt_ids)  # an answer begins after the token that starts a decoder
-    return [_until(row[begin:], ends) for row in rows.tolist()]
-
-
-def _until(tokens: list[int], ends: set[int]) -> list[int]:
-    """The tokens before the first end."""
-    return tokens[: next((place for place, token in enumerate(tokens) if token in ends), None)]
+    return [[*takewhile(lambda token: token not in ends, row[begin:])] for row in rows.tolist()]
