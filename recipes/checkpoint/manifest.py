@@ -199,7 +199,7 @@ def contradictions(manifest: Manifest) -> Iterator[str]:
     numbers[[*manifest.shards]] = True
     total = 0
     for name, tensor in manifest.tensors.items():
-        yield from _tensor_contradictions(name[:200], tensor, numbers)
+        yield from tensor_contradictions(name[:200], tensor, numbers)
         total += prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
         if total >= 2**62:
             yield f"{name[:200]} has the shape {list(tensor.shape)}"
@@ -223,7 +223,7 @@ def _file_contradictions(manifest: Manifest) -> Iterator[str]:
         yield "shards of saves with different numbers of processes"
 
 
-def _tensor_contradictions(name: str, tensor: StoredTensor, shards: Any) -> Iterator[str]:
+def tensor_contradictions(name: str, tensor: StoredTensor, shards: Any) -> Iterator[str]:
     """shards: whether there is a shard of each number."""
     if not name or not name.isprintable():
         yield f"a tensor called {name!r}"

@@ -17,6 +17,7 @@ Imports no torch.
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from models.config import LINEARS
 from parallel.config import MeshDegrees
@@ -88,20 +89,20 @@ def step_time(recipe: Recipe, degrees: MeshDegrees, *, gpu: Gpu, rates: Rates = 
 
 def time_of(work: Work, *, gpu: Gpu, rates: Rates = RATES) -> StepTime:
     """What this step takes."""
-    block, (head, loss) = _blocks(work, gpu, rates), _head(work, gpu, rates)
+    (forward, backward), (head, loss) = _blocks(work, gpu, rates), _head(work, gpu, rates)
     states = _states(work, gpu, rates)
     layers = work.layers / work.pipeline
     per_micro_batch = {
-        "products": layers * (block.products + block.products_backward),
+        "products": layers * (forward.products + backward.products),
         "output projection": head / work.pipeline,
-        "attention": layers * (block.attention + block.attention_backward),
-        "fused kernels": layers * (block.kernels + block.kernels_backward),
+        "attention": layers * (forward.attention + backward.attention),
+        "fused kernels": layers * (forward.kernels + backward.kernels),
         "loss": loss / work.pipeline,
-        "gaps": layers * (block.gaps + block.gaps_backward),
+        "gaps": layers * (forward.gaps + backward.gaps),
     }
     seconds = {piece: work.micro_batches * value for piece, value in per_micro_batch.items()}
-    forward, backward = rates.overlaps * block.forward, rates.overlaps * block.backward
-    messages = messages_of(work, gpu, rates, forward=forward, backward=backward)
+    hiding = {"forward": rates.overlaps * sum(forward), "backward": rates.overlaps * sum(backward)}
+    messages = messages_of(work, gpu, rates, **hiding)
     if rates.host is not None:
         seconds["host"] = sum(vars(rates.host)[name] * times for name, times in host_work(work).items())
     if work.newton_schulz:
@@ -191,39 +192,30 @@ def moving_seconds(amount: float, *, gpu: Gpu, rates: Rates) -> float:
     return amount / (rates.moved * gpu.bandwidth)
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Seconds of one layer for one micro-batch: the mean of those that recompute and those that do not."""
+class _Pass(NamedTuple):
+    """Seconds of a pass of one layer for one micro-batch: the mean of those that recompute and those that do not."""
 
     products: float
-    products_backward: float
     attention: float
-    attention_backward: float
     kernels: float
-    kernels_backward: float
     gaps: float
-    gaps_backward: float
-
-    @property
-    def forward(self) -> float:
-        return self.products + self.attention + self.kernels + self.gaps
-
-    @property
-    def backward(self) -> float:
-        return self.products_backward + self.attention_backward + self.kernels_backward + self.gaps_backward
 
 
-def _blocks(work: Work, gpu: Gpu, rates: Rates) -> _Block:
+def _blocks(work: Work, gpu: Gpu, rates: Rates) -> tuple[_Pass, _Pass]:
+    """The forward and the backward pass."""
     share = work.recomputed
     if share in (0.0, 1.0):
         return _block(work, work.recompute if share else "none", gpu, rates)
     again, plain = _block(work, work.recompute, gpu, rates), _block(work, "none", gpu, rates)
-    pairs = zip(vars(again).values(), vars(plain).values(), strict=True)
-    return _Block(*(share * a + (1 - share) * b for a, b in pairs))
+    forward, backward = (
+        _Pass(*(share * a + (1 - share) * b for a, b in zip(one, other, strict=True)))
+        for one, other in zip(again, plain, strict=True)
+    )
+    return forward, backward
 
 
-def _block(work: Work, recompute: Recompute, gpu: Gpu, rates: Rates) -> _Block:
-    """Seconds of one layer that recomputes like this."""
+def _block(work: Work, recompute: Recompute, gpu: Gpu, rates: Rates) -> tuple[_Pass, _Pass]:
+    """Both passes of one layer that recomputes like this."""
     tokens, tensor = work.tokens, work.tensor
     forward, backward, last = _linears(work, gpu, rates)
     again = {"none": 0.0, "selective": 0.0, "full": forward - last, "every second product": forward / 2}[recompute]
@@ -245,9 +237,9 @@ def _block(work: Work, recompute: Recompute, gpu: Gpu, rates: Rates) -> _Block:
         attention_backward += attention
     host = kernels * rates.launch * (0.5 if work.compiled else 1.0)
     gaps = max(kernels * rates.gap, host - computing)
-    return _Block(
-        *(forward, backward + again, attention, attention_backward),
-        *(moving / 3, moving * 2 / 3, gaps / 3, gaps * 2 / 3),
+    return (
+        _Pass(forward, attention, moving / 3, gaps / 3),
+        _Pass(backward + again, attention_backward, moving * 2 / 3, gaps * 2 / 3),
     )
 
 
