@@ -17,6 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy
 import xxhash
 
 from parallel.errors import TemporaryError, UserError
@@ -301,8 +302,6 @@ def verify(folder: Path) -> Manifest:
     check_files(folder, manifest)
 
     def require_finite(tensor: str, content: memoryview) -> None:
-        import numpy
-
         size, exponent = EXPONENTS.get(manifest.tensors[tensor].dtype, (1, 0))
         words = numpy.frombuffer(content, f"<u{size}", count=len(content) // size)
         if exponent and (words & exponent == exponent).any():

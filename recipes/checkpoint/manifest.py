@@ -109,11 +109,6 @@ class StoredTensor:
     shape: Shape
     boxes: tuple[Boxes, ...]
 
-    @property
-    def parts(self) -> int:
-        """Number of boxes that it is cut into."""
-        return sum(row.count for row in self.boxes)
-
 
 @dataclass(frozen=True)
 class Manifest:

@@ -5,7 +5,7 @@ Imports no torch.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -75,7 +75,7 @@ def plan(tensors: Mapping[str, Spread], processes: int) -> dict[str, StoredTenso
         replica = int(load[ranks].max(axis=0).argmin()) if shared else 0
         load[ranks[:, replica]] += division.elements * width[name]
         away = int(ranks[0, replica] - ranks[0, 0]) if ranks.size else 0
-        runs = tuple(run.moved(away) for run in division.runs) if away else division.runs
+        runs = tuple(replace(run, file=run.file + away) for run in division.runs) if away else division.runs
         found[name] = StoredTensor(tensors[name].dtype, tensors[name].shape, runs)
     return {name: found[name] for name in tensors}
 

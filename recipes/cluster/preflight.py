@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from parallel.dist import World, from_main, on_node
+from parallel.dist import World, on_node
 from parallel.errors import UserError
 from parallel.nodes import Node, abbreviated
 from recipes.cluster.findings import Room, report, wrong_results
@@ -78,18 +78,18 @@ def preflight(
     nodes, several = world.nodes, len(world.nodes) > 1
     facts = local_facts(world.device, recipe=recipe, sources=on_node(world, hash_of_sources))
     places = world.messages.reduce(places_of(facts, world.rank), together)
-    if problems := from_main(world, differences(places, nodes) if world.is_main else []):
+    if problems := world.messages.from_main(differences(places, nodes) if world.is_main else []):
         raise refusal("the processes differ", problems)
     agree = f"pre-flight: {world.size} processes on {len(nodes)} {'nodes' if several else 'node'} agree"
     if several:
         log(f"{agree}: {in_common(facts)}")  # before the network is tested, which may hang
         require_one_folder(folder, world, what="the run's folder", field="run.output")
-        cache = from_main(world, cache)
+        cache = world.messages.from_main(cache)
         if cache is not None:
             require_one_folder(cache.expanduser() / "tokens", world, what="the token cache", field="data.cache")
     mine = local_room(folder, world.device), clock_bounds(world), measure_links(world, groups)
     everyone = world.messages.to_main(mine)  # rank 0 alone judges and logs
-    if problems := from_main(world, wrong_results([link for *_, link in everyone], nodes) if everyone else []):
+    if problems := world.messages.from_main(wrong_results([link for *_, link in everyone], nodes) if everyone else []):
         raise refusal("the network between the processes returns wrong numbers", problems)
     if everyone:
         speed, *lines = report(everyone, nodes, device=world.device.type)
@@ -218,7 +218,7 @@ def require_one_folder(folder: Path, world: World, *, what: str, field: str, pat
     Raises:
         UserError: On all ranks, with the nodes that do not see the file.
     """
-    level, name = from_main(world, _write_probe(folder) if world.is_main else (0, ""))
+    level, name = world.messages.from_main(_write_probe(folder) if world.is_main else (0, ""))
     if not name:  # rank 0 cannot write there; the run reports that later
         return
     probe, looks = _places(folder)[level] / name, any(world.rank == node.ranks[0] for node in world.nodes)
@@ -242,7 +242,7 @@ def require_one_folder(folder: Path, world: World, *, what: str, field: str, pat
             f" {abbreviated([node.name for node in world.nodes if node.ranks[0] in unseen])} within {patience:g} s"
             f"; write a {field} on a file system that all nodes share"
         )
-    if problem := from_main(world, problem):
+    if problem := world.messages.from_main(problem):
         raise refusal(f"the nodes do not share {what}", [problem])
 
 

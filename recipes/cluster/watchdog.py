@@ -131,7 +131,7 @@ class Watchdog:
         )
 
     def _end(self) -> None:
-        after(LAST_RESORT, self._exit)
+        after(LAST_RESORT, lambda: os._exit(HUNG))
         self._ending = True
         own = self._report()
         try:
@@ -141,10 +141,7 @@ class Watchdog:
                 for_a_while(lambda: self._write_stacks(own))
                 self._say(f"{verdict([own])}\n{STACKS}")
         finally:
-            self._exit()
-
-    def _exit(self) -> None:
-        os._exit(HUNG)
+            os._exit(HUNG)
 
     def _say(self, text: str) -> None:
         text = text.replace(STACKS, f"  Python stacks of every process: {self._stacks or 'above'}")

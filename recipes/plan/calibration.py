@@ -71,7 +71,7 @@ def _by_content(path: Path, gpu: Gpu | None, *, processes: int) -> tuple[Gpu, Ra
         return _by_kernels(record, path, gpu)
     if "preflight" in record:
         gpu = _same(record["device"], gpu, path)
-        return gpu, by_links(record["preflight"]["links"], gpu, _by(RATES, "its network's speed", path))
+        return gpu, _by_network(record, path, gpu)
     if {"device", "world_size"} <= {*record}:
         raise UserError(
             f"{path} measures no network: its run had one process, or is of an older version; write its {METRICS}"
@@ -107,9 +107,7 @@ def _by_folder(path: Path, gpu: Gpu | None, *, planned: int) -> tuple[Gpu, Rates
     """The device and its rates from a run's folder: from its network's speed, if it has that, and its steps."""
     environment = json.loads(_text(path / ENVIRONMENT))
     gpu = _same(environment["device"], gpu, path)
-    rates = RATES
-    if "preflight" in environment:
-        rates = by_links(environment["preflight"]["links"], gpu, _by(RATES, "its network's speed", path))
+    rates = _by_network(environment, path, gpu) if "preflight" in environment else RATES
     return _by_run(path / METRICS, _text(path / METRICS), gpu, rates, planned=planned)
 
 
@@ -226,6 +224,10 @@ def _scaled(rates: Rates, field: str, predicted: Callable[[Rates], float], measu
 
 
 # Pre-flight's measurements.
+
+
+def _by_network(environment: Json, path: Path, gpu: Gpu) -> Rates:
+    return by_links(environment["preflight"]["links"], gpu, _by(RATES, "its network's speed", path))
 
 
 def by_links(links: list[Json], gpu: Gpu, rates: Rates) -> Rates:
