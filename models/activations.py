@@ -58,7 +58,7 @@ def saved_per_token(widths: Widths, kept: Kept) -> float:
     if kept.mode == "full":
         return kept.element * widths.stream
     if kept.mode == "selective":
-        return kept.element * _products(widths, kept) + 4 * widths.heads + _scales(widths)
+        return kept.element * _products(widths, kept) + 4 * widths.heads + 2 * _scale(widths)
     exchanged = kept.element * widths.query if kept.exchanged else 0
     return exchanged + (_compiled(widths, kept) if kept.compiled else _eager(widths, kept))
 
@@ -98,12 +98,8 @@ def _products(widths: Widths, kept: Kept) -> float:
     return 2 * widths.stream + last + 2 * widths.query + 2 * widths.key + 2 * widths.inner
 
 
-def _scales(widths: Widths) -> float:
-    """Bytes of what both norms multiply each token by, in float32."""
-    return 2 * _scale(widths)
-
-
 def _scale(widths: Widths) -> float:
+    """Bytes of what a norm multiplies each token by, in float32."""
     return 4 * widths.stream / widths.read
 
 
@@ -112,7 +108,7 @@ def _compiled(widths: Widths, kept: Kept) -> float:
     residual = 2 * 2 * widths.stream  # before attention and before the feed-forward
     attention = 2 * (2 * widths.query + 2 * widths.seen) + 4 * widths.heads  # queries, keys, values, output, logsumexp
     inner = 2 * 2 * widths.inner  # gate and up
-    total = residual + attention + inner + _scales(widths)
+    total = residual + attention + inner + 2 * _scale(widths)
     if kept.float8:  # casts are computed again, from what is read by a norm or SwiGLU anyway
         return total
     return total + 2 * 2 * widths.read + 2 * widths.inner  # both norms' outputs; SwiGLU's product

@@ -1,7 +1,7 @@
 """The shape of a dense decoder, and numbers computed from it. Imports no torch."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
 
@@ -81,6 +81,16 @@ class ModelConfig:
     def is_encoder_decoder(self) -> bool:
         """Whether an encoder reads a prompt, and a decoder writes an answer."""
         return False
+
+    @property
+    def by_transformers(self) -> bool:
+        """Whether transformers computes this model, not our decoder."""
+        return False
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The config.json of a model of transformers; empty for our decoder."""
+        return {}
 
     @property
     def computed_by(self) -> str:

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from models.build import build_model
 from models.config import AttentionFlops
+from models.decoder import build_model
 from models.encoder_decoder import EncoderDecoderInputs
 from models.transformers_config import TransformersConfig
 

@@ -206,3 +206,15 @@ class Decoder(nn.Module):
         into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
         scale = 1 / math.sqrt(2 * self.config.layers) if into_residual else 1.0
         values.normal_(0.0, self.config.init_std * scale, generator=generator)
+
+
+def build_model(config: ModelConfig, *, loss_chunks: int = 1, z_loss: float = 0.0) -> nn.Module:
+    """The plain model on torch's current device (the meta device, where it is parallelized afterwards).
+
+    Raises ValueError, with the reason, for a model of transformers that cannot be trained here.
+    """
+    if config.by_transformers:
+        from models.transformers import TransformersModel
+
+        return TransformersModel(config, loss_chunks=loss_chunks, z_loss=z_loss)
+    return Decoder(config, loss_chunks=loss_chunks, z_loss=z_loss)

@@ -24,10 +24,8 @@ class EncoderDecoderInputs:
 
     def to(self, device: torch.device, *, non_blocking: bool = True) -> "EncoderDecoderInputs":
         """A copy on the device. From pinned memory, the host does not wait for the copy to a GPU."""
-        tensors = (self.encoder_tokens, self.encoder_mask, self.decoder_tokens)
-        return EncoderDecoderInputs(*(tensor.to(device, non_blocking=non_blocking) for tensor in tensors))
+        return EncoderDecoderInputs(*(one.to(device, non_blocking=non_blocking) for one in vars(self).values()))
 
     def pin_memory(self) -> "EncoderDecoderInputs":
         """A copy in pinned memory, which a GPU can read asynchronously."""
-        tensors = (self.encoder_tokens, self.encoder_mask, self.decoder_tokens)
-        return EncoderDecoderInputs(*(tensor.pin_memory() for tensor in tensors))
+        return EncoderDecoderInputs(*(tensor.pin_memory() for tensor in vars(self).values()))

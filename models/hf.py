@@ -21,8 +21,6 @@ IN_BLOCK = {
     "feed_forward_norm.weight": "post_attention_layernorm.weight",
     **{f"feed_forward.{part}_proj.weight": f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")},
 }
-BACK_OUTSIDE = {theirs: ours for ours, theirs in OUTSIDE.items()}
-BACK_IN_BLOCK = {theirs: ours for ours, theirs in IN_BLOCK.items()}
 
 
 def hf_name(name: str) -> str:
@@ -30,13 +28,6 @@ def hf_name(name: str) -> str:
     if match := re.fullmatch(r"blocks\.(\d+)\.(.+)", name):
         return f"model.layers.{match[1]}.{IN_BLOCK[match[2]]}"
     return OUTSIDE[name]
-
-
-def our_name(name: str) -> str:
-    """The inverse of hf_name. Raises KeyError."""
-    if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name):
-        return f"blocks.{match[1]}.{BACK_IN_BLOCK[match[2]]}"
-    return BACK_OUTSIDE[name]
 
 
 def parameter_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -15,6 +15,7 @@ from models.layout import layout_of
 from models.transformers_config import TransformersConfig
 
 INSTALL = 'transformers 5 or later is not installed; pip install "transformers>=5"'
+ENDLESS = {"rope_parameters", "rope_theta", "relative_attention_num_buckets", "alibi"}
 # Key -> what its presence asks for.
 REFUSED = {
     "auto_map": "custom code, which is never run; if transformers itself computes the same model, delete auto_map",
@@ -91,7 +92,8 @@ def _of_transformers(settings: Mapping[str, Any], *, reason: str) -> tuple[Trans
         rope_theta=1.0,
         definition=json.dumps(settings, indent=2) + "\n",
         reason=reason,
-        positions=_learned_positions(whole),
+        # The length of a table of positions; 0 where they are rotary, relative, or biases, which have no end.
+        positions=0 if ENDLESS & whole.keys() else _context_length(whole) or 0,
     )
     if problems := [f"{name} is more than {most:,}" for name, most in LARGEST.items() if getattr(model, name) > most]:
         raise ValueError("\n".join(problems))
@@ -148,13 +150,6 @@ def _unsuitable(whole: Mapping[str, Any], *, family: str, nested: list[str]) -> 
     if counts:
         key = next((key for key in counts if re.fullmatch(r"(moe_)?(n|num)_.*experts", key)), counts[0])
         yield f"{key} = {experts[key]}: mixtures of experts are not supported; only dense models are"
-
-
-def _learned_positions(whole: Mapping[str, Any]) -> int:
-    """The length of a table of positions; 0 where they are rotary, relative, or biases, which have no end."""
-    if {"rope_parameters", "rope_theta", "relative_attention_num_buckets", "alibi"} & whole.keys():
-        return 0
-    return _context_length(whole) or 0
 
 
 def _context_length(whole: Mapping[str, Any]) -> int | None:

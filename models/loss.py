@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -97,8 +97,19 @@ def cross_entropy_sum(
     if chunks == 1 and kernels is EAGER and not softcap and not z_loss:
         return cross_entropy(rows.to(torch.float32), targets, ignore_index=IGNORED, reduction="sum")
     counts = targets != IGNORED
-    columns = targets.where(counts, 0)
-    return loss_in_chunks(rows, columns, counts, counts, chunks=chunks, kernels=kernels, softcap=softcap, z_loss=z_loss)
+    found = Targets(targets.where(counts, 0), counts, counts)
+    return loss_in_chunks(rows, found, chunks=chunks, kernels=kernels, softcap=softcap, z_loss=z_loss)
+
+
+class Targets(NamedTuple):
+    """The targets of rows of logits, of which a process may have some columns; (R,) each."""
+
+    columns: Tensor
+    """Which of these columns is the target; any of them where none is."""
+    own: Tensor
+    """Whether one of these columns is the target."""
+    counts: Tensor
+    """Whether there is a target."""
 
 
 Combine = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -107,9 +118,7 @@ Combine = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 def loss_in_chunks(
     logits: Tensor,
-    columns: Tensor,
-    own: Tensor,
-    counts: Tensor,
+    targets: Targets,
     *,
     chunks: int,
     kernels: Kernels = EAGER,
@@ -125,16 +134,14 @@ def loss_in_chunks(
 
     Args:
         logits: (R, V), or some columns of them.
-        columns: (R,), which of these columns is the target; any of them where none is.
-        own: (R,), whether one of these columns is the target.
-        counts: (R,), whether there is a target.
+        targets: of these rows.
         chunks: number of parts of about R / chunks rows, one after the other.
         kernels: what runs over the logits of a chunk.
         combine: for logits of which this process has some columns.
         softcap, z_loss: as of cross_entropy_sum().
     """
     whole = logits.contiguous()  # torch.compile refuses to write into anything else
-    loss: Tensor = _InChunks.apply(whole, columns, own, counts, chunks, kernels, combine, softcap, z_loss)
+    loss: Tensor = _InChunks.apply(whole, *targets, chunks, kernels, combine, softcap, z_loss)
     return loss
 
 

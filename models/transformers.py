@@ -35,6 +35,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as library_logging
 
 from models.assumptions import broken, dropouts, shared_parameters, why_documents_meet
+from models.config import ModelConfig
 from models.documents import Documents
 from models.encoder_decoder import EncoderDecoderInputs
 from models.initial_values import PREFIX, allocate, drawn_by_units, require_filled, units_of
@@ -42,7 +43,6 @@ from models.interface import ModelInterface
 from models.layout import FREQUENCIES, Copy, Layout, Stored
 from models.loss import SummedLoss
 from models.tensor_plan import with_plan
-from models.transformers_config import TransformersConfig
 
 
 class TransformersModel(nn.Module):
@@ -51,7 +51,7 @@ class TransformersModel(nn.Module):
     Raises ValueError, with the reason, for a model that breaks an assumption of this file or of parallel/.
     """
 
-    def __init__(self, config: TransformersConfig, *, loss_chunks: int = 1, z_loss: float = 0.0) -> None:
+    def __init__(self, config: ModelConfig, *, loss_chunks: int = 1, z_loss: float = 0.0) -> None:
         super().__init__()
         self.config = config
         self.model = plain_model(config)
@@ -125,7 +125,7 @@ class TransformersModel(nn.Module):
                 yield full, values.t().contiguous() if full in self.transposed else values
 
 
-def require_kernels(config: TransformersConfig, *, backend: str) -> None:
+def require_kernels(config: ModelConfig, *, backend: str) -> None:
     """Raises ValueError for attention.backend of a model that does not call scaled_dot_product_attention."""
     kind = _class_of(library_config(config.settings), config)
     if backend != "auto" and not kind._supports_sdpa:
@@ -134,7 +134,7 @@ def require_kernels(config: TransformersConfig, *, backend: str) -> None:
         )
 
 
-def require_documents_apart(config: TransformersConfig) -> None:
+def require_documents_apart(config: ModelConfig) -> None:
     """Raises ValueError, with the reason, for a model in which documents packed into one row would see each other."""
     with torch.device("meta"):
         model = plain_model(config)
@@ -154,7 +154,7 @@ def require_documents_apart(config: TransformersConfig) -> None:
 
 
 @cache
-def stored_layout(config: TransformersConfig) -> Layout:
+def stored_layout(config: ModelConfig) -> Layout:
     """How transformers stores this model; what several modules share is there once."""
     with torch.device("meta"):
         model = TransformersModel(config)
@@ -238,7 +238,7 @@ def _masks_without_looking(documents: Documents | None) -> Iterator[None]:
         yield
 
 
-def plain_model(config: TransformersConfig) -> PreTrainedModel:
+def plain_model(config: ModelConfig) -> PreTrainedModel:
     """transformers' own model on torch's current device, in float32, without dropout unless the config asks for it."""
     library_logging.set_verbosity_error()  # of notes to its own users, such as on the loss that we do not call
     theirs = library_config(config.settings)
@@ -253,7 +253,7 @@ def plain_model(config: TransformersConfig) -> PreTrainedModel:
     return cast(PreTrainedModel, model)
 
 
-def _class_of(theirs: PreTrainedConfig, config: TransformersConfig) -> type[PreTrainedModel]:
+def _class_of(theirs: PreTrainedConfig, config: ModelConfig) -> type[PreTrainedModel]:
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     if type(theirs) not in kind._model_mapping:
         raise ValueError(

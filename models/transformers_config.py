@@ -7,7 +7,7 @@ import json
 import logging
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeGuard
+from typing import Any
 
 from models.config import AttentionFlops, ModelConfig
 
@@ -27,6 +27,11 @@ class TransformersConfig(ModelConfig):
     """Why our decoder does not compute it."""
     positions: int = 0
     """Tokens of the longest sequence that it has positions for; 0 = no limit."""
+
+    @property
+    def by_transformers(self) -> bool:
+        """Whether transformers computes this model, not our decoder."""
+        return True
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -73,8 +78,3 @@ class TransformersConfig(ModelConfig):
         if self.is_encoder_decoder:
             return round(step_flops(self, Lengths(1, length, 1, length, length), attention) / 2)
         return round(step_flops(self, Lengths(1, length), attention))
-
-
-def of_transformers(model: ModelConfig) -> TypeGuard["TransformersConfig"]:
-    """Whether transformers computes this model, not our decoder."""
-    return isinstance(model, TransformersConfig)

@@ -1,6 +1,7 @@
 """Activation checkpointing: what the forward pass keeps, and what the backward pass computes again."""
 
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +56,8 @@ def checkpoint_blocks(model: nn.Module, config: ActivationCheckpointingConfig) -
         # Where nothing in a block draws random numbers, their state need not be kept.
         options: dict[str, Any] = {"preserve_rng_state": interface.draws_random}
         if config.mode == "selective":
-            options["context_fn"] = _contexts_with_dropout if interface.draws_random else _selective_contexts
+            policy = _keep_but_attention if interface.draws_random else _keep_or_recompute
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
             # Under compile it warns each process of in-place operations; a block has none.
             logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
         model.set_submodule(name, checkpoint_wrapper(model.get_submodule(name), **options))
@@ -78,17 +80,9 @@ def _declare_attention(*, random: bool) -> None:
             operator.tags.remove(seeded)
 
 
-def _selective_contexts() -> Any:
-    return create_selective_checkpoint_contexts(_keep_or_recompute)
-
-
-def _contexts_with_dropout() -> Any:
+def _keep_but_attention(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
     """Attention that drops draws random numbers. Kept, it would draw none when its block is computed again, and each
     later dropout in the block would then drop other values than in the forward pass."""
-    return create_selective_checkpoint_contexts(_keep_but_attention)
-
-
-def _keep_but_attention(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
     if operator in ATTENTION:
         return CheckpointPolicy.PREFER_RECOMPUTE
     return _keep_or_recompute(context, operator, *arguments, **options)

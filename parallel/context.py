@@ -10,6 +10,7 @@ B batch, T tokens of a row, P tokens of a part, C = P / 2 of a chunk, N query he
 R degree.
 """
 
+from functools import partial
 from math import gcd
 from typing import Any
 
@@ -42,8 +43,8 @@ def split_over(model: nn.Module, axis: DeviceMesh, *, by: str) -> str:
     for block in blocks_of(model):
         inner = block.get_submodule(name)
         block.set_submodule(name, ByHeads(inner, group) if by == "heads" else ByGathering(group))
-    model.register_forward_pre_hook(_OwnPart(group, by), with_kwargs=True)
-    model.register_forward_hook(_WholeLogits(group, by), with_kwargs=True)
+    model.register_forward_pre_hook(partial(_own_part, group=group, by=by), with_kwargs=True)
+    model.register_forward_hook(partial(_whole_logits, group=group, by=by), with_kwargs=True)
     how = {"heads": "tokens exchanged for heads", "gather": "keys and values gathered"}[by]
     return f"context parallelism: {group.size()} parts of every row, {how}"
 
@@ -58,40 +59,36 @@ def own_chunks(length: int, group: ProcessGroup, *, by: str) -> list[slice]:
     return [slice(index * size, (index + 1) * size) for index in own]
 
 
-class _OwnPart:
+def _own_part(
+    model: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], *, group: ProcessGroup, by: str
+) -> Any:
     """Cuts the arguments of the model's forward pass: tokens, targets and positions; documents stay whole."""
-
-    def __init__(self, group: ProcessGroup, by: str) -> None:
-        self._group, self._by = group, by
-
-    def __call__(self, model: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        if options.get("cache") is not None:  # a text that grows token by token: every process computes all of it
-            return None
-        tokens, documents = arguments[0], options.get("documents")
-        whole = torch.arange(tokens.shape[1], device=tokens.device) if documents is None else documents.positions
-        own = own_chunks(tokens.shape[1], self._group, by=self._by)
-        # Parts of tokens, of targets if there are any (B, T), and of positions, (T,) without documents.
-        *parts, positions = (torch.cat([x[..., part] for part in own], -1) for x in (*arguments, whole))
-        return tuple(parts), options | {"positions": positions}
+    if options.get("cache") is not None:  # a text that grows token by token: every process computes all of it
+        return None
+    tokens, documents = arguments[0], options.get("documents")
+    whole = torch.arange(tokens.shape[1], device=tokens.device) if documents is None else documents.positions
+    own = own_chunks(tokens.shape[1], group, by=by)
+    # Parts of tokens, of targets if there are any (B, T), and of positions, (T,) without documents.
+    *parts, positions = (torch.cat([x[..., part] for part in own], -1) for x in (*arguments, whole))
+    return tuple(parts), options | {"positions": positions}
 
 
-class _WholeLogits:
-    """Makes every process return the logits of all tokens, as a model that is not cut does without targets."""
+def _whole_logits(
+    model: nn.Module, arguments: Any, options: dict[str, Any], output: Tensor, *, group: ProcessGroup, by: str
+) -> Any:
+    """Makes every process return the logits of all tokens, as a model that is not cut does without targets.
 
-    def __init__(self, group: ProcessGroup, by: str) -> None:
-        self._group, self._by = group, by
-
-    def __call__(self, model: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Tensor) -> Any:
-        """output: (B, P, V), or losses, () or (2,). Returns (B, T, V), or the losses."""
-        if output.dim() < 3 or options.get("cache") is not None:
-            return None
-        length = output.shape[1] * self._group.size()
-        whole = output.new_zeros(output.shape[0], length, output.shape[2])
-        parts = own_chunks(length, self._group, by=self._by)
-        for part, logits in zip(parts, output.chunk(len(parts), dim=1), strict=True):
-            whole[:, part] = logits
-        dist.all_reduce(whole, group=self._group)  # the others add zeros
-        return whole
+    output: (B, P, V), or losses, () or (2,). Returns (B, T, V), or the losses.
+    """
+    if output.dim() < 3 or options.get("cache") is not None:
+        return None
+    length = output.shape[1] * group.size()
+    whole = output.new_zeros(output.shape[0], length, output.shape[2])
+    parts = own_chunks(length, group, by=by)
+    for part, logits in zip(parts, output.chunk(len(parts), dim=1), strict=True):
+        whole[:, part] = logits
+    dist.all_reduce(whole, group=group)  # the others add zeros
+    return whole
 
 
 class ByHeads(nn.Module):

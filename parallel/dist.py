@@ -15,10 +15,9 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from parallel.descriptors import require
 from parallel.errors import TemporaryError, UserError
 from parallel.messages import Channel, Messages
-from parallel.nodes import Node, arrange
+from parallel.nodes import Node, arrange, require
 
 Result = TypeVar("Result")
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -193,7 +192,7 @@ def on_main(world: World, work: Callable[[], Result]) -> Result:
             result = work()
         except UserError as raised:
             error = raised
-    kind, result = from_main(world, (_kind(error), result))
+    kind, result = world.messages.from_main((_kind(error), result))
     if error is not None:
         raise error
     if kind is not None:
@@ -210,7 +209,7 @@ def on_all(world: World, work: Callable[[], Result]) -> Result:
     except UserError as raised:
         error = raised
     first = world.messages.reduce((_kind(error), str(error)), lambda one, other: one if one[0] else other)
-    kind, text = from_main(world, first)
+    kind, text = world.messages.from_main(first)
     if kind is not None:
         raise kind(text) from error
     return cast(Result, result)
@@ -228,14 +227,12 @@ def on_main_first(world: World, work: Callable[[], Result]) -> Result:
     return held[0] if world.is_main else work()
 
 
-def from_main(world: World, value: Result) -> Result:
-    """Rank 0's value, on all ranks: for what ranks could see differently, such as the state of a file system."""
-    return world.messages.from_main(value)
-
-
-def from_all(world: World, value: Result) -> list[Result]:
-    """The (small) value of every process, by rank."""
-    return world.messages.from_all(value)
+def on_node(world: World, work: Callable[[], Result]) -> Result:
+    """Run `work`, which must not communicate, on the first process of each node and send its (small) result to the
+    others of the node. A UserError on any node is raised on all processes."""
+    own = on_all(world, work if world.leads_node else lambda: None)
+    neighbours = next(node.ranks for node in world.nodes if world.rank in node.ranks)
+    return cast(Result, world.messages.from_first(own, neighbours))
 
 
 def wait_for(work: dist.Work) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from models.interface import ModelInterface, interface_of
 from parallel.config import Float8Config
 from parallel.errors import UserError
-from parallel.materialize import plain_name
+from parallel.fsdp import plain_name
 
 
 def convert_linears(model: nn.Module, config: Float8Config, *, device_type: str) -> str:

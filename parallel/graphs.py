@@ -1,5 +1,6 @@
 """Changes to the graph of a compiled block: what is kept for the backward pass, and float8 operands written once."""
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +21,16 @@ def graph_passes() -> dict[str, Any]:
     return {"joint_custom_post_pass": ChooseWhatIsKept(), "post_grad_custom_post_pass": WriteOperandsOnce()}
 
 
+class GraphPass(CustomGraphPass):
+    """A change to the graph of a compiled block, or a look at it."""
+
+    def uuid(self) -> Any:
+        """Part of the key of Inductor's cache."""
+        return get_hash_for_files((inspect.getfile(type(self)),))
+
+
 @dataclass(frozen=True)  # all are equal, so that models compiled with them can share code
-class ChooseWhatIsKept(CustomGraphPass):
+class ChooseWhatIsKept(GraphPass):
     """Runs before the graph is cut into a forward and a backward pass."""
 
     def __call__(self, graph: Graph) -> None:
@@ -29,13 +38,9 @@ class ChooseWhatIsKept(CustomGraphPass):
         _keep_sums(graph)
         _recompute_copies_of_weights(graph)
 
-    def uuid(self) -> Any:
-        """Part of the key of Inductor's cache."""
-        return get_hash_for_files((__file__,))
-
 
 @dataclass(frozen=True)
-class WriteOperandsOnce(CustomGraphPass):
+class WriteOperandsOnce(GraphPass):
     """Runs last. Inductor computes a cheap operand, such as a cast, anew for every product that reads it."""
 
     def __call__(self, graph: Graph) -> None:
@@ -48,10 +53,6 @@ class WriteOperandsOnce(CustomGraphPass):
                     written = graph.call_function(inductor_prims.force_stride_order, (node, node.meta["val"].stride()))
                 written.meta.update(node.meta)
                 node.replace_all_uses_with(written, delete_user_cb=lambda user, written=written: user is not written)
-
-    def uuid(self) -> Any:
-        """Part of the key of Inductor's cache."""
-        return get_hash_for_files((__file__,))
 
 
 def _keep_sums(graph: Graph) -> None:

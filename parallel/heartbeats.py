@@ -118,7 +118,11 @@ class Heartbeats:
 
     def of_all(self) -> list[list[str]]:
         """The words of each node's processes, as it has published them last; none of a node that has not."""
-        return words_of_nodes(self._connected(), len(self._world.nodes))
+        store, keys = self._connected(), [key_of_node(number) for number in range(len(self._world.nodes))]
+        if not store.check(keys):  # keys that nobody has set would be waited for
+            for key in keys:
+                store.append(key, "")  # type: ignore[attr-defined]
+        return [word.decode().splitlines() for word in store.multi_get(keys)]
 
     def tell(self, subject: str, word: str) -> None:
         """Publish a message to all processes under this subject."""
@@ -146,15 +150,6 @@ class Heartbeats:
 def key_of_node(number: int) -> str:
     """The key of the store that holds the words of a node's processes."""
     return f"{PREFIX}words of node {number}"
-
-
-def words_of_nodes(store: dist.Store, nodes: int) -> list[list[str]]:
-    """The words of each node's processes; none of a node that has published none."""
-    keys = [key_of_node(number) for number in range(nodes)]
-    if not store.check(keys):  # keys that nobody has set would be waited for
-        for key in keys:
-            store.append(key, "")  # type: ignore[attr-defined]
-    return [word.decode().splitlines() for word in store.multi_get(keys)]
 
 
 def connect() -> dist.Store:

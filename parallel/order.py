@@ -5,7 +5,7 @@ from functools import partial
 from torch import nn
 
 from parallel.activation_checkpoint import checkpoint_blocks
-from parallel.config import ActivationCheckpointingConfig, CompileConfig, Float8Config, FSDPConfig
+from parallel.config import ActivationCheckpointingConfig, CompileConfig, Float8Config, FSDPConfig, MeshConfig
 from parallel.fsdp import shard_blocks_and_root
 from parallel.kernels import compile_blocks
 from parallel.mesh import Mesh
@@ -46,15 +46,14 @@ def parallelize(
     activation_checkpointing: ActivationCheckpointingConfig,
     compile: CompileConfig,
     fsdp: FSDPConfig,
-    context_by: str = "heads",
-    overlap_tensor: bool = False,
+    layout: MeshConfig,
 ) -> list[str]:
     """Apply every part to `model`, in place, while it is on the meta device. Returns one line per part, for the log.
 
-    The optimizer must be built afterwards: sharding replaces the parameters.
+    The optimizer must be built afterwards: sharding replaces the parameters. layout: how the axes of the mesh are used.
     """
     checkpointed = partial(checkpoint_blocks, model, activation_checkpointing)
-    overlapped = mesh.tensor.get_group() if overlap_tensor and mesh.tensor is not None else None
+    overlapped = mesh.tensor.get_group() if layout.overlap_tensor and mesh.tensor is not None else None
     compiled = partial(compile_blocks, model, compile, device_type=mesh.devices.device_type, overlapped=overlapped)
     # Before compile, so that the recomputation is traced and fused with the rest of the block. The exception: traced
     # with tensor parallelism, "full" would keep a mesh for the backward pass, which torch 2.13 refuses.
@@ -63,9 +62,9 @@ def parallelize(
         # First, while the linears are plain nn.Linear: torchao swaps them by type.
         to_float8(model, float8, device_type=mesh.devices.device_type),
         # On the (float8) linears: it replaces their parameters by parts, and hooks their inputs and outputs.
-        *split_matrices(model, mesh, float8_gathers=float8.gather_activations, overlapped=overlap_tensor),
+        *split_matrices(model, mesh, float8_gathers=float8.gather_activations, overlapped=layout.overlap_tensor),
         # After it, on the heads that it has left each process.
-        *split_rows(model, mesh, context_by=context_by),
+        *split_rows(model, mesh, context_by=layout.context_by),
         # Each block in place: repeated blocks share one compilation, and fully qualified names stay as they are.
         *([compiled(), checkpointed()] if outside else [checkpointed(), compiled()]),
         # Last and always, also on one device: its hooks stay outside the compiled graphs, and one GPU and a

@@ -9,17 +9,15 @@ import operator
 from typing import Any
 
 import torch
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.virtualized import V
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_map_only
 
 from parallel.errors import UserError
+from parallel.graphs import GraphPass, aten
 
-aten = torch.ops.aten
 
-
-class BringMessagesToProducts(CustomGraphPass):
+class BringMessagesToProducts(GraphPass):
     """Runs before Inductor looks for what to fuse."""
 
     def __call__(self, graph: Graph) -> None:
@@ -42,12 +40,8 @@ class BringMessagesToProducts(CustomGraphPass):
                     whole.replace_all_uses_with(_joined(graph, products, result.shape))
         graph.eliminate_dead_code()
 
-    def uuid(self) -> Any:
-        """Part of the key of Inductor's cache."""
-        return get_hash_for_files((__file__,))
 
-
-class RequireFusedMessages(CustomGraphPass):
+class RequireFusedMessages(GraphPass):
     """Runs after Inductor has fused. It does nothing where it recognizes no message, as in other versions of torch."""
 
     def __call__(self, graph: Graph) -> None:
@@ -64,10 +58,6 @@ class RequireFusedMessages(CustomGraphPass):
                 f"mesh.overlap_tensor: torch {torch.__version__} fuses none of the tensor-parallel messages of a block"
                 " with products; write overlap_tensor = false"
             )
-
-    def uuid(self) -> Any:
-        """Part of the key of Inductor's cache."""
-        return get_hash_for_files((__file__,))
 
 
 def _before_cutting(node: Any) -> Node:

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from models.interface import BlockInterface, ModelInterface, blocks_of, interface_of
-from models.loss import EAGER, IGNORED, SummedLoss, capped, loss_in_chunks
+from models.loss import EAGER, IGNORED, SummedLoss, Targets, capped, loss_in_chunks
 from parallel.errors import UserError
 from parallel.float8 import Move, float8_gather, float8_scatter
 
@@ -224,9 +224,7 @@ class VocabularyParallelLoss(nn.Module):
         own = (columns >= 0) & (columns < width) & counts
         return loss_in_chunks(
             logits.flatten(0, 1),
-            columns.where(own, 0),
-            own,
-            counts,
+            Targets(columns.where(own, 0), own, counts),
             chunks=self.chunks,
             kernels=self.kernels,
             combine=self._combine,

@@ -141,18 +141,30 @@ def evaluate(options: argparse.Namespace) -> int:
     show = partial(_show, line, limit=options.limit)
     try:
         model, mesh = _model(weights, world, dtype=options.dtype, tokens=length * options.micro_batch_size)
-        how = {"mesh": mesh, "device": world.device, "micro_batch_size": options.micro_batch_size}
-        how["on_progress"] = show if world.is_main else None
+        on_progress = show if world.is_main else None
         if pairing:
             from recipes.evaluation.pair_losses import PairReader, evaluate_pairs
 
             reader = PairReader(text, tokenizer=tokenizer, pairing=pairing, length=length, long=data.long_pairs)
-            found = evaluate_pairs(model, reader, pairing=pairing, **how)
+            found = evaluate_pairs(
+                model,
+                reader,
+                pairing=pairing,
+                micro_batch_size=options.micro_batch_size,
+                mesh=mesh,
+                on_progress=on_progress,
+            )
             more = {"tokens": found.tokens, "pairs": reader.pairs}
             more |= {"too_long": reader.left_out, "without_answer": reader.unusable}
         else:
             found = evaluate_text(
-                model, text, tokenizer=tokenizer, sequence_length=length, document_mask=options.document_mask, **how
+                model,
+                text,
+                tokenizer=tokenizer,
+                shape=(options.micro_batch_size, length),
+                document_mask=options.document_mask,
+                mesh=mesh,
+                on_progress=on_progress,
             )
             names = ("bits_per_byte", "tokens", "text_bytes", "documents")
             more = {name: getattr(found, name) for name in names}
@@ -201,10 +213,10 @@ def _model(weights: "Weights", world: "World", *, dtype: Any, tokens: int) -> "t
     """The model with its weights, sharded over all processes. tokens: of a forward pass."""
     import torch
 
-    from models.build import build_model
+    from models.decoder import build_model
     from models.transformers_config import TransformersConfig
     from parallel.config import ActivationCheckpointingConfig, CompileConfig, Float8Config, FSDPConfig, MeshConfig
-    from parallel.materialize import materialize
+    from parallel.fsdp import materialize
     from parallel.mesh import build_mesh
     from parallel.order import parallelize
     from recipes.weights.convert import load_weights
@@ -219,6 +231,7 @@ def _model(weights: "Weights", world: "World", *, dtype: Any, tokens: int) -> "t
         activation_checkpointing=ActivationCheckpointingConfig(),
         compile=CompileConfig(),
         fsdp=FSDPConfig(param_dtype=dtype),
+        layout=MeshConfig(),
     )
     if isinstance(weights.model, TransformersConfig):
         materialize(model, device=world.device, seed=0)  # for buffers that no file holds

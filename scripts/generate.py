@@ -85,10 +85,11 @@ def _leave(number: int, frame: object) -> None:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from recipes.evaluation.sampling import check_sampling  # torch, from here on
+    from recipes.evaluation.sampling import Sampling  # torch, from here on
 
-    sampling = {name: getattr(options, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "seed")}
-    check_sampling(**sampling | {"temperature": options.temperature or 0.0})  # before a large model is read
+    given = {name: getattr(options, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "seed")}
+    sampling = Sampling(**given | {"temperature": options.temperature or 0.0})
+    sampling.require_possible()  # before a large model is read
     try:
         options.prompt.encode()
     except UnicodeEncodeError:
@@ -109,7 +110,7 @@ def _generate(options: argparse.Namespace) -> int:
     opened = open_as(weights, dtype=dtype, device=device)
     if options.temperature is None:
         certain = options.beams > 1 or (opened.encoder_decoder and options.outputs == 1)
-        sampling["temperature"] = 0.0 if certain else 0.8
+        sampling = replace(sampling, temperature=0.0 if certain else 0.8)
     prompt, as_pairs = _around(options, weights)
     opened = replace(opened, as_pairs=as_pairs)
     _check_length(opened, prompt, options.max_tokens, positions=getattr(weights.model, "positions", 0))
@@ -127,7 +128,7 @@ def _generate(options: argparse.Namespace) -> int:
     write: Callable[..., tuple[int, float]] = (
         continue_text if isinstance(opened.model, Decoder) else partial(write_texts, **search)
     )
-    tokens, seconds = write(opened, prompt, log=show, log_prompt=show_prompt, **sampling)
+    tokens, seconds = write(opened, prompt, sampling, log=show, log_prompt=show_prompt)
     print(flush=True)
     print(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s", file=sys.stderr)
     return 0

@@ -5,12 +5,11 @@ from typing import Literal, cast
 import torch
 import torch.distributed as dist
 
-from models import build
+from models import decoder
 from models.config import ModelConfig
 from models.decoder import Decoder
 from parallel.config import ActivationCheckpointingConfig, CompileConfig, Float8Config, FSDPConfig, MeshConfig
-from parallel.fsdp import compute_with_whole_shards
-from parallel.materialize import materialize
+from parallel.fsdp import compute_with_whole_shards, materialize
 from parallel.mesh import Mesh, build_mesh
 from parallel.order import parallelize
 
@@ -38,7 +37,7 @@ def build_model(
 ) -> tuple[Decoder, list[str]]:
     """The model, and the lines that parallelize() returned. mode, blocks: of activation checkpointing."""
     with torch.device("meta"):
-        model = cast(Decoder, build.build_model(config, loss_chunks=loss_chunks))
+        model = cast(Decoder, decoder.build_model(config, loss_chunks=loss_chunks))
     processes = cpu_mesh(mesh)
     report = parallelize(
         model,
@@ -47,7 +46,7 @@ def build_model(
         activation_checkpointing=ActivationCheckpointingConfig(mode, blocks),
         compile=CompileConfig(compiled),
         fsdp=fsdp,
-        context_by=mesh.context_by,
+        layout=mesh,
     )
     materialize(model, device=torch.device("cpu"), seed=seed)
     compute_with_whole_shards(model, processes, fsdp)

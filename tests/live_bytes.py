@@ -5,6 +5,7 @@ this, refuses more than one micro-batch.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def build(recipe: Recipe, mesh: Mesh) -> Built:
             activation_checkpointing=recipe.activation_checkpointing,
             compile=recipe.compile,
             fsdp=fsdp,
-            context_by=recipe.mesh.context_by,
+            layout=replace(recipe.mesh, overlap_tensor=False),
         )
     model.to_empty(device="cpu")
     compute_with_whole_shards(model, mesh, fsdp)

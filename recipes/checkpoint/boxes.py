@@ -1,7 +1,7 @@
 """Boxes of a tensor, in regular rows: a tensor cut into 16,384 parts is one line of a manifest. Imports no torch."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Annotated, Protocol
 
@@ -52,10 +52,6 @@ class Boxes:
         if not number:
             return self.start
         return tuple(first + number * step for first, step in zip(self.start, self.step, strict=True))
-
-    def moved(self, files: int) -> "Boxes":
-        """These boxes so many shards further."""
-        return replace(self, file=self.file + files)
 
     def meeting(self, start: Sequence[int], shape: Sequence[int]) -> range:
         """The numbers of the boxes that share an element with this one, none of whose sides is 0."""

@@ -17,6 +17,7 @@ from parallel.messages import Channel
 from parallel.state_check import not_finite
 from recipes.checkpoint import folder as folders
 from recipes.checkpoint.best import BestOf
+from recipes.checkpoint.config import CheckpointConfig
 from recipes.checkpoint.files import complete, read_manifest, shard_bytes, verify_shards, write_shard
 from recipes.checkpoint.manifest import Damage, Missing, StoredFile, shard_name
 from recipes.checkpoint.plan import pieces_of
@@ -49,32 +50,25 @@ class Checkpoints:
     def __init__(
         self,
         folder: Path,
+        config: CheckpointConfig,
         *,
-        keep: int,
-        keep_every: int = 0,
-        asynchronous: bool = False,
         files: Mapping[str, str] | None = None,
         mark: Path | None = None,
         remote: "RemoteFolder | None" = None,
-        keep_best: str = "",
         log: Callable[[str], None] = print,
     ) -> None:
         """
         Args:
             folder: the folder of the checkpoints.
-            keep: how many of the newest checkpoints to keep.
-            keep_every: also keep those whose step is a multiple of this (0 = none).
-            asynchronous: write on a thread, from a copy in host memory, while training continues.
-            files: name -> text of the small files in every checkpoint (weights/locate.py, checkpoint_files).
-            keep_best: also keep the best one by this column of metrics.jsonl, as checkpoint.keep_best has it.
+            config: which checkpoints are kept, and whether a thread writes them while training continues.
+            files: name -> text of the small files in every checkpoint (weights/description.py, checkpoint_files).
             mark: a file outside of the folder that receives the newest step, so that its loss is noticed.
             remote: where checkpoints are copied to, in the background.
             log: receives one line of text per message.
         """
         self.folder, self.files, self._mark = folder, files or {}, mark
-        self._log = log
-        self._keep, self._keep_every, self._asynchronous = keep, keep_every, asynchronous
-        self._best = BestOf(keep_best, lambda step: read_manifest(self.path(step))) if keep_best else None
+        self._config, self._log = config, log
+        self._best = BestOf(config.keep_best, lambda step: read_manifest(self.path(step))) if config.keep_best else None
         # A channel of its own: a save communicates on a thread while training communicates on others.
         self._together = Together(Channel.SAVES)
         self._main, self._shard = self._together.is_main, shard_name(self._together.rank, self._together.size)
@@ -84,7 +78,11 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._messages: deque[str] = deque()
         self._newest: int | None = None
-        self._copies = _copies(remote, folder.parent, note=self._note_on_main)
+        self._copies: Copies | None = None
+        if remote is not None:
+            from recipes.checkpoint import copies
+
+            self._copies = copies.Copies(remote, folder.parent, note=self._note_on_main)
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first."""
@@ -106,7 +104,9 @@ class Checkpoints:
         )
         size -= sum(matrix.numel() * moments.itemsize + STEP_BYTES for matrix in matrices)
         size += sum(len(text.encode()) for text in self.files.values())
-        fits = self._together.on_main(lambda: folders.disk_space(self.folder, checkpoint_bytes=size, keep=self._keep))
+        fits = self._together.on_main(
+            lambda: folders.disk_space(self.folder, checkpoint_bytes=size, keep=self._config.keep)
+        )
         if self._main:
             self._log("  " + fits)
 
@@ -126,7 +126,7 @@ class Checkpoints:
             self._plan = make_plan(state, rank=self._together.rank, processes=self._together.size)
         record = {"progress": dict(progress or {}), "optimizer": [hyperparameters(group) for group in groups]}
         tensors = self._plan.tensors(state)
-        if not self._asynchronous:
+        if not self._config.asynchronous:
             self._write(step, self._plan, (raw(tensor) for tensor in tensors), record)
             return
         copies: Iterable[memoryview]
@@ -157,7 +157,11 @@ class Checkpoints:
             return True
         done = self._copies.finish(soon=soon)
         if done and self._main:  # all were verified before they were sent
-            self._delete(self._dispensable())  # what was kept while it was copied
+            for old in self._dispensable():  # what was kept while it was copied
+                try:
+                    folders.delete(self.folder, old)
+                except OSError as error:
+                    self._note(old, f"cannot be deleted: {folders.reason(error)}")
             self._copies.prune()
         self.report()
         return done
@@ -214,7 +218,7 @@ class Checkpoints:
 
         try:
             self._begin(step)
-            files, plans = self._together.on_all(write, merge=_both)
+            files, plans = self._together.on_all(write, merge=lambda one, other: (one[0] | other[0], one[1] | other[1]))
             self._together.on_all(see_the_next)
             self._together.on_main(commit)
         except UserError:
@@ -278,16 +282,8 @@ class Checkpoints:
             best = self._best.step(steps) if self._best else None
         except TemporaryError:  # it may be any of them; the next save deletes the others
             return []
-        found = folders.dispensable(steps, keep=self._keep, keep_every=self._keep_every, best=best)
+        found = folders.dispensable(steps, self._config, best=best)
         return [old for old in found if old != copied]
-
-    def _delete(self, steps: Iterable[int]) -> None:
-        """Delete checkpoints, on rank 0 alone."""
-        for old in steps:
-            try:
-                folders.delete(self.folder, old)
-            except OSError as error:
-                self._note(old, f"cannot be deleted: {folders.reason(error)}")
 
     # Resuming
 
@@ -366,18 +362,6 @@ class Checkpoints:
         restore(model, optimizer, state, record["optimizer"])
         self._newest = step
         return record["progress"]
-
-
-def _both(one: Files, other: Files) -> Files:
-    return one[0] | other[0], one[1] | other[1]
-
-
-def _copies(remote: "RemoteFolder | None", run_folder: Path, *, note: Callable[[int, str], None]) -> "Copies | None":
-    if remote is None:
-        return None
-    from recipes.checkpoint.copies import Copies
-
-    return Copies(remote, run_folder, note=note)
 
 
 def _raising(error: Exception) -> Iterator[memoryview]:

@@ -5,25 +5,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
-
-import torch.distributed as dist
+from typing import ClassVar
 
 from parallel.errors import UserError
-from parallel.messages import Channel, Messages
+from parallel.messages import Channel
 from recipes.checkpoint import folder as folders
 from recipes.checkpoint.files import read_manifest, verify_shards
 from recipes.checkpoint.manifest import MANIFEST
 from recipes.checkpoint.remote_folder import RemoteFolder
+from recipes.checkpoint.together import Together
 from recipes.files import remote
 from recipes.files.layout import CHECKPOINTS, checkpoint_steps, step_folder
 
 SECONDS, SECONDS_AFTER_A_SIGNAL = 1500.0, 120.0
 """How long the end of a run waits for each of at most two copies: the watchdog waits for an hour."""
-
-
-class NotCopied(Exception):
-    """A copy failed, on this process or on another one."""
 
 
 class Copies:
@@ -39,9 +34,8 @@ class Copies:
     def __init__(self, there: RemoteFolder, run_folder: Path, *, note: Callable[[int, str], None]) -> None:
         """note: receives a step and what became of its copy."""
         self._there, self._run_folder, self._note = there, run_folder, note
-        self._rank, self._processes = dist.get_rank(), dist.get_world_size()
         # A channel of its own: copies communicate while saves and training do.
-        self._others = Messages(Channel.COPIES)
+        self._together = Together(Channel.COPIES)
         self._all_there = False
         self._same: set[int] = set()  # the steps whose copies are known to be of these checkpoints
         self.step: int | None = None
@@ -83,14 +77,14 @@ class Copies:
         """Copy checkpoints with all processes, on a thread, until none is missing there or a copy fails."""
         self._all_there = False
         try:
-            while (step := self._together(self._missing, only_main=True)) is not None:
+            while (step := self._together.on_main(self._missing)) is not None:
                 self.step = step
-                self._together(partial(self._there.clear, step), only_main=True)
-                self._together(partial(self._send_shards, step))
-                self._together(partial(self._complete, step), only_main=True)
+                self._together.on_main(partial(self._there.clear, step))
+                self._together.on_all(partial(self._send_shards, step))
+                self._together.on_main(partial(self._complete, step))
                 self._note(step, f"copied to {self._there.address(step)}")
             self._all_there = True
-        except NotCopied as error:
+        except UserError as error:  # of any process
             newest = max(checkpoint_steps(self._run_folder / CHECKPOINTS), default=0)
             self._note(
                 self.step or newest, f"NOT COPIED: {error}; what is here is whole, and the next save tries again"
@@ -99,24 +93,6 @@ class Copies:
             self._note(self.step or 0, f"NOT COPIED: {error}".splitlines()[0])
         finally:
             self.step = None
-
-    def _together(self, work: Callable[[], Any], *, only_main: bool = False) -> Any:
-        """Run this on all processes, or process 0; it must not communicate. Raises NotCopied on all if it fails on one.
-
-        Returns the result of process 0.
-        """
-        mine: tuple[str, Any] = "", None
-        try:
-            if self._rank == 0 or not only_main:
-                mine = "", work()
-        except Exception as error:
-            mine = folders.reason(error), None
-        problem, result = self._others.from_main(
-            self._others.reduce(mine, lambda one, other: (one[0] or other[0], one[1]))
-        )
-        if problem:
-            raise NotCopied(problem)
-        return result
 
     def _missing(self) -> int | None:
         """The newest step that is complete here and not there; None if there is none, and the small files are there."""
@@ -140,7 +116,7 @@ class Copies:
         """
         path = step_folder(self._run_folder / CHECKPOINTS, step)
         manifest = read_manifest(path)
-        for name in list(manifest.shards.values())[self._rank :: self._processes]:
+        for name in list(manifest.shards.values())[self._together.rank :: self._together.size]:
             verify_shards(path, manifest, [name])
             remote.upload(path / name, self._there.address(step, name))
 
@@ -152,7 +128,7 @@ class Copies:
             if not file.header_bytes:
                 remote.upload(path / name, self._there.address(step, name))
             elif name not in there or there[name].state.st_size != file.bytes:
-                raise NotCopied(f"{self._there.address(step, name)} did not arrive whole")
+                raise UserError(f"{self._there.address(step, name)} did not arrive whole")
         self._there.copy_small_files(self._run_folder)
         remote.upload(path / MANIFEST, self._there.address(step, MANIFEST))
         self.prune()

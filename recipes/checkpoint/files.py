@@ -17,6 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy
 import xxhash
 
 from parallel.errors import TemporaryError, UserError
@@ -274,13 +275,6 @@ class OpenShard:
                 into[low - first : high - first] = target[low - begin : high - begin]
 
 
-@contextmanager
-def open_shard(folder: Path, manifest: Manifest, name: str, contents: Contents) -> Iterator[OpenShard]:
-    """Open a shard to read it. Raises Damage."""
-    with opened(folder / name) as descriptor:
-        yield OpenShard(folder, manifest, name, contents, descriptor)
-
-
 def verify_shards(
     folder: Path, manifest: Manifest, names: Collection[str], *, look: Callable[[str, memoryview], None] | None = None
 ) -> None:
@@ -289,7 +283,8 @@ def verify_shards(
 
     def verify_shard(number: int, name: str) -> None:
         contents = manifest.contents(number)
-        with open_shard(folder, manifest, name, contents) as shard:
+        with opened(folder / name) as descriptor:
+            shard = OpenShard(folder, manifest, name, contents, descriptor)
             for tensor, chunk in contents.chunks:
                 for first in range(0, chunk.bytes, len(buffer)):
                     shard.read(tensor, chunk, first, buffer[: chunk.bytes - first])
@@ -307,8 +302,6 @@ def verify(folder: Path) -> Manifest:
     check_files(folder, manifest)
 
     def require_finite(tensor: str, content: memoryview) -> None:
-        import numpy
-
         size, exponent = EXPONENTS.get(manifest.tensors[tensor].dtype, (1, 0))
         words = numpy.frombuffer(content, f"<u{size}", count=len(content) // size)
         if exponent and (words & exponent == exponent).any():

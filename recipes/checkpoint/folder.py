@@ -17,6 +17,7 @@ from itertools import count
 from pathlib import Path
 
 from parallel.errors import UserError
+from recipes.checkpoint.config import CheckpointConfig
 from recipes.checkpoint.files import check_files, read_manifest
 from recipes.checkpoint.manifest import Damage, Manifest, OlderFormat
 from recipes.files.atomic import sync_folder
@@ -108,17 +109,12 @@ def begin(folder: Path, step: int, *, log: Callable[[str], None]) -> None:
 def require_shard(folder: Path, name: str, length: int) -> None:
     """Wait until this process sees a file that another one wrote. Raises UserError if it does not."""
     end = time.monotonic() + PATIENCE
-    while not _exists(folder / name, length):
-        if time.monotonic() > end:
-            raise UserError(f"{name} did not arrive in {folder}: run.output must be a folder that all nodes share")
+    while time.monotonic() <= end:
+        with suppress(FileNotFoundError):
+            if os.lstat(folder / name).st_size == length:
+                return
         time.sleep(0.1)
-
-
-def _exists(path: Path, length: int) -> bool:
-    try:
-        return os.lstat(path).st_size == length
-    except FileNotFoundError:
-        return False
+    raise UserError(f"{name} did not arrive in {folder}: run.output must be a folder that all nodes share")
 
 
 def commit(folder: Path, step: int) -> None:
@@ -161,10 +157,11 @@ def remove(path: Path) -> None:
             raise error
 
 
-def dispensable(steps: list[int], *, keep: int, keep_every: int, best: int | None = None) -> list[int]:
+def dispensable(steps: list[int], config: CheckpointConfig, *, best: int | None = None) -> list[int]:
     """The steps that may be deleted: neither the newest, nor multiples of keep_every (0 = none), nor the best. steps:
     oldest first."""
-    return [step for step in steps[:-keep] if not (keep_every and step % keep_every == 0) and step != best]
+    every = config.keep_every
+    return [step for step in steps[: -config.keep] if not (every and step % every == 0) and step != best]
 
 
 def check(folder: Path, step: int, *, most: int = FEW) -> Manifest:

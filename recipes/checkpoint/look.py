@@ -87,7 +87,8 @@ def describe(path: Path) -> Iterator[str]:
     yield "tensors:"
     width = max(map(len, manifest.tensors), default=0)
     for name, tensor in sorted(manifest.tensors.items()):
-        parts = f"in {tensor.parts} parts" if tensor.parts > 1 else ""
+        count = sum(row.count for row in tensor.boxes)
+        parts = f"in {count} parts" if count > 1 else ""
         yield f"  {name:<{width}}  {tensor.dtype:<4}  {list(tensor.shape)}  {parts}".rstrip()
     elements = sum(prod(tensor.shape) for tensor in manifest.tensors.values())
     yield f"{len(manifest.tensors)} tensors, {elements:,} elements"

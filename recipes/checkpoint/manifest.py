@@ -109,11 +109,6 @@ class StoredTensor:
     shape: Shape
     boxes: tuple[Boxes, ...]
 
-    @property
-    def parts(self) -> int:
-        """Number of boxes that it is cut into."""
-        return sum(row.count for row in self.boxes)
-
 
 @dataclass(frozen=True)
 class Manifest:
@@ -158,10 +153,6 @@ class Manifest:
             offset, block = offset + size, block - (-size // self.block_bytes)
         return Contents(chunks, block, b"")
 
-    def all_contents(self) -> Iterator[tuple[str, Contents]]:
-        """(shard, contents) of all shards."""
-        return ((name, self.contents(number)) for number, name in self.shards.items())
-
     def _rows_in(self, number: int) -> Iterator[tuple[str, Boxes]]:
         """The tensors that have a box in this shard, in its order, and the row of boxes that it belongs to."""
         rows, names = self._rows
@@ -203,7 +194,7 @@ def contradictions(manifest: Manifest) -> Iterator[str]:
     numbers[[*manifest.shards]] = True
     total = 0
     for name, tensor in manifest.tensors.items():
-        yield from _tensor_contradictions(name[:200], tensor, numbers)
+        yield from tensor_contradictions(name[:200], tensor, numbers)
         total += prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
         if total >= 2**62:
             yield f"{name[:200]} has the shape {list(tensor.shape)}"
@@ -227,7 +218,7 @@ def _file_contradictions(manifest: Manifest) -> Iterator[str]:
         yield "shards of saves with different numbers of processes"
 
 
-def _tensor_contradictions(name: str, tensor: StoredTensor, shards: Any) -> Iterator[str]:
+def tensor_contradictions(name: str, tensor: StoredTensor, shards: Any) -> Iterator[str]:
     """shards: whether there is a shard of each number."""
     if not name or not name.isprintable():
         yield f"a tensor called {name!r}"

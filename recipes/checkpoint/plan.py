@@ -5,7 +5,7 @@ Imports no torch.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -43,16 +43,6 @@ class Spread:
     """Cuts in their order. A part is what torch.chunk gives: rounded up, and the last ones shorter or empty. Processes
     that no cut separates hold the same box."""
 
-    def box_of(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Start and shape of the box that a process holds."""
-        start, shape = [0] * len(self.shape), list(self.shape)
-        for dimension, parts, stride in self.cuts:
-            each = -(-shape[dimension] // parts)
-            begin = min(rank // stride % parts * each, shape[dimension])
-            start[dimension] += begin
-            shape[dimension] = min(each, shape[dimension] - begin)
-        return tuple(start), tuple(shape)
-
 
 @dataclass(frozen=True)
 class Division:
@@ -85,7 +75,7 @@ def plan(tensors: Mapping[str, Spread], processes: int) -> dict[str, StoredTenso
         replica = int(load[ranks].max(axis=0).argmin()) if shared else 0
         load[ranks[:, replica]] += division.elements * width[name]
         away = int(ranks[0, replica] - ranks[0, 0]) if ranks.size else 0
-        runs = tuple(run.moved(away) for run in division.runs) if away else division.runs
+        runs = tuple(replace(run, file=run.file + away) for run in division.runs) if away else division.runs
         found[name] = StoredTensor(tensors[name].dtype, tensors[name].shape, runs)
     return {name: found[name] for name in tensors}
 

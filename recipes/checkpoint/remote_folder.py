@@ -14,6 +14,7 @@ from pathlib import Path
 
 from parallel.errors import UserError
 from recipes.checkpoint.best import BestOf
+from recipes.checkpoint.config import CheckpointConfig
 from recipes.checkpoint.decoding import decode
 from recipes.checkpoint.folder import dispensable
 from recipes.checkpoint.manifest import MANIFEST, Manifest
@@ -32,9 +33,8 @@ class RemoteFolder:
 
     place: str
     """The folder's address: checkpoint.remote and the name of the run."""
-    keep: int
-    keep_every: int
-    keep_best: str = ""
+    config: CheckpointConfig
+    """Which checkpoints are kept there."""
 
     def address(self, step: int, name: str = "") -> str:
         """The address of a checkpoint, or of a file in it."""
@@ -86,9 +86,9 @@ class RemoteFolder:
         """Delete the checkpoints that need not be kept. besides: those that stay in any case."""
         files = self.files()
         whole = [step for step, names in files.items() if MANIFEST in names]
-        doomed = {*dispensable(whole, keep=self.keep, keep_every=self.keep_every)} - {*besides}
-        if doomed and self.keep_best:  # that of a machine that is gone, perhaps
-            doomed -= {BestOf(self.keep_best, self._manifest).step(whole)}
+        doomed = {*dispensable(whole, self.config)} - {*besides}
+        if doomed and self.config.keep_best:  # that of a machine that is gone, perhaps
+            doomed -= {BestOf(self.config.keep_best, self._manifest).step(whole)}
         for step in sorted(doomed):
             self._delete(step, files[step])
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from parallel.errors import UserError
 from parallel.float8 import without_wrapper
-from parallel.materialize import plain_name
+from parallel.fsdp import plain_name
 from recipes.checkpoint.config import KEEP_BEST, VALIDATION
 from recipes.checkpoint.manifest import Count, Damage, Manifest
 from recipes.checkpoint.storage import PARAMETERS
@@ -100,7 +100,7 @@ def checked(manifest: Manifest, groups: list[dict[str, Any]], path: Path) -> dic
                 if not group_of.get(name, {}).keys() >= set(required):
                     raise UserError(f"{path} was saved with a different optimizer, or without the moments of {name}")
                 for key in required:
-                    _as(group[key], group_of[name][key])
+                    _require_alike(group[key], group_of[name][key])
             found.append(dict(group))  # the recipe's numbers, which a stage or a fork may have changed
         if not isinstance(progress, dict):
             raise TypeError("progress")
@@ -112,12 +112,10 @@ def checked(manifest: Manifest, groups: list[dict[str, Any]], path: Path) -> dic
     return {"progress": progress, "optimizer": found}
 
 
-def _as(present: Any, stored: Any) -> Any:
-    """A hyperparameter from JSON, converted to the type that the optimizer has now."""
+def _require_alike(present: Any, stored: Any) -> None:
+    """Raise TypeError or ValueError unless a hyperparameter from JSON has the type that the optimizer has now."""
     if isinstance(present, tuple | list):
-        return type(present)(_as(one, other) for one, other in zip(present, stored, strict=True))
-    if isinstance(present, float) and type(stored) is int:
-        return float(stored)
-    if type(present) is not type(stored):
+        for one, other in zip(present, stored, strict=True):
+            _require_alike(one, other)
+    elif type(present) is not type(stored) and not (isinstance(present, float) and type(stored) is int):
         raise TypeError(f"{stored!r:.100} instead of {present!r}")
-    return stored

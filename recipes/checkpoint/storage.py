@@ -20,7 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from parallel.errors import UserError
-from recipes.checkpoint.files import OpenShard, Piece, open_shard
+from recipes.checkpoint.files import OpenShard, Piece, opened
 from recipes.checkpoint.manifest import BLOCK_BYTES, FORMAT, VERSION, Chunk, Manifest, StoredFile, StoredTensor
 from recipes.checkpoint.plan import Cut, Spread, pieces_of, plan, strides_of
 from recipes.files.reading import patiently
@@ -202,7 +202,9 @@ def read_tensors(path: Path, manifest: Manifest, state: Mapping[str, Tensor]) ->
         contents = manifest.contents(number)
         chunks = {(tensor, chunk.start): chunk for tensor, chunk in contents.chunks}
         parts = [(chunks[part.tensor, part.box], part) for part in wanted[number]]
-        with open_shard(path, manifest, manifest.shards[number], contents) as shard:
+        name = manifest.shards[number]
+        with opened(path / name) as descriptor:
+            shard = OpenShard(path, manifest, name, contents, descriptor)
             for chunk, part in sorted(parts, key=lambda pair: pair[0].offset):
                 _read_box(shard, DTYPES[manifest.tensors[part.tensor].dtype], chunk, part)
 

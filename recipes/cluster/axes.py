@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from parallel.dist import World, all_gather_single
 from parallel.mesh import Mesh
-from recipes.cluster.links import mean_seconds
+from recipes.cluster.links import forget_memory, mean_seconds
 from recipes.files.units import size
 
 SIZES = {"cuda": (2**20, 2**26), "cpu": (2**16, 2**21)}
@@ -42,9 +42,7 @@ def measure_axes(world: World, mesh: Mesh) -> dict[str, Any]:
         )
     side = SIDE[world.device.type]
     products = world.messages.to_main(_product(world, side)) or []
-    if world.device.type == "cuda":  # the run's statistics start after this
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(world.device)
+    forget_memory(world.device)
     return {"nodes": len(world.nodes), "links": links, "products": {"flops": 2 * side**3, "seconds": products}}
 
 

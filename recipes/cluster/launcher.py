@@ -12,8 +12,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from parallel.descriptors import raise_limit, require_store
 from parallel.errors import UserError
+from parallel.nodes import raise_limit, require_store
 from recipes.cluster.restarts import FINAL_CODES, NAMED_CRASHES
 from recipes.files.exit_codes import (
     ECHO_SECONDS,

@@ -63,10 +63,15 @@ def measure_links(world: World, groups: Mapping[str, Sequence[Sequence[int]]] | 
     groups: axis of the mesh -> the ranks of each group along it, whose links are measured, too; see groups_along().
     """
     mine = _measured(world, groups or {})
-    if world.device.type == "cuda":  # the run's statistics start after this
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(world.device)
+    forget_memory(world.device)
     return mine
+
+
+def forget_memory(device: torch.device) -> None:
+    """Let the run's statistics of memory start after measurements."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def measure_exchanges(world: World) -> list[dict[int, float]]:

@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
@@ -17,9 +16,8 @@ from pathlib import Path
 import torch
 import xxhash
 
-from parallel.dist import World, from_main
+from parallel.dist import World, on_node
 from parallel.errors import UserError
-from parallel.node_work import on_node
 from parallel.nodes import Node, abbreviated
 from recipes.cluster.findings import Room, report, wrong_results
 from recipes.cluster.links import clock_bounds, measure_links
@@ -42,28 +40,13 @@ MUST_MATCH = {
     "driver": ("the GPU driver", OTHER_NODES),
     "device": ("the device", OTHER_NODES),
 }
-"""Field of Facts that must be equal on all processes -> (its name in messages, what to do)."""
+"""What must be alike on all processes -> (its name in messages, what to do)."""
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What must be alike on all processes. None: not present, or not visible."""
-
-    recipe: str
-    """Hash of all fields."""
-    sources: str
-    """Hash of the files, so that uncommitted changes count and git is not needed."""
-    python: str
-    torch: str
-    torchao: str | None
-    cuda: str | None
-    nccl: str | None
-    driver: str | None
-    device: str
-
-
+Facts = dict[str, str | None]
+"""The values of MUST_MATCH on one process. None: not present, or not visible."""
 Places = dict[str, dict[str, list[tuple[int, int]]]]
-"""Field of Facts -> value -> the ranks that have it: the first and the last of each row of neighbours."""
+"""Key of MUST_MATCH -> value -> the ranks that have it: the first and the last of each row of neighbours."""
 
 
 def preflight(
@@ -95,18 +78,18 @@ def preflight(
     nodes, several = world.nodes, len(world.nodes) > 1
     facts = local_facts(world.device, recipe=recipe, sources=on_node(world, hash_of_sources))
     places = world.messages.reduce(places_of(facts, world.rank), together)
-    if problems := from_main(world, differences(places, nodes) if world.is_main else []):
+    if problems := world.messages.from_main(differences(places, nodes) if world.is_main else []):
         raise refusal("the processes differ", problems)
     agree = f"pre-flight: {world.size} processes on {len(nodes)} {'nodes' if several else 'node'} agree"
     if several:
         log(f"{agree}: {in_common(facts)}")  # before the network is tested, which may hang
         require_one_folder(folder, world, what="the run's folder", field="run.output")
-        cache = from_main(world, cache)
+        cache = world.messages.from_main(cache)
         if cache is not None:
             require_one_folder(cache.expanduser() / "tokens", world, what="the token cache", field="data.cache")
     mine = local_room(folder, world.device), clock_bounds(world), measure_links(world, groups)
     everyone = world.messages.to_main(mine)  # rank 0 alone judges and logs
-    if problems := from_main(world, wrong_results([link for *_, link in everyone], nodes) if everyone else []):
+    if problems := world.messages.from_main(wrong_results([link for *_, link in everyone], nodes) if everyone else []):
         raise refusal("the network between the processes returns wrong numbers", problems)
     if everyone:
         speed, *lines = report(everyone, nodes, device=world.device.type)
@@ -123,18 +106,18 @@ def refusal(what: str, problems: Sequence[str]) -> UserError:
 def local_facts(device: torch.device, *, recipe: str, sources: str) -> Facts:
     """The facts of this process. sources: hash_of_sources() on its node."""
     cuda = device.type == "cuda"
-    return Facts(
-        recipe=xxhash.xxh3_64_hexdigest(recipe.encode())[:8],
-        sources=sources,
-        python=platform.python_version(),
-        torch=str(torch.__version__),
-        torchao=_version("torchao"),
-        cuda=torch.version.cuda,
-        nccl=".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+    return {
+        "recipe": xxhash.xxh3_64_hexdigest(recipe.encode())[:8],  # of all fields
+        "sources": sources,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "torchao": _version("torchao"),
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
         # Read from the kernel module: nvidia-smi takes a second, and containers may lack it.
-        driver=_find("/proc/driver/nvidia/version", r"\b(\d{3}\.\d+(?:\.\d+)?)\b") if cuda else None,
-        device=device_name(device),
-    )
+        "driver": _find("/proc/driver/nvidia/version", r"\b(\d{3}\.\d+(?:\.\d+)?)\b") if cuda else None,
+        "device": device_name(device),
+    }
 
 
 def local_room(folder: Path, device: torch.device) -> Room:
@@ -151,7 +134,7 @@ def local_room(folder: Path, device: torch.device) -> Room:
 
 
 def hash_of_sources() -> str:
-    """A hash of all Python files that a run may load."""
+    """A hash of all Python files that a run may load, so that uncommitted changes count and git is not needed."""
     digest = xxhash.xxh3_64()
     files = (file for package in ("models", "parallel", "recipes") for file in (ROOT / package).rglob("*.py"))
     for file in sorted([ROOT / "train.py", *files]):
@@ -176,8 +159,7 @@ def _find(file: str, pattern: str) -> str | None:
 
 def places_of(facts: Facts, rank: int) -> Places:
     """The facts of one process, to be put together with those of others."""
-    found = {field: getattr(facts, field) for field in MUST_MATCH}
-    return {field: {} if value is None else {value: [(rank, rank)]} for field, value in found.items()}
+    return {field: {} if value is None else {value: [(rank, rank)]} for field, value in facts.items()}
 
 
 def together(one: Places, other: Places) -> Places:
@@ -218,15 +200,9 @@ def differences(places: Places, nodes: Sequence[Node]) -> list[str]:
 
 def in_common(facts: Facts) -> str:
     """Device and versions, for the log."""
-    fields = {
-        "sources": facts.sources,
-        "Python": facts.python,
-        "torch": facts.torch,
-        "torchao": facts.torchao,
-        "NCCL": facts.nccl,
-        "driver": facts.driver,
-    }
-    return ", ".join([facts.device, *(f"{name} {value}" for name, value in fields.items() if value)])
+    names = ("sources", "Python", "torch", "torchao", "NCCL", "driver")
+    versions = [f"{name} {value}" for name in names if (value := facts[name.lower()])]
+    return ", ".join([str(facts["device"]), *versions])
 
 
 def require_one_folder(folder: Path, world: World, *, what: str, field: str, patience: float = VISIBLE_SECONDS) -> None:
@@ -242,7 +218,7 @@ def require_one_folder(folder: Path, world: World, *, what: str, field: str, pat
     Raises:
         UserError: On all ranks, with the nodes that do not see the file.
     """
-    level, name = from_main(world, _write_probe(folder) if world.is_main else (0, ""))
+    level, name = world.messages.from_main(_write_probe(folder) if world.is_main else (0, ""))
     if not name:  # rank 0 cannot write there; the run reports that later
         return
     probe, looks = _places(folder)[level] / name, any(world.rank == node.ranks[0] for node in world.nodes)
@@ -266,7 +242,7 @@ def require_one_folder(folder: Path, world: World, *, what: str, field: str, pat
             f" {abbreviated([node.name for node in world.nodes if node.ranks[0] in unseen])} within {patience:g} s"
             f"; write a {field} on a file system that all nodes share"
         )
-    if problem := from_main(world, problem):
+    if problem := world.messages.from_main(problem):
         raise refusal(f"the nodes do not share {what}", [problem])
 
 

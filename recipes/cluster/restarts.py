@@ -16,20 +16,8 @@ from pathlib import Path
 from types import FrameType
 
 from parallel.errors import UserError
+from recipes.files import exit_codes
 from recipes.files.atomic import write_whole
-from recipes.files.exit_codes import (
-    CANNOT_WRITE,
-    CORRUPTED,
-    HUNG,
-    NOT_MET,
-    OUT_OF_MEMORY,
-    POISONED,
-    PREEMPTED,
-    REFUSED,
-    SIGNALS,
-    TEMPORARY,
-    ended_by,
-)
 from recipes.files.layout import CHECKPOINTS, checkpoint_steps
 from recipes.files.screen import tell
 
@@ -54,11 +42,11 @@ class End(StrEnum):
 
 
 # Codes that are in neither of these are crashes.
-FINAL_CODES = (REFUSED, CANNOT_WRITE, POISONED, OUT_OF_MEMORY)
+FINAL_CODES = (exit_codes.REFUSED, exit_codes.CANNOT_WRITE, exit_codes.POISONED, exit_codes.OUT_OF_MEMORY)
 # Crashes whose cause the workers have named. The frozen process was killed, and others may only have lost a peer.
-NAMED_CRASHES = (HUNG, CORRUPTED, TEMPORARY)
+NAMED_CRASHES = (exit_codes.HUNG, exit_codes.CORRUPTED, exit_codes.TEMPORARY)
 # The state is saved, or a signal came before there was anything to save; the same command starts over.
-PREEMPTED_CODES = {PREEMPTED, *map(ended_by, (*SIGNALS, signal.SIGHUP))}
+PREEMPTED_CODES = {exit_codes.PREEMPTED, *map(exit_codes.ended_by, (*exit_codes.SIGNALS, signal.SIGHUP))}
 
 
 def end_of(codes: Sequence[int | None]) -> tuple[End, int]:
@@ -76,7 +64,7 @@ def end_of(codes: Sequence[int | None]) -> tuple[End, int]:
         return End.PREEMPTED, max(known)
     for crash in NAMED_CRASHES:
         if crash in known:
-            return End.TEMPORARY if crash == TEMPORARY else End.CRASHED, crash
+            return End.TEMPORARY if crash == exit_codes.TEMPORARY else End.CRASHED, crash
     return End.CRASHED, next((code for code in known if code not in {0, *PREEMPTED_CODES}), 1)
 
 
@@ -179,13 +167,13 @@ class Launcher:
     def run(self) -> int:
         """Start the launcher and wait. Returns its exit code, 128 + n for signal n."""
         # The launcher unblocks them once it can notify the other nodes.
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, exit_codes.SIGNALS)
         self._process = subprocess.Popen(self._command)
         if self.signal:
             self._process.send_signal(self.signal)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, exit_codes.SIGNALS)
         code = self._process.wait()
-        return code if code >= 0 else ended_by(-code)
+        return code if code >= 0 else exit_codes.ended_by(-code)
 
     def stop(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal. Between two starts, the next launcher gets it, so that other nodes are notified."""
@@ -200,7 +188,7 @@ def supervise(launcher: Launcher, folder: Path, *, steps: int, restarts: int) ->
     while True:
         began_at = newest_step(folder)
         code = launcher.run()
-        end = End.UNSTARTED if code == NOT_MET else end_of([code])[0]
+        end = End.UNSTARTED if code == exit_codes.NOT_MET else end_of([code])[0]
         attempts.append(Attempt(began_at, end))
         if launcher.signal or end in (End.DONE, End.FINAL, End.PREEMPTED):
             return code

@@ -55,7 +55,9 @@ class Local:
     def __init__(self, pack: Pack, *, above: Path, script: Path, job: int, start: str) -> None:
         """above: the value of PACK. script: scripts/unpack.sh. start: tells this start of the job from others."""
         self.folder = above / f"{FOLDER}{job}"
-        self._pack, self._key, self._script = pack, f"{pack.key}_{start}", script.read_text(encoding="utf-8")
+        self.files, self._bytes, self._script = (pack.environment, pack.checkout), pack.bytes, script.read_text("utf-8")
+        self._key = f"{pack.key}_{start}"
+        self.python, self.checkout = self.folder / pack.python, self.folder / "checkout"
         self.send = shutil.which("sbcast") is not None
         if not self.send:
             log("sbcast is not installed: each node reads the pack once from the shared file system")
@@ -66,13 +68,9 @@ class Local:
         if action == "prepare":
             squeue = ["squeue", "--noheader", f"--user={os.getuid()}", "--format=,%A,"]
             jobs = subprocess.run(squeue, capture_output=True, text=True).stdout
-            return [*run, self._key, str(self._pack.bytes * (2 if self.send else 1)), jobs.replace("\n", "")]
+            return [*run, self._key, str(self._bytes * (2 if self.send else 1)), jobs.replace("\n", "")]
         files = [self._sent(file) if self.send else file for file in self.files]
         return [*run, self._key, *map(str, files)] if action == "unpack" else run
-
-    @property
-    def files(self) -> tuple[Path, Path]:
-        return self._pack.environment, self._pack.checkout
 
     def _sent(self, file: Path) -> Path:
         return self.folder / file.name
@@ -100,14 +98,6 @@ class Local:
         """Variables of the processes that start from the folder, as in its env.sh."""
         libraries = [str(self.folder / "library"), os.environ.get("LD_LIBRARY_PATH", "")]
         return {"PYTHON": str(self.python), "LD_LIBRARY_PATH": ":".join(filter(None, libraries))}
-
-    @property
-    def python(self) -> Path:
-        return self.folder / self._pack.python
-
-    @property
-    def checkout(self) -> Path:
-        return self.folder / "checkout"
 
 
 class Job:

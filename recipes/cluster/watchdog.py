@@ -55,7 +55,7 @@ class Watchdog:
     def __init__(self, clock: RunClock, world: World, *, timeout: float, folder: Path) -> None:
         """timeout: seconds without progress; 0 = off. folder: that of the run; it need not exist."""
         self._clock, self._world, self._timeout, self._folder = clock, world, timeout, folder
-        self._period = seconds_between_reports(timeout)
+        self._period = min(10.0, max(0.05, timeout / 20))  # seconds between two reports
         self._closed = threading.Event()
         self._ending = False
         self._stacks: Path | None = None
@@ -131,7 +131,7 @@ class Watchdog:
         )
 
     def _end(self) -> None:
-        after(LAST_RESORT, self._exit)
+        after(LAST_RESORT, lambda: os._exit(HUNG))
         self._ending = True
         own = self._report()
         try:
@@ -141,10 +141,7 @@ class Watchdog:
                 for_a_while(lambda: self._write_stacks(own))
                 self._say(f"{verdict([own])}\n{STACKS}")
         finally:
-            self._exit()
-
-    def _exit(self) -> None:
-        os._exit(HUNG)
+            os._exit(HUNG)
 
     def _say(self, text: str) -> None:
         text = text.replace(STACKS, f"  Python stacks of every process: {self._stacks or 'above'}")
@@ -175,8 +172,3 @@ class Watchdog:
                 file.write("\n")
             if self._world.device.type == "cuda":
                 (place / f"nccl-{own.rank}").write_bytes(flight_record())
-
-
-def seconds_between_reports(timeout: float) -> float:
-    """Seconds between two reports of a process."""
-    return min(10.0, max(0.05, timeout / 20))

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from parallel.descriptors import files_of_tokens
 from parallel.errors import TemporaryError, UserError
+from parallel.nodes import files_of_tokens
 from recipes.data.config import HELD_OUT, DataConfig
 from recipes.data.order import SequenceOrder
 from recipes.data.sequences import Sequences, Source

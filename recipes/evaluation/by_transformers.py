@@ -4,6 +4,7 @@ defines, and for what models/cache.py has no code for: beams, and several texts 
 import copy
 import time
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -13,6 +14,7 @@ import torch
 from models.hf_config import INSTALL
 from parallel.errors import UserError
 from recipes.evaluation.opened import OpenedModel, stream_text
+from recipes.evaluation.sampling import Sampling
 from recipes.weights.convert import export_checkpoint
 from recipes.weights.locate import Weights
 
@@ -50,16 +52,17 @@ def check_search(*, beams: int, outputs: int, temperature: float | None) -> None
 def write_texts(
     opened: OpenedModel,
     prompt: str,
+    sampling: Sampling,
     *,
     log: Callable[[str], object],
     log_prompt: Callable[[str], object],
+    beams: int,
     outputs: int,
-    **how: Any,
 ) -> tuple[int, float]:
-    """Write texts as continue_text() does, with a line above each if there are several. how: options of texts_of()."""
+    """Write texts as continue_text() does, with a line above each if there are several."""
     started = time.perf_counter()
     ids = opened.prompt_ids(prompt)
-    texts = texts_of(opened, ids, outputs=outputs, **how)
+    texts = texts_of(opened, ids, sampling, beams=beams, outputs=outputs)
     seconds = time.perf_counter() - started
     for number, tokens in enumerate(texts, 1):
         if outputs > 1:
@@ -75,16 +78,7 @@ def write_texts(
 
 @torch.no_grad()
 def texts_of(
-    opened: OpenedModel,
-    prompt_ids: Sequence[int],
-    *,
-    max_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    seed: int,
-    beams: int,
-    outputs: int,
+    opened: OpenedModel, prompt_ids: Sequence[int], sampling: Sampling, *, beams: int, outputs: int
 ) -> list[list[int]]:
     """The tokens of each text after the prompt, the best first, without the token that ends it.
 
@@ -93,33 +87,26 @@ def texts_of(
     Args:
         opened: what open_exported() returned.
         prompt_ids: tokens of the prompt.
-        max_tokens: most tokens of each text.
-        temperature, top_k, top_p: as in next_token().
-        seed: the same seed gives the same tokens.
+        sampling: how tokens are drawn.
         beams: how many texts are followed at once.
         outputs: how many texts to return.
     """
     model, ends = cast(Any, opened.model), opened.stop_ids()
     settings = copy.deepcopy(model.generation_config)
-    sampled = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    sampled = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
     settings.update(
-        do_sample=temperature > 0,
-        **(sampled if temperature else dict.fromkeys(sampled)),
+        do_sample=sampling.temperature > 0,
+        **(sampled if sampling.temperature else dict.fromkeys(sampled)),
         num_beams=beams,
         num_return_sequences=outputs,
         max_length=None,
-        max_new_tokens=max_tokens,
+        max_new_tokens=sampling.max_tokens,
         eos_token_id=sorted(ends),
         pad_token_id=min(ends) if settings.pad_token_id is None else settings.pad_token_id,
     )
     prompt = torch.tensor([list(prompt_ids)], device=model.device)  # (1, T)
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else [], device_type=model.device.type):
-        torch.manual_seed(seed)
+        torch.manual_seed(sampling.seed)
         rows = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings)
     begin = 1 if opened.encoder_decoder else len(prompt_ids)  # an answer begins after the token that starts a decoder
-    return [_until(row[begin:], ends) for row in rows.tolist()]
-
-
-def _until(tokens: list[int], ends: set[int]) -> list[int]:
-    """The tokens before the first end."""
-    return tokens[: next((place for place, token in enumerate(tokens) if token in ends), None)]
+    return [[*takewhile(lambda token: token not in ends, row[begin:])] for row in rows.tolist()]

@@ -1,10 +1,10 @@
-"""Loss on text, of a run or of finished weights; a sampled continuation. B batch, T tokens, S sequence length."""
+"""Loss on text, of finished weights; a sampled continuation. B batch, T tokens, S sequence length, V vocabulary."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -18,8 +18,11 @@ from recipes.data.batches import MicroBatch
 from recipes.data.config import BatchConfig
 from recipes.data.loader import DataLoader
 from recipes.data.text.tokenizer import Tokenizer, parallel_tokenizers, text_batches
-from recipes.evaluation.losses import summed_loss, without_dropout
-from recipes.evaluation.sampling import next_token
+from recipes.evaluation.losses import finite_loss, without_dropout
+from recipes.evaluation.sampling import Sampling, next_token
+
+if TYPE_CHECKING:
+    from models.encoder_decoder import EncoderDecoderInputs
 
 
 @dataclass(frozen=True)
@@ -58,11 +61,9 @@ def evaluate_text(
     documents: Iterable[str],
     *,
     tokenizer: Tokenizer,
-    sequence_length: int,
-    micro_batch_size: int,
+    shape: tuple[int, int],
     document_mask: bool = False,
     mesh: Mesh,
-    device: torch.device,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
     """Evaluate a (sharded) model on documents, each ended by the end-of-document token, cut into whole sequences.
@@ -72,15 +73,15 @@ def evaluate_text(
     Raises UserError for a text of fewer than two tokens, and for a loss that is NaN or infinite.
 
     Args:
+        model: on the devices of the mesh.
         documents: the text.
         tokenizer: the one the model was trained with.
-        sequence_length: tokens per sequence.
-        micro_batch_size: sequences per forward pass of a process.
+        shape: sequences per forward pass of a process, and tokens per sequence.
         document_mask: as data.document_mask in a recipe.
         mesh: the mesh that the model is sharded over.
-        device: where the model computes.
         on_progress: receives the numbers of tokens and of whole documents so far, before each forward pass.
     """
+    rows, length = shape
     counted = {"bytes": 0, "documents": 0}
     done = [0, 0]  # tokens, documents
 
@@ -93,24 +94,19 @@ def evaluate_text(
                     yield [*ids, tokenizer.end_of_document]
 
     def micro_batches() -> Iterator[MicroBatch]:
-        sequences = _sequences(tokens(), sequence_length)
-        while together := list(islice(sequences, mesh.data_ranks * micro_batch_size)):
+        sequences = _sequences(tokens(), length)
+        while together := list(islice(sequences, mesh.data_ranks * rows)):
             if on_progress is not None:
                 on_progress(*done)
                 done[0] += sum(len(sequence) - 1 for sequence in together)
                 done[1] += sum(sequence[1:].count(tokenizer.end_of_document) for sequence in together)
-            own = together[mesh.data_rank * micro_batch_size :][:micro_batch_size]
-            inputs, targets = _padded(own)
-            inside = None
-            if document_mask:
-                inside = Documents.of(inputs, end_of_document=tokenizer.end_of_document).to(device)
-            yield inputs.to(device), targets.to(device), inside
+            inputs, targets = _padded(together[mesh.data_rank * rows :][:rows])
+            inside = Documents.of(inputs, end_of_document=tokenizer.end_of_document) if document_mask else None
+            yield inputs, targets, inside
 
-    nats, targets = summed_loss(model, micro_batches(), mesh=mesh, device=device)
+    nats, targets = finite_loss(model, micro_batches(), mesh=mesh)
     if targets == 0:
         raise UserError("the text has fewer than two tokens, so there is nothing to predict")
-    if not math.isfinite(nats):
-        raise UserError(f"the loss is {nats}: the weights hold NaN or infinities, or overflow in --dtype")
     return Evaluation(nats, targets, counted["bytes"], counted["documents"])
 
 
@@ -143,30 +139,26 @@ def _sequences(documents: Iterable[list[int]], sequence_length: int) -> Iterator
 def continuation(
     model: nn.Module,
     prompt: list[int],
+    sampling: Sampling,
     *,
-    tokens: int,
     shape: tuple[int, int],
     device: torch.device,
-    seed: int,
     end_of_document: int | None = None,
     end: int | None = None,
-    temperature: float = 0.8,
 ) -> list[int]:
     """Sample tokens after `prompt`, the same on every process. Ends early where the model diverged (NaN, infinity).
 
     Args:
         prompt: token ids.
-        tokens: how many to sample.
+        sampling: how many tokens to sample, and how.
         shape: the (B, T) of a training micro-batch. Each window has it, so that compiled blocks are not compiled again.
         device: where the model computes.
-        seed: of the sampling.
         end_of_document: this token's id, for a model whose attention stays inside documents.
         end: this token's id, where it ends the text.
-        temperature: of the sampling.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(sampling.seed)
     text = list(prompt)
-    for _ in range(tokens):
+    for _ in range(sampling.max_tokens):
         window = text[-shape[1] :]
         batch = torch.zeros(shape, dtype=torch.int64)  # attention is causal: what follows the window does not matter
         batch[:, : len(window)] = torch.tensor(window)
@@ -174,10 +166,42 @@ def continuation(
         logits = model(batch.to(device), documents=inside)[0, len(window) - 1]  # (V,)
         if not logits.isfinite().all():
             break
-        if (token := next_token(logits, temperature=temperature, generator=generator)) == end:
+        if (token := next_token(logits, sampling, generator=generator)) == end:
             break
         text.append(token)
     return text[len(prompt) :]
+
+
+@torch.no_grad()
+def answer_of(
+    model: nn.Module, prompt: list[int], *, tokens: int, start: int, end: int, device: torch.device
+) -> list[int]:
+    """The likeliest tokens that a decoder writes about what its encoder reads, the same on every process.
+
+    Args:
+        prompt: token ids for the encoder.
+        tokens: how many to write at most.
+        start: the token that a decoder begins with.
+        end: the token that ends an answer.
+        device: where the model computes.
+    """
+    from models.encoder_decoder import EncoderDecoderInputs
+    from recipes.data.pair_sequences import PADDED_TO
+
+    # Lengths that training has, so that compiled blocks are not compiled again.
+    length, room = (-(-count // PADDED_TO) * PADDED_TO for count in (len(prompt), tokens))
+    read = torch.tensor([prompt + [end] * (length - len(prompt))], device=device)  # (1, S)
+    mask = torch.arange(length, device=device)[None] < len(prompt)
+    answer: list[int] = []
+    while len(answer) < tokens:
+        written = torch.full((1, room), end, dtype=torch.int64)
+        written[0, : len(answer) + 1] = torch.tensor([start, *answer])
+        logits = model(EncoderDecoderInputs(read, mask, written.to(device)))[0, len(answer)]  # (V,)
+        token = int(logits.argmax())
+        if token == end or not logits.isfinite().all():
+            break
+        answer.append(token)
+    return answer
 
 
 def show_sample(
@@ -192,20 +216,26 @@ def show_sample(
 ) -> None:
     """Let the model continue the beginning of a held-out document, or answer a held-out prompt, and log both."""
     tokenizer, config = loader.tokenizer, cast(ModelConfig, model.config)
-    if config.is_encoder_decoder:
-        from recipes.evaluation.answers import show_answer
-
-        show_answer(model, loader, batch, tokens, device=device, log=log)
-        return
     pairs = loader.pairing is not None
-    prompt = loader.held_out_tokens(batch.sequence_length - 1 if pairs else min(32, batch.sequence_length // 2))
-    end = tokenizer.end_of_document if pairs else None
-    shape = batch.micro_batch_size, batch.sequence_length
-    boundary = loader.document_boundary
+    length = batch.sequence_length
+    if not config.is_encoder_decoder:
+        length = length - 1 if pairs else min(32, length // 2)
+    prompt, end = loader.held_out_tokens(length), tokenizer.end_of_document
     with without_dropout(model):
-        answer = continuation(
-            model, prompt, tokens=tokens, shape=shape, device=device, seed=seed, end_of_document=boundary, end=end
-        )
+        if config.is_encoder_decoder:
+            held_out, *_ = loader.validation_batches(1).values()
+            start = int(cast("EncoderDecoderInputs", next(held_out)[0]).decoder_tokens[0, 0])
+            answer = answer_of(model, prompt, tokens=tokens, start=start, end=end, device=device)
+        else:
+            answer = continuation(
+                model,
+                prompt,
+                Sampling(tokens, temperature=0.8, seed=seed),
+                shape=(batch.micro_batch_size, batch.sequence_length),
+                device=device,
+                end_of_document=loader.document_boundary,
+                end=end if pairs else None,
+            )
     found = (
         "a held-out prompt, and how the model answers it:" if pairs else "a held-out text, and how the model goes on:"
     )

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -13,7 +13,7 @@ from models.transformers_config import TransformersConfig
 from parallel.dist import let_segments_grow
 from parallel.errors import UserError
 from recipes.evaluation.opened import OpenedModel, stream_text
-from recipes.evaluation.sampling import check_sampling, next_token
+from recipes.evaluation.sampling import Sampling, next_token
 from recipes.weights.convert import load_weights
 from recipes.weights.locate import Weights, find_weights
 
@@ -56,22 +56,21 @@ def choose_device(device: str | None, dtype: str | None) -> tuple[torch.device, 
 def continue_text(
     opened: OpenedModel,
     prompt: str,
+    sampling: Sampling,
     *,
     log: Callable[[str], object],
     log_prompt: Callable[[str], object] | None = None,
-    **sampling: Any,
 ) -> tuple[int, float]:
     """Pass prompt and continuation to `log`, piece by piece, to the end of a document. Returns (new tokens, seconds).
 
     log_prompt: receives the prompt instead of `log`.
-    sampling: max_tokens and the optional arguments of generate().
     """
     started = time.perf_counter()
     ids = opened.prompt_ids(prompt)
     made: list[int] = []
 
     def noted() -> Iterator[int]:
-        for token in generate(cast(Decoder, opened.model), ids, stop_ids=opened.stop_ids(), **sampling):
+        for token in generate(cast(Decoder, opened.model), ids, sampling, stop_ids=opened.stop_ids()):
             made.append(token)
             yield token
 
@@ -82,36 +81,26 @@ def continue_text(
 
 
 def generate(
-    model: Decoder,
-    prompt_ids: Sequence[int],
-    *,
-    max_tokens: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    stop_ids: Collection[int] = (),
+    model: Decoder, prompt_ids: Sequence[int], sampling: Sampling, *, stop_ids: Collection[int] = ()
 ) -> Iterator[int]:
     """Yield the tokens after the prompt. Raises UserError for no prompt, wrong arguments, and NaN or infinite logits.
 
     Args:
         model: a plain model on one device, not sharded.
         prompt_ids: the tokens of the prompt, at least one.
-        max_tokens: how many tokens to generate at most.
-        temperature, top_k, top_p: as in next_token().
-        seed: the same seed gives the same tokens.
+        sampling: how many tokens to generate at most, and how.
         stop_ids: tokens that end the text; they are not yielded.
     """
-    check_sampling(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    sampling.require_possible()
     if not prompt_ids:
         raise UserError("the prompt has no tokens; at least one is needed")
     device = model.embedding.weight.device
-    longest = len(prompt_ids) + max_tokens - 1  # the last token is not fed back
+    longest = len(prompt_ids) + sampling.max_tokens - 1  # the last token is not fed back
     capacity = min(longest, len(prompt_ids) + FIRST_TOKENS)
     cache = _cache(model, capacity)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(sampling.seed)
     new = torch.tensor([prompt_ids], device=device)  # (1, T)
-    for _ in range(max_tokens):
+    for _ in range(sampling.max_tokens):
         if cache.length + new.shape[1] > capacity:
             capacity = min(longest, 2 * capacity)
             cache = _cache(model, capacity, copy=cache)
@@ -120,7 +109,7 @@ def generate(
                 logits = model(piece, cache=cache)[0, -1]  # (V,)
         if not logits.isfinite().all():
             raise UserError(f"after {cache.length} tokens the logits are NaN or infinite: the weights are unusable")
-        token = next_token(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+        token = next_token(logits, sampling, generator=generator)
         if token in stop_ids:
             return
         yield token

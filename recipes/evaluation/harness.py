@@ -29,6 +29,7 @@ from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, ma
 
 from models.hf_config import INSTALL
 from parallel.errors import UserError
+from recipes.evaluation.sampling import Sampling
 from recipes.evaluation.scoring import Prompt, Scored, continuations, log_likelihoods
 from recipes.weights.description import Description
 from recipes.weights.hf_folder import write_description
@@ -128,13 +129,15 @@ class HarnessModel(TemplateLM):
                 f"{task}: its answers may have {tokens} tokens, but the model looks at {self.max_length};"
                 " write a smaller max_gen_toks into the task"
             )
-        sampling = {
-            "temperature": float(sampled["temperature"] or 0) if sampled["do_sample"] else 0.0,
-            "top_k": int(sampled["top_k"] or 0),
-            "top_p": float(1 if sampled["top_p"] is None else sampled["top_p"]),
-        }
+        sampling = Sampling(
+            tokens,
+            temperature=float(sampled["temperature"] or 0) if sampled["do_sample"] else 0.0,
+            top_k=int(sampled["top_k"] or 0),
+            top_p=float(1 if sampled["top_p"] is None else sampled["top_p"]),
+            seed=seed,
+        )
         ids = self.tok_encode(context)[-room:] or [self.prefix_token_id]
-        return Prompt(ids, tokens, self.ends, partial(self._holds, self._lengths(stop)), sampling, seed), stop
+        return Prompt(ids, self.ends, partial(self._holds, self._lengths(stop)), sampling), stop
 
     def _lengths(self, stop: list[str]) -> dict[str, int]:
         """How many of the last tokens may spell out each of these texts: two more than its own, as for the harness."""

@@ -62,7 +62,8 @@ def stream_text(
     for token in ids:
         window.append(token)
         text = decode(window)
-        ready = len(text) - _incomplete(text)
+        end = text[-LONGEST_INCOMPLETE:]  # may still become one character when further bytes arrive
+        ready = len(text) - len(end) + len(end.rstrip(INCOMPLETE))
         if ready > shown:
             yield text[shown:ready]
             shown = ready
@@ -72,9 +73,3 @@ def stream_text(
             shown = len(decode(window))
     if rest := decode(window)[shown:]:
         yield rest
-
-
-def _incomplete(text: str) -> int:
-    """How many characters at the end may still become one character when further bytes arrive."""
-    end = text[-LONGEST_INCOMPLETE:]
-    return len(end) - len(end.rstrip(INCOMPLETE))

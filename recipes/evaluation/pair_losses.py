@@ -1,6 +1,5 @@
 """Loss on the answers of pairs, each by itself. B pairs, S tokens of the longest prompt, T of the longest answer."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -19,7 +18,7 @@ from recipes.data.text.pair_format import ID, LEARNED, PairEncoder, shortened
 from recipes.data.text.row import Row
 from recipes.data.text.tokenizer import Tokenizer, parallel_tokenizers
 from recipes.evaluation.evaluate import Evaluation
-from recipes.evaluation.losses import summed_loss
+from recipes.evaluation.losses import finite_loss
 
 ENCODED_TOGETHER = 256
 MICRO_BATCHES_SORTED = 32
@@ -81,7 +80,6 @@ def evaluate_pairs(
     pairing: Pairing,
     micro_batch_size: int,
     mesh: Mesh,
-    device: torch.device,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
     """Evaluate a (sharded) model on the answers of pairs. Every answer's token is a target once.
@@ -94,7 +92,6 @@ def evaluate_pairs(
         pairing: how they were made.
         micro_batch_size: pairs per forward pass of a process.
         mesh: the mesh that the model is sharded over.
-        device: where the model computes.
         on_progress: receives the numbers of tokens of answers and of pairs so far, before each forward pass.
     """
     done = [0, 0]
@@ -110,17 +107,14 @@ def evaluate_pairs(
                     on_progress(*done)
                     done[0] += sum(int(np.count_nonzero(pair.tokens & LEARNED)) for pair in group)
                     done[1] += len(group)
-                inputs, targets, _ = padded(group[mesh.data_rank :: mesh.data_ranks], pairing)
-                yield inputs.to(device), targets.to(device), None
+                yield padded(group[mesh.data_rank :: mesh.data_ranks], pairing)
 
-    nats, targets = summed_loss(model, micro_batches(), mesh=mesh, device=device)
+    nats, targets = finite_loss(model, micro_batches(), mesh=mesh)
     if targets == 0:
         raise UserError(
             f"no pair can be evaluated: {reader.left_out} are too long, {reader.unusable} hold no answer; raise"
             " --sequence-length, or write --long-pairs cut_prompt_end"
         )
-    if not math.isfinite(nats):
-        raise UserError(f"the loss is {nats}: the weights hold NaN or infinities, or overflow in --dtype")
     return Evaluation(nats, targets, 0, reader.pairs)
 
 

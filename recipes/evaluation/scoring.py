@@ -7,7 +7,6 @@ nothing left to compute repeat some other text, whose result is dropped. B rows,
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from parallel.mesh import Mesh
 from parallel.reduce import sum_over_group
 from recipes.evaluation.generate import PREFILL_TOKENS
 from recipes.evaluation.losses import without_dropout
-from recipes.evaluation.sampling import next_token
+from recipes.evaluation.sampling import Sampling, next_token
 
 ROWS_IN_FLOAT32 = 256
 """Logits are copied in float32 for this many tokens at a time."""
@@ -39,17 +38,6 @@ class Scored:
     """Tokens of a forward pass of one process, padding included; a longer text is a batch of its own."""
     on_batch: Callable[[], object] = lambda: None
     """Called before each forward pass."""
-
-    @property
-    def multiple(self) -> int:
-        """What the length of a row must be a multiple of, so that it can be cut over the mesh."""
-        degrees = self.mesh.degrees
-        return degrees.tensor * (1 if degrees.context == 1 else 2 * degrees.context)
-
-    @property
-    def has_cache(self) -> bool:
-        """Whether texts can grow in a cache. With tensor parallelism a row of one token cannot be cut."""
-        return isinstance(self.model, Decoder) and self.mesh.tensor is None
 
 
 @contextmanager
@@ -96,7 +84,9 @@ def _batches(scored: Scored, ordered: list[tuple[int, ...]]) -> Iterator[list[tu
 
 
 def _width(scored: Scored, length: int) -> int:
-    return length + -length % scored.multiple
+    """The length of a row that can be cut over the mesh."""
+    degrees = scored.mesh.degrees
+    return length + -length % (degrees.tensor * (1 if degrees.context == 1 else 2 * degrees.context))
 
 
 def _padded(scored: Scored, rows: Sequence[Sequence[int]]) -> Tensor:
@@ -123,14 +113,11 @@ class Prompt:
     """A text to continue."""
 
     tokens: Sequence[int]
-    max_tokens: int
     ends: Collection[int]
     """Tokens that end the text; they are not part of it."""
     stops: Callable[[Sequence[int]], bool]
     """Whether the text is complete with these new tokens."""
-    sampling: dict[str, Any]
-    """Arguments of next_token(): temperature, top_k, top_p."""
-    seed: int = 0
+    sampling: Sampling
 
 
 Pass = tuple[Tensor, KeyValueCache | None, int]
@@ -157,7 +144,7 @@ def continuations(scored: Scored, prompts: Sequence[Prompt]) -> list[list[int]]:
                     wanted = passes.send(logits)
                 except StopIteration:
                     wanted = None
-    longest = max((prompt.max_tokens for prompt in prompts), default=0)
+    longest = max((prompt.sampling.max_tokens for prompt in prompts), default=0)
     found = torch.zeros(len(prompts), longest + 1, dtype=torch.int64, device=scored.device)
     for number, text in texts.items():
         found[number, : len(text) + 1] = torch.tensor([len(text), *text])
@@ -172,16 +159,17 @@ def _passes(scored: Scored, prompts: dict[int, Prompt], texts: dict[int, list[in
     """Asks for one forward pass after the other, is sent the logits (V,), and fills in the texts."""
     for number, prompt in prompts.items():
         text: list[int] = []
-        generator = torch.Generator().manual_seed(prompt.seed)
-        new, cache = list(prompt.tokens), _cache(scored, len(prompt.tokens) + prompt.max_tokens)
-        while len(text) < prompt.max_tokens:
+        generator = torch.Generator().manual_seed(prompt.sampling.seed)
+        most = prompt.sampling.max_tokens
+        new, cache = list(prompt.tokens), _cache(scored, len(prompt.tokens) + most)
+        while len(text) < most:
             if cache is None:
                 seen = [*prompt.tokens, *text]
                 logits = yield _padded(scored, [seen]), None, len(seen) - 1
             else:
                 for piece in torch.tensor([new], device=scored.device).split(PREFILL_TOKENS, dim=1):
                     logits = yield piece, cache, -1
-            token = next_token(logits, **prompt.sampling, generator=generator)
+            token = next_token(logits, prompt.sampling, generator=generator)
             if token in prompt.ends:
                 break
             text.append(token)
@@ -192,7 +180,7 @@ def _passes(scored: Scored, prompts: dict[int, Prompt], texts: dict[int, list[in
 
 
 def _cache(scored: Scored, length: int) -> KeyValueCache | None:
-    if not scored.has_cache:
+    """What a text grows in; None where it cannot: with tensor parallelism a row of one token cannot be cut."""
+    if not isinstance(scored.model, Decoder) or scored.mesh.tensor is not None:
         return None
-    config = cast(Decoder, scored.model).config
-    return KeyValueCache(config, batch=1, max_length=length, dtype=scored.dtype, device=scored.device)
+    return KeyValueCache(scored.model.config, batch=1, max_length=length, dtype=scored.dtype, device=scored.device)

@@ -190,7 +190,12 @@ def _attribute(
 
 def _device_intervals(events: Sequence[Event]) -> tuple[list[Interval], list[tuple[Event, str]]]:
     """Intervals of kernels and copies on all streams, and the events with their kinds."""
-    scopes = _launch_scopes(events)
+    launches = {
+        event["args"]["correlation"]: event
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
+    }
+    scopes = _scopes(events, launches)
     pieces: list[Interval] = []
     names = []
     for event in events:
@@ -205,16 +210,6 @@ def _device_intervals(events: Sequence[Event]) -> tuple[list[Interval], list[tup
         pieces.append((event["ts"], event["ts"] + event["dur"], kind, label))
         names.append((event, kind))
     return pieces, names
-
-
-def _launch_scopes(events: Sequence[Event]) -> dict[Any, list[str]]:
-    """Correlation of a launch -> names of the operators that enclose its beginning on its thread, innermost first."""
-    launches = {
-        event["args"]["correlation"]: event
-        for event in events
-        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
-    }
-    return _scopes(events, launches)
 
 
 def _scopes(events: Sequence[Event], inner: Mapping[Any, Event]) -> dict[Any, list[str]]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from recipes.files.atomic import Lines, sync
 from recipes.files.layout import FLOAT8_SHARES, LOG_FILE, METRICS, QUARANTINE
+from recipes.metrics.config import MetricsConfig
 
 if TYPE_CHECKING:
     from recipes.metrics.board import Board
@@ -20,24 +21,22 @@ class MetricsWriter:
     def __init__(
         self,
         folder: Path,
+        config: MetricsConfig,
         *,
         enabled: bool,
-        wandb_project: str | None,
         run_name: str,
         recipe: dict[str, Any],
         before: Mapping[str, Any],
-        tensorboard: bool = False,
         log: Callable[[str], None] = print,
     ) -> None:
         """
         Args:
             folder: the run folder.
+            config: where else rows are written.
             enabled: whether this rank writes.
-            wandb_project: the Weights & Biases project; None = do not use it.
-            run_name: the run's name there.
+            run_name: the run's name at Weights & Biases.
             recipe: shown there as the run's configuration.
             before: what state() stored in the checkpoint that the run resumes from, if any, and its "step".
-            tensorboard: also write for TensorBoard.
             log: receives one line of text per message.
         """
         self._folder, self._log = folder, log
@@ -47,15 +46,15 @@ class MetricsWriter:
         """The name of the run's present stage, for a column of every row; "" = there are no stages."""
         self._wandb_id: str | None = before.get("wandb_id")
         self._tracker: Tracker | None = None
-        if enabled and wandb_project is not None:
+        if enabled and config.wandb:
             from recipes.metrics import tracking
 
             self._tracker = tracking.Tracker(
-                folder, project=wandb_project, name=run_name, recipe=recipe, run_id=self._wandb_id, log=log
+                folder, project=config.wandb_project, name=run_name, recipe=recipe, run_id=self._wandb_id, log=log
             )
             self._wandb_id = self._tracker.id
         self._board: Board | None = None
-        if enabled and tensorboard:
+        if enabled and config.tensorboard:
             from recipes.metrics import board
 
             self._board = board.Board(folder, done=before.get("step", 0), recipe=recipe, log=log)

@@ -20,19 +20,12 @@ from recipes.files.reading import is_folder, read_text
 from recipes.plan import host
 from recipes.plan.hardware import Gpu, gpu_of
 from recipes.plan.messages import Group
-from recipes.plan.rates import RATES, Rates
+from recipes.plan.rates import RATES, SHARES, Rates
 from recipes.plan.time import attention_seconds, product_seconds, step_time
 from recipes.recipe.load import load
 
 SKIPPED = 3
 """Logged rows of a run that are left out: they compile, warm up and fill the queues of data."""
-SHARES = {
-    "hopper": "products",
-    "hopper, HBM3e": "products_h200",
-    "hopper, 500 W": "products_500w",
-    "ampere": "products_ampere",
-}
-"""Family of a GPU -> the field of Rates with the share of its peak."""
 KINDS = (
     "a record of bench.py --suite gpu or --suite calibrate, a run's environment.json or metrics.jsonl, or its folder"
 )
@@ -78,7 +71,7 @@ def _by_content(path: Path, gpu: Gpu | None, *, processes: int) -> tuple[Gpu, Ra
         return _by_kernels(record, path, gpu)
     if "preflight" in record:
         gpu = _same(record["device"], gpu, path)
-        return gpu, by_links(record["preflight"]["links"], gpu, _by(RATES, "its network's speed", path))
+        return gpu, _by_network(record, path, gpu)
     if {"device", "world_size"} <= {*record}:
         raise UserError(
             f"{path} measures no network: its run had one process, or is of an older version; write its {METRICS}"
@@ -114,9 +107,7 @@ def _by_folder(path: Path, gpu: Gpu | None, *, planned: int) -> tuple[Gpu, Rates
     """The device and its rates from a run's folder: from its network's speed, if it has that, and its steps."""
     environment = json.loads(_text(path / ENVIRONMENT))
     gpu = _same(environment["device"], gpu, path)
-    rates = RATES
-    if "preflight" in environment:
-        rates = by_links(environment["preflight"]["links"], gpu, _by(RATES, "its network's speed", path))
+    rates = _by_network(environment, path, gpu) if "preflight" in environment else RATES
     return _by_run(path / METRICS, _text(path / METRICS), gpu, rates, planned=planned)
 
 
@@ -199,16 +190,11 @@ def _attention(found: dict[str, list[Json]], gpu: Gpu, rates: Rates) -> Rates:
     ]
 
     def predicted(rates: Rates, own: list[Json], *, backward: bool) -> float:
-        return sum(
-            attention_seconds(
-                *(1e12 * row["tflops"] * row["seconds"], row["backend"]),
-                backward=backward,
-                gpu=gpu,
-                rates=rates,
-                sequence=row["tokens"],
-            )
-            for row in own
-        )
+        total = 0.0
+        for row in own:
+            flops, tokens = 1e12 * row["tflops"] * row["seconds"], row["tokens"]
+            total += attention_seconds(flops, row["backend"], gpu=gpu, rates=rates, sequence=tokens)[backward]
+        return total
 
     for kernel in dict.fromkeys(row["backend"] for row, _ in pairs):
         own = [row for row, _ in pairs if row["backend"] == kernel]
@@ -238,6 +224,10 @@ def _scaled(rates: Rates, field: str, predicted: Callable[[Rates], float], measu
 
 
 # Pre-flight's measurements.
+
+
+def _by_network(environment: Json, path: Path, gpu: Gpu) -> Rates:
+    return by_links(environment["preflight"]["links"], gpu, _by(RATES, "its network's speed", path))
 
 
 def by_links(links: list[Json], gpu: Gpu, rates: Rates) -> Rates:

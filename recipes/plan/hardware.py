@@ -3,18 +3,10 @@
 import re
 import subprocess
 from dataclasses import dataclass
-from functools import cache
-from typing import Literal
+from functools import cache, partial
+from typing import Any, Literal
 
-from parallel.errors import UserError, listed
 from recipes.metrics.hardware import MEMORY, bf16_peak
-
-NVIDIA_A100 = "NVIDIA A100 data sheet, SXM"
-NVIDIA_H100 = "NVIDIA H100 data sheet, SXM"
-NVIDIA_H200 = "NVIDIA H200 data sheet, SXM"
-
-LIKE = 0.05
-"""How far the memory of a device may be from that of a known GPU with its name, as a share of it."""
 
 Family = Literal["hopper", "hopper, HBM3e", "hopper, 500 W", "ampere", "measured"]
 
@@ -48,41 +40,41 @@ class Gpu:
     """The shares of the peak in rates.py that apply; "measured": the peaks are what products reach."""
 
 
-def _sxm(
-    name: str,
-    memory: int,
-    bandwidth: float,
-    link: float,
-    network: float,
-    source: str,
-    *,
-    float8: bool = True,
-    float32: float = 66.9e12,
-    units: int = 132,
-    family: Family = "hopper",
-) -> Gpu:
+def _sxm(name: str, *, float8: bool = True, **numbers: Any) -> Gpu:
+    """A module with NVLink. numbers: fields of Gpu besides its peaks, with Hopper's where they are left out."""
     peak = bf16_peak(name.partition("-")[0])
     assert peak is not None
-    return Gpu(
-        *(name, memory, bandwidth, peak, 2 * peak if float8 else None, link, network, source),
-        float32_peak=float32,
-        units=units,
-        family=family,
-    )
+    hopper: dict[str, Any] = {
+        "link": 450e9,
+        "network": 50e9,
+        "source": f"NVIDIA {name} data sheet, SXM",
+        "float32_peak": 66.9e12,
+    }
+    return Gpu(name, bf16_peak=peak, float8_peak=2 * peak if float8 else None, **hopper | numbers)
 
 
-_AMPERE = {"float8": False, "float32": 19.5e12, "units": 108, "family": "ampere"}
+_A100 = partial(_sxm, link=300e9, network=25e9, float8=False, float32_peak=19.5e12, units=108, family="ampere")
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        _sxm("H100", MEMORY["H100"], 3.35e12, 450e9, 50e9, NVIDIA_H100),
-        _sxm("H200", MEMORY["H200"], 4.8e12, 450e9, 50e9, NVIDIA_H200, family="hopper, HBM3e"),
-        _sxm("A100", 81_920 * 2**20, 2.039e12, 300e9, 25e9, f"{NVIDIA_A100}, 80 GB", **_AMPERE),  # type: ignore[arg-type]
-        _sxm("A100-40", 40_960 * 2**20, 1.555e12, 300e9, 25e9, f"{NVIDIA_A100}, 40 GB", **_AMPERE),  # type: ignore[arg-type]
-        _sxm("B200", 183_359 * 2**20, 8e12, 900e9, 50e9, "NVIDIA DGX B200 data sheet", float32=75e12, units=148),
+        _sxm("H100", memory=MEMORY["H100"], bandwidth=3.35e12),
+        _sxm("H200", memory=MEMORY["H200"], bandwidth=4.8e12, family="hopper, HBM3e"),
+        _A100("A100", memory=81_920 * 2**20, bandwidth=2.039e12, source="NVIDIA A100 data sheet, SXM, 80 GB"),
+        _A100("A100-40", memory=40_960 * 2**20, bandwidth=1.555e12, source="NVIDIA A100 data sheet, SXM, 40 GB"),
         _sxm(
-            *("H100-500W", 97_871 * 2**20, 2.4e12, 450e9, 50e9),
-            "Meta's H100 of 500 W with HBM2e (docs of torchtitan's benchmarks)",
+            "B200",
+            memory=183_359 * 2**20,
+            bandwidth=8e12,
+            link=900e9,
+            source="NVIDIA DGX B200 data sheet",
+            float32_peak=75e12,
+            units=148,
+        ),
+        _sxm(
+            "H100-500W",
+            memory=97_871 * 2**20,
+            bandwidth=2.4e12,
+            source="Meta's H100 of 500 W with HBM2e (docs of torchtitan's benchmarks)",
             family="hopper, 500 W",
         ),
     )
@@ -94,32 +86,6 @@ def gpu_of(device: str) -> Gpu | None:
     """The GPU that a driver names so, such as "NVIDIA A100-SXM4-80GB"; None for any other, or a part of one."""
     found = re.search(r"\b(H100|H200|B200|A100)\b(?!.*\b(PCIe|NVL|MIG)\b)", device, re.IGNORECASE)
     return GPUS["A100-40" if "40GB" in device else found[1].upper()] if found else None
-
-
-def gpu_of_device(name: str) -> Gpu:
-    """What gpu_of() returns; raises UserError for a device that is not known."""
-    gpu = gpu_of(name)
-    if gpu is None:
-        raise UserError(f"{name}: its rates are not known; the model knows {listed(list(GPUS))}")
-    return gpu
-
-
-def gpu_named(name: str) -> Gpu:
-    """The GPU with this name, in any case. Raises UserError for another."""
-    found = {known.upper(): gpu for known, gpu in GPUS.items()}.get(name.upper())
-    if found is None:
-        raise UserError(f"--gpu {name}: unknown; write {listed(list(GPUS), last='or')}")
-    return found
-
-
-def known(device: str, memory: int) -> Gpu | None:
-    """The GPU with this name, as its driver says it, and about as many bytes; None if it is none of GPUS."""
-    named = gpu_of(device)
-    for gpu in GPUS.values():
-        same = named is not None and gpu.name.partition("-")[0] == named.name.partition("-")[0]
-        if same and abs(memory - gpu.memory) <= LIKE * gpu.memory:
-            return gpu
-    return None
 
 
 @cache

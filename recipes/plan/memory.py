@@ -5,11 +5,10 @@ allocator cannot use again (fragmentation) is not predicted. Imports no torch.
 """
 
 from dataclasses import dataclass
-from math import inf
 
 from models.transformers_config import TransformersConfig
 from parallel.config import MeshDegrees
-from recipes.plan.moments import fullest_layers, moments
+from recipes.plan.moments import moments
 from recipes.plan.sizes import Pieces, Sizes
 from recipes.recipe.schema import Recipe
 
@@ -64,20 +63,6 @@ def predict(recipe: Recipe, degrees: MeshDegrees, *, context: bool = True) -> Pr
     size = Sizes(recipe, degrees)
     found = moments(size, range(recipe.model.layers))
     return Prediction({name: size.state | pieces | outside for name, pieces in found})
-
-
-def peak(recipe: Recipe, degrees: MeshDegrees, *, enough: float = inf) -> int:
-    """predict().peak, for those who ask for thousands of them: of moments that are alike, only those at the ends.
-
-    enough: where a moment needs more, that is returned instead, and the others are not looked at.
-    """
-    size, most = Sizes(recipe, degrees), 0
-    always = sum(size.state.values()) + sum(outside_of_torch(degrees).values())
-    for _, pieces in moments(size, fullest_layers(size)):
-        most = max(most, always + sum(pieces.values()))
-        if most > enough:
-            break
-    return most
 
 
 def outside_of_torch(degrees: MeshDegrees) -> Pieces:

@@ -4,7 +4,6 @@ What lives at once was read off FSDP2, and tests compare it with real steps whos
 Imports no torch.
 """
 
-from bisect import bisect_left
 from collections.abc import Collection, Iterator
 
 from models.activations import final_norm_per_token
@@ -29,41 +28,6 @@ def moments(size: Sizes, layers: Collection[int]) -> Iterator[tuple[str, Pieces]
     yield "the gradient of the embedding", _embedding(size)
     yield "the reduction of the embedding", _reduced_embedding(size)
     yield "the optimizer", _optimizer(size)
-
-
-def fullest_layers(size: Sizes) -> Collection[int]:
-    """The blocks that can hold the most memory.
-
-    Between the first blocks, which gather less ahead, and the last one, memory grows all along or shrinks all along: by
-    a constant if all blocks run alike, else from each block of a kind (recomputed or not) to the next of that kind. So
-    only the ends need checking. If it may grow here and shrink there, every block does.
-    """
-    layers, ahead = size.recipe.model.layers, size.recipe.fsdp.prefetch
-    ends = {0, min(1, layers - 1), min(ahead, layers - 1), max(0, layers - 2), layers - 1}
-    recomputed, count = {*size.recomputed}, len(size.recomputed)
-    if count in (0, layers):
-        return ends
-    for kind in (size.recomputed, [layer for layer in range(layers) if layer not in recomputed]):
-        ends.update(kind[: bisect_left(kind, ahead) + 1], kind[-2:])
-    # (plain blocks, blocks that recompute) from one that recomputes to the next, and from a plain one to the next.
-    kinds = ((layers // count - 1, 1), (-(-layers // count) - 1, 1)), ((1, 0), (1, -(-count // (layers - count))))
-    plain, recomputing = size.saved
-    for each in _gradients_per_block(size):
-        for steps in kinds:
-            grow = {(i + j) * each + size.tokens * (i * plain + j * recomputing) > 0 for i, j in steps}
-            if len(grow) > 1:
-                return range(layers)
-    return ends
-
-
-def _gradients_per_block(size: Sizes) -> list[int]:
-    """Bytes by which gradients and gathered weights grow from block to block, in the last micro-batch and before."""
-    waiting = size.reduced * size.block.whole
-    share = (size.held if size.recipe.fsdp.cpu_offload else 4 + size.held) * size.block.share
-    weights = size.gathered_block if size.keeps_blocks else 0
-    if not size.accumulates:
-        return [weights - share]
-    return [waiting - share + weights, -waiting if size.micro_batches == 2 else 0]
 
 
 # What several moments share.
@@ -226,7 +190,7 @@ def _reduced_block(size: Sizes, layer: int) -> Pieces:
         **_gradients(size, layer + 1, head=False),
         **_weights(size, layer if size.keeps_blocks else 0, head=False, buffers=_next_gather(size, layer)),
         **_saved(size, layer),
-        "new gradients": size.new_of_block + size.stream + size.new_of_tied_head,
+        "new gradients": size.new(size.block) + size.stream + size.new_of_tied_head,
         "reduction": size.reduction(size.block),
     }
 

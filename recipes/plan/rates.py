@@ -9,6 +9,14 @@ from dataclasses import dataclass
 
 from recipes.plan.hardware import Family
 
+SHARES = {
+    "hopper": "products",
+    "hopper, HBM3e": "products_h200",
+    "hopper, 500 W": "products_500w",
+    "ampere": "products_ampere",
+}
+"""Family of a GPU -> the field of Rates with the share of its peak."""
+
 
 @dataclass(frozen=True)
 class Host:
@@ -128,12 +136,8 @@ class Rates:
         """The share of the bfloat16 peak that large products reach."""
         if family == "measured":
             return 1.0
-        return {
-            "hopper": self.products,
-            "hopper, HBM3e": self.products_h200,
-            "hopper, 500 W": self.products_500w,
-            "ampere": self.products_ampere,
-        }[family]
+        share: float = getattr(self, SHARES[family])
+        return share
 
 
 RATES = Rates()

@@ -202,11 +202,6 @@ class Sizes:
         """Bytes of gradients that one micro-batch has computed; accumulation has already added them to the others."""
         return 0 if self.accumulates else self.element * unit.whole
 
-    @cached_property
-    def new_of_block(self) -> int:
-        """Bytes of a block's new gradients at its end."""
-        return self.new(self.block)
-
     def reduction(self, unit: Unit) -> int:
         """Bytes of what is summed over processes, of the sum, and of that in float32.
 

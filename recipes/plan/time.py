@@ -15,9 +15,9 @@ rates.py has all constants. Left out: the embedding, the last norm, data, and th
 Imports no torch.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from models.config import LINEARS
 from parallel.config import MeshDegrees
@@ -89,20 +89,20 @@ def step_time(recipe: Recipe, degrees: MeshDegrees, *, gpu: Gpu, rates: Rates = 
 
 def time_of(work: Work, *, gpu: Gpu, rates: Rates = RATES) -> StepTime:
     """What this step takes."""
-    block, head = _blocks(work, gpu, rates), _head(work, gpu, rates)
+    (forward, backward), (head, loss) = _blocks(work, gpu, rates), _head(work, gpu, rates)
     states = _states(work, gpu, rates)
     layers = work.layers / work.pipeline
     per_micro_batch = {
-        "products": layers * (block.products + block.products_backward),
-        "output projection": head.products / work.pipeline,
-        "attention": layers * (block.attention + block.attention_backward),
-        "fused kernels": layers * (block.kernels + block.kernels_backward),
-        "loss": head.loss / work.pipeline,
-        "gaps": layers * (block.gaps + block.gaps_backward),
+        "products": layers * (forward.products + backward.products),
+        "output projection": head / work.pipeline,
+        "attention": layers * (forward.attention + backward.attention),
+        "fused kernels": layers * (forward.kernels + backward.kernels),
+        "loss": loss / work.pipeline,
+        "gaps": layers * (forward.gaps + backward.gaps),
     }
     seconds = {piece: work.micro_batches * value for piece, value in per_micro_batch.items()}
-    forward, backward = rates.overlaps * block.forward, rates.overlaps * block.backward
-    messages = messages_of(work, gpu, rates, forward=forward, backward=backward)
+    hiding = {"forward": rates.overlaps * sum(forward), "backward": rates.overlaps * sum(backward)}
+    messages = messages_of(work, gpu, rates, **hiding)
     if rates.host is not None:
         seconds["host"] = sum(vars(rates.host)[name] * times for name, times in host_work(work).items())
     if work.newton_schulz:
@@ -111,7 +111,7 @@ def time_of(work: Work, *, gpu: Gpu, rates: Rates = RATES) -> StepTime:
         messages.add(muon.messages(work, gpu, rates), hiding=seconds["Newton-Schulz"] * (rounds - 1) / rounds)
     seconds["products"] += rates.beside * sum(messages.hidden.values())
     return StepTime(
-        round(work.tokens_per_process),
+        round(work.micro_batches * work.tokens / (work.tensor * work.pipeline)),
         seconds | states | _bubble(work, per_micro_batch, messages) | messages.exposed,
         messages.hidden,
         rates.spread,
@@ -161,14 +161,13 @@ def attention_seconds(
     flops: float,
     kernel: str,
     *,
-    backward: bool,
     gpu: Gpu,
     rates: Rates,
     head_width: int = 128,
     sequence: float = 8192,
     element: int = 2,
-) -> float:
-    """Seconds of one pass of attention. flops: those of the forward pass, causal."""
+) -> tuple[float, float]:
+    """Seconds of attention, forward and backward. flops: those of the forward pass, causal."""
     shares = {
         "flash": rates.flash,
         "flash3": rates.cudnn,
@@ -184,8 +183,8 @@ def attention_seconds(
     narrow = min(1.0, max(0.0, 2 - head_width / NARROW))
     peak = gpu.bf16_peak if element == 2 or gpu.family == "measured" else _float32_peak(gpu)
     rate = share * peak * (1 - narrow * (1 - rates.narrow_heads)) / (1 + rates.ramp / sequence)
-    seconds = flops / rate + rates.score * flops / (4 * head_width)
-    return BACKWARD * seconds / rates.attention_backward if backward else seconds
+    forward = flops / rate + rates.score * flops / (4 * head_width)
+    return forward, BACKWARD * forward / rates.attention_backward
 
 
 def moving_seconds(amount: float, *, gpu: Gpu, rates: Rates) -> float:
@@ -193,57 +192,41 @@ def moving_seconds(amount: float, *, gpu: Gpu, rates: Rates) -> float:
     return amount / (rates.moved * gpu.bandwidth)
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Seconds of one layer for one micro-batch: the mean of those that recompute and those that do not."""
+class _Pass(NamedTuple):
+    """Seconds of a pass of one layer for one micro-batch: the mean of those that recompute and those that do not."""
 
     products: float
-    products_backward: float
     attention: float
-    attention_backward: float
     kernels: float
-    kernels_backward: float
     gaps: float
-    gaps_backward: float
-
-    @property
-    def forward(self) -> float:
-        return self.products + self.attention + self.kernels + self.gaps
-
-    @property
-    def backward(self) -> float:
-        return self.products_backward + self.attention_backward + self.kernels_backward + self.gaps_backward
 
 
-def _blocks(work: Work, gpu: Gpu, rates: Rates) -> _Block:
+def _blocks(work: Work, gpu: Gpu, rates: Rates) -> tuple[_Pass, _Pass]:
+    """The forward and the backward pass."""
     share = work.recomputed
     if share in (0.0, 1.0):
         return _block(work, work.recompute if share else "none", gpu, rates)
     again, plain = _block(work, work.recompute, gpu, rates), _block(work, "none", gpu, rates)
-    return _Block(*(share * a + (1 - share) * b for a, b in zip(_numbers(again), _numbers(plain), strict=True)))
+    forward, backward = (
+        _Pass(*(share * a + (1 - share) * b for a, b in zip(one, other, strict=True)))
+        for one, other in zip(again, plain, strict=True)
+    )
+    return forward, backward
 
 
-def _numbers(block: _Block) -> Iterable[float]:
-    return vars(block).values()
-
-
-def _block(work: Work, recompute: Recompute, gpu: Gpu, rates: Rates) -> _Block:
-    """Seconds of one layer that recomputes like this."""
+def _block(work: Work, recompute: Recompute, gpu: Gpu, rates: Rates) -> tuple[_Pass, _Pass]:
+    """Both passes of one layer that recomputes like this."""
     tokens, tensor = work.tokens, work.tensor
     forward, backward, last = _linears(work, gpu, rates)
     again = {"none": 0.0, "selective": 0.0, "full": forward - last, "every second product": forward / 2}[recompute]
     flops = 2 * work.query / tensor * work.sequence * tokens
-    attention, attention_backward = (
-        attention_seconds(
-            *(flops, work.kernel),
-            backward=backward_pass,
-            gpu=gpu,
-            rates=rates,
-            head_width=work.head_width,
-            sequence=work.sequence,
-            element=work.element,
-        )
-        for backward_pass in (False, True)
+    attention, attention_backward = attention_seconds(
+        *(flops, work.kernel),
+        gpu=gpu,
+        rates=rates,
+        head_width=work.head_width,
+        sequence=work.sequence,
+        element=work.element,
     )
     if work.context > 1 and work.context_by == "ring":
         attention, attention_backward = attention / rates.ring, attention_backward / rates.ring
@@ -254,40 +237,32 @@ def _block(work: Work, recompute: Recompute, gpu: Gpu, rates: Rates) -> _Block:
         attention_backward += attention
     host = kernels * rates.launch * (0.5 if work.compiled else 1.0)
     gaps = max(kernels * rates.gap, host - computing)
-    return _Block(
-        *(forward, backward + again, attention, attention_backward),
-        *(moving / 3, moving * 2 / 3, gaps / 3, gaps * 2 / 3),
+    return (
+        _Pass(forward, attention, moving / 3, gaps / 3),
+        _Pass(backward + again, attention_backward, moving * 2 / 3, gaps * 2 / 3),
     )
 
 
 def _linears(work: Work, gpu: Gpu, rates: Rates) -> tuple[float, float, float]:
     """Seconds of all linears of one layer: forward, backward, and of the last one forward."""
-    return _linears_of(
-        *(work.tokens, work.width, work.query / work.tensor, work.key / work.tensor, work.inner / work.tensor),
-        *(work.gated, work.float8, work.not_float8, work.element, gpu, rates),
+    width, query, key, inner = work.width, work.query / work.tensor, work.key / work.tensor, work.inner / work.tensor
+    shapes = (query, width), (key, width), (key, width), (width, query), (inner, width), (inner, width), (width, inner)
+    linears = tuple(
+        (columns, depth, "none" if name in work.not_float8 else work.float8)
+        for name, (columns, depth) in zip(LINEARS, shapes, strict=True)
+        if work.gated or name != "gate_proj"
     )
+    return _products_of(work.tokens, linears, work.element, gpu, rates)
 
 
 @lru_cache(4096)
-def _linears_of(
-    tokens: int,
-    width: int,
-    query: float,
-    key: float,
-    inner: float,
-    gated: bool,
-    float8: str,
-    not_float8: frozenset[str],
-    element: int,
-    gpu: Gpu,
-    rates: Rates,
+def _products_of(
+    tokens: int, linears: tuple[tuple[float, float, str], ...], element: int, gpu: Gpu, rates: Rates
 ) -> tuple[float, float, float]:
+    """The same for linears of (columns, depth, kind of float8)."""
     forward = backward = last = 0.0
-    shapes = (query, width), (key, width), (key, width), (width, query), (inner, width), (inner, width), (width, inner)
-    for name, (columns, depth) in zip(LINEARS, shapes, strict=True):
-        if name == "gate_proj" and not gated:
-            continue
-        low = "none" if name in not_float8 else float8.removesuffix("_with_gw_hp")
+    for columns, depth, float8 in linears:
+        low = float8.removesuffix("_with_gw_hp")
         low_weights = "none" if low != float8 else float8
         last = product_seconds(tokens, columns, depth, gpu=gpu, rates=rates, element=element, float8=low)
         forward += last
@@ -296,14 +271,8 @@ def _linears_of(
     return forward, backward, last
 
 
-@dataclass(frozen=True)
-class _Head:
-    products: float
-    loss: float
-
-
-def _head(work: Work, gpu: Gpu, rates: Rates) -> _Head:
-    """The output projection and the loss of one micro-batch."""
+def _head(work: Work, gpu: Gpu, rates: Rates) -> tuple[float, float]:
+    """Seconds of the output projection and of the loss of one micro-batch."""
     tokens, vocabulary = work.tokens, work.vocabulary / work.tensor
     shapes = ((tokens, vocabulary, work.width), (tokens, work.width, vocabulary), (vocabulary, work.width, tokens))
     low = work.float8.removesuffix("_with_gw_hp") if work.float8_head else "none"
@@ -317,7 +286,7 @@ def _head(work: Work, gpu: Gpu, rates: Rates) -> _Head:
     else:
         per_logit = rates.loss_chunked if work.chunked_loss else rates.loss
     logits = tokens * (work.vocabulary if work.whole_loss else vocabulary)
-    return _Head(products, moving_seconds(per_logit * logits, gpu=gpu, rates=rates))
+    return products, moving_seconds(per_logit * logits, gpu=gpu, rates=rates)
 
 
 def _states(work: Work, gpu: Gpu, rates: Rates) -> dict[str, float]:

@@ -8,8 +8,8 @@ the same, but refuses several micro-batches.
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 from unittest.mock import patch
@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from models.build import build_model
+from models.decoder import build_model
 from models.documents import Documents
 from models.encoder_decoder import EncoderDecoderInputs
 from models.interface import interface_of
 from models.loss import Kernels, SummedLoss
 from parallel.config import CompileConfig, MeshDegrees
-from parallel.fsdp import compute_with_whole_shards, expect_micro_batch, units_of, without_idle_resharding
-from parallel.materialize import plain_name
+from parallel.fsdp import compute_with_whole_shards, expect_micro_batch, plain_name, units_of, without_idle_resharding
 from parallel.mesh import Mesh, build_mesh
 from parallel.order import parallelize
 from parallel.reduce import clipping_divisor, gradient_norm
@@ -76,22 +75,16 @@ def _micro_batches(recipe: Recipe, degrees: MeshDegrees) -> list[MicroBatch]:
         inputs = EncoderDecoderInputs(tokens, torch.ones_like(tokens, dtype=torch.bool), targets.clone())
     else:
         targets = tokens.clone()
-        if _is_packed(recipe):
+        if data.document_mask or data.has_pairs:
             # The texts may begin anywhere: transformers only looks at the positions.
             documents = Documents(tokens.clone(), torch.zeros(rows + 1, dtype=torch.int32), rows * length**2)
     return [(inputs, targets, documents)] * max(1, min(count, MICRO_BATCHES))
 
 
-def _is_packed(recipe: Recipe) -> bool:
-    return recipe.data.document_mask or recipe.data.has_pairs
-
-
-@contextmanager
-def _kernels(recipe: Recipe) -> Iterator[None]:
-    """Compute attention with the kernels that a GPU has."""
+def _kernels(recipe: Recipe) -> AbstractContextManager[Any]:
+    """Where attention is computed with the kernels that a GPU has."""
     on_gpu = patch.object(nn.functional, "scaled_dot_product_attention", _attention_of_gpus)
-    with nullcontext() if recipe.run.device == "cpu" else on_gpu:
-        yield
+    return nullcontext() if recipe.run.device == "cpu" else on_gpu
 
 
 def _attention_of_gpus(
@@ -140,7 +133,7 @@ class _Step:
             activation_checkpointing=recipe.activation_checkpointing,
             compile=CompileConfig(enabled=False),
             fsdp=self._fsdp,
-            context_by=recipe.mesh.context_by,
+            layout=replace(recipe.mesh, overlap_tensor=False),
         )
         if recipe.compile.enabled:
             cast(SummedLoss, self._model.get_submodule(interface_of(self._model).loss)).kernels = WITHOUT_COPIES

@@ -6,6 +6,7 @@ Imports no torch.
 
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import add
 from typing import Literal, NamedTuple
 
 from models.config import LINEARS, LINEARS_IN
@@ -97,11 +98,6 @@ class Work:
     def tokens(self) -> int:
         """Tokens of a micro-batch on one process, before tensor parallelism shares their computation."""
         return self.micro_batch * self.sequence // self.context
-
-    @property
-    def tokens_per_process(self) -> float:
-        """Tokens of a step divided by the number of all processes."""
-        return self.micro_batches * self.tokens / (self.tensor * self.pipeline)
 
     @property
     def gathered(self) -> float:
@@ -251,14 +247,7 @@ def _with_casts(work: Work, found: Moved) -> Moved:
     """What a block moves with the casts of Transformer Engine, if that casts."""
     if work.float8 == "none" or work.casts == "torchao":
         return found
-    more = ENGINE[work.casts]
-    return found._replace(
-        stream=found.stream + more.stream,
-        key=found.key + more.key,
-        inner=found.inner + more.inner,
-        weights=found.weights + more.weights,
-        kernels=found.kernels + more.kernels,
-    )
+    return Moved(*map(add, found, ENGINE[work.casts]))
 
 
 def moved_bytes(work: Work, recompute: Recompute) -> tuple[float, int]:

@@ -11,7 +11,6 @@ import tomli
 
 from models.config import FROM_CONFIG, FROM_WEIGHTS, ModelConfig
 from models.sizes import SIZES
-from models.transformers_config import of_transformers
 from parallel.errors import TemporaryError, UserError
 from recipes.files.reading import fault
 from recipes.recipe.fields import (
@@ -161,7 +160,7 @@ def to_toml(recipe: Recipe) -> str:
     """The whole recipe with every field in effect, as TOML that loads back to an equal recipe."""
     tables = asdict(replace(recipe, stages=()))
     del tables["stages"]
-    if of_transformers(recipe.model):  # its shape is in its config.json
+    if recipe.model.by_transformers:  # its shape is in its config.json
         tables["model"] = {name: tables["model"][name] for name in NO_SHAPE}
     del tables["data"]["source" if recipe.data.mixture else "mixture"]
     del tables["validation"]["source" if recipe.validation.sources else "sources"]
@@ -221,7 +220,7 @@ def _assemble(given: Given, weights: "InitialWeights | None") -> Recipe:
         section, _, name = key.partition(".")
         values[section][name] = value
     size, fields_of_model = _size(given, weights), values.pop("model")
-    if of_transformers(size):  # _check_size refuses the other fields
+    if size.by_transformers:  # _check_size refuses the other fields
         fields_of_model = {name: value for name, value in fields_of_model.items() if name in NO_SHAPE}
     model = replace(size, **fields_of_model)
     return Recipe(model=model, **{section: sections()[section](**given) for section, given in values.items()})
@@ -270,7 +269,7 @@ def _check_size(given: Given, weights: "InitialWeights | None") -> list[Problem]
             raise
         except UserError as error:
             return [Problem(key, one_line(error), toml(path), origin)]
-        return _shape_of_transformers(given) if of_transformers(model) else []
+        return _shape_of_transformers(given) if model.by_transformers else []
     close = get_close_matches(name, [*SIZES, FROM_WEIGHTS, FROM_CONFIG], n=1)
     hint = f"did you mean {toml(close[0])}? " if close else ""
     return [Problem("model.name", f"unknown size; {hint}{known}", toml(name), origin)]

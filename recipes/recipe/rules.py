@@ -11,7 +11,6 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from models.config import FROM_WEIGHTS, ModelConfig
-from models.transformers_config import of_transformers
 from parallel.config import ActivationCheckpointingConfig, AttentionConfig, CompileConfig, Float8Config, FSDPConfig
 from parallel.errors import TemporaryError, UserError, listed
 from recipes.checkpoint.config import CheckpointConfig
@@ -207,7 +206,7 @@ def weights_fit(
     except UserError as error:
         yield "model.weights", one_line(error)
         return
-    if of_transformers(weights.model) and not of_transformers(model):
+    if weights.model.by_transformers and not model.by_transformers:
         remedy = f'write name = "{FROM_WEIGHTS}"'
         yield "model.name", f"is a size of our decoder, but {weights.path} holds a model of transformers; {remedy}"
         return
@@ -225,7 +224,7 @@ def from_elsewhere(
 ) -> Iterator[Violation]:
     """What holds for models that a config.json defines."""
     model = recipe.model
-    if model.config or model.dropout or of_transformers(model):
+    if model.config or model.dropout or model.by_transformers:
         from recipes.recipe.rules_transformers import config_fits, transformers_fits
 
         yield from config_fits(model, initial, written=written)
@@ -278,7 +277,7 @@ def profile_fits(profile: ProfileConfig, *, steps: int) -> Iterator[Violation]:
 def attention_has_a_kernel(recipe: Recipe) -> Iterator[Violation]:
     """Document masks use their own kernels, and some backends need CUDA (see parallel/kernels.py)."""
     attention, data, device = recipe.attention, recipe.data, recipe.run.device
-    packs_pairs = data.has_pairs and not of_transformers(recipe.model)
+    packs_pairs = data.has_pairs and not recipe.model.by_transformers
     if (data.document_mask or packs_pairs) and attention.backend not in ("auto", "flash3"):
         where = "on pairs, which use their" if packs_pairs else "with document_mask = true, which uses its"
         rule = f"has no effect {where} own kernels"
@@ -290,7 +289,7 @@ def attention_has_a_kernel(recipe: Recipe) -> Iterator[Violation]:
 
 def flash3_fits(attention: AttentionConfig, fsdp: FSDPConfig, *, model: ModelConfig) -> Iterator[Violation]:
     """What FlashAttention 3 can compute, forward and backward (hopper/flash_api.cpp in its sources)."""
-    if attention.backend != "flash3" or of_transformers(model):
+    if attention.backend != "flash3" or model.by_transformers:
         return
     if fsdp.param_dtype != "bfloat16":
         rule = 'attention.backend = "flash3" computes in 16 bits'
@@ -348,7 +347,7 @@ def float8_fits(float8: Float8Config, *, model: ModelConfig) -> Iterator[Violati
 
     Those of a model of transformers are known when it is built: parallel/float8.py counts what it leaves out.
     """
-    if float8.recipe == "none" or of_transformers(model):
+    if float8.recipe == "none" or model.by_transformers:
         return
     widths = {
         "width": ("width", model.width),

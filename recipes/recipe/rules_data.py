@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from models.config import FROM_WEIGHTS, ModelConfig
-from models.transformers_config import of_transformers
 from parallel.errors import TemporaryError, UserError
 from recipes.data.config import HELD_OUT, DataConfig
 from recipes.evaluation.config import ValidationConfig
@@ -77,7 +76,7 @@ def tokenizer_fits(tokenizer: str, *, model: ModelConfig, initial: "InitialWeigh
             yield "data.tokenizer", f'{problem}; write tokenizer = "{FROM_WEIGHTS}"'
             return
     if message := tokenizer_problem(tokenizer, model.vocabulary):
-        if of_transformers(model):
+        if model.by_transformers:
             message = message.replace("model.vocabulary", "vocab_size in config.json")
         yield "data.tokenizer", message
 

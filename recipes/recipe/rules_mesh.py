@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from models.config import ModelConfig
-from models.transformers_config import of_transformers
 from parallel.config import AttentionConfig, CompileConfig, Float8Config, MeshConfig, MeshDegrees
 from parallel.errors import UserError, listed
 from parallel.nodes import Node, require_like_nodes, require_neighbours
@@ -69,7 +68,7 @@ def mesh_divides_model(
         remedy = f"write {listed([other.tensor for other in best or possible], last='or')}"
         unit = 16 * tensor  # float8 needs that of a head
         if "model.vocabulary" in rule and not model.weights:
-            key = "vocab_size in config.json" if of_transformers(model) else "model.vocabulary"
+            key = "vocab_size in config.json" if model.by_transformers else "model.vocabulary"
             padded = model.vocabulary + -model.vocabulary % unit
             remedy += f", or {key} = {padded}, with rows that no token has"
         yield "mesh.tensor", f"{rule}; {remedy}"
@@ -85,7 +84,7 @@ def mesh_divides_model(
 
 def transformers_refuse(mesh: MeshConfig, *, model: ModelConfig) -> Iterator[Violation]:
     """Tensor parallelism cuts only those models of transformers that it was tried with; nothing else cuts any."""
-    if not of_transformers(model):
+    if not model.by_transformers:
         return
     from models.tensor_plan import name_of, why_not_cut
 

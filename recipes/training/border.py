@@ -11,8 +11,7 @@ import torch
 from parallel.dist import World
 from parallel.mesh import Mesh
 from recipes.files.layout import CHECKPOINTS, step_folder
-from recipes.metrics.clock import RunClock
-from recipes.metrics.goodput import Goodput
+from recipes.metrics.clock import Goodput, RunClock
 from recipes.metrics.writer import MetricsWriter
 from recipes.recipe.schema import Recipe
 from recipes.training.console import Console

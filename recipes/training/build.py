@@ -9,14 +9,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from models.build import build_model
+from models.decoder import build_model
 from models.interface import interface_of
-from models.transformers_config import of_transformers
 from parallel.dist import World, allocator_settings, on_all
 from parallel.errors import UserError
-from parallel.fsdp import compute_with_whole_shards, units_of, without_idle_resharding
+from parallel.fsdp import compute_with_whole_shards, materialize, units_of, without_idle_resharding
 from parallel.kernels import choose_attention
-from parallel.materialize import materialize
 from parallel.mesh import Mesh, build_mesh
 from parallel.nodes import placement
 from parallel.order import parallelize
@@ -63,7 +61,7 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
         mesh = build_mesh(degrees, device_type=world.device.type)
     fsdp = without_idle_resharding(mesh, recipe.fsdp, float8_gathers=recipe.float8.all_gather)
     model = _plain_model(recipe, device_type=world.device.type)
-    report = [f"blocks: {model.about}"] if of_transformers(recipe.model) else []
+    report = [f"blocks: {model.about}"] if recipe.model.by_transformers else []
     report += placement(mesh.degrees, world.nodes)
     report += [f"GPU memory: {allocator_settings()}"] if world.device.type == "cuda" else []
     report += choose_attention(recipe.attention, device_type=world.device.type)
@@ -75,8 +73,7 @@ def build(recipe: Recipe, world: World, *, weights: "Weights | None" = None, mes
         activation_checkpointing=recipe.activation_checkpointing,
         compile=recipe.compile,
         fsdp=fsdp,
-        context_by=recipe.mesh.context_by,
-        overlap_tensor=recipe.mesh.overlap_tensor,
+        layout=recipe.mesh,
     )
     keep_on = torch.device("cpu") if fsdp.cpu_offload else None
     try:
@@ -118,7 +115,7 @@ def _plain_model(recipe: Recipe, *, device_type: str) -> nn.Module:
     try:
         with torch.device("meta"):
             model = build_model(recipe.model, loss_chunks=recipe.batch.loss_chunks, z_loss=recipe.optimizer.z_loss)
-        if of_transformers(recipe.model):
+        if recipe.model.by_transformers:
             from models.assumptions import require_sound_recomputation
             from models.transformers import require_documents_apart, require_kernels
 

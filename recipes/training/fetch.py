@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from parallel.dist import World, from_all, on_all, on_main
+from parallel.dist import World, on_all, on_main
 from parallel.errors import UserError
 from recipes.checkpoint import folder as folders
 from recipes.checkpoint.decoding import decode
@@ -25,9 +25,7 @@ from recipes.training.run_folder import identity_differences
 def remote_folder(recipe: Recipe) -> RemoteFolder:
     """The folder at the server that the run's checkpoints are copied to."""
     place = f"{recipe.checkpoint.remote.rstrip('/')}/{recipe.run.name}"
-    return RemoteFolder(
-        place, recipe.checkpoint.keep, recipe.checkpoint.keep_every, keep_best=recipe.checkpoint.keep_best
-    )
+    return RemoteFolder(place, recipe.checkpoint)
 
 
 def fetch_newest(recipe: Recipe, world: World, *, log: Callable[[str], None]) -> None:
@@ -42,7 +40,7 @@ def fetch_newest(recipe: Recipe, world: World, *, log: Callable[[str], None]) ->
     for step in steps:
         names = on_main(world, partial(_begin, there, folder, step, lock, log))
         mine = on_all(world, partial(_fetch, there, folder, step, names[world.rank :: world.size]))
-        if damage := next(filter(None, from_all(world, mine)), ""):
+        if damage := next(filter(None, world.messages.from_all(mine)), ""):
             log(f"{damage}; it was copied so to {there.address(step)}, and an older one is fetched")
             continue
         on_main(world, partial(_complete, folder, step))

@@ -16,8 +16,7 @@ from recipes.checkpoint.config import KEEP_BEST, VALIDATION
 from recipes.data.batches import MicroBatch
 from recipes.data.loader import DataLoader
 from recipes.evaluation.config import TASK
-from recipes.metrics.clock import LOADING, LOG, STEP
-from recipes.metrics.goodput import SKIPPED, Goodput
+from recipes.metrics.clock import LOADING, LOG, SKIPPED, STEP, Goodput
 from recipes.metrics.throughput import AttentionLength, HostMemory, Throughput
 from recipes.metrics.writer import MetricsWriter
 from recipes.optimization.skip_steps import StepGuard
@@ -244,11 +243,10 @@ class Recorder:
 def _writer(recipe: Recipe, world: World, progress: Mapping[str, Any], console: Console) -> MetricsWriter:
     return MetricsWriter(
         recipe.run.folder,
+        recipe.metrics,
         enabled=world.is_main,
-        wandb_project=recipe.metrics.wandb_project if recipe.metrics.wandb else None,
         run_name=recipe.run.name,
         recipe=asdict(recipe),
         before=progress,
-        tensorboard=recipe.metrics.tensorboard,
         log=console.log,
     )

@@ -65,13 +65,10 @@ def open_checkpoints(
         remote = remote_folder(recipe)
     return Checkpoints(
         recipe.run.folder / CHECKPOINTS,
-        keep=recipe.checkpoint.keep,
-        keep_every=recipe.checkpoint.keep_every,
-        asynchronous=recipe.checkpoint.asynchronous,
+        recipe.checkpoint,
         log=console.log,
         files=checkpoint_files(description) | {DATA: json.dumps(loader.data_state, indent=2) + "\n"},
         mark=recipe.run.folder / SAVED,
-        keep_best=recipe.checkpoint.keep_best,
         remote=remote,
     )
 

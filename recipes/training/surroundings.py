@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from models.transformers_config import of_transformers
 from parallel.dist import World, allocator_settings
 from parallel.mesh import Mesh
 from recipes.files.layout import PROFILE
@@ -25,7 +24,7 @@ def predicted_memory(recipe: Recipe, mesh: Mesh, device: torch.device) -> list[s
     """Lines for the log about the peak of a step on a GPU."""
     if device.type != "cuda":
         return []
-    if of_transformers(recipe.model):
+    if recipe.model.by_transformers:
         return ["memory: as train.py RECIPE --check predicts it, which takes longer than a run should wait"]
     from recipes.plan.memory import predict, summary
 

@@ -105,7 +105,7 @@ class Trainer:
             texts, mesh = self.loader.validation_batches(self.recipe.validation.batches), self.built.mesh
             for name, text in texts.items():
                 batches = self.clock.with_progress(text)
-                loss = mean_loss(self.built.model, batches, mesh=mesh, device=self.world.device)
+                loss = mean_loss(self.built.model, batches, mesh=mesh)
                 self.recorder.log_validation(self.step, name, loss)
                 self.validation_loss[name] = loss
             self.recorder.log_tasks(self.step, self.tasks())

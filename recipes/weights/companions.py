@@ -1,4 +1,4 @@
-"""What a Hugging Face folder says besides model and tokenizer: chat template, special tokens, generation settings.
+"""What a Hugging Face folder says besides the model: tokenizer, chat template, special tokens, generation settings.
 
 A run that starts from such a folder keeps these texts in its checkpoints, and exports them. Imports no torch.
 """
@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from parallel.errors import UserError
-from recipes.files.reading import read_patiently
+from parallel.errors import UserError, listed
+from recipes.files.layout import TOKENIZER
+from recipes.files.reading import fault, names_in, read_patiently
 
 TOKENIZER_CONFIG, GENERATION_CONFIG = "tokenizer_config.json", "generation_config.json"
 COMPANIONS = (TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja", GENERATION_CONFIG)
@@ -17,6 +18,18 @@ MAX_BYTES = 10_000_000
 """The largest such file: every checkpoint holds a copy. Published ones have at most some 100 kB."""
 OUR_CLASS = "PreTrainedTokenizerFast"
 """The class that reads everything from tokenizer.json; others add tokens of their own."""
+ADDING = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")
+"""Parts of a tokenizer.json that add special tokens around a text."""
+SLOW_TOKENIZERS = (
+    "vocab.json",
+    "merges.txt",
+    "spiece.model",
+    "tokenizer.model",
+    "sentencepiece.bpe.model",
+    "vocab.txt",
+)
+"""Files of tokenizers that are not a tokenizer.json yet."""
+CONVERT_TOKENIZER = 'AutoTokenizer.from_pretrained("{folder}").save_pretrained("{folder}")'
 
 
 def read_companions(folder: Path) -> dict[str, str]:
@@ -61,3 +74,43 @@ def exported_tokenizer_config(kept: Mapping[str, Any], ours: Mapping[str, Any], 
     return {key: value for key, value in {**ours, **kept}.items() if key not in dropped} | {
         "tokenizer_class": OUR_CLASS
     }
+
+
+def read_tokenizer(folder: Path) -> str:
+    """The text of tokenizer.json. Raises UserError if it is missing or damaged."""
+    file = folder / TOKENIZER
+    try:
+        text = file.read_text(encoding="utf-8")
+        token_names(text)
+        return text
+    except FileNotFoundError:
+        remedy = "copy the tokenizer that the model was trained with into it"
+        if slow := sorted(set(names_in(folder)) & {*SLOW_TOKENIZERS}):
+            remedy = f"transformers can write one from its {listed(slow)}: {CONVERT_TOKENIZER.format(folder=folder)}"
+        raise UserError(f"{folder} has no {TOKENIZER}; {remedy}") from None
+    except OSError as error:
+        raise fault(f"{file} cannot be read", error) from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{file} is not a tokenizer.json of Hugging Face tokenizers: {error!r}") from None
+
+
+def token_names(tokenizer: str) -> dict[int, str]:
+    """Token id -> token, from the text of a tokenizer.json."""
+    content = json.loads(tokenizer)
+    entries = content["model"]["vocab"]  # Unigram models list (token, score) pairs, all others map token to id
+    pairs = ((token, i) for i, (token, _) in enumerate(entries)) if isinstance(entries, list) else entries.items()
+    return {i: token for token, i in pairs} | {
+        added["id"]: added["content"] for added in content.get("added_tokens") or ()
+    }
+
+
+def without_added_tokens(tokenizer: str) -> str:
+    """The tokenizer.json without the parts that add special tokens to a text; unchanged if it has none."""
+    content = json.loads(tokenizer)
+    processor = content.get("post_processor") or {}
+    steps = processor.get("processors", ()) if processor.get("type") == "Sequence" else [processor]
+    kept = [step for step in steps if step.get("type") not in ADDING]
+    if len(kept) == len(steps):
+        return tokenizer
+    content["post_processor"] = {"type": "Sequence", "processors": kept} if kept else None
+    return json.dumps(content, indent=2, ensure_ascii=False)

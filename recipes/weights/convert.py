@@ -16,17 +16,14 @@ from models.layout import Stored, layout_of
 from parallel.dist import World, on_main
 from parallel.errors import UserError
 from parallel.float8 import without_wrapper
-from parallel.fsdp import reshard
-from parallel.materialize import plain_name, whole
+from parallel.fsdp import plain_name, reshard, whole
 from recipes.checkpoint.parameters import StoredParameters, write_parameters
+from recipes.checkpoint.storage import CODES, DTYPES
 from recipes.weights import hf_folder
 from recipes.weights.description import Description, checkpoint_files
 from recipes.weights.hf_folder import DTYPE_BYTES, Entry
 from recipes.weights.locate import Weights, find_weights
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""safetensors name -> torch type."""
-CODES = {dtype: code for code, dtype in DTYPES.items()}
 Box = tuple[slice, ...]
 """A range for each axis of a tensor."""
 WHOLE: Box = (slice(None),)

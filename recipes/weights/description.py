@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from models.config import ModelConfig, TextFacts
-from models.transformers_config import of_transformers
 from parallel.errors import UserError
 from recipes.files.layout import MODEL, TOKENIZER
 from recipes.files.reading import read_text
@@ -63,7 +62,7 @@ def read_description(folder: Path) -> tuple[ModelConfig, TextFacts]:
         model = TypeAdapter(kind).validate_python(content["model"])
         if problems := model.problems():
             raise ValueError("; ".join(f"{name} {message}" for name, message in problems))
-        if of_transformers(model):
+        if model.by_transformers:
             from models.hf_config import require_known
 
             require_known(model.settings)
@@ -77,7 +76,7 @@ def differences(model: ModelConfig, stored: ModelConfig) -> Iterator[tuple[str, 
 
     For a model of transformers: key of config.json.
     """
-    if of_transformers(model) and of_transformers(stored):
+    if model.by_transformers and stored.by_transformers:
         ours, theirs = model.settings, stored.settings
         keys = (key for key in {**theirs, **ours} if key not in IMMATERIAL)
         yield from ((key, theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key))

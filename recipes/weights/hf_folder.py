@@ -22,9 +22,15 @@ from models.transformers_config import TransformersConfig
 from parallel.errors import TemporaryError, UserError, listed
 from recipes.files.layout import TOKENIZER
 from recipes.files.reading import fault, is_folder, may_pass, names_in
-from recipes.weights.companions import GENERATION_CONFIG, OUR_CLASS, TOKENIZER_CONFIG, exported_tokenizer_config
+from recipes.weights.companions import (
+    GENERATION_CONFIG,
+    OUR_CLASS,
+    TOKENIZER_CONFIG,
+    exported_tokenizer_config,
+    token_names,
+    without_added_tokens,
+)
 from recipes.weights.description import HF_CONFIG, Description
-from recipes.weights.tokenizer_file import token_names, without_added_tokens
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}

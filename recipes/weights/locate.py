@@ -1,5 +1,6 @@
 """Where trained weights are: in a Hugging Face folder, or in one of our checkpoints. Imports no torch."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,6 +17,8 @@ if TYPE_CHECKING:  # what a run without weights does not need is imported where 
     from recipes.data.text.tokenizer import Tokenizer
     from recipes.weights.hf_folder import StoredTensors
 
+HF_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -30,9 +33,8 @@ class Weights:
     @cached_property
     def description(self) -> Description:
         """The description with the texts of all its files. Raises UserError where one is missing or damaged."""
-        from recipes.weights.companions import read_companions
+        from recipes.weights.companions import read_companions, read_tokenizer
         from recipes.weights.hf_folder import without_generated
-        from recipes.weights.tokenizer_file import read_tokenizer
 
         description = Description(self.model, self.facts, read_tokenizer(self.path))
         return replace(description, companions=without_generated(read_companions(self.path), description))
@@ -142,9 +144,7 @@ def find_weights(path: str | Path) -> Weights:
     Reads the description alone. Raises UserError where there are no weights, or none that this program supports.
     """
     if is_remote(str(path)):
-        from recipes.weights.remote import fetched
-
-        path = fetched(str(path))
+        path = _fetched(str(path))
     try:
         folder = Path(path).expanduser()
     except RuntimeError as error:  # no such user in ~user
@@ -168,9 +168,41 @@ def find_weights(path: str | Path) -> Weights:
         return Weights(folder, *read_description(folder), is_checkpoint=True)
     if any(name.endswith(".distcp") for name in names):
         raise UserError(f"{folder} is a checkpoint without {MODEL}: an older version of this program wrote it")
-    raise UserError(
-        f"{folder} holds no weights: it is neither a Hugging Face folder ({HF_CONFIG} and safetensors), nor a"
-        f" checkpoint ({MODEL}), nor a run folder with a checkpoint"
+    raise _no_weights(folder, MODEL)
+
+
+def _fetched(address: str) -> Path:
+    """A copy on this disk of the weights at an address, of a run those of its newest checkpoint.
+
+    Every byte of a checkpoint is compared with its checksum when it is copied. Raises UserError.
+    """
+    from recipes.checkpoint.files import verify
+    from recipes.checkpoint.manifest import MANIFEST, Damage
+    from recipes.files.local_copy import local_copy
+    from recipes.files.remote import find
+
+    def require_intact(folder: Path) -> None:
+        try:
+            verify(folder)
+        except Damage as damage:
+            raise UserError(f"{damage}; it was copied like this") from None
+
+    place = address.rstrip("/")
+    names = {file.address.removeprefix(f"{place}/") for file in find(place)}
+    if HF_CONFIG in names:
+        return local_copy(place, only=HF_FILES)
+    steps = (re.fullmatch(rf"(?:(?:checkpoints/)?step-([0-9]+)/)?{re.escape(MANIFEST)}", name) for name in names)
+    found = {int(match[1] or 0): match[0].removesuffix(MANIFEST).rstrip("/") for match in steps if match}
+    if not found:
+        raise _no_weights(address, MANIFEST)
+    return local_copy(f"{place}/{found[max(found)]}".rstrip("/"), deep=True, check=require_intact)
+
+
+def _no_weights(place: str | Path, checkpoint: str) -> UserError:
+    """checkpoint: the file that would make a folder there one."""
+    return UserError(
+        f"{place} holds no weights: it is neither a Hugging Face folder ({HF_CONFIG} and safetensors), nor a"
+        f" checkpoint ({checkpoint}), nor a run folder with a checkpoint"
     )
 
 

@@ -21,7 +21,7 @@ from models.loss import IGNORED
 from models.transformers_config import TransformersConfig
 from parallel.dist import World, start, stop
 from parallel.errors import UserError
-from parallel.materialize import plain_name
+from parallel.fsdp import plain_name
 from recipes.data.batches import MicroBatch
 from recipes.data.text.tokenizer import Tokenizer, build_tokenizer
 from recipes.files.markdown import markdown_table

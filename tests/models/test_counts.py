@@ -8,9 +8,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from models import counts
-from models.build import build_model
 from models.config import ModelConfig
 from models.counts import Lengths, forward_flops, step_flops
+from models.decoder import build_model
 from models.loss import IGNORED
 from tests.families import FAMILIES, VOCABULARY, family_config
 

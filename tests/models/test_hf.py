@@ -9,7 +9,7 @@ from transformers import LlamaConfig, SmolLM3Config
 
 from models.config import ModelConfig, TextFacts
 from models.decoder import Decoder
-from models.hf import config_from_hf, config_to_hf, hf_name, our_name, parameter_shapes, text_facts
+from models.hf import config_from_hf, config_to_hf, hf_name, parameter_shapes, text_facts
 from models.sizes import SIZES
 
 FACTS = TextFacts(4096, eos_token_id=2)
@@ -24,9 +24,9 @@ def test_parameter_shapes_are_those_of_the_model(size: ModelConfig) -> None:
     assert list(parameter_shapes(size)) == [(name, tuple(value.shape)) for name, value in model.named_parameters()]
 
 
-def test_every_name_converts_there_and_back() -> None:
+def test_every_name_converts_to_another_one() -> None:
     names = [name for name, _ in parameter_shapes(SIZES["llama3_debug"])]
-    assert [our_name(hf_name(name)) for name in names] == names
+    assert len({*map(hf_name, names)}) == len(names)
     assert hf_name("blocks.12.feed_forward.gate_proj.weight") == "model.layers.12.mlp.gate_proj.weight"
 
 

@@ -26,7 +26,7 @@ from models.loss import IGNORED
 from models.sizes import SIZES
 from parallel.config import Float8Config, FSDPConfig
 from parallel.dist import start, stop
-from parallel.materialize import plain_name
+from parallel.fsdp import plain_name
 from tests.build import build_model
 
 TOLERANCE = 1e-5

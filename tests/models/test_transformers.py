@@ -20,7 +20,7 @@ from models.transformers import (
     stored_layout,
 )
 from models.transformers_config import TransformersConfig
-from parallel.materialize import materialize
+from parallel.fsdp import materialize
 from tests.families import FAMILIES, LENGTH, VOCABULARY, batch_for, family_config
 from tests.recipes.training.test_host_syncs import no_waiting
 

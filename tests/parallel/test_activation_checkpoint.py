@@ -18,7 +18,7 @@ from models.sizes import SIZES
 from parallel import activation_checkpoint
 from parallel.activation_checkpoint import checkpoint_blocks
 from parallel.config import ActivationCheckpointingConfig
-from parallel.materialize import plain_name
+from parallel.fsdp import plain_name
 from tests.build import build_model
 
 SIX = replace(SIZES["smollm3_debug"], layers=6)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from parallel.descriptors import TREE, needed
 from parallel.dist import start, stop
 from parallel.errors import UserError
 from parallel.messages import children_of
+from parallel.nodes import TREE, needed
 from tests.processes import PATIENCE, run_processes
 
 pytestmark = pytest.mark.slow

@@ -14,8 +14,7 @@ from models.sizes import SIZES
 from parallel.config import Float8Config, FSDPConfig, MeshConfig, MeshDegrees
 from parallel.dist import start, stop
 from parallel.float8 import precompute_scales
-from parallel.fsdp import without_idle_resharding
-from parallel.materialize import materialize, whole
+from parallel.fsdp import materialize, whole, without_idle_resharding
 from parallel.mesh import build_mesh
 from tests.build import NO_FLOAT8, build_model
 from tests.processes import run_processes

@@ -9,7 +9,7 @@ from torch import Tensor
 from models.decoder import Decoder
 from models.sizes import SIZES
 from parallel.dist import start, stop
-from parallel.materialize import materialize, plain_name, whole
+from parallel.fsdp import materialize, plain_name, whole
 from tests.build import build_model
 from tests.meshes import mesh_config, on_each_mesh
 

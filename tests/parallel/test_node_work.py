@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from parallel.dist import start, stop
+from parallel.dist import on_node, start, stop
 from parallel.errors import UserError
-from parallel.node_work import on_node
 from tests.processes import run_processes
 
 pytestmark = pytest.mark.slow

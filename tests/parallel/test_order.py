@@ -23,7 +23,7 @@ from parallel.config import Float8Config, FSDPConfig, MeshConfig
 from parallel.dist import start, stop
 from parallel.errors import UserError
 from parallel.float8 import convert_linears, precompute_scales
-from parallel.materialize import plain_name
+from parallel.fsdp import plain_name
 from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe
 from tests.build import build_model

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from parallel.config import MeshDegrees
 from parallel.dist import start, stop
-from parallel.materialize import plain_name
+from parallel.fsdp import plain_name
 from parallel.mesh import build_mesh
 from recipes.recipe.schema import Recipe
 from recipes.training.build import build

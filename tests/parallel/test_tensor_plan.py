@@ -21,7 +21,7 @@ from models.transformers import TransformersModel
 from models.transformers_config import TransformersConfig
 from parallel.dist import start, stop
 from parallel.errors import UserError
-from parallel.materialize import whole
+from parallel.fsdp import whole
 from parallel.mesh import build_mesh
 from parallel.tensor import split_over
 from recipes.recipe.load import CONFIGS, load

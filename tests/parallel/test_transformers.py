@@ -21,7 +21,7 @@ from parallel.config import Float8Config, MeshDegrees
 from parallel.dist import World, start, stop
 from parallel.errors import CorruptState, UserError
 from parallel.float8 import convert_linears
-from parallel.materialize import plain_name
+from parallel.fsdp import plain_name
 from parallel.mesh import build_mesh
 from parallel.reduce import sum_over_group
 from recipes.metrics.clock import RunClock

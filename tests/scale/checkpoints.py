@@ -52,7 +52,18 @@ def opened(stored: dict[str, StoredTensor], tensors: dict[str, Spread], *, rank:
     """How many shards a rank opens to read its part of these tensors."""
     found: set[int] = set()
     for name, about in tensors.items():
-        start, shape = about.box_of(rank)
+        start, shape = _box_of(about, rank)
         for row in stored[name].boxes if prod(shape) else ():
             found.update(row.file + number * row.stride for number in row.meeting(start, shape))
     return len(found)
+
+
+def _box_of(about: Spread, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Start and shape of the box that a process holds."""
+    start, shape = [0] * len(about.shape), list(about.shape)
+    for dimension, parts, stride in about.cuts:
+        each = -(-shape[dimension] // parts)
+        begin = min(rank // stride % parts * each, shape[dimension])
+        start[dimension] += begin
+        shape[dimension] = min(each, shape[dimension] - begin)
+    return tuple(start), tuple(shape)

@@ -24,13 +24,13 @@ from torch import nn
 from parallel.config import MeshConfig
 from parallel.dist import start, stop
 from parallel.mesh import build_mesh
-from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.cluster.watchdog import Watchdog
 from recipes.lab.bench.turns import NODE, launcher_environment
 from recipes.metrics.clock import RunClock
 from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer
 from tests.processes import PATIENCE
+from tests.recipes.checkpoint.small import checkpoints_in
 from tests.scale.store import CountingStore, Load
 
 FILE_EVENTS = {
@@ -139,7 +139,7 @@ def _work(pipe: Connection, environment: dict[str, str], folder: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
     done("step")
-    checkpoints = Checkpoints(folder / "checkpoints", keep=2, log=lambda line: None)
+    checkpoints = checkpoints_in(folder / "checkpoints", keep=2, log=lambda line: None)
     checkpoints.save(model=model, optimizer=optimizer, step=2)
     done("save")
     checkpoints.load(model=model, optimizer=optimizer, step=2)

@@ -11,7 +11,7 @@ from parallel.nodes import FEW, Node, arrange
 from parallel.state_check import _first_lines
 from recipes.cluster.findings import Measured, Room, report, wrong_results
 from recipes.cluster.links import Links
-from recipes.cluster.preflight import Facts, differences, places_of, together
+from recipes.cluster.preflight import MUST_MATCH, Facts, differences, places_of, together
 from recipes.cluster.stragglers import WINDOW, Stragglers
 from recipes.metrics.clock import RunClock
 from recipes.metrics.memory import FAILURES, PEAK, RESERVED, RETRIES, GpuMemory
@@ -95,7 +95,8 @@ def _at_main(values: Sequence[Value], merge: Callable[[Value, Value], Value]) ->
 
 def _preflight(ranks: int) -> dict[str, float]:
     nodes = _nodes(ranks)
-    facts = Facts("0" * 8, "1" * 8, "3.12.3", "2.13.0", "0.18", "13.0", "2.29.3", "580.65", "NVIDIA H100 80GB HBM3")
+    values = ("0" * 8, "1" * 8, "3.12.3", "2.13.0", "0.18", "13.0", "2.29.3", "580.65", "NVIDIA H100 80GB HBM3")
+    facts: Facts = dict(zip(MUST_MATCH, values, strict=True))
     places, first_bytes = _at_main([places_of(facts, rank) for rank in range(ranks)], together)
     everyone, bytes_in = _at_main([{rank: _measured(rank, ranks)} for rank in range(ranks)], _both)
     by_rank = [everyone[rank] for rank in range(ranks)]

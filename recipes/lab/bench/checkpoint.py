@@ -7,6 +7,7 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -25,6 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from parallel.config import MeshConfig
 from parallel.mesh import build_mesh
 from recipes.checkpoint.checkpoints import Checkpoints
+from recipes.checkpoint.config import CheckpointConfig
 from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer
 
@@ -109,10 +111,15 @@ class Bench:
         self.optimizer.step()
         self.stager = DefaultStager(StagingOptions(False, False, False, False))
         self.group = dist.new_group(backend="gloo")
-        quiet: dict[str, Any] = {"keep": 1000, "log": lambda line: None}
-        self.ours = Checkpoints(folder / "ours", **quiet)
-        self.ours_async = Checkpoints(folder / "ours-async", **quiet | {"asynchronous": True})
-        self.ours_keep = Checkpoints(folder / "ours-keep", **quiet | {"keep": 1})
+        all_of_them = CheckpointConfig(keep=1000, asynchronous=False)
+        self.ours, self.ours_async, self.ours_keep = (
+            Checkpoints(folder / name, config, log=lambda line: None)
+            for name, config in (
+                ("ours", all_of_them),
+                ("ours-async", replace(all_of_them, asynchronous=True)),
+                ("ours-keep", replace(all_of_them, keep=1)),
+            )
+        )
 
     def round(self, number: int) -> Row:
         """Run each once, in an order that rotates from round to round, and delete what they wrote."""

@@ -7,12 +7,12 @@ from typing import Any
 
 from models.sizes import SIZES
 from parallel.errors import UserError
-from recipes.lab.bench.gpu_plan import GROUPS, WORKS, Record, predicted_step
+from recipes.lab.bench.gpu_plan import GROUPS, WORKS, Record, gpu_of_device, predicted_step
 from recipes.lab.sweep.grid import Sweep
 from recipes.lab.sweep.results import table
 from recipes.lab.sweep.runner import LONGEST_REASON
 from recipes.metrics.hardware import bf16_peak
-from recipes.plan.hardware import Gpu, gpu_of_device
+from recipes.plan.hardware import Gpu
 from recipes.plan.memory import predict as predict_memory
 from recipes.plan.rates import RATES
 from recipes.plan.time import attention_seconds, moving_seconds, product_seconds, update_bytes
@@ -224,17 +224,14 @@ def _passes(kernels: dict[str, Rows], gpu: Gpu) -> Compared:
         if "seconds" in row:
             backend, both = row.get("backend", DOCUMENTS), row.get("passes", "both") == "both"
             flops = row["tflops"] * row["seconds"] * 1e12 / (3 if both else 1)
-            predicted = sum(
-                attention_seconds(
-                    *(flops, backend),
-                    backward=backward,
-                    gpu=gpu,
-                    rates=RATES,
-                    head_width=SIZES[row["model"]].head_width,
-                    sequence=row["tokens"] / row.get("documents", 1),
-                )
-                for backward in ((False, True) if both else (False,))
+            forward, backward = attention_seconds(
+                *(flops, backend),
+                gpu=gpu,
+                rates=RATES,
+                head_width=SIZES[row["model"]].head_width,
+                sequence=row["tokens"] / row.get("documents", 1),
             )
+            predicted = forward + backward if both else forward
             where = f"{backend}, {row['passes']}" if "passes" in row else f"{row['documents']} documents"
             yield f"attention of a layer, {row['model']}, {where}", predicted, row["seconds"]
 

@@ -14,10 +14,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from parallel.errors import UserError
+from parallel.errors import UserError, listed
 from recipes.files.atomic import write_whole
 from recipes.lab.sweep.grid import Row, Sweep
-from recipes.plan.hardware import gpu_of_device
+from recipes.plan.hardware import GPUS, Gpu, gpu_of
 from recipes.plan.time import step_time
 from recipes.recipe.load import CONFIGS
 from recipes.recipe.schema import Recipe
@@ -176,3 +176,11 @@ def _write(file: Path, text: str) -> None:
         write_whole(file, text, sync=True)
     except OSError as error:
         raise UserError(f"{file} cannot be written: {error.strerror}; free space, or write another --output") from None
+
+
+def gpu_of_device(name: str) -> Gpu:
+    """What gpu_of() returns; raises UserError for a device that is not known."""
+    gpu = gpu_of(name)
+    if gpu is None:
+        raise UserError(f"{name}: its rates are not known; the model knows {listed(list(GPUS))}")
+    return gpu

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from models.loss import EAGER, Kernels, cross_entropy_sum
-from parallel.dist import World, all_gather_single, from_all, start, stop
+from parallel.dist import World, all_gather_single, start, stop
 from parallel.kernels import compiled_loss_kernels
 from recipes.metrics.clock import RunClock
 from recipes.optimization.config import OptimizerConfig
@@ -204,7 +204,7 @@ def main(arguments: list[str]) -> int:
         return 2
     world = start("cpu", seed=0)
     own = measure(world)
-    everyone = from_all(world, own)
+    everyone = world.messages.from_all(own)
     for group, rows in own.items():
         for number, row in enumerate(rows):
             row |= {name: fmean(their[group][number][name] for their in everyone) for name in TIMES if name in row}

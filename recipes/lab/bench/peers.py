@@ -29,7 +29,7 @@ from models.interface import blocks_of
 from models.loss import IGNORED
 from parallel.config import MeshConfig
 from parallel.dist import World, keep_freed_memory, start
-from parallel.materialize import materialize
+from parallel.fsdp import materialize
 from parallel.reduce import sum_over_group
 from recipes.data.batches import MicroBatch
 from recipes.lab.bench.turns import MeasuredLoop, Turns

@@ -9,7 +9,7 @@ front, and only these are tried in full. Imports no torch.
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -29,7 +29,8 @@ from recipes.lab.plan.search_space import (
     tuned,
 )
 from recipes.plan.hardware import Gpu
-from recipes.plan.memory import FULL, peak
+from recipes.plan.memory import FULL, outside_of_torch
+from recipes.plan.moments import moments
 from recipes.plan.rates import Rates
 from recipes.plan.sizes import Sizes
 from recipes.plan.time import step_time
@@ -317,3 +318,55 @@ def what_would_fit(whole: Search) -> Iterator[str]:
         ):
             yield f"{processes:,} GPUs on {nodes:,} {'node' if nodes == 1 else 'nodes'}"
             return
+
+
+# The memory of many recipes.
+
+
+def peak(recipe: Recipe, degrees: MeshDegrees, *, enough: float = inf) -> int:
+    """The peak of predict(), for thousands of recipes: of moments that are alike, it looks only at those at the ends.
+
+    enough: where a moment needs more, that is returned instead, and the others are not looked at.
+    """
+    size, most = Sizes(recipe, degrees), 0
+    always = sum(size.state.values()) + sum(outside_of_torch(degrees).values())
+    for _, pieces in moments(size, fullest_layers(size)):
+        most = max(most, always + sum(pieces.values()))
+        if most > enough:
+            break
+    return most
+
+
+def fullest_layers(size: Sizes) -> Collection[int]:
+    """The blocks that can hold the most memory.
+
+    Between the first blocks, which gather less ahead, and the last one, memory grows all along or shrinks all along: by
+    a constant if all blocks run alike, else from each block of a kind (recomputed or not) to the next of that kind. So
+    only the ends need checking. If it may grow here and shrink there, every block does.
+    """
+    layers, ahead = size.recipe.model.layers, size.recipe.fsdp.prefetch
+    ends = {0, min(1, layers - 1), min(ahead, layers - 1), max(0, layers - 2), layers - 1}
+    recomputed, count = {*size.recomputed}, len(size.recomputed)
+    if count in (0, layers):
+        return ends
+    for kind in (size.recomputed, [layer for layer in range(layers) if layer not in recomputed]):
+        ends.update(kind[: bisect_left(kind, ahead) + 1], kind[-2:])
+    # (plain blocks, blocks that recompute) from one that recomputes to the next, and from a plain one to the next.
+    kinds = ((layers // count - 1, 1), (-(-layers // count) - 1, 1)), ((1, 0), (1, -(-count // (layers - count))))
+    plain, recomputing = size.saved
+    for each in _gradients_per_block(size):
+        for steps in kinds:
+            grow = {(i + j) * each + size.tokens * (i * plain + j * recomputing) > 0 for i, j in steps}
+            if len(grow) > 1:
+                return range(layers)
+    return ends
+
+
+def _gradients_per_block(size: Sizes) -> list[int]:
+    """Bytes by which gradients and gathered weights grow from block to block, in the last micro-batch and before."""
+    waiting = size.reduced * size.block.whole
+    share = (size.held if size.recipe.fsdp.cpu_offload else 4 + size.held) * size.block.share
+    weights = size.gathered_block if size.keeps_blocks else 0
+    if not size.accumulates:
+        return [weights - share]
+    return [waiting - share + weights, -waiting if size.micro_batches == 2 else 0]

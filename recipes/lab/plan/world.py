@@ -7,15 +7,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from parallel.config import MeshDegrees
-from parallel.errors import UserError
+from parallel.errors import UserError, listed
 from recipes.metrics.hardware import hardware_of
-from recipes.plan.hardware import GPUS, Gpu, devices, gpu_named, known
+from recipes.plan.hardware import GPUS, Gpu, devices, gpu_of
 from recipes.plan.rates import RATES, Rates
 from recipes.recipe.fields import one_line
 from recipes.recipe.rules_mesh import fitted_mesh
 from recipes.recipe.schema import Recipe
 
 ASSUMED = "H100"
+
+LIKE = 0.05
+"""How far the memory of a device may be from that of a known GPU with its name, as a share of it."""
 
 
 @dataclass(frozen=True)
@@ -100,3 +103,21 @@ def _device(recipe: Recipe, asked: Asked, *, processes: int) -> tuple[Gpu, Rates
             return found, RATES, "this machine has it"
         return GPUS[ASSUMED], RATES, f"assumed: this machine's {device} is unknown"
     return GPUS[ASSUMED], RATES, "assumed: neither the recipe's name nor this machine has one"
+
+
+def gpu_named(name: str) -> Gpu:
+    """The GPU with this name, in any case. Raises UserError for another."""
+    found = {known.upper(): gpu for known, gpu in GPUS.items()}.get(name.upper())
+    if found is None:
+        raise UserError(f"--gpu {name}: unknown; write {listed(list(GPUS), last='or')}")
+    return found
+
+
+def known(device: str, memory: int) -> Gpu | None:
+    """The GPU with this name, as its driver says it, and about as many bytes; None if it is none of GPUS."""
+    named = gpu_of(device)
+    for gpu in GPUS.values():
+        same = named is not None and gpu.name.partition("-")[0] == named.name.partition("-")[0]
+        if same and abs(memory - gpu.memory) <= LIKE * gpu.memory:
+            return gpu
+    return None

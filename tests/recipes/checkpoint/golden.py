@@ -16,7 +16,7 @@ from parallel.config import MeshConfig
 from recipes.checkpoint.storage import raw
 from tests.build import SHARD_ALL
 from tests.processes import run_processes
-from tests.recipes.checkpoint.small import SMALL, snapshot, trained
+from tests.recipes.checkpoint.small import SMALL, checkpoints_in, snapshot, trained
 
 GOLDEN = Path(__file__).parent / "golden"
 PROGRESS = {"tokens": 36, "sequences": 4, "wandb": None, "name": "ä"}
@@ -29,11 +29,10 @@ def fingerprints(tensors: dict[str, Tensor]) -> dict[str, str]:
 def write(folder: Path, moments: str = "float32", mesh: MeshConfig = SHARD_ALL) -> dict[str, str]:
     """Save two steps of the small model, sharded over all processes; returns the fingerprints of its state."""
     from parallel.dist import start, stop
-    from recipes.checkpoint.checkpoints import Checkpoints
 
     start("cpu", seed=0)
     run = trained(2, moments=moments, mesh=mesh)
-    checkpoints = Checkpoints(folder, keep=1, files={"note.txt": "kept for ever\n"})
+    checkpoints = checkpoints_in(folder, keep=1, files={"note.txt": "kept for ever\n"})
     checkpoints.save(*run, step=2, progress=PROGRESS)
     assert checkpoints.finish() == 2
     found = fingerprints(snapshot(*run, whole=True))

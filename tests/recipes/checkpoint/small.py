@@ -1,7 +1,9 @@
 """A model of a few kilobytes, trained for a few steps, and helpers that compare its state."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +12,11 @@ from torch.optim import Optimizer
 
 from models.sizes import SIZES
 from parallel.config import MeshConfig
-from parallel.materialize import plain_name
-from parallel.materialize import whole as gathered
+from parallel.fsdp import plain_name
+from parallel.fsdp import whole as gathered
+from recipes.checkpoint.checkpoints import Checkpoints
+from recipes.checkpoint.config import CheckpointConfig
+from recipes.checkpoint.manifest import Contents, Manifest
 from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer
 from tests.build import SHARD_ALL, build_model, cpu_mesh
@@ -26,6 +31,14 @@ SMALL = replace(
     feed_forward_width=24,
     vocabulary=20,
 )
+
+
+def checkpoints_in(
+    folder: Path, *, keep: int, keep_every: int = 0, keep_best: str = "", asynchronous: bool = False, **options: Any
+) -> Checkpoints:
+    """The checkpoints of a run in this folder. options: as of Checkpoints."""
+    config = CheckpointConfig(keep=keep, keep_every=keep_every, keep_best=keep_best, asynchronous=asynchronous)
+    return Checkpoints(folder, config, **options)
 
 
 def build(
@@ -87,3 +100,8 @@ def names(folder: Path) -> list[str]:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def all_contents(manifest: Manifest) -> Iterator[tuple[str, Contents]]:
+    """(shard, contents) of all shards."""
+    return ((name, manifest.contents(number)) for number, name in manifest.shards.items())

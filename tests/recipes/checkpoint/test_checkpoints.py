@@ -15,10 +15,19 @@ from torch.optim import Optimizer
 from parallel.errors import TemporaryError, UserError
 from recipes.checkpoint import files, storage
 from recipes.checkpoint import folder as folders
-from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.checkpoint.files import read_manifest, verify
 from tests.processes import PATIENCE
-from tests.recipes.checkpoint.small import build, contents, differences, names, snapshot, spoil, step, trained
+from tests.recipes.checkpoint.small import (
+    build,
+    checkpoints_in,
+    contents,
+    differences,
+    names,
+    snapshot,
+    spoil,
+    step,
+    trained,
+)
 
 Run = tuple[nn.Module, Optimizer]
 
@@ -39,7 +48,7 @@ def run() -> Run:
 def test_load_restores_parameters_and_moments_bit_for_bit(
     mode: str, asynchronous: bool, run: Run, tmp_path: Path
 ) -> None:
-    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1, asynchronous=asynchronous)
+    checkpoints = checkpoints_in(tmp_path / "checkpoints", keep=1, asynchronous=asynchronous)
     before = snapshot(*run)
     assert {name.split()[-1] for name in before if name.count(" ") == 1} >= {"exp_avg", "exp_avg_sq", "step"}
     checkpoints.save(*run, step=3, progress={"tokens": 99, "wandb": None})
@@ -63,7 +72,7 @@ def test_training_uses_no_random_numbers(run: Run) -> None:
 
 
 def test_load_replaces_the_current_state(run: Run, tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints = checkpoints_in(tmp_path, keep=2)
     before = snapshot(*run)
     checkpoints.save(*run, step=3)
     step(*run, seed=4)
@@ -76,7 +85,7 @@ def test_tensors_of_many_blocks_are_restored(run: Run, tmp_path: Path, monkeypat
     """Most tensors of a large model have many blocks; here the blocks are small instead."""
     for place in (files, storage):
         monkeypatch.setattr(place, "BLOCK_BYTES", 64)
-    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints = checkpoints_in(tmp_path, keep=1)
     checkpoints.save(*run, step=3)
     manifest = verify(checkpoints.path(3))
     assert manifest.block_bytes == 64
@@ -89,7 +98,7 @@ def test_tensors_of_many_blocks_are_restored(run: Run, tmp_path: Path, monkeypat
 
 
 def test_safetensors_library_reads_the_shards(run: Run, tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=1, files={"note.txt": "ä"})
+    checkpoints = checkpoints_in(tmp_path, keep=1, files={"note.txt": "ä"})
     checkpoints.save(*run, step=3)
     assert names(checkpoints.path(3)) == ["manifest.json", "note.txt", "shard-00000-of-00001.safetensors"]
     with safe_open(checkpoints.path(3) / "shard-00000-of-00001.safetensors", framework="pt") as shard:
@@ -102,7 +111,7 @@ def test_safetensors_library_reads_the_shards(run: Run, tmp_path: Path) -> None:
 
 
 def test_load_refuses_a_different_optimizer(run: Run, tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints = checkpoints_in(tmp_path, keep=1)
     checkpoints.save(*run, step=3)
     model, _ = build(seed=0)
     other = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -112,7 +121,7 @@ def test_load_refuses_a_different_optimizer(run: Run, tmp_path: Path) -> None:
 
 def test_moments_load_into_other_parameter_groups(run: Run, tmp_path: Path) -> None:
     """A fork may decay embeddings, which moves them to another group."""
-    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints = checkpoints_in(tmp_path, keep=1)
     checkpoints.save(*run, step=3)
     model, _ = build(seed=0)
     other = torch.optim.AdamW(model.parameters(), fused=True)  # one group instead of two
@@ -123,7 +132,7 @@ def test_moments_load_into_other_parameter_groups(run: Run, tmp_path: Path) -> N
 
 def test_optimizer_options_that_only_one_version_of_torch_has_keep_their_defaults(run: Run, tmp_path: Path) -> None:
     """AdamW may have gained or lost an option since the checkpoint was saved."""
-    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints = checkpoints_in(tmp_path, keep=1)
     for group in run[1].param_groups:
         group |= {"old_option": 7}
     checkpoints.save(*run, step=3)
@@ -151,7 +160,7 @@ def test_asynchronous_save_writes_the_state_of_its_step(
 
     monkeypatch.setattr("recipes.checkpoint.checkpoints.write_shard", slow)
     logged: list[str] = []
-    checkpoints = Checkpoints(tmp_path, keep=3, asynchronous=True, log=logged.append)
+    checkpoints = checkpoints_in(tmp_path, keep=3, asynchronous=True, log=logged.append)
     before = snapshot(*run)
     checkpoints.save(*run, step=3)
     step(*run, seed=4)
@@ -170,7 +179,7 @@ def test_asynchronous_save_writes_the_state_of_its_step(
 
 def test_asynchronous_and_synchronous_saves_write_the_same_files(run: Run, tmp_path: Path) -> None:
     for asynchronous in (True, False):
-        checkpoints = Checkpoints(tmp_path / str(asynchronous), keep=1, asynchronous=asynchronous)
+        checkpoints = checkpoints_in(tmp_path / str(asynchronous), keep=1, asynchronous=asynchronous)
         checkpoints.save(*run, step=3)
         assert checkpoints.finish() == 3
     assert contents(tmp_path / "True" / "step-00000003") == contents(tmp_path / "False" / "step-00000003")
@@ -198,7 +207,7 @@ def test_host_memory_copies_tensors_that_are_not_contiguous() -> None:
 
 
 def test_oldest_checkpoints_are_deleted(run: Run, tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path / "a" / "checkpoints", keep=2)
+    checkpoints = checkpoints_in(tmp_path / "a" / "checkpoints", keep=2)
     assert checkpoints.steps() == []  # the folder does not exist yet
     kept = []
     for number in (3, 9, 20, 100):
@@ -209,14 +218,14 @@ def test_oldest_checkpoints_are_deleted(run: Run, tmp_path: Path) -> None:
 
 
 def test_step_of_nine_digits_is_newer_than_one_of_eight(run: Run, tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints = checkpoints_in(tmp_path, keep=1)
     for number in (99_999_999, 123_456_789):
         checkpoints.save(*run, step=number)
     assert names(tmp_path) == ["step-123456789"] and checkpoints.steps() == [123_456_789]
 
 
 def test_multiples_of_keep_every_are_kept(run: Run, tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2, keep_every=20)
+    checkpoints = checkpoints_in(tmp_path, keep=2, keep_every=20)
     for number in range(10, 80, 10):
         checkpoints.save(*run, step=number)
     assert checkpoints.steps() == [20, 40, 60, 70]
@@ -230,7 +239,7 @@ def test_best_checkpoint_is_kept(keep_best: str, kept: list[int], asynchronous: 
     """Step 4 has no validation, and step 5 another column. Step 6 is as good as the best, which came first."""
     values = {1: {"loss": 3.0}, 2: {"loss": 4.0}, 3: {"loss": 1.0}, 4: None, 5: {"other": 0.0}, 6: {"loss": 1.0}}
     for begin, end in ((1, 4), (4, 7)):  # the second time as after a restart
-        checkpoints = Checkpoints(tmp_path, keep=2, asynchronous=asynchronous, keep_best=keep_best)
+        checkpoints = checkpoints_in(tmp_path, keep=2, asynchronous=asynchronous, keep_best=keep_best)
         for number in range(begin, end):
             progress = {} if values[number] is None else {"validation": values[number]}
             checkpoints.save(*run, step=number, progress=progress)
@@ -239,13 +248,13 @@ def test_best_checkpoint_is_kept(keep_best: str, kept: list[int], asynchronous: 
 
 
 def test_second_best_is_kept_where_the_best_is_gone_or_damaged(run: Run, tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=3, keep_best="loss")
+    checkpoints = checkpoints_in(tmp_path, keep=3, keep_best="loss")
     for number, loss in enumerate([1.0, 2.0, 3.0, 4.0], 1):
         checkpoints.save(*run, step=number, progress={"validation": {"loss": loss}})
     assert checkpoints.steps() == [1, 2, 3, 4]
     (checkpoints.path(1) / "manifest.json").write_text("damaged")
     folders.delete(tmp_path, 3)
-    checkpoints = Checkpoints(tmp_path, keep=1, keep_best="loss")
+    checkpoints = checkpoints_in(tmp_path, keep=1, keep_best="loss")
     checkpoints.save(*run, step=5, progress={"validation": {"loss": 5.0}})
     assert checkpoints.steps() == [2, 5]
 
@@ -254,9 +263,9 @@ def test_nothing_is_deleted_while_a_manifest_cannot_be_read(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be that of the best checkpoint."""
-    checkpoints = Checkpoints(tmp_path, keep=1, keep_best="loss")
+    checkpoints = checkpoints_in(tmp_path, keep=1, keep_best="loss")
     checkpoints.save(*run, step=1, progress={"validation": {"loss": 1.0}})
-    fresh = Checkpoints(tmp_path, keep=1, keep_best="loss")
+    fresh = checkpoints_in(tmp_path, keep=1, keep_best="loss")
 
     def fails(path: Path) -> NoReturn:
         raise TemporaryError("the disk fails now")
@@ -274,7 +283,7 @@ def test_damaged_new_checkpoint_is_set_aside_and_no_old_one_is_deleted(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logged: list[str] = []
-    checkpoints = Checkpoints(tmp_path, keep=1, log=logged.append)
+    checkpoints = checkpoints_in(tmp_path, keep=1, log=logged.append)
     checkpoints.save(*run, step=3)
     commit = folders.commit
 
@@ -301,7 +310,7 @@ def test_new_checkpoint_that_cannot_be_read_back_is_saved_and_the_old_one_kept(
         raise OSError(code, os.strerror(code))
 
     logged: list[str] = []
-    checkpoints = Checkpoints(tmp_path, keep=1, log=logged.append)
+    checkpoints = checkpoints_in(tmp_path, keep=1, log=logged.append)
     checkpoints.save(*run, step=3)
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", refuse)
@@ -328,7 +337,7 @@ def test_folder_that_cannot_be_synced_costs_no_checkpoint(
         fsync(descriptor)
 
     logged: list[str] = []
-    checkpoints = Checkpoints(tmp_path, keep=1, log=logged.append)
+    checkpoints = checkpoints_in(tmp_path, keep=1, log=logged.append)
     checkpoints.save(*run, step=3)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", refuse)
@@ -347,7 +356,7 @@ def test_old_checkpoint_that_cannot_be_deleted_is_logged(
         raise PermissionError(13, "no")
 
     logged: list[str] = []
-    checkpoints = Checkpoints(tmp_path, keep=1, log=logged.append)
+    checkpoints = checkpoints_in(tmp_path, keep=1, log=logged.append)
     checkpoints.save(*run, step=3)
     monkeypatch.setattr(folders, "retire", refuse)
     checkpoints.save(*run, step=6)
@@ -359,7 +368,7 @@ def test_old_checkpoint_that_cannot_be_deleted_is_logged(
 
 
 def test_left_overs_of_a_kill_are_ignored_and_deleted_by_the_next_save(run: Run, tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints = checkpoints_in(tmp_path, keep=2)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "file").touch()
     (tmp_path / ".partial-00000007").symlink_to(tmp_path / "elsewhere")
@@ -395,7 +404,7 @@ def test_left_over_that_cannot_be_deleted_is_logged_and_blocks_only_its_own_step
             (tmp_path / f".partial-{left_over:08d}" / name).touch()
     monkeypatch.setattr(os, "unlink", refuse)
     logged: list[str] = []
-    checkpoints = Checkpoints(tmp_path, keep=2, log=logged.append)
+    checkpoints = checkpoints_in(tmp_path, keep=2, log=logged.append)
     for number in (6, 7):
         checkpoints.save(*run, step=number)
     assert checkpoints.finish() == 7
@@ -407,7 +416,7 @@ def test_left_over_that_cannot_be_deleted_is_logged_and_blocks_only_its_own_step
 
 
 def test_other_names_in_the_folder_are_ignored(run: Run, tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints = checkpoints_in(tmp_path, keep=1)
     others = ["step-5", "step-00000007-backup", "step-", "step-0000000x", "best", "old-step-00000009"]
     # Digits of another script, and a second name of a step.
     others += ["step-\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0669", "step-000000009", "step-000000003"]

@@ -8,12 +8,11 @@ import pytest
 from torch import nn
 from torch.optim import Optimizer
 
-from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.checkpoint.files import verify
 from recipes.checkpoint.folder import newest_whole
 from recipes.files.layout import checkpoint_steps, step_folder
 from tests.recipes.checkpoint.operations import Names, Operation, Recorder, replay, torn
-from tests.recipes.checkpoint.small import build, contents, differences, names, snapshot, step, trained
+from tests.recipes.checkpoint.small import build, checkpoints_in, contents, differences, names, snapshot, step, trained
 
 Run = tuple[nn.Module, Optimizer]
 
@@ -33,7 +32,7 @@ def no_damage(line: str) -> None:
 def recorded(run: Run, folder: Path, name: str = "checkpoints") -> tuple[list[Operation], int]:
     """The operations of a save of step 1 and of one of step 2, which deletes the first; how many the first has."""
     recorder = Recorder(folder)
-    checkpoints = Checkpoints(folder / name, keep=1, files={"data.json": "{}\n"})
+    checkpoints = checkpoints_in(folder / name, keep=1, files={"data.json": "{}\n"})
     with recorder.recording():
         checkpoints.save(*run, step=1)
         first = len(recorder.operations)
@@ -80,7 +79,7 @@ def test_run_resumes_after_an_interrupted_save_and_its_next_save_deletes_the_res
     root = tmp_path / "interrupted"
     root.mkdir()
     replay(operations[: commits[1]], root, durable_only=durable_only)  # just before the new one gets its name
-    checkpoints = Checkpoints(root / "checkpoints", keep=2)
+    checkpoints = checkpoints_in(root / "checkpoints", keep=2)
     assert names(checkpoints.folder) == [".partial-00000002", "step-00000001"] and checkpoints.steps() == [1]
     fresh = build(seed=5)
     checkpoints.load(*fresh, step=1)
@@ -126,7 +125,7 @@ def test_error_at_any_operation_costs_no_older_checkpoint(run: Run, tmp_path: Pa
         code = list(reasons)[at % 3]
         folder = tmp_path / f"at-{at}"
         logged: list[str] = []
-        checkpoints = Checkpoints(folder, keep=1, files={"data.json": "{}\n"}, log=logged.append)
+        checkpoints = checkpoints_in(folder, keep=1, files={"data.json": "{}\n"}, log=logged.append)
         checkpoints.save(*run, step=1)
         checkpoints.finish()
         before = snapshot(*run)

@@ -9,12 +9,20 @@ import pytest
 
 from parallel.dist import start, stop
 from recipes.checkpoint import files, storage
-from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.checkpoint.files import read_manifest, verify
 from recipes.checkpoint.folder import newest_whole
 from recipes.checkpoint.manifest import MANIFEST, Damage
 from tests.recipes.checkpoint.golden import GOLDEN
-from tests.recipes.checkpoint.small import build, contents, differences, names, snapshot, trained
+from tests.recipes.checkpoint.small import (
+    all_contents,
+    build,
+    checkpoints_in,
+    contents,
+    differences,
+    names,
+    snapshot,
+    trained,
+)
 
 SHARDED = GOLDEN / "sharded" / "step-00000002"
 PLACE = re.compile(r"(shard-0000[01]-of-00002\.safetensors|manifest\.json|note\.txt) .*bytes (\d+) to (\d+)|cut off")
@@ -37,7 +45,7 @@ def test_every_flipped_bit_is_found_and_located(copy: Path) -> None:
     originals = contents(copy)
     tensors = {name: [] for name in originals} | {
         name: [(chunk.offset, chunk.offset + chunk.bytes, tensor) for tensor, chunk in inside.chunks]
-        for name, inside in read_manifest(copy).all_contents()
+        for name, inside in all_contents(read_manifest(copy))
     }
     for number in range(300):  # files in turn: a random choice by size would hardly ever hit the small ones
         name = list(originals)[number % len(originals)]
@@ -94,7 +102,7 @@ def test_shard_of_another_step_is_found(tmp_path: Path) -> None:
     """It has the same tensors and the same size; only the values differ."""
     start("cpu", seed=0)
     for steps in (1, 2):
-        checkpoints = Checkpoints(tmp_path, keep=2)
+        checkpoints = checkpoints_in(tmp_path, keep=2)
         checkpoints.save(*trained(steps), step=steps)
     stop()
     one, two = (next(checkpoints.path(steps).glob("*.safetensors")) for steps in (1, 2))
@@ -110,7 +118,7 @@ def test_run_resumes_from_the_older_checkpoint_if_the_newest_is_damaged(
     for place in (files, storage):
         monkeypatch.setattr(place, "BLOCK_BYTES", 256)
     draw = random.Random(2)
-    checkpoints = Checkpoints(tmp_path, keep=2, files={"data.json": "{}"}, log=lambda line: None)
+    checkpoints = checkpoints_in(tmp_path, keep=2, files={"data.json": "{}"}, log=lambda line: None)
     run = trained(1)
     checkpoints.save(*run, step=1)
     before = snapshot(*run)
@@ -125,7 +133,7 @@ def test_run_resumes_from_the_older_checkpoint_if_the_newest_is_damaged(
         newest = newest_whole(tmp_path, log=logged.append)
         fresh = build(seed=number + 5)
         if newest == 2:
-            resuming = Checkpoints(tmp_path, keep=2, log=logged.append)
+            resuming = checkpoints_in(tmp_path, keep=2, log=logged.append)
             assert resuming.resume(*fresh, step=2, check=lambda path: None)["step"] == 1
         else:
             assert newest == 1

@@ -14,7 +14,6 @@ from parallel.dist import World
 from parallel.errors import UserError
 from recipes.checkpoint import checkpoints as checkpoints_module
 from recipes.checkpoint import folder as folders
-from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.checkpoint.files import read_manifest
 from recipes.checkpoint.folder import newest_whole
 from recipes.checkpoint.manifest import Damage
@@ -22,7 +21,7 @@ from recipes.optimization.optimizer import matrices_of
 from recipes.recipe.schema import Recipe
 from tests.full_disk import files_of_at_most
 from tests.processes import PATIENCE
-from tests.recipes.checkpoint.small import contents, names, spoil, trained
+from tests.recipes.checkpoint.small import all_contents, checkpoints_in, contents, names, spoil, trained
 from tests.training import change, training
 
 Run = tuple[nn.Module, Optimizer]
@@ -39,7 +38,7 @@ def run() -> Run:
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_full_disk_costs_only_the_checkpoint_being_saved(asynchronous: bool, run: Run, tmp_path: Path) -> None:
     logged: list[str] = []
-    checkpoints = Checkpoints(tmp_path, keep=1, asynchronous=asynchronous, log=logged.append)
+    checkpoints = checkpoints_in(tmp_path, keep=1, asynchronous=asynchronous, log=logged.append)
     checkpoints.save(*run, step=3)
     assert checkpoints.finish() == 3
     before = contents(checkpoints.path(3))
@@ -54,7 +53,7 @@ def test_full_disk_costs_only_the_checkpoint_being_saved(asynchronous: bool, run
 
 def test_checkpoint_is_never_overwritten(run: Run, tmp_path: Path) -> None:
     logged: list[str] = []
-    checkpoints = Checkpoints(tmp_path, keep=2, log=logged.append)
+    checkpoints = checkpoints_in(tmp_path, keep=2, log=logged.append)
     checkpoints.path(6).mkdir(parents=True)  # empty: rename() would silently replace it
     for number in (3, 3, 6):
         checkpoints.save(*run, step=number)
@@ -76,7 +75,7 @@ def look_older(path: Path) -> None:
 
 def test_resume_sets_damaged_checkpoints_aside_and_loads_the_next_older_one(run: Run, tmp_path: Path) -> None:
     logged: list[str] = []
-    checkpoints = Checkpoints(tmp_path, keep=3, log=logged.append)
+    checkpoints = checkpoints_in(tmp_path, keep=3, log=logged.append)
     for number in (1, 2, 3):
         checkpoints.save(*run, step=number, progress={"tokens": number})
     for number in (2, 3):
@@ -94,7 +93,7 @@ def test_resume_sets_damaged_checkpoints_aside_and_loads_the_next_older_one(run:
 def test_run_whose_checkpoints_are_all_damaged_is_refused_at_every_start_and_keeps_the_last_in_place(
     run: Run, tmp_path: Path
 ) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=3)
+    checkpoints = checkpoints_in(tmp_path, keep=3)
     (tmp_path / "damaged-step-00000002").mkdir()
     for number in (1, 2):
         checkpoints.save(*run, step=number)
@@ -116,7 +115,7 @@ def test_checkpoints_that_look_like_an_older_version_are_set_aside_if_another_is
     run: Run, tmp_path: Path
 ) -> None:
     logged: list[str] = []
-    checkpoints = Checkpoints(tmp_path, keep=3)
+    checkpoints = checkpoints_in(tmp_path, keep=3)
     for number in (1, 2, 3):
         checkpoints.save(*run, step=number)
     for number in (2, 3):
@@ -128,7 +127,7 @@ def test_checkpoints_that_look_like_an_older_version_are_set_aside_if_another_is
 
 def test_only_checkpoint_that_looks_like_an_older_version_is_refused_and_stays(run: Run, tmp_path: Path) -> None:
     logged: list[str] = []
-    checkpoints = Checkpoints(tmp_path, keep=3)
+    checkpoints = checkpoints_in(tmp_path, keep=3)
     checkpoints.save(*run, step=1)
     look_older(checkpoints.path(1))
     with pytest.raises(UserError, match="an older version of this program"):
@@ -137,7 +136,7 @@ def test_only_checkpoint_that_looks_like_an_older_version_is_refused_and_stays(r
 
 
 def test_checkpoint_under_the_name_of_another_step_is_refused(run: Run, tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints = checkpoints_in(tmp_path, keep=2)
     checkpoints.save(*run, step=1)
     checkpoints.path(1).rename(checkpoints.path(2))
     with pytest.raises(Damage, match="holds the checkpoint of another step: 1"):
@@ -152,7 +151,7 @@ def test_number_of_checkpoints_that_fit_is_logged(run: Run, tmp_path: Path, monk
     logged: list[str] = []
     parameters = list(run[0].parameters())
     size = sum(12 * parameter.numel() + 4 for parameter in parameters)
-    checkpoints = Checkpoints(tmp_path / "not" / "there" / "yet", keep=2, log=logged.append)
+    checkpoints = checkpoints_in(tmp_path / "not" / "there" / "yet", keep=2, log=logged.append)
     for free in (10 * size, 2 * size):
         set_free_space(monkeypatch, free)
         checkpoints.require_space(parameters)
@@ -169,14 +168,14 @@ def test_disk_without_space_for_one_checkpoint_is_an_error(
     parameters = list(run[0].parameters())
     set_free_space(monkeypatch, sum(12 * parameter.numel() + 4 for parameter in parameters) - 1)
     with pytest.raises(UserError, match=r"a checkpoint needs 31.3 kB, but the disk of .* has 31.3 kB free"):
-        Checkpoints(tmp_path / "not" / "there" / "yet", keep=2).require_space(parameters)
+        checkpoints_in(tmp_path / "not" / "there" / "yet", keep=2).require_space(parameters)
 
 
 def test_left_overs_of_a_kill_count_as_free_space(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next save deletes them; until then they may belong to another process."""
     set_free_space(monkeypatch, 0)
     logged: list[str] = []
-    checkpoints = Checkpoints(tmp_path, keep=2, log=logged.append)
+    checkpoints = checkpoints_in(tmp_path, keep=2, log=logged.append)
     (tmp_path / ".partial-00000004").mkdir()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "file").write_bytes(bytes(1 << 20))
@@ -202,12 +201,12 @@ def test_logged_size_is_that_of_the_tensors_and_the_small_files(
 
     monkeypatch.setattr(folders, "disk_space", note)
     model, optimizer = trained(1, moments=moments, name=name)
-    checkpoints = Checkpoints(tmp_path, keep=2, files={"tokenizer.json": "ä" * 10_000})
+    checkpoints = checkpoints_in(tmp_path, keep=2, files={"tokenizer.json": "ä" * 10_000})
     dtype, matrices = getattr(torch, moments), matrices_of(optimizer)
     checkpoints.require_space(model.parameters(), moments=dtype, matrices=matrices)
     checkpoints.save(model, optimizer, step=1)
     manifest = read_manifest(checkpoints.path(1))
-    numbers = sum(chunk.bytes for _, contents in manifest.all_contents() for _, chunk in contents.chunks)
+    numbers = sum(chunk.bytes for _, contents in all_contents(manifest) for _, chunk in contents.chunks)
     assert sizes == [numbers + 20_000]
 
 
@@ -228,7 +227,7 @@ def test_a_process_that_fails_does_not_wait_long_for_a_save_that_hangs(
     goes_on: threading.Event, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoints_module, "FAILED_SECONDS", 0.1)
-    checkpoints = Checkpoints(tmp_path, keep=1, asynchronous=True)
+    checkpoints = checkpoints_in(tmp_path, keep=1, asynchronous=True)
     checkpoints.save(*run, step=3)
     assert checkpoints.finish(failed=True) is None and checkpoints.steps() == []
     goes_on.set()

@@ -17,7 +17,7 @@ from recipes.checkpoint.folder import newest_whole
 from recipes.files import reading
 from recipes.files.layout import checkpoint_steps, holds_results
 from tests.processes import run_processes
-from tests.recipes.checkpoint.small import contents, differences, names, snapshot, trained
+from tests.recipes.checkpoint.small import checkpoints_in, contents, differences, names, snapshot, trained
 
 Run = tuple[nn.Module, Optimizer]
 
@@ -44,7 +44,7 @@ def break_calls(monkeypatch: pytest.MonkeyPatch, name: str, number: int, *, on: 
 @pytest.fixture
 def saved(alone: None, tmp_path: Path) -> Checkpoints:
     """Checkpoints of steps 1 and 2."""
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints = checkpoints_in(tmp_path, keep=2)
     for step in (1, 2):
         checkpoints.save(*trained(step), step=step)
     checkpoints.finish()
@@ -114,7 +114,7 @@ def test_new_checkpoint_that_cannot_be_read_back_stays_and_so_do_the_older_ones(
     saved: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logged: list[str] = []
-    checkpoints = Checkpoints(saved.folder, keep=1, log=logged.append)
+    checkpoints = checkpoints_in(saved.folder, keep=1, log=logged.append)
     with monkeypatch.context() as patch:
         BREAKS["shard"](patch, errno.ESTALE, 10**9)
         checkpoints.save(*trained(1), step=3)
@@ -127,7 +127,7 @@ def resume_with_one_blind_rank(folder: Path, fault: str) -> tuple[str, str]:
     """What a process raises when one of two meets a fault that the other does not see, and the names left."""
     rank = int(os.environ["RANK"])
     start("cpu", seed=0)
-    checkpoints = Checkpoints(folder, keep=2)
+    checkpoints = checkpoints_in(folder, keep=2)
     for step in (1, 2):
         checkpoints.save(*trained(step), step=step)
     reading.PAUSES = (0,)
@@ -156,7 +156,7 @@ def test_file_that_only_one_process_cannot_see_is_not_damage(fault: str, tmp_pat
 def save_with_one_blind_rank(folder: Path) -> list[str]:
     """The names left after a save of which one of two processes cannot read its shard back."""
     start("cpu", seed=0)
-    checkpoints = Checkpoints(folder, keep=1)
+    checkpoints = checkpoints_in(folder, keep=1)
     checkpoints.save(*trained(1), step=1)
     checkpoints.finish()
     reading.PAUSES = (0,)
@@ -178,7 +178,7 @@ def test_older_checkpoint_stays_until_every_process_has_read_its_shard_of_the_ne
 def test_mark_holds_the_newest_step_and_a_save_does_not_need_it(saved: Checkpoints, tmp_path: Path) -> None:
     logged: list[str] = []
     for mark in (tmp_path / "mark", tmp_path / "no" / "folder" / "mark"):
-        checkpoints = Checkpoints(tmp_path / mark.parent.name, keep=2, mark=mark, log=logged.append)
+        checkpoints = checkpoints_in(tmp_path / mark.parent.name, keep=2, mark=mark, log=logged.append)
         checkpoints.save(*trained(1), step=4)
         assert checkpoints.finish() == 4 and contents(checkpoints.path(4))
     assert (tmp_path / "mark").read_text() == "4" and not (tmp_path / "no").exists()

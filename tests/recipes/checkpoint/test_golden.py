@@ -5,11 +5,10 @@ import json
 import pytest
 
 from models.hf import parameter_shapes
-from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.checkpoint.files import verify
 from recipes.checkpoint.parameters import StoredParameters
 from tests.recipes.checkpoint.golden import GOLDEN, PROGRESS, fingerprints
-from tests.recipes.checkpoint.small import SMALL, build, snapshot, step
+from tests.recipes.checkpoint.small import SMALL, build, checkpoints_in, snapshot, step
 
 EXPECTED = json.loads((GOLDEN / "fingerprints.json").read_text())
 
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("alone")
     ("name", "moments"), [("sharded", "float32"), ("bfloat16", "bfloat16"), ("version2", "float32")]
 )
 def test_golden_run_loads(name: str, moments: str) -> None:
-    checkpoints = Checkpoints(GOLDEN / name, keep=1)
+    checkpoints = checkpoints_in(GOLDEN / name, keep=1)
     assert checkpoints.steps() == [2]
     run = build(seed=3, moments=moments)
     assert checkpoints.load(*run, step=2) == PROGRESS

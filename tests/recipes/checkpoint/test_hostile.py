@@ -24,12 +24,11 @@ from parallel.dist import start, stop
 from parallel.errors import UserError
 from recipes.checkpoint import look, manifest
 from recipes.checkpoint.boxes import Hull, overlap
-from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.checkpoint.files import read_manifest, verify
 from recipes.checkpoint.manifest import MANIFEST, encode
 from recipes.checkpoint.parameters import StoredParameters
 from tests.recipes.checkpoint.golden import GOLDEN
-from tests.recipes.checkpoint.small import SMALL, build, names
+from tests.recipes.checkpoint.small import SMALL, build, checkpoints_in, names
 
 SHARDED = GOLDEN / "sharded"
 SHARD = "shard-00000-of-00002.safetensors"
@@ -239,7 +238,7 @@ def run() -> Iterator[Run]:
     """A model and its optimizer, which no test needs in a certain state: all of their loads are refused."""
     start("cpu", seed=0)
     run = build(seed=0)
-    Checkpoints(SHARDED, keep=1).load(*run, step=2)  # torch reads some of its own sources the first time
+    checkpoints_in(SHARDED, keep=1).load(*run, step=2)  # torch reads some of its own sources the first time
     yield run
     stop()
 
@@ -270,7 +269,7 @@ def test_reading_ends_with_one_clear_error_and_no_side_effect(name: str, place: 
 def test_run_does_not_resume_from_it(name: str, place: Path, run: Run) -> None:
     spoil, said = HOSTILE[name]
     spoil(place / STEP)
-    checkpoints = Checkpoints(place, keep=1)
+    checkpoints = checkpoints_in(place, keep=1)
     with silent(place), pytest.raises(UserError) as refused:
         checkpoints.load(*run, step=2)
     assert said in str(refused.value)
@@ -278,7 +277,7 @@ def test_run_does_not_resume_from_it(name: str, place: Path, run: Run) -> None:
 
 def refuse_state(place: Path, run: Run, change: Callable[[dict[str, Any]], Any]) -> None:
     rewrite(place / STEP, lambda content: change(content["state"]))
-    checkpoints = Checkpoints(place, keep=1)
+    checkpoints = checkpoints_in(place, keep=1)
     with silent(place), pytest.raises(UserError, match=r"the state in the manifest is not valid|different optimizer"):
         checkpoints.load(*run, step=2)
 
@@ -383,7 +382,7 @@ def test_symbolic_link_is_refused_as_checkpoint_and_deleted_without_its_target(p
     (place / STEP).rename(place.parent / "elsewhere")
     (place / STEP).symlink_to(place.parent / "elsewhere")
     before = names(place.parent / "elsewhere")
-    checkpoints = Checkpoints(place, keep=1)
+    checkpoints = checkpoints_in(place, keep=1)
     with pytest.raises(UserError, match="is a symbolic link, which a checkpoint must not be"):
         checkpoints.load(*run, step=2)
     checkpoints.save(*run, step=3)

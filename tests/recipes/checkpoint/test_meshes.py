@@ -18,7 +18,6 @@ from models.hf import parameter_shapes
 from models.sizes import SIZES
 from parallel.dist import start, stop
 from recipes.checkpoint import files, storage
-from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.checkpoint.files import verify
 from recipes.checkpoint.manifest import DTYPE_BYTES
 from recipes.optimization.config import OptimizerConfig
@@ -26,7 +25,7 @@ from recipes.optimization.optimizer import build_optimizer
 from tests.build import build_model
 from tests.meshes import mesh_config, on_each_mesh
 from tests.recipes.checkpoint.golden import fingerprints
-from tests.recipes.checkpoint.small import contents, snapshot
+from tests.recipes.checkpoint.small import all_contents, checkpoints_in, contents, snapshot
 
 pytestmark = pytest.mark.slow
 
@@ -81,7 +80,7 @@ def train_and_save(mesh: str, folder: Path) -> dict[str, dict[str, str]]:
             (model(tokens[:, :-1], tokens[:, 1:]) / 16).backward()
             optimizer.step()
             optimizer.zero_grad()
-        Checkpoints(folder / name, keep=1).save(*run, step=STEP)
+        checkpoints_in(folder / name, keep=1).save(*run, step=STEP)
         found[name] = whole_state(run)
     stop()
     return found
@@ -94,8 +93,8 @@ def pass_on(mesh: str, folder: Path) -> dict[str, Any]:
     for name, tied in TIED.items():
         run = built(mesh, tied, seed=5)
         with counting() as read:
-            Checkpoints(folder / name, keep=1).load(*run, step=STEP)
-        checkpoints = Checkpoints(folder / mesh / name, keep=1, asynchronous=True, log=lambda line: None)
+            checkpoints_in(folder / name, keep=1).load(*run, step=STEP)
+        checkpoints = checkpoints_in(folder / mesh / name, keep=1, asynchronous=True, log=lambda line: None)
         checkpoints.save(*run, step=STEP)
         assert checkpoints.finish() == STEP
         found[name] = whole_state(run)
@@ -119,7 +118,7 @@ def load_all(mesh: str, folder: Path) -> list[Any]:
     for source in MESHES:
         run = built(mesh, True, seed=7)
         with counting() as read:
-            Checkpoints(folder / source / "tied", keep=1).load(*run, step=STEP)
+            checkpoints_in(folder / source / "tied", keep=1).load(*run, step=STEP)
         found.append(whole_state(run))
         if source == mesh:
             found.append((sum(read), sum(12 * part.to_local().numel() + 4 for part in run[0].parameters())))
@@ -167,7 +166,7 @@ def test_every_mesh_writes_every_element_once_and_shares_the_writing(tied: str, 
                         start = row.start_of(number)
                         covered[tuple(slice(a, a + n) for a, n in zip(start, row.shape, strict=True))] += 1
                 assert (covered == 1).all(), (mesh, kind)
-        written = [sum(chunk.bytes for _, chunk in contents.chunks) for _, contents in manifest.all_contents()]
+        written = [sum(chunk.bytes for _, chunk in contents.chunks) for _, contents in all_contents(manifest)]
         assert len(written) == len(passed_on[2][mesh])
         assert max(written) < 1.2 * sum(written) / len(written), (mesh, written)
 
@@ -194,6 +193,6 @@ def write_again(mesh: str, folder: Path, target: Path) -> None:
     start("cpu", seed=0)
     for source in MESHES:
         run = built(mesh, True, seed=8)
-        Checkpoints(folder / source / "tied", keep=1).load(*run, step=STEP)
-        Checkpoints(target / source, keep=1).save(*run, step=STEP)
+        checkpoints_in(folder / source / "tied", keep=1).load(*run, step=STEP)
+        checkpoints_in(target / source, keep=1).save(*run, step=STEP)
     stop()

@@ -11,13 +11,23 @@ from models.hf import parameter_shapes
 from parallel.config import MeshConfig
 from parallel.dist import start, stop
 from recipes.checkpoint import manifest
-from recipes.checkpoint.checkpoints import Checkpoints
 from recipes.checkpoint.files import verify
 from recipes.checkpoint.manifest import Damage
 from recipes.checkpoint.storage import make_plan
 from tests.processes import run_processes
 from tests.recipes.checkpoint.golden import fingerprints
-from tests.recipes.checkpoint.small import SMALL, build, contents, differences, names, snapshot, spoil, trained
+from tests.recipes.checkpoint.small import (
+    SMALL,
+    all_contents,
+    build,
+    checkpoints_in,
+    contents,
+    differences,
+    names,
+    snapshot,
+    spoil,
+    trained,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +39,9 @@ def save(folder: Path, mesh: MeshConfig) -> dict[str, str]:
     start("cpu", seed=0)
     run = trained(2, mesh=mesh)
     for asynchronous in (True, False):
-        checkpoints = Checkpoints(folder / str(asynchronous), keep=1, asynchronous=asynchronous, log=lambda line: None)
+        checkpoints = checkpoints_in(
+            folder / str(asynchronous), keep=1, asynchronous=asynchronous, log=lambda line: None
+        )
         for step in (1, 2):  # the second reuses plan and memory of the first
             checkpoints.save(*run, step=step, progress={"tokens": step})
         assert checkpoints.finish() == 2
@@ -46,7 +58,7 @@ def load(folder: Path) -> list[dict[str, str]]:
     found = []
     for mesh in MESHES[dist.get_world_size()]:
         run = build(seed=5, mesh=mesh)
-        assert Checkpoints(folder, keep=1).load(*run, step=2) == {"tokens": 2}
+        assert checkpoints_in(folder, keep=1).load(*run, step=2) == {"tokens": 2}
         found.append(fingerprints(snapshot(*run, whole=True)))
     stop()
     return found
@@ -64,7 +76,7 @@ def test_checkpoint_of_one_mesh_loads_on_every_other(
     assert names(path)[1:] == [f"shard-{rank:05d}-of-{processes:05d}.safetensors" for rank in range(processes)]
     stored = verify(path)
     # Every element is stored once, however many replicas there are, and the replicas share the work.
-    assert sum(chunk.bytes for _, contents in stored.all_contents() for _, chunk in contents.chunks) == sum(
+    assert sum(chunk.bytes for _, contents in all_contents(stored) for _, chunk in contents.chunks) == sum(
         12 * prod(shape) + 4
         for _, shape in parameter_shapes(SMALL)  # the parameter, two moments, a count of steps
     )
@@ -83,7 +95,7 @@ def in_folders(folder: Path) -> list[str]:
     start("cpu", seed=0)
     run = trained(1)
     (folder / ".partial-00000009" / "shards-00000").mkdir(parents=True, exist_ok=True)
-    checkpoints = Checkpoints(folder, keep=1, files={"note.txt": "x"}, log=lambda line: None)
+    checkpoints = checkpoints_in(folder, keep=1, files={"note.txt": "x"}, log=lambda line: None)
     for step in (1, 2):
         checkpoints.save(*run, step=step)
     assert checkpoints.finish() == 2
@@ -135,7 +147,7 @@ def only_one_writes(folder: Path) -> None:
     model = torch.nn.Linear(4, 1, bias=False)
     model.weight = torch.nn.Parameter(distribute_tensor(torch.ones(1, 4), mesh, [Replicate()]))
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=True)
-    checkpoints = Checkpoints(folder, keep=1, log=lambda line: None)
+    checkpoints = checkpoints_in(folder, keep=1, log=lambda line: None)
     for step in (1, 2):
         checkpoints.save(model, optimizer, step=step)
         assert checkpoints.finish() == step
@@ -154,7 +166,7 @@ def damaged(folder: Path) -> tuple[dict[str, str], list[str]]:
     start("cpu", seed=0)
     run = build(seed=5)
     logged: list[str] = []
-    checkpoints = Checkpoints(folder, keep=1, log=logged.append)
+    checkpoints = checkpoints_in(folder, keep=1, log=logged.append)
     assert checkpoints.resume(*run, step=2, check=lambda path: None)["step"] == 1
     found = fingerprints(snapshot(*run, whole=True))
     stop()
@@ -164,7 +176,7 @@ def damaged(folder: Path) -> tuple[dict[str, str], list[str]]:
 def save_two(folder: Path) -> dict[str, str]:
     start("cpu", seed=0)
     run = trained(1)
-    checkpoints = Checkpoints(folder, keep=2)
+    checkpoints = checkpoints_in(folder, keep=2)
     for step in (1, 2):
         checkpoints.save(*run, step=step)
     found = fingerprints(snapshot(*run, whole=True))
@@ -193,7 +205,7 @@ def one_cannot_write(folder: Path) -> tuple[int | None, int | None, list[str]]:
     start("cpu", seed=0)
     run = trained(1)
     logged: list[str] = []
-    checkpoints = Checkpoints(folder, keep=2, asynchronous=True, log=logged.append)
+    checkpoints = checkpoints_in(folder, keep=2, asynchronous=True, log=logged.append)
     checkpoints.save(*run, step=1)
     checkpoints.finish()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -227,7 +239,7 @@ def no_common_folder(folder: Path) -> tuple[int | None, list[str], list[str]]:
     logged: list[str] = []
     own = folder / f"node-{dist.get_rank()}"
     own.mkdir()
-    checkpoints = Checkpoints(own, keep=2, log=logged.append)
+    checkpoints = checkpoints_in(own, keep=2, log=logged.append)
     for step in (1, 2):
         checkpoints.save(*run, step=step)
     failed, left = checkpoints.finish(), names(own)
@@ -259,7 +271,7 @@ def one_has_no_memory(folder: Path) -> tuple[int | None, int | None, list[str]]:
     start("cpu", seed=0)
     run = trained(1)
     logged: list[str] = []
-    checkpoints = Checkpoints(folder, keep=2, asynchronous=True, log=logged.append)
+    checkpoints = checkpoints_in(folder, keep=2, asynchronous=True, log=logged.append)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
 

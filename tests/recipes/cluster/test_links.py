@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from parallel.dist import from_all, start, stop
+from parallel.dist import start, stop
 from parallel.nodes import arrange
 from recipes.cluster import links
 from recipes.cluster.links import (
@@ -43,11 +43,14 @@ def measure() -> tuple[list[tuple[float, float]], list[Links], list[Links]]:
     world = start("cpu", seed=0)
     assert [node.ranks for node in world.nodes] == [(0, 1), (2, 3)]
     groups = groups_along(context=2, tensor=2, processes=4)
-    clocks, correct = from_all(world, clock_bounds(world)), from_all(world, measure_links(world, groups))
+    clocks, correct = (
+        world.messages.from_all(clock_bounds(world)),
+        world.messages.from_all(measure_links(world, groups)),
+    )
     if rank == 2:
         right = links._pattern
         links.summand = links.contribution = lambda rank, length, device: right(length, device) - 1
-    wrong = from_all(world, measure_links(world))
+    wrong = world.messages.from_all(measure_links(world))
     stop()
     return clocks, correct, wrong
 

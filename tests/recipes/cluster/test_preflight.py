@@ -46,7 +46,8 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def facts() -> Facts:
     """The facts of this process, with an H100."""
-    return replace(local_facts(CPU, recipe="", sources=""), nccl="2.27.3", driver="580.65", device="NVIDIA H100")
+    gpu = {"nccl": "2.27.3", "driver": "580.65", "device": "NVIDIA H100"}
+    return local_facts(CPU, recipe="", sources="") | gpu
 
 
 @pytest.fixture
@@ -65,9 +66,9 @@ def differ(facts: Sequence[Facts], nodes: Sequence[Node]) -> list[str]:
 
 def test_facts_of_a_cpu_process_have_versions_and_free_space_but_no_gpu(tmp_path: Path) -> None:
     found, own = local_facts(CPU, recipe="", sources=""), local_room(tmp_path / "runs" / "not" / "there", CPU)
-    assert found.torch == torch.__version__ and found.device == "cpu"
-    assert found.torchao and own.free_disk > 0 and own.free_temporary > 0
-    assert found.driver is found.nccl is own.free_device is None
+    assert found["torch"] == torch.__version__ and found["device"] == "cpu"
+    assert found["torchao"] and own.free_disk > 0 and own.free_temporary > 0
+    assert found["driver"] is found["nccl"] is own.free_device is None
 
 
 def test_the_hash_of_the_sources_changes_with_a_files_content_and_name(
@@ -101,9 +102,9 @@ def test_a_node_that_differs_is_named_with_the_value_and_the_remedy(
     facts: Facts, change: dict[str, str], message: str
 ) -> None:
     everyone = [facts] * 8
-    everyone[5] = replace(facts, **change)
+    everyone[5] = facts | change
     [found] = differ(everyone, nodes(4))
-    assert found.startswith(message.format_map(vars(facts)))
+    assert found.startswith(message.format_map(facts))
 
 
 def test_equal_processes_have_no_differences(facts: Facts) -> None:
@@ -112,12 +113,12 @@ def test_equal_processes_have_no_differences(facts: Facts) -> None:
 
 def test_an_invisible_driver_version_is_not_a_difference(facts: Facts) -> None:
     """Containers may hide it."""
-    assert differ([facts, facts, replace(facts, driver=None), facts], nodes(2)) == []
+    assert differ([facts, facts, facts | {"driver": None}, facts], nodes(2)) == []
 
 
 def test_all_fields_and_values_that_differ_are_listed(facts: Facts) -> None:
-    odd = replace(facts, torch="1", python="2")
-    found = differ([facts, facts, odd, facts, replace(facts, torch="3"), facts], nodes(3))
+    odd = facts | {"torch": "1", "python": "2"}
+    found = differ([facts, facts, odd, facts, facts | {"torch": "3"}, facts], nodes(3))
     assert [line.partition(" on ")[0] for line in found] == ["Python: 2", "torch: 1", "torch: 3"]
 
 
@@ -126,7 +127,7 @@ def test_the_facts_of_thousands_of_alike_processes_are_as_short_as_those_of_one(
     assert [len(pickle.dumps(reduce(together, alone[:count]))) for count in (1, 2, 4096)] == [
         pytest.approx(len(pickle.dumps(alone[0])), abs=50)
     ] * 3
-    odd = [places_of(replace(facts, torch=str(rank % 2)), rank) for rank in range(9)]
+    odd = [places_of(facts | {"torch": str(rank % 2)}, rank) for rank in range(9)]
     [line] = differences(reduce(together, odd), arrange([("gpu", 0)] * 9))
     assert line.startswith("torch: 1 on gpu, 0 on the others; ")
 

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
-from models.build import build_model
 from models.config import ModelConfig
+from models.decoder import build_model
 from models.encoder_decoder import EncoderDecoderInputs
 from models.loss import IGNORED
-from parallel.materialize import materialize
+from parallel.fsdp import materialize
 from recipes.data.pair_sequences import PairSequences
 from recipes.data.text.pair_format import ID
 from tests.families import family_config

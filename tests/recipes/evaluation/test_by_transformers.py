@@ -18,17 +18,18 @@ from models.decoder import Decoder
 from models.transformers import TransformersModel
 from models.transformers_config import TransformersConfig
 from parallel.errors import UserError
-from recipes.evaluation.answers import answer_of
 from recipes.evaluation.by_transformers import check_search, open_exported, texts_of, write_texts
+from recipes.evaluation.evaluate import answer_of
 from recipes.evaluation.generate import generate, open_model
 from recipes.evaluation.losses import without_dropout
+from recipes.evaluation.sampling import Sampling
 from recipes.weights.convert import import_folder, load_weights
 from recipes.weights.locate import find_weights
 from tests.families import FAMILIES, VOCABULARY
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
-HOW: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0}
+HOW = Sampling(12, temperature=0.0)
 ONE = {"beams": 1, "outputs": 1}
 END, PROMPT = 1, [5, 6, 7]
 NAMES = ("gpt2", "t5")
@@ -74,8 +75,8 @@ def expected(folder: Path, **asked: Any) -> list[list[int]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_text_and_beams_are_those_of_transformers(name: str, folders: dict[str, Path]) -> None:
     opened = open_model(folders[name], dtype=torch.float32, device=CPU)
-    assert texts_of(opened, PROMPT, **HOW, **ONE) == expected(folders[name])
-    three = texts_of(opened, PROMPT, **HOW, beams=3, outputs=2)
+    assert texts_of(opened, PROMPT, HOW, **ONE) == expected(folders[name])
+    three = texts_of(opened, PROMPT, HOW, beams=3, outputs=2)
     assert three == expected(folders[name], num_beams=3, num_return_sequences=2)
     assert three[0] != three[1]
 
@@ -86,14 +87,15 @@ def test_a_checkpoint_writes_the_text_of_the_folder_it_came_from(
 ) -> None:
     import_folder(folders[name], tmp_path / "checkpoint")
     opened = open_model(tmp_path / "checkpoint", dtype=torch.float32, device=CPU)
-    assert texts_of(opened, PROMPT, **HOW, **ONE) == expected(folders[name])
+    assert texts_of(opened, PROMPT, HOW, **ONE) == expected(folders[name])
 
 
 def test_a_seed_gives_the_same_samples_and_another_seed_others(folders: dict[str, Path]) -> None:
     opened = open_model(folders["gpt2"], dtype=torch.float32, device=CPU)
-    warm = HOW | {"temperature": 2.0, "beams": 1, "outputs": 3}
-    first = texts_of(opened, PROMPT, **warm)
-    assert first == texts_of(opened, PROMPT, **warm) != texts_of(opened, PROMPT, **warm | {"seed": 1})
+    first, again, other = (
+        texts_of(opened, PROMPT, replace(HOW, temperature=2.0, seed=seed), beams=1, outputs=3) for seed in (0, 0, 1)
+    )
+    assert first == again != other
     assert len(first) == 3 and first[0] != first[1]
 
 
@@ -104,15 +106,17 @@ def test_generation_settings_of_the_folder_hold_for_what_is_not_asked(folders: d
     for file in folder.iterdir():
         (copy / file.name).write_bytes(file.read_bytes())
     (copy / "generation_config.json").write_text(json.dumps({"no_repeat_ngram_size": 1, "temperature": 0.1}))
-    found = texts_of(open_model(copy, dtype=torch.float32, device=CPU), PROMPT, **HOW, **ONE)
+    found = texts_of(open_model(copy, dtype=torch.float32, device=CPU), PROMPT, HOW, **ONE)
     assert found == expected(folder, no_repeat_ngram_size=1) != expected(folder)
 
 
 def test_several_texts_are_numbered_and_an_answer_begins_a_line(folders: dict[str, Path]) -> None:
     opened = open_model(folders["t5"], dtype=torch.float32, device=CPU)
     said: list[str] = []
-    options = HOW | {"max_tokens": 3, "beams": 2, "outputs": 2}
-    tokens, seconds = write_texts(opened, "w5 w6", log=said.append, log_prompt=said.append, **options)
+    sampling = replace(HOW, max_tokens=3)
+    tokens, seconds = write_texts(
+        opened, "w5 w6", sampling, log=said.append, log_prompt=said.append, beams=2, outputs=2
+    )
     lines = "".join(said).split("\n")
     assert lines[0] == "--- 1 of 2" and lines[1] == "w5 w6" and lines[3:5] == ["--- 2 of 2", "w5 w6"]
     assert tokens <= 6 and seconds > 0
@@ -141,10 +145,10 @@ def test_our_decoder_searches_with_beams_through_its_export(tmp_path: Path) -> N
     (tmp_path / "tokenizer.json").write_text(tokenizer())
     ours = open_model(tmp_path, dtype=torch.float32, device=CPU)
     assert isinstance(ours.model, Decoder)
-    greedy = list(generate(ours.model, PROMPT, max_tokens=12, temperature=0, stop_ids=ours.stop_ids()))
+    greedy = list(generate(ours.model, PROMPT, HOW, stop_ids=ours.stop_ids()))
     exported = open_exported(find_weights(tmp_path), dtype=torch.float32, device=CPU)
-    assert texts_of(exported, PROMPT, **HOW, **ONE) == [greedy]
-    assert len(texts_of(exported, PROMPT, **HOW, beams=3, outputs=3)) == 3
+    assert texts_of(exported, PROMPT, HOW, **ONE) == [greedy]
+    assert len(texts_of(exported, PROMPT, HOW, beams=3, outputs=3)) == 3
 
 
 def test_an_answer_by_repeated_forward_passes_is_the_greedy_one(folders: dict[str, Path]) -> None:

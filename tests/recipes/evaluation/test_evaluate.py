@@ -15,9 +15,10 @@ from models.loss import IGNORED
 from models.sizes import SIZES
 from parallel.dist import start, stop
 from parallel.errors import UserError
-from parallel.materialize import materialize
+from parallel.fsdp import materialize
 from recipes.evaluation.evaluate import Evaluation, continuation, evaluate_text
 from recipes.evaluation.losses import mean_loss
+from recipes.evaluation.sampling import Sampling
 from tests.build import cpu_mesh
 from tests.processes import run_processes
 
@@ -53,7 +54,7 @@ def micro_batches(inputs: Tensor, targets: Tensor, size: int) -> list[tuple[Tens
 def loss_of_rows(first: int, last: int, *, micro_batch: int) -> float:
     inputs, targets = validation_batches()
     inputs, targets = inputs[first:last], targets[first:last]
-    return mean_loss(build(), micro_batches(inputs, targets, micro_batch), mesh=cpu_mesh(), device=CPU)
+    return mean_loss(build(), micro_batches(inputs, targets, micro_batch), mesh=cpu_mesh())
 
 
 def test_every_target_token_has_the_same_weight(alone: None) -> None:
@@ -93,8 +94,8 @@ def test_the_mean_over_processes_weighs_tokens_and_not_processes(alone: None) ->
 def test_evaluation_leaves_no_gradients(alone: None) -> None:
     model = build()
     inputs, targets = validation_batches()
-    mean_loss(model, [(inputs, targets, None)], mesh=cpu_mesh(), device=CPU)
-    continuation(model, [1], tokens=1, shape=(1, LENGTH), device=CPU, seed=0)
+    mean_loss(model, [(inputs, targets, None)], mesh=cpu_mesh())
+    continuation(model, [1], Sampling(1), shape=(1, LENGTH), device=CPU)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -110,7 +111,7 @@ class Seen(Decoder):
 
 def on_text(characters: int, *, length: int, spoil: bool = False) -> list[tuple[int, ...]]:
     """Shapes of the forward passes over one document of one token per character and one for its end."""
-    world = start("cpu", seed=0)
+    start("cpu", seed=0)
     try:
         model = Seen(SMALL)
         model.shapes = []
@@ -121,10 +122,8 @@ def on_text(characters: int, *, length: int, spoil: bool = False) -> list[tuple[
             model,
             ["a" * characters],
             tokenizer=tokenizer,
-            sequence_length=length,
-            micro_batch_size=2,
+            shape=(2, length),
             mesh=cpu_mesh(),
-            device=world.device,
         )
         assert found.tokens == characters
         return model.shapes
@@ -152,9 +151,11 @@ def test_a_perplexity_that_overflows_is_none() -> None:
 # Sampling
 
 
-def sample(prompt: list[int], *, tokens: int = 20, rows: int = 2, **options: float) -> list[int]:
-    arguments = {"seed": 0} | options
-    return continuation(build(), prompt, tokens=tokens, shape=(rows, LENGTH), device=CPU, **arguments)
+def sample(
+    prompt: list[int], *, tokens: int = 20, rows: int = 2, end: int | None = None, **options: float
+) -> list[int]:
+    sampling = Sampling(**{"max_tokens": tokens, "temperature": 0.8} | options)
+    return continuation(build(), prompt, sampling, shape=(rows, LENGTH), device=CPU, end=end)
 
 
 def test_a_continuation_depends_only_on_model_prompt_and_seed() -> None:
@@ -193,7 +194,7 @@ def test_a_diverged_model_continues_nothing() -> None:
     model = build()
     with torch.no_grad():
         model.norm.weight.fill_(float("nan"))
-    assert continuation(model, [1], tokens=5, shape=(1, LENGTH), device=CPU, seed=0) == []
+    assert continuation(model, [1], Sampling(5), shape=(1, LENGTH), device=CPU) == []
 
 
 def test_a_continuation_ends_before_the_token_that_ends_an_answer() -> None:
@@ -202,7 +203,7 @@ def test_a_continuation_ends_before_the_token_that_ends_an_answer() -> None:
 
 
 def test_a_continuation_ignores_what_precedes_its_document() -> None:
-    arguments: dict[str, Any] = {"tokens": 6, "shape": (1, LENGTH), "device": CPU, "seed": 0}
+    arguments: dict[str, Any] = {"sampling": Sampling(6, temperature=0.8), "shape": (1, LENGTH), "device": CPU}
     alone = continuation(build(), [5, 6], **arguments)
     assert continuation(build(), [9, 7, 63, 5, 6], end_of_document=63, **arguments) == alone
     assert continuation(build(), [9, 7, 63, 5, 6], **arguments) != alone

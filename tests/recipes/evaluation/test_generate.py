@@ -23,13 +23,13 @@ from models.decoder import Decoder
 from models.hf import config_from_hf, hf_name
 from models.sizes import SIZES
 from parallel.errors import UserError
-from parallel.materialize import materialize
+from parallel.fsdp import materialize
 from recipes.data.text.tokenizer import END_OF_DOCUMENT, Tokenizer, build_tokenizer
 from recipes.data.text.tokenizer_loading import load_tokenizer
 from recipes.evaluation import generate as generate_module
 from recipes.evaluation.generate import choose_device, continue_text, generate, open_model
 from recipes.evaluation.opened import stream_text
-from recipes.evaluation.sampling import check_sampling, next_token, odds
+from recipes.evaluation.sampling import Sampling, next_token, odds
 
 CPU = torch.device("cpu")
 PROMPTS = [[7], [1, 2, 3, 4, 5], list(range(50, 90)), [260] * 11]
@@ -84,7 +84,7 @@ def test_greedy_tokens_equal_those_of_transformers(family: str, chunk: int, monk
     ours = our_model(theirs)
     for prompt in PROMPTS:
         expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0].tolist()
-        found = list(generate(ours, prompt, max_tokens=NEW, temperature=0))
+        found = list(generate(ours, prompt, Sampling(NEW, temperature=0)))
         assert prompt + found == expected
         # The test is meaningful: no two logits are about equal, and the text does not repeat.
         with torch.no_grad():
@@ -105,7 +105,7 @@ def test_odds_equal_those_of_transformers(temperature: float, top_k: int, top_p:
         expected = TopKLogitsWarper(top_k)(None, expected)
     if top_p < 1:
         expected = TopPLogitsWarper(top_p)(None, expected)
-    found = odds(logits, temperature=temperature, top_k=top_k, top_p=top_p)
+    found = odds(logits, Sampling(1, temperature, top_k, top_p))
     assert torch.equal(logits, before)
     torch.testing.assert_close(found, expected[0].softmax(dim=-1))
     assert ((found > 0) == (expected[0] > -torch.inf)).all()
@@ -117,7 +117,7 @@ def test_odds_equal_those_of_transformers(temperature: float, top_k: int, top_p:
 def test_tokens_are_drawn_with_the_probabilities_of_odds() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
     generator = torch.Generator().manual_seed(0)
-    drawn = Counter(next_token(logits, temperature=1.0, top_k=3, generator=generator) for _ in range(4000))
+    drawn = Counter(next_token(logits, Sampling(1, top_k=3), generator=generator) for _ in range(4000))
     expected = torch.tensor([0.0, 1.0, 2.0]).softmax(0)
     assert set(drawn) == {0, 1, 2}
     for token, chance in enumerate(expected.tolist()):
@@ -128,7 +128,7 @@ def test_only_the_seed_decides_what_is_sampled() -> None:
     model = small_model()
 
     def sample(seed: int, **options: Any) -> list[int]:
-        return list(generate(model, [3, 1, 4], **{"max_tokens": 30, "temperature": 1.0, "seed": seed} | options))
+        return list(generate(model, [3, 1, 4], Sampling(**{"max_tokens": 30, "seed": seed} | options)))
 
     assert sample(0) == sample(0) != sample(1)
     assert sample(0, max_tokens=7) == sample(0)[:7]
@@ -137,19 +137,19 @@ def test_only_the_seed_decides_what_is_sampled() -> None:
 
 def test_a_stop_token_ends_the_text_and_is_not_part_of_it() -> None:
     model = small_model()
-    free = list(generate(model, [3], max_tokens=30, seed=2))
+    free = list(generate(model, [3], Sampling(30, seed=2)))
     stop = free[11]
-    assert list(generate(model, [3], max_tokens=30, seed=2, stop_ids={stop, 999})) == free[: free.index(stop)]
+    assert list(generate(model, [3], Sampling(30, seed=2), stop_ids={stop, 999})) == free[: free.index(stop)]
 
 
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(UserError, match="the prompt has no tokens"):
-        next(generate(small_model(), [], max_tokens=1))
+        next(generate(small_model(), [], Sampling(1)))
 
 
 def test_every_option_out_of_range_is_listed() -> None:
     with pytest.raises(UserError) as refused:
-        check_sampling(max_tokens=0, temperature=-1.0, top_k=-2, top_p=0.0, seed=-1)
+        Sampling(max_tokens=0, temperature=-1.0, top_k=-2, top_p=0.0, seed=-1).require_possible()
     assert str(refused.value).splitlines() == [
         "max_tokens = 0: must be 1 or more",
         "temperature = -1.0: must be 0 (greedy), or 0.001 or more",
@@ -160,13 +160,13 @@ def test_every_option_out_of_range_is_listed() -> None:
 
 
 def test_options_at_the_edge_of_their_range_are_accepted() -> None:
-    check_sampling(max_tokens=1, temperature=0.0, top_k=0, top_p=1.0, seed=2**63 - 1)
+    Sampling(max_tokens=1, temperature=0.0, top_k=0, top_p=1.0, seed=2**63 - 1).require_possible()
 
 
 @pytest.mark.parametrize("options", [{"temperature": 1e-38}, {"seed": 2**63}])
 def test_generate_checks_its_options(options: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="must be 0"):
-        next(generate(small_model(), [1], max_tokens=1, **options))
+        next(generate(small_model(), [1], Sampling(1, **options)))
 
 
 @pytest.mark.parametrize("device", ["meta", "xla"])
@@ -186,10 +186,10 @@ def test_segments_of_gpu_memory_grow_before_a_gpu_is_used(monkeypatch: pytest.Mo
 
 def test_growing_the_cache_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model()
-    whole = list(generate(model, [3, 1], max_tokens=40))
+    whole = list(generate(model, [3, 1], Sampling(40)))
     monkeypatch.setattr(generate_module, "FIRST_TOKENS", 3)
-    assert list(generate(model, [3, 1], max_tokens=40)) == whole
-    assert next(generate(model, [3, 1], max_tokens=10**12)) == whole[0]
+    assert list(generate(model, [3, 1], Sampling(40))) == whole
+    assert next(generate(model, [3, 1], Sampling(10**12))) == whole[0]
 
 
 def test_a_model_with_nan_weights_is_refused() -> None:
@@ -197,7 +197,7 @@ def test_a_model_with_nan_weights_is_refused() -> None:
     with torch.no_grad():
         model.norm.weight.fill_(float("nan"))
     with pytest.raises(UserError, match="after 2 tokens the logits are NaN or infinite"):
-        next(generate(model, [1, 2], max_tokens=1))
+        next(generate(model, [1, 2], Sampling(1)))
 
 
 # Text
@@ -276,9 +276,7 @@ def test_a_hugging_face_folder_continues_a_text(bytes_only: Tokenizer, tmp_path:
     theirs = their_model("llama")
     opened = open_model(folder_of(theirs, bytes_only, tmp_path / "model"), dtype=torch.float32, device=CPU)
     said: list[str] = []
-    tokens, seconds = continue_text(
-        opened, "naïve ", log=said.append, max_tokens=20, temperature=0.0, top_k=0, top_p=1.0, seed=0
-    )
+    tokens, seconds = continue_text(opened, "naïve ", Sampling(20, temperature=0.0), log=said.append)
     prompt = bytes_only.encode("naïve ")
     expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0].tolist()
     ids = [i for i in expected if i < 257]  # the model has a few more rows than the tokenizer has tokens
@@ -292,7 +290,7 @@ def test_a_model_opened_in_bfloat16_computes_in_bfloat16(bytes_only: Tokenizer, 
         folder_of(their_model("smollm3"), bytes_only, tmp_path / "model"), dtype=torch.bfloat16, device=CPU
     )
     assert {parameter.dtype for parameter in opened.model.parameters()} == {torch.bfloat16}
-    assert len(list(generate(opened.model, [1, 2], max_tokens=5, temperature=0))) == 5
+    assert len(list(generate(opened.model, [1, 2], Sampling(5, temperature=0)))) == 5
 
 
 def test_an_empty_text_starts_after_the_end_of_a_document(bytes_only: Tokenizer, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from parallel.dist import start, stop
 from recipes.data.batches import MicroBatch
 from recipes.evaluation.evaluate import continuation
 from recipes.evaluation.losses import mean_loss
+from recipes.evaluation.sampling import Sampling
 from tests.build import build_model, cpu_mesh
 from tests.meshes import mesh_config, on_each_mesh
 
@@ -52,10 +53,10 @@ def losses_and_texts(mesh: str, context_by: str) -> tuple[list[float], list[list
         model, _ = build_model(replace(MODEL, tied_embeddings=end is None), mesh=config)
         own = cpu_mesh(config)
         share = validation_share(own.data_rank, own.data_ranks, masked=end is not None)
-        losses.append(mean_loss(model, share, mesh=own, device=CPU))
+        losses.append(mean_loss(model, share, mesh=own))
         for prompt in ([3, 1, 4], [*range(1, 30), END, 5, 6]):
-            options = {"shape": (2, LENGTH), "device": CPU, "seed": 0, "end_of_document": end}
-            texts.append(continuation(model, prompt, tokens=6, **options))
+            options = {"shape": (2, LENGTH), "device": CPU, "end_of_document": end}
+            texts.append(continuation(model, prompt, Sampling(6, temperature=0.8), **options))
     stop()
     return losses, texts
 

@@ -51,10 +51,10 @@ def model(name: str) -> TransformersModel:
 
 
 def evaluated(name: str, *, micro: int = 2, **options: Any) -> Evaluation:
-    world = start("cpu", seed=0)
+    start("cpu", seed=0)
     try:
-        pairs, how = reader(name, **options), {"mesh": cpu_mesh(), "device": world.device}
-        return evaluate_pairs(model(name), pairs, pairing=pairing(name), micro_batch_size=micro, **how)
+        pairs = reader(name, **options)
+        return evaluate_pairs(model(name), pairs, pairing=pairing(name), micro_batch_size=micro, mesh=cpu_mesh())
     finally:
         stop()
 

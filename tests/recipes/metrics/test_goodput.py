@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from recipes.metrics import goodput as goodput_module
-from recipes.metrics.goodput import Goodput
+from recipes.metrics import clock as clock_module
+from recipes.metrics.clock import Goodput
 from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe
 from tests.training import DEBUG, SMALL_MODEL, change, training
@@ -21,7 +21,7 @@ class Attempt:
 
     def __init__(self, **seconds: float) -> None:
         self.seconds = seconds
-        self.began = goodput_module.time.monotonic() - sum(seconds.values())
+        self.began = clock_module.time.monotonic() - sum(seconds.values())
 
     def elapsed(self) -> dict[str, float]:
         return dict(self.seconds)
@@ -43,7 +43,7 @@ class Time:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
     clock = Time()
-    monkeypatch.setattr(goodput_module, "time", clock)
+    monkeypatch.setattr(clock_module, "time", clock)
     return clock
 
 

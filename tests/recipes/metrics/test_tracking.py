@@ -24,6 +24,7 @@ import os, sys, threading, time
 from contextlib import suppress
 from pathlib import Path
 from recipes.metrics import tracking
+from recipes.metrics.config import MetricsConfig
 from recipes.metrics.writer import MetricsWriter
 tracking.END_SECONDS = float(os.environ.get("END_SECONDS", tracking.END_SECONDS))
 folder = Path(sys.argv[1])
@@ -36,7 +37,8 @@ with suppress(ImportError):
             return work(*arguments, **options)
         return call
     wandb.init, wandb.Run.log, wandb.Run.finish = map(noting, (wandb.init, wandb.Run.log, wandb.Run.finish))
-writer = MetricsWriter(folder, enabled=True, wandb_project="p", run_name="r", recipe={}, before={}, log=said.append)
+config = MetricsConfig(wandb=True, wandb_project="p")
+writer = MetricsWriter(folder, config, enabled=True, run_name="r", recipe={}, before={}, log=said.append)
 for step in range(1, 7):
     writer.write({"step": step, "loss": 1.5, "tried": step})
     if step == 3 and len(sys.argv) > 2:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from parallel.errors import UserError
+from recipes.metrics.config import MetricsConfig
 from recipes.metrics.writer import MetricsWriter
 from recipes.recipe.load import load
 
@@ -19,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def writer(folder: Path, *, enabled: bool = True) -> MetricsWriter:
-    return MetricsWriter(folder, enabled=enabled, wandb_project=None, run_name="r", recipe={}, before={})
+    return MetricsWriter(folder, MetricsConfig(), enabled=enabled, run_name="r", recipe={}, before={})
 
 
 def rows(folder: Path) -> list[Any]:
@@ -41,7 +42,7 @@ def test_nan_and_infinity_become_null(tmp_path: Path) -> None:
 def test_a_disabled_writer_touches_nothing(tmp_path: Path) -> None:
     writer(tmp_path).write({"step": 7})
     before = (tmp_path / "metrics.jsonl").read_bytes()
-    silent = MetricsWriter(tmp_path, enabled=False, wandb_project="p", run_name="r", recipe={}, before={})
+    silent = MetricsWriter(tmp_path, MetricsConfig(wandb=True), enabled=False, run_name="r", recipe={}, before={})
     silent.sync()
     silent.write({"step": 8})
     silent.close()
@@ -55,8 +56,8 @@ def test_a_disabled_writer_touches_nothing(tmp_path: Path) -> None:
 def board(folder: Path, *, done: int, said: list[str]) -> MetricsWriter:
     recipe = {"model": {"layers": 2}, "stages": ()}
     before = {"step": done} if done else {}
-    given: dict[str, Any] = {"wandb_project": None, "run_name": "r", "before": before, "log": said.append}
-    return MetricsWriter(folder, enabled=True, recipe=recipe, tensorboard=True, **given)
+    given: dict[str, Any] = {"run_name": "r", "before": before, "log": said.append}
+    return MetricsWriter(folder, MetricsConfig(tensorboard=True), enabled=True, recipe=recipe, **given)
 
 
 def seen(folder: Path) -> Any:
@@ -112,14 +113,16 @@ def test_a_recipe_with_tensorboard_is_refused_without_the_package(monkeypatch: p
 TRACKED = """
 import sys
 from pathlib import Path
+from recipes.metrics.config import MetricsConfig
 from recipes.metrics.writer import MetricsWriter
+config = MetricsConfig(wandb=True, wandb_project="p")
 facts = {"recipe": {"run": {"steps": 3}}, "run_name": "a run of ours"}
-writer = MetricsWriter(Path(sys.argv[1]), enabled=True, wandb_project="p", before={}, **facts)
+writer = MetricsWriter(Path(sys.argv[1]), config, enabled=True, before={}, **facts)
 writer.write({"step": 1, "loss": 3.0, "mfu": None})
 writer.write({"step": 1, "validation_loss": 3.5})
 state = writer.state()
 writer.close()
-writer = MetricsWriter(Path(sys.argv[1]), enabled=True, wandb_project="p", before=state, **facts)
+writer = MetricsWriter(Path(sys.argv[1]), config, enabled=True, before=state, **facts)
 writer.write({"step": 2, "loss": 2.0})
 assert writer.state() == state and len(state["wandb_id"]) > 4
 writer.close()

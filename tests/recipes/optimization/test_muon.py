@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models import build
+from models import decoder
 from models.config import ModelConfig
 from models.interface import blocks_of
 from models.sizes import SIZES
@@ -63,7 +63,7 @@ def float32_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plain_copy(model: nn.Module, config: ModelConfig) -> nn.Module:
     """The same weights in a model that is not parallel."""
-    plain = build.build_model(config)
+    plain = decoder.build_model(config)
     plain.load_state_dict({name: one.full_tensor() for name, one in model.state_dict().items()})
     return plain
 

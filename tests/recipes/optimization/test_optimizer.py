@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 from models.sizes import SIZES
 from parallel.config import Float8Config, FSDPConfig
 from parallel.float8 import precompute_scales, without_wrapper
-from parallel.materialize import plain_name
-from recipes.checkpoint.checkpoints import Checkpoints
+from parallel.fsdp import plain_name
 from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer
 from tests.build import NO_FLOAT8, build_model, cpu_mesh
 from tests.families import family_config
+from tests.recipes.checkpoint.small import checkpoints_in
 
 CONFIG = OptimizerConfig(lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.5)
 TENSORWISE = Float8Config(recipe="tensorwise", all_gather=True, emulate=True)
@@ -186,12 +186,12 @@ def test_a_checkpoint_restores_bfloat16_moments(tmp_path: Path) -> None:
     model = build("llama3_debug")
     optimizer = build_optimizer(model, HALF)
     take_steps(model, optimizer, steps=3)
-    Checkpoints(tmp_path, keep=1).save(model, optimizer, step=3)
+    checkpoints_in(tmp_path, keep=1).save(model, optimizer, step=3)
     expected = take_steps(model, optimizer, steps=3, first=3)
 
     again = build("llama3_debug")
     resumed = build_optimizer(again, HALF)
-    Checkpoints(tmp_path, keep=1).load(again, resumed, step=3)
+    checkpoints_in(tmp_path, keep=1).load(again, resumed, step=3)
     assert {state["exp_avg"].dtype for state in resumed.state.values()} == {torch.bfloat16}
     assert all(map(torch.equal, take_steps(again, resumed, steps=3, first=3), expected))
 

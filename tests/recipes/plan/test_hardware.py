@@ -3,7 +3,8 @@
 import pytest
 
 from parallel.errors import UserError
-from recipes.plan.hardware import gpu_named, gpu_of_device
+from recipes.lab.bench.gpu_plan import gpu_of_device
+from recipes.lab.plan.world import gpu_named
 
 
 @pytest.mark.parametrize(

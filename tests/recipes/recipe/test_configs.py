@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from models.build import build_model
+from models.decoder import build_model
 from models.interface import blocks_of
 from models.sizes import SIZES
 from models.transformers_config import TransformersConfig
@@ -174,7 +174,7 @@ def test_a_recipe_builds_on_meta_and_shards_over_the_hardware_of_its_name(path: 
             activation_checkpointing=recipe.activation_checkpointing,
             compile=recipe.compile,
             fsdp=recipe.fsdp,
-            context_by=recipe.mesh.context_by,
+            layout=replace(recipe.mesh, overlap_tensor=False),
         )
         assert list(model.state_dict()) == names
         assert all(isinstance(block, FSDPModule) for block in blocks_of(model))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from parallel.dist import start, stop
-from parallel.materialize import plain_name, whole
+from parallel.fsdp import plain_name, whole
 from recipes.files.layout import EXPORT
 from recipes.recipe.schema import Recipe
 from recipes.weights.convert import export_checkpoint

@@ -1,7 +1,6 @@
 """The debug recipes for models of transformers, from a config.json to text from the exported folder."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from parallel.errors import UserError
 from parallel.kernels import compile_blocks
 from recipes.evaluation.by_transformers import texts_of
 from recipes.evaluation.generate import open_model
+from recipes.evaluation.sampling import Sampling
 from recipes.files.layout import EXPORT, LOG_FILE
 from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 NAMES = ("gpt2_debug", "qwen3_debug", "t5_debug")
-GREEDY: dict[str, Any] = {"max_tokens": 6, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0}
+GREEDY = Sampling(6, temperature=0.0)
 
 
 def short(name: str, corpus: Path, folder: Path) -> Recipe:
@@ -78,7 +78,7 @@ def test_the_exported_folder_writes_the_same_text_as_the_checkpoint(finished: Re
     for place in (finished.run.folder, finished.run.folder / EXPORT):
         opened = open_model(place, dtype=torch.float32, device=torch.device("cpu"))
         ids = opened.prompt_ids("spell: 4 2" if opened.encoder_decoder else "def main")
-        found.append((ids, texts_of(opened, ids, **GREEDY, beams=1, outputs=1)))
+        found.append((ids, texts_of(opened, ids, GREEDY, beams=1, outputs=1)))
     assert found[0] == found[1] and len(found[0][1]) == 1
 
 

@@ -22,18 +22,18 @@ from models.sizes import SIZES
 from parallel.config import Float8Config, FSDPConfig, MeshConfig
 from parallel.dist import start, stop
 from parallel.errors import UserError
-from parallel.materialize import plain_name
-from recipes.checkpoint.checkpoints import Checkpoints
+from parallel.fsdp import plain_name
 from recipes.optimization.config import OptimizerConfig
 from recipes.optimization.optimizer import build_optimizer
 from recipes.weights import hf_folder
+from recipes.weights.companions import without_added_tokens
 from recipes.weights.convert import export_checkpoint, export_model, import_folder, load_weights
 from recipes.weights.description import Description, checkpoint_files, differences
 from recipes.weights.hf_folder import read_header, stored_tensors
 from recipes.weights.locate import find_weights
-from recipes.weights.tokenizer_file import without_added_tokens
 from tests.build import build_model
 from tests.processes import run_processes
+from tests.recipes.checkpoint.small import checkpoints_in
 
 TOKENIZER = json.dumps(
     {
@@ -272,7 +272,7 @@ def test_weights_wrapped_for_float8_all_gather_are_written_plain(tmp_path: Path)
             export_model(model, tmp_path / "out", description, world=world, max_bytes=10_000)
             assert contents(tmp_path / "out") == contents(folder)
         optimizer = build_optimizer(model, OptimizerConfig())
-        checkpoints = Checkpoints(tmp_path, keep=1, files=checkpoint_files(description))
+        checkpoints = checkpoints_in(tmp_path, keep=1, files=checkpoint_files(description))
         checkpoints.save(model, optimizer, step=1)
         assert not any(b"DynamicFloat8Cast" in content for content in contents(checkpoints.path(1)).values())
         plain, _ = build_model(wide, seed=2)

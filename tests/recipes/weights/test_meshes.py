@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from parallel.config import FSDPConfig
 from parallel.dist import start, stop
 from parallel.errors import UserError
-from parallel.materialize import plain_name, whole
+from parallel.fsdp import plain_name, whole
 from recipes.weights import convert
 from recipes.weights.convert import export_checkpoint, export_model, import_folder, load_weights
 from recipes.weights.description import Description

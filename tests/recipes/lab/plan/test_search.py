@@ -13,10 +13,10 @@ from parallel.config import ActivationCheckpointingConfig, MeshConfig
 from parallel.errors import UserError
 from recipes.lab.plan.found import Found, write
 from recipes.lab.plan.plan import Plan, plan
-from recipes.lab.plan.search import GRAIN, KINDS, SLOWEST, TIE, kind_of, search
+from recipes.lab.plan.search import GRAIN, KINDS, SLOWEST, TIE, kind_of, peak, search
 from recipes.lab.plan.search_space import CHUNKS, PREFETCH, SEARCHED, SHARES, changes, tuned
 from recipes.plan.hardware import GPUS, Gpu
-from recipes.plan.memory import FULL, peak
+from recipes.plan.memory import FULL
 from recipes.plan.rates import RATES
 from recipes.recipe.fields import value_of
 from recipes.recipe.load import load, to_toml
