@@ -9,6 +9,7 @@ from queue import SimpleQueue
 
 import torch.distributed as dist
 
+from parallel.messages import Channel, Messages
 from recipes.files.exit_codes import ECHO_SECONDS, PREEMPTED, SIGNALS, ended_by
 from recipes.files.screen import put
 
@@ -24,8 +25,6 @@ class Agreement:
     """
 
     def __init__(self) -> None:
-        from parallel.messages import Channel, Messages  # which one process does not need
-
         self._pending = False
         self._messages = Messages(Channel.VOTES)
         self._votes: SimpleQueue[int | None] = SimpleQueue()
@@ -76,7 +75,7 @@ class Interruption:
         self._ending = False
         self.can_wait = True
         """Whether the run goes on until the ranks agree on a step; false where nothing is lost by ending at once."""
-        self._agreement = Agreement() if dist.get_world_size() > 1 else None
+        self._agreement = Agreement()
         ours, pythons = os.pipe()
         os.set_blocking(pythons, False)
         signal.set_wakeup_fd(pythons)
@@ -87,12 +86,10 @@ class Interruption:
 
     def agreed(self) -> int:
         """The signal that any rank had received by the previous call, or 0. Every rank calls it once per step."""
-        return self._agreement.largest(self.noted) if self._agreement else self.noted
+        return self._agreement.largest(self.noted)
 
     def agreed_now(self) -> int:
         """The signal that any rank has received by now, or 0. Waits for all ranks; leaves no vote pending."""
-        if self._agreement is None:
-            return self.noted
         self._agreement.largest(self.noted)
         return self._agreement.end()
 
@@ -100,8 +97,7 @@ class Interruption:
         """Leave together, ignoring signals: when the first rank ends, torchrun may send one to the others."""
         self._ending = True
         self.agreed_now()
-        if self._agreement:
-            self._agreement.close()
+        self._agreement.close()
 
     def _listen(self, pipe: int) -> None:
         while numbers := os.read(pipe, 64):
