@@ -161,7 +161,8 @@ def prepare(options: argparse.Namespace) -> None:
     else:
         say("nothing was left to do")
     if read_index(folder) is None:
-        say(f"part {'/'.join(map(str, options.part))} is whole; recipes can read the folder after {missing(folder)}")
+        others = missing(folder) or "another process has written its index"
+        say(f"part {'/'.join(map(str, options.part))} is whole; recipes can read the folder after {others}")
         return
     _finish(folder, fields, options)
     share = f"validation_fraction = {options.validation_fraction:g}"

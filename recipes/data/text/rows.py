@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from parallel.errors import UserError
 from recipes.data.text.plain_text import text_rule
 from recipes.data.text.readers import read_file
-from recipes.data.text.row import Place, Row, unit
+from recipes.data.text.row import Place, Row, Rows, unit
 from recipes.data.text.sources import file_size, find_files, is_hub, source_problem
 
 if TYPE_CHECKING:
@@ -88,15 +88,20 @@ def open_rows(
         for index in range(start.file, limit[0] + bool(limit[1])):
             place = start if index == start.file else Place(index)
             found = read_file(files[index], text_field=text_field, start=place, size=sizes[index], rule=rule)
-            for row, place in found:
-                at = (place.file, place.offset or place.number)
-                if at > limit and place.file == index:  # after blank lines
-                    return
-                yield row, place
-                if at >= limit:
-                    return
+            yield from found if index < limit[0] else _until(limit[1], found)
 
     return RowStream(rows(), files=names, start=start)
+
+
+def _until(end: int, rows: Rows) -> Rows:
+    """The rows up to this byte of their file (of .parquet, this row), and what is lost if it breaks off before."""
+    for row, place in rows:
+        at = place.offset or place.number
+        if at > end and place.file == row.file:  # only blank lines were left before the end
+            return
+        yield row, place
+        if at == end:
+            return
 
 
 def _refuse_wrong_field(rows: RowStream, setting: str, wanted: str) -> None:

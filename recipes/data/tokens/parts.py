@@ -2,7 +2,8 @@
 same folder. parts.json says where the parts begin: the first machine decides it for all. Large files are divided where
 a row can be found without reading those before it: .jsonl at lines, .parquet at row groups.
 
-Imports no torch."""
+Imports no torch.
+"""
 
 import json
 from bisect import bisect_right
@@ -53,7 +54,7 @@ class Cut(NamedTuple):
     """Bytes of the source before it, about."""
 
 
-def ends_of(folder: Path, work: Preparation, part: Part, unfinished: Path) -> tuple[Cut, Cut]:
+def ends_of(folder: Path, work: Preparation, *, part: Part, unfinished: Path) -> tuple[Cut, Cut]:
     """Where this part begins and ends. unfinished: from claimed(). Raises UserError if the folder was begun with
     another number of parts."""
     with alone(folder):
@@ -109,7 +110,7 @@ def parts_in(folder: Path) -> dict[Part, list[Shard]]:
 def whole_parts(folder: Path) -> list[Shard] | None:
     """The shards of all parts in order; None if one is not whole."""
     parts = parts_in(folder).values()
-    return [shard for shards in parts for shard in shards] if all(map(_is_whole, parts)) else None
+    return [shard for shards in parts for shard in shards] if parts and all(map(_is_whole, parts)) else None
 
 
 def missing(folder: Path) -> str:
@@ -136,8 +137,8 @@ def state(folder: Path, work: Preparation) -> list[str]:
         share = float(_is_whole(shards))
         if shards and not share:
             place = Place(**shards[-1].cursor)
-            read = min(before[place.file] + place.offset, *before[place.file + 1 :]) - begins.read
-            share = min(1, max(0, read / max(1, ends.read - begins.read)))
+            read = min(before[place.file] + place.offset, before[min(place.file + 1, len(work.states))])
+            share = min(1, max(0, (read - begins.read) / max(1, ends.read - begins.read)))
         tokens = sum(shard.train + shard.validation for shard in shards)
         lines.append(f"part {part}: {share:.0%}, {len(shards)} shards with {tokens:,} tokens")
     return lines
@@ -165,21 +166,22 @@ def _cuts(work: Preparation, parts: int) -> list[Cut]:
         index = min(bisect_right(ends, wanted), len(ends) - 1)
         before = ends[index - 1] if index else 0
         size = ends[index] - before
-        at, whole = (wanted - before) * 2 // max(1, size), 1  # the nearer end of the file
+        divided = None
         if size * DIVIDED * parts > total:
-            at, whole = _divided(files[index], wanted - before, size, work.text_field) or (at, whole)
+            divided = _divided(files[index], wanted=wanted - before, size=size, text_field=work.text_field)
+        at, whole = divided or ((wanted - before) * 2 // max(1, size), 1)  # or the nearer end of the file
         cut = Cut(index + 1, 0, before + size) if at >= whole else Cut(index, at, before + size * at // whole)
         cuts.append(max(cuts[-1], cut))
     return [*cuts, Cut(len(files), 0, total)]
 
 
-def _divided(file: File, wanted: int, size: int, text_field: Fields) -> tuple[int, int] | None:
+def _divided(file: File, *, wanted: int, size: int, text_field: Fields) -> tuple[int, int] | None:
     """A beginning of a row near so many bytes, in bytes of a .jsonl file or rows of a .parquet file, and how many there
     are in all; None if the file cannot be divided."""
     name = file.name.lower()
     try:
         if name.endswith(".parquet"):
-            return _row_group(file, wanted / size, text_field)
+            return _row_group(file, wanted=wanted / size, text_field=text_field)
         return (_line(file, wanted), size) if name.endswith(".jsonl") else None
     except MemoryError:
         raise
@@ -198,7 +200,7 @@ def _line(file: File, wanted: int) -> int:
         return lines.tell()
 
 
-def _row_group(file: File, wanted: float, text_field: Fields) -> tuple[int, int] | None:
+def _row_group(file: File, *, wanted: float, text_field: Fields) -> tuple[int, int] | None:
     """The rows before the row group that begins nearest to this share of the file, and all rows; None if the file has
     no such field: then all of its rows are lost at once."""
     import pyarrow.parquet

@@ -51,7 +51,7 @@ def write_shards(
         progress: called after each batch with the number of tokens so far.
     """
     with claimed(folder, fingerprint=work.fingerprint, tokenizer=work.tokenizer.json) as unfinished:
-        begins, ends = ends_of(folder, work, part, unfinished)
+        begins, ends = ends_of(folder, work, part=part, unfinished=unfinished)
         shards = whole_shards(folder, first=part.first, keep_unread=keep_unread)
         if shards and shards[-1].last and (index := read_index(folder)) is not None:
             check(index.shards)
@@ -75,7 +75,7 @@ def write_shards(
                     check(shards)
                 read = slice(shards[-1].cursor["file"] if shards else begins.file, ends.file + 1)
                 number = part.first + len(shards)
-                shards.append(_write_shard(folder, number, batches, work, files=rows.files, read=read, part=unfinished))
+                shards.append(_write_shard(folder, number, batches, work, files=rows.files, read=read, into=unfinished))
                 yield shards[-1]
         with alone(folder):  # else two parts that end at once may both miss the other
             if (everything := shards if part == ALL else whole_parts(folder)) is not None:
@@ -180,12 +180,12 @@ def _write_shard(
     *,
     files: Sequence[str],
     read: slice,
-    part: Path,
+    into: Path,
 ) -> Shard:
     """Write the next shard, from as many batches as it takes. files: names of the source's files. read: those from
-    which it and the later ones come. part: folder for the shard's unfinished files."""
+    which it and the later ones come. into: folder for the shard's unfinished files."""
     target = work.pieces.shard_tokens(number)
-    with closing(ShardWriter(part, work, files)) as writer:
+    with closing(ShardWriter(into, work, files)) as writer:
         for batch in batches:
             _add(batch, writer, held_out_below=held_out_below(work.validation_fraction))
             if batch.last or writer.tokens >= target or writer.rows >= work.pieces.shard_rows:
@@ -194,7 +194,7 @@ def _write_shard(
     # The files that its rows came from. For a dataset in a folder that may be any; the last shard includes empty files.
     behind = read.stop if shard.last else shard.cursor["file"] + 1
     require_unchanged([*work.states] if is_hub(work.source) else files[read.start : behind], work.states)
-    return publish_shard(folder, number, shard, part, source=work.source)
+    return publish_shard(folder, number, shard, into, source=work.source)
 
 
 def _add(batch: Batch, writer: ShardWriter, *, held_out_below: int) -> None:
