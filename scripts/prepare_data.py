@@ -1,10 +1,10 @@
 """Tokenize a source once, on all cores: `prepare_data.py SOURCE FOLDER --tokenizer T`. Recipes then read the folder.
 
 On N machines that share a file system: the same command with `--part 1/N`, ..., `--part N/N`, in any order and at any
-times, and when all have finished, with `--join`. scripts/prepare.sbatch does both as jobs of SLURM.
+times; recipes read the folder once all have finished. scripts/prepare.sbatch does it as jobs of SLURM.
 
-If it was interrupted or killed, the same command continues after the last whole shard or slice. The bytes in the folder
-depend only on the source, the tokenizer and the held-out share. Imports no torch.
+If it was interrupted or killed, the same command continues after the last whole shard. The tokens in the folder depend
+only on the source, the tokenizer and the held-out share. Imports no torch.
 """
 
 import argparse
@@ -33,9 +33,7 @@ from recipes.files.units import counted  # noqa: E402
 
 if TYPE_CHECKING:
     from recipes.data.text.pair_format import PairFields
-    from recipes.data.tokens.parts import Source
     from recipes.data.tokens.shards import Index
-    from recipes.data.tokens.slices import Plan
     from recipes.data.tokens.workspace import Preparation
 
 SHARDS_SHOWN = 20
@@ -99,9 +97,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cache", type=Path, default=Path("~/.cache/shardwright"), help="folder for trained tokenizers"
     )
-    parser.add_argument("--part", type=_part, metavar="I/N", help="only make part I of N, on one of N machines")
-    parser.add_argument("--join", action="store_true", help="make shards of all parts; with --part I/N, 1/N of them")
+    parser.add_argument(
+        "--part", type=_part, default=(1, 1), metavar="I/N", help="only make part I of N, on one of N machines"
+    )
     parser.add_argument("--status", action="store_true", help="only say how much of each part is there")
+    parser.add_argument("--join", action="store_true", help=argparse.SUPPRESS)  # made one of the parts in 0.2
     return parser
 
 
@@ -118,7 +118,8 @@ def prepare(options: argparse.Namespace) -> None:
     from recipes.data.text.beginning import with_beginning
     from recipes.data.text.sources import is_hub, is_prepared, notes, pinned, source_problem
     from recipes.data.text.tokenizer_loading import load_tokenizer
-    from recipes.data.tokens.parts import parts_folder
+    from recipes.data.tokens.parts import missing
+    from recipes.data.tokens.shards import read_index
     from recipes.data.tokens.workspace import preparation, unclaim, would_read_itself
 
     _require_valid(options)
@@ -130,11 +131,11 @@ def prepare(options: argparse.Namespace) -> None:
     source = pinned(options.source)
     if problem := source_problem(source):
         raise UserError(f"data.source: {problem}")
-    if would_read_itself(source, folder) or would_read_itself(source, parts_folder(folder)):
+    if would_read_itself(source, folder):
         raise UserError(f"'{folder}' lies inside '{options.source}' and would be part of it; give another folder")
     for note in notes(source, text_documents=options.text_documents):
         say(note)
-    if is_hub(source) and (options.part or options.join or options.status):
+    if is_hub(source) and (options.part != (1, 1) or options.status):
         raise UserError(f"--part needs files: download the dataset of '{options.source}', and give its folder of files")
     fields = _fields(options)
     reading: Any = {"text_field": fields, "text_documents": options.text_documents}
@@ -142,24 +143,28 @@ def prepare(options: argparse.Namespace) -> None:
     if options.bos:
         tokenizer = with_beginning(tokenizer)
     work = preparation(source, **reading, tokenizer=tokenizer, validation_fraction=options.validation_fraction)
+    if (old := folder.with_name(f"{folder.name}.parts") / "plan.json").is_file():
+        say(f"'{old.parent}' holds parts that version 0.2 left there; they are not read, so remove it")
     new = not folder.exists()
     started = time.perf_counter()
     try:
-        if not (options.part or options.join or options.status):
-            tokens = _write(folder, work, budget=options.bad_row_budget)
-        elif _in_parts(folder, work, options):
-            tokens = 0
-        else:
+        if options.status:
+            _say_state(folder, work)
             return
+        tokens = _write(folder, work, options)
     except BaseException:
         unclaim(folder, remove=new)  # leave nothing behind if no shard was written
         raise
     seconds = time.perf_counter() - started
-    _finish(folder, fields, options)
     if tokens:
         say(f"tokenized {tokens:,} tokens in {seconds:.1f} s, {counted(int(tokens / seconds))} tokens/s")
-    elif not options.join:
+    else:
         say("nothing was left to do")
+    if read_index(folder) is None:
+        others = missing(folder) or "another process has written its index"
+        say(f"part {'/'.join(map(str, options.part))} is whole; recipes can read the folder after {others}")
+        return
+    _finish(folder, fields, options)
     share = f"validation_fraction = {options.validation_fraction:g}"
     more = (["bos = true"] if options.bos else []) if isinstance(fields, str) else fields.in_recipe
     say(", ".join([f'in a recipe: source = "{folder}"', f'tokenizer = "{folder / "tokenizer.json"}"', share, *more]))
@@ -169,6 +174,8 @@ def _require_valid(options: argparse.Namespace) -> None:
     """Raises UserError for numbers out of range, and for what is not a rule for documents."""
     from recipes.data.text.plain_text import text_documents_problem
 
+    if options.join:
+        raise UserError("--join is gone: recipes read the parts in order where they are, so nothing needs to be joined")
     if not 0 <= options.validation_fraction < 1:
         raise UserError(
             f"--validation-fraction {options.validation_fraction} must be at least 0 and below 1; write 0.01, or 0 to"
@@ -184,8 +191,6 @@ def _require_valid(options: argparse.Namespace) -> None:
 
 def _finish(folder: Path, fields: "PairFields", options: argparse.Namespace) -> None:
     """Write what stands beside the shards once all are there, and print what they hold."""
-    from recipes.data.tokens.join import remove_parts
-    from recipes.data.tokens.parts import parts_folder
     from recipes.data.tokens.shards import bad_rows, open_index
 
     index = open_index(str(folder))
@@ -194,7 +199,6 @@ def _finish(folder: Path, fields: "PairFields", options: argparse.Namespace) -> 
     with (folder / "quarantine.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in bad_rows(folder, index.shards))
     _print_contents(folder, index)
-    remove_parts(parts_folder(folder))
 
 
 def _fields(options: argparse.Namespace) -> "PairFields":
@@ -229,104 +233,32 @@ def _keep_template(folder: Path, fields: "PairFields") -> None:
             (folder / name).write_text(text, encoding="utf-8")
 
 
-def _write(folder: Path, work: "Preparation", *, budget: float) -> int:
-    """Write all missing shards. Returns how many tokens were written."""
+def _write(folder: Path, work: "Preparation", options: argparse.Namespace) -> int:
+    """Write all missing shards of the part. Returns how many tokens were written."""
+    from recipes.data.tokens.parts import Part
     from recipes.data.tokens.prepare import write_shards
     from recipes.data.tokens.shards import BadRowBudget
-    from recipes.data.tokens.workspace import claimed, whole_shards
 
-    with (
-        _progress() as progress,
-        claimed(folder, fingerprint=work.fingerprint, tokenizer=work.tokenizer.json),
-    ):
-        shards = whole_shards(folder, keep_unread=False)
-        bad_rows = BadRowBudget(folder, source=work.source, budget=budget, setting="--bad-row-budget")
-        bad_rows.count(shards)
+    part, setting = Part(*options.part), "--bad-row-budget"
+    bad_rows = BadRowBudget(folder, source=work.source, budget=options.bad_row_budget, setting=setting)
+    with _progress() as progress:
         tokens = _Tokens(progress)
-        for shard in write_shards(folder, work, progress=tokens):
-            shards.append(shard)
-            bad_rows.count(shards)
+        for _ in write_shards(folder, work, part=part, keep_unread=False, check=bad_rows.count, progress=tokens):
+            pass
     return tokens.count
 
 
-def _in_parts(folder: Path, work: "Preparation", options: argparse.Namespace) -> bool:
-    """Make a part, join all, or say what is there. Returns whether the folder is complete then."""
-    from recipes.data.tokens.join import state
-    from recipes.data.tokens.parts import begin, parts_folder
-    from recipes.data.tokens.shards import read_index
-    from recipes.data.tokens.slices import read_plan
-    from recipes.data.tokens.workspace import claimed, whole_shards
+def _say_state(folder: Path, work: "Preparation") -> None:
+    """Say how much of each part is there."""
+    from recipes.data.tokens.parts import state
+    from recipes.data.tokens.workspace import claimed
 
-    parts = parts_folder(folder)
     with claimed(folder, fingerprint=work.fingerprint, tokenizer=work.tokenizer.json):  # refuses other contents
-        whole_shards(folder)
-        if read_index(folder) is not None:
-            return True
-    if (options.join or options.status) and read_plan(parts) is None:
-        raise UserError(f"'{parts}' holds no part of '{folder}' yet; make all parts first: --part 1/N to --part N/N")
-    try:
-        plan, source = begin(parts, work, parts=options.part[1] if options.part else 1)
-        if options.status:
-            for line in state(parts, plan)[0]:
-                say(line)
-            return False
-        if options.join:
-            return _join(folder, parts, plan, work, source, options)
-        _write_part(parts, plan, work, source, options.part)
-        return False
-    except FileNotFoundError:
-        if read_index(folder) is None:
-            raise
-        return True  # another process joined all parts meanwhile, and removed them
-
-
-def _write_part(parts: Path, plan: "Plan", work: "Preparation", source: "Source", part: tuple[int, int]) -> None:
-    from recipes.data.tokens.join import missing
-    from recipes.data.tokens.parts import write_slices
-
-    number, count = part
-    mine, started = plan.part(number, count), time.perf_counter()
-    left = len({*mine} & {*missing(parts, plan)})
-    if left:
-        say(f"part {number}/{count}: {left} of its {len(mine)} slices are left to do")
-    with _progress() as show:
-        tokens = _Tokens(show)
-        rows = bad = 0
-        for found in write_slices(parts, mine, plan, work, source=source, progress=tokens):
-            rows, bad = rows + found.rows, bad + found.bad
-    seconds = time.perf_counter() - started
-    rate = f", {counted(int(tokens.count / seconds))} tokens/s" if tokens.count else ""
-    say(f"part {number}/{count}: whole; {tokens.count:,} tokens of {rows:,} rows now, {bad:,} bad{rate}")
-    lacking = len(missing(parts, plan))
-    say(f"{lacking} of all {len(plan.slices)} slices are missing" if lacking else "all parts are whole: --join is next")
-
-
-def _join(
-    folder: Path, parts: Path, plan: "Plan", work: "Preparation", source: "Source", options: argparse.Namespace
-) -> bool:
-    """Returns whether the folder is complete. Raises UserError if a part is missing."""
-    from recipes.data.tokens.join import join, state
-    from recipes.data.tokens.shards import BadRowBudget
-
-    if unfinished := state(parts, plan)[1]:
-        names = ", ".join(unfinished[:SHARDS_SHOWN]) + (", ..." if len(unfinished) > SHARDS_SHOWN else "")
-        raise UserError(f"parts of '{folder}' are not whole; run these first, with the same options: --part {names}")
-    started = time.perf_counter()
-    budget = BadRowBudget(folder, source=work.source, budget=options.bad_row_budget, setting="--bad-row-budget")
-    with _progress() as show:
-        left = join(
-            folder,
-            parts,
-            plan,
-            work,
-            files=source.names,
-            budget=budget,
-            threads=options.cores or os.cpu_count() or 1,
-            share=options.part or (1, 1),
-            progress=lambda done, shards: show(f"{done} of {shards} shards"),
-        )
-    say(f"joined in {time.perf_counter() - started:.1f} s" + (f"; {left} shards are left to others" if left else ""))
-    return not left
+        lines = state(folder, work)
+    if not lines:
+        raise UserError(f"'{folder}' holds no part yet; make them with --part 1/N to --part N/N")
+    for line in lines:
+        say(line)
 
 
 class _Tokens:
@@ -355,8 +287,8 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 
 def _print_contents(folder: Path, index: "Index") -> None:
-    for number, shard in enumerate(index.shards[:SHARDS_SHOWN]):
-        say(f"shard {number:05d}  {shard.train:>12,} tokens  checksum {shard.checksums['train']}")
+    for shard in index.shards[:SHARDS_SHOWN]:
+        say(f"shard {shard.number:05d}  {shard.train:>12,} tokens  checksum {shard.checksums['train']}")
     if len(index.shards) > SHARDS_SHOWN:
         say(f"... and {len(index.shards) - SHARDS_SHOWN} more, with their checksums in {folder / 'index.json'}")
 

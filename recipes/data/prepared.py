@@ -5,8 +5,8 @@ from pathlib import Path
 from parallel.errors import UserError
 from recipes.data.text.sources import file_size
 from recipes.data.text.tokenizer import Tokenizer, build_tokenizer
-from recipes.data.tokens.shards import TOKENIZER, TRAIN, Index, array_path, damage, open_index
-from recipes.data.tokens.workspace import VERIFY_UP_TO_BYTES
+from recipes.data.tokens.shards import TOKENIZER, TRAIN, Index, array_path, open_index
+from recipes.data.tokens.workspace import VERIFY_UP_TO_BYTES, damage
 
 
 def matching_index(
@@ -32,9 +32,9 @@ def matching_index(
             " prepare the folder again"
         )
     size = 0
-    for number, shard in enumerate(index.shards if verify else ()):
-        size += file_size(array_path(folder, number, TRAIN))
-        if size <= VERIFY_UP_TO_BYTES and (problem := damage(folder, number, shard)):
+    for shard in index.shards if verify else ():
+        size += file_size(array_path(folder, shard.number, TRAIN))
+        if size <= VERIFY_UP_TO_BYTES and (problem := damage(folder, shard)):
             raise UserError(f"{setting}: '{folder}' is damaged: {problem}; prepare it again")
     return index
 

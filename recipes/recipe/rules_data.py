@@ -22,14 +22,14 @@ def data_is_there(
 ) -> Iterator[Violation]:
     """The sources can be read and fill a sequence of this length, and the tokenizer fits the model."""
     from recipes.data.text.plain_text import text_documents_problem
-    from recipes.data.text.sources import is_prepared, source_problem
+    from recipes.data.text.sources import is_prepared
 
     if message := text_documents_problem(data.text_documents):
         yield "data.text_documents", message
     for source in data.sources:
         if is_prepared(source):
             yield from prepared_fits(source, data, length=length)
-        elif message := source_problem(source):
+        elif message := _source_problem(source):
             yield "data.mixture" if data.mixture else "data.source", message
     if len({Path(source).expanduser().resolve() for source in data.mixture}) < len(data.mixture):
         yield "data.mixture", "names the same source twice; give each source one share"
@@ -125,7 +125,7 @@ def validation_is_possible(
 
 def validation_has_text(validation: ValidationConfig, *, data: DataConfig) -> Iterator[Violation]:
     """There is text to validate on, and its sources can be read."""
-    from recipes.data.text.sources import is_prepared, source_problem
+    from recipes.data.text.sources import is_prepared
     from recipes.data.tokens.shards import open_index
 
     if data.validation_fraction == 0 and HELD_OUT in validation.texts.values():
@@ -141,10 +141,18 @@ def validation_has_text(validation: ValidationConfig, *, data: DataConfig) -> It
         if source == HELD_OUT:
             continue
         try:
-            message = None if is_prepared(source) and open_index(source) else source_problem(source)
+            message = None if is_prepared(source) and open_index(source) else _source_problem(source)
         except TemporaryError:
             raise
         except UserError as error:
             message = one_line(error).removeprefix("data.source: ")
         if message:
             yield field, message
+
+
+def _source_problem(source: str) -> str | None:
+    """What is wrong with a source, and what to write instead, or None."""
+    from recipes.data.text.sources import source_problem
+    from recipes.data.tokens.parts import unfinished_problem
+
+    return unfinished_problem(source) or source_problem(source)

@@ -1,5 +1,6 @@
-"""scripts/prepare_data.py --part and --join, as several machines call it."""
+"""scripts/prepare_data.py --part, as several machines call it."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -8,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import run_command
 from tests.recipes.data.texts import contents, write_rows
-from tests.scripts.test_prepare_data import SCRIPT, run
+from tests.recipes.data.tokens.test_parts import everything
+from tests.scripts.test_prepare_data import ROOT, SCRIPT, run
 
 pytestmark = pytest.mark.slow
 
@@ -23,60 +26,67 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out" / "tokenizer.json"
 
 
-def test_parts_that_are_killed_repeated_and_doubled_give_the_bytes_of_one_machine(
-    tmp_path: Path, tokenizer: Path
-) -> None:
+def losses(folder: Path, name: str, tokenizer: Path) -> list[float]:
+    """The losses of a short run on a prepared folder."""
+    recipe = folder / f"{name}.toml"
+    recipe.write_text(
+        f'base = "{ROOT / "configs" / "smollm3_debug.toml"}"\n[data]\nsource = "{folder / name}"\n'
+        f'tokenizer = "{tokenizer}"\nvalidation_fraction = 0.01\n[run]\nsteps = 5\nname = "on_{name}"\n'
+        f'output = "{folder}"\n[batch]\nsequence_length = 32\n[schedule]\nwarmup_steps = 0\n'
+        "decay_steps = 0\n[checkpoint]\nevery = 0\n[validation]\nevery = 2\n[metrics]\nevery = 1\n"
+    )
+    code, out, err = run_command("train.py", recipe)
+    assert code == 0, out + err
+    found = [json.loads(line) for line in (folder / f"on_{name}" / "metrics.jsonl").read_text().splitlines()]
+    return [row[key] for row in found for key in ("loss", "validation_loss") if key in row]
+
+
+def test_parts_that_are_killed_repeated_and_doubled_train_as_one_machine(tmp_path: Path, tokenizer: Path) -> None:
     common = ("--tokenizer", tokenizer, "--cores", 1)
 
     def start(part: str) -> subprocess.Popen[bytes]:
         arguments = ["python-stdlib", str(tmp_path / "out"), *map(str, common), "--part", part]
         return subprocess.Popen([sys.executable, str(SCRIPT), *arguments], stdout=subprocess.DEVNULL)
 
-    killed = start("2/2")
-    while len(list((tmp_path / "out.parts").glob("*-tokens.npy"))) < 2:
+    killed = start("2/3")
+    while not list((tmp_path / "out").glob(".part-*/train")):
         assert killed.poll() is None
         time.sleep(0.01)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     said = run("python-stdlib", tmp_path / "out", *common, "--status").splitlines()
-    assert "part 1/2: 0 of " in said[1] and "part 2/2: 0 of " not in said[2] and "100%" not in said[2]
-    assert "run these first, with the same options: --part 1/2, 2/2" in run(
-        "python-stdlib", tmp_path / "out", *common, "--join", code=2
-    )
-    twins = [start("1/2"), start("1/2")]
-    assert [twin.wait() for twin in twins] == [0, 0]
-    # The second machine is lost, and three others take its place.
-    for part in ("3/3", "2/3", "1/3"):
-        run("python-stdlib", tmp_path / "out", *common, "--part", part)
-    assert "nothing was left to do" not in run("python-stdlib", tmp_path / "out", *common, "--join")
-    assert not (tmp_path / "out.parts").exists()
+    assert [line.split(" shards")[0] for line in said] == [f"part {number}/3: 0%, 0" for number in (1, 2, 3)]
+    twins = [start(part) for part in ("1/3", "3/3", "1/3")]
+    assert [twin.wait() for twin in twins] == [0, 0, 0]
+    recipe = ("configs/smollm3_debug.toml", "--data.source", tmp_path / "out", "--data.tokenizer", tokenizer, "--check")
+    code, _, err = run_command("train.py", *recipe)
+    assert code == 2 and f"the preparation of '{tmp_path / 'out'}' lacks part 2/3;" in " ".join(err.split())
+    assert "in a recipe: source" in run("python-stdlib", tmp_path / "out", *common, "--part", "2/3")
+    assert not list((tmp_path / "out").glob(".part-*"))
+    before = contents(tmp_path / "out")
+    assert "nothing was left to do" in run("python-stdlib", tmp_path / "out", *common, "--part", "1/3")
+    assert contents(tmp_path / "out") == before
     run("python-stdlib", tmp_path / "whole", *common)
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    assert "nothing was left to do" in run("python-stdlib", tmp_path / "out", *common, "--part", "2/2")
-    run("python-stdlib", tmp_path / "out", *common, "--join")
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert everything(tmp_path / "out") == everything(tmp_path / "whole")
+    assert losses(tmp_path, "out", tokenizer) == losses(tmp_path, "whole", tokenizer)
 
 
-def test_part_with_other_options_or_files_is_refused_by_name(tmp_path: Path, tokenizer: Path) -> None:
+def test_part_with_other_options_or_files_is_refused(tmp_path: Path, tokenizer: Path) -> None:
     rows, out = tmp_path / "rows.jsonl", tmp_path / "out"
     write_rows(rows, 50)
     common = ("--tokenizer", tokenizer)
     run(rows, out, *common, "--part", "1/2")
+    others = "holds tokens of another source, tokenizer or held-out share; give another folder"
     for other, message in (
-        (("--validation-fraction", "0.02"), "were begun with --validation-fraction 0.01, not --validation-fraction"),
-        (("--text-field", "body"), "name a text field"),
-        (
-            ("--tokenizer", "train:301", "--cache", tmp_path / "cache"),
-            "begun with another --tokenizer or --bos",
-        ),
+        (("--validation-fraction", "0.02"), others),
+        (("--text-field", "body"), others),
+        (("--tokenizer", "train:301", "--cache", tmp_path / "cache"), others),
+        (("--part", "2/3"), "was begun as 2 parts; go on with --part I/2"),
     ):
-        assert message in run(rows, out, *common, *other, "--part", "2/2", code=2)
+        assert message in run(rows, out, *common, "--part", "2/2", *other, code=2)
     with rows.open("a") as file:
         file.write('{"text": "new"}\n')
-    assert f"bytes in '{rows}', which has " in run(rows, out, *common, "--part", "2/2", code=2)
-    write_rows(rows, 50, name="Dokument")
-    write_rows(tmp_path / "more.jsonl", 50)
-    assert "were begun with 1 files, but" in run(tmp_path / "*.jsonl", out, *common, "--part", "2/2", code=2)
+    assert others in run(rows, out, *common, "--part", "2/2", code=2)
 
 
 @pytest.mark.parametrize(
@@ -85,8 +95,9 @@ def test_part_with_other_options_or_files_is_refused_by_name(tmp_path: Path, tok
         (("--part", "0/3"), "'0/3' is not a part: write I/N with I from 1 to N, such as 3/8"),
         (("--part", "4/3"), "'4/3' is not a part"),
         (("--part", "one"), "'one' is not a part"),
-        (("--join",), "holds no part of"),
-        (("--status",), "holds no part of"),
+        (("--part", "2/3", "--text-field", "body"), "name a text field"),
+        (("--join",), "--join is gone: recipes read the parts in order where they are"),
+        (("--status",), "holds no part yet"),
     ],
 )
 def test_part_that_cannot_be_is_refused(
@@ -102,3 +113,16 @@ def test_hub_is_refused_for_parts(tmp_path: Path, tokenizer: Path) -> None:
     write_rows(tmp_path / "data" / "train.jsonl", 5)
     said = run(f"hf:{tmp_path / 'data'}", tmp_path / "out", "--tokenizer", tokenizer, "--part", "1/2", code=2)
     assert "--part needs files: download the dataset" in said
+
+
+def test_parts_of_an_earlier_version_are_not_read(tmp_path: Path, tokenizer: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", 50)
+    (tmp_path / "out.parts").mkdir()
+    for name in ("plan.json", "00000.json", "00000-tokens.npy"):
+        (tmp_path / "out.parts" / name).write_text("{}")
+    said = run(tmp_path / "rows.jsonl", tmp_path / "out", "--tokenizer", tokenizer)
+    assert (
+        f"'{tmp_path / 'out.parts'}' holds parts that version 0.2 left there; they are not read, so remove it" in said
+    )
+    run(tmp_path / "rows.jsonl", tmp_path / "other", "--tokenizer", tokenizer)
+    assert everything(tmp_path / "out") == everything(tmp_path / "other")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from parallel.errors import UserError
 from recipes.data.text.plain_text import text_rule
 from recipes.data.text.readers import read_file
-from recipes.data.text.row import Place, Row, unit
+from recipes.data.text.row import Place, Row, Rows, unit
 from recipes.data.text.sources import file_size, find_files, is_hub, source_problem
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ PROBED_FILES, PROBED_ROWS = 16, 16
 # A tokenizer is trained on at most this much of a source: a stream from the hub may be practically endless.
 SAMPLED_CHARACTERS = 1_000_000_000
 REASONS_SHOWN = 3
+START = Place(0)
 
 
 class RowStream(Iterator[Row]):
@@ -48,13 +49,21 @@ class RowStream(Iterator[Row]):
 
 
 def open_rows(
-    source: str, *, text_field: "PairFields", text_documents: str = "auto", cursor: dict[str, Any] | None = None
+    source: str,
+    *,
+    text_field: "PairFields",
+    text_documents: str = "auto",
+    cursor: dict[str, Any] | None = None,
+    begin: Place = START,
+    end: tuple[int, int] | None = None,
 ) -> RowStream:
-    """The rows of a source, from its start or after the row at which `cursor` was taken; they depend only on the
-    source's bytes. Raises UserError for a bad source and, without a cursor, if its first rows lack the text field."""
+    """The rows of a source, from `begin` or after the row at which `cursor` was taken; they depend only on the source's
+    bytes. Raises UserError for a bad source and, without a cursor, if its first rows lack the text field.
+
+    end: file, and in it the byte (of .parquet, the row), where the last row ends; of files only."""
     if problem := source_problem(source):
         raise UserError(f"data.source: {problem}")
-    start = Place(**cursor) if cursor else Place(0)
+    start = Place(**cursor) if cursor else begin
     if is_hub(source):
         from recipes.data.text.hub import HubReader
 
@@ -75,11 +84,24 @@ def open_rows(
         _refuse_wrong_field(RowStream(chain.from_iterable(beginnings), files=names, start=start), *setting)
 
     def rows() -> Iterator[tuple[Row, Place]]:
-        for index in range(start.file, len(files)):
+        limit = end or (len(files), 0)
+        for index in range(start.file, limit[0] + bool(limit[1])):
             place = start if index == start.file else Place(index)
-            yield from read_file(files[index], text_field=text_field, start=place, size=sizes[index], rule=rule)
+            found = read_file(files[index], text_field=text_field, start=place, size=sizes[index], rule=rule)
+            yield from found if index < limit[0] else _until(limit[1], found)
 
     return RowStream(rows(), files=names, start=start)
+
+
+def _until(end: int, rows: Rows) -> Rows:
+    """The rows up to this byte of their file (of .parquet, this row), and what is lost if it breaks off before."""
+    for row, place in rows:
+        at = place.offset or place.number
+        if at > end and place.file == row.file:  # only blank lines were left before the end
+            return
+        yield row, place
+        if at == end:
+            return
 
 
 def _refuse_wrong_field(rows: RowStream, setting: str, wanted: str) -> None:

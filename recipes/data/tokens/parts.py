@@ -1,239 +1,213 @@
-"""A part of a source, tokenized by one of many machines. Each slice of the part becomes a few files beside the folder
-of shards, which recipes/data/tokens/join.py then cuts as one machine would have:
+"""A source divided into parts, which as many machines tokenize at once, each into shards with numbers of its own in the
+same folder. parts.json says where the parts begin: the first machine decides it for all. Large files are divided where
+a row can be found without reading those before it: .jsonl at lines, .parquet at row groups.
 
-    plan.json              the slices, and what all parts must agree on
-    00000-tokens.npy       the tokens of all documents of the slice, each with its end-of-document token
-    00000-sizes.npy        of each row: characters, tokens, and how many rows it stands for
-    00000-rows.npy         of each row: where it is from, the place after it, the hash of its text, and what it is
-    00000-bad.jsonl        rows without usable text, with the reason; absent if there are none
-    00000.json             counts and checksums. Written last: without it there is no slice
-
-Imports no torch."""
+Imports no torch.
+"""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from parallel.errors import UserError
-from recipes.data.text.plain_text import text_rule
-from recipes.data.text.row import File, Place, Row
-from recipes.data.text.rows import open_rows
-from recipes.data.text.sources import document_hash, find_files, require_unchanged
-from recipes.data.text.tokenizer import parallel_tokenizers
-from recipes.data.tokens.prepare import Batch, encoder, tokenized
-from recipes.data.tokens.shard_writer import ArrayWriter, token_type_of
-from recipes.data.tokens.shards import array_path, bad_rows_path, shard_path
-from recipes.data.tokens.slices import (
-    Plan,
-    plan_for,
-    read_plan,
-    require_same,
-    rows_before_the_next,
-    rows_of,
-    write_plan,
-)
-from recipes.data.tokens.workspace import Pieces, Preparation, alone, claimed, publish
+from recipes.data.text.row import BROKEN, PIECE, Fields, File, Place, names_of
+from recipes.data.text.sources import find_files
+from recipes.data.tokens.shards import INDEX, OWNER, PART_SHARDS, PARTS, Shard, read_shard
+from recipes.data.tokens.workspace import Preparation, alone, publish
+from recipes.files.reading import fault
 
-TOKENS, SIZES, ROWS = "tokens", "sizes", "rows"
-SIZE = np.dtype([("characters", "<u4"), ("tokens", "<u4"), ("rows", "<u4")])
-ROW = np.dtype(
-    [
-        ("file", "<u4"),
-        ("number", "<u8"),
-        ("place_file", "<u4"),
-        ("place_number", "<u8"),
-        ("offset", "<u8"),
-        ("hash", "<u8"),
-        ("kind", "u1"),
-    ]
-)
-TEXT, EMPTY, BAD = range(3)
+DIVIDED = 64
+"""A file is divided if it is larger than this fraction of a part. Others stay whole, and the parts are nearly equal."""
+
+NAMED = 20
+"""Missing parts in a message."""
 
 
-@dataclass(frozen=True)
-class Tokenized:
-    """What is known of a slice that is tokenized."""
+class Part(NamedTuple):
+    """One of several parts of a source; usually the only one."""
 
-    rows: int
-    tokens: int
-    bad: int
-    """Bad rows, and rows lost with a part of a file."""
-    rows_before_the_next: int
-    """Added to the numbers of rows in later stretches of the same file."""
-    checksums: dict[str, str] = field(default_factory=dict)
-
-
-class Source(NamedTuple):
-    """The files of a source, as they were when the work began."""
-
-    files: Sequence[File]
-    where: Callable[[Row], str]
-    """The file and number of a row, for messages."""
+    number: int = 1
+    of: int = 1
 
     @property
-    def names(self) -> list[str]:
-        return [str(file) for file in self.files]
+    def first(self) -> int:
+        """The number of its first shard."""
+        return self.number * PART_SHARDS if self.of > 1 else 0
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.of}"
 
 
-def parts_folder(folder: Path) -> Path:
-    """The folder of the parts of the shards in a folder, until they are joined."""
-    return folder.with_name(f"{folder.name}.parts")
+ALL = Part()
 
 
-def begin(folder: Path, work: Preparation, *, parts: int, slice_bytes: int | None = None) -> tuple[Plan, Source]:
-    """The plan that all parts in this folder have, made by the first of them, and the source. Raises UserError if they
-    were begun with something else."""
-    rows = open_rows(work.source, text_field=work.text_field, text_documents=work.text_documents)
-    files = find_files(work.source)
-    if not list(rows.files) == list(map(str, files)) == list(work.states):
-        raise UserError(f"data.source: files of {work.source!r} appeared or disappeared just now; start again")
-    if (plan := read_plan(folder)) is None:
-        with claimed(folder, fingerprint=work.fingerprint, tokenizer=work.tokenizer.json), alone(folder):
-            if (plan := read_plan(folder)) is None:
-                plan = plan_for(work, files, parts=parts, slice_bytes=slice_bytes)
-                write_plan(folder, plan)
-    require_same(folder, plan, work, files)
-    return plan, Source(files, rows.where)
+class Cut(NamedTuple):
+    """A place between two rows, where one part ends and the next begins."""
+
+    file: int
+    at: int = 0
+    """Bytes before it in a .jsonl file, rows before it in a .parquet file; 0 = between two files."""
+    read: int = 0
+    """Bytes of the source before it, about."""
 
 
-def write_slices(
-    folder: Path,
-    numbers: Sequence[int],
-    plan: Plan,
-    work: Preparation,
-    *,
-    source: Source,
-    progress: Callable[[int], None] = lambda tokens: None,
-) -> Iterator[Tokenized]:
-    """Tokenize these slices, except those that are there, yielding each when it is whole. Any number of processes may
-    do so, also with the same numbers.
-
-    Args:
-        folder: from parts_folder().
-        numbers: of the plan's slices.
-        plan, source: from begin().
-        progress: called after each batch with the number of tokens so far.
-    """
-    files = source.files
-    encode = encoder(work, where=source.where)
-    rule, done = text_rule(files, work.text_documents), 0
-    with claimed(folder, fingerprint=work.fingerprint, tokenizer=work.tokenizer.json) as part, parallel_tokenizers():
-        for number in numbers:
-            if read_tokenized(folder, number) is not None:
-                continue
-            piece = plan.slices[number]
-            rows = rows_of(piece, files, plan.sizes, text_field=work.text_field, rule=rule)
-            with (
-                closing(tokenized(_batches(rows, work.pieces), encode, work.pieces)) as batches,
-                closing(_SliceWriter(part, work)) as writer,
-            ):
-                for batch in batches:
-                    writer.add(batch)
-                    progress(done + writer.tokens)
-                last = piece.file + max(1, piece.files)
-                found = writer.finish(rows_before_the_next(piece, files))
-                require_unchanged([str(file) for file in files[piece.file : last]], work.states)
-            _publish(folder, number, found, part)
-            done += found.tokens
-            yield found
+def ends_of(folder: Path, work: Preparation, *, part: Part, unfinished: Path) -> tuple[Cut, Cut]:
+    """Where this part begins and ends. unfinished: from claimed(). Raises UserError if the folder was begun with
+    another number of parts."""
+    with alone(folder):
+        cuts = read_cuts(folder)
+        if not cuts and part.of > 1 and read_shard(folder, 0) is None:
+            cuts = _cuts(work, part.of)
+            publish(unfinished, folder / PARTS, json.dumps(cuts))
+    count = max(1, len(cuts) - 1)
+    if count != part.of:
+        begun, go_on = f"as {count} parts", f"with --part I/{count}"
+        if count == 1:
+            begun, go_on = "without --part", "without it"
+        raise UserError(f"'{folder}' was begun {begun}; go on {go_on}, or give another folder")
+    return (cuts[part.number - 1], cuts[part.number]) if cuts else (Cut(0), Cut(len(work.states)))
 
 
-def read_tokenized(folder: Path, number: int) -> Tokenized | None:
-    """What is known of a slice; None if it is missing, or its files are not as long as they should be."""
+def read_cuts(folder: Path) -> list[Cut]:
+    """Where the parts in a folder begin, and where the last ends; empty if it has none. Raises UserError."""
     try:
-        found = Tokenized(**json.loads(shard_path(folder, number).read_text(encoding="utf-8")))
-        lengths = {TOKENS: found.tokens, SIZES: found.rows, ROWS: found.rows}
-        if any(SliceFile(array_path(folder, number, kind)).length != length for kind, length in lengths.items()):
-            return None
-        return found if not found.bad or bad_rows_path(folder, number).exists() else None
-    except (FileNotFoundError, ValueError, TypeError):
+        return [Cut(*cut) for cut in json.loads((folder / PARTS).read_text(encoding="utf-8"))]
+    except FileNotFoundError:
+        return []
+    except (ValueError, TypeError):
+        raise UserError(f"'{folder / PARTS}' is damaged; remove '{folder}', and prepare it again") from None
+
+
+def place_of(cut: Cut, work: Preparation) -> Place:
+    """The place at which to read on. The lines before it are counted: rows have the numbers that one machine gives.
+    Raises TemporaryError if they cannot be read."""
+    if not cut.at or (file := find_files(work.source)[cut.file]).name.lower().endswith(".parquet"):
+        return Place(cut.file, cut.at)
+    lines, left = 0, cut.at
+    try:
+        with file.open("rb") as content:
+            while left and (data := content.read(min(left, PIECE))):
+                lines += data.count(b"\n")
+                left -= len(data)
+    except OSError as error:
+        raise fault(f"data.source: cannot read '{file}' now", error) from error
+    return Place(cut.file, lines, cut.at)
+
+
+def parts_in(folder: Path) -> dict[Part, list[Shard]]:
+    """The shards that are there of each part in a folder; empty if it has no parts. Raises UserError."""
+    count = len(read_cuts(folder)) - 1
+    parts: dict[Part, list[Shard]] = {Part(number, count): [] for number in range(1, count + 1)}
+    for part, shards in parts.items():
+        while not _is_whole(shards) and (shard := read_shard(folder, part.first + len(shards))) is not None:
+            shards.append(shard)
+    return parts
+
+
+def whole_parts(folder: Path) -> list[Shard] | None:
+    """The shards of all parts in order; None if one is not whole."""
+    parts = parts_in(folder).values()
+    return [shard for shards in parts for shard in shards] if parts and all(map(_is_whole, parts)) else None
+
+
+def missing(folder: Path) -> str:
+    """The names of the parts in a folder that are not whole, for messages."""
+    names = [str(part) for part, shards in parts_in(folder).items() if not _is_whole(shards)]
+    return ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")
+
+
+def unfinished_problem(source: str) -> str | None:
+    """What a folder lacks that is being prepared in parts, and what to do; None for any other source."""
+    folder = Path(source).expanduser()
+    if (folder / INDEX).is_file() or not all((folder / name).is_file() for name in (OWNER, PARTS)):
+        return None
+    if lacking := missing(folder):
+        return f"the preparation of {source!r} lacks part {lacking}; run scripts/prepare_data.py with --part for each"
+    return f"the preparation of {source!r} lacks its index; run scripts/prepare_data.py with any --part of it again"
+
+
+def state(folder: Path, work: Preparation) -> list[str]:
+    """How much of each part is there, in words."""
+    cuts, lines = read_cuts(folder), []
+    before = [0, *accumulate(size for size, _ in work.states.values())]
+    for (part, shards), (begins, ends) in zip(parts_in(folder).items(), pairwise(cuts), strict=True):
+        share = float(_is_whole(shards))
+        if shards and not share:
+            place = Place(**shards[-1].cursor)
+            read = min(before[place.file] + place.offset, before[min(place.file + 1, len(work.states))])
+            share = min(1, max(0, (read - begins.read) / max(1, ends.read - begins.read)))
+        tokens = sum(shard.train + shard.validation for shard in shards)
+        lines.append(f"part {part}: {share:.0%}, {len(shards)} shards with {tokens:,} tokens")
+    return lines
+
+
+def require_same_files(names: Sequence[str], work: Preparation) -> None:
+    """Raises UserError if these are not the files of which the fingerprint was taken."""
+    if list(names) != list(work.states):
+        raise UserError(f"data.source: files of {work.source!r} appeared or disappeared just now; start again")
+
+
+def _is_whole(shards: Sequence[Shard]) -> bool:
+    return bool(shards) and shards[-1].last
+
+
+def _cuts(work: Preparation, parts: int) -> list[Cut]:
+    """The beginning of each part, and the end of the last, so that all have about equally many bytes."""
+    files = find_files(work.source)
+    require_same_files([str(file) for file in files], work)
+    ends = list(accumulate(size for size, _ in work.states.values()))
+    total = ends[-1]
+    cuts = [Cut(0)]
+    for number in range(1, parts):
+        wanted = total * number // parts
+        index = min(bisect_right(ends, wanted), len(ends) - 1)
+        before = ends[index - 1] if index else 0
+        size = ends[index] - before
+        divided = None
+        if size * DIVIDED * parts > total:
+            divided = _divided(files[index], wanted=wanted - before, size=size, text_field=work.text_field)
+        at, whole = divided or ((wanted - before) * 2 // max(1, size), 1)  # or the nearer end of the file
+        cut = Cut(index + 1, 0, before + size) if at >= whole else Cut(index, at, before + size * at // whole)
+        cuts.append(max(cuts[-1], cut))
+    return [*cuts, Cut(len(files), 0, total)]
+
+
+def _divided(file: File, *, wanted: int, size: int, text_field: Fields) -> tuple[int, int] | None:
+    """A beginning of a row near so many bytes, in bytes of a .jsonl file or rows of a .parquet file, and how many there
+    are in all; None if the file cannot be divided."""
+    name = file.name.lower()
+    try:
+        if name.endswith(".parquet"):
+            return _row_group(file, wanted=wanted / size, text_field=text_field)
+        return (_line(file, wanted), size) if name.endswith(".jsonl") else None
+    except MemoryError:
+        raise
+    except BROKEN:  # stays whole: where it is broken is told when it is read
         return None
 
 
-class SliceFile:
-    """An array in a file. Not mapped: a file system of many machines may take a mapped file away, which kills."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises ValueError if the file is damaged."""
-        self.path = path
-        with path.open("rb") as file:
-            np.lib.format.read_magic(file)
-            (self.length,), _, self.dtype = np.lib.format.read_array_header_1_0(file)
-            self._header = file.tell()
-        if path.stat().st_size != self._header + self.length * self.dtype.itemsize:
-            raise ValueError(f"'{path}' is damaged")
-
-    def read(self, begin: int, end: int) -> np.ndarray:
-        offset = self._header + begin * self.dtype.itemsize
-        return np.fromfile(self.path, dtype=self.dtype, count=end - begin, offset=offset)
+def _line(file: File, wanted: int) -> int:
+    """The first beginning of a line from here on, in bytes; the file's end if there is none."""
+    if not wanted:
+        return 0
+    with file.open("rb") as lines:
+        lines.seek(wanted - 1)
+        while (line := lines.readline(PIECE)) and not line.endswith(b"\n"):
+            pass
+        return lines.tell()
 
 
-def _batches(rows: Iterator[tuple[Row, Place]], pieces: Pieces) -> Iterator[tuple[list[Row], Any]]:
-    """Rows that are worth a call of the tokenizer, and of each its characters and the place after it."""
-    batch: list[Row] = []
-    places: list[tuple[int, Place]] = []
-    size = 0
-    for row, place in rows:
-        batch.append(row)
-        places.append((len(row.text), place))
-        size += len(row.text)
-        if size >= pieces.batch_characters or len(batch) >= pieces.batch_rows:
-            yield batch, places
-            batch, places, size = [], [], 0
-    yield batch, places
+def _row_group(file: File, *, wanted: float, text_field: Fields) -> tuple[int, int] | None:
+    """The rows before the row group that begins nearest to this share of the file, and all rows; None if the file has
+    no such field: then all of its rows are lost at once."""
+    import pyarrow.parquet
 
-
-class _SliceWriter:
-    """The files of one slice while it is tokenized."""
-
-    def __init__(self, part: Path, work: Preparation) -> None:
-        types = {TOKENS: token_type_of(work), SIZES: SIZE, ROWS: ROW}
-        self._files = {kind: ArrayWriter((part / kind).open("wb"), dtype) for kind, dtype in types.items()}
-        self._bad_file = (part / "bad").open("w", encoding="utf-8")
-        self._bad = 0
-
-    def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-        self._bad_file.close()
-
-    @property
-    def tokens(self) -> int:
-        return self._files[TOKENS].length
-
-    def add(self, batch: Batch) -> None:
-        sizes, rows = [], []
-        documents = iter(batch.documents)
-        for row, (characters, place) in zip(batch.rows, batch.cursor, strict=True):
-            tokens = number = 0
-            if row.problem:
-                self._bad += row.lost
-                self._bad_file.write(json.dumps([row.problem, row.lost]) + "\n")
-            elif row.has_text:
-                tokens, number = len(next(documents)), document_hash(row.text)
-            kind = BAD if row.problem else TEXT if tokens else EMPTY
-            sizes.append((characters, tokens, row.lost if row.problem else 1))
-            rows.append((row.file, row.number, *place, number, kind))
-        self._files[TOKENS].extend(batch.documents)
-        self._files[SIZES].extend([np.array(sizes, dtype=SIZE)])
-        self._files[ROWS].extend([np.array(rows, dtype=ROW)])
-
-    def finish(self, rows_before_the_next: int) -> Tokenized:
-        checksums = {kind: file.finish() for kind, file in self._files.items()}
-        return Tokenized(self._files[ROWS].length, self.tokens, self._bad, rows_before_the_next, checksums)
-
-
-def _publish(folder: Path, number: int, found: Tokenized, part: Path) -> None:
-    """Move the files of a slice to their place; a faster process may have, and its files are the same."""
-    with alone(folder):
-        if read_tokenized(folder, number) is None:
-            for kind in (TOKENS, SIZES, ROWS):
-                (part / kind).replace(array_path(folder, number, kind))
-            if found.bad:
-                (part / "bad").replace(bad_rows_path(folder, number))
-            publish(part, shard_path(folder, number), json.dumps(asdict(found)))
+    with file.open("rb") as content, pyarrow.parquet.ParquetFile(content) as table:
+        if not {*names_of(text_field)} <= {*table.schema_arrow.names}:
+            return None
+        rows = [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
+    begins = [0, *accumulate(rows)]
+    return min(begins, key=lambda begin: abs(begin - wanted * begins[-1])), begins[-1]

@@ -14,12 +14,13 @@ import numpy as np
 
 from parallel.errors import UserError
 from recipes.data.text.row import Row
-from recipes.data.text.rows import RowStream, open_rows
+from recipes.data.text.rows import START, RowStream, open_rows
 from recipes.data.text.sources import document_hash, is_hub, require_unchanged
 from recipes.data.text.tokenizer import Tokenizer, parallel_tokenizers
+from recipes.data.tokens.parts import ALL, Part, ends_of, place_of, require_same_files, whole_parts
 from recipes.data.tokens.shard_writer import ShardWriter, held_out_below, publish_index, publish_shard
 from recipes.data.tokens.shards import DOCUMENT, DOCUMENTS, TRAIN, VALIDATION, Shard, read_index, token_type
-from recipes.data.tokens.workspace import Pieces, Preparation, claimed, whole_shards
+from recipes.data.tokens.workspace import Pieces, Preparation, alone, claimed, whole_shards
 
 # Batches tokenized at a time: the second keeps the cores busy while the first runs out of documents.
 IN_FLIGHT = 2
@@ -31,27 +32,55 @@ Encoder: TypeAlias = Callable[[list[Row]], tuple[list[Row], list[np.ndarray]]]
 
 
 def write_shards(
-    folder: Path, work: Preparation, *, progress: Callable[[int], None] = lambda tokens: None
+    folder: Path,
+    work: Preparation,
+    *,
+    part: Part = ALL,
+    keep_unread: bool = True,
+    check: Callable[[Sequence[Shard]], None] = lambda shards: None,
+    progress: Callable[[int], None] = lambda tokens: None,
 ) -> Iterator[Shard]:
     """Write the missing shards, yielding each when it is whole, and finally the index. Any number of processes may do
-    so there. progress: called after each batch with the number of tokens so far. Raises UserError if the source cannot
-    be read further or has changed, or the folder holds something else; OSError if it cannot be written."""
-    with claimed(folder, fingerprint=work.fingerprint, tokenizer=work.tokenizer.json) as part:
-        shards = whole_shards(folder)
-        if read_index(folder) is not None:
+    so there, also for the same part. Raises UserError if the source cannot be read further or has changed, or the
+    folder holds something else; OSError if it cannot be written.
+
+    Args:
+        part: write only its shards, and the index if all other parts are whole.
+        keep_unread: as in whole_shards().
+        check: called with all shards so far, before the index is written; if there are parts, only then.
+        progress: called after each batch with the number of tokens so far.
+    """
+    with claimed(folder, fingerprint=work.fingerprint, tokenizer=work.tokenizer.json) as unfinished:
+        begins, ends = ends_of(folder, work, part=part, unfinished=unfinished)
+        shards = whole_shards(folder, first=part.first, keep_unread=keep_unread)
+        if shards and shards[-1].last and (index := read_index(folder)) is not None:
+            check(index.shards)
             return
-        cursor = shards[-1].cursor if shards else None
-        rows = open_rows(work.source, text_field=work.text_field, text_documents=work.text_documents, cursor=cursor)
-        if not is_hub(work.source) and list(rows.files) != list(work.states):
-            raise UserError(f"data.source: files of {work.source!r} appeared or disappeared just now; start again")
+        rows = open_rows(
+            work.source,
+            text_field=work.text_field,
+            text_documents=work.text_documents,
+            cursor=shards[-1].cursor if shards else None,
+            begin=START if shards else place_of(begins, work),
+            end=(ends.file, ends.at),
+        )
+        if not is_hub(work.source):
+            require_same_files(rows.files, work)
         # Closed here: left to the garbage collector, its threads may be joined from inside the start of another thread.
         encode = encoder(work, where=rows.where)
         with parallel_tokenizers(), closing(tokenized(_batches(rows, work.pieces), encode, work.pieces)) as found:
             batches = _counted(found, progress)
             while not (shards and shards[-1].last):
-                shards.append(_write_shard(folder, shards, batches, work, files=rows.files, part=part))
+                if part == ALL:
+                    check(shards)
+                read = slice(shards[-1].cursor["file"] if shards else begins.file, ends.file + 1)
+                number = part.first + len(shards)
+                shards.append(_write_shard(folder, number, batches, work, files=rows.files, read=read, into=unfinished))
                 yield shards[-1]
-        publish_index(folder, work, files=rows.files, shards=shards, part=part)
+        with alone(folder):  # else two parts that end at once may both miss the other
+            if (everything := shards if part == ALL else whole_parts(folder)) is not None:
+                check(everything)
+                publish_index(folder, work, files=rows.files, shards=everything, part=unfinished)
 
 
 @dataclass(frozen=True)
@@ -144,22 +173,28 @@ def _batches(rows: RowStream, pieces: Pieces) -> Iterator[tuple[list[Row], Any]]
 
 
 def _write_shard(
-    folder: Path, before: list[Shard], batches: Iterator[Batch], work: Preparation, *, files: Sequence[str], part: Path
+    folder: Path,
+    number: int,
+    batches: Iterator[Batch],
+    work: Preparation,
+    *,
+    files: Sequence[str],
+    read: slice,
+    into: Path,
 ) -> Shard:
-    """Write the shard after those before, from as many batches as it takes. files: names of the source's files. part:
-    folder for the shard's unfinished files."""
-    number, begin = len(before), before[-1].cursor["file"] if before else 0
+    """Write the next shard, from as many batches as it takes. files: names of the source's files. read: those from
+    which it and the later ones come. into: folder for the shard's unfinished files."""
     target = work.pieces.shard_tokens(number)
-    with closing(ShardWriter(part, work, files)) as writer:
+    with closing(ShardWriter(into, work, files)) as writer:
         for batch in batches:
             _add(batch, writer, held_out_below=held_out_below(work.validation_fraction))
             if batch.last or writer.tokens >= target or writer.rows >= work.pieces.shard_rows:
                 break
         shard = writer.finish(cursor=batch.cursor, last=batch.last)
     # The files that its rows came from. For a dataset in a folder that may be any; the last shard includes empty files.
-    read = list(work.states) if is_hub(work.source) else files[begin : None if shard.last else shard.cursor["file"] + 1]
-    require_unchanged(read, work.states)
-    return publish_shard(folder, number, shard, part, source=work.source)
+    behind = read.stop if shard.last else shard.cursor["file"] + 1
+    require_unchanged([*work.states] if is_hub(work.source) else files[read.start : behind], work.states)
+    return publish_shard(folder, number, shard, into, source=work.source)
 
 
 def _add(batch: Batch, writer: ShardWriter, *, held_out_below: int) -> None:

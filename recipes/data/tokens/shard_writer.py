@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -44,6 +45,7 @@ def token_type_of(work: Preparation) -> np.dtype:
 def publish_shard(folder: Path, number: int, shard: Shard, part: Path, *, source: str) -> Shard:
     """Move the files of a whole shard from `part` into the folder. Returns the shard that is there: a faster process
     may have made it. Raises UserError if that holds other tokens."""
+    shard = replace(shard, number=number)
     with alone(folder):
         if (there := read_shard(folder, number)) is not None:  # of a faster process; a run may use it
             if there.checksums != shard.checksums:
@@ -57,7 +59,7 @@ def publish_shard(folder: Path, number: int, shard: Shard, part: Path, *, source
             (part / kind).replace(array_path(folder, number, kind))
         if shard.bad:
             (part / "bad").replace(bad_rows_path(folder, number))
-        publish(part, shard_path(folder, number), json.dumps(shard.__dict__))
+        publish(part, shard_path(folder, number), json.dumps(shard.stored))
     return shard
 
 

@@ -9,6 +9,8 @@
     index.json             all of these in one file, once the whole source is tokenized
     tokenizer.json         the tokenizer
     owner.txt              fingerprint of the source, the tokenizer and the held-out share
+    parts.json             where the parts begin that several machines make (recipes/data/tokens/parts.py): part 1 has
+                           the shards from 1000000 on, part 2 those from 2000000 on; the index lists them in order
     .lock, .part-*         processes that are working here now (recipes/data/tokens/workspace.py)
     problem-*.txt          why no more tokens will come for a run
 
@@ -19,8 +21,7 @@ Imports no torch.
 import json
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,9 @@ FORMAT_VERSION = 2
 TRAIN, VALIDATION, DOCUMENTS = "train", "validation", "documents"
 ARRAYS = (TRAIN, VALIDATION, DOCUMENTS)
 LISTED = 5  # bad rows shown in a message
-INDEX, TOKENIZER, OWNER = "index.json", "tokenizer.json", "owner.txt"
+INDEX, TOKENIZER, OWNER, PARTS = "index.json", "tokenizer.json", "owner.txt", "parts.json"
+PART_SHARDS = 1_000_000
+"""Shards of a part have the numbers from this times the part's number on."""
 PROBLEMS = "problem*.txt"
 """Files that say why no more tokens will come for a run. (older versions wrote problem.txt)"""
 MAY_PASS = "may pass: "
@@ -68,11 +71,18 @@ class Shard:
     cursor: Any
     """The place where the source continues after this shard."""
     last: bool
-    """Whether the source ends here."""
+    """Whether the source, or its part, ends here."""
     unread: bool = False
     """Whether a file could not be read, perhaps only for a while."""
     checksums: dict[str, str] = field(default_factory=dict)
     """xxh3 of each array's bytes, in hexadecimal."""
+    number: int = 0
+    """Names its files."""
+
+    @property
+    def stored(self) -> dict[str, Any]:
+        """What the description and the index hold: of a source without parts, the place in the index is the number."""
+        return {name: value for name, value in vars(self).items() if name != "number" or value >= PART_SHARDS}
 
     @property
     def rows(self) -> int:
@@ -124,7 +134,7 @@ def token_type(vocabulary: int) -> np.dtype:
 def read_shard(folder: Path, number: int) -> Shard | None:
     """What a shard holds; None if it is missing or incomplete. Raises TemporaryError if that cannot be told now."""
     try:
-        return Shard(**json.loads(_text(shard_path(folder, number))))
+        return Shard(**json.loads(_text(shard_path(folder, number))) | {"number": number})
     except (OSError, ValueError, TypeError):
         return None
 
@@ -153,7 +163,7 @@ class Index:
         return found
 
     def json(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps(vars(self) | {"shards": [shard.stored for shard in self.shards]})
 
 
 def read_index(folder: Path) -> Index | None:
@@ -162,7 +172,7 @@ def read_index(folder: Path) -> Index | None:
         content = json.loads(_text(folder / INDEX))
         if content["format"] != FORMAT_VERSION:
             return None
-        shards = tuple(Shard(**shard) for shard in content.pop("shards"))
+        shards = tuple(Shard(**{"number": place} | shard) for place, shard in enumerate(content.pop("shards")))
         return Index(**content | {"files": tuple(content["files"])}, shards=shards)
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -185,19 +195,19 @@ def open_index(folder: str) -> Index:
 
 def bad_rows(folder: Path, shards: Sequence[Shard], *, first: int = 0) -> Iterator[dict[str, Any]]:
     """File, row and reason of each bad row in these shards from `first` on. Raises UserError if a list is damaged."""
-    for number, shard in enumerate(shards[first:], start=first):
+    for shard in shards[first:]:
         if shard.bad:
-            file = bad_rows_path(folder, number)
+            file = bad_rows_path(folder, shard.number)
             try:
-                yield from _bad_rows(file)
+                yield from read_bad_rows(file)
             except (OSError, ValueError) as error:
                 raise UserError(
                     f"data.source: the list of bad rows '{file}' cannot be read ({error}); remove"
-                    f" '{shard_path(folder, number)}' and run the same command (or prepare_data.py) again"
+                    f" '{shard_path(folder, shard.number)}' and run the same command (or prepare_data.py) again"
                 ) from None
 
 
-def _bad_rows(file: Path) -> list[dict[str, Any]]:
+def read_bad_rows(file: Path) -> list[dict[str, Any]]:
     """Raises ValueError if the file does not hold bad rows."""
     rows = [json.loads(line) for line in _text(file).splitlines()]
     if not rows or not all(isinstance(row, dict) and {"file", "row", "reason"} <= row.keys() for row in rows):
@@ -227,7 +237,7 @@ class BadRowBudget:
             f"\n  {row['file']}, {unit(row['file'])} {row['row']}: {row['reason']}"
             for row in islice(bad_rows(self._folder, shards), LISTED)
         )
-        lists = [bad_rows_path(self._folder, number) for number, shard in enumerate(shards) if shard.bad]
+        lists = [bad_rows_path(self._folder, shard.number) for shard in shards if shard.bad]
         where = f"'{lists[0]}'" if len(lists) == 1 else f"'{lists[0]}' to '{lists[-1].name}'"
         return (
             f"{self._setting}: {self._bad} of the first {self._rows} rows of {self._source!r} hold no usable text,"
@@ -252,39 +262,6 @@ def _mapped(file: Path) -> np.ndarray:
         ) from error
     except (OSError, ValueError) as error:
         raise UserError(f"data.source: cannot read the tokens in '{file}': {error}") from error
-
-
-def _checksum(file: Path) -> str:
-    """The checksum of the array in a file. Raises ValueError for a damaged file, and OSError: a fault of the disk would
-    kill a process that reads a map."""
-    checksum, size = xxhash.xxh3_64(), 0
-    with file.open("rb") as content:
-        np.lib.format.read_magic(content)
-        shape, _, dtype = np.lib.format.read_array_header_1_0(content)
-        while block := content.read(1 << 22):
-            checksum.update(block)
-            size += len(block)
-    if size != shape[0] * dtype.itemsize:
-        raise ValueError(f"it has {size} bytes after its header, not {shape[0] * dtype.itemsize}")
-    return checksum.hexdigest()
-
-
-def damage(folder: Path, number: int, shard: Shard) -> str | None:
-    """What is wrong with the files of a shard, or None. Reads all files. Raises TemporaryError."""
-    for kind in ARRAYS:
-        file = array_path(folder, number, kind)
-        try:
-            found = read_patiently(partial(_checksum, file), what=f"data.source: '{file}'")
-        except (OSError, ValueError) as error:
-            return f"{file.name} cannot be read: {error}"
-        if found != shard.checksums[kind]:
-            return f"{file.name} does not have the checksum in {shard_path(folder, number).name}"
-    if shard.bad:
-        try:
-            _bad_rows(bad_rows_path(folder, number))
-        except (OSError, ValueError) as error:
-            return f"{bad_rows_path(folder, number).name} cannot be read: {error}"
-    return None
 
 
 class Shards:
@@ -335,7 +312,7 @@ class Shards:
         parts = [shard.checksums[self.kind] for shard in self.shards[:count]]
         if tokens is not None and tokens < self._ends[count]:
             # Not mapped by _array(), which belongs to the thread that reads ahead.
-            last = _mapped(array_path(self.folder, count - 1, self.kind))
+            last = _mapped(self._path(count - 1, self.kind))
             parts[-1] = xxhash.xxh3_64_hexdigest(last[: tokens - int(self._ends[count - 1])].data)
         return xxhash.xxh3_128_hexdigest(" ".join(parts).encode())
 
@@ -360,7 +337,7 @@ class Shards:
         while count > 0:
             start %= self.tokens
             number = int(np.searchsorted(self._ends, start, side="right")) - 1
-            records = _mapped(array_path(self.folder, number, DOCUMENTS))
+            records = _mapped(self._path(number, DOCUMENTS))
             offset = start - int(self._ends[number])
             stop = min(offset + count, int(self._ends[number + 1] - self._ends[number]))
             first = int(np.searchsorted(records["end"], offset, side="right"))
@@ -383,11 +360,14 @@ class Shards:
             self.shards += shards
             self._ends = np.cumsum([0, *(getattr(shard, self.kind) for shard in self.shards)], dtype=np.int64)
 
+    def _path(self, place: int, kind: str) -> Path:
+        return array_path(self.folder, self.shards[place].number, kind)
+
     def _array(self, number: int) -> np.ndarray:
         if number in self._maps:
             self._maps.move_to_end(number)
         else:
-            file = array_path(self.folder, number, self.kind)
+            file = self._path(number, self.kind)
             self._maps[number] = _mapped(file)
             if self._maps[number].shape != (int(self._ends[number + 1] - self._ends[number]),):
                 raise UserError(f"data.source: '{file}' does not match its index; remove {self.folder}")

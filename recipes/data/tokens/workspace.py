@@ -9,8 +9,12 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
 
 from parallel.errors import UserError
 from recipes.data.text.sources import file_size, file_states, fingerprint, would_read
@@ -19,11 +23,13 @@ from recipes.data.tokens.shards import (
     ARRAYS,
     INDEX,
     OWNER,
+    PARTS,
     PROBLEMS,
     TOKENIZER,
     Shard,
     array_path,
-    damage,
+    bad_rows_path,
+    read_bad_rows,
     read_index,
     read_shard,
     shard_path,
@@ -31,7 +37,7 @@ from recipes.data.tokens.shards import (
 )
 from recipes.files.atomic import PART
 from recipes.files.lock import LOCK, NoLocks, open_locked
-from recipes.files.reading import is_remote
+from recipes.files.reading import is_remote, read_patiently
 
 if TYPE_CHECKING:
     from recipes.data.text.pair_format import PairFields
@@ -115,8 +121,8 @@ def prepared_folder(source: str, cache: Path, *, log: Callable[[str], None]) -> 
 
     def check(folder: Path) -> None:
         index = read_index(folder)
-        for number, shard in enumerate(index.shards if index else ()):
-            if problem := damage(folder, number, shard):
+        for shard in index.shards if index else ():
+            if problem := damage(folder, shard):
                 raise UserError(f"data.source: '{source}' is damaged: {problem}; prepare it again")
 
     return local_copy(source, cache, check=check, log=log)
@@ -127,18 +133,18 @@ def would_read_itself(source: str, folder: Path) -> bool:
     return any(would_read(source, folder / name) for name in TEXTS)
 
 
-def whole_shards(folder: Path, *, keep_unread: bool = True) -> list[Shard]:
+def whole_shards(folder: Path, *, first: int = 0, keep_unread: bool = True) -> list[Shard]:
     """The shards that are there without a gap. Damaged shards, and all after them, are removed and will be made again.
-    keep_unread: also keep shards that lack an unreadable file, because a run was trained on them."""
+    first: number of the first one. keep_unread: also keep shards that lack an unreadable file, because a run was
+    trained on them."""
     remove_left(folder)
     shards: list[Shard] = []
     size = 0
-    while (shard := read_shard(folder, len(shards))) is not None:
-        size += sum(file_size(array_path(folder, len(shards), kind)) for kind in ARRAYS)
+    while (shard := read_shard(folder, number := first + len(shards))) is not None:
+        size += sum(file_size(array_path(folder, number, kind)) for kind in ARRAYS)
         outdated = shard.unread and not keep_unread
-        if outdated or (size <= VERIFY_UP_TO_BYTES and damage(folder, len(shards), shard)):
+        if outdated or (size <= VERIFY_UP_TO_BYTES and damage(folder, shard)):
             (folder / INDEX).unlink(missing_ok=True)
-            number = len(shards)
             while shard_path(folder, number).exists():
                 shard_path(folder, number).unlink()
                 number += 1
@@ -149,6 +155,39 @@ def whole_shards(folder: Path, *, keep_unread: bool = True) -> list[Shard]:
     if read_index(folder) is None or not (shards and shards[-1].last):
         (folder / INDEX).unlink(missing_ok=True)
     return shards
+
+
+def _checksum(file: Path) -> str:
+    """The checksum of the array in a file. Raises ValueError for a damaged file, and OSError: a fault of the disk would
+    kill a process that reads a map."""
+    checksum, size = xxhash.xxh3_64(), 0
+    with file.open("rb") as content:
+        np.lib.format.read_magic(content)
+        shape, _, dtype = np.lib.format.read_array_header_1_0(content)
+        while block := content.read(1 << 22):
+            checksum.update(block)
+            size += len(block)
+    if size != shape[0] * dtype.itemsize:
+        raise ValueError(f"it has {size} bytes after its header, not {shape[0] * dtype.itemsize}")
+    return checksum.hexdigest()
+
+
+def damage(folder: Path, shard: Shard) -> str | None:
+    """What is wrong with the files of a shard, or None. Reads all files. Raises TemporaryError."""
+    for kind in ARRAYS:
+        file = array_path(folder, shard.number, kind)
+        try:
+            found = read_patiently(partial(_checksum, file), what=f"data.source: '{file}'")
+        except (OSError, ValueError) as error:
+            return f"{file.name} cannot be read: {error}"
+        if found != shard.checksums[kind]:
+            return f"{file.name} does not have the checksum in {shard_path(folder, shard.number).name}"
+    if shard.bad:
+        try:
+            read_bad_rows(bad_rows_path(folder, shard.number))
+        except (OSError, ValueError) as error:
+            return f"{bad_rows_path(folder, shard.number).name} cannot be read: {error}"
+    return None
 
 
 @contextmanager
@@ -191,12 +230,13 @@ def remove_left(folder: Path) -> None:
 
 def unclaim(folder: Path, *, remove: bool) -> None:
     """Give up a folder if no tokens were made in it and no process is working there. remove: delete the folder too."""
-    if not folder.is_dir() or not _found(folder) <= {OWNER, TOKENIZER}:
+    names = (TOKENIZER, PARTS, OWNER, LOCK)
+    if not folder.is_dir() or not _found(folder) <= {*names}:
         return
     with suppress(OSError), alone(folder):
         _remove_left(folder)
-        if {path.name for path in folder.iterdir()} <= {OWNER, TOKENIZER, LOCK}:
-            for name in (TOKENIZER, OWNER, LOCK):
+        if {path.name for path in folder.iterdir()} <= {*names}:
+            for name in names:
                 (folder / name).unlink(missing_ok=True)
             if remove:
                 folder.rmdir()

@@ -10,12 +10,14 @@ import pytest
 from parallel.errors import TemporaryError, UserError
 from recipes.data.text.rows import open_rows
 from recipes.data.text.sources import is_prepared, source_problem
+from recipes.data.tokens.parts import Part, read_cuts
 from recipes.data.tokens.prepare import write_shards
 from recipes.data.tokens.workspace import prepared_folder
 from recipes.files import remote
 from tests.object_server import ObjectServer, hurried, object_server, upload_folder
 from tests.processes import PATIENCE
 from tests.recipes.data.texts import tokenizer_for, work_on, write_rows
+from tests.recipes.data.tokens.test_parts import everything
 
 pytestmark = pytest.mark.slow
 
@@ -90,6 +92,17 @@ def test_tokens_of_a_folder_at_a_server_are_equal_to_the_byte_whatever_fails(
     ]
 
 
+def test_parts_of_a_folder_at_a_server_hold_the_tokens_of_one_machine(
+    server: ObjectServer, corpus: Path, tmp_path: Path
+) -> None:
+    work = work_on("s3://bucket/corpus/", tokenizer=tokenizer_for(corpus / "a.jsonl"))  # type: ignore[arg-type]
+    list(write_shards(tmp_path / "whole", work))
+    for number in (1, 2, 3, 4, 5):
+        list(write_shards(tmp_path / "parts", work, part=Part(number, 5)))
+    assert any(cut.at for cut in read_cuts(tmp_path / "parts"))
+    assert everything(tmp_path / "parts") == everything(tmp_path / "whole")
+
+
 def test_server_that_stays_away_ends_the_reading_with_a_temporary_error(
     server: ObjectServer, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,21 +129,25 @@ def test_file_that_changes_while_it_is_read_is_noticed(server: ObjectServer, tmp
         list(write_shards(tmp_path / "tokens", work))
 
 
+@pytest.mark.parametrize("parts", [1, 3])
 def test_prepared_tokens_at_a_server_are_copied_and_verified(
-    server: ObjectServer, corpus: Path, tmp_path: Path
+    server: ObjectServer, corpus: Path, tmp_path: Path, parts: int
 ) -> None:
-    list(write_shards(tmp_path / "near", work_on(corpus / "a.jsonl")))
-    upload_folder(tmp_path / "near", "s3://bucket/tokens")
-    assert is_prepared("s3://bucket/tokens/")
+    for number in range(1, parts + 1):
+        list(write_shards(tmp_path / "near", work_on(corpus / "a.jsonl"), part=Part(number, parts)))
+    there = f"s3://bucket/tokens{parts}"
+    upload_folder(tmp_path / "near", there)
+    assert is_prepared(f"{there}/")
     assert not is_prepared("s3://bucket/corpus")
-    copy = prepared_folder("s3://bucket/tokens", tmp_path / "cache", log=lambda line: None)
+    copy = prepared_folder(there, tmp_path / "cache", log=lambda line: None)
     names = sorted(file.name for file in copy.iterdir())
     assert [(copy / name).read_bytes() for name in names] == [(tmp_path / "near" / name).read_bytes() for name in names]
-    content = bytearray((copy / "00000-train.npy").read_bytes())
+    name = "00000-train.npy" if parts == 1 else "3000000-train.npy"
+    content = bytearray((copy / name).read_bytes())
     content[-1] ^= 1
-    remote.write("s3://bucket/tokens/00000-train.npy", bytes(content))
-    with pytest.raises(UserError, match="'s3://bucket/tokens' is damaged"):
-        prepared_folder("s3://bucket/tokens", tmp_path / "cache", log=lambda line: None)
+    remote.write(f"{there}/{name}", bytes(content))
+    with pytest.raises(UserError, match=f"'{there}' is damaged: {name} does not"):
+        prepared_folder(there, tmp_path / "cache", log=lambda line: None)
 
 
 @pytest.mark.parametrize(

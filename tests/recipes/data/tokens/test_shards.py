@@ -110,7 +110,7 @@ def test_bad_row_budget_counts_each_shard_once(tmp_path: Path) -> None:
     assert looks == 5000
     bad_rows_path(tmp_path, 5000).write_text('{"file": "f", "row": 7, "reason": "null"}\n')
     with pytest.raises(UserError, match=r"25001 of the first 500001 rows of 'x' .*(.|\n)*The first:"):
-        budget.count([*([replace(shard, bad=0)] * 5000), replace(shard, documents=0, bad=1)])
+        budget.count([*([replace(shard, bad=0)] * 5000), replace(shard, documents=0, bad=1, number=5000)])
 
 
 def test_trillion_tokens_are_read_in_little_memory(tmp_path: Path) -> None:
