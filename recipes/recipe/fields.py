@@ -4,7 +4,7 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
@@ -16,8 +16,8 @@ import tomli_w
 from annotated_types import MinLen
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from parallel.errors import UserError, listed
-from recipes.recipe.schema import Recipe
+from parallel.errors import TemporaryError, UserError, listed
+from recipes.recipe.schema import ONE_OR_SEVERAL, Recipe
 
 TYPE_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 VALUE_WORDS = {bool: "a boolean", int: "an integer", float: "a float", str: "a string", list: "a list", dict: "a table"}
@@ -252,10 +252,39 @@ class Problem:
         return textwrap.indent(self.key + written + origin, "  ") + "\n" + textwrap.indent(body, "    ")
 
 
+def choose_source(values: dict[str, Any], written: Mapping[str, Any], origin: str, *, place: str = "") -> list[Problem]:
+    """Let one source and several replace each other in the values; returns what is wrong where both are written.
+
+    written: the values of this origin, by dotted key. place: what the names of problems begin with.
+    """
+    problems = []
+    for one, several in ONE_OR_SEVERAL:
+        if one in written and written.get(several):
+            message = f"cannot be given together with {one} in the same place; remove one of them"
+            problems.append(Problem(place + several, message, "", origin))
+        elif one in written:
+            values.pop(several, None)
+        elif several in written:
+            values.pop(one, None)
+    return problems
+
+
 def one_line(error: UserError) -> str:
     """The text of an error that lists things line by line, joined into one line."""
     head, *lines = str(error).split("\n")
     return " ".join([head, "; ".join(line.strip() for line in lines)]).strip()
+
+
+def refusal_of(look: Callable[[], object]) -> str:
+    """The text of the UserError that `look` raises, as one line; "" if it raises none. Raises TemporaryErrors: they are
+    not the recipe's fault."""
+    try:
+        look()
+    except TemporaryError:
+        raise
+    except UserError as error:
+        return one_line(error)
+    return ""
 
 
 def refusal(problems: Sequence[Problem], *, where: str) -> UserError:

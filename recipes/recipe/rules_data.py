@@ -12,7 +12,7 @@ from parallel.errors import TemporaryError, UserError
 from recipes.data.config import HELD_OUT, DataConfig
 from recipes.evaluation.config import ValidationConfig
 from recipes.files.layout import TOKENIZER
-from recipes.recipe.fields import Violation, one_line, toml
+from recipes.recipe.fields import Violation, one_line, refusal_of, toml
 
 if TYPE_CHECKING:
     from recipes.weights.locate import InitialWeights
@@ -56,21 +56,14 @@ def tokenizer_fits(tokenizer: str, *, model: ModelConfig, initial: "InitialWeigh
     from recipes.data.text.tokenizer import tokenizer_problem
 
     if initial is not None and (model.weights or tokenizer == FROM_WEIGHTS):
-        try:
-            weights = initial.find()
-        except TemporaryError:
-            raise
-        except UserError as error:
+        if refused := refusal_of(initial.find):
             if not model.weights:
-                yield "data.tokenizer", f"needs model.weights or a checkpoint of this run: {one_line(error)}"
+                yield "data.tokenizer", f"needs model.weights or a checkpoint of this run: {refused}"
             return  # weights_fit reports what is wrong with them
+        weights = initial.find()
         if tokenizer == FROM_WEIGHTS:
-            try:
-                _ = weights.tokenizer
-            except TemporaryError:
-                raise
-            except UserError as error:
-                yield "data.tokenizer", one_line(error)
+            if refused := refusal_of(lambda: weights.tokenizer):
+                yield "data.tokenizer", refused
             return
         if tokenizer.startswith("train:") and (weights.path / TOKENIZER).is_file():
             problem = "would train a new tokenizer, whose tokens mean nothing to the weights, which have their own"
