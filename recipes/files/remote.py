@@ -12,7 +12,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -210,13 +209,8 @@ def upload(path: Path, address: str) -> None:
 
 def delete(addresses: Sequence[str]) -> None:
     """Delete files, in this order; those that do not exist are deleted. Raises UserError."""
-
-    def remove(address: str) -> None:
-        with suppress(FileNotFoundError):
-            _system(address).rm_file(address)
-
     for address in addresses:
-        _patiently(partial(remove, address), address)
+        _if_there(partial(_system(address).rm_file, address), address)
 
 
 def download(file: RemoteFile, path: Path) -> None:

@@ -6,7 +6,6 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,19 +74,14 @@ def report(error: BaseException, recipe: Recipe, world: World, clock: RunClock) 
         if world.device.type == "cuda":
             with suppress(Exception):
                 details += torch.cuda.memory_summary(abbreviated=True).splitlines()
-                lines.append(f"  what the memory held: {_dump(folder / SNAPSHOTS, world.rank)}")
+                # The traceback keeps most of what the step held. Where each block was allocated is not in the snapshot:
+                # recording that costs time at every allocation of every step.
+                snapshot = folder / SNAPSHOTS / f"rank-{world.rank}.pickle"
+                snapshot.parent.mkdir(exist_ok=True)
+                torch.cuda.memory._dump_snapshot(str(snapshot))
+                lines.append(f"  what the memory held: {snapshot}")
                 tell(lines[-1])
         Lines(folder / LOG_FILE, log=lambda line: None).append(*lines, *details)
-
-
-def _dump(folder: Path, rank: int) -> Path:
-    """Write a snapshot of the GPU's memory. The traceback keeps most of what the step held.
-
-    Where each block was allocated is not in it: recording that costs time at every allocation of every step.
-    """
-    folder.mkdir(exist_ok=True)
-    torch.cuda.memory._dump_snapshot(str(folder / f"rank-{rank}.pickle"))
-    return folder / f"rank-{rank}.pickle"
 
 
 def _advice(recipe: Recipe, world: World, *, on_host: bool, started: bool = True) -> list[str]:

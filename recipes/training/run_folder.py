@@ -90,23 +90,20 @@ def identity_differences(old: Recipe, new: Recipe) -> list[str]:
 
 def _differences(old: Recipe, new: Recipe, steps: int) -> list[str]:
     """The differences between two recipes without stages. steps: those of the old schedule."""
+    same_phases = old.schedule.phases(steps) == new.schedule.phases(steps)
     differences = [
         f"{key}: {toml(was)} in the folder's recipe.toml, {toml(now)} now"
         for key in field_types()
         if key.startswith(IDENTITY) and key not in ("model.weights", "model.config")  # used before the first step
         if (was := value_of(old, key)) != (now := value_of(new, key))
-        if not (key.endswith(("warmup_steps", "decay_steps")) and _same_phases(old, new, steps))
+        # A share of the run may be written where its steps were, or the other way round.
+        if not (key.endswith(("warmup_steps", "decay_steps")) and same_phases)
     ]
     was, now = old.data.mixture, new.data.mixture
     if was == now and list(was) != list(now):  # equal as dicts, but the data order follows the order of the lines
         orders = f"{toml(was)} in the folder's recipe.toml, {toml(now)} now"
         differences.append(f"data.mixture: the sources are in a different order: {orders}")
     return differences
-
-
-def _same_phases(old: Recipe, new: Recipe, steps: int) -> bool:
-    """Whether a share of the run is now written where its steps were, or the other way round."""
-    return old.schedule.phases(steps) == new.schedule.phases(steps)
 
 
 def check_output_folder(recipe: Recipe) -> None:
