@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -59,6 +59,15 @@ def value_of(recipe: Recipe, key: str) -> Any:
     """The value at a dotted key."""
     section, _, name = key.partition(".")
     return getattr(getattr(recipe, section), name)
+
+
+def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+    """The recipe with these values at these dotted keys."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    return replace(recipe, **{section: replace(getattr(recipe, section), **own) for section, own in sections.items()})
 
 
 def toml(value: Any) -> str:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+from recipes.recipe.fields import with_values
 from recipes.recipe.schema import ONE_OR_SEVERAL, Recipe, StageConfig
 
 
@@ -79,11 +80,6 @@ def at_several_lengths(recipe: Recipe) -> frozenset[str]:
 
 def _changed(recipe: Recipe, stage: StageConfig) -> Recipe:
     """The recipe with the stage's values in place of its own."""
-    sections: dict[str, dict[str, Any]] = {}
     # One source replaces several; several replace one wherever there are any.
     replaced: dict[str, Any] = {several: {} for one, several in ONE_OR_SEVERAL if one in stage.changes}
-    for key, value in (replaced | stage.changes).items():
-        section, _, name = key.partition(".")
-        sections.setdefault(section, {})[name] = value
-    changed = {name: replace(getattr(recipe, name), **values) for name, values in sections.items()}
-    return replace(recipe, stages=(), **changed)
+    return replace(with_values(recipe, replaced | stage.changes), stages=())
