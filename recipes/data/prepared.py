@@ -18,10 +18,10 @@ def matching_index(
     if index.tokenizer_fingerprint != tokenizer.fingerprint:
         if beginning := _other_beginning(folder, index, tokenizer):
             raise UserError(beginning)
-        problem = f"'{folder}' holds tokens of another tokenizer"
+        other = f"'{folder}' holds tokens of another tokenizer"
         if setting == "data.source":
-            raise UserError(f'data.tokenizer: {problem}; write tokenizer = "{folder / TOKENIZER}"')
-        raise UserError(f"{setting}: {problem} than the training text; prepare it with that one, or give its text")
+            raise UserError(f'data.tokenizer: {other}; write tokenizer = "{folder / TOKENIZER}"')
+        raise UserError(f"{setting}: {other} than the training text; prepare it with that one, or give its text")
     if index.validation_fraction != validation_fraction and setting == "data.source":
         raise UserError(
             f"data.validation_fraction: '{folder}' was prepared with {index.validation_fraction}; write that, or"
