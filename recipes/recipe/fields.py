@@ -173,10 +173,8 @@ def _readings(annotation: Any, value: Any) -> list[Any]:
 
 def unknown_section(name: str) -> str:
     """The message for a [section] that does not exist."""
-    if _means_pipeline(name):
-        return NO_PIPELINE
-    if axis := _axis(name):
-        return f"unknown section; did you mean {axis}?"
+    if message := _of_other_programs(name, "section"):
+        return message
     close = get_close_matches(_normal(name), sections(), n=1)
     hint = f"did you mean [{close[0]}]?" if close else f"the sections are {listed(sections())}"
     return f"unknown section; {hint}"
@@ -189,10 +187,8 @@ def unknown_key(key: str) -> str:
         return 'unknown key; base = "other.toml" belongs in a file, above its first [section]'
     if name in sections() and not section:
         return f"is a section; its keys are {listed(key for key in field_types() if key.startswith(name + '.'))}"
-    if _means_pipeline(name):
-        return NO_PIPELINE
-    if axis := _axis(name):
-        return f"unknown key; did you mean {axis}?"
+    if message := _of_other_programs(name, "key"):
+        return message
     names = {known: known.partition(".")[2] for known in field_types()}
     of_section = {bare: known for known, bare in names.items() if known.startswith(section + ".")}
     if name in of_section:
@@ -210,15 +206,15 @@ def unknown_key(key: str) -> str:
     return f"unknown key; every key belongs to a section: {listed(sections())}"
 
 
-def _means_pipeline(name: str) -> bool:
-    return _normal(name).startswith("pipeline") or _normal(name) in ("pp", "pp_size", "pp_degree")
-
-
-def _axis(name: str) -> str | None:
-    """The field of [mesh] that other programs call tensor_parallel_degree, tp, cp_size, ...; None if it is not one."""
+def _of_other_programs(name: str, what: str) -> str | None:
+    """The message for what other programs call tensor_parallel_degree, tp, cp_size, pp, ...; None for other names."""
+    name = _normal(name)
+    if name.startswith("pipeline") or name in ("pp", "pp_size", "pp_degree"):
+        return NO_PIPELINE
     axes = {"tp": "mesh.tensor", "tensor_parallel": "mesh.tensor", "cp": "mesh.context"}
     axes |= {"context_parallel": "mesh.context", "sequence_parallel": "mesh.tensor, which includes it, or mesh.context"}
-    return axes.get(re.sub("(_degree|_size)?$", "", _normal(name), count=1))
+    axis = axes.get(re.sub("(_degree|_size)?$", "", name, count=1))
+    return f"unknown {what}; did you mean {axis}?" if axis else None
 
 
 def _normal(name: str) -> str:
