@@ -246,19 +246,16 @@ def _check_size(given: Given, weights: "InitialWeights | None") -> list[Problem]
             return []
         if refused := refusal_of(weights.model):
             return [Problem(key, refused, toml(path), origin)]
-        return _shape_of_transformers(given) if of_transformers(weights.model()) else []
+        if not of_transformers(weights.model()):
+            return []
+        return [
+            Problem(key, "belongs to config.json for a model of transformers; remove it here", toml(value), where)
+            for key, (value, where) in given.items()
+            if key.startswith("model.") and key.partition(".")[2] not in NO_SHAPE
+        ]
     close = get_close_matches(name, [*SIZES, FROM_WEIGHTS, FROM_CONFIG], n=1)
     hint = f"did you mean {toml(close[0])}? " if close else ""
     return [Problem("model.name", f"unknown size; {hint}{known}", toml(name), origin)]
-
-
-def _shape_of_transformers(given: Given) -> list[Problem]:
-    """What a recipe says of a model of transformers that only its config.json may."""
-    return [
-        Problem(key, "belongs to config.json for a model of transformers; remove it here", toml(value), origin)
-        for key, (value, origin) in given.items()
-        if key.startswith("model.") and key.partition(".")[2] not in NO_SHAPE
-    ]
 
 
 def _read_chain(path: Path) -> list[Layer]:

@@ -109,19 +109,14 @@ def validation_is_possible(
     validation: ValidationConfig, *, data: DataConfig, model: ModelConfig
 ) -> Iterator[Violation]:
     """There is text to validate on, its sources can be read, and the model can be asked the tasks."""
-    if validation.tasks or validation.task_limit:
-        from recipes.recipe.rules_tasks import task_problems
-
-        for field, message in task_problems(validation, encoder_decoder=model.is_encoder_decoder):
-            yield f"validation.{field}", message
-    yield from validation_has_text(validation, data=data)
-
-
-def validation_has_text(validation: ValidationConfig, *, data: DataConfig) -> Iterator[Violation]:
-    """There is text to validate on, and its sources can be read."""
     from recipes.data.text.sources import is_prepared, source_problem
     from recipes.data.tokens.shards import open_index
 
+    if validation.tasks or validation.task_limit:
+        from recipes.recipe.rules_tasks import task_problems
+
+        for name, problem in task_problems(validation, encoder_decoder=model.is_encoder_decoder):
+            yield f"validation.{name}", problem
     if data.validation_fraction == 0 and HELD_OUT in validation.texts.values():
         remedy = "write 0, or give a text that is not trained on: [validation] source"
         for field in ("every", "sample_tokens"):
