@@ -24,7 +24,7 @@ from pydantic import TypeAdapter  # noqa: E402
 
 from models.sizes import SIZES  # noqa: E402
 from recipes.files.markdown import markdown_table  # noqa: E402
-from recipes.files.marks import between  # noqa: E402
+from recipes.lab.bench.marks import between  # noqa: E402
 from recipes.lab.plan.command import answer  # noqa: E402
 from recipes.metrics.hardware import Hardware, hardware_of  # noqa: E402
 from recipes.plan.memory import CUDA, FULL, NCCL, Prediction, predict  # noqa: E402

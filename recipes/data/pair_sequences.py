@@ -8,7 +8,7 @@ torch.
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -17,9 +17,9 @@ import xxhash
 
 from parallel.errors import UserError
 from recipes.data.config import DataConfig
-from recipes.data.history import History, Segment, joined
-from recipes.data.order import Mixture, permuted
-from recipes.data.sequences import Piece, Source
+from recipes.data.history import History
+from recipes.data.order import permuted
+from recipes.data.sequences import Mixed, Piece, Source
 from recipes.data.text.pair_format import FIRST, ID, LEARNED, PairFormat, shortened
 from recipes.data.tokens.shards import TRAIN, VALIDATION, read_index
 
@@ -247,17 +247,13 @@ class PairSource:
             yield {"file": name, "row": row, "reason": f"too long: a pair of {length} tokens (data.long_pairs)"}
 
 
-class PairSequences:
+class PairSequences(Mixed):
     """The sequences of all sources in the order of the run, as Sequences has them for text."""
 
     def __init__(self, sources: Sequence[PairSource], weights: Sequence[float], limits: Limits) -> None:
         """weights: shares of the sequences, as for Mixture."""
-        self._own = list(sources)
-        self.sources = [one.source for one in sources]
-        self.mixture, self.limits = Mixture(weights), limits
-        self.sequence_length = limits.prompt
-        shares = {source.name: weight for source, weight in zip(self.sources, weights, strict=True)}
-        self._segment = Segment(shares, limits.prompt, 0)
+        super().__init__([one.source for one in sources], weights, limits.prompt, windows={})
+        self._own, self.limits = list(sources), limits
 
     def continue_after(self, history: History) -> int:
         """Go on after these segments, as Sequences does. Raises UserError if the sources, their shares or the length
@@ -270,10 +266,6 @@ class PairSequences:
                 " decide which pairs share a row; keep them, or start another run from the weights (model.weights)"
             )
         return history[0].sequences
-
-    def history(self, consumed: int) -> History:
-        """All segments, when `consumed` sequences of the present one are consumed."""
-        return joined([replace(self._segment, sequences=consumed)])
 
     @property
     def available(self) -> int:
@@ -317,11 +309,6 @@ class PairSequences:
         """Source -> a checksum of its tokens, for each that the first `consumed` sequences come from."""
         counts = self.mixture.consumed(consumed)
         return {one.name: one.shards.checksum(None) for one, count in zip(self.sources, counts, strict=True) if count}
-
-    def close(self) -> None:
-        """End all waiting, and stop tokenizing."""
-        for source in self.sources:
-            source.stop()
 
 
 def pair_sequences(

@@ -15,17 +15,13 @@ def matching_index(
     """The index of prepared shards. Raises UserError if they do not match the recipe or are damaged. verify: compare
     them with their checksums. setting: names the source in the recipe."""
     index = open_index(str(folder))
-    if message := _other_beginning(folder, index, tokenizer):
-        raise UserError(message)
-    if index.tokenizer_fingerprint != tokenizer.fingerprint and setting != "data.source":
-        raise UserError(
-            f"{setting}: '{folder}' holds tokens of another tokenizer than the training text; prepare it with"
-            " that one, or give its text"
-        )
     if index.tokenizer_fingerprint != tokenizer.fingerprint:
-        raise UserError(
-            f"data.tokenizer: '{folder}' holds tokens of another tokenizer; write tokenizer = \"{folder / TOKENIZER}\""
-        )
+        if beginning := _other_beginning(folder, index, tokenizer):
+            raise UserError(beginning)
+        other = f"'{folder}' holds tokens of another tokenizer"
+        if setting == "data.source":
+            raise UserError(f'data.tokenizer: {other}; write tokenizer = "{folder / TOKENIZER}"')
+        raise UserError(f"{setting}: {other} than the training text; prepare it with that one, or give its text")
     if index.validation_fraction != validation_fraction and setting == "data.source":
         raise UserError(
             f"data.validation_fraction: '{folder}' was prepared with {index.validation_fraction}; write that, or"
@@ -41,8 +37,6 @@ def matching_index(
 
 def _other_beginning(folder: Path, index: Index, tokenizer: Tokenizer) -> str | None:
     """What to write if the tokens differ from the recipe's in the token that begins documents alone, or None."""
-    if index.tokenizer_fingerprint == tokenizer.fingerprint:
-        return None
     from recipes.data.text.beginning import with_beginning
 
     where = folder / TOKENIZER

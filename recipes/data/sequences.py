@@ -212,19 +212,37 @@ class Source:
             raise error
 
 
-class Sequences:
-    """The sequences of all sources in the order of the run."""
+class Mixed:
+    """Sequences of several sources: what those of text and those of pairs have in common."""
 
-    def __init__(self, sources: Sequence[Source], weights: Sequence[float]) -> None:
-        """weights: shares of the tokens, as for Mixture."""
+    def __init__(
+        self, sources: Sequence[Source], weights: Sequence[float], length: int, windows: dict[str, Window]
+    ) -> None:
+        """weights: shares of the sequences, as for Mixture. windows: as in Segment."""
         self.sources = list(sources)
-        self.mixture = Mixture(weights)
-        self.sequence_length = self.sources[0].order.sequence_length
+        self.mixture, self.sequence_length = Mixture(weights), length
         self.earlier: History = ()
         """The segments before the present one."""
-        windows = {source.name: source.window for source in self.sources if source.window is not None}
         shares = {source.name: weight for source, weight in zip(self.sources, weights, strict=True)}
-        self._segment = Segment(shares, self.sequence_length, 0, windows)
+        self._segment = Segment(shares, length, 0, windows)
+
+    def history(self, consumed: int) -> History:
+        """All segments, when `consumed` sequences of the present one are consumed."""
+        return joined((*self.earlier, replace(self._segment, sequences=consumed)))
+
+    def close(self) -> None:
+        """End all waiting, and stop tokenizing."""
+        for source in self.sources:
+            source.stop()
+
+
+class Sequences(Mixed):
+    """The sequences of all sources of text in the order of the run."""
+
+    def __init__(self, sources: Sequence[Source], weights: Sequence[float]) -> None:
+        """weights: shares of the tokens."""
+        windows = {source.name: source.window for source in sources if source.window is not None}
+        super().__init__(sources, weights, sources[0].order.sequence_length, windows)
 
     def continue_after(self, history: History) -> int:
         """Go on after these segments. Returns the number of the next sequence in the present segment."""
@@ -235,10 +253,6 @@ class Sequences:
         for source in self.sources:
             source.continue_after(readings(self.earlier, source.name))
         return present.sequences
-
-    def history(self, consumed: int) -> History:
-        """All segments, when `consumed` sequences of the present one are consumed."""
-        return joined((*self.earlier, replace(self._segment, sequences=consumed)))
 
     @property
     def available(self) -> int:
@@ -314,8 +328,3 @@ class Sequences:
             for source, count in zip(self.sources, self._counts(consumed), strict=True)
         }
         return {name: checksum for name, checksum in by_source.items() if checksum is not None}
-
-    def close(self) -> None:
-        """End all waiting, and stop tokenizing."""
-        for source in self.sources:
-            source.stop()

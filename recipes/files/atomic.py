@@ -6,14 +6,17 @@ import platform
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 PART = ".part-"
 """Prefix of the names of unfinished texts; a kill may leave one behind."""
 BLOCK = 4096
+"""Bytes of a file that are read at a time, from its end."""
 SETTLED = 1 << 20
 """Bytes of whole rows of wanted steps, before which no others are looked for: about a thousand rows. Rows are nearly in
 order: a skipped step has its row when the next step is logged, and old versions kept the rows of repeated steps."""
+
+Value = TypeVar("Value")
 
 
 def sync_folder(path: Path) -> None:
@@ -28,10 +31,11 @@ def sync_folder(path: Path) -> None:
 def write_whole(file: Path, text: str, *, sync: bool = False) -> None:
     """Replace a file atomically: a reader finds the whole new text or the old one, also when two processes write it.
     sync: also after a power cut; not needed for what can be made again from other files."""
-    _replace(file, lambda out: out.write(text.encode()), sync=sync)
+    replace(file, lambda out: out.write(text.encode()), sync=sync)
 
 
-def _replace(file: Path, write: Callable[[BinaryIO], object], *, sync: bool) -> None:
+def replace(file: Path, write: Callable[[BinaryIO], object], *, sync: bool) -> None:
+    """Replace a file with what `write` writes, as write_whole() does; if that raises, leave the old one."""
     part = file.with_name(f"{PART}{platform.node()}-{os.getpid()}-{file.name}")
     try:
         with part.open("wb") as out:
@@ -40,10 +44,9 @@ def _replace(file: Path, write: Callable[[BinaryIO], object], *, sync: bool) -> 
             if sync:
                 os.fsync(out.fileno())
         part.replace(file)
-    except OSError:
+    finally:
         with suppress(OSError):
             part.unlink(missing_ok=True)
-        raise
     if sync:
         sync_folder(file.parent)
 
@@ -78,7 +81,7 @@ def _append(path: Path, content: bytes) -> None:
     # Opened every time, so that it does not matter if the file or its disk was replaced in between.
     with path.open("ab+", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
-        end = _end_of_lines(file, size)
+        end = next((start for start, _ in _lines_from_the_end(file, size)), 0)  # of the last whole line
         if end < size:
             file.truncate(end)
         left = memoryview(content)
@@ -89,19 +92,6 @@ def _append(path: Path, content: bytes) -> None:
             with suppress(OSError):  # otherwise the next call does it
                 file.truncate(end)
             raise
-
-
-def _end_of_lines(file: BinaryIO, size: int) -> int:
-    """The position after the last whole line of a file of this size."""
-    end = size
-    while end:
-        start = max(0, end - BLOCK)
-        file.seek(start)
-        found = file.read(end - start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        end = start
-    return 0
 
 
 def cut_back(path: Path, step: int) -> None:
@@ -121,7 +111,7 @@ def cut_back(path: Path, step: int) -> None:
                     out.write(file.read(min(SETTLED, end - start)))
                 out.write(kept)
 
-            _replace(path, write, sync=True)
+            replace(path, write, sync=True)
         elif end < size:
             with path.open("rb+") as shortened:
                 shortened.truncate(end)
@@ -136,7 +126,8 @@ def _end_of_rows(file: BinaryIO, size: int, step: int) -> tuple[int, bytes]:
     for start, line in _lines_from_the_end(file, size):
         if start == size:  # nothing follows the last newline
             continue
-        if is_wanted := (found := _step_of(line.decode(errors="replace"))) is not None and found <= step:
+        found = _value_in(line.decode(errors="replace"), "step", int)
+        if is_wanted := found is not None and found <= step:
             settled.append(line + b"\n")
         if not is_wanted or start + len(line) == size:
             kept += settled
@@ -151,7 +142,7 @@ def _lines_from_the_end(file: BinaryIO, size: int) -> Iterator[tuple[int, bytes]
     parts: list[bytes] = []
     end = size
     while end:
-        begin = max(0, end - SETTLED // 16)
+        begin = max(0, end - BLOCK)
         file.seek(begin)
         pieces, at = file.read(end - begin).split(b"\n"), end
         while len(pieces) > 1:
@@ -171,7 +162,7 @@ def keep_rows(path: Path, wanted: Callable[[str], bool]) -> int:
     if not path.exists():
         return 0
     lines = path.read_text(encoding="utf-8").splitlines()
-    rows = [line for line in lines if (source := _source_of(line)) is not None and wanted(source)]
+    rows = [line for line in lines if (source := _value_in(line, "source", str)) is not None and wanted(source)]
     if rows:
         write_whole(path, "".join(f"{row}\n" for row in rows), sync=True)
     else:
@@ -179,22 +170,13 @@ def keep_rows(path: Path, wanted: Callable[[str], bool]) -> int:
     return len(rows)
 
 
-def _source_of(row: str) -> str | None:
-    """The source of a row; None if the line is not a row, as after a power cut."""
+def _value_in(row: str, name: str, kind: type[Value]) -> Value | None:
+    """The value in a row; None if there is none of this kind, or the line is not a row, as after a power cut."""
     try:
-        source = json.loads(row)["source"]
+        value = json.loads(row)[name]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return source if isinstance(source, str) else None
-
-
-def _step_of(row: str) -> int | None:
-    """The step of a row; None if the line is not a row, as after a power cut."""
-    try:
-        step = json.loads(row)["step"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return step if type(step) is int else None
+    return value if type(value) is kind else None
 
 
 def sync(folder: Path, names: Iterable[str]) -> None:

@@ -6,41 +6,25 @@ from pathlib import Path
 from recipes.files.reading import is_folder, named_faults, names_in
 
 # In a run folder
-RECIPE = "recipe.toml"
-"""The resolved recipe."""
-ORIGIN = "origin.json"
-"""The checkpoint that a fork continues from, and the run folder, steps and tokens of that."""
-ENVIRONMENT = "environment.json"
-"""Versions, commit and device."""
-METRICS = "metrics.jsonl"
-"""One row per logged step."""
-LOG_FILE = "log.txt"
-"""A copy of the screen output."""
-QUARANTINE = "quarantine.jsonl"
-"""The rows of the data that were skipped."""
-FLOAT8_SHARES = "float8.jsonl"
-"""{"step", "linear", "tensor", "overflow", "underflow"} for each sampled step."""
-CURVES = "curves.png"
-"""The picture that the end of a run draws."""
-TENSORBOARD = "tensorboard"
-"""Folder of what TensorBoard reads."""
-PROFILE = "profile"
-"""Folder of the traces."""
-EXPORT = "hf"
-"""Folder of the exported weights."""
-CHECKPOINTS = "checkpoints"
-"""Folder of the checkpoints."""
-SAVED = ".saved"
-"""The step of the newest checkpoint of the run, so that it is missed if it is gone."""
+RECIPE = "recipe.toml"  # the resolved recipe
+ORIGIN = "origin.json"  # the checkpoint that a fork continues from, and the run folder, steps and tokens of that
+ENVIRONMENT = "environment.json"  # versions, commit and device
+METRICS = "metrics.jsonl"  # one row per logged step
+LOG_FILE = "log.txt"  # a copy of the screen output
+QUARANTINE = "quarantine.jsonl"  # the rows of the data that were skipped
+FLOAT8_SHARES = "float8.jsonl"  # {"step", "linear", "tensor", "overflow", "underflow"} for each sampled step
+CURVES = "curves.png"  # the picture that the end of a run draws
+TENSORBOARD = "tensorboard"  # folder of what TensorBoard reads
+PROFILE = "profile"  # folder of the traces
+EXPORT = "hf"  # folder of the exported weights
+CHECKPOINTS = "checkpoints"  # folder of the checkpoints
+SAVED = ".saved"  # the step of the newest checkpoint of the run, so that it is missed if it is gone
 
-RUN_ID = ".run-id"
-"""The id of the run, where its checkpoints are copied to a server: the same is there."""
+RUN_ID = ".run-id"  # the id of the run, where its checkpoints are copied to a server: the same is there
 
 # In a checkpoint
-MODEL, TOKENIZER = "model.json", "tokenizer.json"
-"""The files that make a checkpoint usable on its own."""
-DATA = "data.json"
-"""Fingerprints of the tokens that it was trained on."""
+MODEL, TOKENIZER = "model.json", "tokenizer.json"  # the files that make a checkpoint usable on its own
+DATA = "data.json"  # fingerprints of the tokens that it was trained on
 
 
 def holds_results(folder: Path) -> bool:

@@ -119,7 +119,7 @@ class FolderLock:
         file, began, waits = folder / LOCK, time.monotonic(), False
         while True:
             try:
-                if self._holds(file) or self._try(file):
+                if self._try(file):
                     return
                 holder = file.read_text(encoding="utf-8").strip() or "another process"
             except OSError as error:
@@ -144,11 +144,10 @@ class FolderLock:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def _holds(self, file: Path) -> bool:
-        return self._descriptor is not None and _is_still(file, self._descriptor)
-
     def _try(self, file: Path) -> bool:
         """Whether the lock is ours now."""
+        if self._descriptor is not None and _is_still(file, self._descriptor):
+            return True
         descriptor = open_locked(file, owner="process")
         if descriptor is None:
             return False

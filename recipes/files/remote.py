@@ -7,18 +7,18 @@ is first used: other runs do without. Imports no torch.
 
 import glob
 import io
-import os
+import shutil
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from parallel.errors import TemporaryError, UserError
+from recipes.files.atomic import replace
 
 CONNECT_SECONDS, READ_SECONDS = 5, 10
 """Seconds until a server must accept a connection, and send the next bytes."""
@@ -136,8 +136,18 @@ class _Blocks(io.RawIOBase):
         return block.result()
 
     def _fetch(self, index: int) -> bytes:
-        begin = index * BLOCK
-        return _range(self._system, self._file, begin, min(begin + BLOCK, self._file.state.st_size))
+        file, begin = self._file, index * BLOCK
+        end = min(begin + BLOCK, file.state.st_size)
+
+        def fetch() -> bytes:
+            found = bytes(self._system.cat_file(file.address, start=begin, end=end))
+            if len(found) > end - begin:
+                raise UserError(f"{file}: its server cannot send parts of files; download it and give the file")
+            if len(found) < end - begin:
+                raise ConnectionError(f"{len(found)} of {end - begin} bytes from byte {begin} on arrived")
+            return found
+
+        return _patiently(fetch, file.address)
 
 
 def find(address: str) -> list[RemoteFile]:
@@ -148,20 +158,14 @@ def find(address: str) -> list[RemoteFile]:
     system = _system(address)
 
     def look() -> dict[str, Any]:
-        try:
-            if is_glob(address):
-                return dict(system.glob(address, detail=True))
-            about = system.info(address)
-            if about["type"] == "file":
-                return {about["name"]: about}
-            return dict(system.find(address, detail=True))
-        except FileNotFoundError as error:
-            _require_answer(error)
-            return {}
+        if is_glob(address):
+            return dict(system.glob(address, detail=True))
+        about = system.info(address)
+        return {about["name"]: about} if about["type"] == "file" else dict(system.find(address, detail=True))
 
     found = [
         RemoteFile(system.unstrip_protocol(name), _state_of(about, address))
-        for name, about in _patiently(look, address).items()
+        for name, about in (_if_there(look, address) or {}).items()
         if about["type"] == "file" and not name.endswith("/")
     ]
     fixed = len(address.split("*")[0].split("/"))
@@ -176,31 +180,14 @@ def is_glob(address: str) -> bool:
 
 def state(address: str) -> RemoteState | None:
     """What the server says about a file now; None if there is none. Raises UserError."""
-    system = _system(address)
-
-    def look() -> dict[str, Any] | None:
-        try:
-            return dict(system.info(address))
-        except FileNotFoundError as error:
-            _require_answer(error)
-            return None
-
-    about = _patiently(look, address)
+    about: dict[str, Any] | None = _if_there(partial(_system(address).info, address), address)
     return _state_of(about, address) if about and about["type"] == "file" else None
 
 
 def read(address: str) -> bytes | None:
     """The contents of a small file; None if there is none. Raises UserError."""
-    system = _system(address)
-
-    def content() -> bytes | None:
-        try:
-            return bytes(system.cat_file(address))
-        except FileNotFoundError as error:
-            _require_answer(error)
-            return None
-
-    return _patiently(content, address)
+    found: bytes | None = _if_there(partial(_system(address).cat_file, address), address)
+    return found
 
 
 def write(address: str, content: bytes) -> None:
@@ -222,30 +209,21 @@ def upload(path: Path, address: str) -> None:
 
 def delete(addresses: Sequence[str]) -> None:
     """Delete files, in this order; those that do not exist are deleted. Raises UserError."""
-
-    def remove(address: str) -> None:
-        with suppress(FileNotFoundError):
-            _system(address).rm_file(address)
-
     for address in addresses:
-        _patiently(partial(remove, address), address)
+        _if_there(partial(_system(address).rm_file, address), address)
 
 
 def download(file: RemoteFile, path: Path) -> None:
     """Copy a file to this disk, under its name when it is whole. Raises UserError if it changes meanwhile."""
-    part = path.with_name(f".{os.getpid()}-{path.name}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with file.open() as source, part.open("wb") as target:
-            while block := source.read(BLOCK):
-                target.write(block)
-            target.flush()
-            os.fsync(target.fileno())
-        if part.stat().st_size != file.state.st_size or state(file.address) != file.state:
+
+    def copy(target: BinaryIO) -> None:
+        with file.open() as source:
+            shutil.copyfileobj(source, target, BLOCK)
+        if target.tell() != file.state.st_size or state(file.address) != file.state:
             raise UserError(f"{file} changed while it was read; start again when nothing writes to it any more")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace(path, copy, sync=True)
 
 
 def _system(address: str) -> Any:
@@ -296,24 +274,23 @@ def _state_of(about: dict[str, Any], address: str) -> RemoteState:
     return RemoteState(int(size), next((str(about[tag]) for tag in TAGS if about.get(tag)), ""))
 
 
-def _range(system: Any, file: RemoteFile, begin: int, end: int) -> bytes:
-    """Bytes begin .. end - 1 of a file."""
+def _if_there(look: Callable[[], Result], address: str) -> Result | None:
+    """The result of `look`, as _patiently() has it; None if the server says that there is no such file."""
 
-    def fetch() -> bytes:
-        found = bytes(system.cat_file(file.address, start=begin, end=end))
-        if len(found) > end - begin:
-            raise UserError(f"{file}: its server cannot send parts of files; download it and give the file")
-        if len(found) < end - begin:
-            raise ConnectionError(f"{len(found)} of {end - begin} bytes from byte {begin} on arrived")
-        return found
+    def found() -> Result | None:
+        try:
+            return look()
+        except FileNotFoundError as error:
+            _require_answer(error)
+            return None
 
-    return _patiently(fetch, file.address)
+    return _patiently(found, address)
 
 
 def _patiently(work: Callable[[], Result], address: str) -> Result:
     """The result of `work`, which is called again after a fault that may pass. Raises UserError."""
-    last = time.monotonic() + PATIENCE
-    for pause in _pauses():
+    last, pause = time.monotonic() + PATIENCE, LONGEST_PAUSE / 16
+    while True:
         try:
             return work()
         except UserError:
@@ -324,14 +301,7 @@ def _patiently(work: Callable[[], Result], address: str) -> Result:
                 raise problem from None
             if time.monotonic() + pause > last:
                 raise problem from error
-            time.sleep(pause)
-    raise AssertionError("the pauses never end")
-
-
-def _pauses() -> Iterator[float]:
-    pause = LONGEST_PAUSE / 16
-    while True:
-        yield pause
+        time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE)
 
 

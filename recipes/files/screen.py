@@ -59,16 +59,8 @@ class Output:
         self._lost = self._lost + content.count(b"\n") if self.error else 0
 
 
-class Screen:
+class Screen(Output):
     """Standard output as a file for rich, whose own answer to a broken pipe is to exit."""
-
-    def __init__(self) -> None:
-        self._output = Output()
-
-    @property
-    def error(self) -> OSError | None:
-        """Why the last text could not be written."""
-        return self._output.error
 
     def write(self, text: str) -> int:
         stream = self._stream
@@ -78,7 +70,7 @@ class Screen:
             return stream.write(text) if stream else 0
         with suppress(OSError, ValueError):
             stream.flush()
-        self._output.put(number, text.encode(stream.encoding or "utf-8", "replace"))
+        self.put(number, text.encode(stream.encoding or "utf-8", "replace"))
         return len(text)
 
     def flush(self) -> None:

@@ -4,9 +4,9 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -16,8 +16,8 @@ import tomli_w
 from annotated_types import MinLen
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from parallel.errors import UserError, listed
-from recipes.recipe.schema import Recipe
+from parallel.errors import TemporaryError, UserError, listed
+from recipes.recipe.schema import ONE_OR_SEVERAL, Recipe
 
 TYPE_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 VALUE_WORDS = {bool: "a boolean", int: "an integer", float: "a float", str: "a string", list: "a list", dict: "a table"}
@@ -59,6 +59,15 @@ def value_of(recipe: Recipe, key: str) -> Any:
     """The value at a dotted key."""
     section, _, name = key.partition(".")
     return getattr(getattr(recipe, section), name)
+
+
+def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+    """The recipe with these values at these dotted keys."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    return replace(recipe, **{section: replace(getattr(recipe, section), **own) for section, own in sections.items()})
 
 
 def toml(value: Any) -> str:
@@ -164,10 +173,8 @@ def _readings(annotation: Any, value: Any) -> list[Any]:
 
 def unknown_section(name: str) -> str:
     """The message for a [section] that does not exist."""
-    if _means_pipeline(name):
-        return NO_PIPELINE
-    if axis := _axis(name):
-        return f"unknown section; did you mean {axis}?"
+    if message := _of_other_programs(name, "section"):
+        return message
     close = get_close_matches(_normal(name), sections(), n=1)
     hint = f"did you mean [{close[0]}]?" if close else f"the sections are {listed(sections())}"
     return f"unknown section; {hint}"
@@ -180,10 +187,8 @@ def unknown_key(key: str) -> str:
         return 'unknown key; base = "other.toml" belongs in a file, above its first [section]'
     if name in sections() and not section:
         return f"is a section; its keys are {listed(key for key in field_types() if key.startswith(name + '.'))}"
-    if _means_pipeline(name):
-        return NO_PIPELINE
-    if axis := _axis(name):
-        return f"unknown key; did you mean {axis}?"
+    if message := _of_other_programs(name, "key"):
+        return message
     names = {known: known.partition(".")[2] for known in field_types()}
     of_section = {bare: known for known, bare in names.items() if known.startswith(section + ".")}
     if name in of_section:
@@ -201,15 +206,15 @@ def unknown_key(key: str) -> str:
     return f"unknown key; every key belongs to a section: {listed(sections())}"
 
 
-def _means_pipeline(name: str) -> bool:
-    return _normal(name).startswith("pipeline") or _normal(name) in ("pp", "pp_size", "pp_degree")
-
-
-def _axis(name: str) -> str | None:
-    """The field of [mesh] that other programs call tensor_parallel_degree, tp, cp_size, ...; None if it is not one."""
+def _of_other_programs(name: str, what: str) -> str | None:
+    """The message for what other programs call tensor_parallel_degree, tp, cp_size, pp, ...; None for other names."""
+    name = _normal(name)
+    if name.startswith("pipeline") or name in ("pp", "pp_size", "pp_degree"):
+        return NO_PIPELINE
     axes = {"tp": "mesh.tensor", "tensor_parallel": "mesh.tensor", "cp": "mesh.context"}
     axes |= {"context_parallel": "mesh.context", "sequence_parallel": "mesh.tensor, which includes it, or mesh.context"}
-    return axes.get(re.sub("(_degree|_size)?$", "", _normal(name), count=1))
+    axis = axes.get(re.sub("(_degree|_size)?$", "", name, count=1))
+    return f"unknown {what}; did you mean {axis}?" if axis else None
 
 
 def _normal(name: str) -> str:
@@ -252,10 +257,39 @@ class Problem:
         return textwrap.indent(self.key + written + origin, "  ") + "\n" + textwrap.indent(body, "    ")
 
 
+def choose_source(values: dict[str, Any], written: Mapping[str, Any], origin: str, *, place: str = "") -> list[Problem]:
+    """Let one source and several replace each other in the values; returns what is wrong where both are written.
+
+    written: the values of this origin, by dotted key. place: what the names of problems begin with.
+    """
+    problems = []
+    for one, several in ONE_OR_SEVERAL:
+        if one in written and written.get(several):
+            message = f"cannot be given together with {one} in the same place; remove one of them"
+            problems.append(Problem(place + several, message, "", origin))
+        elif one in written:
+            values.pop(several, None)
+        elif several in written:
+            values.pop(one, None)
+    return problems
+
+
 def one_line(error: UserError) -> str:
     """The text of an error that lists things line by line, joined into one line."""
     head, *lines = str(error).split("\n")
     return " ".join([head, "; ".join(line.strip() for line in lines)]).strip()
+
+
+def refusal_of(look: Callable[[], object]) -> str:
+    """The text of the UserError that `look` raises, as one line; "" if it raises none. Raises TemporaryErrors: they are
+    not the recipe's fault."""
+    try:
+        look()
+    except TemporaryError:
+        raise
+    except UserError as error:
+        return one_line(error)
+    return ""
 
 
 def refusal(problems: Sequence[Problem], *, where: str) -> UserError:

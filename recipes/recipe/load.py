@@ -1,7 +1,7 @@
 """Builds one checked Recipe from a TOML file, its bases and the command line. Imports no torch."""
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -11,21 +11,22 @@ import tomli
 
 from models.config import FROM_CONFIG, FROM_WEIGHTS, ModelConfig
 from models.sizes import SIZES
-from parallel.errors import TemporaryError, UserError
+from parallel.errors import UserError
 from recipes.files.reading import fault
 from recipes.recipe.fields import (
     Problem,
     accept,
+    choose_source,
     complaint,
     field_types,
-    one_line,
     refusal,
+    refusal_of,
     sections,
     toml,
     unknown_key,
     unknown_section,
 )
-from recipes.recipe.rules import Given, broken_rules
+from recipes.recipe.rules import Given, Written, broken_rules
 from recipes.recipe.schema import Recipe, RunConfig
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def load_run(path: str | Path, arguments: Sequence[str] = (), **options: Unpack[
 
         overrides, wrong = command_line.parse(arguments, _assemble(given, None))
         given |= {key: (value, command_line.ORIGIN) for key, value in overrides.items()}
-        problems += wrong + _choose_source(given, set(overrides), command_line.ORIGIN)
+        problems += wrong + choose_source(given, overrides, command_line.ORIGIN)
     weights = _initial_weights(given)
     if not any(problem.key == "model.name" for problem in problems):
         problems += _check_size(given, weights)
@@ -103,17 +104,9 @@ def load_run(path: str | Path, arguments: Sequence[str] = (), **options: Unpack[
     problems += stages.problems if stages else ()
     recipe = replace(_assemble(given, weights), stages=stages.configs if stages else ())
     if rules:
-        keys = {problem.key for problem in problems}
-        problems += broken_rules(
-            recipe,
-            weights,
-            given,
-            stages.tables if stages else (),
-            keys=keys,
-            elsewhere=elsewhere,
-            processes=options.get("processes"),
-            nodes=options.get("nodes"),
-        )
+        so_far = Written(given, stages.tables if stages else (), {problem.key for problem in problems})
+        layout = {"processes": options.get("processes"), "nodes": options.get("nodes")}
+        problems += broken_rules(recipe, so_far, weights, elsewhere=elsewhere, **layout)
     if problems:
         raise refusal(problems, where=shown(Path(path)))
     needs_weights = rules and not elsewhere and (recipe.model.weights or recipe.data.tokenizer == FROM_WEIGHTS)
@@ -178,7 +171,8 @@ def to_toml(recipe: Recipe) -> str:
 
 def _take(tables: dict[str, Any], origin: str, given: Given) -> list[Problem]:
     """Put the values of one file over those of its bases; returns what is wrong with them."""
-    problems = []
+    problems: list[Problem] = []
+    written: dict[str, Any] = {}
     for section, table in tables.items():
         if section in sections() and not isinstance(table, dict):
             message = f"is a section; write [{section}] on a separate line and its keys below"
@@ -194,23 +188,9 @@ def _take(tables: dict[str, Any], origin: str, given: Given) -> list[Problem]:
                 if wrong:
                     problems.append(Problem(key, wrong, toml(value), origin))
                 else:
-                    given[key] = (accept(field_types()[key], value), origin)
-    names = {f"{section}.{name}" for section, table in tables.items() if isinstance(table, dict) for name in table}
-    return problems + _choose_source(given, names, origin)
-
-
-def _choose_source(given: Given, names: Collection[str], origin: str) -> list[Problem]:
-    """Let this layer win where one source and several exclude each other. names: dotted keys in this layer."""
-    problems = []
-    for one, several in (("data.source", "data.mixture"), ("validation.source", "validation.sources")):
-        if one in names and several in names and given.get(several, ({}, ""))[0]:
-            message = f"cannot be given together with {one} in the same place; remove one of them"
-            problems.append(Problem(several, message, "", origin))
-        elif one in names:
-            given.pop(several, None)
-        elif several in names:
-            given.pop(one, None)
-    return problems
+                    written[key] = accept(field_types()[key], value)
+    given.update((key, (value, origin)) for key, value in written.items())
+    return problems + choose_source(given, written, origin)
 
 
 def _assemble(given: Given, weights: "InitialWeights | None") -> Recipe:
@@ -263,25 +243,18 @@ def _check_size(given: Given, weights: "InitialWeights | None") -> list[Problem]
             return [Problem(key, f'is missing; name = "{name}" takes its model', "", origin)]
         if weights is None or _shape_is_given(given):
             return []
-        try:
-            model = weights.model()
-        except TemporaryError:
-            raise
-        except UserError as error:
-            return [Problem(key, one_line(error), toml(path), origin)]
-        return _shape_of_transformers(given) if model.by_transformers else []
+        if refused := refusal_of(weights.model):
+            return [Problem(key, refused, toml(path), origin)]
+        if not weights.model().by_transformers:
+            return []
+        return [
+            Problem(key, "belongs to config.json for a model of transformers; remove it here", toml(value), where)
+            for key, (value, where) in given.items()
+            if key.startswith("model.") and key.partition(".")[2] not in NO_SHAPE
+        ]
     close = get_close_matches(name, [*SIZES, FROM_WEIGHTS, FROM_CONFIG], n=1)
     hint = f"did you mean {toml(close[0])}? " if close else ""
     return [Problem("model.name", f"unknown size; {hint}{known}", toml(name), origin)]
-
-
-def _shape_of_transformers(given: Given) -> list[Problem]:
-    """What a recipe says of a model of transformers that only its config.json may."""
-    return [
-        Problem(key, "belongs to config.json for a model of transformers; remove it here", toml(value), origin)
-        for key, (value, origin) in given.items()
-        if key.startswith("model.") and key.partition(".")[2] not in NO_SHAPE
-    ]
 
 
 def _read_chain(path: Path) -> list[Layer]:

@@ -6,17 +6,17 @@ Imports no torch.
 import os
 import re
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from models.config import FROM_WEIGHTS, ModelConfig
 from parallel.config import ActivationCheckpointingConfig, AttentionConfig, CompileConfig, Float8Config, FSDPConfig
-from parallel.errors import TemporaryError, UserError, listed
+from parallel.errors import listed
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.evaluation.config import ValidationConfig
 from recipes.metrics.config import MetricsConfig, ProfileConfig
-from recipes.recipe.fields import Problem, Violation, field_types, one_line, toml, value_of
+from recipes.recipe.fields import Problem, Violation, field_types, refusal_of, toml, value_of
 from recipes.recipe.rules_data import data_is_there, validation_is_possible
 from recipes.recipe.rules_mesh import (
     batch_divides,
@@ -39,22 +39,32 @@ Given = dict[str, tuple[Any, str]]
 """Dotted key -> (value, where it was written)."""
 
 
+@dataclass(frozen=True)
+class Written:
+    """What files and the command line say of a recipe."""
+
+    given: Given
+    tables: "Sequence[StageTable]"
+    """What they say of each stage."""
+    wrong: Collection[str]
+    """Keys with other problems, which no rule reads."""
+
+
 def broken_rules(
     recipe: Recipe,
+    written: Written,
     weights: "InitialWeights | None",
-    given: Given,
-    tables: "Sequence[StageTable]",
     *,
-    keys: Collection[str],
     elsewhere: bool,
     processes: int | None,
     nodes: int | None,
 ) -> list[Problem]:
-    """The rules that the recipe of any stage breaks. keys: those with other problems, which no rule reads."""
+    """The rules that the recipe of any stage breaks, which is written so. The other arguments are as in load_run()."""
+    given = written.given
     found: dict[Violation, list[Stage]] = {}
     for stage in stages_of(recipe):
         changes = recipe.stages[stage.number].changes if recipe.stages else {}
-        wrong = {key.removeprefix(f"stages.{stage.name}.") for key in keys}
+        wrong = {key.removeprefix(f"stages.{stage.name}.") for key in written.wrong}
         options: dict[str, Any] = {
             "processes": processes,
             "nodes": nodes,
@@ -72,7 +82,7 @@ def broken_rules(
         located = _located(key, message, stage.recipe, given)
         if recipe.stages and (len(others) + 1 < len(recipe.stages) or key in recipe.stages[stage.number].changes):
             also = f"; also in stage {listed(other.name for other in others)}" if others else ""
-            origin = tables[stage.number].origins.get(key, located.origin)
+            origin = written.tables[stage.number].origins.get(key, located.origin)
             name = f"stages.{stage.name}.{key}"
             located = replace(located, key=name, origin=origin, message=message + also)
         problems[located] = None
@@ -197,15 +207,10 @@ def weights_fit(
         return
     from recipes.weights.description import differences
 
-    try:
-        weights = initial.find()
-        if not weights.is_checkpoint:
-            _ = weights.stored_tensors
-    except TemporaryError:  # not the recipe's fault
-        raise
-    except UserError as error:
-        yield "model.weights", one_line(error)
+    if refused := refusal_of(lambda: initial.find().is_checkpoint or initial.find().stored_tensors):
+        yield "model.weights", refused
         return
+    weights = initial.find()
     if weights.model.by_transformers and not model.by_transformers:
         remedy = f'write name = "{FROM_WEIGHTS}"'
         yield "model.name", f"is a size of our decoder, but {weights.path} holds a model of transformers; {remedy}"

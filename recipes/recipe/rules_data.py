@@ -11,7 +11,7 @@ from parallel.errors import TemporaryError, UserError
 from recipes.data.config import HELD_OUT, DataConfig
 from recipes.evaluation.config import ValidationConfig
 from recipes.files.layout import TOKENIZER
-from recipes.recipe.fields import Violation, one_line, toml
+from recipes.recipe.fields import Violation, one_line, refusal_of, toml
 
 if TYPE_CHECKING:
     from recipes.weights.locate import InitialWeights
@@ -55,21 +55,14 @@ def tokenizer_fits(tokenizer: str, *, model: ModelConfig, initial: "InitialWeigh
     from recipes.data.text.tokenizer import tokenizer_problem
 
     if initial is not None and (model.weights or tokenizer == FROM_WEIGHTS):
-        try:
-            weights = initial.find()
-        except TemporaryError:
-            raise
-        except UserError as error:
+        if refused := refusal_of(initial.find):
             if not model.weights:
-                yield "data.tokenizer", f"needs model.weights or a checkpoint of this run: {one_line(error)}"
+                yield "data.tokenizer", f"needs model.weights or a checkpoint of this run: {refused}"
             return  # weights_fit reports what is wrong with them
+        weights = initial.find()
         if tokenizer == FROM_WEIGHTS:
-            try:
-                _ = weights.tokenizer
-            except TemporaryError:
-                raise
-            except UserError as error:
-                yield "data.tokenizer", one_line(error)
+            if refused := refusal_of(lambda: weights.tokenizer):
+                yield "data.tokenizer", refused
             return
         if tokenizer.startswith("train:") and (weights.path / TOKENIZER).is_file():
             problem = "would train a new tokenizer, whose tokens mean nothing to the weights, which have their own"
@@ -115,19 +108,14 @@ def validation_is_possible(
     validation: ValidationConfig, *, data: DataConfig, model: ModelConfig
 ) -> Iterator[Violation]:
     """There is text to validate on, its sources can be read, and the model can be asked the tasks."""
-    if validation.tasks or validation.task_limit:
-        from recipes.recipe.rules_tasks import task_problems
-
-        for field, message in task_problems(validation, encoder_decoder=model.is_encoder_decoder):
-            yield f"validation.{field}", message
-    yield from validation_has_text(validation, data=data)
-
-
-def validation_has_text(validation: ValidationConfig, *, data: DataConfig) -> Iterator[Violation]:
-    """There is text to validate on, and its sources can be read."""
     from recipes.data.text.sources import is_prepared
     from recipes.data.tokens.shards import open_index
 
+    if validation.tasks or validation.task_limit:
+        from recipes.recipe.rules_tasks import task_problems
+
+        for name, problem in task_problems(validation, encoder_decoder=model.is_encoder_decoder):
+            yield f"validation.{name}", problem
     if data.validation_fraction == 0 and HELD_OUT in validation.texts.values():
         remedy = "write 0, or give a text that is not trained on: [validation] source"
         for field in ("every", "sample_tokens"):
@@ -153,6 +141,11 @@ def validation_has_text(validation: ValidationConfig, *, data: DataConfig) -> It
 def _source_problem(source: str) -> str | None:
     """What is wrong with a source, and what to write instead, or None."""
     from recipes.data.text.sources import source_problem
-    from recipes.data.tokens.parts import unfinished_problem
+    from recipes.data.tokens.shards import PARTS
 
-    return unfinished_problem(source) or source_problem(source)
+    problem = source_problem(source)
+    if problem and (Path(source).expanduser() / PARTS).is_file():
+        from recipes.data.tokens.parts import unfinished_problem
+
+        problem = unfinished_problem(source) or problem
+    return problem

@@ -4,8 +4,7 @@ from collections.abc import Collection, Iterator
 
 from models.config import FROM_CONFIG, ModelConfig
 from models.transformers_config import TransformersConfig
-from parallel.errors import TemporaryError, UserError
-from recipes.recipe.fields import Violation
+from recipes.recipe.fields import Violation, refusal_of
 from recipes.recipe.schema import Recipe
 from recipes.weights.description import differences
 from recipes.weights.locate import InitialWeights
@@ -19,12 +18,9 @@ def config_fits(model: ModelConfig, initial: InitialWeights | None, *, written: 
         other = f'name = "{model.name}"' if model.name != FROM_CONFIG else "model.weights"
         yield "model.config", f'has no effect with {other}; remove it, or write name = "{FROM_CONFIG}" without weights'
         return
-    try:
-        now, trained = initial.configured(), initial.model()
-    except TemporaryError:
-        raise
-    except UserError:  # a resumed run needs it no more; otherwise loading has reported it
-        return
+    if refusal_of(initial.configured) or refusal_of(initial.model):
+        return  # a resumed run needs it no more; otherwise loading has reported it
+    now, trained = initial.configured(), initial.model()
     if type(now) is not type(trained):
         yield "model.config", "is another model than that of the run's checkpoints; restore it, or change run.name"
         return

@@ -25,6 +25,9 @@ from recipes.evaluation.config import ValidationConfig
 from recipes.metrics.config import MetricsConfig, ProfileConfig
 from recipes.optimization.config import OptimizerConfig, ScheduleConfig
 
+ONE_OR_SEVERAL = (("data.source", "data.mixture"), ("validation.source", "validation.sources"))
+"""Fields that exclude each other: one source, and several."""
+
 
 @dataclass(frozen=True)
 class RunConfig:

@@ -1,7 +1,8 @@
 """Reads the [[stages]] of a recipe and the command line's --stages.NAME.section.field. Imports no torch."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Annotated, Any
@@ -14,6 +15,7 @@ from recipes.recipe.fields import (
     Violation,
     accept,
     accepts,
+    choose_source,
     complaint,
     describe,
     field_types,
@@ -123,7 +125,7 @@ def _tables(tables: Any, origin: str) -> tuple[list[StageTable], list[Problem]]:
             else:
                 stage.changes[key] = accept(field_types()[key], value)
                 stage.origins[key] = origin
-        problems += _one_of_two(stage, stage.changes, origin)
+        problems += choose_source(stage.changes, stage.changes, origin, place=f"stages.{name}.")
     return found, problems
 
 
@@ -148,7 +150,7 @@ def _override(stages: Sequence[StageTable], of_stages: Mapping[str, Sequence[str
             _, equals, text = words.pop(place).partition("=")
             if not equals:
                 text = words.pop(place) if place < len(words) and not words[place].startswith("--") else ""
-            number: Any = next((kind(text) for kind in (int, float) if _reads(kind, text)), text)
+            number: Any = _number(text)
             if accepts(Until, number):
                 stage.until = number if place == flags[-1] else stage.until
             else:
@@ -162,7 +164,7 @@ def _override(stages: Sequence[StageTable], of_stages: Mapping[str, Sequence[str
                 problems.append(Problem(f"stages.{name}.{key}", message, toml(value), command_line.ORIGIN))
             else:
                 stage.changes[key], stage.origins[key] = value, command_line.ORIGIN
-        problems += _one_of_two(stage, values, command_line.ORIGIN)
+        problems += choose_source(stage.changes, values, command_line.ORIGIN, place=f"stages.{name}.")
     return problems
 
 
@@ -282,20 +284,6 @@ def _refusal(key: str) -> str | None:
     )
 
 
-def _one_of_two(stage: StageTable, given: Collection[str], origin: str) -> list[Problem]:
-    """Let this place win where one source and several exclude each other. given: the keys of this place."""
-    problems = []
-    for one, several in (("data.source", "data.mixture"), ("validation.source", "validation.sources")):
-        if one in given and several in given:
-            message = f"cannot be given together with {one} in the same place; remove one of them"
-            problems.append(Problem(f"stages.{stage.name}.{several}", message, "", origin))
-        elif one in given:
-            stage.changes.pop(several, None)
-        elif several in given:
-            stage.changes.pop(one, None)
-    return problems
-
-
 def _wrong_until(name: str, value: Any, origin: str) -> Problem:
     rule = f"must be a step ({describe(Annotated[int, Ge(1)])}) or a share of run.steps (a number > 0 and <= 1)"
     return Problem(
@@ -303,9 +291,9 @@ def _wrong_until(name: str, value: Any, origin: str) -> Problem:
     )
 
 
-def _reads(kind: type, text: str) -> bool:
-    try:
-        kind(text)
-        return True
-    except ValueError:
-        return False
+def _number(text: str) -> int | float | str:
+    """The number in this text; the text if there is none."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text

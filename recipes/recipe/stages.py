@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from recipes.recipe.schema import Recipe, StageConfig
+from recipes.recipe.fields import with_values
+from recipes.recipe.schema import ONE_OR_SEVERAL, Recipe, StageConfig
 
 
 @dataclass(frozen=True)
@@ -79,13 +80,6 @@ def at_several_lengths(recipe: Recipe) -> frozenset[str]:
 
 def _changed(recipe: Recipe, stage: StageConfig) -> Recipe:
     """The recipe with the stage's values in place of its own."""
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in stage.changes.items():
-        section, _, name = key.partition(".")
-        sections.setdefault(section, {})[name] = value
     # One source replaces several; several replace one wherever there are any.
-    for section, one, several in (("data", "source", "mixture"), ("validation", "source", "sources")):
-        if one in sections.get(section, {}):
-            sections[section].setdefault(several, {})
-    changed = {name: replace(getattr(recipe, name), **values) for name, values in sections.items()}
-    return replace(recipe, stages=(), **changed)
+    replaced: dict[str, Any] = {several: {} for one, several in ONE_OR_SEVERAL if one in stage.changes}
+    return replace(with_values(recipe, replaced | stage.changes), stages=())

@@ -305,7 +305,7 @@ def _resume(
         return None, {}
     from recipes.training.resume import open_checkpoints, resume
 
-    checkpoints = open_checkpoints(recipe, loader, describe(), begin, console)
+    checkpoints = open_checkpoints(recipe, loader, describe(), console)
     return checkpoints, resume(recipe, built, loader, checkpoints, begin, console)
 
 

@@ -36,30 +36,28 @@ def check(recipe: Recipe, *, processes: int | None, nodes: int | None) -> None:
     check_output_folder(recipe)
     trunk = _trunk(recipe)
     hardware = hardware_of(recipe.run.name) if recipe.run.device != "cpu" else None
-    stages = [_Checked.of(stage, processes, nodes, hardware) for stage in stages_of(recipe)]
+    stages = [Facts.of(stage, processes, nodes, hardware) for stage in stages_of(recipe)]
     other = "" if processes else "; for other numbers: --check --processes N --nodes M"
-    lines = [*_head(recipe), *trunk, *_lines_of_stages(stages, hardware, other)]
-    # The fullest of all stages decides whether the run fits.
-    full = max(stages, key=lambda stage: (stage.prediction.peak if stage.prediction else 0, stage.states))
-    prediction, states, on = full.prediction, full.states, full.on
+    lines = [*_head(recipe), *trunk, *_lines_of_stages(stages, other)]
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
     lines = ["".join(c if c.isprintable() else "?" for c in line) for line in lines]  # as TOML wants comments
     print("".join(f"# {line}\n" for line in lines) + "\n" + to_toml(recipe), end="")
     for line in dict.fromkeys(line for one in stages for line in advice(one.recipe.mesh, float8=one.recipe.float8)):
         print(line, file=sys.stderr)
-    peak = prediction.peak if prediction else 0
-    if prediction and os.environ.get(FORCE) == "0":
-        _refuse_what_cannot_fit(peak, hardware)
-    if hardware and peak > FULL * hardware.memory:
+    # The fullest of all stages decides whether the run fits.
+    full = max(stages, key=lambda stage: (stage.peak, stage.states))
+    if full.prediction and os.environ.get(FORCE) == "0":
+        _refuse_what_cannot_fit(full.peak, hardware)
+    if hardware and full.peak > FULL * hardware.memory:
         print(
-            f"warning: {size(peak)} of memory are predicted, more than {FULL:.0%} of the {size(hardware.memory)} of an"
-            f" {hardware.gpu}, of which fragmentation needs some; docs/runbook.md lists what saves memory",
+            f"warning: {size(full.peak)} of memory are predicted, more than {FULL:.0%} of the {size(hardware.memory)}"
+            f" of an {hardware.gpu}, of which fragmentation needs some; docs/runbook.md lists what saves memory",
             file=sys.stderr,
         )
-    elif states > LARGEST_DEVICE:
+    elif full.states > LARGEST_DEVICE:
         print(
-            f"warning: parameters, gradients and moments take {size(states)} per process on {on}, more than any device"
-            " has; shard over more of them (--check --processes N tells for N)",
+            f"warning: parameters, gradients and moments take {size(full.states)} per process on {full.on}, more than"
+            " any device has; shard over more of them (--check --processes N tells for N)",
             file=sys.stderr,
         )
 
@@ -95,37 +93,29 @@ def _degrees(recipe: Recipe, processes: int | None, nodes: int | None, hardware:
     return fitted_mesh(recipe.mesh, processes, nodes)
 
 
-def _prediction(recipe: Recipe, degrees: MeshDegrees, hardware: Hardware | None) -> Prediction | None:
-    """The prediction of a GPU's memory; None for a recipe for CPUs, or if nothing says that it is for GPUs."""
-    asked = recipe.run.device == "cuda" or hardware is not None or os.environ.get(FORCE) == "0"
-    return predict(recipe, degrees) if asked and recipe.run.device != "cpu" else None
-
-
-def _memory(recipe: Recipe, prediction: Prediction | None, hardware: Hardware | None) -> list[str]:
-    """What a GPU is predicted to hold; nothing for a recipe that is not made for one."""
-    if prediction is None or (recipe.run.device != "cuda" and hardware is None):
-        return []
-    return summary(prediction, hardware.memory if hardware else None)
-
-
 @dataclass(frozen=True)
-class _Checked:
-    """A stage, and what a process of it holds."""
+class Facts:
+    """What --check finds out about a stage, before it prints anything."""
 
     stage: Stage
+    hardware: Hardware | None
+    """What the name of the recipe says that it runs on; None if it says nothing."""
     degrees: MeshDegrees
-    prediction: Prediction | None
     states: int
-    """Bytes of parameters, gradients and moments."""
+    """Bytes of parameters, gradients and moments of a process."""
+    prediction: Prediction | None
+    """That of a GPU's memory; None for a recipe for CPUs, or if nothing says that it is for GPUs."""
 
     @classmethod
-    def of(cls, stage: Stage, processes: int | None, nodes: int | None, hardware: Hardware | None) -> "_Checked":
+    def of(cls, stage: Stage, processes: int | None, nodes: int | None, hardware: Hardware | None) -> "Facts":
         recipe = stage.recipe
         degrees = _degrees(recipe, processes, nodes, hardware)
         one = 4 if recipe.optimizer.state_dtype == "float32" else 2
         momenta = matrix_params(recipe.model) if recipe.optimizer.name == "muon" else 0  # the only moment of these
         states = (recipe.model.num_params() * (8 + 2 * one) - momenta * one) // degrees.copy
-        return cls(stage, degrees, _prediction(recipe, degrees, hardware), states)
+        asked = recipe.run.device == "cuda" or hardware is not None or os.environ.get(FORCE) == "0"
+        prediction = predict(recipe, degrees) if asked and recipe.run.device != "cpu" else None
+        return cls(stage, hardware, degrees, states, prediction)
 
     @property
     def recipe(self) -> Recipe:
@@ -135,22 +125,34 @@ class _Checked:
     def on(self) -> str:
         return "1 process" if self.degrees.processes == 1 else f"{self.degrees.processes:,} processes"
 
+    @property
+    def peak(self) -> int:
+        """Bytes that a GPU is predicted to hold; 0 without a prediction."""
+        return self.prediction.peak if self.prediction else 0
 
-def _lines_of_stages(stages: Sequence[_Checked], hardware: Hardware | None, other: str) -> list[str]:
+    @property
+    def memory(self) -> list[str]:
+        """Lines about what a GPU is predicted to hold; none for a recipe that is not made for one."""
+        if self.prediction is None or (self.recipe.run.device != "cuda" and self.hardware is None):
+            return []
+        return summary(self.prediction, self.hardware.memory if self.hardware else None)
+
+
+def _lines_of_stages(stages: Sequence[Facts], other: str) -> list[str]:
     """What is trained on what; for later stages only what differs from the stage before."""
     found: list[str] = []
     before: list[str] = []
-    for checked in stages:
-        recipe, batch = checked.recipe, checked.recipe.batch
-        states = f"parameters, gradients and moments take {size(checked.states)} per process"
+    for facts in stages:
+        batch = facts.recipe.batch
+        states = f"parameters, gradients and moments take {size(facts.states)} per process"
         lines = [
-            f"on {checked.on}: {checked.degrees}; {states}{other}",
-            *_memory(recipe, checked.prediction, hardware),
-            f"batch: {batch.global_batch_size:,} sequences = {micro_batches(batch, checked.degrees)}",
-            *_parts(recipe),
+            f"on {facts.on}: {facts.degrees}; {states}{other}",
+            *facts.memory,
+            f"batch: {batch.global_batch_size:,} sequences = {micro_batches(batch, facts.degrees)}",
+            *_parts(facts.recipe),
         ]
-        indent = "  " if checked.stage.name else ""
-        found += [_steps(checked.stage), *(f"{indent}{line}" for line in lines if line not in before)]
+        indent = "  " if facts.stage.name else ""
+        found += [_steps(facts.stage), *(f"{indent}{line}" for line in lines if line not in before)]
         before = lines
     return found
 

@@ -19,7 +19,7 @@ from recipes.files.lock import FolderLock
 from recipes.files.reading import named_faults
 from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe
-from recipes.training.run_folder import identity_differences
+from recipes.training.run_folder import require_resumable, require_same_run
 
 
 def remote_folder(recipe: Recipe) -> RemoteFolder:
@@ -61,22 +61,13 @@ def _newer(recipe: Recipe, there: RemoteFolder) -> list[int]:
     there.require_writable()
     newest = max(checkpoint_steps(folder / CHECKPOINTS), default=-1)
     steps = [step for step in reversed(there.steps()) if step > newest]
-    if steps and recipe.checkpoint.resume == "never":
-        raise UserError(
-            f'{there.place} already holds this run, and checkpoint.resume = "never"; give this run another name'
-            ' (--run.name OTHER), or continue the run with checkpoint.resume = "auto"'
-        )
+    if steps:
+        require_resumable(recipe, there.place)
     if steps and (text := remote.read(f"{there.place}/{RECIPE}")):
         with tempfile.TemporaryDirectory() as place:
             file = Path(place, RECIPE)
             file.write_bytes(text)
-            differences = identity_differences(load(file, rules=False), recipe)
-        if differences:
-            lines = "".join(f"\n  {line}" for line in differences)
-            raise UserError(
-                f"{there.place} belongs to a different recipe:{lines}\ngive this run another name (--run.name OTHER),"
-                " or put these keys back"
-            )
+            require_same_run(load(file, rules=False), recipe, there.place)
     return steps
 
 

@@ -6,8 +6,6 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,7 +19,7 @@ from recipes.files.screen import tell
 from recipes.metrics.clock import START, RunClock
 from recipes.plan.memory import predict
 from recipes.plan.sizes import Sizes
-from recipes.recipe.fields import toml
+from recipes.recipe.fields import toml, with_values
 from recipes.recipe.rules_mesh import float8_fits_tensor, gather_has_a_kernel, mesh_divides_model, require_fits_world
 from recipes.recipe.rules_optimizer import moments_can_move
 from recipes.recipe.schema import Recipe
@@ -75,19 +73,14 @@ def report(error: BaseException, recipe: Recipe, world: World, clock: RunClock) 
         if world.device.type == "cuda":
             with suppress(Exception):
                 details += torch.cuda.memory_summary(abbreviated=True).splitlines()
-                lines.append(f"  what the memory held: {_dump(folder / SNAPSHOTS, world.rank)}")
+                # The traceback keeps most of what the step held. Where each block was allocated is not in the snapshot:
+                # recording that costs time at every allocation of every step.
+                snapshot = folder / SNAPSHOTS / f"rank-{world.rank}.pickle"
+                snapshot.parent.mkdir(exist_ok=True)
+                torch.cuda.memory._dump_snapshot(str(snapshot))
+                lines.append(f"  what the memory held: {snapshot}")
                 tell(lines[-1])
         Lines(folder / LOG_FILE, log=lambda line: None).append(*lines, *details)
-
-
-def _dump(folder: Path, rank: int) -> Path:
-    """Write a snapshot of the GPU's memory. The traceback keeps most of what the step held.
-
-    Where each block was allocated is not in it: recording that costs time at every allocation of every step.
-    """
-    folder.mkdir(exist_ok=True)
-    torch.cuda.memory._dump_snapshot(str(folder / f"rank-{rank}.pickle"))
-    return folder / f"rank-{rank}.pickle"
 
 
 def _advice(recipe: Recipe, world: World, *, on_host: bool, started: bool = True) -> list[str]:
@@ -125,13 +118,12 @@ def _peak(recipe: Recipe, world: World) -> int:
 
 def _changed(recipe: Recipe, key: str, value: object) -> Recipe:
     """The recipe with this remedy."""
-    section, name = key.split(".")
-    fields: dict[str, Any] = {name: value}
+    values = {key: value}
     if key == "mesh.shard":
-        fields["replicate"] = 1
-    elif section == "mesh" and recipe.mesh.shard != "node":
-        fields["shard"] = -1
-    return replace(recipe, **{section: replace(getattr(recipe, section), **fields)})
+        values["mesh.replicate"] = 1
+    elif key.startswith("mesh.") and recipe.mesh.shard != "node":
+        values["mesh.shard"] = -1
+    return with_values(recipe, values)
 
 
 def remedies(recipe: Recipe, world: World) -> Iterator[Remedy]:
@@ -139,7 +131,8 @@ def remedies(recipe: Recipe, world: World) -> Iterator[Remedy]:
     batch, fsdp = recipe.batch, recipe.fsdp
     micro = batch.micro_batch_size
     smaller = (size for size in range(micro // 2, 0, -1) if micro % size == 0)
-    if size := next((size for size in smaller if _fits(recipe, world, batch={"micro_batch_size": size})), None):
+    fitting = (size for size in smaller if _fits(_changed(recipe, "batch.micro_batch_size", size), world))
+    if size := next(fitting, None):
         yield "batch.micro_batch_size", size, f"instead of {micro}: less at a time, in the same global batch"
     if batch.loss_chunks < 16 and not recipe.compile.enabled:  # compiled, the loss holds no copy of the logits
         yield "batch.loss_chunks", max(4, 2 * batch.loss_chunks), "holds the logits of one chunk only"
@@ -165,23 +158,21 @@ def remedies(recipe: Recipe, world: World) -> Iterator[Remedy]:
     if world.device.type == "cuda" and not fsdp.cpu_offload and recipe.optimizer.name != "muon":
         yield "fsdp.cpu_offload", True, "keeps the sharded state in host memory; slow"
     half = batch.sequence_length // 2
-    if half and _fits(recipe, world, batch={"sequence_length": half}):
+    if half and _fits(_changed(recipe, "batch.sequence_length", half), world):
         yield "batch.sequence_length", half, f"{OTHER_RUN}"
 
 
 def _parts(recipe: Recipe, world: World) -> Iterator[Remedy]:
     """More parts of sequences or matrices, where these processes can have them."""
-    rest = {} if recipe.mesh.shard == "node" else {"shard": -1}
     also = "" if recipe.mesh.shard in (-1, "node") else "with mesh.shard = -1: "
     for axis, parts in (("context", "every sequence"), ("tensor", "every matrix")):
         degree = 2 * getattr(recipe.mesh, axis)
-        if _fits(recipe, world, mesh={axis: degree, **rest}):
+        if _fits(_changed(recipe, f"mesh.{axis}", degree), world):
             yield f"mesh.{axis}", degree, f"{also}{degree} processes share {parts} and its activations"
 
 
-def _fits(recipe: Recipe, world: World, **changes: dict[str, Any]) -> bool:
-    """Whether these processes can share the recipe with these changes: section -> field -> value."""
-    recipe = replace(recipe, **{name: replace(getattr(recipe, name), **new) for name, new in changes.items()})
+def _fits(recipe: Recipe, world: World) -> bool:
+    """Whether these processes can share the recipe."""
     mesh, batch, float8 = recipe.mesh, recipe.batch, recipe.float8
     known = {"processes": world.size, "nodes": len(world.nodes)}
     try:

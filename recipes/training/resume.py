@@ -54,9 +54,7 @@ def newest_checkpoint(recipe: Recipe, names: Collection[str], console: Console) 
     return step
 
 
-def open_checkpoints(
-    recipe: Recipe, loader: DataLoader, description: Description, begin: Beginning, console: Console
-) -> Checkpoints:
+def open_checkpoints(recipe: Recipe, loader: DataLoader, description: Description, console: Console) -> Checkpoints:
     """The checkpoints of the run, with what accompanies their tensors."""
     remote = None
     if recipe.checkpoint.remote:

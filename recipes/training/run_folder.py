@@ -25,7 +25,7 @@ from recipes.files.layout import (
     checkpoint_steps,
     holds_results,
 )
-from recipes.files.lock import LOCK, FolderLock
+from recipes.files.lock import ANOTHER_NAME, LOCK, FolderLock
 from recipes.files.reading import fault, is_folder, names_in, read_text
 from recipes.recipe.fields import field_types, toml, value_of
 from recipes.recipe.load import load, to_toml
@@ -90,12 +90,14 @@ def identity_differences(old: Recipe, new: Recipe) -> list[str]:
 
 def _differences(old: Recipe, new: Recipe, steps: int) -> list[str]:
     """The differences between two recipes without stages. steps: those of the old schedule."""
+    same_phases = old.schedule.phases(steps) == new.schedule.phases(steps)
     differences = [
         f"{key}: {toml(was)} in the folder's recipe.toml, {toml(now)} now"
         for key in field_types()
         if key.startswith(IDENTITY) and key not in ("model.weights", "model.config")  # used before the first step
         if (was := value_of(old, key)) != (now := value_of(new, key))
-        if not (key.endswith(("warmup_steps", "decay_steps")) and _same_phases(old, new, steps))
+        # A share of the run may be written where its steps were, or the other way round.
+        if not (key.endswith(("warmup_steps", "decay_steps")) and same_phases)
     ]
     was, now = old.data.mixture, new.data.mixture
     if was == now and list(was) != list(now):  # equal as dicts, but the data order follows the order of the lines
@@ -104,18 +106,12 @@ def _differences(old: Recipe, new: Recipe, steps: int) -> list[str]:
     return differences
 
 
-def _same_phases(old: Recipe, new: Recipe, steps: int) -> bool:
-    """Whether a share of the run is now written where its steps were, or the other way round."""
-    return old.schedule.phases(steps) == new.schedule.phases(steps)
-
-
 def check_output_folder(recipe: Recipe) -> None:
     """Raises UserError if the run's files cannot be written, or if the folder holds something else."""
     folder = recipe.run.folder
-    remedy = "give this run another name (--run.name OTHER)"
     if not is_folder(folder):
         if folder.is_file():
-            raise UserError(f"{folder} is a file, but the run's files go there; {remedy}")
+            raise UserError(f"{folder} is a file, but the run's files go there; {ANOTHER_NAME}")
         place = next(parent for parent in folder.absolute().parents if parent.exists())
         if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
             what = "may not be written to" if place.is_dir() else "is no folder"
@@ -126,24 +122,34 @@ def check_output_folder(recipe: Recipe) -> None:
     if not names:
         return
     if RECIPE not in names:
-        raise UserError(f"{folder} is not empty and has no {RECIPE}, so it is not a run folder; {remedy}")
+        raise UserError(f"{folder} is not empty and has no {RECIPE}, so it is not a run folder; {ANOTHER_NAME}")
     if not holds_results(folder):  # a run that ended before its first logged step
         return
-    if recipe.checkpoint.resume == "never":
-        raise UserError(
-            f'{folder} already holds this run, and checkpoint.resume = "never"; {remedy}'
-            ', or continue the run with checkpoint.resume = "auto"'
-        )
+    require_resumable(recipe, folder)
     try:
         old = load(folder / RECIPE, rules=False)
     except TemporaryError:
         raise
     except UserError as error:
         reason = "was written with another version of the recipe schema, or its model is gone"
-        raise UserError(f"{folder} {reason}; {remedy}\n{error}") from None
-    if differences := identity_differences(old, recipe):
+        raise UserError(f"{folder} {reason}; {ANOTHER_NAME}\n{error}") from None
+    require_same_run(old, recipe, folder)
+
+
+def require_resumable(recipe: Recipe, place: Path | str) -> None:
+    """Raises UserError if the recipe may not resume the run that this place holds."""
+    if recipe.checkpoint.resume == "never":
+        raise UserError(
+            f'{place} already holds this run, and checkpoint.resume = "never"; {ANOTHER_NAME}'
+            ', or continue the run with checkpoint.resume = "auto"'
+        )
+
+
+def require_same_run(old: Recipe, new: Recipe, place: Path | str) -> None:
+    """Raises UserError if `new` cannot continue the run of `old` that this place holds."""
+    if differences := identity_differences(old, new):
         lines = "".join(f"\n  {line}" for line in differences)
-        raise UserError(f"{folder} belongs to a different recipe:{lines}\n{remedy}, or put these keys back")
+        raise UserError(f"{place} belongs to a different recipe:{lines}\n{ANOTHER_NAME}, or put these keys back")
 
 
 def claim_run_folder(recipe: Recipe, *, done: int, environment: dict[str, Any], lock: FolderLock) -> list[str]:
@@ -276,9 +282,8 @@ def draw_curves(folder: Path, *, log: Callable[[str], None]) -> None:
             timeout=DRAWING_SECONDS,
             start_new_session=True,
         )
-        failure = (
-            "" if done.returncode == 0 else (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
-        )
+        said = done.stderr.strip() or f"exit code {done.returncode}"
+        failure = said.splitlines()[-1] if done.returncode else ""
     except subprocess.TimeoutExpired:
         failure = f"it took more than {DRAWING_SECONDS:.0f} s"
     except OSError as error:

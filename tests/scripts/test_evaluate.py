@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from recipes.data.text.rows import documents
+from recipes.data.text.rows import readable_documents
 from tests.commands import run_command
 from tests.processes import until_the_terminal_closes
 from tests.tiny_llama import save_tiny_llama
@@ -47,7 +47,7 @@ def evaluate(*arguments: object, processes: int = 1) -> tuple[int, str, str]:
 def theirs(folder: Path, text: Path) -> tuple[LlamaForCausalLM, list[str], list[int]]:
     """The model of transformers, the documents, and all their tokens."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    texts = list(documents(str(text), text_field="text"))
+    texts = list(readable_documents(str(text), text_field="text"))
     ids = [token for text in texts for token in (*tokenizer(text)["input_ids"], tokenizer.eos_token_id)]
     return LlamaForCausalLM.from_pretrained(folder), texts, ids
 

@@ -84,7 +84,8 @@ def _processors(processor: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 def _adding(content: dict[str, Any], name: str, number: int) -> dict[str, Any]:
     """The tokenizer.json with a post-processor that puts this token first, and nothing last."""
-    special, first, second = ({"SpecialToken": {"id": name, "type_id": 0}}, *_sequences())
+    special = {"SpecialToken": {"id": name, "type_id": 0}}
+    first, second = ({"Sequence": {"id": text, "type_id": 0}} for text in "AB")
     template = {
         "type": "TemplateProcessing",
         "single": [special, first],
@@ -93,7 +94,3 @@ def _adding(content: dict[str, Any], name: str, number: int) -> dict[str, Any]:
     }
     kept = [one for one in _processors(content.get("post_processor")) if one.get("type") == "ByteLevel"]
     return content | {"post_processor": {"type": "Sequence", "processors": [*kept, template]} if kept else template}
-
-
-def _sequences() -> tuple[dict[str, Any], dict[str, Any]]:
-    return {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}

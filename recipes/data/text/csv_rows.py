@@ -19,39 +19,28 @@ from recipes.data.text.row import (
 )
 
 
-class _Lines(Iterator[str]):
-    """The lines of a file as text, and how many bytes they were. A byte that is not UTF-8 becomes half a surrogate
-    pair, which makes its row a bad one."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream = stream
-        self.bytes = stream.tell()
-
-    def __next__(self) -> str:
-        line = self._stream.readline(LONGEST_ROW)
-        if not line:
-            raise StopIteration
-        if self.bytes == 0:
-            line, self.bytes = line.removeprefix(BYTE_ORDER_MARK), len(line) - len(line.removeprefix(BYTE_ORDER_MARK))
-        self.bytes += len(line)
-        return line.decode(errors="surrogateescape")
+def _lines(stream: IO[bytes]) -> Iterator[str]:
+    """The lines of a file as text. A byte that is not UTF-8 becomes half a surrogate pair, which makes its row a bad
+    one."""
+    while line := stream.readline(LONGEST_ROW):
+        yield line.decode(errors="surrogateescape")
 
 
 def csv_rows(path: File, *, text_field: Fields, start: Place) -> Rows:
     csv.field_size_limit(LONGEST_ROW)  # process-wide; its default would refuse a long article
     file, number, offset = start
     with path.open("rb") as stream:
-        lines = _Lines(stream)
         if stream.read(2) in UTF_16_MARKS:
             raise ValueError(UTF_16)
         stream.seek(0)
-        header = next(csv.reader(lines, strict=True), [])
+        if stream.read(len(BYTE_ORDER_MARK)) != BYTE_ORDER_MARK:
+            stream.seek(0)
+        header = next(csv.reader(_lines(stream), strict=True), [])
         if len({*header}) < len(header):
             raise ValueError("two columns of the header have the same name")
         if offset:
             stream.seek(offset)
-            lines.bytes = offset
-        rows = csv.reader(lines, strict=True)
+        rows = csv.reader(_lines(stream), strict=True)
         while True:
             number += 1
             try:
@@ -66,4 +55,4 @@ def csv_rows(path: File, *, text_field: Fields, start: Place) -> Rows:
                 text, problem = "", f"not a row: {len(values)} values for the {len(header)} columns of the header"
             else:
                 text, problem = text_of(dict(zip(header, values, strict=True)), text_field)
-            yield Row(text, file, number, problem), Place(file, number, lines.bytes)
+            yield Row(text, file, number, problem), Place(file, number, stream.tell())

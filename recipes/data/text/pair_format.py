@@ -4,7 +4,7 @@ Imports no torch."""
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -198,33 +198,23 @@ class PairEncoder:
 
     def encode(self, rows: Sequence[Row]) -> tuple[list[Row], list[np.ndarray]]:
         """The rows, with the problems that show only now, and the stored pair of each row that still has text."""
+        contents = [json.loads(row.text) for row in rows if row.has_text]
+        encode = self._of_chats if self._template else self._of_fields
+        try:
+            encoded = encode(contents)
+        except Exception:  # the library raises nothing more specific, and does not say for which text
+            encoded = [_alone(encode, content) for content in contents]
+        of_text = iter(encoded)
         found: list[Row] = []
         pairs: list[np.ndarray] = []
-        for row, pair in zip(rows, self._pairs([row for row in rows if row.has_text], rows), strict=True):
+        for row in rows:
+            pair = next(of_text) if row.has_text else None
             if isinstance(pair, str):
                 row = row._replace(text="", problem=pair)
             elif pair is not None:
                 pairs.append(pair)
             found.append(row)
         return found, pairs
-
-    def _pairs(self, with_text: Sequence[Row], rows: Sequence[Row]) -> Iterator[np.ndarray | str | None]:
-        """The pair of each row, its problem, or None where it has no text."""
-        contents = [json.loads(row.text) for row in with_text]
-        encode = self._of_chats if self._template else self._of_fields
-        try:
-            found = iter(encode(contents))
-        except Exception:  # the library raises nothing more specific, and does not say for which text
-            found = iter([self._alone(encode, content) for content in contents])
-        for row in rows:
-            yield next(found) if row.has_text else None
-
-    def _alone(self, encode: Any, content: Any) -> np.ndarray | str:
-        try:
-            found: np.ndarray | str = encode([content])[0]
-            return found
-        except Exception as error:
-            return f"cannot be encoded: {error}"
 
     def _of_fields(self, contents: Sequence[list[str]]) -> list[np.ndarray | str]:
         prefix, suffix, special = self._format.prefix, self._format.suffix, self._format.encoder_decoder
@@ -245,10 +235,19 @@ class PairEncoder:
         assert self._template is not None
         rendered = [self._template.render(messages) for messages in contents]
         texts = ["" if isinstance(one, str) else one.text for one in rendered]
-        found: list[np.ndarray | str] = []
-        for one, encoding in zip(rendered, self._library.encode_batch(texts, add_special_tokens=False), strict=True):
-            found.append(one if isinstance(one, str) else _chat_pair(encoding, one.answers))
-        return found
+        encodings = self._library.encode_batch(texts, add_special_tokens=False)
+        return [
+            one if isinstance(one, str) else _chat_pair(encoding, one.answers)
+            for one, encoding in zip(rendered, encodings, strict=True)
+        ]
+
+
+def _alone(encode: Callable[[list[Any]], list[np.ndarray | str]], content: Any) -> np.ndarray | str:
+    """The stored pair of this content, or its problem."""
+    try:
+        return encode([content])[0]
+    except Exception as error:
+        return f"cannot be encoded: {error}"
 
 
 def _chat_pair(encoding: Any, answers: Sequence[tuple[int, int]]) -> np.ndarray | str:

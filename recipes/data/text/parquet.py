@@ -97,8 +97,11 @@ def _values(batch: Any, text_field: Fields) -> Iterator[dict[str, Any] | tuple[s
 def _column(column: Any, text_field: str, *, nested: bool) -> Iterator[tuple[Any, str]]:
     """(value, problem) of each value. Values of other types are not converted: some do not exist in Python. nested:
     lists are."""
+    import pyarrow
+
     kind = getattr(column.type, "storage_type", column.type)
-    if getattr(kind, "value_type", kind) not in _text_types() and not (nested and "list" in str(kind)):
+    texts = pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()
+    if getattr(kind, "value_type", kind) not in texts and not (nested and "list" in str(kind)):
         for valid in column.is_valid().to_pylist():
             yield (None, f"not text: field {text_field!r} holds {column.type}"[:500]) if valid else (None, "null")
         return
@@ -113,9 +116,3 @@ def _column(column: Any, text_field: str, *, nested: bool) -> Iterator[tuple[Any
         return
     for value in values:
         yield value, ""
-
-
-def _text_types() -> tuple[Any, ...]:
-    import pyarrow
-
-    return pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()

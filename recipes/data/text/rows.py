@@ -117,26 +117,11 @@ def _refuse_wrong_field(rows: RowStream, setting: str, wanted: str) -> None:
         raise UserError(complaint)
 
 
-def documents(source: str, *, text_field: str) -> Iterator[str]:
-    """The documents of a source, always in the same order, without empty rows and nulls. Raises UserError for a bad
-    source, at the first bad row, and if there is no text at all."""
-    rows = open_rows(source, text_field=text_field)
-    found = False
-    for row in rows:
-        if row.problem and row.kind != "null":
-            setting = "data.text_field" if row.kind.startswith(("no field", "not text")) else "data.source"
-            raise UserError(f"{setting}: {rows.where(row)}: {row.problem}; repair it or leave it out")
-        if row.has_text:
-            found = True
-            yield row.text
-    if not found:
-        raise UserError(f"data.source: {source!r} holds no text: every document is empty; give another source")
-
-
 def readable_documents(
     source: str, *, text_field: "PairFields", text_documents: str = "auto", characters: int = SAMPLED_CHARACTERS
 ) -> Iterator[str]:
-    """Like documents(), but skips bad rows and stops after so many characters."""
+    """The documents of a source, always in the same order, without bad and empty rows, until so many characters. Raises
+    UserError for a bad source, and if there is no text at all."""
     found = 0
     problems: dict[str, str] = {}
     rows = open_rows(source, text_field=text_field, text_documents=text_documents)

@@ -30,7 +30,7 @@ from recipes.data.config import DataConfig
 from recipes.data.open_data import Data, Launch, open_data
 from recipes.data.order import SequenceOrder
 from recipes.data.sequences import Sequences, Source
-from recipes.data.text.rows import documents
+from recipes.data.text.rows import readable_documents
 from recipes.data.text.tokenizer import Tokenizer, parallel_tokenizers
 from recipes.data.text.tokenizer_loading import load_tokenizer
 from recipes.data.tokens.prepare import write_shards
@@ -212,7 +212,7 @@ def _own_memory() -> int:
 
 def _corpus(folder: Path, copies: int) -> tuple[Path, list[str], Tokenizer]:
     """Copies of the standard library's sources, each slightly different, as one .jsonl file."""
-    texts = list(documents("python-stdlib", text_field="text"))
+    texts = list(readable_documents("python-stdlib", text_field="text"))
     texts = [f"# copy {copy}\n{text}" for copy in range(copies) for text in texts]
     file = folder / "corpus.jsonl"
     if not file.exists():

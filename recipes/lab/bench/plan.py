@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from recipes.files.markdown import markdown_table
-from recipes.files.marks import between
 from recipes.lab.bench.fit import ROW, SOURCES, fit, residuals_of
+from recipes.lab.bench.marks import between
 from recipes.lab.bench.published import TABLE, Published, projects, read_published
 from recipes.lab.sweep.runner import exit_code_of
 from recipes.plan import rates as rates_module

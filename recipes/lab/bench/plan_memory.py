@@ -24,7 +24,7 @@ from parallel.config import (
 )
 from recipes.data.config import BatchConfig
 from recipes.files.markdown import markdown_table
-from recipes.files.marks import between
+from recipes.lab.bench.marks import between
 from recipes.lab.bench.published import TABLE
 from recipes.lab.sweep.runner import exit_code_of
 from recipes.plan.memory import predict

@@ -5,13 +5,12 @@ Imports no torch.
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from parallel.errors import UserError
 from recipes.lab.plan.plan import Plan, plan
 from recipes.lab.plan.world import World
-from recipes.recipe.fields import toml
+from recipes.recipe.fields import toml, with_values
 from recipes.recipe.rules import violations_elsewhere
 from recipes.recipe.rules_mesh import fitted_mesh
 from recipes.recipe.schema import Recipe
@@ -38,9 +37,7 @@ def hint(found: Plan, world: World) -> str:
 def _others(found: Plan, world: World) -> Iterator[tuple[str, Plan]]:
     """Plans that fit and differ in one setting, which changes nothing of what is trained."""
     for key, value in _settings(found.recipe):
-        section, _, name = key.partition(".")
-        changed = replace(getattr(found.recipe, section), **{name: value})
-        recipe = replace(found.recipe, **{section: changed})
+        recipe = with_values(found.recipe, {key: value})
         if not any(violations_elsewhere(recipe, processes=world.processes, nodes=world.nodes)):
             degrees = fitted_mesh(recipe.mesh, world.processes, world.nodes)
             with suppress(UserError):  # of what the model of time does not know

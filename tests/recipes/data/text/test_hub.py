@@ -15,7 +15,7 @@ import pytest
 from parallel.errors import UserError
 from recipes.data.text import hub_name, sources
 from recipes.data.text.row import Row
-from recipes.data.text.rows import documents, open_rows, readable_documents
+from recipes.data.text.rows import open_rows, readable_documents
 from tests.recipes.data.text.hub_server import COMMIT, serve
 
 ROOT = Path(sources.__file__).parents[3]
@@ -133,7 +133,7 @@ def test_tiny_stories_in_a_folder_gives_the_same_rows_from_every_cursor(
     texts = [f"Once upon a time there were {number} bears." for number in range(300)]
     assert [row.text for row in rows] == texts
     assert rows_of("hf:roneneldan/TinyStories::validation") == [Row("The end.", 0, 1)]
-    assert list(documents("hf:roneneldan/TinyStories", text_field="text")) == texts
+    assert list(readable_documents("hf:roneneldan/TinyStories", text_field="text")) == texts
     assert list(readable_documents("hf:roneneldan/TinyStories", text_field="text", characters=1)) == texts[:1]
 
 

@@ -132,7 +132,7 @@ def test_checking_and_reading_plain_text_import_neither_heavy_libraries_nor_unus
         "import sys; from recipes.data.text import tokenizer; from recipes.data.text import rows, sources\n"
         "assert sources.source_problem('python-stdlib') is None\n"
         "assert tokenizer.tokenizer_problem('train:4096', 4096) is None\n"
-        "next(rows.documents('python-stdlib', text_field='text'))\n"
+        "next(rows.readable_documents('python-stdlib', text_field='text'))\n"
         "loaded = {'torch', 'datasets', 'tokenizers', 'pyarrow', 'numpy'} & set(sys.modules)\n"
         "assert not loaded, loaded\n"
         "import recipes.data.open_data; assert 'torch' not in sys.modules and 'tokenizers' not in sys.modules\n"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from parallel.errors import UserError
-from recipes.data.text.rows import documents
+from recipes.data.text.rows import readable_documents
 from recipes.data.text.sources import STDLIB
 from recipes.data.text.tokenizer_loading import load_tokenizer
 from recipes.data.tokens import prepare, workspace
@@ -367,7 +367,7 @@ def test_part_of_the_standard_library_is_prepared_completely(tmp_path: Path) -> 
     )
     shards = shards_in(tmp_path / "out", work)
     train, held_out = (texts_of(tmp_path / "out", work, kind, len(shards)) for kind in (TRAIN, VALIDATION))
-    assert sorted(train + held_out) == sorted(documents(part, text_field="text"))
+    assert sorted(train + held_out) == sorted(readable_documents(part, text_field="text"))
     assert not set(train) & set(held_out)
     assert array_path(tmp_path / "out", 0, DOCUMENTS).exists()
 

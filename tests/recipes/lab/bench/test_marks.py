@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipes.files.marks import between
+from recipes.lab.bench.marks import between
 
 
 def test_only_what_is_between_the_marks_changes() -> None:
