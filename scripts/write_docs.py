@@ -49,8 +49,7 @@ Written by `python scripts/write_docs.py` from the configs of the sections; a te
 
 A recipe is a TOML file. Each value comes from the first of these layers that sets it:
 
-1. the command line: `--section.field value`, with lists as several words (`--optimizer.betas 0.9 0.98`) and switches
-   as `--compile.enabled true`;
+1. the command line: `--section.field value` ([running.md](running.md#overrides));
 2. the file;
 3. its base, the file that `base = "other.toml"` names above the first section (relative to the file itself), then the
    base of that file, and so on;

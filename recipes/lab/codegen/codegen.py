@@ -287,8 +287,8 @@ left out, because no GPU holds their blocks whole.
 - **fused** (in the file also products, attention and other): kernels launched, forward and backward. Fused ones are
   Inductor's, in Triton.
 - **moved GB**: what the fused kernels read and write. Each tensor counts once for each kernel.
-- **H100 us, H200 us**: the time for that, per token and for all layers, at REACHED of PEAKS TB/s. FSDP2's gathers and
-  casts of weights, optimizer and loss come on top.
+- **H100 us, H200 us**: the time for that, per token and for all layers, at REACHED of PEAKS TB/s. What FSDP2 gathers
+  and casts, optimizer and loss come on top.
 - **ptxas** (in the file): Triton kernels that ptxas turned into code for sm_90, in all configurations that Inductor
   would try.
 - **loss**: forward and backward, from logits to their gradient; eager bytes are counted operator by operator.
