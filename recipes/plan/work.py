@@ -198,7 +198,7 @@ COMPILED = {
     ("rowwise", "selective"): Moved(106.9, 29.5, 40.5, 10.7, 101, 4.5),
     ("rowwise", "full"): Moved(136.4, 36.7, 39.6, 10.1, 113, 14.6),
 }
-"""Least squares over the rows of docs/benchmarks/codegen.md, which it repeats within 1.5% (a test)."""
+"""Least squares over the rows of docs/benchmarks/codegen.csv, which it repeats within 1.5% (a test)."""
 EAGER = Moved(252, 60, 28, 0, 120)
 """Operator by operator: norms in float32 (36 bytes forward each), residual sums, rotations, SwiGLU; backward twice.
 In float32 norms need no casts (28 bytes each, and 24 for both sums), the others move twice as much."""

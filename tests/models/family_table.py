@@ -1,13 +1,15 @@
 """Which families of transformers train here, each from a tiny config.json: built, compared, exported and read back.
 
-For the table of docs/models.md, which `pytest -m exhaustive tests/models/test_family_table.py` writes. One process
+For the lists of docs/models.md, which `pytest -m exhaustive tests/models/test_family_table.py` writes. One process
 on the CPU, in float32, against the model as transformers computes it with eager attention, and torch's AdamW.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from textwrap import wrap
 from typing import Any
 
 import torch
@@ -24,7 +26,6 @@ from parallel.errors import UserError
 from parallel.fsdp import plain_name
 from recipes.data.batches import MicroBatch
 from recipes.data.text.tokenizer import Tokenizer, build_tokenizer
-from recipes.files.markdown import markdown_table
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
 from recipes.recipe.load import CONFIGS, LoadedRecipe, load_run
@@ -283,42 +284,51 @@ def documents_gap(folder: Path, world: World) -> float | str:
     return abs(packed - alone) / alone
 
 
-# The table
+# The page
 
-COLUMNS: Mapping[str, str] = {
-    "layers": "layers",
-    "head": "head",
+COMPARED: Mapping[str, str] = {
     "gradients": "first gradients",
     "losses": f"{STEPS} losses",
-    "selective": "selective",
-    "full": "full",
-    "compile": "compile",
-    "documents": "documents",
-    "folder": "folder",
+    "selective": "losses with selective",
+    "full": "and full checkpointing",
+    "compile": "with compile",
+    "documents": "of packed documents",
 }
+"""What is compared: by its name in a row and on the page."""
 
 
-def table(rows: Mapping[str, Row]) -> str:
-    """Rows as markdown, then what is refused."""
-    trained = {family: row for family, row in rows.items() if "refused" not in row}
-    rows_of_trained = []
-    for family, row in trained.items():
-        cells = [_cell(row.get(column, "")) for column in COLUMNS]
-        rows_of_trained.append([family, *cells[:-1], row.get("path", cells[-1])])
-    refused = [(family, row["refused"]) for family, row in rows.items() if "refused" in row]
-    align = "l" * (len(COLUMNS) + 1)
-    return "\n".join(
-        [
-            "",
-            *markdown_table(("family", *COLUMNS.values()), rows_of_trained, align=align),
-            "",
-            *markdown_table(("refused", "why"), refused, align="ll"),
-            "",
-        ]
-    )
+def lists(rows: Mapping[str, Row]) -> str:
+    """The families that train, by what becomes of packed documents; the largest differences; what is refused."""
+    kinds: dict[str, list[str]] = {"masked": [], "refused": [], "padded": [], "ours": []}
+    reasons: dict[str, list[str]] = {}
+    for family, row in rows.items():
+        if "refused" in row:  # for mixtures, "num_experts = 4: mixtures of experts ..."
+            reasons.setdefault(re.sub(r"^\w+ = .*?: (?=[a-z])", "", row["refused"]), []).append(family)
+        else:
+            documents = row.get("documents", "ours")
+            kinds[documents if isinstance(documents, str) else "masked"].append(family)
+    lines = [
+        *_item("Decoders, with `data.document_mask`", kinds["masked"]),
+        *_item("Decoders, without it", kinds["refused"]),
+        *_item("Encoder-decoder models", kinds["padded"]),
+        *_item("By `models/decoder.py`", kinds["ours"]),
+        *_item("Largest differences", [f"{title} {_largest(rows, column)}" for column, title in COMPARED.items()]),
+        *_item(
+            "Exported folders that differ", [name for name, row in rows.items() if "differs" in row.get("folder", "")]
+        ),
+    ]
+    refused = [line for reason, families in reasons.items() for line in _item("; ".join(families), [reason])]
+    return "\n".join(["", *lines, "", REFUSALS, "", *refused, ""])
 
 
-def _cell(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.0e}" if value else "0"
-    return str(value)
+REFUSALS = "Refused:"
+
+
+def _largest(rows: Mapping[str, Row], column: str) -> str:
+    found = [row[column] for row in rows.values() if isinstance(row.get(column), float)]
+    return f"{max(found):.0e}" if found else "none"
+
+
+def _item(title: str, words: Sequence[str]) -> list[str]:
+    text = f"- {title}: {'; '.join(words)}"
+    return wrap(text, 120, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False) if words else []

@@ -1,4 +1,4 @@
-"""The comparison of families with plain transformers, and its table in docs/models.md."""
+"""The comparison of families with plain transformers, and its lists in docs/models.md."""
 
 import re
 
@@ -6,7 +6,7 @@ import pytest
 
 from recipes.lab.bench.marks import between
 from tests.models.family_configs import FAMILIES, REFUSED, SUPPORTED
-from tests.models.family_table import BEGIN, END, PAGE, measure, table
+from tests.models.family_table import BEGIN, END, PAGE, REFUSALS, lists, measure
 
 
 @pytest.mark.slow
@@ -27,24 +27,33 @@ def test_a_family_that_breaks_an_assumption_is_refused_with_the_reason(family: s
     assert message in measure(family, compiles=False)["refused"]
 
 
-def test_the_page_has_a_row_for_every_family_and_no_defect() -> None:
-    part = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
-    trained, refused = part.split("| refused | why |")
-    assert set(re.findall(r"^\| ([^|]+) \|", trained, re.MULTILINE)) == {"family", *SUPPORTED}
-    assert set(re.findall(r"^\| ([^|]+) \|", refused, re.MULTILINE)) == set(REFUSED)
-    assert "differs" not in trained and not re.search(r"e-0[1-5]\b|e\+", trained)
+def test_the_page_has_every_family_and_no_defect() -> None:
+    part = " ".join(PAGE.read_text().partition(BEGIN)[2].partition(END)[0].split())
+    trained, refused = part.split(REFUSALS)
+    names = {
+        name for line in re.findall(r"- (?:Dec|Enc|By)[^:]*: ([^:]*?)(?= -|$)", trained) for name in line.split("; ")
+    }
+    assert names == {*SUPPORTED}
+    assert {name for line in re.findall(r"- ([^:]*):", refused) for name in line.split("; ")} == {*REFUSED}
+    assert "differ:" not in trained and not re.search(r"e-0[1-5]\b|e\+", trained)
 
 
 @pytest.mark.exhaustive
 def test_every_family_is_as_expected_and_the_page_is_written() -> None:
     rows = {family: measure(family, compiles=True) for family in FAMILIES}
-    PAGE.write_text(between(PAGE.read_text(encoding="utf-8"), BEGIN, END, table(rows)), encoding="utf-8")
+    PAGE.write_text(between(PAGE.read_text(encoding="utf-8"), BEGIN, END, lists(rows)), encoding="utf-8")
     assert [family for family, row in rows.items() if "refused" not in row] == [*SUPPORTED]
 
 
-def test_a_table_says_what_is_refused_apart() -> None:
-    rows = {"A": {"layers": "2", "losses": 1.2e-7}, "Llama": {"path": "ours"}, "B": {"refused": "why"}}
-    text = table(rows)
-    assert "| A | 2 |" in text and "| 1e-07 |" in text and "| ours |" in text
-    assert text.rstrip().endswith("| B | why |")
+def test_the_lists_have_the_largest_difference_and_every_reason() -> None:
+    rows = {
+        "A": {"losses": 1.2e-7, "documents": 0.0, "folder": "same bytes"},
+        "B": {"losses": 3e-7, "documents": "refused", "folder": "differs"},
+        "Llama": {"path": "ours"},
+        "C": {"refused": "experts = 4: why"},
+        "D": {"refused": "experts = 8: why"},
+    }
+    text = lists(rows)
+    assert "`data.document_mask`: A\n" in text and "without it: B\n" in text and "decoder.py`: Llama\n" in text
+    assert "10 losses 3e-07" in text and "folders that differ: B\n" in text and "\n- C; D: why\n" in text
     assert SUPPORTED.keys() | REFUSED.keys() == FAMILIES.keys()

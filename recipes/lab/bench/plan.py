@@ -37,7 +37,7 @@ MOVES = 0.6
 """How far rows of one program may move a constant from the fit to others, relative to how sure its source is."""
 WITHIN = 0.9
 """Share of the rows that the range of a prediction holds."""
-SHOWN = 10
+SHOWN = 5
 """Rows of the largest errors that the page shows."""
 
 
@@ -84,7 +84,7 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     write_rates(found)
     text = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(with_tables(text, "\n".join(generated(errors, found))), encoding="utf-8")
+    PAGE.write_text(with_tables(text, "\n".join(generated(errors))), encoding="utf-8")
     write_all_rows(errors)
     print(f"written: recipes/plan/rates.py, {shown(PAGE)}, {shown(ALL_ROWS)}")
     return 0
@@ -197,10 +197,9 @@ def cells_of(errors: Errors, count: int) -> Iterator[tuple[str, ...]]:
         yield (*cells, f"{row.project}: {row.name}")
 
 
-def generated(errors: Errors, found: Rates) -> Iterator[str]:
+def generated(errors: Errors) -> Iterator[str]:
     """The part of the page between its marks."""
     yield from ("", "Median and 90th percentile of the sizes of the errors:", "", *summary(errors), "")
-    yield from (*constants(found), "")
     yield f"The {SHOWN} largest errors; [published_errors.csv](benchmarks/published_errors.csv) has all."
     yield from ("", *markdown_table(COLUMNS, cells_of(errors, SHOWN), align="rrlrl"), "")
 

@@ -109,10 +109,11 @@ def main(arguments: list[str]) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    found = "\n".join(table(*read(options.table)))
+    rows, pipelines = read(options.table)
     if not options.write_docs:
-        print(found)
+        print("\n".join(table(rows, pipelines)))
         return 0
+    found = "\n".join(table(rows, pipelines, least=GOAL))
     PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
     print(f"written: {shown(PAGE)}")
     return 0
@@ -224,8 +225,8 @@ def _at_loss(row: Row, size: Sizes) -> Pieces:
     return pieces
 
 
-def table(rows: list[Row], pipelines: int) -> Iterator[str]:
-    """Markdown: the largest errors first."""
+def table(rows: list[Row], pipelines: int, *, least: float = 0.0) -> Iterator[str]:
+    """Markdown: the largest errors first. least: the least error that is shown."""
     counted = [abs(row.error) for row in rows if row.counts]
     met = sum(error <= GOAL for error in counted)
     all_errors = median(abs(row.error) for row in rows)
@@ -233,6 +234,7 @@ def table(rows: list[Row], pipelines: int) -> Iterator[str]:
         f"Compiled, at most one axis, a known loss: {met} of {len(counted)} rows are within {GOAL:.0%}; median"
         f" {median(counted):.1%}, largest {max(counted):.1%}. All {len(rows)} rows that a recipe can state: median"
         f" {all_errors:.1%}. The other {pipelines} have pipeline stages."
+        + (f" Errors above {least:.0%}:" if least else "")
     )
     yield from wrap(summary, 120)
     yield ""
@@ -246,6 +248,7 @@ def table(rows: list[Row], pipelines: int) -> Iterator[str]:
                 f"{row.error:+.1%}",
             )
             for row in sorted(rows, key=lambda row: -abs(row.error))
+            if abs(row.error) >= least
         ],
     )
     yield ""

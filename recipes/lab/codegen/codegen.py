@@ -6,6 +6,7 @@ Imports no torch.
 """
 
 import argparse
+import csv
 import json
 import os
 import re
@@ -30,6 +31,9 @@ from recipes.recipe.rules_mesh import tokens_divide
 from recipes.recipe.schema import Recipe
 
 PAGE = CONFIGS.parent / "docs/benchmarks/codegen.md"
+ALL_ROWS = CONFIGS.parent / "docs/benchmarks/codegen.csv"
+SHOWN = "smollm3_3b, 1 x 8192 tokens, attention: cudnn"
+"""The block that the page shows."""
 BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}
 """Peak bytes per second of the SXM modules (NVIDIA's data sheets)."""
 REACHED = 0.9
@@ -41,6 +45,7 @@ COLUMNS = (
     *("float8", "recompute", "saved kB", "weights kB", "fused", "products", "attention", "other", "moved GB"),
     *("H100 us", "H200 us", "ptxas"),
 )
+COLUMNS_OF_PAGE = ("float8", "recompute", "saved kB", "fused", "moved GB", "H100 us", "H200 us")
 Row = dict[str, Any]
 
 
@@ -58,14 +63,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--no-ptxas", action="store_true", help="only count")
     parser.add_argument("--no-loss", action="store_true", help="only blocks")
     parser.add_argument("--out", type=Path, help="JSON file for all counts, with every saved tensor and kernel")
-    parser.add_argument("--write-docs", action="store_true", help=f"write the table to {shown(PAGE)}")
+    parser.add_argument("--write-docs", action="store_true", help=f"write {shown(PAGE)} and {shown(ALL_ROWS)}")
     options, overrides = parser.parse_known_args(arguments)
     return exit_code_of(lambda: _run(options, overrides), interrupted="interrupted; nothing was written")
 
 
 def _run(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.recipe and options.write_docs:
-        raise UserError("--write-docs writes the table of all recipes; leave out --recipe")
+        raise UserError("--write-docs writes the tables of all recipes; leave out --recipe")
     varied = [word for word in overrides if word.partition("=")[0] in variant("", False, "")[::2]]
     if varied and not options.recipe:
         raise UserError(f"{varied[0]}: without --recipe, every kind is counted; name a recipe to choose one")
@@ -81,6 +86,7 @@ def _run(options: argparse.Namespace, overrides: list[str]) -> int:
         options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if options.write_docs:
         PAGE.write_text(page(found), encoding="utf-8")
+        write_all_rows(found["rows"])
     return int(any(row["refused"] for row in [*found["rows"], *found["losses"]]))
 
 
@@ -264,45 +270,53 @@ def _cells(row: Row) -> list[str]:
 HEAD = """\
 # The code that torch.compile generates for an H100, counted without one
 
-Written by `python scripts/bench.py --suite codegen --write-docs`, which needs no GPU, but a C++ compiler and Triton
-(`pip install --no-deps triton==VERSION`). **Nothing on this page was measured on a GPU**: bytes and kernels are read
-off the generated code, and times are computed from the bytes. `--recipe R` counts the blocks of one recipe, with
-overrides such as `--float8.recipe tensorwise`; `--out FILE` writes every saved tensor and every kernel.
+    python scripts/bench.py --suite codegen --write-docs
 
-The block is traced on the CPU with the operators that an H100 would call, and moves to a pretended GPU, for which
-Inductor generates kernels, with a run's changes to graphs (parallel/graphs.py). Each table is about one block with
-rotary embeddings and one micro-batch. Recipes with `mesh.tensor` or `mesh.context`, whose blocks no GPU holds whole,
-are left out.
+writes this page and [codegen.csv](codegen.csv), which has every block of the recipes. It needs no GPU, but a C++
+compiler and Triton (`pip install --no-deps triton==VERSION`). `--recipe R` counts the blocks of one recipe, with
+overrides such as `--float8.recipe tensorwise`; `--out FILE` writes every saved tensor and every kernel. **Nothing here
+was measured on a GPU**: bytes and kernels are read off the generated code, and times are computed from the bytes.
 
-- **saved kB**: kept for the backward pass, per token and layer, without parameters, and without cosines and sines,
-  which all layers share. **weights kB**: computed from parameters alone and kept, such as float8 copies, per layer.
-- **gathered**: `float8.all_gather`, with which weights arrive in float8; else they are cast inside the block.
-- **fused, products, attention, other**: kernels launched, forward and backward. Fused ones are Inductor's, in Triton;
-  bytes of "other" ones are not counted.
-- **moved GB**: what the fused kernels read and write, by Inductor's own count: each tensor once for each kernel, even
-  if a cache holds it or a kernel reads it twice.
-- **H100 us, H200 us**: the time for that, per token and for all layers, at REACHED of PEAKS TB/s. SmolLM3's layers
-  without rotary embeddings, every fourth one, move less. Gathering and casting weights (FSDP2), optimizer and loss
-  come on top.
-- **ptxas**: Triton kernels that ptxas turned into code for sm_90, in every configuration that Inductor would try.
+A block with rotary embeddings is traced on the CPU for one micro-batch, with the operators that an H100 would call.
+It then moves to a pretended GPU, for which Inductor generates kernels. Recipes with `mesh.tensor` or `mesh.context` are
+left out, because no GPU holds their blocks whole.
 
-The loss of a micro-batch is counted forward and backward, in the recipe's chunks, from its logits to their gradient.
-Eager bytes are counted operator by operator: operands and results once, but the operand of a softmax three times where
-a row does not fit into shared memory, as in torch's SoftMax.cu.
+- **saved kB**: kept for the backward pass, per token and layer, without parameters, cosines and sines. **weights kB**
+  (in the file): what is computed from parameters alone and kept, such as float8 copies.
+- **gathered**: weights arrive in float8 (`float8.all_gather`); else they are cast inside the block.
+- **fused** (in the file also products, attention and other): kernels launched, forward and backward. Fused ones are
+  Inductor's, in Triton.
+- **moved GB**: what the fused kernels read and write. Each tensor counts once for each kernel.
+- **H100 us, H200 us**: the time for that, per token and for all layers, at REACHED of PEAKS TB/s. What FSDP2 gathers
+  and casts, optimizer and loss come on top.
+- **ptxas** (in the file): Triton kernels that ptxas turned into code for sm_90, in all configurations that Inductor
+  would try.
+- **loss**: forward and backward, from logits to their gradient; eager bytes are counted operator by operator.
 """
 
 
 def page(found: dict[str, Any]) -> str:
-    """The counts as Markdown."""
+    """The block that is shown, as Markdown."""
     peaks = " and ".join(f"{peak / 1e12:g}" for peak in BANDWIDTH.values())
     facts = {"VERSION": found["packages"]["triton"], "REACHED": f"{REACHED:.0%}", "PEAKS": peaks}
     lines = [re.sub("VERSION|REACHED|PEAKS", lambda match: facts[match[0]], HEAD)]
     names = ", ".join(f"{name} {number}" for name, number in found["packages"].items())
-    lines += [f"Generated by {names}, in {found['seconds'] / 60:.0f} minutes on a CPU."]
-    losses = {row["shape"]: row for row in found["losses"]}
-    for shape, of_shape in groupby(found["rows"], key=lambda row: row["shape"]):
-        rows = list(of_shape)
-        about = f"`{rows[0]['recipe']}`" + (f"; {_loss_line(losses[shape])}." if losses else "")
-        lines += ["", f"## {shape}", "", about, ""]
-        lines += markdown_table(COLUMNS, map(_cells, rows), align="ll" + "r" * (len(COLUMNS) - 2))
+    lines += [f"Generated by {names}, in {found['seconds'] / 60:.0f} minutes on a CPU.", "", f"## {SHOWN}", ""]
+    lines += [f"{_loss_line(row)}.\n" for row in found["losses"] if row["shape"] == SHOWN]
+    rows = [dict(zip(COLUMNS, _cells(row), strict=True)) for row in found["rows"] if row["shape"] == SHOWN]
+    cells = [[row[column] for column in COLUMNS_OF_PAGE] for row in rows]
+    lines += markdown_table(COLUMNS_OF_PAGE, cells, align="ll" + "r" * (len(COLUMNS_OF_PAGE) - 2))
     return "\n".join([*lines, ""])
+
+
+def write_all_rows(rows: list[Row]) -> None:
+    """Write the counts of all blocks, as a table for spreadsheets."""
+    with ALL_ROWS.open("w", encoding="utf-8", newline="") as file:
+        cells = ([row["shape"], row["recipe"], *_cells(row)] for row in rows)
+        csv.writer(file, lineterminator="\n").writerows([("block", "recipe", *COLUMNS), *cells])
+
+
+def read_all_rows() -> list[dict[str, str]]:
+    """The counts of all blocks as they were written: column -> cell."""
+    with ALL_ROWS.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))

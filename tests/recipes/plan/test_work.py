@@ -2,34 +2,31 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from models.sizes import SIZES
 from parallel.config import MeshDegrees
+from recipes.lab.codegen.codegen import read_all_rows
 from recipes.plan.work import COMPILED, moved_bytes, work_of
 from recipes.recipe.load import CONFIGS, load
 
-PAGE = CONFIGS.parent / "docs/benchmarks/codegen.md"
 
-
-def counted(page: Path) -> list[tuple[str, int, Any, Any, int, float]]:
-    """(model, tokens, float8, recompute, kernels, bytes) of each row of the page."""
-    rows, model, tokens = [], "", 0
-    for line in page.read_text(encoding="utf-8").splitlines():
-        if found := re.match(r"## (\w+), (\d+) x (\d+) tokens", line):
-            model, tokens = found[1], int(found[2]) * int(found[3])
-        elif model and line.startswith("| ") and not line.startswith("| float8"):
-            cells = [cell.strip() for cell in line.strip("|").split("|")]
-            kernels = sum(int(cell) for cell in cells[4:8])
-            rows.append((model, tokens, cells[0], cells[1], kernels, 1e9 * float(cells[8])))
+def counted() -> list[tuple[str, int, Any, Any, int, float]]:
+    """(model, tokens, float8, recompute, kernels, bytes) of each row of docs/benchmarks/codegen.csv."""
+    rows = []
+    for row in read_all_rows():
+        found = re.match(r"(\w+), (\d+) x (\d+) tokens", row["block"])
+        assert found
+        kernels = sum(int(row[kind]) for kind in ("fused", "products", "attention", "other"))
+        tokens = int(found[2]) * int(found[3])
+        rows.append((found[1], tokens, row["float8"], row["recompute"], kernels, 1e9 * float(row["moved GB"])))
     return rows
 
 
 def test_bytes_and_kernels_are_those_of_the_generated_code() -> None:
-    rows = counted(PAGE)
+    rows = counted()
     assert len(rows) >= 80
     base = load(CONFIGS / "benchmarks/llama3_8b_8xh100.toml", [], rules=False)
     for model, tokens, name, recompute, kernels, moved in rows:
