@@ -1,4 +1,4 @@
-"""The mesh of processes: the only place that knows what each axis is for.
+"""The mesh of processes, and what each axis is for: the constants below.
 
 Axes by name, outermost first: replicate (copies of the sharded model), shard (FSDP), context (parts of every row of
 tokens), tensor (parts of every matrix). An axis that is not named in one of the constants below is ignored by data,

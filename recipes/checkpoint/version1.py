@@ -1,4 +1,4 @@
-"""Manifests of version 1, which versions up to 0.2 wrote: a row for every box, with the checksums of its blocks.
+"""Manifests of version 1, which version 0.1 wrote: a row for every box, with the checksums of its blocks.
 
 Imports no torch.
 """

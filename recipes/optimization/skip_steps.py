@@ -33,8 +33,8 @@ class StepGuard:
     def __init__(self, mesh: Mesh, *, device: torch.device, max_skipped_steps: int, loss_spike_z: float = 0.0) -> None:
         """max_skipped_steps, loss_spike_z: as in the [run] section of a recipe."""
         self._loss_group = mesh.loss_group
-        # Processes along these could judge differently: each copy of the model has a gradient norm of its own, and each
-        # process of a tensor group has copies of the loss and of the gradients of norms.
+        # Groups whose processes must decide alike, though their numbers may differ slightly: each replica computes its
+        # own gradient norm, each process of a tensor group its own loss and its own gradients of RMSNorm weights.
         self._loss_copies = [mesh.tensor.get_group()] if mesh.tensor is not None else []
         self._judges = [mesh.replicate_group] if mesh.degrees.replicate > 1 else []
         self._judges += self._loss_copies

@@ -15,8 +15,8 @@ from recipes.plan.rates import Rates
 from recipes.plan.work import Work
 
 MOVED = 92
-"""Bytes per parameter of a shard: momentum 12, what is sent 22 and packed 4, what is kept of both after a look at
-whether the step is skipped 40, weight decay and the update 14."""
+"""Bytes moved per parameter of a shard: 12 for the momentum, 22 sent, 4 packed, 40 to keep the old or the new value,
+which depends on whether the step is skipped, and 14 for weight decay and update."""
 BATCHES, SQUARES = 4, 2
 """What is live of a batch while it is multiplied: before and after, the next one, and either it as it was sent or the
 one before it on its way back; and its Gram matrices and their polynomials. Read off, and a test counts."""

@@ -56,6 +56,7 @@ def train_step(
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("lr_share", 1.0)
     counts = torch.stack([(targets != IGNORED).sum() for _, targets, _ in micro_batches])
+    # Not over the loss group: context parallelism cuts rows inside the model, so its processes count the same targets.
     target_tokens = sum_over_group(counts.sum(), built.mesh.data_group)
     losses = torch.zeros(2 if built.z_loss else (), device=target_tokens.device)  # with one, it is the second
     for index, (inputs, targets, documents) in enumerate(clock.with_progress(micro_batches)):
@@ -63,12 +64,12 @@ def train_step(
         if built.dropout_seed is not None:
             seed_random(built.dropout_seed, step, built.mesh.data_rank, index)
         micro_losses = model(inputs, targets, documents=documents) / target_tokens
-        backward(micro_losses.sum() if built.z_loss else micro_losses)
+        backward(micro_losses.sum() if built.z_loss else micro_losses)  # in the last, FSDP's hooks sum the gradients
         losses += micro_losses.detach()
     loss = losses[0] if built.z_loss else losses
     norm = guard.norm_of_all(gradient_norm(parameters))
     columns = further_columns(built, losses) if is_logged else {}
-    if built.mesh.tensor is not None:  # after the norm, which shows what is wrong with any copy
+    if built.mesh.tensor is not None:  # after the norm, so that a fault of any copy shows in it
         share_gradients_of_copies(parameters, built.mesh.tensor)
     # Two inputs of torch's fused kernels, made for GradScaler. Where found_inf is 1 they leave parameters, moments and
     # step counters alone. They divide gradients by grad_scale, so that clipping needs no pass of its own.

@@ -104,6 +104,7 @@ def _reader(path: File, *, text_field: Fields, start: Place, rule: TextRule) -> 
     if name.endswith(".py"):
         assert isinstance(path, Path), "only the standard library's files are Python"
         return _python(path, start=start)
+    assert ".json" in name, f"no reader for '{path}'"
     return _json_lines(path, text_field=text_field, start=start)
 
 
