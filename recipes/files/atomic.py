@@ -44,9 +44,10 @@ def replace(file: Path, write: Callable[[BinaryIO], object], *, sync: bool) -> N
             if sync:
                 os.fsync(out.fileno())
         part.replace(file)
-    finally:
+    except BaseException:
         with suppress(OSError):
             part.unlink(missing_ok=True)
+        raise
     if sync:
         sync_folder(file.parent)
 

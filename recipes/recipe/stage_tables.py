@@ -114,13 +114,7 @@ def _tables(tables: Any, origin: str) -> tuple[list[StageTable], list[Problem]]:
         stage = StageTable(name, until)
         found.append(stage)
         for key, value in _flat({key: value for key, value in table.items() if key not in ("name", "until")}):
-            if key == "base" or key in sections():
-                wrong: str | None = (
-                    f"is not a table of fields; write {key}.FIELD = VALUE, such as batch.sequence_length"
-                )
-            else:
-                wrong = _refusal(key) or complaint(key, value)
-            if wrong:
+            if wrong := _refusal(key) or complaint(key, value):
                 problems.append(Problem(f"stages.{name}.{key}", wrong, toml(value), origin))
             else:
                 stage.changes[key] = accept(field_types()[key], value)
@@ -211,10 +205,9 @@ def _settle(stages: Sequence[StageTable], *, steps: int, origin: str) -> tuple[t
         is_last = stage is stages[-1]
         until = stage.until if stage.until is not None else steps if is_last else None
         if until is None:
-            problem = "is missing; write the last step of the stage, or its share of run.steps"
-            problems.append(
-                Problem(f"stages.{stage.name}.until", f"{problem}; only the last stage may omit it", "", origin)
-            )
+            message = "is missing; write the last step of the stage, or its share of run.steps"
+            message += "; only the last stage may omit it"
+            problems.append(Problem(f"stages.{stage.name}.until", message, "", origin))
             continue
         step = round(until * steps) if isinstance(until, float) else until
         shown = toml(until) + (f" x {steps} steps = {step}" if isinstance(until, float) else "")
@@ -272,6 +265,8 @@ def _flat(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _refusal(key: str) -> str | None:
     """Why a stage cannot change this field; None if it can."""
+    if key == "base" or key in sections():
+        return f"is not a table of fields; write {key}.FIELD = VALUE, such as batch.sequence_length"
     if key not in field_types():
         return unknown_key(key)
     if key in REASONS:
