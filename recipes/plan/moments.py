@@ -160,7 +160,7 @@ def _block(size: Sizes, layer: int) -> Pieces:
         **_gradients(size, layer + 1, head=False),
         **_weights(size, layer + 1 if size.keeps_blocks else 1, head=False, buffers=ahead),
         **own,
-        "reduction": size.waiting(before),
+        "reduction": size.reduced * before,
     }
     if not size.accumulates:
         return last
@@ -204,7 +204,7 @@ def _embedding(size: Sizes) -> Pieces:
         **_gradients(size, 0, head=False),
         **_weights(size, 0, head=False, buffers=0),
         **own,
-        "reduction": size.waiting(size.block.whole),
+        "reduction": size.reduced * size.block.whole,
     }
     if not size.accumulates:
         return last
