@@ -38,7 +38,7 @@ def environment_of(world: World, mesh: Mesh, console: Console) -> dict[str, Any]
     about = environment(world_size=world.size, device=world.device) if world.is_main else {}
     if world.size == 1:
         return about
-    from recipes.cluster.axes import measure_axes, summary
+    from recipes.cluster.links import measure_axes, summary
 
     found = measure_axes(world, mesh)
     for line in summary(found, world):
