@@ -160,19 +160,25 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
 def text_facts(config: Mapping[str, Any]) -> TextFacts:
     """The rest of a config.json that config_from_hf accepts. Raises ValueError for impossible end tokens."""
     given = _with_defaults(config)
+    ends, vocabulary = given["eos_token_id"], given["vocab_size"]
+    if isinstance(ends, list) and not all(type(end) is int and 0 <= end < vocabulary for end in ends):
+        raise ValueError(f"eos_token_id = {ends!r}: must be token ids below vocab_size = {vocabulary}")
+    return facts_of(given, vocabulary=vocabulary, context_length=given["max_position_embeddings"])
 
-    def token(key: str) -> int | None:
-        value = given[key]
-        return value if type(value) is int and 0 <= value < given["vocab_size"] else None
 
-    ends = given["eos_token_id"]
-    if isinstance(ends, list) and not all(type(end) is int and 0 <= end < given["vocab_size"] for end in ends):
-        raise ValueError(f"eos_token_id = {ends!r}: must be token ids below vocab_size = {given['vocab_size']}")
+def facts_of(values: Mapping[str, Any], *, vocabulary: int, context_length: int | None) -> TextFacts:
+    """The tokens that a config.json names, without those beyond the vocabulary."""
+
+    def token(value: Any) -> int | None:
+        return value if type(value) is int and 0 <= value < vocabulary else None
+
+    ends = values.get("eos_token_id")
+    several = tuple(end for end in ends if token(end) is not None) if isinstance(ends, list) else ()
     return TextFacts(
-        context_length=given["max_position_embeddings"] or CONTEXT_LENGTH,
-        bos_token_id=token("bos_token_id"),
-        eos_token_id=(tuple(ends) or None) if isinstance(ends, list) else token("eos_token_id"),
-        pad_token_id=token("pad_token_id"),
+        context_length=context_length or CONTEXT_LENGTH,
+        bos_token_id=token(values.get("bos_token_id")),
+        eos_token_id=(several or None) if isinstance(ends, list) else token(ends),
+        pad_token_id=token(values.get("pad_token_id")),
     )
 
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from models.config import LARGEST, ModelConfig, TextFacts
-from models.hf import CONTEXT_LENGTH, Unsupported, config_from_hf, text_facts
+from models.hf import Unsupported, config_from_hf, facts_of, text_facts
 from models.layout import layout_of
 from models.transformers_config import TransformersConfig
 
@@ -101,7 +101,7 @@ def _of_transformers(settings: Mapping[str, Any], *, reason: str) -> tuple[Trans
         layout_of(model)  # builds it without values, so that what does not fit together is known at once
     except Exception as error:  # each family raises errors of its own
         raise ValueError(f"it cannot be built: {' '.join(str(error).split())}") from None
-    return model, _facts(whole, vocabulary=model.vocabulary)
+    return model, facts_of(whole, vocabulary=model.vocabulary, context_length=_context_length(whole))
 
 
 def config_to_transformers(model: TransformersConfig, facts: TextFacts, *, dtype: str) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def config_to_transformers(model: TransformersConfig, facts: TextFacts, *, dtype
     key = "dtype" if "dtype" in settings else "torch_dtype"  # of transformers 5, and of both
     if settings.get(key, "float32") != dtype:
         settings[key] = dtype
-    then = _facts(whole, vocabulary=model.vocabulary)
+    then = facts_of(whole, vocabulary=model.vocabulary, context_length=_context_length(whole))
     same_tokens = model.name == "from_weights" and facts.eos_token_id == then.eos_token_id
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         now = getattr(facts, name)
@@ -155,17 +155,3 @@ def _unsuitable(whole: Mapping[str, Any], *, family: str, nested: list[str]) -> 
 def _context_length(whole: Mapping[str, Any]) -> int | None:
     lengths = (whole.get(key) for key in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"))
     return next((length for length in lengths if type(length) is int and length >= 1), None)
-
-
-def _facts(whole: Mapping[str, Any], *, vocabulary: int) -> TextFacts:
-    def token(value: Any) -> int | None:
-        return value if type(value) is int and 0 <= value < vocabulary else None
-
-    ends = whole.get("eos_token_id")
-    several = tuple(end for end in ends if token(end) is not None) if isinstance(ends, list) else ()
-    return TextFacts(
-        context_length=_context_length(whole) or CONTEXT_LENGTH,
-        bos_token_id=token(whole.get("bos_token_id")),
-        eos_token_id=(several or None) if isinstance(ends, list) else token(ends),
-        pad_token_id=token(whole.get("pad_token_id")),
-    )

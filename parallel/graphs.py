@@ -63,7 +63,8 @@ def _keep_sums(graph: Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         products = [_behind_views(summand) for summand in node.all_input_nodes]
         # A product with another mark is recomputed itself: checkpointing.
-        if any(product.target in PRODUCTS and _may_be_kept(product) for product in products):
+        free = (None, CheckpointPolicy.MUST_SAVE)
+        if any(product.target in PRODUCTS and product.meta.get("recompute") in free for product in products):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
@@ -86,10 +87,6 @@ def _recompute_copies_of_weights(graph: Graph) -> None:
 def _is_float8(node: Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, Tensor) and value.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-def _may_be_kept(node: Node) -> bool:
-    return node.meta.get("recompute") in (None, CheckpointPolicy.MUST_SAVE)
 
 
 def _behind_views(node: Node) -> Node:

@@ -140,32 +140,19 @@ def evaluate(options: argparse.Namespace) -> int:
     line = ProgressLine(sys.stderr)
     show = partial(_show, line, limit=options.limit)
     try:
-        model, mesh = _model(weights, world, dtype=options.dtype, tokens=length * options.micro_batch_size)
-        on_progress = show if world.is_main else None
+        size = options.micro_batch_size
+        model, mesh = _model(weights, world, dtype=options.dtype, tokens=length * size)
+        how: dict[str, Any] = {"mesh": mesh, "on_progress": show if world.is_main else None}
         if pairing:
             from recipes.evaluation.pair_losses import PairReader, evaluate_pairs
 
             reader = PairReader(text, tokenizer=tokenizer, pairing=pairing, length=length, long=data.long_pairs)
-            found = evaluate_pairs(
-                model,
-                reader,
-                pairing=pairing,
-                micro_batch_size=options.micro_batch_size,
-                mesh=mesh,
-                on_progress=on_progress,
-            )
+            found = evaluate_pairs(model, reader, pairing=pairing, micro_batch_size=size, **how)
             more = {"tokens": found.tokens, "pairs": reader.pairs}
             more |= {"too_long": reader.left_out, "without_answer": reader.unusable}
         else:
-            found = evaluate_text(
-                model,
-                text,
-                tokenizer=tokenizer,
-                shape=(options.micro_batch_size, length),
-                document_mask=options.document_mask,
-                mesh=mesh,
-                on_progress=on_progress,
-            )
+            how |= {"tokenizer": tokenizer, "document_mask": options.document_mask}
+            found = evaluate_text(model, text, shape=(size, length), **how)
             names = ("bits_per_byte", "tokens", "text_bytes", "documents")
             more = {name: getattr(found, name) for name in names}
     finally:

@@ -19,7 +19,7 @@ from parallel.order import parallelize
 from recipes.metrics.clock import RunClock
 from recipes.optimization.optimizer import build_optimizer
 from recipes.optimization.skip_steps import StepGuard
-from recipes.plan.live_bytes import CPU, LiveBytes, fake_processes
+from recipes.plan.tracked import CPU, LiveBytes, fake_processes
 from recipes.recipe.schema import Recipe
 from recipes.training.build import Built
 from recipes.training.step import train_step

@@ -57,6 +57,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "_subclasses": ("tensors without values", TORCH + "torch/_subclasses/fake_tensor.py"),
     # Modules
     "_buffers": ("tied buffers, once", TORCH + "torch/nn/modules/module.py"),
+    "_version": ("whether initialization has changed a tensor", TORCH + "torch/csrc/autograd/python_variable.cpp"),
     "_DropoutNd": ("what drops numbers", TORCH + "torch/nn/modules/dropout.py"),
     # Other libraries
     "_attn_implementation": ("the kernel that was chosen", TRANSFORMERS + "configuration_utils.py"),

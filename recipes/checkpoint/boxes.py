@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Annotated, Protocol
+from typing import Annotated
 
 from annotated_types import Interval, MaxLen
 
@@ -12,15 +12,6 @@ MAX_TOGETHER = 100
 
 Count = Annotated[int, Interval(ge=0, lt=2**62)]
 Shape = Annotated[tuple[Count, ...], MaxLen(16)]
-
-
-class Box(Protocol):
-    """A part of a tensor."""
-
-    @property
-    def start(self) -> tuple[int, ...]: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -101,7 +92,7 @@ def rows_overlap(rows: Sequence[Boxes]) -> bool:
     return overlap([Hull(row.start_of(number), row.shape) for row in rows for number in range(row.count)])
 
 
-def overlap(boxes: Sequence[Box]) -> bool:
+def overlap(boxes: Sequence[Hull]) -> bool:
     """Whether two boxes share an element, or too many boxes are laid out in a way that no run cuts a tensor.
 
     Boxes are split into groups by straight cuts, along one dimension after the other. If a tensor is cut into rows,
@@ -115,9 +106,9 @@ def overlap(boxes: Sequence[Box]) -> bool:
     return any(len(group) > MAX_TOGETHER or _any_two_meet(group) for group in together)
 
 
-def _apart(boxes: list[Box], axis: int) -> Iterator[list[Box]]:
+def _apart(boxes: list[Hull], axis: int) -> Iterator[list[Hull]]:
     """Groups of boxes that do not overlap on this axis."""
-    group: list[Box] = []
+    group: list[Hull] = []
     end = 0
     for box in sorted(boxes, key=lambda box: box.start[axis]):
         if group and box.start[axis] >= end:
@@ -128,7 +119,7 @@ def _apart(boxes: list[Box], axis: int) -> Iterator[list[Box]]:
     yield group
 
 
-def _any_two_meet(boxes: list[Box]) -> bool:
+def _any_two_meet(boxes: list[Hull]) -> bool:
     for one, other in combinations(boxes, 2):
         sides = zip(one.start, one.shape, other.start, other.shape, strict=True)
         if all(a < b + length_b and b < a + length_a for a, length_a, b, length_b in sides):

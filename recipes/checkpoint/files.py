@@ -33,13 +33,12 @@ from recipes.checkpoint.manifest import (
     Damage,
     Manifest,
     Missing,
-    OlderFormat,
     StoredFile,
     contradictions,
     encode,
 )
 from recipes.files.atomic import sync_folder
-from recipes.files.reading import names_in, patiently
+from recipes.files.reading import patiently
 
 EXPONENTS = {"F64": (8, 0x7FF << 52), "F32": (4, 0x7F800000), "F16": (2, 0x7C00), "BF16": (2, 0x7F80)}
 """Dtype -> bytes of a number, and the bits of its exponent, all of which NaN and the infinities have."""
@@ -200,12 +199,7 @@ def _unreadable(path: Path, error: OSError) -> UserError:
 
 def read_manifest(folder: Path) -> Manifest:
     """Read and check the manifest of a checkpoint. Raises Damage, or TemporaryError for a fault that stays."""
-    path, names = folder / MANIFEST, names_in(folder)
-    if MANIFEST not in names and any(name == ".metadata" or name.endswith(".distcp") for name in names):
-        raise OlderFormat(
-            f"{folder} was written by an older version of this program, in the format of torch.distributed.checkpoint;"
-            " this version does not read it, because that takes pickle"
-        )
+    path = folder / MANIFEST
 
     def read() -> bytes:
         with opened(path) as descriptor:

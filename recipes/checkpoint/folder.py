@@ -19,7 +19,7 @@ from pathlib import Path
 from parallel.errors import UserError
 from recipes.checkpoint.config import CheckpointConfig
 from recipes.checkpoint.files import check_files, read_manifest
-from recipes.checkpoint.manifest import Damage, Manifest, OlderFormat
+from recipes.checkpoint.manifest import Damage, Manifest
 from recipes.files.atomic import sync_folder
 from recipes.files.layout import checkpoint_steps, step_folder
 from recipes.files.reading import fault, is_folder, named_faults, names_in
@@ -195,7 +195,6 @@ def newest_whole(folder: Path, *, log: Callable[[str], None], known: Mapping[int
     """
     known = known or {}
     damages: list[tuple[int, str]] = []
-    older_format = ""
     for step in reversed(checkpoint_steps(folder)):
         try:
             if step in known:
@@ -203,13 +202,10 @@ def newest_whole(folder: Path, *, log: Callable[[str], None], known: Mapping[int
             check(folder, step)
         except Damage as damage:
             damages.append((step, str(damage)))
-            older_format = older_format or (str(damage) if isinstance(damage, OlderFormat) else "")
         else:
-            for other, problem in damages:  # also what looks like an older version's: it has lost its manifest
+            for other, problem in damages:
                 log(put_away(folder, other, problem))
             return step
-    if older_format:
-        raise UserError(older_format)
     aside = [name for name in names_in(folder) if name.startswith(ASIDE)]
     if damages or aside:
         raise UserError("\n".join([*(problem for _, problem in damages), none_left(folder, aside)]))

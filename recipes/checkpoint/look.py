@@ -31,8 +31,6 @@ def find(path: Path) -> list[Path]:
     for folder in (path / CHECKPOINTS, path):
         if steps := checkpoint_steps(folder):
             return [step_folder(folder, step) for step in steps]
-    if ".metadata" in names:
-        read_manifest(path)  # raises OlderFormat
     if re.match(rf"({ASIDE})?step-[0-9]{{8}}", path.name) or any(
         re.match("shard-.*-of-|shards-", name) for name in names
     ):

@@ -49,10 +49,6 @@ class Missing(Damage):
     """A file is missing or has the wrong size. Another node may see it as it should be."""
 
 
-class OlderFormat(Damage):
-    """A checkpoint in the format of torch.distributed.checkpoint, which older versions wrote."""
-
-
 def shard_name(number: int, shards: int) -> str:
     """The file of a checkpoint that this process of so many writes."""
     name = f"shard-{number:05d}-of-{shards:05d}.safetensors"

@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from parallel.nodes import Node, abbreviated
 from recipes.cluster.findings import Room, report, wrong_results
 from recipes.cluster.links import clock_bounds, measure_links
 from recipes.files.layout import holds_results
+from recipes.files.version import of_package
 from recipes.metrics.throughput import device_name
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,7 +111,7 @@ def local_facts(device: torch.device, *, recipe: str, sources: str) -> Facts:
         "sources": sources,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "torchao": _version("torchao"),
+        "torchao": of_package("torchao"),
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
         # Read from the kernel module: nvidia-smi takes a second, and containers may lack it.
@@ -140,13 +140,6 @@ def hash_of_sources() -> str:
     for file in sorted([ROOT / "train.py", *files]):
         digest.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
     return digest.hexdigest()[:8]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _find(file: str, pattern: str) -> str | None:

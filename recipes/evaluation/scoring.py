@@ -134,7 +134,7 @@ def continuations(scored: Scored, prompts: Sequence[Prompt]) -> list[list[int]]:
     idle: Pass = _padded(scored, [[0]]), None, 0
     with as_it_is(scored.model):
         wanted = next(passes, None)
-        while _any(wanted is not None, scored):
+        while sum_over_group(torch.tensor(int(wanted is not None), device=scored.device), mesh.data_group):
             scored.on_batch()
             tokens, cache, row = wanted or idle
             options = {} if cache is None else {"cache": cache}
@@ -149,10 +149,6 @@ def continuations(scored: Scored, prompts: Sequence[Prompt]) -> list[list[int]]:
     for number, text in texts.items():
         found[number, : len(text) + 1] = torch.tensor([len(text), *text])
     return [row[1 : row[0] + 1] for row in sum_over_group(found, mesh.data_group).tolist()]
-
-
-def _any(own: bool, scored: Scored) -> bool:
-    return bool(sum_over_group(torch.tensor(int(own), device=scored.device), scored.mesh.data_group))
 
 
 def _passes(scored: Scored, prompts: dict[int, Prompt], texts: dict[int, list[int]]) -> Generator[Pass, Tensor, None]:

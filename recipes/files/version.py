@@ -3,6 +3,7 @@
 import json
 import subprocess
 import tomllib
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -39,3 +40,11 @@ def _git(root: Path, *words: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
+
+
+def of_package(name: str) -> str | None:
+    """The version of a package that is installed; None if it is not."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

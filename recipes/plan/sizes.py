@@ -208,7 +208,7 @@ class Sizes:
         Where nothing is sharded, FSDP has let go of the unit's gradients by then, but divides a copy for replicas.
         (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce)
         """
-        beside = self.waiting(unit.whole) + 4 * unit.share
+        beside = self.reduced * unit.whole + 4 * unit.share
         rounded = self.reduced * unit.share if self.reduced < 4 else 0
         if self.shards > 1:
             return beside + rounded
@@ -223,10 +223,6 @@ class Sizes:
         (pytorch #180900: else the next unit could write where the last one is still being summed.)
         """
         return self.reduced if self.reduced < 4 and self.degrees.replicate > 1 else 0
-
-    def waiting(self, whole: int) -> int:
-        """Bytes of what is being summed, beside the sum."""
-        return self.reduced * whole
 
     @cached_property
     def new_of_tied_head(self) -> int:

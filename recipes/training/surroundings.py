@@ -1,7 +1,6 @@
 """What surrounds the model of a run: rates, predictions, facts for environment.json, and what watches its steps."""
 
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,7 +8,7 @@ import torch
 from parallel.dist import World, allocator_settings
 from parallel.mesh import Mesh
 from recipes.files.layout import PROFILE
-from recipes.files.version import commit
+from recipes.files.version import commit, of_package
 from recipes.metrics.throughput import Throughput, device_name
 from recipes.recipe.schema import Recipe
 from recipes.training.border import Process
@@ -39,7 +38,7 @@ def environment_of(process: Process, mesh: Mesh) -> dict[str, Any]:
     about = environment(world_size=world.size, device=world.device) if world.is_main else {}
     if world.size == 1:
         return about
-    from recipes.cluster.axes import measure_axes, summary
+    from recipes.cluster.links import measure_axes, summary
 
     found = measure_axes(world, mesh)
     for line in summary(found, world):
@@ -88,17 +87,10 @@ def environment(*, world_size: int, device: torch.device) -> dict[str, Any]:
     return {
         **commit(),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: of_package(name) for name in PACKAGES},
         "cuda": torch.version.cuda,
         "device": device_name(device),
         "host": platform.node(),
         "world_size": world_size,
         "allocator": allocator_settings() if device.type == "cuda" else None,
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -166,8 +166,6 @@ def find_weights(path: str | Path) -> Weights:
             break
     if MODEL in names:
         return Weights(folder, *read_description(folder), is_checkpoint=True)
-    if any(name.endswith(".distcp") for name in names):
-        raise UserError(f"{folder} is a checkpoint without {MODEL}: an older version of this program wrote it")
     raise _no_weights(folder, MODEL)
 
 

@@ -22,4 +22,4 @@ def test_a_block_keeps_what_its_generated_code_keeps(
 ) -> None:
     kept = Kept(mode=mode, float8=float8 != "none")  # type: ignore[arg-type]
     assert f"{saved_per_token(Widths.of(SIZES[model]), kept) / 1e3:.2f}" == saved
-    assert weights == "0", "recipes/plan/moments.py counts no weights that are kept beside the gathered ones"
+    assert weights == "0", "recipes/plan/memory.py counts no weights that are kept beside the gathered ones"

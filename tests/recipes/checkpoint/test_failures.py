@@ -67,12 +67,6 @@ def damage(path: Path) -> None:
     spoil(next(path.glob("*.safetensors")))
 
 
-def look_older(path: Path) -> None:
-    """Make a checkpoint look as if an older version had written it: no manifest, and a .metadata file."""
-    (path / "manifest.json").unlink()
-    (path / ".metadata").touch()
-
-
 def test_resume_sets_damaged_checkpoints_aside_and_loads_the_next_older_one(run: Run, tmp_path: Path) -> None:
     logged: list[str] = []
     checkpoints = checkpoints_in(tmp_path, keep=3, log=logged.append)
@@ -109,30 +103,6 @@ def test_run_whose_checkpoints_are_all_set_aside_is_refused(tmp_path: Path) -> N
     (tmp_path / "damaged-step-00000002").mkdir()
     with pytest.raises(UserError, match=r"this run had checkpoints \(damaged-step-00000002\), .* another run.name"):
         newest_whole(tmp_path, log=lambda line: None)
-
-
-def test_checkpoints_that_look_like_an_older_version_are_set_aside_if_another_is_intact(
-    run: Run, tmp_path: Path
-) -> None:
-    logged: list[str] = []
-    checkpoints = checkpoints_in(tmp_path, keep=3)
-    for number in (1, 2, 3):
-        checkpoints.save(*run, step=number)
-    for number in (2, 3):
-        look_older(checkpoints.path(number))
-    assert newest_whole(tmp_path, log=logged.append) == 1
-    assert names(tmp_path) == ["damaged-step-00000002", "damaged-step-00000003", "step-00000001"]
-    assert all("an older version of this program" in line and "set aside as damaged-" in line for line in logged)
-
-
-def test_only_checkpoint_that_looks_like_an_older_version_is_refused_and_stays(run: Run, tmp_path: Path) -> None:
-    logged: list[str] = []
-    checkpoints = checkpoints_in(tmp_path, keep=3)
-    checkpoints.save(*run, step=1)
-    look_older(checkpoints.path(1))
-    with pytest.raises(UserError, match="an older version of this program"):
-        newest_whole(tmp_path, log=logged.append)
-    assert checkpoints.steps() == [1] and logged == []
 
 
 def test_checkpoint_under_the_name_of_another_step_is_refused(run: Run, tmp_path: Path) -> None:

@@ -142,9 +142,9 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a pickle as manifest": (lambda path: (path / MANIFEST).write_bytes(pickle.dumps(Bomb())), "not a manifest"),
     "a pickle under a right checksum": (lambda path: seal(path, pickle.dumps(Bomb())), "does not describe"),
     "a pickle as shard": (lambda path: (path / SHARD).write_bytes(pickle.dumps(Bomb())), "is cut off"),
-    "the older format": (
+    "a pickle beside a missing manifest": (
         lambda path: [(path / MANIFEST).unlink(), (path / ".metadata").write_bytes(pickle.dumps(Bomb()))],
-        "older version of this program",
+        "manifest.json is missing",
     ),
     "a newer version": (editing(lambda content: content.update(version=3)), "use a newer one"),
     "another format": (editing(lambda content: content.update(format="x" * 9)), "its format is 'xxxxxxxxx'"),

@@ -8,7 +8,7 @@ import pytest
 from parallel.config import MeshDegrees
 from parallel.dist import start, stop
 from parallel.mesh import build_mesh
-from recipes.cluster.axes import SIZES, measure_axes, slow_products, summary
+from recipes.cluster.links import SIZES, measure_axes, slow_products, summary
 from tests.processes import run_processes
 
 

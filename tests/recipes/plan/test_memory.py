@@ -34,9 +34,9 @@ from recipes.data.config import BatchConfig
 from recipes.lab.plan.search import peak
 from recipes.metrics.hardware import MEMORY, Hardware, hardware_of
 from recipes.optimization.config import OptimizerConfig
-from recipes.plan.live_bytes import CPU, fake_processes
 from recipes.plan.memory import FULL, predict
 from recipes.plan.sizes import Sizes
+from recipes.plan.tracked import CPU, fake_processes
 from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe
 from tests.live_bytes import build, tracked_step

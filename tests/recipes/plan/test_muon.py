@@ -10,10 +10,10 @@ from models.sizes import SIZES
 from parallel.config import MeshConfig, MeshDegrees
 from parallel.mesh import build_mesh
 from recipes.plan.hardware import GPUS
-from recipes.plan.live_bytes import LiveBytes, fake_processes
 from recipes.plan.memory import predict
 from recipes.plan.muon import Cost, cost, matrix_params
 from recipes.plan.time import step_time
+from recipes.plan.tracked import LiveBytes, fake_processes
 from recipes.plan.work import work_of
 from recipes.recipe.load import CONFIGS, load
 from recipes.recipe.schema import Recipe

@@ -13,9 +13,8 @@ from models.encoder_decoder import EncoderDecoderInputs
 from parallel.dist import start, stop
 from recipes.metrics.clock import RunClock
 from recipes.optimization.skip_steps import StepGuard
-from recipes.plan.live_bytes import CPU, LiveBytes
 from recipes.plan.memory import predict
-from recipes.plan.tracked import fullest_moment
+from recipes.plan.tracked import CPU, LiveBytes, fullest_moment
 from recipes.recipe.load import load
 from recipes.recipe.schema import Recipe
 from recipes.training.build import build

@@ -544,7 +544,6 @@ def narrow(checkpoint: Path) -> None:
         (lambda path: (path / "model.json").write_text("{}"), "does not describe a model"),
         (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
         (lambda path: (path / "manifest.json").write_bytes(b"no"), "manifest.json is damaged"),
-        (lambda path: (path / "manifest.json").rename(path / ".metadata"), "an older version of this program"),
         (lambda path: (path / SHARD).unlink(), f"{SHARD} is missing"),
         (lambda path: truncate(path / SHARD), f"{SHARD} is cut off"),
         (lambda path: (path / SHARD).write_bytes(b"x" * (path / SHARD).stat().st_size), "bytes 0 to"),
