@@ -61,5 +61,5 @@ def test_work_counts_the_micro_batches_and_the_share_of_blocks_of_a_recipe() -> 
     words += ["selective", "--activation_checkpointing.blocks", "8"]
     work = work_of(load(CONFIGS / "benchmarks/llama3_8b_8xh100.toml", words, rules=False), MeshDegrees(2, 2, 2, 2))
     assert (work.micro_batches, work.recomputed, work.tokens) == (8, 0.25, 2 * 8192 // 2)
-    assert work.tokens_per_process * 16 == 64 * 8192
+    assert work.micro_batches * work.tokens * 16 == 64 * 8192 * work.tensor * work.pipeline
     assert work.layers * work.block_params + work.vocabulary * work.width == SIZES["llama3_8b"].matmul_params()
