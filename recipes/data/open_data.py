@@ -16,7 +16,7 @@ from parallel.errors import TemporaryError, UserError
 from parallel.nodes import files_of_tokens
 from recipes.data.config import HELD_OUT, DataConfig
 from recipes.data.order import SequenceOrder
-from recipes.data.sequences import Sequences, Source
+from recipes.data.sequences import Sequences, Source, require_documents, require_sequence
 from recipes.data.text.sources import describe, is_prepared, notes, pinned
 from recipes.data.text.tokenizer import Tokenizer
 from recipes.data.text.tokenizer_loading import load_tokenizer
@@ -40,7 +40,6 @@ from recipes.data.tokens.workspace import (
     whole_shards,
     would_read_itself,
 )
-from recipes.data.validation import also_trained_on, held_out, require_documents, require_sequence, whole_text
 from recipes.files.reading import may_pass
 from recipes.files.units import counted
 
@@ -150,13 +149,17 @@ def open_data(
         data_state["sources"] |= {name: entry for name, entry in resumed.items() if name not in texts}
         joined = _joined(training, weights, section, launch)
         if HELD_OUT in validation.values():
+            from recipes.data.validation import held_out
+
             held = held_out(training, fraction=fraction, pairs=launch.pairing is not None)
             opened[HELD_OUT] = _joined(held, weights, section, launch)
         for name in others:
             then = resumed_validation.get(name, {})
             opened[name], entry = _open_validation(name, section, tokenizer, sequence_length, then, launch)
-            if launch.writes and also_trained_on(name, entry, data_state["sources"]):
-                launch.log(f"WARNING: the run also trains on the validation source {name!r}; its loss says little")
+            if launch.writes:
+                from recipes.data.validation import warn_of_overlap
+
+                warn_of_overlap(name, entry, data_state["sources"], log=launch.log)
             data_state.setdefault("validation", {})[name] = entry
         undo.pop_all()
     texts_read = {name: opened[source] for name, source in validation.items()}
@@ -219,6 +222,8 @@ def _open_validation(
 ) -> "tuple[Sequences | PairSequences, dict[str, Any]]":
     """The text of a validation source, and its entry in Data.data_state. All of its documents are read, up to the first
     data.shuffle_tokens of text that is not prepared. then: its entry in the data_state to resume from."""
+    from recipes.data.validation import whole_text
+
     whole = replace(section, validation_fraction=0.0)
     text = then.get("source") or pinned(name)
     tokens = _tokens(name, text, whole, tokenizer, then, launch, setting="validation.source")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from parallel.errors import UserError
 from recipes.data.history import (
     Continuation,
     History,
@@ -31,6 +32,11 @@ from recipes.files.atomic import Lines, keep_rows
 if TYPE_CHECKING:
     from recipes.data.tokens.background import Background
 
+OTHERWISE = (
+    '; or validate on another text ([validation] source = "FILE"), or not at all (validation.every = 0 and'
+    " validation.sample_tokens = 0)"
+)
+"""What to do about too little text to validate on."""
 SECONDS_BETWEEN_LOOKS = 0.05
 SECONDS_BETWEEN_REPORTS = 10.0
 
@@ -328,3 +334,41 @@ class Sequences(Mixed):
             for source, count in zip(self.sources, self._counts(consumed), strict=True)
         }
         return {name: checksum for name, checksum in by_source.items() if checksum is not None}
+
+
+def require_documents(source: Source, *, fraction: float, held_out: bool, setting: str = "data.source") -> None:
+    """Raises UserError if the first window has no document to read. fraction: data.validation_fraction. held_out:
+    whether held-out documents are needed too. setting: names the source in the recipe."""
+    shards = source.first_shards
+    documents, held = sum(shard.documents for shard in shards), sum(shard.held_out for shard in shards)
+    if documents + held == 0:
+        raise UserError(f"{setting}: {source.name!r} holds no text: every document is empty; give another source")
+    if documents and (held or not held_out):
+        return
+    lowest, highest = min(shard.lowest for shard in shards), max(shard.highest for shard in shards)
+    problem = f"data.validation_fraction: of the {documents + held} documents of {source.name!r} "
+    if not documents:
+        bound = f"{int(highest * 1e4) / 1e4:.4f} or less" if lowest < highest else "0"
+        raise UserError(f"{problem}all would be held out with {fraction}; {_write(source, bound)}, or give more text")
+    if lowest == highest:
+        problem += "no two are different, so none can be held out; give more text"
+    else:
+        bound = f"{int(lowest * 1e4 + 1) / 1e4:.4f} or more"
+        problem += f"none would be held out with {fraction}; {_write(source, bound)}, or give more text"
+    raise UserError(problem + OTHERWISE)
+
+
+def _write(source: Source, bound: str) -> str:
+    if source.prepared:
+        return f"prepare it again, in another folder, with --validation-fraction {bound}, and write that"
+    return f"write {bound}"
+
+
+def require_sequence(source: Source, *, what: str, more: str) -> None:
+    """Raises UserError if there is less than one sequence of text. what: it is called. more: how to get more of it."""
+    if source.sequences < 1:
+        length, tokens = source.order.sequence_length, source.shards.tokens
+        raise UserError(
+            f"batch.sequence_length: {what} of {source.name!r} has {tokens} tokens, but one sequence of {length} and"
+            f" its last target need {length + 1}; write at most {max(tokens - 1, 1)}, or {more}"
+        )
