@@ -142,6 +142,17 @@ def test_a_preempted_job_resumes_by_itself_and_a_cancelled_one_does_not_but_no_s
     assert job.losses == whole[:third]
 
 
+def test_a_job_can_be_stopped_with_a_save_and_without_a_requeue(cluster: Cluster, folder: Path, corpus: Path) -> None:
+    """By the commands of docs/cluster.md."""
+    job = Job(cluster, folder, corpus, "stopped")
+    job.reach(SEEN)
+    cluster.do("scontrol", "update", f"JobId={job.number}", "Requeue=0")
+    cluster.do("scancel", "--signal=USR1", job.number)
+    assert job.finish() == ("FAILED", "75:0"), job.log
+    assert saved(job.log) and "slurm: not requeued (" in job.log
+    assert cluster.job(job.number)["Restarts"] == "0"
+
+
 def saved(log: str) -> list[int]:
     """Steps after which the run says that it was interrupted and saved."""
     lines = [line for line in log.splitlines() if ": interrupted after step " in line]
