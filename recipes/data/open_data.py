@@ -67,7 +67,6 @@ class Launch:
     pieces: Pieces = USUAL
     pairing: "Pairing | None" = None
     """How rows become pairs; None = they are text."""
-
     at_several_lengths: frozenset[str] = frozenset()
     """Names of the sources that the run reads at several sequence lengths."""
 
@@ -137,7 +136,8 @@ def open_data(
     _look_at([*raw, *(source for source in others if not is_prepared(source))], section, cache, launch)
     tokenizer = _loaded(tokenizer, raw or list(texts.values()), section, cache, launch)
     training: list[Source] = []
-    data_state: dict[str, Any] = {"tokenizer": tokenizer.fingerprint, "sources": {}}
+    sources: dict[str, Any] = {}
+    data_state: dict[str, Any] = {"tokenizer": tokenizer.fingerprint, "sources": sources}
     weights, fraction, opened = list(section.sources.values()), section.validation_fraction, {}
     with ExitStack() as undo:  # if the rest fails, nothing goes on tokenizing
         for name, text in texts.items():
@@ -145,8 +145,8 @@ def open_data(
             training.append(_source(name, tokens, SequenceOrder(sequence_length, seed, None), section, launch))
             undo.callback(training[-1].stop)
             _require_training_text(training[-1], launch, fraction=fraction)
-            data_state["sources"][name] = tokens.entry
-        data_state["sources"] |= {name: entry for name, entry in resumed.items() if name not in texts}
+            sources[name] = tokens.entry
+        sources |= {name: entry for name, entry in resumed.items() if name not in texts}
         joined = _joined(training, weights, section, launch)
         if HELD_OUT in validation.values():
             from recipes.data.validation import held_out
@@ -155,11 +155,7 @@ def open_data(
             opened[HELD_OUT] = _joined(held, weights, section, launch)
         for name in others:
             then = resumed_validation.get(name, {})
-            opened[name], entry = _open_validation(name, section, tokenizer, sequence_length, then, launch)
-            if launch.writes:
-                from recipes.data.validation import warn_of_overlap
-
-                warn_of_overlap(name, entry, data_state["sources"], log=launch.log)
+            opened[name], entry = _open_validation(name, section, tokenizer, sequence_length, then, launch, sources)
             data_state.setdefault("validation", {})[name] = entry
         undo.pop_all()
     texts_read = {name: opened[source] for name, source in validation.items()}
@@ -219,10 +215,12 @@ def _open_validation(
     sequence_length: int,
     then: Mapping[str, Any],
     launch: Launch,
+    training: Mapping[str, Any],
 ) -> "tuple[Sequences | PairSequences, dict[str, Any]]":
     """The text of a validation source, and its entry in Data.data_state. All of its documents are read, up to the first
-    data.shuffle_tokens of text that is not prepared. then: its entry in the data_state to resume from."""
-    from recipes.data.validation import whole_text
+    data.shuffle_tokens of text that is not prepared. then: its entry in the data_state to resume from. training: the
+    entries of the sources that the run trains on."""
+    from recipes.data.validation import warn_of_overlap, whole_text
 
     whole = replace(section, validation_fraction=0.0)
     text = then.get("source") or pinned(name)
@@ -232,6 +230,8 @@ def _open_validation(
         _wait_for_first_window(source, launch.log)
     finally:
         source.stop()
+    if launch.writes:
+        warn_of_overlap(name, tokens.entry, training, log=launch.log)
     return _joined([whole_text(source, pairs=launch.pairing is not None)], [1.0], section, launch), tokens.entry
 
 
@@ -247,9 +247,9 @@ def _tokens(
 ) -> _Tokens:
     """The tokens of a source. resumed: its entry in the data_state to resume from. setting: names it in the recipe."""
     if not launch.looks:
-        own = Path(section.cache).expanduser() / "tokens" / resumed["tokens"]
-        folder = prepared_folder(name, Path(section.cache), log=launch.log) if resumed["prepared"] else own
-        return _Tokens(folder, dict(resumed))
+        if resumed["prepared"]:
+            return _Tokens(prepared_folder(name, Path(section.cache), log=launch.log), dict(resumed))
+        return _Tokens(Path(section.cache).expanduser() / "tokens" / resumed["tokens"], dict(resumed))
     if is_prepared(name):
         return _prepared_tokens(name, text, section, tokenizer, launch, setting=setting)
     return _cached_tokens(name, text, section, tokenizer, used=resumed.get("tokens", ""), launch=launch)
