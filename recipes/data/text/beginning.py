@@ -83,9 +83,10 @@ def _processors(processor: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def _adding(content: dict[str, Any], name: str, number: int) -> dict[str, Any]:
-    """The tokenizer.json with a post-processor that puts this token first, and nothing last."""
+    """The tokenizer.json with a post-processor that puts this token first, and nothing last. Its text is part of the
+    fingerprint of prepared folders and runs: it stays as it is."""
     special = {"SpecialToken": {"id": name, "type_id": 0}}
-    first, second = ({"Sequence": {"id": text, "type_id": 0}} for text in "AB")
+    first, second = ({"Sequence": {"id": text, "type_id": number}} for number, text in enumerate("AB"))
     template = {
         "type": "TemplateProcessing",
         "single": [special, first],

@@ -74,7 +74,10 @@ def ends_of(folder: Path, work: Preparation, *, part: Part, unfinished: Path) ->
 def read_cuts(folder: Path) -> list[Cut]:
     """Where the parts in a folder begin, and where the last ends; empty if it has none. Raises UserError."""
     try:
-        return [Cut(*cut) for cut in json.loads((folder / PARTS).read_text(encoding="utf-8"))]
+        cuts = [Cut(*cut) for cut in json.loads((folder / PARTS).read_text(encoding="utf-8"))]
+        if len(cuts) < 3 or not all(type(number) is int for cut in cuts for number in cut):
+            raise ValueError("not the beginnings of two parts or more, and the end")
+        return cuts
     except FileNotFoundError:
         return []
     except (ValueError, TypeError):
@@ -100,11 +103,14 @@ def place_of(cut: Cut, work: Preparation) -> Place:
 def parts_in(folder: Path) -> dict[Part, list[Shard]]:
     """The shards that are there of each part in a folder; empty if it has no parts. Raises UserError."""
     count = len(read_cuts(folder)) - 1
-    parts: dict[Part, list[Shard]] = {Part(number, count): [] for number in range(1, count + 1)}
-    for part, shards in parts.items():
-        while not _is_whole(shards) and (shard := read_shard(folder, part.first + len(shards))) is not None:
-            shards.append(shard)
-    return parts
+    return {part: _shards_of(folder, part) for part in (Part(number, count) for number in range(1, count + 1))}
+
+
+def _shards_of(folder: Path, part: Part) -> list[Shard]:
+    shards: list[Shard] = []
+    while not _is_whole(shards) and (shard := read_shard(folder, part.first + len(shards))) is not None:
+        shards.append(shard)
+    return shards
 
 
 def whole_parts(folder: Path) -> list[Shard] | None:
@@ -124,14 +130,20 @@ def unfinished_problem(source: str) -> str | None:
     folder = Path(source).expanduser()
     if (folder / INDEX).is_file() or not all((folder / name).is_file() for name in (OWNER, PARTS)):
         return None
-    if lacking := missing(folder):
+    try:
+        lacking = missing(folder)
+    except UserError as error:
+        return str(error)
+    if lacking:
         return f"the preparation of {source!r} lacks part {lacking}; run scripts/prepare_data.py with --part for each"
     return f"the preparation of {source!r} lacks its index; run scripts/prepare_data.py with any --part of it again"
 
 
 def state(folder: Path, work: Preparation) -> list[str]:
     """How much of each part is there, in words."""
-    cuts, lines = read_cuts(folder), []
+    cuts, lines = read_cuts(folder), list[str]()
+    if not cuts and (shards := _shards_of(folder, ALL)):
+        return [f"begun without --part: {len(shards)} shards, {'whole' if _is_whole(shards) else 'not whole'}"]
     before = [0, *accumulate(size for size, _ in work.states.values())]
     for (part, shards), (begins, ends) in zip(parts_in(folder).items(), pairwise(cuts), strict=True):
         share = float(_is_whole(shards))

@@ -65,6 +65,14 @@ def test_documents_begin_with_the_token_that_the_tokenizer_has_for_it(
     assert tokenizer.fingerprint != without.fingerprint
 
 
+def test_fingerprint_of_a_tokenizer_with_an_added_beginning_stays(tmp_path: Path) -> None:
+    """Folders and runs of every version have it."""
+    model = {"type": "WordLevel", "vocab": {"<|endoftext|>": 0, "<s>": 1, "a": 2}, "unk_token": "a"}
+    text = json.dumps({"version": "1.0", "added_tokens": [], "post_processor": BYTES, "model": model})
+    found = with_beginning(build_tokenizer(text, where=tmp_path / "tokenizer.json"))
+    assert found.fingerprint == "63bf9616f4277b0e433c4024176eb240"
+
+
 def test_tokenizer_without_a_beginning_token_is_refused(tmp_path: Path, plain: Tokenizer) -> None:
     with pytest.raises(UserError, match=r"data\.bos: the tokenizer has no token that begins a text: "):
         with_beginning(plain)

@@ -207,9 +207,11 @@ def test_folder_has_one_number_of_parts(tmp_path: Path) -> None:
     for number, parts in ((1, 3), (1, 1)):
         with pytest.raises(UserError, match="was begun as 2 parts; go on with --part I/2, or give another folder"):
             write_part(tmp_path / "out", work, number, parts)
-    (tmp_path / "out" / "parts.json").write_text("[[0")
-    with pytest.raises(UserError, match=r"parts\.json' is damaged; remove "):
-        write_part(tmp_path / "out", work, 1, 2)
+    for damaged in ("[[0", "[]", '{"a": 1}', '[[0, "1", 2], [1, 0, 0], [2, 0, 0]]'):
+        (tmp_path / "out" / "parts.json").write_text(damaged)
+        with pytest.raises(UserError, match=r"parts\.json' is damaged; remove "):
+            write_part(tmp_path / "out", work, 1, 2)
+        assert r"parts.json' is damaged; remove " in str(unfinished_problem(str(tmp_path / "out")))
 
 
 def test_file_that_changes_while_a_part_reads_it_stops_the_part(tmp_path: Path) -> None:
@@ -225,6 +227,8 @@ def test_folder_without_parts_has_the_format_of_earlier_versions(tmp_path: Path)
     write_rows(tmp_path / "rows.jsonl", 60)
     shards = shards_in(tmp_path / "out", work_on(tmp_path / "rows.jsonl"))
     assert len(shards) > 1 and [shard.number for shard in shards] == list(range(len(shards)))
+    said = state(tmp_path / "out", work_on(tmp_path / "rows.jsonl"))
+    assert said == [f"begun without --part: {len(shards)} shards, whole"]
     index = json.loads((tmp_path / "out" / "index.json").read_text())
     assert all(
         "number" not in shard for shard in (*index["shards"], json.loads(shard_path(tmp_path / "out", 1).read_text()))
