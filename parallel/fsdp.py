@@ -1,4 +1,4 @@
-"""FSDP2: shard parameters, gradients and optimizer states, with the mixed-precision policy; filled and gathered."""
+"""FSDP2: shards parameters, gradients and optimizer states in mixed precision, fills the shards and gathers them."""
 
 import inspect
 import warnings

@@ -118,7 +118,7 @@ def prepare(options: argparse.Namespace) -> None:
     from recipes.data.text.beginning import with_beginning
     from recipes.data.text.sources import is_hub, is_prepared, notes, pinned, source_problem
     from recipes.data.text.tokenizer_loading import load_tokenizer
-    from recipes.data.tokens.parts import missing
+    from recipes.data.tokens.parts import missing_parts
     from recipes.data.tokens.shards import read_index
     from recipes.data.tokens.workspace import preparation, unclaim, would_read_itself
 
@@ -161,7 +161,7 @@ def prepare(options: argparse.Namespace) -> None:
     else:
         say("nothing was left to do")
     if read_index(folder) is None:
-        others = missing(folder) or "another process has written its index"
+        others = missing_parts(folder) or "another process has written its index"
         say(f"part {'/'.join(map(str, options.part))} is whole; recipes can read the folder after {others}")
         return
     _finish(folder, fields, options)

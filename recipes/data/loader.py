@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Reading:
+class DataSettings:
     """What a run reads: the recipe's sections, and what follows from others."""
 
     data: DataConfig
@@ -52,7 +52,7 @@ class DataLoader:
 
     def __init__(
         self,
-        reading: Reading,
+        settings: DataSettings,
         world: World,
         mesh: Mesh,
         *,
@@ -63,31 +63,31 @@ class DataLoader:
         tokenizer with rank 0's. Raises UserError if a source, its text or the tokenizer is bad, or if they differ.
 
         Args:
-            reading: what is read.
+            settings: what is read.
             world: all processes; rank 0 tokenizes, and the others read the folders that it chose.
             mesh: says which of how many equal shares of the global batch this process reads.
             resumed_data_state: called on rank 0; returns the data_state of the checkpoint to resume from, or {}.
             log: receives one line of text per message.
         """
-        data, batch, pairing = reading.data, reading.batch, reading.pairing
+        data, batch, pairing = settings.data, settings.batch, settings.pairing
 
         def opened_from(state: Mapping[str, Any], launch: Launch) -> Data:
             of_step = pairing and replace(pairing, run=batch.global_batch_size)
             return open_data(
                 data,
                 replace(launch, pairing=of_step),
-                tokenizer=reading.tokenizer(),
+                tokenizer=settings.tokenizer(),
                 sequence_length=batch.sequence_length,
-                seed=reading.seed,
+                seed=settings.seed,
                 resumed_data_state=state,
-                validation=reading.validation,
+                validation=settings.validation,
             )
 
         self._looks = world.leads_node
-        several = reading.at_several_lengths
+        several = settings.at_several_lengths
         launch = Launch(run="", writes=world.is_main, log=log, looks=self._looks, at_several_lengths=several)
         opened = _open_on_all(world, opened_from, resumed_data_state=resumed_data_state, launch=launch)
-        _require_vocabulary(opened.tokenizer, reading.vocabulary)
+        _require_vocabulary(opened.tokenizer, settings.vocabulary)
         self.tokenizer, self.data_state, self.pairing = opened.tokenizer, opened.data_state, pairing
         end, masked = self.tokenizer.end_of_document, data.document_mask and pairing is None
         self.document_boundary = end if masked else None

@@ -349,16 +349,17 @@ def require_documents(source: Source, *, fraction: float, held_out: bool, settin
     problem = f"data.validation_fraction: of the {documents + held} documents of {source.name!r} "
     if not documents:
         bound = f"{int(highest * 1e4) / 1e4:.4f} or less" if lowest < highest else "0"
-        raise UserError(f"{problem}all would be held out with {fraction}; {_write(source, bound)}, or give more text")
+        raise UserError(f"{problem}all would be held out with {fraction}; {_remedy(source, bound)}, or give more text")
     if lowest == highest:
         problem += "no two are different, so none can be held out; give more text"
     else:
         bound = f"{int(lowest * 1e4 + 1) / 1e4:.4f} or more"
-        problem += f"none would be held out with {fraction}; {_write(source, bound)}, or give more text"
+        problem += f"none would be held out with {fraction}; {_remedy(source, bound)}, or give more text"
     raise UserError(problem + OTHERWISE)
 
 
-def _write(source: Source, bound: str) -> str:
+def _remedy(source: Source, bound: str) -> str:
+    """What to do to hold out another share of a source, in words. bound: the share."""
     if source.prepared:
         return f"prepare it again, in another folder, with --validation-fraction {bound}, and write that"
     return f"write {bound}"

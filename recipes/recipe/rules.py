@@ -59,7 +59,7 @@ def broken_rules(
     processes: int | None,
     nodes: int | None,
 ) -> list[Problem]:
-    """The rules that the recipe of any stage breaks, which is written so. The other arguments are as in load_run()."""
+    """The rules that the recipe of any stage breaks, as problems. The keyword arguments are as in load_run()."""
     given = written.given
     found: dict[Violation, list[Stage]] = {}
     for stage in stages_of(recipe):

@@ -1,4 +1,4 @@
-"""What a process of a run has from its start to its end, begins to train from, and takes from stage to stage."""
+"""A process of a run: what it has throughout, what it begins to train from, and what it takes from stage to stage."""
 
 import gc
 import sys

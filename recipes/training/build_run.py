@@ -12,7 +12,7 @@ from models.config import FROM_WEIGHTS
 from parallel.dist import World, on_main, on_main_first
 from parallel.errors import TemporaryError
 from parallel.mesh import Mesh
-from recipes.data.loader import DataLoader, Reading
+from recipes.data.loader import DataLoader, DataSettings
 from recipes.data.text.tokenizer import Tokenizer
 from recipes.files.layout import CHECKPOINTS, LOG_FILE, SAVED
 from recipes.files.lock import FolderLock
@@ -275,7 +275,7 @@ def _open_data(
         from recipes.weights.pairing import pairing_of
 
         pairing = pairing_of(recipe.data, recipe.model, weights)
-    reading = Reading(
+    settings = DataSettings(
         recipe.data,
         recipe.batch,
         seed=recipe.run.seed,
@@ -286,7 +286,7 @@ def _open_data(
         at_several_lengths=several,
     )
     resumed = partial(resumed_data_state, begin.checkpoint)
-    loader = DataLoader(reading, process.world, mesh, resumed_data_state=resumed, log=process.console.log)
+    loader = DataLoader(settings, process.world, mesh, resumed_data_state=resumed, log=process.console.log)
     for line in notes(recipe, entries=loader.tokenizer.vocabulary):
         process.console.log(line)
     return loader

@@ -119,7 +119,7 @@ def whole_parts(folder: Path) -> list[Shard] | None:
     return [shard for shards in parts for shard in shards] if parts and all(map(_is_whole, parts)) else None
 
 
-def missing(folder: Path) -> str:
+def missing_parts(folder: Path) -> str:
     """The names of the parts in a folder that are not whole, for messages."""
     names = [str(part) for part, shards in parts_in(folder).items() if not _is_whole(shards)]
     return ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")
@@ -131,7 +131,7 @@ def unfinished_problem(source: str) -> str | None:
     if (folder / INDEX).is_file() or not all((folder / name).is_file() for name in (OWNER, PARTS)):
         return None
     try:
-        lacking = missing(folder)
+        lacking = missing_parts(folder)
     except UserError as error:
         return str(error)
     if lacking:
