@@ -4,6 +4,7 @@ import contextlib
 import ipaddress
 import multiprocessing.forkserver
 import os
+import re
 import secrets
 import socket
 import sys
@@ -178,3 +179,8 @@ def _address(kernel: bytes) -> str:
         for at in range(0, len(kernel), 4)
     )
     return str(ipaddress.ip_address(words))
+
+
+def untimed(text: str) -> str:
+    """The lines of a log, without the times before them."""
+    return re.sub(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ ", "", text, flags=re.MULTILINE)

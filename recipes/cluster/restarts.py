@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from itertools import takewhile
 from pathlib import Path
@@ -17,7 +17,7 @@ from types import FrameType
 
 from parallel.errors import UserError
 from recipes.files import exit_codes
-from recipes.files.atomic import write_whole
+from recipes.files.atomic import utc_now, write_whole
 from recipes.files.layout import CHECKPOINTS, checkpoint_steps
 from recipes.files.screen import tell
 
@@ -76,6 +76,9 @@ class Attempt:
     """Step of the newest checkpoint at the start; 0 = none."""
     end: End | None = None
     """None: unknown, because the node that records it was lost."""
+    began: str = ""
+    ended: str = ""
+    """When, by utc_now(); "" = not yet, or before this was noted."""
 
 
 def reason_to_stop(attempts: Sequence[Attempt], *, step: int, restarts: int) -> str | None:
@@ -128,18 +131,18 @@ class History:
         """Whether the file lacks attempts, because it cannot be written."""
         try:
             items = json.loads(path.read_text(encoding="utf-8"))
-            self.attempts = [Attempt(item["step"], End(item["end"]) if item["end"] else None) for item in items]
+            self.attempts = [Attempt(**item | {"end": End(item["end"]) if item["end"] else None}) for item in items]
         except FileNotFoundError:
             pass
         except (OSError, ValueError, KeyError, TypeError) as error:
             log(f"{path} cannot be read ({error}): earlier attempts are not counted")
 
     def begin(self, step: int) -> None:
-        self.attempts.append(Attempt(step))
+        self.attempts.append(Attempt(step, began=utc_now()))
         self._write()
 
     def end(self, end: End) -> None:
-        self.attempts[-1] = Attempt(self.attempts[-1].step, end)
+        self.attempts[-1] = replace(self.attempts[-1], end=end, ended=utc_now())
         self._write()
 
     def _write(self) -> None:
@@ -153,7 +156,7 @@ class History:
 
 
 def log(text: str) -> None:
-    tell(f"supervise: {text}")
+    tell(f"{utc_now()} supervise: {text}")
 
 
 class Launcher:

@@ -23,6 +23,7 @@ from recipes.cluster.restarts import (
     pause_after,
     reason_to_stop,
 )
+from recipes.files.atomic import utc_now
 from recipes.files.exit_codes import PREEMPTED, SIGNALS, TEMPORARY
 from recipes.files.screen import Output, put, tell
 
@@ -40,7 +41,7 @@ STATE = "slurm-state:"
 
 
 def log(text: str) -> None:
-    tell(f"slurm: {text}", to=1)
+    tell(f"{utc_now()} slurm: {text}", to=1)
 
 
 REFUSAL = "slurm-refusal:"

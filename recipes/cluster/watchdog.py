@@ -29,6 +29,7 @@ from recipes.cluster.reports import (
     place_of,
     verdict,
 )
+from recipes.files.atomic import utc_now
 from recipes.files.exit_codes import HUNG
 from recipes.files.layout import LOG_FILE, RECIPE
 from recipes.files.screen import tell
@@ -151,12 +152,12 @@ class Watchdog:
         def log() -> None:
             if (self._folder / RECIPE).exists():
                 with suppress(OSError), (self._folder / LOG_FILE).open("a", encoding="utf-8") as file:
-                    file.write(text + "\n")
+                    file.write(f"{utc_now()} {text}\n")
 
         for_a_while(log)
 
     def _write_stacks(self, own: Report) -> None:
-        head = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {own.process}, {own.where}, no progress for {own.idle:.0f} s\n"
+        head = f"{utc_now()} {own.process}, {own.where}, no progress for {own.idle:.0f} s\n"
         if not (self._folder / RECIPE).exists():
             tell(head.rstrip())
             faulthandler.dump_traceback(2)

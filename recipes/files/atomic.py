@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,11 @@ SETTLED = 1 << 20
 order: a skipped step has its row when the next step is logged, and old versions kept the rows of repeated steps."""
 
 Value = TypeVar("Value")
+
+
+def utc_now() -> str:
+    """The time that logs, metrics and attempts note, as in "2026-11-26T08:20:31Z"."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def sync_folder(path: Path) -> None:

@@ -100,7 +100,7 @@ class Tracker:
         received = run.step
         for row in self._unsent():
             if row["step"] >= received:
-                columns = {key: value for key, value in row.items() if key not in ("step", "documents")}
+                columns = {key: value for key, value in row.items() if key not in ("step", "time", "documents")}
                 run.log(columns, step=row["step"])
         try:
             run.finish()

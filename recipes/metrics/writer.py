@@ -6,7 +6,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes.files.atomic import Lines, sync
+from recipes.files.atomic import Lines, sync, utc_now
 from recipes.files.layout import FLOAT8_SHARES, LOG_FILE, METRICS, QUARANTINE
 from recipes.metrics.config import MetricsConfig
 
@@ -67,8 +67,7 @@ class MetricsWriter:
         """Append one row. NaN and infinity, which JSON does not have, become null in the file."""
         if not self._enabled:
             return
-        if self.stage:
-            row = {**row, "stage": self.stage}
+        row = row | {"time": utc_now()} | ({"stage": self.stage} if self.stage else {})
         finite = {
             key: None if isinstance(value, float) and not isfinite(value) else value for key, value in row.items()
         }

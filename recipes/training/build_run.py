@@ -14,6 +14,7 @@ from parallel.errors import TemporaryError
 from parallel.mesh import Mesh
 from recipes.data.loader import DataLoader, DataSettings
 from recipes.data.text.tokenizer import Tokenizer
+from recipes.files.atomic import utc_now
 from recipes.files.layout import CHECKPOINTS, LOG_FILE, SAVED
 from recipes.files.lock import FolderLock
 from recipes.files.reading import names_in
@@ -196,7 +197,8 @@ def _log_header(
     stage: Stage, process: Process, *, built: Built, throughput: Throughput, starts_from: "Weights | None"
 ) -> None:
     header, console = run_header(stage, built.mesh.degrees, throughput, built.report), process.console
-    for line in (*header, *surroundings.predicted_memory(stage.recipe, built.mesh, process.world.device)):
+    started = f"  started: {utc_now()}"
+    for line in (*header, started, *surroundings.predicted_memory(stage.recipe, built.mesh, process.world.device)):
         console.log(line, style=None if line.startswith(" ") else "bold")
     if starts_from is not None:
         console.log(f"weights from {starts_from.path}")

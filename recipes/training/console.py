@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from models.config import ModelConfig
 from parallel.config import MeshDegrees
-from recipes.files.atomic import Lines
+from recipes.files.atomic import Lines, utc_now
 from recipes.files.screen import Screen
 from recipes.metrics.throughput import Throughput
 from recipes.recipe.rules_mesh import micro_batches
@@ -22,7 +22,8 @@ CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), 127) if c
 
 
 class Console:
-    """Prints to standard output and, as plain text, to a log file. A silent one, on other ranks, does nothing."""
+    """Prints to standard output and, as plain text after the time, to a log file. A silent one, on other ranks, does
+    nothing."""
 
     def __init__(self, *, silent: bool) -> None:
         self._silent = silent
@@ -44,11 +45,11 @@ class Console:
     def log(self, text: str = "", *, style: str | None = None) -> None:
         text = text.translate(CONTROLS)
         self._show(text, style=style)
-        lines = [text]
+        lines = [f"{(now := utc_now())} {text}" if text else ""]
         if (error := self._output.error) and error.strerror != self._said:
             self._said = error.strerror or ""
             lines.append(
-                f"standard output cannot be written: {self._said}; its lines are in this file only until it can"
+                f"{now} standard output cannot be written: {self._said}; its lines are in this file only until it can"
             )
         if self._file is not None:
             self._file.append(*lines)

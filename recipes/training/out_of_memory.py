@@ -13,7 +13,7 @@ from models.transformers_config import TransformersConfig
 from parallel.dist import World
 from parallel.errors import UserError
 from parallel.heartbeats import is_first_of_all
-from recipes.files.atomic import Lines
+from recipes.files.atomic import Lines, utc_now
 from recipes.files.layout import LOG_FILE, RECIPE
 from recipes.files.screen import tell
 from recipes.metrics.clock import START, RunClock
@@ -80,7 +80,7 @@ def report(error: BaseException, recipe: Recipe, world: World, clock: RunClock) 
                 torch.cuda.memory._dump_snapshot(str(snapshot))
                 lines.append(f"  what the memory held: {snapshot}")
                 tell(lines[-1])
-        Lines(folder / LOG_FILE, log=lambda line: None).append(*lines, *details)
+        Lines(folder / LOG_FILE, log=lambda line: None).append(f"{utc_now()} {lines[0]}", *lines[1:], *details)
 
 
 def _advice(recipe: Recipe, world: World, *, on_host: bool, started: bool = True) -> list[str]:

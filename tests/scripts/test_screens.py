@@ -12,7 +12,7 @@ import pytest
 
 from recipes.files.exit_codes import OUT_OF_MEMORY, PREEMPTED, REFUSED
 from recipes.lab.bench.crash import descendants
-from tests.processes import rank_of, wait_for
+from tests.processes import rank_of, untimed, wait_for
 from tests.scripts.nodes import EVERY, ROOT, arguments, environment, losses, reached
 
 pytestmark = pytest.mark.slow
@@ -26,7 +26,7 @@ def with_streams(streams: str, *command: str | Path) -> list[str]:
 
 
 def log(folder: Path) -> str:
-    return (folder / "runs" / "run" / "log.txt").read_text()
+    return untimed((folder / "runs" / "run" / "log.txt").read_text())
 
 
 def test_a_run_without_screens_restarts_after_a_crash_and_saves_after_a_signal(tmp_path: Path, corpus: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import run_command
-from tests.processes import rank_of, wait_for
+from tests.processes import rank_of, untimed, wait_for
 from tests.recipes.data.texts import write_rows
 from tests.recipes.data.tokens.test_parts import everything
 from tests.recipes.training.test_full_disk import fill
@@ -208,7 +208,7 @@ def test_a_job_whose_logs_are_on_a_full_disk_restarts_and_ends_as_with_logs(
         wait_for("the end", lambda: cluster.job(number)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED"))
         job = cluster.job(number)
         assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "0")
-        assert (folder / "runs" / "full" / "log.txt").read_text().count("\nresumed from ") == 1
+        assert untimed((folder / "runs" / "full" / "log.txt").read_text()).count("\nresumed from ") == 1
         assert losses(folder, "full") == whole
         assert {path.stat().st_size for path in disk.glob("slurm-*/*")} == {0}
     finally:
@@ -266,7 +266,7 @@ def test_a_bad_recipe_is_refused_before_anything_starts(cluster: Cluster, folder
 def test_check_only_checks_the_recipe_for_the_allocation(cluster: Cluster, folder: Path, corpus: Path) -> None:
     job = Job(cluster, folder, corpus, "dry", "--mesh.shard", "node", "--check")
     assert job.finish() == ("COMPLETED", "0:0")
-    assert job.log == "slurm: the recipe fits 2 nodes\n"
+    assert untimed(job.log) == "slurm: the recipe fits 2 nodes\n"
     assert not (folder / "runs" / "dry").exists()
 
 
@@ -280,7 +280,7 @@ def test_a_checkout_below_a_folder_with_blanks_is_found(cluster: Cluster, folder
         variables=environment(NPROC="1"),
     )
     wait_for("the end", lambda: cluster.job(number)["JobState"] in ("COMPLETED", "FAILED"))
-    assert (folder / f"slurm-{number}.out").read_text() == "slurm: the recipe fits 2 nodes\n"
+    assert untimed((folder / f"slurm-{number}.out").read_text()) == "slurm: the recipe fits 2 nodes\n"
 
 
 def test_array_of_jobs_prepares_the_tokens_of_one_machine(cluster: Cluster, folder: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from recipes.files.exit_codes import PREEMPTED, REFUSED
 from recipes.lab.bench.crash import descendants
 from tests.commands import rank_of_fork
-from tests.processes import wait_for
+from tests.processes import untimed, wait_for
 from tests.scripts.nodes import EVERY, ROOT, arguments, launch, losses, reached, run_sh
 
 pytestmark = pytest.mark.slow
@@ -40,7 +40,7 @@ def test_a_run_restarts_after_a_crash_but_not_after_a_signal(tmp_path: Path, cor
     assert process.returncode == PREEMPTED, err
     assert "SIGTERM: interrupted after step " in out
     assert len(err.splitlines()) == 3, err
-    killed, crashed, stopped = err.splitlines()
+    killed, crashed, stopped = untimed(err).splitlines()
     assert killed == "launch: rank 1 was killed by SIGKILL (often: out of memory)"
     assert crashed.startswith("supervise: attempt 1 crashed, exit code 137; newest checkpoint: step ")
     assert stopped.startswith("launch: SIGTERM: ")
@@ -53,7 +53,7 @@ def test_a_crash_loop_stops_with_the_reason(tmp_path: Path, corpus: Path) -> Non
     process = run_sh(tmp_path, arguments(tmp_path, corpus, "loop"), NPROC="1", RESTARTS="9", PYTHONPATH=str(tmp_path))
     out, err = process.communicate()
     assert (process.returncode, out) == (3, "")
-    assert err.splitlines() == [
+    assert untimed(err).splitlines() == [
         *(f"supervise: attempt {n} crashed, exit code 3; newest checkpoint: step 0" for n in (1, 2, 3)),
         "supervise: stopped: two restarts got no further than step 0 (a crash loop, or checkpoints too far apart)",
     ]
@@ -91,4 +91,4 @@ def test_the_slurm_script_says_what_to_write_outside_of_slurm(command: tuple[str
     )
     expected = "slurm: not in a SLURM job: sbatch --nodes=N scripts/slurm.sbatch RECIPE, or scripts/run.sh RECIPE\n"
     assert done.returncode == REFUSED and done.stdout.startswith(expected)
-    assert set(done.stdout.removeprefix(expected).splitlines()) <= {"slurm: refused: nothing was started"}
+    assert set(untimed(done.stdout).removeprefix(expected).splitlines()) <= {"slurm: refused: nothing was started"}

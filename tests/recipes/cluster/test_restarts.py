@@ -1,6 +1,7 @@
 """When a job starts again, and when it does not."""
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -110,6 +111,13 @@ def test_a_job_does_not_start_again_after_a_final_end(end: End) -> None:
     assert stops([(0, end)], step=10)
 
 
+UTC = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"
+
+
+def ends(history: History) -> list[tuple[int, End | None]]:
+    return [(attempt.step, attempt.end) for attempt in history.attempts]
+
+
 def test_a_requeued_job_continues_the_history(tmp_path: Path) -> None:
     path = tmp_path / "attempts.json"
     history = History(path, log=print)
@@ -117,10 +125,17 @@ def test_a_requeued_job_continues_the_history(tmp_path: Path) -> None:
     history.end(CRASHED)
     history.begin(10)  # the node dies before it can record an end
     again = History(path, log=print)
-    assert again.attempts == [Attempt(0, CRASHED), Attempt(10)]
+    assert ends(again) == [(0, CRASHED), (10, None)]
     again.begin(20)
     again.end(End.DONE)
-    assert History(path, log=print).attempts == [Attempt(0, CRASHED), Attempt(10), Attempt(20, End.DONE)]
+    assert ends(History(path, log=print)) == [(0, CRASHED), (10, None), (20, End.DONE)]
+    for attempt, has_ended in zip(again.attempts, (True, False, True), strict=True):
+        assert re.fullmatch(UTC, attempt.began) and bool(re.fullmatch(UTC, attempt.ended)) == has_ended
+
+
+def test_attempts_of_a_version_without_times_are_read(tmp_path: Path) -> None:
+    (tmp_path / "attempts.json").write_text('[{"step": 5, "end": "crashed"}, {"step": 7, "end": null}]')
+    assert History(tmp_path / "attempts.json", log=print).attempts == [Attempt(5, CRASHED), Attempt(7)]
 
 
 def test_attempts_are_kept_in_memory_while_the_disk_is_full(tmp_path: Path) -> None:
@@ -132,7 +147,7 @@ def test_attempts_are_kept_in_memory_while_the_disk_is_full(tmp_path: Path) -> N
         history.end(CRASHED)
         history.begin(10)
     assert [path.read_bytes()] == [file.read_bytes() for file in tmp_path.iterdir()] == [before]
-    assert history.attempts == [Attempt(0, CRASHED), Attempt(10)] and history.unsaved
+    assert ends(history) == [(0, CRASHED), (10, None)] and history.unsaved
     assert said == [f"{path} cannot be written: File too large; only this process knows the attempts"]
     history.end(PREEMPTED)
     assert not history.unsaved and History(path, log=print).attempts == history.attempts
@@ -145,7 +160,7 @@ def test_damaged_attempts_are_reported_and_counted_anew(text: str, tmp_path: Pat
     history = History(path, log=said.append)
     assert history.attempts == [] and len(said) == 1 and f"{path} cannot be read (" in said[0]
     history.begin(20)
-    assert History(path, log=print).attempts == [Attempt(20)]
+    assert ends(History(path, log=print)) == [(20, None)]
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ from recipes.metrics.clock import FIRST_STEP, RunClock
 from recipes.recipe.schema import Recipe
 from recipes.training.build import build
 from recipes.training.trainer import Trainer
-from tests.processes import run_processes
+from tests.processes import run_processes, untimed
 from tests.test_hangs import ill_run
 from tests.training import change, rows, training
 
@@ -245,7 +245,7 @@ def rows_of_slow_run(fault: str, phase: str, folder: Path, corpus: Path) -> list
     """metrics.jsonl of a run whose rank 1 is slow from step 6 on, after checking that it is named for this phase."""
     code, err = ill_run(folder, corpus, fault, "--run.steps", "60", "--checkpoint.every", "0")
     assert (code, err) == (0, "")
-    log = (folder / "runs/ill/log.txt").read_text()
+    log = untimed((folder / "runs/ill/log.txt").read_text())
     # The model is so small that the fault takes longer than a step.
     [(step, rank, found)] = re.findall(
         r"^step +(\d+)  STRAGGLER: rank (\d) on \S+ takes [\d.]+ s for (\w+),", log, re.M

@@ -1,6 +1,7 @@
 """What the metrics writer writes, and where."""
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -24,7 +25,10 @@ def writer(folder: Path, *, enabled: bool = True) -> MetricsWriter:
 
 
 def rows(folder: Path) -> list[Any]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """The rows without their time."""
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", row.pop("time")) for row in found)
+    return found
 
 
 def test_rows_are_appended_to_the_file(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from parallel.config import MeshDegrees
 from recipes.data.config import BatchConfig
 from recipes.recipe.rules_mesh import micro_batches
 from recipes.training.console import Console
+from tests.processes import untimed
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -42,12 +43,12 @@ def test_lines_from_before_open_log_follow_what_the_log_already_holds(
     with Console(silent=False) as console:
         console.log("a model", style="bold")
         console.log("  its mesh")
-        assert log.read_text() == "yesterday\n"
+        assert untimed(log.read_text()) == "yesterday\n"
         console.open_log(log)
         console.log("step 1")
-        assert log.read_text() == "yesterday\na model\n  its mesh\nstep 1\n"  # immediately, not at the end
+        assert untimed(log.read_text()) == "yesterday\na model\n  its mesh\nstep 1\n"  # immediately, not at the end
         console.log()
-    assert log.read_text() == "yesterday\na model\n  its mesh\nstep 1\n\n"
+    assert untimed(log.read_text()) == "yesterday\na model\n  its mesh\nstep 1\n\n"
     assert capfd.readouterr() == ("a model\n  its mesh\nstep 1\n\n", "")
 
 
@@ -65,7 +66,7 @@ def test_text_is_printed_and_logged_unchanged(text: str, tmp_path: Path, capfd: 
     with Console(silent=False) as console:
         console.open_log(tmp_path / "log.txt")
         console.log(text, style="dim")
-    assert (tmp_path / "log.txt").read_text() == text + "\n"
+    assert untimed((tmp_path / "log.txt").read_text()) == text + "\n"
     assert capfd.readouterr().out.expandtabs() == text.expandtabs() + "\n"
 
 
@@ -75,7 +76,7 @@ def test_control_characters_are_replaced(tmp_path: Path, capfd: pytest.CaptureFi
         console.log("a\x1b[2Jb\x00c\rd\x7f")
     expected = "a\ufffd[2Jb\ufffdc\ufffdd\ufffd\n"
     assert capfd.readouterr().out == expected
-    assert (tmp_path / "log.txt").read_text() == expected
+    assert untimed((tmp_path / "log.txt").read_text()) == expected
 
 
 # A class that Console knows by its name only, whose file imports torch: that takes seconds.
@@ -106,7 +107,7 @@ def test_there_is_no_live_line_without_a_terminal(tmp_path: Path) -> None:
         [sys.executable, "-c", TWO_STEPS, tmp_path / "log.txt"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert (done.stdout, done.stderr) == ("step 1\nstep 2\n", "")
-    assert (tmp_path / "log.txt").read_text() == "step 1\nstep 2\n"
+    assert untimed((tmp_path / "log.txt").read_text()) == "step 1\nstep 2\n"
 
 
 @pytest.mark.slow
@@ -129,7 +130,7 @@ def test_a_terminal_shows_a_live_line_and_wipes_it_at_the_end(tmp_path: Path) ->
     assert "step 1\r\n" in screen and "step 2\r\n" in screen
     assert "loss 2.500" in screen and "2/7" in screen
     assert screen.rindex("\x1b[2K") > screen.rindex("2/7")  # wiped at the end
-    assert (tmp_path / "log.txt").read_text() == "step 1\nstep 2\n"
+    assert untimed((tmp_path / "log.txt").read_text()) == "step 1\nstep 2\n"
 
 
 # Two lines for a screen or a log that takes none.
@@ -158,7 +159,7 @@ def test_training_goes_on_when_screen_or_log_cannot_be_written(full: str, tmp_pa
         lost = "/dev/full cannot be written: No space left on device; its lines are lost until it can"
         assert sorted((tmp_path / "screen").read_text().splitlines()) == sorted(["step 1", "step 2", lost])
     if full == "screen":
-        assert log.read_text() == f"step 1\n{SCREEN_LOST.format('No space left on device')}\nstep 2\n"
+        assert untimed(log.read_text()) == f"step 1\n{SCREEN_LOST.format('No space left on device')}\nstep 2\n"
 
 
 SCREEN_LOST = "standard output cannot be written: {}; its lines are in this file only until it can"
@@ -173,7 +174,7 @@ def test_training_goes_on_when_the_reader_of_a_pipe_ends(tmp_path: Path) -> None
     )
     os.close(write)
     assert done.stderr.startswith("the end\n")
-    assert (tmp_path / "log.txt").read_text() == f"step 1\n{SCREEN_LOST.format('Broken pipe')}\nstep 2\n"
+    assert untimed((tmp_path / "log.txt").read_text()) == f"step 1\n{SCREEN_LOST.format('Broken pipe')}\nstep 2\n"
 
 
 @pytest.mark.slow
@@ -194,7 +195,7 @@ def test_training_goes_on_when_the_reader_of_a_pipe_stops_reading(tmp_path: Path
         head = process.stdout.read1(1 << 20)
         process.stdin.write(b"\n")
         out = (head + process.communicate()[0]).decode()
-    log = (tmp_path / "log.txt").read_text().replace(SCREEN_LOST.format("nobody reads it") + "\n", "", 1)
+    log = untimed((tmp_path / "log.txt").read_text()).replace(SCREEN_LOST.format("nobody reads it") + "\n", "", 1)
     assert log == lines + "again\n"
     shown, rest = out.split("\n(")
     assert lines.startswith(shown) and len(shown) > 60_000
@@ -222,7 +223,7 @@ def test_training_goes_on_when_its_terminal_goes_away(tmp_path: Path) -> None:
         os.close(ours)
         assert process.communicate()[1] == ""
     assert process.returncode == 0
-    log = (tmp_path / "log.txt").read_text().splitlines()
+    log = untimed((tmp_path / "log.txt").read_text()).splitlines()
     assert [line for line in log if line.startswith("step")] == [f"step {step}" for step in range(1, 8)]
     assert SCREEN_LOST.format("Input/output error") in log
 
@@ -235,7 +236,7 @@ def test_training_goes_on_when_the_screen_lacks_a_character(tmp_path: Path) -> N
         [sys.executable, "-c", code, tmp_path / "log.txt"], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert (done.stdout, done.stderr) == ("? 1\n? 2\n", "the end\n")
-    assert (tmp_path / "log.txt").read_text() == "\u2192 1\n\u2192 2\n"
+    assert untimed((tmp_path / "log.txt").read_text()) == "\u2192 1\n\u2192 2\n"
 
 
 def test_a_batch_is_divided_among_data_ranks_and_shared_by_tensor_and_context_ranks() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from parallel.dist import World, start, stop
 from recipes.recipe.schema import Recipe
-from tests.processes import run_processes
+from tests.processes import run_processes, untimed
 from tests.training import change, train
 
 pytestmark = pytest.mark.slow
@@ -24,7 +24,7 @@ def run_aloud(recipe: Recipe) -> int:
 
 def log_of(recipe: Recipe) -> list[str]:
     assert run_processes(1, run_aloud, recipe) == [0]
-    return [line.strip() for line in Path(recipe.run.folder / "log.txt").read_text().splitlines()]
+    return [line.strip() for line in untimed(Path(recipe.run.folder / "log.txt").read_text()).splitlines()]
 
 
 @pytest.fixture(scope="module")
