@@ -1,4 +1,4 @@
-"""Convert between Hugging Face folders and checkpoints: `python scripts/convert_hf.py import|export FROM TO`."""
+"""Convert between Hugging Face folders and checkpoints: `python scripts/convert_hf.py import|export|upload FROM TO`."""
 
 import argparse
 import signal
@@ -19,6 +19,7 @@ from parallel.errors import UserError  # noqa: E402
 USAGE = """\
 convert_hf.py import FOLDER CHECKPOINT                    Hugging Face folder to new checkpoint
        convert_hf.py export CHECKPOINT FOLDER [--dtype TYPE]    checkpoint to new Hugging Face folder
+       convert_hf.py upload FOLDER NAME [--private]             folder to the Hugging Face hub, as OWNER/MODEL
 
 CHECKPOINT to export: a folder such as runs/NAME/checkpoints/step-00000100, or
 runs/NAME for its newest checkpoint. TYPE: bfloat16 or float32; the default is
@@ -28,17 +29,21 @@ the type in the checkpoint (float32 in checkpoints of a run)."""
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0, 2 for what the user can fix, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(usage=USAGE, allow_abbrev=False)
-    parser.add_argument("direction", choices=("import", "export"), help=argparse.SUPPRESS)
+    parser.add_argument("direction", choices=("import", "export", "upload"), help=argparse.SUPPRESS)
     parser.add_argument("source", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("target", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help=argparse.SUPPRESS)
+    parser.add_argument("--private", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.direction == "import" and options.dtype:
+    if options.direction != "export" and options.dtype:
         parser.error("--dtype needs export; an imported checkpoint keeps the types of its folder")
+    if options.direction != "upload" and options.private:
+        parser.error("--private needs upload")
 
     import torch
 
     from recipes.weights.convert import export_checkpoint, import_folder
+    from recipes.weights.upload import upload_folder
 
     interrupts: list[int] = []
 
@@ -50,6 +55,8 @@ def main(arguments: list[str]) -> int:
     try:
         if options.direction == "import":
             import_folder(options.source, options.target)
+        elif options.direction == "upload":
+            options.target = upload_folder(options.source, str(options.target), private=options.private)
         else:
             dtype = getattr(torch, options.dtype) if options.dtype else None
             export_checkpoint(options.source, options.target, dtype=dtype)

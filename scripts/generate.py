@@ -25,6 +25,8 @@ from parallel.errors import TemporaryError, UserError  # noqa: E402
 from recipes.files.exit_codes import REFUSED, TEMPORARY, ended_by  # noqa: E402
 
 if TYPE_CHECKING:
+    from recipes.data.config import DataConfig
+    from recipes.data.text.chat import ChatTemplate
     from recipes.evaluation.opened import OpenedModel
     from recipes.weights.locate import Weights
 
@@ -50,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("model", help="a Hugging Face folder, a checkpoint, or runs/NAME for its newest checkpoint")
-    parser.add_argument("prompt", help="the text to continue")
+    parser.add_argument("prompt", nargs="?", help="the text to continue; none with --chat = a conversation until /exit")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate at most (%(default)s)")
     parser.add_argument(
         "--temperature",
@@ -90,15 +92,22 @@ def _generate(options: argparse.Namespace) -> int:
     given = {name: getattr(options, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "seed")}
     sampling = Sampling(**given | {"temperature": options.temperature or 0.0})
     sampling.require_possible()  # before a large model is read
+    in_chat = bool(options.chat or options.chat_template)
+    if options.prompt is None and not in_chat:
+        raise UserError("write the text to continue, or --chat for a conversation")
+    if in_chat and options.prefix is not None:
+        raise UserError("--prefix has no place in a chat; write it into the prompt")
     try:
-        options.prompt.encode()
+        (options.prompt or "").encode()
     except UnicodeEncodeError:
         raise UserError("the prompt is not UTF-8 text") from None
 
     from models.decoder import Decoder
     from recipes.evaluation.by_transformers import check_search, open_exported, write_texts
+    from recipes.evaluation.conversation import converse
     from recipes.evaluation.generate import choose_device, continue_text, open_model
     from recipes.training.console import CONTROLS
+    from recipes.training.run_folder import data_of_run
     from recipes.weights.locate import find_weights
 
     search = {"beams": options.beams, "outputs": options.outputs}
@@ -111,9 +120,9 @@ def _generate(options: argparse.Namespace) -> int:
     if options.temperature is None:
         certain = options.beams > 1 or (opened.encoder_decoder and options.outputs == 1)
         sampling = replace(sampling, temperature=0.0 if certain else 0.8)
-    prompt, as_pairs = _around(options, weights)
-    opened = replace(opened, as_pairs=as_pairs)
-    _check_length(opened, prompt, options.max_tokens, positions=getattr(weights.model, "positions", 0))
+    data = data_of_run(weights)
+    template = _template(options, weights, data) if in_chat else None
+    opened = replace(opened, as_pairs=in_chat or bool(data and data.has_pairs))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # the terminal may lack some characters
 
@@ -128,36 +137,42 @@ def _generate(options: argparse.Namespace) -> int:
     write: Callable[..., tuple[int, float]] = (
         continue_text if isinstance(opened.model, Decoder) else partial(write_texts, **search)
     )
-    tokens, seconds = write(opened, prompt, sampling, log=show, log_prompt=show_prompt)
-    print(flush=True)
-    print(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s", file=sys.stderr)
+
+    def answer(prompt: str, log: Callable[[str], object], log_prompt: Callable[[str], object]) -> None:
+        _check_length(opened, prompt, options.max_tokens, positions=getattr(weights.model, "positions", 0))
+        tokens, seconds = write(opened, prompt, sampling, log=log, log_prompt=log_prompt)
+        print(flush=True)
+        print(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s", file=sys.stderr)
+
+    if options.prompt is not None:
+        answer(_around(options, template, data), show, show_prompt)
+    else:
+        assert template is not None
+        if sys.stdin.isatty():
+            import readline  # noqa: F401  # input() then edits lines and remembers them
+        read = partial(input, "> " if sys.stdin.isatty() else "")
+        converse(template, lambda prompt, log: answer(prompt, log, lambda _: None), read=read, show=show)
     return 0
 
 
-def _around(options: argparse.Namespace, weights: "Weights") -> tuple[str, bool]:
-    """The prompt with the texts around it that the run that made the weights was trained with, or those of a chat; and
-    whether it is encoded as pairs are."""
-    from recipes.training.run_folder import data_of_run
-
-    data = data_of_run(weights)
-    if options.chat or options.chat_template:
-        from recipes.data.text.chat import ChatTemplate, chat_settings
-
-        if options.prefix is not None:
-            raise UserError("--prefix has no place in a chat; write it into the prompt")
-        date = data.chat_date if data and data.chat_date else datetime.date.today().isoformat()
-        try:
-            found = chat_settings(weights.description.companions, template=options.chat_template or "", date=date)
-        except UserError as error:  # in the words of a recipe
-            problem = str(error).partition(": ")[2].partition(";")[0]
-            raise UserError(f"--chat: {problem}; write --chat-template FILE.jinja") from None
-        special = dict(found["special_tokens"])
-        template = ChatTemplate(found["template"], special_tokens=special, date=found["date"] or date)
-        return template.prompt([{"role": "user", "content": options.prompt}]), True
+def _around(options: argparse.Namespace, template: "ChatTemplate | None", data: "DataConfig | None") -> str:
+    """The prompt with the texts around it that the run that made the weights was trained with, or those of a chat."""
+    if template is not None:
+        return template.prompt([{"role": "user", "content": options.prompt}])
     prefix, suffix = (data.prompt_prefix, data.prompt_suffix) if data else ("", "")
-    if options.prefix is not None:
-        prefix = options.prefix
-    return f"{prefix}{options.prompt}{suffix}", bool(data and data.has_pairs)
+    return f"{prefix if options.prefix is None else options.prefix}{options.prompt}{suffix}"
+
+
+def _template(options: argparse.Namespace, weights: "Weights", data: "DataConfig | None") -> "ChatTemplate":
+    from recipes.data.text.chat import ChatTemplate, chat_settings
+
+    date = data.chat_date if data and data.chat_date else datetime.date.today().isoformat()
+    try:
+        found = chat_settings(weights.description.companions, template=options.chat_template or "", date=date)
+    except UserError as error:  # in the words of a recipe
+        problem = str(error).partition(": ")[2].partition(";")[0]
+        raise UserError(f"--chat: {problem}; write --chat-template FILE.jinja") from None
+    return ChatTemplate(found["template"], special_tokens=dict(found["special_tokens"]), date=found["date"] or date)
 
 
 def _check_length(opened: "OpenedModel", prompt: str, max_tokens: int, *, positions: int) -> None:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,8 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 
 from recipes.files.exit_codes import PREEMPTED
+from recipes.weights.convert import export_checkpoint
 from tests.commands import Command
 from tests.processes import untimed
 
@@ -119,7 +122,30 @@ def test_a_run_prints_every_logged_step_and_validation(whole: str) -> None:
 def test_a_run_ends_with_a_sample_a_summary_and_its_files(whole: str) -> None:
     end = whole[whole.index("a held-out text, and how the model goes on:") :]
     assert re.search(r"^done: 30 steps, 3,840 tokens in [\d.]+ s, [\d,]+ tokens/s.* validation loss \d", end, re.M)
-    assert end.endswith("written to runs/whole: checkpoints environment.json log.txt metrics.jsonl recipe.toml\n")
+    assert (
+        "\nwritten to runs/whole: checkpoints curves.png environment.json log.txt metrics.jsonl recipe.toml\nnext:\n"
+        in end
+    )
+
+
+def test_commands_that_a_run_ends_with_can_be_typed(whole: str, folder: Path) -> None:
+    commands = whole[whole.index("\nnext:\n") :].splitlines()[2:]
+    python = f"alias python={shlex.quote(sys.executable)}; shopt -s expand_aliases"
+    for command in commands:
+        done = subprocess.run(["bash", "-c", f"{python}\n{command}"], cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert len(commands) == 3 and (folder / "runs/whole-hf/model.safetensors").is_file()
+
+
+def test_export_has_a_model_card_with_the_data_the_steps_the_losses_and_the_recipe(whole: str, folder: Path) -> None:
+    [checkpoint, *_] = sorted((folder / "runs/whole/checkpoints").iterdir(), reverse=True)
+    export_checkpoint(checkpoint, folder / "card")
+    card = ModelCard.load(folder / "card/README.md")
+    assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "text-generation")
+    assert "# whole\n" in card.text and "for 30 steps on 3,840 tokens." in card.text and "3,840 |" in card.text
+    [loss] = re.findall(r"\| validation_loss \| ([\d.]+) \|", card.text)
+    assert f"validation loss {loss}\n" in whole
+    assert (folder / "runs/whole/recipe.toml").read_text().rstrip() in card.text
 
 
 def test_the_log_holds_what_was_on_the_screen(whole: str, folder: Path) -> None:

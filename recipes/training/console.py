@@ -1,5 +1,6 @@
 """Output for people: lines and a live progress line on a terminal, plain lines in a file. Only rank 0 prints."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -11,6 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from models.config import ModelConfig
 from parallel.config import MeshDegrees
 from recipes.files.atomic import Lines, utc_now
+from recipes.files.interpreter import ROOT
+from recipes.files.layout import CHECKPOINTS
 from recipes.files.screen import Screen
 from recipes.metrics.throughput import Throughput
 from recipes.recipe.rules_mesh import micro_batches
@@ -169,7 +172,17 @@ BORDER_UNSAVED = "the stage is done, but its last checkpoint is not saved; the s
 UNSAVED = "all steps are done, but the last checkpoint is not saved; the same command tries again"
 
 
-def contents(folder: Path) -> str:
-    """The names of the files that a run wrote, and their folder."""
+def results(folder: Path) -> list[str]:
+    """The last lines of a finished run: the files in its folder, and what can be done with its weights."""
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
-    return f"written to {folder}: {' '.join(names)}"
+    lines = [f"written to {folder}: {' '.join(names)}"]
+    if CHECKPOINTS in names:
+        python = "python scripts" if Path.cwd() == ROOT else f"python {shlex.quote(str(ROOT))}/scripts"
+        run = shlex.quote(str(folder))
+        lines += [
+            "next:",
+            f'  {python}/generate.py {run} "Once upon a time"',
+            f"  {python}/checkpoint.py list {run}",
+            f"  {python}/convert_hf.py export {run} {run}-hf",
+        ]
+    return lines

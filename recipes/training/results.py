@@ -6,7 +6,7 @@ from torch import nn
 
 from parallel.dist import World
 from recipes.data.loader import DataLoader
-from recipes.files.layout import EXPORT
+from recipes.files.layout import CHECKPOINTS, EXPORT, step_folder
 from recipes.recipe.schema import Recipe
 from recipes.weights.description import Description
 
@@ -32,5 +32,8 @@ def write_results(
         show_sample(model, loader, recipe.batch, count, device=world.device, seed=seed, log=log)
     if recipe.checkpoint.export_hf and describe:
         from recipes.weights.convert import export_model
+        from recipes.weights.model_card import with_card
 
-        export_model(model, recipe.run.folder / EXPORT, describe(), world=world)
+        checkpoint = step_folder(recipe.run.folder / CHECKPOINTS, recipe.run.steps)
+        description = with_card(describe(), checkpoint) if world.is_main else describe()
+        export_model(model, recipe.run.folder / EXPORT, description, world=world)

@@ -9,7 +9,7 @@ from recipes.files.exit_codes import CANNOT_WRITE, CORRUPTED, FINISHED, POISONED
 from recipes.metrics.clock import END, FIRST_STEP, LOADING, SAVE, VALIDATION
 from recipes.optimization.skip_steps import NonFiniteRun
 from recipes.training.build_run import Run
-from recipes.training.console import BORDER_UNSAVED, NOT_SAVED, UNSAVED, contents, interrupted_message, summary
+from recipes.training.console import BORDER_UNSAVED, NOT_SAVED, UNSAVED, interrupted_message, results, summary
 from recipes.training.step import Found, corruption, require_sound_state, train_step, without_garbage_collection
 
 
@@ -176,7 +176,7 @@ class Trainer:
             if not recipe.checkpoint.every:
                 self.console.log(NOT_SAVED)
         is_safe = saved or not recipe.checkpoint.every
-        self._end(contents(self.recipe.run.folder) if is_safe else UNSAVED)
+        self._end("" if is_safe else UNSAVED)
         return FINISHED if is_safe else CANNOT_WRITE
 
     def _hand_over(self, *, saved: bool) -> int | None:
@@ -193,8 +193,12 @@ class Trainer:
         return None
 
     def _end(self, last_line: str) -> None:
+        """last_line: "" for the results, which are all there once the picture is drawn."""
         self.console.log(self.recorder.goodput.line())
-        self.console.log(last_line)
+        if last_line:
+            self.console.log(last_line)
         self.loader.close()
         self.recorder.close(in_a_hurry=bool(self.interruption.noted))
+        for line in [] if last_line else results(self.recipe.run.folder):
+            self.console.log(line)
         self.interruption.end()

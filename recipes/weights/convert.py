@@ -23,6 +23,7 @@ from recipes.weights import hf_folder
 from recipes.weights.description import Description, checkpoint_files
 from recipes.weights.hf_folder import DTYPE_BYTES, Entry
 from recipes.weights.locate import Weights, find_weights
+from recipes.weights.model_card import with_card
 
 Box = tuple[slice, ...]
 """A range for each axis of a tensor."""
@@ -116,7 +117,7 @@ def export_checkpoint(
     parameters = StoredParameters(weights.path, weights.model)
     names = layout_of(weights.model).tensors
     files = _files(weights.model, {name: dtype or parameters.dtype(name) for name in names}, max_bytes)
-    _write(folder, files, parameters.read, weights.description)
+    _write(folder, files, parameters.read, with_card(weights.description, weights.path))
 
 
 def export_model(

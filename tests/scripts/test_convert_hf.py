@@ -38,6 +38,23 @@ def test_import_and_export_keep_the_folder_and_refuse_mistakes(tmp_path: Path) -
     assert not (tmp_path / "again").exists()
 
 
+def test_folder_that_cannot_be_uploaded_is_refused_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_random(tmp_path / "hf", max_bytes=10**9)
+    convert(tmp_path, "import", "hf", "checkpoint")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
+    for words, message in (
+        (("hf", "me/model"), "hf was not uploaded: [Errno 111] Connection refused; log in with 'hf auth login' on"),
+        (("hf", "model"), "'model' is no name on the hub: it must be OWNER/MODEL"),
+        (("hf", "me/mo del"), "'me/mo del' is no name on the hub: "),
+        (("checkpoint", "me/model"), "checkpoint is a checkpoint; export it first: convert_hf.py export checkpoint "),
+        (("missing", "me/model"), "missing does not exist"),
+    ):
+        code, out, error = convert(tmp_path, "upload", *words)
+        assert (code, out, error.count("\n")) == (2, "", 1) and error.startswith(message), error
+
+
 def test_ctrl_c_leaves_no_files(tmp_path: Path) -> None:
     wide = replace(SMALL, vocabulary=32768, width=512)
     write_random(tmp_path / "hf", wide, max_bytes=10**9)

@@ -154,3 +154,16 @@ def test_a_run_continues_from_its_newest_checkpoint(corpus: Path, tmp_path: Path
     assert code == 0 and out.startswith("def "), err
     step = "runs/small/checkpoints/step-00000002"
     assert generate(step, "def ", "--max-tokens", "5", "--temperature", "0", cwd=tmp_path)[:2] == (0, out)
+
+
+def test_a_chat_without_a_prompt_is_a_conversation(folder: Path, tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for message in messages %}[{{ message.content }}]{% endfor %}")
+    words = [str(folder), "--chat-template", str(template), "--max-tokens", "6", "--greedy"]
+    talk = subprocess.run(
+        [sys.executable, SCRIPT, *words], input="one\ntwo\n/exit\nthree\n", capture_output=True, text=True
+    )
+    assert talk.returncode == 0 and talk.stderr.count("6 tokens in ") == 2
+    alone = generate(*words[:1], "one", *words[1:], "--answer-only")[1]
+    assert talk.stdout.startswith(alone)
+    assert generate(str(folder))[::2] == (2, "write the text to continue, or --chat for a conversation\n")

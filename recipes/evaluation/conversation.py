@@ -1,0 +1,48 @@
+"""A conversation with a model on a terminal, or line by line from a pipe."""
+
+from collections.abc import Callable
+
+from parallel.errors import UserError
+from recipes.data.text.chat import ChatTemplate
+
+END = "/exit"
+Answer = Callable[[str, Callable[[str], object]], object]
+"""Given a prompt, passes the text of its answer to a function, piece by piece. Raises UserError if it cannot."""
+
+
+def converse(template: ChatTemplate, answer: Answer, *, read: Callable[[], str], show: Callable[[str], object]) -> None:
+    """Answer messages, each with all those before it, until there are no more or one is /exit.
+
+    Args:
+        template: makes the prompt of the messages.
+        answer: see Answer.
+        read: returns the next message. Raises EOFError after the last one.
+        show: shows a piece of an answer, or why there is none; that message is then forgotten.
+    """
+    messages: list[dict[str, str]] = []
+    while True:
+        try:
+            message = read()
+        except EOFError:
+            return
+        if message.strip() == END:
+            return
+        if not message.strip():
+            continue
+        pieces: list[str] = []
+
+        def note(piece: str, pieces: list[str] = pieces) -> None:
+            pieces.append(piece)
+            show(piece)
+
+        asked = [*messages, {"role": "user", "content": message}]
+        try:
+            message.encode()
+            answer(template.prompt(asked), note)
+        except UnicodeEncodeError:
+            show("the message is not UTF-8 text")
+        except UserError as error:
+            show(str(error))
+        else:
+            messages = [*asked, {"role": "assistant", "content": "".join(pieces).strip()}]
+        show("\n")

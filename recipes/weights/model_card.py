@@ -1,0 +1,41 @@
+"""The model card (README.md) of an exported model: what its checkpoint and its run know of it. Imports no torch."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from parallel.errors import UserError
+from recipes.checkpoint.config import VALIDATION
+from recipes.checkpoint.files import read_manifest
+from recipes.data.history import consumed_tokens, from_json
+from recipes.files.layout import RECIPE
+from recipes.files.markdown import markdown_table
+from recipes.files.reading import read_text
+from recipes.weights.description import Description
+
+CARD = "README.md"
+
+
+def with_card(description: Description, checkpoint: Path) -> Description:
+    """The description with a model card among the files that accompany its weights; without one if the checkpoint is
+    not from a run. Raises UserError."""
+    manifest = read_manifest(checkpoint)
+    if manifest.step is None:
+        return description
+    run = checkpoint.absolute().parents[1]
+    recipe = read_text(run / RECIPE) if (run / RECIPE).is_file() else ""
+    progress, name = manifest.state["progress"], run.name if recipe else checkpoint.name
+    model, task = description.model, "text2text" if description.model.is_encoder_decoder else "text"
+    lines = ["---", "library_name: transformers", f"pipeline_tag: {task}-generation", "tags:", "- shardwright", "---"]
+    lines += ["", f"# {name}", "", f"A language model with {model.num_params():,} parameters. Trained with Shardwright"]
+    lines += [f"for {manifest.step:,} steps on {progress['tokens']:,} tokens.", "", "## Data", ""]
+    try:
+        consumed = consumed_tokens(from_json(progress.get("history", [])))
+    except ValueError as error:
+        raise UserError(f"{checkpoint} does not say what it was trained on: {error}") from None
+    lines += markdown_table(["source", "tokens"], [(source, f"{count:,}") for source, count in consumed.items()])
+    if scores := progress.get(VALIDATION):
+        rows = [(key, f"{value:.4f}") for key, value in scores.items()]
+        lines += ["", "## Evaluation", "", "Losses are in nats per token.", "", *markdown_table(["on", "value"], rows)]
+    if recipe:
+        lines += ["", "## Recipe", "", "```toml", recipe.rstrip(), "```"]
+    return replace(description, companions={**description.companions, CARD: "\n".join(lines) + "\n"})
