@@ -1,5 +1,6 @@
 """Sends rows to Weights & Biases from a thread of its own, so that nothing that happens there delays or ends a run."""
 
+import logging
 import os
 import secrets
 from collections import deque
@@ -51,6 +52,8 @@ class Tracker:
         # wandb reports its errors over the network, even offline; where packets are dropped, the end waits for it.
         for variable, value in {"WANDB_ERROR_REPORTING": "false", **LIMITS}.items():
             os.environ.setdefault(variable, value)
+        # Of the whole process: on a full disk, every line that wandb cannot log would be a traceback on the screen.
+        logging.raiseExceptions = False
         try:
             import wandb  # noqa: F401  # not in the thread: half-done imports of two threads can meet
         except Exception as error:

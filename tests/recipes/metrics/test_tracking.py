@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.full_disk import files_of_at_most
 from tests.processes import PATIENCE
 
 pytestmark = pytest.mark.slow
@@ -123,6 +124,15 @@ def test_tracking_starts_again_after_its_process_was_killed(tmp_path: Path) -> N
     files = [path.name for path in folder.glob("wandb/offline-run-*/run-*.wandb")]
     assert len(files) == 2 and len(set(files)) == 1  # of one run
     assert recorded(folder).count(b"tried") >= 6
+
+
+def test_a_full_disk_puts_no_tracebacks_of_wandbs_log_on_the_screen(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with files_of_at_most(1000):  # its debug.log is longer, six rows are shorter
+        run = start(folder, WANDB_MODE="offline")
+    out, err = run.communicate(timeout=PATIENCE)
+    assert run.returncode == 0 and len((folder / "metrics.jsonl").read_text().splitlines()) == 6
+    assert "Logging error" not in out + err and "Traceback" not in out + err
 
 
 def test_a_missing_wandb_turns_tracking_off(tmp_path: Path) -> None:
