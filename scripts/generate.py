@@ -104,7 +104,7 @@ def _generate(options: argparse.Namespace) -> int:
 
     from models.decoder import Decoder
     from recipes.evaluation.by_transformers import check_search, open_exported, write_texts
-    from recipes.evaluation.conversation import converse
+    from recipes.evaluation.conversation import converse, read_message
     from recipes.evaluation.generate import choose_device, continue_text, open_model
     from recipes.training.console import CONTROLS
     from recipes.training.run_folder import data_of_run
@@ -148,10 +148,7 @@ def _generate(options: argparse.Namespace) -> int:
         answer(_around(options, template, data), show, show_prompt)
     else:
         assert template is not None
-        if sys.stdin.isatty():
-            import readline  # noqa: F401  # input() then edits lines and remembers them
-        read = partial(input, "> " if sys.stdin.isatty() else "")
-        converse(template, lambda prompt, log: answer(prompt, log, lambda _: None), read=read, show=show)
+        converse(template, lambda prompt, log: answer(prompt, log, lambda _: None), read=read_message, show=show)
     return 0
 
 

@@ -1,6 +1,9 @@
 """A conversation with a model on a terminal, or line by line from a pipe."""
 
+import signal
+import sys
 from collections.abc import Callable
+from io import TextIOWrapper
 
 from parallel.errors import UserError
 from recipes.data.text.chat import ChatTemplate
@@ -8,6 +11,25 @@ from recipes.data.text.chat import ChatTemplate
 END = "/exit"
 Answer = Callable[[str, Callable[[str], object]], object]
 """Given a prompt, passes the text of its answer to a function, piece by piece. Raises UserError if it cannot."""
+
+
+def read_message() -> str:
+    """The next line of standard input. Raises EOFError after the last one, UserError if it is closed."""
+    if not isinstance(sys.stdin, TextIOWrapper):
+        raise UserError("a conversation reads standard input, which is closed; write the prompt after the model")
+    if sys.stdin.errors != "surrogateescape":  # refused after the first read
+        sys.stdin.reconfigure(errors="surrogateescape")
+    if on_terminal := sys.stdin.isatty():
+        import readline  # noqa: F401  # input() then edits lines and remembers them
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # so that readline puts the terminal back
+    try:
+        return input("> " if on_terminal else "")
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, before)
+        signal.raise_signal(signal.SIGINT)
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def converse(template: ChatTemplate, answer: Answer, *, read: Callable[[], str], show: Callable[[str], object]) -> None:

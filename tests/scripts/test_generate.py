@@ -7,6 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import termios
+import time
 from pathlib import Path
 
 import pytest
@@ -166,4 +168,28 @@ def test_a_chat_without_a_prompt_is_a_conversation(folder: Path, tmp_path: Path)
     assert talk.returncode == 0 and talk.stderr.count("6 tokens in ") == 2
     alone = generate(*words[:1], "one", *words[1:], "--answer-only")[1]
     assert talk.stdout.startswith(alone)
+    latin = subprocess.run([sys.executable, SCRIPT, *words], input="é\n".encode("latin-1"), capture_output=True)
+    assert (latin.returncode, latin.stdout) == (0, b"the message is not UTF-8 text\n")
+    closed = ["bash", "-c", '"$@" <&-', "", sys.executable, SCRIPT, *words]
+    refused = subprocess.run(closed, capture_output=True, text=True)
+    assert refused.returncode == 2 and refused.stderr.startswith("a conversation reads standard input, which is")
     assert generate(str(folder))[::2] == (2, "write the text to continue, or --chat for a conversation\n")
+
+
+def test_ctrl_c_at_the_prompt_of_a_conversation_leaves_the_terminal_as_it_was(folder: Path, tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages[-1].content }}")
+    leader, follower = pty.openpty()
+    before = termios.tcgetattr(follower)
+    command = [sys.executable, SCRIPT, str(folder), "--chat-template", str(template), "--max-tokens", "1"]
+    process = subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower)
+    shown = b""
+    while b"> " not in shown:
+        shown += os.read(leader, 4096)
+    while process.poll() is None:  # between the prompt and its wait for a key, readline misses a signal
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+    assert process.returncode == 130
+    assert termios.tcgetattr(follower) == before
+    os.close(follower)
+    assert b"Traceback" not in until_the_terminal_closes(leader)
