@@ -100,7 +100,7 @@ def build_run(loaded: LoadedRecipe, process: Process, *, after: Kept | None = No
     on_main_first(world, lambda: check_output_folder(recipe))
     lock = FolderLock()  # held for as long as this process lives
     on_main(world, lambda: lock.take(recipe.run.folder, log=console.log))
-    begin = on_main(world, lambda: _find_beginning(recipe, console))
+    begin = on_main(world, lambda: _find_beginning(loaded, console))
     while True:
         try:
             return build_stage(begin, lock=lock)
@@ -108,14 +108,15 @@ def build_run(loaded: LoadedRecipe, process: Process, *, after: Kept | None = No
             begin = Beginning.own(recipe, older.step)
 
 
-def _find_beginning(recipe: Recipe, console: Console) -> Beginning:
+def _find_beginning(loaded: LoadedRecipe, console: Console) -> Beginning:
     """What the first stage of this process begins from. Raises what find_beginning() does."""
+    recipe = loaded.recipe
     names = names_in(recipe.run.folder)
     if not recipe.run.continue_from and not {CHECKPOINTS, SAVED} & {*names}:
         return Beginning()
     from recipes.training.resume import find_beginning
 
-    return find_beginning(recipe, names, console)
+    return find_beginning(loaded, names, console)
 
 
 def _weights_for(loaded: LoadedRecipe, begin: Beginning) -> "Weights | None":
