@@ -99,8 +99,7 @@ def build_run(loaded: LoadedRecipe, process: Process, *, after: Kept | None = No
         require_fits_world(stage.recipe.mesh, stage.recipe.batch, nodes=world.nodes)
     on_main_first(world, lambda: check_output_folder(recipe))
     lock = FolderLock()  # held for as long as this process lives
-    on_main(world, lambda: lock.take(recipe.run.folder, log=console.log))
-    begin = on_main(world, lambda: _find_beginning(loaded, console))
+    begin = on_main(world, lambda: _find_beginning(loaded, lock, console))
     while True:
         try:
             return build_stage(begin, lock=lock)
@@ -108,10 +107,15 @@ def build_run(loaded: LoadedRecipe, process: Process, *, after: Kept | None = No
             begin = Beginning.own(recipe, older.step)
 
 
-def _find_beginning(loaded: LoadedRecipe, console: Console) -> Beginning:
-    """What the first stage of this process begins from. Raises what find_beginning() does."""
-    recipe = loaded.recipe
-    names = names_in(recipe.run.folder)
+def _find_beginning(loaded: LoadedRecipe, lock: FolderLock, console: Console) -> Beginning:
+    """What the first stage of this process begins from. Raises what find_beginning() does.
+
+    Locks the run's folder if it exists. If it does not, nothing in it counts: another process may be creating it.
+    """
+    recipe, names = loaded.recipe, list[str]()
+    if lock.take(recipe.run.folder, log=console.log):
+        check_output_folder(recipe)  # again: it may have changed until it was locked
+        names = names_in(recipe.run.folder)
     if not recipe.run.continue_from and not {CHECKPOINTS, SAVED} & {*names}:
         return Beginning()
     from recipes.training.resume import find_beginning
