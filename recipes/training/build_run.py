@@ -154,6 +154,10 @@ def _build_stage(
     """
     stage = stage_of(loaded.recipe, begin.step)
     recipe, world, console, clock = stage.recipe, process.world, process.console, process.clock
+    if begin.checkpoint is not None:  # every process reads some of its files
+        from recipes.checkpoint.together import wait_for_small_files
+
+        wait_for_small_files(begin.checkpoint, world)
     weights = _weights_for(loaded, begin)
     starts_from = weights if recipe.model.weights and begin.checkpoint is None else None
     built = build(recipe, world, weights=starts_from, mesh=_mesh_of(recipe, world, after))
