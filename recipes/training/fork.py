@@ -12,7 +12,7 @@ from recipes.checkpoint.manifest import Damage
 from recipes.data.history import Segment, Window, to_json
 from recipes.data.text.sources import is_prepared
 from recipes.files.atomic import write_whole
-from recipes.files.layout import CHECKPOINTS, ORIGIN, RECIPE, checkpoint_steps, step_folder
+from recipes.files.layout import CHECKPOINTS, ORIGIN, RECIPE, checkpoint_step, checkpoint_steps, step_folder
 from recipes.files.reading import is_folder, is_remote, names_in, read_text
 from recipes.recipe.fields import COMMAND_LINE, field_types, toml, value_of
 from recipes.recipe.load import load
@@ -73,8 +73,11 @@ def _begun_from(recipe: Recipe) -> Path | None:
         return None
     try:
         origin = json.loads(read_text(file))
-        return Path(origin["checkpoint"]) if origin["continue_from"] == recipe.run.continue_from else None
-    except (ValueError, KeyError, TypeError) as error:
+        begun = Path(origin["checkpoint"])
+        if checkpoint_step(begun.name) is None or "\0" in str(begun):
+            raise ValueError(f"{str(begun)[:100]!r} is no checkpoint")
+        return begun if origin["continue_from"] == recipe.run.continue_from else None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{file} is damaged ({error}); remove it, or write another run.name") from None
 
 

@@ -85,7 +85,7 @@ def read_cuts(folder: Path) -> list[Cut]:
         return cuts
     except FileNotFoundError:
         return []
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         raise UserError(f"'{folder / PARTS}' is damaged; remove '{folder}', and prepare it again") from None
 
 

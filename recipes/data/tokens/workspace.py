@@ -190,7 +190,7 @@ def damage(folder: Path, shard: Shard) -> str | None:
     if shard.bad:
         try:
             read_bad_rows(bad_rows_path(folder, shard.number))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             return f"{bad_rows_path(folder, shard.number).name} cannot be read: {error}"
     return None
 
