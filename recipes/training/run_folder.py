@@ -121,6 +121,12 @@ def check_output_folder(recipe: Recipe) -> None:
     names = [name for name in names_in(folder) if name != LOCK and not name.startswith((PART, SILLY))]
     if not names:
         return
+    if RECIPE not in names and holds_results(folder):
+        raise UserError(
+            f"{folder} holds a run without its {RECIPE}, which says how it trains. Bring it back, or write it anew"
+            " with the recipe and the options that the run had: python train.py RECIPE [--section.field value ...]"
+            f" --run.name OTHER --check > {folder / RECIPE}"
+        )
     if RECIPE not in names:
         raise UserError(f"{folder} is not empty and has no {RECIPE}, so it is not a run folder; {ANOTHER_NAME}")
     if not holds_results(folder):  # a run that ended before its first logged step
